@@ -1,0 +1,120 @@
+"""`WitnessCallback`: a record of the live model in every checkpoint of Hugging Face's Trainer.
+
+    trainer = SFTTrainer(..., callbacks=[WitnessCallback()])
+
+Everything that is built on the Trainer calls it: TRL, LLaMA-Factory, ms-swift, axolotl, unsloth. It
+never ends a training: what goes wrong is logged, and the checkpoint has no record.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from .probes import first_rows
+from .record import FOLDER, witness
+
+log = logging.getLogger("plumbline.witness")
+
+PROMPTS, ROWS, TEXTS = (f"PLUMBLINE_WITNESS_{name}" for name in ("PROMPTS", "ROWS", "TEXTS"))
+"""Environment variables: a text file with one prompt a line; number of training rows; 1 to record
+the prompts' texts."""
+
+
+class WitnessCallback(TrainerCallback):
+    """Write `plumbline.witness` into every checkpoint, and into the output folder at the end.
+
+    Args:
+        prompts: texts of one's own to measure; None for the file in PLUMBLINE_WITNESS_PROMPTS.
+        rows: number of training examples to measure, by default PLUMBLINE_WITNESS_ROWS or 4. Only
+            their first 64 token ids are recorded, no text.
+        texts: True to record the texts of `prompts`; by default if PLUMBLINE_WITNESS_TEXTS is 1.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[str] | None = None,
+        rows: int | None = None,
+        texts: bool | None = None,
+    ) -> None:
+        self._prompts = prompts
+        self._rows = int(os.environ.get(ROWS, "4")) if rows is None else rows
+        self._texts = os.environ.get(TEXTS) == "1" if texts is None else texts
+        self._last: tuple[int, Path] | None = None
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Measure the model that has just been saved. Called on every rank."""
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        self._take(folder, args, state, kwargs)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Record the final model in the output folder, where `save_model` puts it."""
+        if self._last is not None and self._last[0] == state.global_step and _is_last(state):
+            if state.is_world_process_zero:
+                _copy(self._last[1], Path(args.output_dir) / FOLDER)
+            return
+        self._take(Path(args.output_dir), args, state, kwargs)
+
+    def _take(self, folder: Path, args: Any, state: Any, kwargs: Any) -> None:
+        tokenizer = kwargs.get("processing_class") or kwargs.get("tokenizer")
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor for images
+        if tokenizer is None:
+            log.warning("no plumbline.witness: the trainer has no tokenizer")
+            return
+        loader = kwargs.get("train_dataloader")
+        facts = {
+            "step": state.global_step,
+            "epoch": state.epoch,
+            "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        }
+        try:
+            record = witness(
+                kwargs["model"],
+                tokenizer,
+                folder,
+                prompts=self._own_prompts(),
+                rows=first_rows(getattr(loader, "dataset", None), self._rows),
+                texts=self._texts,
+                facts=facts,
+            )
+        except Exception as error:  # a record is never worth a training
+            log.warning("no plumbline.witness in %s: %s: %s", folder, type(error).__name__, error)
+            return
+        self._last = (state.global_step, record)
+
+    def _own_prompts(self) -> Sequence[str]:
+        if self._prompts is not None:
+            return self._prompts
+        path = os.environ.get(PROMPTS)
+        if not path:
+            return ()
+        return [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line]
+
+
+def _is_last(state: Any) -> bool:
+    """Return False if the best model was loaded at the end: that is another one."""
+    return state.best_model_checkpoint is None
+
+
+def _copy(record: Path, to: Path) -> None:
+    try:
+        shutil.rmtree(to, ignore_errors=True)
+        shutil.copytree(record, to)
+    except OSError as error:
+        log.warning("no plumbline.witness in %s: %s", to.parent, error)
+
+
+def register(trainer: Any) -> None:
+    """Add the callback to those of every Trainer that this process makes.
+
+    Args:
+        trainer: the module `transformers.trainer`.
+    """
+    if WitnessCallback not in trainer.DEFAULT_CALLBACKS:
+        trainer.DEFAULT_CALLBACKS.append(WitnessCallback)

@@ -1,0 +1,233 @@
+"""Describe a live model: what its numbers depend on, as plain JSON values."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = (
+    *("torch", "transformers", "peft", "accelerate", "deepspeed", "bitsandbytes", "trl"),
+    *("llamafactory", "ms-swift", "axolotl", "unsloth", "liger-kernel", "flash-attn", "openrlhf"),
+    "verl",
+)
+_EXTRA_EOS = ("eos_token_id", "bos_token_id", "pad_token_id")
+
+
+def describe(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Return the facts about a model and its tokenizer.
+
+    Args:
+        model: may be wrapped by DDP, FSDP or DeepSpeed.
+        tokenizer: of transformers.
+    """
+    inner = unwrap(model)
+    live: Any = getattr(inner, "config", None)
+    config = live.to_dict() if hasattr(live, "to_dict") else dict(live or {})
+    generation = getattr(inner, "generation_config", None)
+    return {
+        "model": _model(inner, config),
+        "base": _base(inner, config),
+        "quantization": quantization(inner),
+        "peft": _peft(inner),
+        "tokens": {
+            "tokenizer": _tokenizer(tokenizer),
+            "config": {key: config.get(key) for key in _EXTRA_EOS},
+            "generation_config": plain(generation.to_diff_dict()) if generation else None,
+        },
+        "engine": _engine(model),
+        "versions": {"python": platform.python_version(), **_versions()},
+    }
+
+
+def unwrap(model: Any) -> Any:
+    """Return the model inside of DDP, FSDP, DeepSpeed or torch.compile."""
+    for _ in range(8):
+        for name in ("_fsdp_wrapped_module", "_orig_mod", "module"):
+            inner = getattr(model, name, None)
+            if isinstance(inner, torch.nn.Module):
+                model = inner
+                break
+        else:
+            break
+    return model
+
+
+def is_reward_model(model: Any) -> bool:
+    """Return True for a classifier with one output."""
+    kinds = (type(module).__name__ for module in model.modules())
+    config = getattr(unwrap(model), "config", None)
+    classifies = any(kind.endswith("ForSequenceClassification") for kind in kinds)
+    return classifies and getattr(config, "num_labels", 0) == 1
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON can hold it: sets are sorted, other objects become text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(part) for part in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(plain(part) for part in value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return str(getattr(value, "value", value))
+
+
+def quantization(model: torch.nn.Module) -> dict[str, Any]:
+    """Return how the weights of linear layers are stored, from the layers themselves.
+
+    `method` is "none", "nf4", "fp4", "int8", or the class of an unknown quantised layer. It settles
+    the base that an adapter has to be merged into.
+    """
+    layers = Counter(type(module).__name__ for module in model.modules())
+    four = [m for m in model.modules() if type(m).__name__.endswith("Linear4bit")]
+    four = [m for m in four if hasattr(getattr(m, "weight", None), "quant_type")]
+    if four:
+        weight, compute = four[0].weight, getattr(four[0], "compute_dtype", None)
+        return {
+            "method": str(weight.quant_type),
+            "double_quant": bool(weight.compress_statistics),
+            "blocksize": getattr(weight, "blocksize", None),
+            "compute_dtype": None if compute is None else str(compute).removeprefix("torch."),
+            "layers": len(four),
+        }
+    for name, method in (("Linear8bitLt", "int8"), ("QuantLinear", "gptq"), ("WQLinear", "awq")):
+        count = sum(number for kind, number in layers.items() if kind.endswith(name))
+        if count:
+            return {"method": method, "layers": count}
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    if config is not None:
+        config = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+        return {"method": str(config.get("quant_method")), "config": plain(config)}
+    return {"method": "none"}
+
+
+def base_folder(name: str) -> Path | None:
+    """Return the folder of a base model: a local one, or its snapshot in the hub's cache."""
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        path = try_to_load_from_cache(name, "config.json")
+    except Exception:
+        return None
+    return Path(path).parent if isinstance(path, str) else None
+
+
+def headers_digest(folder: Path) -> str | None:
+    """Return the SHA-256 of names, dtypes and shapes of all safetensors files; None without any."""
+    tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(size))
+        header.pop("__metadata__", None)
+        tensors.update({name: [entry["dtype"], entry["shape"]] for name, entry in header.items()})
+    if not tensors:
+        return None
+    return hashlib.sha256(json.dumps(tensors, sort_keys=True).encode()).hexdigest()
+
+
+def _model(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    size = 0
+    frozen: Counter[str] = Counter()
+    trained: Counter[str] = Counter()
+    for parameter in model.parameters():
+        count = int(getattr(parameter, "ds_numel", parameter.numel()))  # ZeRO-3 leaves none here
+        size += count
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        (trained if parameter.requires_grad else frozen)[dtype] += count
+    live = getattr(model, "config", None)
+    return {
+        "class": type(model).__name__,
+        "model_type": config.get("model_type"),
+        "parameters": size,
+        "frozen": dict(frozen),
+        "trained": dict(trained),
+        "attention": getattr(live, "_attn_implementation", None),
+        "tied": bool(config.get("tie_word_embeddings")),
+        "vocab_size": config.get("vocab_size"),
+    }
+
+
+def _base(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    live = getattr(model, "config", None)
+    name = str(getattr(live, "_name_or_path", "") or config.get("_name_or_path") or "")
+    folder = base_folder(name) if name else None
+    try:
+        digest = None if folder is None else headers_digest(folder)
+    except (OSError, ValueError, struct.error):
+        digest = None
+    return {
+        "name": name,
+        "revision": getattr(live, "_commit_hash", None),
+        "headers_sha256": digest,
+    }
+
+
+def _peft(model: Any) -> dict[str, Any] | None:
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, Mapping):
+        return None
+    active = getattr(model, "active_adapters", None) or getattr(model, "active_adapter", None)
+    active = active() if callable(active) else active
+    return {
+        "active": [active] if isinstance(active, str) else plain(active),
+        "adapters": {name: plain(config.to_dict()) for name, config in configs.items()},
+    }
+
+
+def _tokenizer(tokenizer: Any) -> dict[str, Any]:
+    template = getattr(tokenizer, "chat_template", None)
+    template = json.dumps(template, sort_keys=True) if isinstance(template, dict) else template
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    return {
+        "class": type(tokenizer).__name__,
+        "length": len(tokenizer),
+        **{key: getattr(tokenizer, key, None) for key in _EXTRA_EOS},
+        "chat_template_sha256": _sha256(template),
+        "backend_sha256": _sha256(backend.to_str() if hasattr(backend, "to_str") else None),
+    }
+
+
+def _sha256(text: str | None) -> str | None:
+    return None if text is None else hashlib.sha256(text.encode()).hexdigest()
+
+
+def _engine(model: Any) -> dict[str, Any]:
+    """Return how the model is spread over ranks."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    ranks = torch.distributed.get_world_size() if distributed else 1
+    kinds = {type(module).__name__ for module in model.modules()}
+    if any(hasattr(parameter, "ds_status") for parameter in model.parameters()):
+        sharding = "zero3"
+    elif any(kind.startswith(("FullyShardedDataParallel", "FSDP")) for kind in kinds):
+        sharding = "fsdp"
+    else:
+        sharding = "none"
+    return {"sharding": sharding, "ranks": ranks, "device": _device(model)}
+
+
+def _device(model: Any) -> str:
+    device = next(model.parameters()).device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,132 @@
+"""Choose the token sequences on which a model is measured.
+
+Three kinds: a fixed public set of texts and conversations, the user's own prompts, and rows of the
+training data. Rows are the best evidence of the training side's chat template, since they are the
+ids that the model was trained on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+LIMIT = 64
+"""Tokens per probe; the rest is cut off."""
+
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog. Then it sleeps until noon.",
+    "def mean(values):\n    return sum(values) / len(values)\n\nprint(mean([1, 2, 3.5]))\n",
+    "In 1969 Apollo 11 landed on the Moon; 12 + 30 = 42, and 7 * 8 = 56.",
+    "Die Straße führt über die Brücke, und danach geht es bergauf bis zum Dorf.",
+    '{"name": "probe", "values": [0.5, null, true], "nested": {"key": "value"}}',
+    "人工智能正在改变世界。今天天气很好,我们去公园吧。",
+)
+"""Plain texts of the public set. They never change: witnesses of different runs are comparable."""
+
+CHATS: tuple[tuple[tuple[str, str], ...], ...] = (
+    (("user", "What is the capital of France?"),),
+    (("system", "You are a pirate."), ("user", "Say hello in one sentence.")),
+    (("user", "Count to three."), ("assistant", "1, 2, 3."), ("user", "And now to five.")),
+    (("user", "Write a Python function that reverses a string."),),
+)
+"""Conversations of the public set, as (role, content); rendered with the generation prompt."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One token sequence.
+
+    Attributes:
+        ids: token ids, at least two.
+        kind: "text", "chat", "prompt" (of the user) or "row" (of the training data).
+        number: position in its set: of `TEXTS`, `CHATS`, the user's prompts, or the data.
+        text: what was tokenised; None for rows.
+    """
+
+    ids: tuple[int, ...]
+    kind: str
+    number: int
+    text: str | None = None
+
+
+def choose(
+    tokenizer: Any, *, prompts: Sequence[str] = (), rows: Iterable[Any] = (), limit: int = LIMIT
+) -> list[Probe]:
+    """Return the probes for a tokenizer.
+
+    Args:
+        tokenizer: of transformers; without a chat template, conversations are left out.
+        prompts: the user's own, as plain texts.
+        rows: training examples with token ids; others are ignored.
+        limit: maximum number of tokens of a probe.
+    """
+    probes = [
+        Probe(ids(tokenizer, text), kind, number, text)
+        for kind, texts in (("text", TEXTS), ("prompt", prompts))
+        for number, text in enumerate(texts)
+    ]
+    if getattr(tokenizer, "chat_template", None):
+        for number, chat in enumerate(CHATS):
+            text = render(tokenizer, chat)
+            if text is not None:
+                sequence = ids(tokenizer, text, special=False)
+                probes.append(Probe(sequence, "chat", number, text))
+    probes += [Probe(ids_of_row(row), "row", number) for number, row in enumerate(rows)]
+    cut = [Probe(p.ids[:limit], p.kind, p.number, p.text) for p in probes]
+    return [probe for probe in cut if len(probe.ids) > 1]
+
+
+def ids(tokenizer: Any, text: str, *, special: bool = True) -> tuple[int, ...]:
+    """Return the token ids of a text, with the tokenizer's own special tokens unless told not."""
+    return tuple(int(i) for i in tokenizer(text, add_special_tokens=special)["input_ids"])
+
+
+def render(tokenizer: Any, chat: Iterable[tuple[str, str]]) -> str | None:
+    """Return a conversation as the tokenizer's template renders it; None if the template refuses.
+
+    Some templates refuse a system message. Nothing is measured then.
+    """
+    messages = [{"role": role, "content": content} for role, content in chat]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception:
+        return None
+    return str(text)
+
+
+def first_rows(dataset: Any, count: int) -> list[Any]:
+    """Return the first examples of a dataset that can be indexed; none of any other dataset."""
+    if dataset is None or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        return []
+    try:
+        return [dataset[index] for index in range(min(count, len(dataset)))]
+    except Exception:
+        return []
+
+
+def ids_of_row(row: Any) -> tuple[int, ...]:
+    """Return the token ids of a training example; empty if it has none.
+
+    Supervised examples have `input_ids`; pairs of TRL have a prompt and a chosen response.
+    """
+    if not isinstance(row, Mapping):
+        return ()
+    for names in (
+        ("input_ids",),
+        ("prompt_ids", "chosen_ids"),
+        ("prompt_input_ids", "chosen_input_ids"),
+        ("chosen_input_ids",),
+        ("input_ids_chosen",),
+        ("chosen_ids",),
+    ):
+        if all(name in row for name in names):
+            parts = (_flat(row[name]) for name in names)
+            return tuple(itertools.chain.from_iterable(parts))
+    return ()
+
+
+def _flat(values: Any) -> list[int]:
+    values = values.tolist() if hasattr(values, "tolist") else list(values)
+    return [int(value) for value in values] if values and not isinstance(values[0], list) else []

@@ -1,0 +1,76 @@
+"""A base model of the toy's sizes, and its training by a script that knows nothing of Plumbline."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.drift.fingerprint import Fingerprint
+from tests.commands import environment
+
+SCRIPT = Path(__file__).with_name("train_script.py")
+PACKAGE = Path(__file__).parents[2] / "tasks" / "witness"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Output folder of a training."""
+
+    out: Path
+
+    def record(self, folder: str = "") -> Path:
+        """Return the record in the output folder, or in one of its checkpoints."""
+        return self.out / folder / "plumbline.witness"
+
+    def facts(self, folder: str = "") -> dict[str, Any]:
+        """Return `witness.json`."""
+        loaded: dict[str, Any] = json.loads((self.record(folder) / "witness.json").read_text())
+        return loaded
+
+    def fingerprint(self, name: str = "fingerprint", folder: str = "") -> Fingerprint:
+        """Return the log-probabilities with the adapter, or those of `base`."""
+        return Fingerprint.load(self.record(folder) / f"{name}.fp")
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a tiny Qwen2 of random weights and the toy's tokenizer."""
+    import torch
+
+    from tasks.toy.pretrain import build_model
+    from tasks.toy.splits import corpus
+    from tasks.toy.tokenizer import train_tokenizer
+
+    folder = tmp_path_factory.mktemp("witness") / "base"
+    texts = [f"{question} {answer}" for question, answer in corpus(200, seed=0)]
+    tokenizer = train_tokenizer(texts, context=256)
+    torch.manual_seed(5)
+    model = build_model(tokenizer)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def train(base: Path, out: Path, kind: str, sharding: str = "", *, ranks: int = 1) -> Trained:
+    """Train with the script, as a user does: `python -m plumbline_witness -- ...`."""
+    python = [sys.executable, str(SCRIPT)]
+    if ranks > 1:
+        flags = ["--standalone", "--nproc-per-node", str(ranks)]
+        python = [sys.executable, "-m", "torch.distributed.run", *flags, str(SCRIPT)]
+    words = [*python, kind, str(base), str(out), *filter(None, [sharding])]
+    env = environment(
+        PYTHONPATH=str(PACKAGE), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "plumbline_witness", "--", *words],
+        env=env, capture_output=True, text=True, check=False, cwd=out.parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (out / "done").exists()
+    return Trained(out)

@@ -1,0 +1,145 @@
+"""A user's training script: Trainer or TRL, one process or torchrun; it knows nothing of Plumbline.
+
+    train_script.py KIND BASE OUT [SHARDING]
+
+KIND: full, lora, qlora, sft, dpo, grpo, reward. SHARDING: ddp, zero2, zero3.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    Trainer,
+    TrainingArguments,
+)
+
+ROWS = [
+    {"prompt": f"Reverse: {word}", "completion": word[::-1], "rejected": word}
+    for word in ("abc", "stone", "lamp", "a much longer line of words", "xy", "river", "q", "moon")
+]
+
+
+def lora(task: str = "CAUSAL_LM") -> LoraConfig:
+    """Return an adapter that differs from the base from the first step on."""
+    return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type=task)
+
+
+def sharded(kind: str) -> dict[str, Any]:
+    """Return the training arguments of a sharding."""
+    if kind.startswith("zero"):
+        return {
+            "deepspeed": {
+                "train_micro_batch_size_per_gpu": "auto",
+                "train_batch_size": "auto",
+                "zero_allow_untested_optimizer": True,
+                "zero_optimization": {"stage": int(kind[-1])},
+            }
+        }
+    return {}
+
+
+def arguments(out: str, sharding: str, **more: Any) -> dict[str, Any]:
+    """Return what every trainer gets."""
+    return {
+        "output_dir": out,
+        "max_steps": 2,
+        "save_steps": 1,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 0.02,
+        "report_to": [],
+        "use_cpu": True,
+        "seed": 3,
+        "logging_steps": 1,
+        **sharded(sharding),
+        **more,
+    }
+
+
+def plain_trainer(kind: str, base: str, out: str, sharding: str) -> Any:
+    """Return a Trainer of Hugging Face for supervised rows."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+
+    def encode(row: dict[str, str]) -> dict[str, list[int]]:
+        messages = [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": row["completion"]},
+        ]
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"][:24]
+        ids += [tokenizer.pad_token_id or 0] * (24 - len(ids))
+        return {"input_ids": ids, "labels": ids, "attention_mask": [1] * len(ids)}
+
+    rows = Dataset.from_list(ROWS).map(encode, remove_columns=list(ROWS[0]))
+    if sharding.startswith("zero"):
+        import deepspeed
+
+        deepspeed.init_distributed("gloo")
+    settings = TrainingArguments(**arguments(out, sharding))  # before the model: ZeRO-3 needs it
+    quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = AutoModelForCausalLM.from_pretrained(
+        base, quantization_config=quantized if kind == "qlora" else None
+    )
+    if kind == "qlora":
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    if kind in ("lora", "qlora"):
+        model = get_peft_model(model, lora())
+    return Trainer(model=model, args=settings, train_dataset=rows, processing_class=tokenizer)
+
+
+def of_trl(kind: str, base: str, out: str, sharding: str) -> Any:
+    """Return a trainer of TRL with an adapter."""
+    import trl
+
+    shared = arguments(out, sharding, bf16=False)
+    if kind == "sft":
+        rows = Dataset.from_list([{k: row[k] for k in ("prompt", "completion")} for row in ROWS])
+        return trl.SFTTrainer(
+            base, args=trl.SFTConfig(**shared), train_dataset=rows, peft_config=lora()
+        )
+    if kind == "grpo":
+        rows = Dataset.from_list([{"prompt": row["prompt"]} for row in ROWS])
+        settings = trl.GRPOConfig(**shared, num_generations=2, max_completion_length=6)
+        return trl.GRPOTrainer(
+            base,
+            reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+            args=settings, train_dataset=rows, peft_config=lora(),
+        )  # fmt: skip
+    rows = Dataset.from_list(
+        [
+            {"prompt": row["prompt"], "chosen": row["completion"], "rejected": row["rejected"]}
+            for row in ROWS
+        ]
+    )
+    if kind == "dpo":
+        return trl.DPOTrainer(
+            base, args=trl.DPOConfig(**shared), train_dataset=rows, peft_config=lora()
+        )
+    settings = trl.RewardConfig(**shared)
+    return trl.RewardTrainer(base, args=settings, train_dataset=rows, peft_config=lora("SEQ_CLS"))
+
+
+def main() -> None:
+    """Train two steps, save after each, and save the model."""
+    kind, base, out, sharding = [*sys.argv[1:], "none"][:4]
+    torch.set_num_threads(1)
+    make = plain_trainer if kind in ("full", "lora", "qlora") else of_trl
+    trainer = make(kind, base, out, sharding)
+    trainer.train()
+    trainer.save_model()
+    if trainer.is_world_process_zero():
+        Path(out, "done").write_text("")
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -23,6 +23,7 @@ from tasks.delivery.publish_output import put
 from tasks.delivery.recognise import Given
 from tasks.delivery.side_files import Tokens
 from tasks.delivery.texts import PROBE_TOKENS, SHORTEST
+from tasks.delivery.witness import Witness, find_witness
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.evaluation.vllm_jobs import HEADROOM
 from tasks.pipeline.artifact import remember
@@ -88,6 +89,11 @@ class Delivery:
         return max(SHORTEST, min(PROBE_TOKENS, room - settings["greedy_tokens"]))
 
     @property
+    def witness(self) -> Witness | None:
+        """Record of the live model in SOURCE; of several adapters none describes the result."""
+        return find_witness(self.given.root) if len(self.adapters) <= 1 else None
+
+    @property
     def inputs(self) -> tuple[Path, ...]:
         """Folders whose files become part of the served model."""
         adapters = [adapter.given.root for adapter in self.adapters]
@@ -138,6 +144,8 @@ class Delivery:
             yield f"adapter: {weight:g} x {adapter.given.line()}"
         if not weights:
             yield f"source: {self.given.line()}"
+        if (witness := self.witness) is not None:
+            yield f"witness: {witness.line()}"
         if self.base is not None:
             yield f"base: {self.base}"
         yield f"out: {self.out}"

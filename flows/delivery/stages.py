@@ -120,6 +120,7 @@ class DeliveryStages:
         inputs = {"model": gathered}
         if self.delivery.work.merge is not None:
             inputs = {"model": with_base["base"], "adapter": gathered, **self._further}
+        witness = self.delivery.witness
         settings = ReferenceSettings(
             texts=probe_texts(smoke_settings["texts"], smoke_settings["probes"]),
             limit=self.delivery.probe_tokens,
@@ -128,8 +129,14 @@ class DeliveryStages:
             quantization=self.delivery.quantization,
             weights=weights_of(self.delivery.adapters),
             is_reward=self.delivery.work.is_reward,
+            profile=str(smoke_settings["profile"]),
+            witness=witness.digest if witness else "",
         )
-        context = {"tokenizer": self.delivery.tokens.folder, "scorer": self.scorer}
+        context = {
+            "tokenizer": self.delivery.tokens.folder,
+            "scorer": self.scorer,
+            "witness": witness.folder if witness else None,
+        }
         return self.mechanism.run(
             REFERENCE, reference, inputs=inputs, config=asdict(settings), context=context,
             after=self._after(inputs),

@@ -15,11 +15,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tasks.core.contract import Check
 from tasks.delivery.texts import encode_probes
-from tasks.drift.fingerprint import Fingerprint
+from tasks.delivery.witness import ALTERED
+from tasks.drift.fingerprint import PROFILES, Fingerprint
 from tasks.drift.reward_scores import SCORES, ScorePrint, score_drift
-from tasks.drift.verdict import FINGERPRINT, verdict
+from tasks.drift.verdict import FINGERPRINT, Moved, verdict
 from tasks.evaluation import smoke_checks
+from tasks.evaluation.planned import Measuring
 from tasks.evaluation.scoring import ModelRef, Prompts, ReferenceScorer
 from tasks.evaluation.serve import Question
 from tasks.evaluation.smoke import SmokeTest, smoke_test, take_fields
@@ -42,6 +45,8 @@ class ReferenceSettings:
         quantization: quantization of the base, as `ModelRef.quantization`.
         weights: weights of several adapters by role; empty for one adapter with weight 1.
         is_reward: True for a reward model, which is compared by reward.
+        profile: name of the drift profile.
+        witness: SHA-256 of the witness's file; empty if there is no witness.
     """
 
     texts: list[str]
@@ -51,6 +56,8 @@ class ReferenceSettings:
     quantization: Mapping[str, Any] | None
     weights: Mapping[str, float]
     is_reward: bool
+    profile: str
+    witness: str = ""
 
 
 def reference(
@@ -60,9 +67,12 @@ def reference(
     tokenizer: Path,
     scorer: ReferenceScorer,
     log: Any,
+    witness: Path | None,
     **others: Any,
 ) -> StageReport:
     """Take the fingerprint, or the rewards, of the model as SOURCE has it; a stage function.
+
+    With a witness, SOURCE is also compared with the live model of its training.
 
     Args:
         out: staging directory; gets `fingerprint.fp` or `scores.json`.
@@ -70,6 +80,7 @@ def reference(
         tokenizer: folder of the tokenizer.
         scorer: the transformers child.
         log: gets progress.
+        witness: folder with the live model's fingerprint or scores, if training recorded them.
         **others: fields of `ReferenceSettings`, and PEFT folders by role, the first as `adapter`,
             which stay unmerged.
 
@@ -87,13 +98,34 @@ def reference(
         settings.attn_implementation,
         weighted,
     )
+    checks: tuple[Check, ...] = ()
+    drift: Moved | None = None
+    if witness is not None:
+        drift, check = _against_live_model(ref, witness, settings, scorer, out)
+        checks = (check,)
+        log.info("reference: %s: %s", check.name, check.found)
     if settings.is_reward:
         _print(probes, scorer.rewards(ref, probes), "transformers").save(out / SCORES)
         log.info("reference: rewards of %d texts", len(probes))
-        return StageReport("reference", (), {"texts": float(len(probes))})
+        return StageReport("reference", checks, {"texts": float(len(probes))}, drift=drift)
     fingerprint = scorer.reference(ref, probes, out / FINGERPRINT)
     log.info("reference: %d positions of %d texts", fingerprint.positions, len(probes))
-    return StageReport("reference", (), {"positions": float(fingerprint.positions)})
+    return StageReport(
+        "reference", checks, {"positions": float(fingerprint.positions)}, drift=drift
+    )
+
+
+def _against_live_model(
+    ref: ModelRef, witness: Path, settings: ReferenceSettings, scorer: ReferenceScorer, out: Path
+) -> tuple[Moved, Check]:
+    """Measure SOURCE on the witness's probes. Returns the drift and its verdict."""
+    folder = out / "witness"
+    folder.mkdir()
+    limit = PROFILES[settings.profile]
+    measuring = Measuring(
+        scorer.measure, witness, limit, settings.attn_implementation, cause=ALTERED
+    )
+    return measuring.take(ref, folder)
 
 
 @smoke_test

@@ -20,6 +20,7 @@ from transformers import (
     BitsAndBytesConfig,
     Trainer,
     TrainingArguments,
+    set_seed,
 )
 
 ROWS = [
@@ -41,7 +42,10 @@ def sharded(kind: str) -> dict[str, Any]:
                 "train_micro_batch_size_per_gpu": "auto",
                 "train_batch_size": "auto",
                 "zero_allow_untested_optimizer": True,
-                "zero_optimization": {"stage": int(kind[-1])},
+                "zero_optimization": {
+                    "stage": int(kind[-1]),
+                    "stage3_gather_16bit_weights_on_model_save": True,  # or nothing is saved
+                },
             }
         }
     return {}
@@ -131,6 +135,7 @@ def main() -> None:
     """Train two steps, save after each, and save the model."""
     kind, base, out, sharding = [*sys.argv[1:], "none"][:4]
     torch.set_num_threads(1)
+    set_seed(3)  # an adapter starts with random numbers
     make = plain_trainer if kind in ("full", "lora", "qlora") else of_trl
     trainer = make(kind, base, out, sharding)
     trainer.train()

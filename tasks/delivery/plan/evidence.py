@@ -2,6 +2,7 @@
 
 The adapter does not record it. Its trainer often left a file that does:
 
+    plumbline.witness/                 a record of the live layers, which outranks all others
     training_args.bin                  TRL: model_init_kwargs; read without unpickling anything
     args.json, sft_args.json           ms-swift
     training_args.yaml, llamafactory_args.yaml, llamaboard_config.yaml     LLaMA-Factory
@@ -27,6 +28,7 @@ import yaml
 
 from tasks.core.errors import ArtifactError
 from tasks.core.files import link_problem
+from tasks.delivery.witness import find_witness
 from tasks.weights.files.documents import parse_json
 from tasks.weights.pickled.objects import Foreign, Global
 from tasks.weights.pickled.tensors import read_torch_file
@@ -87,7 +89,24 @@ def find_evidence(root: Path) -> tuple[Evidence, ...]:
     Args:
         root: folder of the adapter, or of a DeepSpeed checkpoint.
     """
+    witness = find_witness(root)
+    if witness is not None and witness.quantization is not None:
+        return (_witnessed(witness.folder / "witness.json", witness.quantization),)
     return tuple(chain.from_iterable(map(_in_folder, _folders(root))))
+
+
+def _witnessed(file: Path, layers: Mapping[str, Any]) -> Evidence:
+    method = str(layers["method"])
+    text = f"quantization: {method}"
+    if method == "none":
+        return Evidence(file, text, Held.FULL)
+    if method not in ("nf4", "fp4"):
+        return Evidence(file, text, Held.OTHER)
+    details = {"type": method, "double_quant": bool(layers.get("double_quant"))}
+    compute = layers.get("compute_dtype")
+    return Evidence(
+        file, text, Held.FOUR, {**details, "compute_dtype": compute} if compute else details
+    )
 
 
 def _folders(root: Path) -> Iterator[Path]:

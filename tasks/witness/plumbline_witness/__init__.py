@@ -10,7 +10,19 @@ The record is a folder `plumbline.witness`: `witness.json`, and log-probabilitie
 
 from __future__ import annotations
 
-from .callback import WitnessCallback
-from .record import FOLDER, witness
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .callback import WitnessCallback
+    from .record import FOLDER, witness
 
 __all__ = ["FOLDER", "WitnessCallback", "witness"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: `python -m plumbline_witness` needs neither torch nor transformers."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "callback" if name == "WitnessCallback" else "record"
+    return getattr(import_module(f"{__name__}.{module}"), name)

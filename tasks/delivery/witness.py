@@ -1,0 +1,85 @@
+"""Read what `plumbline-witness` recorded in a checkpoint: facts and a print of the live model.
+
+The record was made by the trainer's own process, from the layers themselves. It says how the base
+was held, which no file of an adapter tells, and what the trained model computed: the checkpoint's
+files can be compared with that, whatever trainer wrote them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tasks.core.errors import ArtifactError
+from tasks.drift.verdict import NAMES
+from tasks.weights.files.reader import read_json
+
+FOLDER = "plumbline.witness"
+FORMAT = 1
+"""Newest format that is understood."""
+ALTERED = (
+    "the files of this checkpoint are not the model that was measured when they were saved: "
+    "deliver an earlier checkpoint; without its folder plumbline.witness it is not compared"
+)
+
+
+@dataclass(frozen=True)
+class Witness:
+    """Record of one checkpoint.
+
+    Attributes:
+        folder: the record.
+        facts: `witness.json`.
+        measured: file with the log-probabilities, or with a reward model's scores.
+    """
+
+    folder: Path
+    facts: Mapping[str, Any]
+    measured: Path
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the measured file."""
+        return hashlib.sha256(self.measured.read_bytes()).hexdigest()
+
+    @property
+    def quantization(self) -> Mapping[str, Any] | None:
+        """Storage of the base's layers, as `{"method": "nf4", ...}`; None without adapter."""
+        return self.facts["quantization"] if self.facts.get("peft") else None
+
+    def line(self) -> str:
+        """Return one line for a plan."""
+        facts = self.facts
+        trainers = ("trl", "llamafactory", "ms-swift", "axolotl", "unsloth", "openrlhf", "verl")
+        versions = facts.get("versions", {})
+        trainer = next((f"{name} {versions[name]}" for name in trainers if name in versions), "")
+        by = trainer or f"transformers {versions.get('transformers', '?')}"
+        step = f"step {facts['step']}, " if "step" in facts else ""
+        return f"{step}{by}, {len(facts['probes'])} probes"
+
+
+def find_witness(root: Path) -> Witness | None:
+    """Return the record in a checkpoint's folder; None if it has none.
+
+    Raises:
+        ArtifactError: it is incomplete, or of a newer format.
+    """
+    folder = root / FOLDER
+    if not (folder / "witness.json").is_file():
+        return None
+    facts = read_json(folder / "witness.json")
+    written = facts.get("format")
+    if not isinstance(written, int) or written > FORMAT:
+        raise ArtifactError(
+            f"{folder}: a record of format {written}; this Plumbline reads up to {FORMAT}",
+            hint="a newer Plumbline, or remove the folder",
+        )
+    measured = next((folder / name for name in NAMES if (folder / name).is_file()), None)
+    missing = [key for key in ("quantization", "probes") if key not in facts]
+    if measured is None or missing:
+        lacks = ", ".join([*missing, *([] if measured else [" or ".join(NAMES)])])
+        raise ArtifactError(f"{folder}: incomplete, it lacks {lacks}", hint="remove the folder")
+    return Witness(folder, facts, measured)

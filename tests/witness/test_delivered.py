@@ -1,0 +1,88 @@
+"""A delivery of a checkpoint with a record is compared with the model that was trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tasks.core.errors import ArtifactError
+from tasks.delivery.witness import find_witness
+from tests.commands import command, environment, run_in_empty, summary_of
+from tests.witness.conftest import Trained, train
+
+
+@pytest.fixture(scope="module")
+def qlora(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return train(base, tmp_path_factory.mktemp("qlora") / "out", "qlora")
+
+
+def deliver(tmp_path: Path, source: Path, *more: str) -> tuple[int, str]:
+    cwd, runs = tmp_path / "elsewhere", tmp_path / "runs"
+    cwd.mkdir(exist_ok=True)
+    out = tmp_path / "served"
+    shutil.rmtree(out, ignore_errors=True)
+    argv = command("deliver", f"source={source}", f"out={out}", f"paths.runs={runs}", *more)
+    done = run_in_empty(cwd, argv, env=environment(OMP_NUM_THREADS="1"), timeout=280)
+    return done.returncode, done.stdout
+
+
+def test_an_adapter_of_another_step_is_refused(tmp_path: Path, base: Path, qlora: Trained) -> None:
+    source = tmp_path / "checkpoint-2"
+    shutil.copytree(qlora.out / "checkpoint-2", source)
+    name = "adapter_model.safetensors"
+    shutil.copyfile(qlora.out / "checkpoint-1" / name, source / name)
+    status, text = deliver(tmp_path, source, f"base={base}", "smoke.engine=transformers")
+    assert status == 1
+    assert "not the model that was measured when they were saved" in text
+    assert not (tmp_path / "served").exists()
+
+
+@pytest.mark.slow
+def test_what_was_trained_is_what_is_served(tmp_path: Path, base: Path, qlora: Trained) -> None:
+    """Nothing in the adapter's own files tells that its base was in 4 bits; the record does."""
+    source = tmp_path / "checkpoint-2"
+    shutil.copytree(qlora.out / "checkpoint-2", source)
+    (source / "training_args.bin").unlink()
+    status, text = deliver(tmp_path, source, f"base={base}", "smoke.engine=transformers")
+    assert status == 0, text
+    assert "witness: step 2, " in text
+    assert "merge into: the dequantized base, nf4" in text
+    stages = {stage["name"]: stage for stage in summary_of(tmp_path / "runs")["stages"]}
+    assert stages["reference"]["drift"]["mean_kl"] < 1e-5
+    assert stages["smoke_eval"]["drift"]["mean_kl"] < 1e-3
+    status, text = deliver(tmp_path, source, f"base={base}", "merge.base=original", "out=x")
+    assert status == 1
+    assert "merge failed: contract not met" in text
+
+
+@pytest.mark.slow
+def test_a_reward_model_is_compared_by_its_scores(tmp_path: Path, base: Path) -> None:
+    trained = train(base, tmp_path / "out", "reward")
+    source, name = trained.out / "checkpoint-2", "adapter_model.safetensors"
+    status, text = deliver(tmp_path, source, f"base={base}", "smoke.engine=transformers")
+    assert status == 0, text
+    shutil.copyfile(trained.out / "checkpoint-1" / name, source / name)
+    status, text = deliver(tmp_path, source, f"base={base}", "smoke.engine=transformers")
+    assert status == 1
+    assert "not the model that was measured when they were saved" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 99}, "a record of format 99; this Plumbline reads up to 1"),
+        ({"format": 1, "probes": []}, "incomplete, it lacks quantization, fingerprint.fp or"),
+    ],
+)
+def test_a_record_that_cannot_be_read(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    assert find_witness(tmp_path) is None
+    folder = tmp_path / "plumbline.witness"
+    folder.mkdir()
+    (folder / "witness.json").write_text(json.dumps(change))
+    with pytest.raises(ArtifactError, match=message):
+        find_witness(tmp_path)

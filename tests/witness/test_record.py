@@ -1,0 +1,208 @@
+"""The record that a trainer leaves is what its saved files compute: trainers, engines."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tasks.drift.fingerprint import Drift, Fingerprint, drift
+from tasks.drift.reward_scores import ScorePrint
+from tasks.witness.plumbline_witness.callback import WitnessCallback
+from tasks.witness.plumbline_witness.probes import first_rows, ids_of_row
+from tests.witness.conftest import PACKAGE, Trained, train
+
+
+def load(base: Path, folder: Path, *, reward: bool = False) -> Any:
+    """Load a checkpoint in float32, as anybody would."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    kind = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
+    more = {"num_labels": 1} if reward else {}
+    if not (folder / "adapter_config.json").is_file():
+        return kind.from_pretrained(folder, dtype=torch.float32).eval()
+    model = kind.from_pretrained(base, dtype=torch.float32, **more)
+    return PeftModel.from_pretrained(model, folder).eval()
+
+
+def of_files(model: Any, reference: Fingerprint) -> Drift:
+    """Return the drift of a model, one probe at a time, from a recorded fingerprint."""
+    import torch
+
+    parts = []
+    for probe in reference.probes:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([probe])).logits[0, :-1].float()
+        parts.append(torch.log_softmax(logits, -1).numpy())
+    whole = np.concatenate(parts)
+    logprobs = np.take_along_axis(whole, reference.ids.astype(np.int64), 1)
+    new = Fingerprint(reference.probes, reference.ids, logprobs, whole.argmax(1), "files")
+    return drift(reference, new)
+
+
+@pytest.fixture(scope="module")
+def lora(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return train(base, tmp_path_factory.mktemp("lora") / "out", "lora")
+
+
+def test_a_trainers_command_leaves_a_record_in_every_checkpoint(base: Path, lora: Trained) -> None:
+    for step in (1, 2):
+        folder = f"checkpoint-{step}"
+        assert lora.facts(folder)["step"] == step
+        moved = of_files(load(base, lora.out / folder), lora.fingerprint(folder=folder))
+        assert moved.mean_kl < 1e-6
+        assert moved.top1_agreement == 1.0
+    last = lora.fingerprint(folder="checkpoint-2")
+    assert np.array_equal(lora.fingerprint().logprobs, last.logprobs)
+    assert drift(lora.fingerprint(folder="checkpoint-1"), last).mean_kl > 1e-4
+    assert drift(lora.fingerprint(), lora.fingerprint("base")).mean_kl > 1e-4
+    assert of_files(load(base, base), lora.fingerprint("base")).mean_kl < 1e-6
+
+
+def test_the_record_names_what_no_file_of_an_adapter_tells(base: Path, lora: Trained) -> None:
+    facts = lora.facts()
+    assert facts["quantization"] == {"method": "none"}
+    assert facts["peft"]["adapters"]["default"]["lora_alpha"] == 8
+    assert facts["base"]["name"] == str(base)
+    assert len(facts["base"]["headers_sha256"]) == 64
+    assert facts["tokens"]["tokenizer"]["eos_token_id"] == 2
+    assert [p["kind"] for p in facts["probes"]].count("row") == 4
+    assert all(p["text"] is None for p in facts["probes"] if p["kind"] == "row")
+    assert facts["seconds"] < 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "sharding", "ranks", "expected"),
+    [
+        ("full", "", 1, "none"),
+        ("full", "ddp", 2, "none"),
+        ("lora", "zero2", 2, "none"),
+        ("full", "zero3", 2, "zero3"),
+        ("lora", "zero3", 2, "zero3"),
+        ("sft", "", 1, "none"),
+        ("dpo", "", 1, "none"),
+        ("grpo", "", 1, "none"),
+    ],
+)
+def test_trainers_and_engines(
+    base: Path, tmp_path: Path, kind: str, sharding: str, ranks: int, expected: str
+) -> None:
+    trained = train(base, tmp_path / "out", kind, sharding, ranks=ranks)
+    assert trained.facts()["engine"]["sharding"] == expected
+    assert trained.facts()["engine"]["ranks"] == ranks
+    moved = of_files(load(base, trained.out), trained.fingerprint())
+    assert moved.mean_kl < 1e-6
+    assert moved.top1_agreement == 1.0
+
+
+@pytest.mark.slow
+def test_a_reward_model_leaves_scores(base: Path, tmp_path: Path) -> None:
+    import torch
+
+    trained = train(base, tmp_path / "out", "reward")
+    recorded = ScorePrint.load(trained.record() / "scores.json")
+    model = load(base, trained.out, reward=True)
+    with torch.no_grad():
+        scores = [float(model(input_ids=torch.tensor([p])).logits[0, 0]) for p in recorded.probes]
+    assert scores == pytest.approx(recorded.scores, abs=1e-5)
+    assert len(set(recorded.scores)) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+def test_training_goes_on_as_without_it(base: Path, tmp_path: Path, kind: str) -> None:
+    from safetensors.numpy import load_file
+
+    weights = []
+    for name, witnessed in (("with", True), ("without", False)):
+        trained = train(base, tmp_path / name, kind, witnessed=witnessed)
+        weights.append(load_file(trained.out / "adapter_model.safetensors"))
+    assert all(np.array_equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_model_that_fsdp_has_sharded(base: Path, tmp_path: Path, version: int) -> None:
+    from tests.commands import run_ranks
+
+    arguments = (str(base), str(tmp_path), str(version))
+    run_ranks("tests.witness.fsdp_program", *arguments, log_path=tmp_path / "log")
+    trained = Trained(tmp_path)
+    assert trained.facts()["engine"]["sharding"] == "fsdp"
+    assert of_files(load(base, base), trained.fingerprint()).mean_kl < 1e-6
+
+
+@pytest.mark.slow
+def test_the_package_is_built_on_its_own(tmp_path: Path) -> None:
+    flags = ["--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(tmp_path)]
+    build = [sys.executable, "-m", "pip", "wheel", *flags, str(PACKAGE)]
+    subprocess.run(build, check=True)
+    (wheel,) = tmp_path.glob("plumbline_witness-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"plumbline_witness/__main__.py", "plumbline_witness/inject/sitecustomize.py"} <= {
+        *names
+    }
+
+
+def test_a_record_that_fails_does_not_end_a_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = SimpleNamespace(output_dir=str(tmp_path), bf16=False, fp16=False)
+    state = SimpleNamespace(global_step=3, epoch=0.1)
+    with caplog.at_level(logging.WARNING, "plumbline.witness"):
+        WitnessCallback().on_save(args, state, None, model=None, processing_class=object())
+        WitnessCallback().on_save(args, state, None, model=None)
+    assert "no plumbline.witness in" in caplog.messages[0]
+    assert "the trainer has no tokenizer" in caplog.messages[1]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("row", "ids"),
+    [
+        ({"input_ids": [1, 2]}, (1, 2)),
+        ({"input_ids": np.array([4, 5])}, (4, 5)),
+        ({"prompt_ids": [1], "chosen_ids": [2, 3], "rejected_ids": [4]}, (1, 2, 3)),
+        ({"chosen_input_ids": [7, 8]}, (7, 8)),
+        ({"input_ids": [[1, 2], [3]]}, ()),
+        ({"text": "x"}, ()),
+        ([1, 2], ()),
+    ],
+)
+def test_rows_of_several_trainers(row: Any, ids: tuple[int, ...]) -> None:
+    assert ids_of_row(row) == ids
+    assert first_rows([row, row], 1) == [row]
+    assert first_rows(iter([row]), 1) == []
+
+
+def test_the_command_of_a_trainer_is_run_as_it_is(tmp_path: Path) -> None:
+    """The environment's own `sitecustomize` runs, arguments and status are the command's."""
+    (tmp_path / "sitecustomize.py").write_text("print('own sitecustomize')\n")
+    run = [sys.executable, "-m", "plumbline_witness"]
+    program = "import sys; print(sys.argv[1:]); sys.exit(5)"
+    env = {"PYTHONPATH": f"{PACKAGE}:{tmp_path}", "PATH": "/usr/bin:/bin"}
+
+    def output(*words: str) -> tuple[int, str]:
+        done = subprocess.run([*run, *words], env=env, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    status, text = output("--", sys.executable, "-c", program, "--flag", "a b")
+    assert status == 5
+    assert text.splitlines() == ["own sitecustomize", "['--flag', 'a b']"]
+    assert output() == (
+        2,
+        "own sitecustomize\nusage: python -m plumbline_witness -- <command> [arguments]\n",
+    )
+    status, text = output("--", "no-such-command")
+    assert status == 127
+    assert "no-such-command: No such file or directory" in text

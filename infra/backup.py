@@ -62,14 +62,13 @@ def backup(runs: Path, to: Path) -> list[str]:
     damaged += _damaged(store)
     for path, final in fresh:
         path.replace(final)
-    label: dict[str, Any] = {"format": 1, "made": datetime.now(UTC).isoformat(timespec="seconds")}
-    label["runs"] = sorted({str(runs.absolute()), str(runs.resolve())})
+    places = sorted({str(runs.absolute()), str(runs.resolve())})
+    label = {"made": datetime.now(UTC).isoformat(timespec="seconds"), "runs": places}
     (to / LABEL).write_text(json.dumps(label, indent=1) + "\n")
     _report(damaged, f"they are left out of {to}; a run makes them again")
-    kept = len(list(_artifacts(store)))
     return [
         *(f"database  {final.relative_to(to)}" for _, final in fresh),
-        f"artifacts {kept}, of which {copied} are new, all as in their manifests",
+        f"artifacts {len([*_artifacts(store)])}, of which {copied} are new; all are verified",
         f"restore   make restore FROM={to} PLUMBLINE_RUNS=<new folder>",
     ]
 
@@ -111,6 +110,7 @@ def restore(source: Path, runs: Path) -> list[str]:
         databases.move_paths(url, moved)
     elif (work / SQLITE["mlflow"]).is_file():
         databases.move_paths(f"sqlite:///{work / SQLITE['mlflow']}", moved)
+    databases.move_models(work / "mlflow/artifacts", moved)
     for journal in (work / _OUTBOX).glob("*/journal.jsonl"):
         _move_journal(journal, moved)
     if runs.exists():
@@ -174,7 +174,7 @@ def _copy_databases(runs: Path, to: Path, store: Path) -> Iterator[tuple[Path, P
 
 def _artifacts(runs: Path) -> Iterator[Path]:
     """Yield the published artifacts of a folder of runs, relative to it."""
-    for path in sorted(runs.glob("artifacts/*/*")):
+    for path in sorted(runs.glob("artifacts/*/*")):  # hidden ones are not published
         if path.is_dir() and "." not in (path.name[0], path.parent.name[0]):
             yield path.relative_to(runs)
 

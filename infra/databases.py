@@ -174,6 +174,22 @@ def move_paths(url: str, moved: Mapping[str, str]) -> None:
     engine.dispose()
 
 
+def move_models(folder: Path, moved: Mapping[str, str]) -> None:
+    """Rewrite the paths in the files with which MLflow loads registered models.
+
+    Args:
+        folder: MLflow's folder of artifacts.
+        moved: new path by old one.
+    """
+    for path in folder.rglob("served.json"):
+        place = json.loads(path.read_text())
+        for old, new in moved.items():
+            if place["path"].startswith(f"{old}/"):
+                place["path"] = new + place["path"][len(old) :]
+                path.write_text(json.dumps(place, indent=1) + "\n")
+                break
+
+
 def _moving(table: str, column: str, old: str, new: str) -> sqlalchemy.Update:
     text = sqlalchemy.column(column, sqlalchemy.Text)
     start = sqlalchemy.func.substr(text, 1, len(old) + 1)

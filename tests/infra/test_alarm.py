@@ -118,7 +118,7 @@ def test_the_alarm(site: Site, receiver: Receiver, monkeypatch: pytest.MonkeyPat
     gate = site.start_run("rlhf-nightly", site.overrides(), state={"type": "PAUSED"})
     unused: Any = None
     with pytest.raises(ContractError) as refused:
-        register(unused, served=unused, gate=Gate(False, ("too low",)), model_name="m", tags={})
+        register(unused, unused, Gate(False, ("too low",)))
     failed = {"type": "FAILED", "name": "Failed", "message": refused.value.report()}
     prefect.post(f"/flow_runs/{gate}/set_state", {"state": failed, "force": True})
     assert receiver.alarm(gate)["alarm"] == "gate"

@@ -19,6 +19,7 @@ from tasks.core.errors import ArtifactError, ConfigError
 from tasks.pipeline.artifact import Origin, open_artifact, publish, verify
 from tasks.pipeline.journal import left_behind, new_journal
 from tasks.pipeline.mlflow_server import Server
+from tasks.pipeline.report import RegisteredModel
 from tests.commands import command, environment, summary_of
 from tests.infra.site import Site
 
@@ -109,7 +110,8 @@ def runs(tmp_path: Path) -> Iterator[Path]:
     client = MlflowClient(uri, uri)
     run = client.create_run(server.experiment_id("plumbline"))
     client.log_param(run.info.run_id, "paths.runs", str(runs))
-    server.register("plumbline", made, {}, run_id=run.info.run_id, experiment="plumbline")
+    model = RegisteredModel("plumbline", made, "2026-03-01T10:00:00+00:00")
+    server.register(model, run.info.run_id, "plumbline")
     journal = new_journal(runs / "mlflow" / "outbox", uri)
     journal.append({"do": "start", "run": "r1", "at": 1})
     journal.delivered(journal.folder.joinpath("journal.jsonl").stat().st_size)
@@ -135,6 +137,8 @@ def test_paths_and_waiting_records_move_along(runs: Path, tmp_path: Path) -> Non
     uri = f"sqlite:///{elsewhere / 'mlflow' / 'mlflow.db'}"
     (version,) = Server(uri, None).versions()
     assert Path(version.path) == elsewhere / "artifacts" / "served" / "first"
+    (loaded,) = (elsewhere / "mlflow" / "artifacts").rglob("served.json")  # by MLflow's pyfunc
+    assert json.loads(loaded.read_text())["path"] == version.path
     (journal,) = left_behind(elsewhere / "mlflow" / "outbox", uri)
     first = next(journal.batches())[0]
     assert [record["do"] for record in first] == ["tags"]

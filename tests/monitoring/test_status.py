@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import subprocess
 import sys
 import time
@@ -12,11 +14,17 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prefect.exceptions import TerminationSignal
 
+from flows.cli.config import compose_config
+from flows.cli.entry import HUNG_UP, INTERRUPTED, TERMINATED
 from flows.cli.status_command import _document, _row, in_time
+from flows.delivery.run_delivery import Untracked
 from flows.monitoring.prometheus import MetricsFile
 from flows.monitoring.run_history import history
+from flows.orchestration.flow_run import FlowRun, in_this_process
 from flows.orchestration.summary import Summary, stage_entry
+from tasks.core.errors import StageProcessError
 from tests.commands import command, environment
 from tests.conftest import PROJECT
 from tests.monitoring.records import document, ended, record_at, result, status, status_json, write
@@ -70,6 +78,36 @@ def test_the_table_has_100_columns(tmp_path: Path) -> None:
     assert max(map(len, table.splitlines())) <= 100
     assert "123456/1234567" in table.replace("\n", "")
     assert "1,234,567" in table
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "status"),
+    [
+        (None, "completed", 0),
+        (StageProcessError("train", 1, [], "exit"), "failed", 1),
+        (ValueError("no"), "failed", 1),
+        (KeyboardInterrupt(INTERRUPTED), "cancelled", 130),
+        (KeyboardInterrupt(HUNG_UP), "cancelled", 129),
+        (SystemExit(TERMINATED), "cancelled", 143),
+        (TerminationSignal(signal=15), "cancelled", 143),
+    ],
+    ids=repr,
+)
+def test_exit_status(tmp_path: Path, error: BaseException | None, state: str, status: int) -> None:
+    """What the handlers of the command line raise reaches the summary of a flow."""
+    composed = compose_config(["+exp=sft_qlora", f"paths.runs={tmp_path}"])
+    host = in_this_process("0a1b2c3d", logging.getLogger("test"))
+    flow_run = FlowRun.begin("rlhf", composed, host, tracker=Untracked(), exp="sft_qlora")
+
+    def stages(_: FlowRun) -> None:
+        assert history(tmp_path)[0].state == "running"
+        if error is not None:
+            raise error
+
+    with pytest.raises(type(error)) if error else contextlib.nullcontext():
+        flow_run.run("title", stages)
+    (run,) = history(tmp_path)
+    assert (run.state, run.exit_status, run.exp) == (state, status, "sft_qlora")
 
 
 @pytest.mark.parametrize(("silent_s", "state"), [(20, "running"), (600, "lost")])

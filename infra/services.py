@@ -40,6 +40,7 @@ from infra.automations import apply
 from infra.daemon import Daemon, start, stop, wait_ready
 from infra.deployments import POOL, PROJECT, make_pool, register, tool
 from tasks.core.errors import PlumblineError
+from tasks.core.private import close_records, stay_private
 
 # Started in this order and stopped in reverse, so that the worker always has its server.
 NAMES = ("prefect", "mlflow", "worker")
@@ -182,6 +183,7 @@ class Services:
         return [*lines, *self._pages()]
 
     def _start(self) -> None:
+        close_records(self.runs)
         if record_of("prefect", self.home) is None:
             self._write_login()
             databases.remember(self.home)
@@ -289,6 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m infra.services")
     parser.add_argument("command", choices=("up", "deploy", "down", "status"))
     command = parser.parse_args(argv).command
+    stay_private()
     try:
         for line in getattr(services_of_environment(), command)() or ():
             print(line)

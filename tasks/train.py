@@ -26,7 +26,7 @@ from tasks.process.multinode import Leader, rendezvous
 from tasks.process.output import Log
 from tasks.training.engine import checkpoint
 from tasks.training.engine.failure import out_of_memory, out_of_memory_kills
-from tasks.training.job import Launch, Settings, TrainJob
+from tasks.training.job import REWARD_URL, Launch, Settings, TrainJob
 from tasks.training.resume import begin, identity
 from tasks.training.tokens.truncation import truncation
 from tasks.weights.files.header import read_header
@@ -51,6 +51,7 @@ def train(
     rollout: Path | None = None,
     adapter: Path | None = None,
     max_truncated: float = 0.2,
+    reward_url: str | None = None,
     log: Log,
     log_path: Path,
     resume: str = "auto",
@@ -71,6 +72,7 @@ def train(
         rollout: folder that the rollout engine loads; None for the base.
         adapter: `adapter` artifact to train further; None for a new adapter.
         max_truncated: share of the training rows that may be cut.
+        reward_url: `reward.url` with its login and tokens, which `settings` lacks.
         log: gets the ranks' output.
         log_path: file for the ranks' whole output.
         resume: `auto` continues from the newest checkpoint in `checkpoints`, `never` starts again;
@@ -124,7 +126,7 @@ def train(
     for event in rewind(checkpoints, begun.step, job.resume.parent if job.resume else None):
         with contextlib.suppress(KeyError, TypeError, ValueError):  # curves are not worth a run
             events({**event, "replayed": True})
-    _launch(job, run, events, leader)
+    _launch(job, run, events, leader, reward_environment(reward_url))
     document = json.loads((out / "train.json").read_text())
     return StageReport(
         kind="shards",
@@ -139,7 +141,9 @@ def train(
     )
 
 
-def _launch(job: TrainJob, run: Run, events: _Events, leader: Leader | None) -> None:
+def _launch(
+    job: TrainJob, run: Run, events: _Events, leader: Leader | None, secrets: Mapping[str, str]
+) -> None:
     """Run the ranks of this node, together with those of the other nodes."""
     how, path = job.settings.launch, job.checkpoints / "job.json"
     job.write(path)
@@ -152,7 +156,7 @@ def _launch(job: TrainJob, run: Run, events: _Events, leader: Leader | None) -> 
         ):
             run(
                 torchrun(job, path, meet),
-                env=rank_environment(how) | variables,
+                env={**rank_environment(how), **variables, **secrets},
                 timeout_s=how.timeout_s,
                 on_event=events,
                 transient=PORT_TAKEN,
@@ -204,6 +208,11 @@ def rank_environment(how: Launch) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # prepare has resolved everything to local folders
     }
+
+
+def reward_environment(url: str | None) -> dict[str, str]:
+    """Return the variable with which the ranks get `reward.url`; none without a URL."""
+    return {REWARD_URL: url} if url else {}
 
 
 class _Events:

@@ -11,6 +11,7 @@ from typing import Any
 from flows.chain.context import ChainRun
 from flows.chain.stages import REINFORCE, ROLLOUT_BASE, TRAIN
 from flows.orchestration.progress import progress
+from tasks.core.redaction import redact_url
 from tasks.data.kinds import PROMPTS, names_texts
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
@@ -49,6 +50,7 @@ def train_stage(run: ChainRun, base: Artifact, data: Artifact) -> Artifact:
             "checkpoints": checkpoints,
             "resume": run.settings["train"]["resume"],
             "max_truncated": run.settings["data"]["max_truncated"],
+            "reward_url": run.settings["reward"]["url"],
             "tokens": run.mechanism.store.parent / "cache" / "tokens",
             "log_path": run.log_path("train"),
             "leader": run.leader,
@@ -113,11 +115,16 @@ def _observe(
 
 
 def resolved(settings: Mapping[str, Any]) -> Settings:
-    """Return the typed training settings of a configuration."""
+    """Return the typed training settings of a configuration.
+
+    They are recorded, so they have no login or token of `reward.url`. A new token is thus no new
+    training.
+    """
     sections = {name: settings[name] for name in ("train", "peft", "zero", "model", "seed")}
     if settings["train"]["objective"] not in PROMPTS.objectives:
         return Settings.from_sections(**sections)
-    reward = settings["reward"]
+    reward = dict(settings["reward"])
+    reward["url"] = redact_url(reward["url"]) if reward["url"] else None
     online = {
         "rl": settings["rl"],
         "rollout": settings["rollout"],

@@ -17,6 +17,7 @@ from flows.cli.entry import exit_on_signals, run_main, to_stderr
 from tasks.audit.repair import repair
 from tasks.audit.run import Report, audit
 from tasks.core.errors import ConfigError, PlumblineError
+from tasks.core.private import open_up
 from tasks.core.redaction import without_passwords
 from tasks.core.terminal import plain
 from tasks.pipeline.signature import key_file
@@ -124,6 +125,7 @@ def _print_report(report: Report, out: str | None) -> int:
 def _write(path: Path, report: Report) -> None:
     try:
         path.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+        open_up(path)
     except OSError as error:
         raise ConfigError(f"out={path}: {error.strerror}", hint="out=<a file elsewhere>") from error
 
@@ -133,11 +135,11 @@ def _in_prefect(composed: Composed, overrides: list[str]) -> int:
     from flows.orchestration.prefect_server import prefect_server, warm_up
     from flows.orchestration.prefect_watch import final_state
     from tasks.config.checks import preflight
-    from tasks.config.checks.tracking import prefect_reachable, reachable
+    from tasks.config.checks.tracking import prefect_reachable, public, reachable
     from tasks.pipeline.locks import Patience, hold
 
-    uri = composed.settings["tracking"]["uri"]
-    preflight([*reachable(uri), *prefect_reachable()])
+    tracking = composed.settings["tracking"]
+    preflight([*reachable(tracking["uri"]), *prefect_reachable(), *public(tracking)])
     settings, meanwhile = composed.settings, partial(warm_up, composed, "flows.audit")
     patience = Patience(settings["paths"]["wait_s"], to_stderr)
     with (
@@ -146,7 +148,7 @@ def _in_prefect(composed: Composed, overrides: list[str]) -> int:
     ):
         from flows.audit import audit as flow
 
-        tag = settings["tag"] or "manual"
+        tag = composed.recorded["tag"] or "manual"
         state = final_state(partial(flow, without_passwords(overrides), tag=tag, return_state=True))
         document = state.result(raise_on_failure=False)
     if isinstance(document, BaseException):

@@ -30,7 +30,13 @@ from tasks.config.places import Status
 from tasks.config.prune_flow import Prune
 from tasks.config.section import hydra_schema
 from tasks.core.errors import ConfigError
-from tasks.core.redaction import redact, with_passwords
+from tasks.core.redaction import (
+    INTERPOLATION,
+    hide_in_url,
+    hide_interpolated,
+    redacted,
+    with_passwords,
+)
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 """Folder of the configuration files, beside the packages in a checkout and when installed."""
@@ -88,6 +94,8 @@ class Composed:
 
     Attributes:
         settings: nested plain dictionaries; enumerations as their names.
+        recorded: the settings for records: without secrets, and with `${oc.env:NAME}` in place of
+            what it stands for.
         runs: absolute path of `paths.runs`.
         tracking_uri: URI of MLflow, with the default filled in.
         tracking_root: folder for logged files; None if a server stores them.
@@ -95,6 +103,7 @@ class Composed:
     """
 
     settings: dict[str, Any]
+    recorded: dict[str, Any]
     runs: Path
     tracking_uri: str
     tracking_root: Path | None
@@ -102,8 +111,8 @@ class Composed:
 
     @cached_property
     def text(self) -> str:
-        """The settings as YAML, without passwords."""
-        return OmegaConf.to_yaml(OmegaConf.create(_redacted(self.settings)))
+        """The recorded settings as YAML."""
+        return OmegaConf.to_yaml(OmegaConf.create(self.recorded))
 
     @classmethod
     def of(cls, config: DictConfig) -> Composed:
@@ -118,6 +127,8 @@ class Composed:
         names = vocabulary(program)
         try:
             refuse_unknown(config, names)
+            typed = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
+            _hide_interpolated(typed)  # an error below may show a value
             settings = OmegaConf.to_container(
                 config, resolve=True, throw_on_missing=True, enum_to_str=True
             )
@@ -125,6 +136,7 @@ class Composed:
             raise missing_value(error, names) from error
         except OmegaConfBaseException as error:
             raise as_config_error(error, (), names) from error
+        _hide_urls(settings)
         runs = Path(settings["paths"]["runs"]).expanduser().absolute()
         tracking = settings.get("tracking", {})  # a command without it records nothing
         if tracking and tracking["uri"] is None:
@@ -134,6 +146,7 @@ class Composed:
         store = runs / "mlflow"
         return cls(
             settings=settings,
+            recorded=_recorded(typed, settings),
             runs=runs,
             tracking_uri=uri or f"sqlite:///{store / 'mlflow.db'}",
             tracking_root=None if uri and not uri.startswith("sqlite:") else store / "artifacts",
@@ -246,9 +259,33 @@ def own_hydra() -> Iterator[None]:
         JobRuntime.instance().set("name", name)
 
 
-def _redacted(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _redacted(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_redacted(part) for part in value]
-    return redact(value) if isinstance(value, str) and "://" in value else value
+def _recorded(typed: Any, value: Any) -> Any:
+    """Return a setting for records: as it was typed if it reads a variable, else redacted."""
+    if isinstance(typed, dict) and isinstance(value, dict):
+        return {key: _recorded(typed.get(key), part) for key, part in value.items()}
+    if isinstance(typed, list) and isinstance(value, list):
+        return [_recorded(*pair) for pair in zip(typed, value, strict=True)]
+    reads = isinstance(typed, str) and INTERPOLATION in typed and typed not in _OUR_VARIABLES
+    return redacted(typed if reads else value)
+
+
+_OUR_VARIABLES = ("${oc.env:PLUMBLINE_RUNS,runs}", "${oc.env:MLFLOW_TRACKING_URI,null}")
+"""Values of `paths.runs` and `tracking.uri` in `conf`; what they stand for is recorded."""
+
+
+def _hide_interpolated(typed: Any) -> None:
+    for text in _texts(typed):
+        hide_interpolated(text)
+
+
+def _hide_urls(settings: Any) -> None:
+    for text in _texts(settings):
+        hide_in_url(text)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, (dict, list)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)
+    elif isinstance(value, str):
+        yield value

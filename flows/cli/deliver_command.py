@@ -62,7 +62,7 @@ def _in_prefect(planned: Planned, overrides: list[str], held: Hold) -> int:
         from flows.deliver import deliver
 
         reuse_plan(planned)
-        tag = composed.settings["tag"] or "manual"
+        tag = composed.recorded["tag"] or "manual"
         run = partial(deliver, without_passwords(overrides), tag=tag, return_state=True)
         return exit_status(final_state(run), composed.runs)
 

@@ -14,6 +14,7 @@ it is reported as crashed.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -30,7 +31,8 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from flows.cli.arguments import Arguments, read
@@ -39,14 +41,15 @@ from flows.cli.usage import brief, full
 from flows.orchestration.services import pages
 from tasks.core.disk import has_no_space, is_full, write_refused
 from tasks.core.errors import PlumblineError, TrackingError
-from tasks.core.redaction import redact
+from tasks.core.redaction import hide_interpolated, redact, redacted
 from tasks.core.terminal import plain
 
 PROJECT = Path(__file__).resolve().parents[2]
 
 Job = Callable[[Composed, list[str]], int]
 _RAISE = "HYDRA_FULL_ERROR"
-_TRACKING = "MLFLOW_TRACKING_URI"
+_PRINTS = ("--cfg", "-c", "--info", "-i")
+"""Hydra's flags that print a configuration, which has passwords."""
 HUNG_UP, INTERRUPTED, TERMINATED = 129, 130, 143
 """Exit statuses after SIGHUP, SIGINT and SIGTERM."""
 SETTLE_S = 10.0
@@ -91,17 +94,18 @@ def _hydra(config_name: str, job: Job, arguments: Arguments) -> int:
     def task(config: DictConfig) -> None:
         nonlocal started
         started = True
+        _redact_sweep()
         with _environment(_RAISE, None):  # child processes of the job must not inherit it
             statuses.append(_run(job, config, arguments.for_steps))
 
     program = hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(task)
+    hide_interpolated(" ".join([*arguments.overrides, *arguments.for_steps]))
     shown = {("--cfg", "job"), ("-c", "job")} & set(pairwise(arguments.flags))
     # `--resolve` shows computed defaults as numbers.
     words = [*arguments.flags, *arguments.overrides, *(["--resolve"] if shown else [])]
-    uri = os.environ.get(_TRACKING)
-    printable = redact(uri) if shown and uri else uri
+    prints = any(flag.partition("=")[0] in _PRINTS for flag in arguments.flags)
     try:
-        with _environment(_RAISE, "1"), _environment(_TRACKING, printable), _arguments(words):
+        with _environment(_RAISE, "1"), _arguments(words), _cleaned() if prints else nullcontext():
             program()
     except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
         if not started:
@@ -112,8 +116,9 @@ def _hydra(config_name: str, job: Job, arguments: Arguments) -> int:
 
 
 def _run(job: Job, config: DictConfig, for_steps: list[str]) -> int:
-    overrides = list(HydraConfig.get().overrides.task)
-    hydra_overrides = HydraConfig.get().overrides.hydra
+    # Not resolved: Prefect records the overrides as they were typed, with `${oc.env:NAME}`.
+    typed: Any = OmegaConf.to_container(HydraConfig.get().overrides, resolve=False)
+    overrides, hydra_overrides = list(typed["task"]), typed["hydra"]
     overrides += [o for o in hydra_overrides if o.startswith("hydra.searchpath=")]
     runs = Path()
     try:
@@ -130,8 +135,28 @@ def _run(job: Job, config: DictConfig, for_steps: list[str]) -> int:
 
 
 def _report(error: PlumblineError) -> int:
-    print(redact(error.report()), file=sys.stderr)
+    print(plain(error.report()), file=sys.stderr)
     return error.exit_code
+
+
+@contextmanager
+def _cleaned() -> Iterator[None]:
+    """Print what the block prints, without secrets."""
+    text = io.StringIO()
+    try:
+        with redirect_stdout(text):
+            yield
+    finally:
+        print(redact(text.getvalue()), end="")
+
+
+def _redact_sweep() -> None:
+    """Remove secrets from the file in which Hydra stores the overrides of a sweep."""
+    config = HydraConfig.get()
+    path = Path(config.sweep.dir) / "multirun.yaml"
+    if config.mode == RunMode.MULTIRUN and path.is_file():
+        document = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        OmegaConf.save(OmegaConf.create(redacted(document)), path)
 
 
 @contextmanager
@@ -182,7 +207,7 @@ def exit_status(state: Any, runs: Path) -> int:
     text = error.report() if ours else f"{type(error).__name__}: {error}"
     shown = pages(runs, PROJECT, _own_pages(state, runs))
     logs = "" if ours and error.log else f"\n  logs: {runs / 'logs'}"
-    print(f"\n{plain(redact(text))}{logs}\n{shown}", file=sys.stderr)
+    print(f"\n{plain(text)}{logs}\n{shown}", file=sys.stderr)
     return error.exit_code if ours else 1
 
 

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from flows.chain.steps import chain_steps
+from flows.chain.steps import Step, chain_steps
 from flows.cli.bootstrap import bootstrap
 from flows.cli.config import Composed
 from flows.cli.entry import exit_on_signals, exit_status, run_main, to_stderr
 from flows.cli.plan import check, render
 from flows.orchestration.prefect_server import prefect_server, warm_up
 from flows.orchestration.prefect_watch import final_state
-from tasks.core.redaction import without_passwords
+from tasks.core.redaction import redact, redact_url, without_passwords
 from tasks.core.terminal import plain
 from tasks.pipeline.locks import Patience, hold
 from tasks.process.launch import kill_children_on_abort, launch
 from tasks.process.multinode import Meeting, follow, rendezvous
-from tasks.train import build_ops, rank_environment, torchrun
+from tasks.train import build_ops, rank_environment, reward_environment, torchrun
 from tasks.training.job import TrainJob
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -45,7 +46,7 @@ def _job(composed: Composed, overrides: list[str]) -> int:
         return 0
     meeting = Meeting.from_environment(composed.settings["train"]["nodes"])
     if meeting and not meeting.leads:
-        return run_follower(composed, meeting)
+        return run_follower(composed, meeting, urls_of(steps))
     with (
         hold(composed.runs, Patience(composed.settings["paths"]["wait_s"], to_stderr)) as held,
         prefect_server(composed.runs, held, meanwhile=partial(warm_up, composed, "flows.rlhf")),
@@ -53,13 +54,24 @@ def _job(composed: Composed, overrides: list[str]) -> int:
     ):
         from flows.rlhf import rlhf
 
-        tag = composed.settings["tag"] or "manual"
+        tag = composed.recorded["tag"] or "manual"
         run = partial(rlhf, without_passwords(overrides), tag=tag, return_state=True)
         return exit_status(final_state(run), composed.runs)
 
 
-def run_follower(composed: Composed, meeting: Meeting) -> int:
+def urls_of(steps: Sequence[Step]) -> dict[str, str]:
+    """Return `reward.url` of all steps, by the text that is recorded of it."""
+    urls = [step.composed.settings["reward"]["url"] for step in steps]
+    return {redact(redact_url(url)): url for url in urls if url}
+
+
+def run_follower(composed: Composed, meeting: Meeting, urls: Mapping[str, str]) -> int:
     """Lend the ranks of this node to node 0 until the run is done.
+
+    Args:
+        composed: the configuration.
+        meeting: the nodes of the run.
+        urls: see `urls_of`; the job of node 0 has no secrets.
 
     Returns:
         Exit status of node 0.
@@ -77,7 +89,8 @@ def run_follower(composed: Composed, meeting: Meeting) -> int:
         build_ops(job.settings, run)
         how = job.settings.launch
         with rendezvous(meeting) as (meet, variables):
-            environment = rank_environment(how) | variables
+            url = urls.get(job.settings.reward_url)
+            environment = rank_environment(how) | variables | reward_environment(url)
             run(torchrun(job, job_path, meet), env=environment, timeout_s=how.timeout_s)
 
     with kill_children_on_abort():

@@ -1,6 +1,6 @@
 """Start a command, or print in one line why this Python cannot run it.
 
-This module imports the standard library only, since other libraries may not be installed.
+This module imports nothing but the standard library, since other libraries may not be installed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
+from tasks.core.private import stay_private
 from tasks.process.exit_process import end_process
 
 OLDEST = (3, 11)
@@ -46,6 +47,7 @@ def _run(module: str) -> int:
         if not library or library in _OURS:
             raise
         return _refuse(f"{sys.executable} (Python {version}) has no {library}")
+    stay_private()
     status: int = main()
     return status
 

@@ -10,7 +10,7 @@ from flows.cli.config import Composed
 from flows.delivery.chain import Delivery
 from tasks.config.checks import preflight
 from tasks.config.checks.signing import signing
-from tasks.config.checks.tracking import metrics_file, prefect_reachable, reachable
+from tasks.config.checks.tracking import metrics_file, prefect_reachable, public, reachable
 from tasks.core.errors import ConfigError, PlumblineError, first_and_more
 from tasks.delivery.examination import examine
 from tasks.delivery.plan.adapters import given_adapters
@@ -46,9 +46,10 @@ def prepare_delivery(composed: Composed) -> Delivery:
 def _prepare(composed: Composed) -> Delivery:
     settings, store = composed.settings, composed.runs / "artifacts"
     prefect = [] if settings["smoke"]["engine"] == "none" else prefect_reachable()
-    keys = signing(settings["register"])
-    metrics = metrics_file(settings["tracking"]["prometheus"])
-    preflight([*reachable(settings["tracking"]["uri"]), *prefect, *keys, *metrics])
+    tracking = settings["tracking"]
+    others = [*public(tracking), *signing(settings["register"])]
+    metrics = metrics_file(tracking["prometheus"])
+    preflight([*reachable(tracking["uri"]), *prefect, *others, *metrics])
     target = _target(settings["convert"])
     given, adapters = given_adapters(settings["source"], settings["adapters"])
     sources = [adapter.given for adapter in adapters] or [given]

@@ -20,6 +20,7 @@ from flows.orchestration.deployment import check_overrides, check_settings
 from flows.orchestration.flow_run import provenance, tracker_of
 from tasks.audit.finding import Severity
 from tasks.audit.run import Report
+from tasks.core.redaction import redact
 
 KEY = "audit-findings"
 
@@ -43,7 +44,7 @@ def recorded(overrides: list[str]) -> dict[str, Any]:
     composed = compose_config(overrides, config_name="audit")
     check_settings(composed.settings)
     report = examine(composed.settings)
-    create_markdown_artifact(report.markdown(), key=KEY, description=report.counts)
+    create_markdown_artifact(redact(report.markdown()), key=KEY, description=report.counts)
     _track(composed, report)
     document = report.as_json()
     if composed.settings["fix"]:
@@ -61,7 +62,7 @@ def _track(composed: Composed, report: Report) -> None:
         **provenance(),
     }
     tracker, title = tracker_of(composed), f"audit {Path(report.source).name}"
-    with tracker.flow(title, composed.settings, composed.text, tags):
+    with tracker.flow(title, composed.recorded, composed.text, tags):
         files = {
             "report.json": json.dumps(report.as_json(), indent=1) + "\n",
             "report.txt": report.text() + "\n",

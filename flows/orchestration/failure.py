@@ -9,7 +9,9 @@ from flows.cli.bootstrap import quiet_logging
 from flows.orchestration.deployment import in_deployment
 from flows.orchestration.prefect_watch import watched
 from tasks.core.errors import PlumblineError
-from tasks.core.redaction import redact
+from tasks.core.private import stay_private
+from tasks.core.redaction import redact, redact_error
+from tasks.core.terminal import plain
 
 
 def reported(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -29,16 +31,19 @@ def reported(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     from prefect.states import Completed, Failed
 
     quiet_logging()  # a worker's process has not called `bootstrap`
+    if in_deployment():
+        stay_private()
     with watched() as watch:
         try:
             result = work()
         except PlumblineError as error:
-            report = redact(error.report())
+            report = plain(error.report())
             if in_deployment():  # on a terminal the command prints it
                 get_run_logger().error("%s", report)
             watch.outcome = failed = Failed(message=report, data=error)
             return failed
         except Exception as error:
+            redact_error(error)  # Prefect records its message
             watch.outcome = Failed(message=redact(str(error)), data=error)
             raise
         watch.outcome = Completed(data=result)

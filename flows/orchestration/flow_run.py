@@ -28,7 +28,7 @@ from flows.orchestration.services import mlflow_page
 from flows.orchestration.summary import Summary, stage_entry
 from tasks.core.disk import disk_full_named
 from tasks.core.errors import PlumblineError, TrackingError
-from tasks.core.redaction import redact
+from tasks.core.redaction import redact, redact_error
 from tasks.pipeline.artifact import Artifact, sweep
 from tasks.pipeline.locks import FOREVER, Patience
 from tasks.pipeline.report import FlowTracker, StageResult
@@ -182,7 +182,7 @@ class FlowRun:
             return self._run(title, stages)
 
     def _run(self, title: str, stages: Callable[[FlowRun], None]) -> dict[str, Any]:
-        settings, text = self.composed.settings, self.composed.text
+        settings, text = self.composed.recorded, self.composed.text
         try:
             with (
                 disk_full_named(self.composed.runs),
@@ -198,6 +198,7 @@ class FlowRun:
             self._end_badly("failed")
             raise
         except BaseException as error:
+            redact_error(error)
             failed = isinstance(error, Exception)
             text = redact(f"{type(error).__name__}: {error}")
             self.summary.error = text if failed else "interrupted"

@@ -24,6 +24,7 @@ from prefect.utilities.urls import url_for
 from flows.orchestration.flow_run import Host
 from flows.orchestration.prefect_server import is_embedded
 from flows.orchestration.prefect_watch import current
+from tasks.core.redaction import redact, redact_error
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.locks import FOREVER, Patience
 from tasks.pipeline.report import StageResult
@@ -47,11 +48,11 @@ def in_prefect(name: str, patience: Patience = FOREVER) -> Host:
             get_run_logger().warning("Prefect has not recorded %s: %s", what, error)
 
     def show(table: str) -> None:
-        create = partial(create_markdown_artifact, table, key=f"{name}-checks")
+        create = partial(create_markdown_artifact, redact(table), key=f"{name}-checks")
         record("the table of checks", partial(create, description="checks"))
 
     def link(text: str, url: str) -> None:
-        create = partial(create_link_artifact, url, text, key=f"{name}-mlflow")
+        create = partial(create_link_artifact, redact(url), text, key=f"{name}-mlflow")
         record(f"the link to {url}", partial(create, description=f"[{text}]({url})"))
 
     def unrecorded() -> str:
@@ -114,6 +115,9 @@ class PrefectTasks:
             except (KeyboardInterrupt, SystemExit, TerminationSignal) as signal:
                 ended.append(signal)
                 return Cancelled(message="the run was stopped")
+            except Exception as error:  # Prefect records its message
+                redact_error(error)
+                raise
             ended.append(result)
             return state
 

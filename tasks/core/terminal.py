@@ -1,16 +1,21 @@
-"""Text from files that somebody else made, on its way to a terminal, a log or a page.
+"""Text on its way to a terminal, a log or a page.
 
 A token, a file name or a tensor name can hold sequences that move the cursor, clear the screen,
 rename the window or reverse the order of letters, so that a terminal shows another text than the
-one that was written. `plain` removes them. It is applied where text leaves the program: in every
-`PlumblineError`, every log record (`clean_logging`), the output of child processes and reports.
+one that was written. `plain` removes them, and secrets (`redaction.py`). It is applied where text
+leaves the program: in every `PlumblineError`, every log record (`clean_logging`), the output of
+child processes and reports.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import sys
+import traceback
 from typing import Any
+
+from tasks.core.redaction import redact
 
 _ESCAPES = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b[ -/]*[0-~]?")
 """Escape sequences of ECMA-48: colours and cursor movements; the start of all others."""
@@ -24,17 +29,21 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def plain(text: str) -> str:
-    """Return a text without escape sequences and control characters, but with its lines and tabs.
+    """Return a text without secrets, escape sequences and control characters.
 
-    Halves of characters become U+FFFD, so that the result can be encoded.
+    Lines and tabs stay. Halves of characters become U+FFFD, so that the result can be encoded.
     """
+    text = redact(text)
     if text.isascii() and text.isprintable():
         return text
     return _SURROGATES.sub("\ufffd", _CONTROLS.sub("", _ESCAPES.sub("", text)))
 
 
 def clean_logging() -> None:
-    """Let every log record of this process have a `plain` message, whatever handler writes it."""
+    """Let every log record of this process be `plain`, whatever handler writes it.
+
+    The same holds for its traceback, and for the traceback of an error that ends the process.
+    """
     make = logging.getLogRecordFactory()
     if getattr(make, "is_plain", False):
         return
@@ -48,7 +57,14 @@ def clean_logging() -> None:
         cleaned = plain(message)
         if cleaned != message:
             made.msg, made.args = cleaned, ()
+        if made.exc_info and made.exc_info[1] is not None:
+            made.exc_text = _traceback(made.exc_info[1])  # handlers write this if it is set
         return made
 
     record.is_plain = True  # type: ignore[attr-defined]
     logging.setLogRecordFactory(record)
+    sys.excepthook = lambda kind, error, frames: print(_traceback(error), file=sys.stderr)
+
+
+def _traceback(error: BaseException) -> str:
+    return plain("".join(traceback.format_exception(error)).rstrip())

@@ -10,6 +10,7 @@ from pathlib import Path
 from tasks.core.disk import flush, write_refused
 from tasks.core.errors import ArtifactError
 from tasks.core.files import copy_file
+from tasks.core.private import open_up
 from tasks.pipeline.artifact import SIGNATURE, Artifact, open_artifact
 from tasks.pipeline.signature import sign
 from tasks.pipeline.staging import staging
@@ -54,7 +55,8 @@ def put(served: Artifact, out: Path, private_key: Path | None = None) -> None:
     Its files share their blocks with the artifact's until one side is written, if the file system
     can do that; they are never hard links, with which a write to one side would change the other.
     The manifest is written last, and signed; then one rename makes everything visible. An earlier
-    delivery is moved aside before the rename and removed after it. Call `out_findings` first.
+    delivery is moved aside before the rename and removed after it. Call `out_findings` first. The
+    copy has the permissions of the user's umask, because another user may serve it.
 
     Args:
         served: the served artifact.
@@ -81,6 +83,7 @@ def put(served: Artifact, out: Path, private_key: Path | None = None) -> None:
         if private_key is not None:
             sign(work, private_key)
             flush(work / SIGNATURE)
+        open_up(work)
         flush(work)
         old = out.parent / f".{out.name}.{os.getpid()}.old.tmp"
         if out.is_dir() and any(out.iterdir()):

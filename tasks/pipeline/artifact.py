@@ -26,6 +26,7 @@ from blake3 import blake3
 
 from tasks.core.disk import file_stats, flush, flush_tree, write_refused
 from tasks.core.errors import ArtifactError
+from tasks.core.redaction import redacted
 from tasks.pipeline.staging import staging as staging
 from tasks.pipeline.staging import sweep as sweep
 from tasks.weights.execute.journal import JOURNAL, read_outcomes
@@ -104,9 +105,9 @@ def publish(work: Path, final: Path, origin: Origin) -> Artifact:
         "tensors": tensors,
         "files": files,
         "inputs": dict(origin.inputs),
-        "config": dict(origin.config),
+        "config": redacted(dict(origin.config)),
         "versions": dict(origin.versions),
-        "notes": dict(origin.notes),
+        "notes": redacted(dict(origin.notes)),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     try:

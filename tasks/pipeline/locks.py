@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import psutil
 
 from tasks.core.errors import BusyError
+from tasks.core.private import close_records
 from tasks.core.redaction import redact
 
 T = TypeVar("T")
@@ -121,6 +122,7 @@ def hold(runs: Path, patience: Patience = AT_ONCE, *, alone: bool = False) -> It
             os.ftruncate(handle, 0)
         os.write(handle, (json.dumps(_ourselves()) + "\n").encode())
         _held[runs] = Hold(kind == fcntl.LOCK_EX, runs, handle)
+        close_records(runs)
         try:
             yield _held[runs]
         finally:

@@ -92,11 +92,11 @@ class StageRun:
 
     def text(self, name: str, text: str) -> None:
         """Log a small text file."""
-        self._outbox.put_file(self._id, name, lambda path: path.write_text(text))
+        self._outbox.put_file(self._id, name, lambda path: path.write_text(redact(text)))
 
     def tags(self, tags: Mapping[str, object]) -> None:
         """Set tags."""
-        texts = {key: str(value) for key, value in tags.items()}
+        texts = {key: redact(str(value)) for key, value in tags.items()}
         self._outbox.put(do="tags", run=self._id, tags=texts, at=now())
 
     def read(self, digest: str, context: str) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import PlumblineError, TrackingError
-from tasks.core.redaction import redact
+from tasks.core.redaction import redact, redacted
 from tasks.pipeline.artifact import Origin
 from tasks.pipeline.event_files import EventFile
 from tasks.pipeline.journal import now
@@ -202,8 +202,8 @@ class Tracker:
         """Record the start of a run, and return our id of it."""
         local_id = uuid.uuid4().hex
         self._outbox.put(
-            do="start", run=local_id, parent=parent, name=name, experiment=self._experiment,
-            params=params, tags=dict(tags), at=now(),
+            do="start", run=local_id, parent=parent, name=redact(name),
+            experiment=self._experiment, params=params, tags=redacted(dict(tags)), at=now(),
         )  # fmt: skip
         return local_id
 

@@ -2,22 +2,22 @@
 
 All lines go to a file, and a limited number per second to the logger. The last lines stay in memory
 for the error message. `feed` returns the events (`tasks/core/events.py`) in order. Values of
-environment variables with a secret's name (TOKEN, PASSWORD, ...) are replaced by `***`.
+environment variables with a secret's name (TOKEN, PASSWORD, ...) are replaced by `***`, as in all
+texts (`tasks/core/redaction.py`).
 """
 
 from __future__ import annotations
 
 import collections
 import logging
-import os
-import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tasks.core import events
 from tasks.core.disk import is_full, write_refused
+from tasks.core.redaction import hide_environment
 from tasks.core.terminal import plain
 from tasks.process import torchrun_log
 
@@ -31,9 +31,6 @@ TAIL_LINE_CHARACTERS = 2_000
 LONGEST_LINE = 8 << 20
 LINES_PER_S = 50.0
 BURST_LINES = 200.0
-
-_SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|KEY|AUTH_STRING)(_|$)")
-_SHORTEST_SECRET = 8
 
 
 class Output:
@@ -50,7 +47,7 @@ class Output:
         self._tail: collections.deque[str] = collections.deque(maxlen=KEPT_LINES)
         self._lines = _Lines()
         self._budget = _Budget()
-        self._secrets = secrets_of(os.environ)
+        hide_environment()
         log_path.parent.mkdir(parents=True, exist_ok=True)
         # Unbuffered: a buffer that a full disk refuses would raise again at the end.
         self._file = log_path.open("ab", buffering=0)
@@ -86,8 +83,6 @@ class Output:
 
     def _text(self, line: str) -> None:
         line = plain(line)
-        for secret in self._secrets:
-            line = line.replace(secret, "***")
         self._write(line.encode("utf-8", "replace") + b"\n")
         self._tail.append(line[:TAIL_LINE_CHARACTERS])
         if (pid := torchrun_log.closing_pid(line)) is not None:
@@ -156,13 +151,3 @@ class _Budget:
             return False
         self._tokens -= 1
         return True
-
-
-def secrets_of(env: Mapping[str, str]) -> list[str]:
-    """Return the values of environment variables with a secret's name, the longest first."""
-    values = {
-        value
-        for name, value in env.items()
-        if len(value) >= _SHORTEST_SECRET and _SECRET.search(name.upper())
-    }
-    return sorted(values, key=len, reverse=True)

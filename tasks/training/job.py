@@ -29,10 +29,14 @@ from tasks.config.learning import (
 )
 from tasks.config.online import Reward, Rollout
 from tasks.config.section import read_section, refuse_unknown
+from tasks.core.redaction import redact
 
 __all__ = [
     "Batch", "Evaluate", "Launch", "Loss", "Optim", "Peft", "Settings", "TrainJob", "Zero",
 ]  # fmt: skip
+
+REWARD_URL = "PLUMBLINE_REWARD_URL"
+"""Variable of the ranks with `reward.url`: its login and tokens are in no file."""
 
 _GROUPS: dict[str, type[Any]] = {
     "optim": Optim,
@@ -66,6 +70,11 @@ class Settings(Probes, Checkpoints, Steps, Goal, Loading):
     def world_size(self) -> int:
         """Number of ranks of all nodes together."""
         return self.launch.nproc * self.launch.nodes
+
+    @property
+    def reward_url(self) -> str:
+        """Return `reward.url` as it is recorded; empty without one."""
+        return self.online.get("reward", {}).get("url") or ""
 
     @property
     def runs_vllm(self) -> bool:
@@ -157,8 +166,10 @@ class TrainJob:
         return self.tokens if self.tokens is not None else self.checkpoints / "tokens"
 
     def write(self, path: Path) -> None:
-        """Write the job as JSON."""
+        """Write the job as JSON, without secrets; see `REWARD_URL`."""
         document = asdict(self)
+        if url := self.settings.reward_url:
+            document["settings"]["online"]["reward"]["url"] = redact(url)
         text = json.dumps(document, indent=1, sort_keys=True, default=str)
         path.write_text(text + "\n")
 

@@ -125,7 +125,8 @@ def test_a_function_that_does_not_exist(tmp_path: Path) -> None:
         ("http:///rewards", "http or https, and a host"),
         ("http://host:port/", "http or https, and a host"),
         ("http://[::1/", "http or https, and a host"),
-        ("http://name:word@host/", "PLUMBLINE_REWARD_TOKEN=<token> is read instead"),
+        ("http://name:word@host/?token=x", None),
+        ("http://name:word@[host/", "http or https, and a host"),
     ],
 )
 def test_an_address(url: str, message: str | None) -> None:
@@ -134,7 +135,7 @@ def test_an_address(url: str, message: str | None) -> None:
     for finding in several:
         assert message is not None
         assert message in finding.allowed
-        assert "word" not in str(finding).partition("password")[0]
+        assert "word" not in str(finding)
 
 
 def test_a_reward_model(tmp_path: Path) -> None:

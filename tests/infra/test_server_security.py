@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 import stat
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from flows.orchestration.server_api import Api, RefusedError, basic_auth
 from flows.orchestration.services import client_settings
-from tests.infra.site import Site
+from tests.infra.site import JUDGE_LOGIN, Site
 
 EVIL = "http://evil.example"
 
@@ -177,3 +178,27 @@ def test_a_run_may_not_name_other_folders_or_code(site: Site, tmp_path: Path) ->
         assert f"{key}" in text, text
     assert not (tmp_path / "elsewhere").exists()
     assert not (tmp_path / "owned").exists()
+
+
+def test_a_deployments_run_records_no_secret(site: Site) -> None:
+    url = "reward.url=http://${oc.env:JUDGE_LOGIN}@127.0.0.1:9/x"
+    typed = ["tag=${oc.env:JUDGE_LOGIN}", url, "+exp=grpo"]
+    planned = site.start_run("rlhf-qlora", site.overrides(*typed))
+    refused = site.start_run("rlhf-qlora", [*typed, "train.lr=${oc.env:JUDGE_LOGIN}"])
+    assert site.finished_run(planned)["state_type"] == "COMPLETED", site.logs(planned)
+    assert site.finished_run(refused)["state_type"] == "FAILED", site.logs(refused)
+    site.logged(planned, "stages:")
+    site.logged(refused, "train.lr")
+    files = [path for path in site.services.runs.rglob("*") if path.is_file()]
+    contents = {path: path.read_bytes() for path in files}
+    assert any(b"${oc.env:JUDGE_LOGIN}" in content for content in contents.values())
+    secrets = [JUDGE_LOGIN, JUDGE_LOGIN.partition(":")[2]]
+    texts = [text for word in secrets for text in (word.encode(), b64encode(word.encode()))]
+    assert [p for p, content in contents.items() for text in texts if text in content] == []
+
+
+def test_other_users_can_read_nothing(site: Site) -> None:
+    runs = site.services.runs
+    paths = [path for path in runs.rglob("*") if not path.is_symlink()]
+    assert {"mlflow.db", "worker.log"} <= {path.name for path in paths}
+    assert [path for path in paths if path.stat().st_mode & 0o077] == []

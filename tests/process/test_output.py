@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.process.output import Output, _Lines, secrets_of
+from tasks.process.output import Output, _Lines
 from tasks.process.torchrun_log import closing_pid, ranks_own
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
@@ -69,17 +69,6 @@ def test_bytes_that_are_no_text_do_not_stop_it(tmp_path: Path) -> None:
     with Output(stage="x", log=logging.getLogger("x"), log_path=tmp_path / "x.log") as output:
         assert list(output.feed(b"\xff\xfe ok\n")) == []
     assert output.tail == ["\ufffd\ufffd ok"]
-
-
-def test_which_variables_are_secret() -> None:
-    env = {
-        "HF_TOKEN": "hf_123456789",
-        "AWS_SECRET_ACCESS_KEY": "longer-than-the-other",
-        "TOKENIZERS_PARALLELISM": "falsefalse",
-        "PREFECT_API_KEY": "short",
-        "HOME": "/home/somebody",
-    }
-    assert secrets_of(env) == ["longer-than-the-other", "hf_123456789"]
 
 
 AGENT = "E1121 08:28:31.797000 12493 torch/distributed/elastic/multiprocessing/api.py:1002] "

@@ -15,7 +15,7 @@ import pytest
 
 from tasks.core.errors import RewardError
 from tasks.rl.rewards import http
-from tasks.rl.rewards.http import Endpoint, redacted
+from tasks.rl.rewards.http import Endpoint
 from tests.rl.making import TOKENIZER, responses
 
 LOG = logging.getLogger("tests.rl")
@@ -137,7 +137,7 @@ def test_a_server_that_is_down(server: Server, monkeypatch: pytest.MonkeyPatch) 
     assert len(server.requests) == 3
     with pytest.raises(RewardError, match="in 1 attempt: ConnectError") as caught:
         ask("http://user:word@127.0.0.1:9/rewards?token=secret")
-    assert "http://***@127.0.0.1:9/rewards?***" in caught.value.message
+    assert "http://user:***@127.0.0.1:9/rewards?token=***" in caught.value.message
     assert "word" not in caught.value.report()
     assert "secret" not in caught.value.report()
 
@@ -224,9 +224,3 @@ def test_a_rejected_request_is_not_retried(server: Server) -> None:
         ask(server.url, retries=5)
     assert caught.value.hint == "reward.url=http://elsewhere/rewards"
     assert len(server.requests) == 2
-
-
-def test_secrets_in_a_url_are_hidden() -> None:
-    assert redacted("http://host:1/a") == "http://host:1/a"
-    assert redacted("https://name:word@host:1/a?key=1#f") == "https://***@host:1/a?***"
-    assert redacted("http://token@[::1]:80") == "http://***@[::1]:80"

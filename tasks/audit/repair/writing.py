@@ -16,6 +16,7 @@ from tasks.audit.repair.draft import Draft
 from tasks.audit.repair.drafting import HEAD, drafted, errors_of
 from tasks.audit.source import open_source
 from tasks.core.errors import ConfigError, ContractError, first_and_more
+from tasks.core.private import open_up
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.weights.execute.execute import execute
 from tasks.weights.files.side_files import copy_side_file
@@ -139,6 +140,7 @@ def _write(draft: Draft, head: Found | None, out: Path) -> Repaired:
         artifact = publish(
             work, out, Origin(kind, "audit", out.name, notes={"repaired": draft.done})
         )
+    open_up(out)
     return Repaired(artifact, tuple(draft.done), tuple(findings))
 
 

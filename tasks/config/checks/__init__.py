@@ -119,6 +119,7 @@ def findings(
         *unread.loss(train),
         *tracking.reachable(settings["tracking"]["uri"]),
         *tracking.prefect_reachable(),
+        *tracking.public(settings["tracking"]),
         *signing.signing(settings["register"]),
         *tracking.metrics_file(settings["tracking"]["prometheus"]),
         *model.embedded(model_, settings["data"]),

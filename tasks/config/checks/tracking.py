@@ -7,13 +7,13 @@ import socket
 import threading
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from tasks.core.finding import Finding
-from tasks.core.redaction import redact
+from tasks.core.redaction import HIDDEN, redact
 
 LIMIT_S = 5.0
 FRESH_S = 30.0
@@ -71,6 +71,19 @@ def metrics_file(path: str | None) -> Iterator[Finding]:
         problem, hint = "its folder does not exist, or cannot be written", "null"
     if problem:
         yield Finding("tracking.prometheus", path, problem, f"tracking.prometheus={hint}")
+
+
+def public(tracking: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield a finding for each name that MLflow's pages show and that contains a secret.
+
+    Args:
+        tracking: the section.
+    """
+    for key in ("experiment", "model_name"):
+        shown = redact(tracking[key])
+        if HIDDEN in shown:
+            allowed = "a name without a token or a password, because every page shows it"
+            yield Finding(f"tracking.{key}", shown, allowed, f"tracking.{key}=plumbline")
 
 
 def _why_unreachable(uri: str, ask: Callable[[str], str]) -> str:

@@ -9,6 +9,7 @@ numbers is a `RewardError` that shows the prompt.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,6 +26,7 @@ from tasks.rl.rewards.function import Function
 from tasks.rl.rewards.reference import FunctionReference
 from tasks.rl.rewards.sources import Source, Weighted
 from tasks.rl.settings import Reward
+from tasks.training.job import REWARD_URL
 
 if TYPE_CHECKING:
     import torch
@@ -148,7 +150,7 @@ def _endpoint(reward: Reward, tokenizer: Any, log: Log) -> Source:
 
     assert reward.url is not None
     return Endpoint(
-        reward.url,
+        os.environ.get(REWARD_URL, reward.url),
         tokenizer=tokenizer,
         timeout_s=reward.timeout_s,
         retries=reward.retries,

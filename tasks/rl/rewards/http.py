@@ -10,7 +10,8 @@ It gets a POST of JSON in which each field is a list with one element per respon
 
 It answers `{"rewards": [one number per response]}`. Servers for OpenRLHF's `remote_rm_url`, which
 read `query`, `prompts` and `labels`, work as they are. A token in the environment variable
-`PLUMBLINE_REWARD_TOKEN` is sent as `Authorization: Bearer`.
+`PLUMBLINE_REWARD_TOKEN` is sent as `Authorization: Bearer`. A login and a token in the URL work,
+too; they are in no record of the run, and not part of a stage's key.
 
 A failed connection, a timeout, and the statuses 429 and 5xx are retried. Other errors end the run.
 """
@@ -23,9 +24,9 @@ import os
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit, urlunsplit
 
 from tasks.core.errors import RewardError
+from tasks.core.redaction import redact_url
 from tasks.process.output import Log
 from tasks.rl.experience.responses import Response
 from tasks.rl.rewards.sources import describe, error_details, validate_rewards
@@ -71,7 +72,7 @@ class Endpoint:
     ) -> None:
         import httpx
 
-        self.label = f"reward.url={redacted(url)}"
+        self.label = f"reward.url={redact_url(url)}"
         self._url, self._tokenizer, self._log = url, tokenizer, log
         self._timeout_s, self._retries, self._batch = timeout_s, retries, batch
         token = os.environ.get(TOKEN)
@@ -166,7 +167,7 @@ class Endpoint:
         raise RewardError(
             f"{self.label} refuses the request: {shown}",
             details=[f"batch of {len(responses)}, first:", *error_details(responses[0])],
-            hint=f"reward.url={redacted(moved)}" if moved else "read the server's log",
+            hint=f"reward.url={redact_url(moved)}" if moved else "read the server's log",
         )
 
     def _read(self, content: bytes, responses: Sequence[Response]) -> Any:
@@ -186,14 +187,6 @@ class Endpoint:
             details=[f"batch of {len(responses)}, first {describe(responses[0])}"],
             hint="is the server up? see reward.timeout_s, reward.retries and reward.batch",
         )
-
-
-def redacted(url: str) -> str:
-    """Return a URL without parts that may be secret: user, password, query."""
-    parts = urlsplit(url)
-    host = parts.netloc.rpartition("@")[2]
-    netloc = f"***@{host}" if "@" in parts.netloc else host
-    return urlunsplit((parts.scheme, netloc, parts.path, "***" if parts.query else "", ""))
 
 
 def _retry_after(text: str | None) -> float | None:

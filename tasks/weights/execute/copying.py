@@ -81,7 +81,7 @@ def link_or_copy(source: Path, target: Path) -> None:
         if _in_one_store(real, target):
             with contextlib.suppress(OSError):  # a file system without hard links
                 os.link(real, target)
-                target.chmod(0o444)
+                target.chmod(target.stat().st_mode & 0o444)
                 return
         copy_file(real, target)
     except OSError as error:

@@ -1,0 +1,52 @@
+"""Permissions of what the program writes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tasks.core.private import UMASK, close_records, open_up, stay_private
+
+
+@pytest.fixture(autouse=True)
+def umask(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Start with a usual umask, and restore that of the tests."""
+    monkeypatch.delenv(UMASK, raising=False)
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+    os.environ.pop(UMASK, None)
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def test_files_are_the_owners_until_they_are_opened_up(tmp_path: Path) -> None:
+    stay_private()
+    stay_private()  # a second call must not take our umask for that of the user
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "file").touch()
+    assert (mode(folder), mode(folder / "file")) == (0o700, 0o600)
+    open_up(folder)
+    assert (mode(folder), mode(folder / "file")) == (0o755, 0o644)
+
+
+def test_without_it_nothing_is_opened_up(tmp_path: Path) -> None:
+    (tmp_path / "file").touch(mode=0o600)
+    open_up(tmp_path / "file")
+    assert mode(tmp_path / "file") == 0o600
+
+
+def test_records_of_earlier_versions_are_closed(tmp_path: Path) -> None:
+    for name in ("mlflow/mlflow.db", "prefect/prefect.db-wal", "logs/x.log", "artifacts/served/x"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    close_records(tmp_path)
+    closed = {path for path in tmp_path.rglob("*") if not mode(path) & 0o077}
+    names = ("mlflow", "mlflow/mlflow.db", "prefect", "prefect/prefect.db-wal", "logs")
+    assert closed == {tmp_path / name for name in names}

@@ -127,8 +127,7 @@ class Composed:
         names = vocabulary(program)
         try:
             refuse_unknown(config, names)
-            typed = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
-            _hide_interpolated(typed)  # an error below may show a value
+            typed = hide_variables_of(config)  # an error below may show a value
             settings = OmegaConf.to_container(
                 config, resolve=True, throw_on_missing=True, enum_to_str=True
             )
@@ -273,9 +272,12 @@ _OUR_VARIABLES = ("${oc.env:PLUMBLINE_RUNS,runs}", "${oc.env:MLFLOW_TRACKING_URI
 """Values of `paths.runs` and `tracking.uri` in `conf`; what they stand for is recorded."""
 
 
-def _hide_interpolated(typed: Any) -> None:
+def hide_variables_of(config: DictConfig) -> Any:
+    """Hide what the variables in a configuration stand for. Returns its settings as typed."""
+    typed = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
     for text in _texts(typed):
         hide_interpolated(text)
+    return typed
 
 
 def _hide_urls(settings: Any) -> None:

@@ -36,7 +36,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from flows.cli.arguments import Arguments, read
-from flows.cli.config import CONF, Composed, conf_folders, refused, vocabulary
+from flows.cli.config import (
+    CONF,
+    Composed,
+    composed_as_is,
+    conf_folders,
+    hide_variables_of,
+    refused,
+    vocabulary,
+)
 from flows.cli.usage import brief, full
 from flows.orchestration.services import pages
 from tasks.core.disk import has_no_space, is_full, write_refused
@@ -104,6 +112,9 @@ def _hydra(config_name: str, job: Job, arguments: Arguments) -> int:
     # `--resolve` shows computed defaults as numbers.
     words = [*arguments.flags, *arguments.overrides, *(["--resolve"] if shown else [])]
     prints = any(flag.partition("=")[0] in _PRINTS for flag in arguments.flags)
+    if prints:
+        with suppress(PlumblineError):  # which Hydra reports below
+            hide_variables_of(composed_as_is(arguments.overrides, config_name))
     try:
         with _environment(_RAISE, "1"), _arguments(words), _cleaned() if prints else nullcontext():
             program()

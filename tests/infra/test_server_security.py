@@ -182,11 +182,11 @@ def test_a_run_may_not_name_other_folders_or_code(site: Site, tmp_path: Path) ->
 
 def test_a_deployments_run_records_no_secret(site: Site) -> None:
     url = "reward.url=http://${oc.env:JUDGE_LOGIN}@127.0.0.1:9/x"
-    typed = ["tag=${oc.env:JUDGE_LOGIN}", url, "+exp=grpo"]
-    planned = site.start_run("rlhf-qlora", site.overrides(*typed))
-    refused = site.start_run("rlhf-qlora", [*typed, "train.lr=${oc.env:JUDGE_LOGIN}"])
-    assert site.finished_run(planned)["state_type"] == "COMPLETED", site.logs(planned)
-    assert site.finished_run(refused)["state_type"] == "FAILED", site.logs(refused)
+    _, *plan = site.overrides("+exp=grpo", "tag=${oc.env:JUDGE_LOGIN}", url)
+    planned = site.start_run("rlhf-qlora", plan)
+    refused = site.start_run("rlhf-qlora", [*plan, "train.lr=${oc.env:JUDGE_LOGIN}"])
+    assert site.finished_run(planned)["state"]["type"] == "COMPLETED", site.worker_log
+    assert "train.lr" in site.finished_run(refused)["state"]["message"]
     site.logged(planned, "stages:")
     site.logged(refused, "train.lr")
     files = [path for path in site.services.runs.rglob("*") if path.is_file()]

@@ -50,8 +50,8 @@ reward:
 """
 SMALL = (
     "rollout=transformers", "smoke=transformers", "rl.iterations=1", "rl.rollout_batch_size=4",
-    "rl.num_generations=2", "rl.eval_prompts=4", "train.global_batch_size=8", "train.micro_batch_size=4",
-    "smoke.eval_samples=4", "rollout.max_new_tokens=8",
+    "rl.num_generations=2", "rl.eval_prompts=4", "train.global_batch_size=8",
+    "train.micro_batch_size=4", "smoke.eval_samples=4", "rollout.max_new_tokens=8",
 )  # fmt: skip
 
 

@@ -35,11 +35,11 @@ TYPED_HUB_ID = "hf_TypedIntoTheHubId4711"
 JUDGE = """
 import os
 
-def score(prompt, response, row):
+def score(completions, **_):
     print("judge, key", os.environ["JUDGE_API_KEY"], flush=True)
     if os.path.exists(os.environ["BROKEN"]):
         raise RuntimeError("refused: Authorization: " + os.environ["JUDGE_API_KEY"])
-    return float(len(response))
+    return [float(len(c[0]["content"])) for c in completions]
 """
 SETTINGS = """# @package _global_
 defaults:

@@ -10,8 +10,8 @@ Removed are
   for numbers, words, and paths that exist;
 - passwords of URLs in the settings, wherever else they appear.
 
-Values are found as they are, URL-encoded and in base64. A value of fewer than eight characters or
-of one word in small letters (the password `plumbline`, say) is removed from URLs only.
+Values are found as they are, URL-encoded and in base64. A number, a word in small letters (the
+password `plumbline`, say) or a value of fewer than eight characters is removed from URLs only.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def redact_error(error: BaseException) -> None:
 
 
 def hide(value: str, shown: str = HIDDEN) -> None:
-    """Let `redact` replace a value in all later texts, unless it is short or a plain word."""
+    """Let `redact` replace a value in all later texts, unless it is ordinary."""
     global _values
     before = len(_shown)
     for form in _forms(value):
@@ -149,7 +149,7 @@ def _hide_variable(name: str) -> bool:
     """Hide the value of a variable. Returns False if it is a number, a word or a path."""
     value = os.environ.get(name, "")
     is_secret = _SECRET_NAME.search(name.upper()) is not None
-    if not is_secret and (_WORDS.fullmatch(value) or _is_number(value) or os.path.lexists(value)):
+    if not is_secret and (_WORDS.fullmatch(value) or os.path.lexists(value)):
         return False
     hide(value, f"{INTERPOLATION}{name}}}")
     return True
@@ -170,7 +170,7 @@ def _user(match: re.Match[str]) -> str:
 
 def _forms(value: str) -> Iterator[str]:
     """Yield a value as it is and in the encodings in which texts have it."""
-    if len(value) < _SHORTEST or _WORD.fullmatch(value):
+    if len(value) < _SHORTEST or _WORD.fullmatch(value) or _is_number(value):
         return
     encoded = value.encode("utf-8", "surrogateescape")
     yield value

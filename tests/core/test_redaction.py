@@ -77,6 +77,7 @@ def test_which_variables_are_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         "TOKENIZERS_PARALLELISM": "falsefalse1",
         "PREFECT_API_KEY": "short",
         "POSTGRES_PASSWORD": "plumbline",
+        "PIN_SECRET": "1234567890",
         "SSL_KEY": str(tmp_path),
         "SOMEWHERE": "/home/somebody",
         "DATABASE": "postgresql://me:Url456789@db/x",
@@ -85,7 +86,9 @@ def test_which_variables_are_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         monkeypatch.setenv(name, value)
     hide_environment()
     text = redact(" ".join([*variables.values(), "Auth456789", "Url456789"]))
-    shown = f"falsefalse1 short plumbline {tmp_path} /home/somebody postgresql://me:***@db/x"
+    shown = (
+        f"falsefalse1 short plumbline 1234567890 {tmp_path} /home/somebody postgresql://me:***@db/x"
+    )
     assert text == f"{'*** ' * 5}{shown} *** ***"
 
 

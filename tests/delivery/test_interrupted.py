@@ -73,3 +73,7 @@ def test_nothing_is_visible_at_out(
     assert again.returncode == 0, again.stderr
     assert (out / "manifest.json").is_file()
     assert not list(runs.glob("artifacts/served/.*.tmp"))
+    umask = os.umask(0o022)
+    os.umask(umask)
+    assert (out / "manifest.json").stat().st_mode & 0o777 == 0o666 & ~umask  # others may serve it
+    assert [p for p in runs.rglob("*") if not p.is_symlink() and p.stat().st_mode & 0o077] == []

@@ -52,7 +52,8 @@ def in_prefect(name: str, patience: Patience = FOREVER) -> Host:
         record("the table of checks", partial(create, description="checks"))
 
     def link(text: str, url: str) -> None:
-        create = partial(create_link_artifact, redact(url), text, key=f"{name}-mlflow")
+        url = redact(url)
+        create = partial(create_link_artifact, url, text, key=f"{name}-mlflow")
         record(f"the link to {url}", partial(create, description=f"[{text}]({url})"))
 
     def unrecorded() -> str:

@@ -198,8 +198,6 @@ def test_no_secret_is_on_record(place: Place) -> None:
         assert place.run(*common, f"tracking.uri={uri}", "--multirun", "plan=true,false") == 0
     finally:
         server.kill()
-    logs = "".join(path.read_text() for path in place.runs.rglob("*.log"))
-    assert "judge, key ***" in logs
     sent = "\n".join(place.paths)
     for name in ("variable in reward.url", "query of reward.url in a file of settings"):
         assert quote(SECRETS[name], safe="") in sent

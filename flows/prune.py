@@ -20,7 +20,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from flows.cli.start import start
 
-    sys.exit(start("flows.cli.prune_command"))
+    start("flows.cli.prune_command")
 
 from typing import Any
 

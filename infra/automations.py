@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from flows.orchestration.server_api import Api
-from flows.orchestration.services import AUTH, URL
+from flows.servers.server_api import Api
+from flows.servers.services import AUTH, URL
 from tasks.core.errors import ConfigError, PlumblineError
 
 WEBHOOK, OFF = "PLUMBLINE_WEBHOOK_URL", "off"

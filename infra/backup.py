@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flows.orchestration.services import CLIENT_SETTINGS, services_of
+from flows.servers.services import CLIENT_SETTINGS, services_of
 from infra import databases
 from tasks.core.errors import ArtifactError, ConfigError, PlumblineError
 from tasks.pipeline.artifact import open_artifact, verify

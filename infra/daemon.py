@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from flows.orchestration.services import LOOPBACK, Record, record_of, record_path
+from flows.servers.services import LOOPBACK, Record, record_of, record_path
 from tasks.core.errors import BusyError, PlumblineError
 
 TAIL_LINES = 15

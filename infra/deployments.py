@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from flows.orchestration.server_api import Api
-from flows.orchestration.services import CLIENT_SETTINGS
+from flows.servers.server_api import Api
+from flows.servers.services import CLIENT_SETTINGS
 from infra.daemon import TAIL_LINES
 from tasks.core.errors import PlumblineError
 

@@ -20,10 +20,10 @@ from datetime import datetime
 from pathlib import Path
 
 from flows.cli.bootstrap import bootstrap
-from flows.orchestration.prefect_app import guard_settings
-from flows.orchestration.prefect_records import bury_the_dead
-from flows.orchestration.server_api import Api
-from flows.orchestration.services import (
+from flows.servers.prefect_app import guard_settings
+from flows.servers.prefect_records import bury_the_dead
+from flows.servers.server_api import Api
+from flows.servers.services import (
     AUTH,
     CLIENT_SETTINGS,
     LOOPBACK,
@@ -99,7 +99,7 @@ class Services:
         return self._prefect(), self._mlflow(), self._worker()
 
     def _prefect(self) -> Daemon:
-        port, name = self.prefect_port, "flows.orchestration.prefect_app:create_app"
+        port, name = self.prefect_port, "flows.servers.prefect_app:create_app"
         server = {
             "PREFECT_SERVER_API_AUTH_STRING": self.auth,
             "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",

@@ -17,7 +17,7 @@ from tasks.pipeline.signature import require_signed, sign
 
 
 class Registry(Protocol):
-    """A model registry; `Tracker` in `tasks/pipeline/tracking.py` is one."""
+    """A model registry; `Tracker` in `tasks/tracking/tracker.py` is one."""
 
     def register(self, model: RegisteredModel) -> Registered:
         """Write a version, and move the alias `candidate` to the version trained last."""

@@ -26,7 +26,7 @@ PLACEHOLDER = re.compile(r"%\.?\d*[a-z]|\{[^}]*\}")
 PASSED_ON = {
     "flows/orchestration/flow_run.py",  # what an outage has cost, of prefect_watch.py
     "tasks/process/output.py",  # a full disk
-    "tasks/pipeline/outbox.py",  # `report`: what waits
+    "tasks/tracking/outbox.py",  # `report`: what waits
     "tasks/data/build.py",  # rows, below the line that counts them
     "tasks/rl/rewards/http.py",  # the endpoint's own answer
     "tasks/train.py",  # rows that are too long

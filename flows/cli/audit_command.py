@@ -132,8 +132,8 @@ def _write(path: Path, report: Report) -> None:
 
 def _in_prefect(composed: Composed, overrides: list[str]) -> int:
     bootstrap(PROJECT, composed.runs)
-    from flows.orchestration.prefect_server import prefect_server, warm_up
-    from flows.orchestration.prefect_watch import final_state
+    from flows.servers.prefect_server import prefect_server, warm_up
+    from flows.servers.prefect_watch import final_state
     from tasks.config.checks import preflight
     from tasks.config.checks.tracking import prefect_reachable, public, reachable
     from tasks.pipeline.locks import Patience, hold

@@ -20,7 +20,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from flows.cli.config_errors import as_config_error, missing_value, refuse_unknown
 from flows.cli.vocabulary import Vocabulary
-from flows.orchestration.services import TRACKING, client_settings, services_of
+from flows.servers.services import TRACKING, client_settings, services_of
 from tasks.config import Rlhf
 from tasks.config.audit_flow import Audit
 from tasks.config.checks.model import look

@@ -53,8 +53,8 @@ def _job(composed: Composed, overrides: list[str]) -> int:
 
 
 def _in_prefect(planned: Planned, overrides: list[str], held: Hold) -> int:
-    from flows.orchestration.prefect_server import prefect_server, warm_up
-    from flows.orchestration.prefect_watch import final_state
+    from flows.servers.prefect_server import prefect_server, warm_up
+    from flows.servers.prefect_watch import final_state
 
     composed = planned.composed
     meanwhile = partial(warm_up, composed, "flows.deliver")

@@ -46,7 +46,7 @@ from flows.cli.config import (
     vocabulary,
 )
 from flows.cli.usage import brief, full
-from flows.orchestration.services import pages
+from flows.servers.services import pages
 from tasks.core.disk import has_no_space, is_full, write_refused
 from tasks.core.errors import PlumblineError, TrackingError
 from tasks.core.redaction import hide_interpolated, redact, redacted

@@ -19,10 +19,10 @@ from tasks.core.finding import Finding
 from tasks.core.redaction import redact
 from tasks.core.terminal import plain
 from tasks.pipeline.locks import Patience, hold
-from tasks.pipeline.mlflow_server import Server
-from tasks.pipeline.outbox import RefusedError, UnreachableError
 from tasks.pipeline.removal import hide, remove
 from tasks.pipeline.retention import Plan, plan
+from tasks.tracking.mlflow_server import Server
+from tasks.tracking.outbox import RefusedError, UnreachableError
 
 PROJECT = Path(__file__).resolve().parents[2]
 DATABASE = "mlflow/mlflow.db"

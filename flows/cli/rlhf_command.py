@@ -16,8 +16,8 @@ from flows.cli.bootstrap import bootstrap
 from flows.cli.config import Composed
 from flows.cli.entry import exit_on_signals, exit_status, run_main, to_stderr
 from flows.cli.plan import check, render
-from flows.orchestration.prefect_server import prefect_server, warm_up
-from flows.orchestration.prefect_watch import final_state
+from flows.servers.prefect_server import prefect_server, warm_up
+from flows.servers.prefect_watch import final_state
 from tasks.core.redaction import redact, redact_url, without_passwords
 from tasks.core.terminal import plain
 from tasks.pipeline.locks import Patience, hold

@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any
 
 from flows.cli.config import Composed
-from flows.orchestration.prefect_server import is_embedded
-from flows.orchestration.services import URL
+from flows.servers.prefect_server import is_embedded
+from flows.servers.services import URL
 from tasks.core import machine
 from tasks.core.errors import BusyError
 from tasks.pipeline import locks

@@ -7,7 +7,7 @@ from typing import Any
 
 from flows.cli.bootstrap import quiet_logging
 from flows.orchestration.deployment import in_deployment
-from flows.orchestration.prefect_watch import watched
+from flows.servers.prefect_watch import watched
 from tasks.core.errors import PlumblineError
 from tasks.core.private import stay_private
 from tasks.core.redaction import redact, redact_error

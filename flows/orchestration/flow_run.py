@@ -24,8 +24,8 @@ from flows.monitoring.prometheus import MetricsFile
 from flows.monitoring.run_record import RunRecord
 from flows.orchestration.devices import reserve
 from flows.orchestration.evaluation import evaluation
-from flows.orchestration.services import mlflow_page
 from flows.orchestration.summary import Summary, stage_entry
+from flows.servers.services import mlflow_page
 from tasks.core.disk import disk_full_named
 from tasks.core.errors import PlumblineError, TrackingError
 from tasks.core.redaction import redact, redact_error
@@ -33,8 +33,8 @@ from tasks.pipeline.artifact import Artifact, sweep
 from tasks.pipeline.locks import FOREVER, Patience
 from tasks.pipeline.report import FlowTracker, StageResult
 from tasks.pipeline.stage import Call, Mechanism
-from tasks.pipeline.tracking import Tracker
 from tasks.process.child import PROJECT
+from tasks.tracking.tracker import Tracker
 
 
 @dataclass(frozen=True)

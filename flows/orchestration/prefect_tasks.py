@@ -22,8 +22,8 @@ from prefect.states import Cancelled, Completed
 from prefect.utilities.urls import url_for
 
 from flows.orchestration.flow_run import Host
-from flows.orchestration.prefect_server import is_embedded
-from flows.orchestration.prefect_watch import current
+from flows.servers.prefect_server import is_embedded
+from flows.servers.prefect_watch import current
 from tasks.core.redaction import redact, redact_error
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.locks import FOREVER, Patience

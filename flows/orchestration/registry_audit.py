@@ -27,9 +27,9 @@ from tasks.core.errors import (
 from tasks.core.redaction import redact
 from tasks.core.terminal import plain
 from tasks.pipeline.artifact import open_artifact, verify
-from tasks.pipeline.mlflow_registry import Version
-from tasks.pipeline.mlflow_server import Server
-from tasks.pipeline.outbox import RefusedError, UnreachableError
+from tasks.tracking.mlflow_registry import Version
+from tasks.tracking.mlflow_server import Server
+from tasks.tracking.outbox import RefusedError, UnreachableError
 
 KEY = "audit-registry"
 _OF_ONE_FOLDER = ("source", "base", "adapter", "out", "fix", "out_dir")

@@ -2,8 +2,6 @@
 
 stage         the mechanism; `report` has what a stage function returns to it
 artifact      directories that one stage publishes and the next one reads
-tracking      records of flows and stages; `outbox` keeps and delivers them, `mlflow_server`
-              sends them and is the only module that imports MLflow
 retention     what a folder of runs still needs; `removal` removes the rest
 locks         who uses a folder of runs, an artifact, a device
 """

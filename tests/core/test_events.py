@@ -13,7 +13,7 @@ from mlflow import MlflowClient
 from flows.orchestration.progress import progress
 from tasks.core.events import EVENTS, parse, rewind
 from tasks.pipeline.artifact import Origin
-from tasks.pipeline.tracking import Tracker
+from tasks.tracking.tracker import Tracker
 
 PROGRAM = """
 import sys

@@ -19,7 +19,7 @@ from flows.delivery.run_delivery import Untracked
 from flows.orchestration.flow_run import FlowRun, in_this_process
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import Origin
-from tasks.pipeline.tracking import Tracker
+from tasks.tracking.tracker import Tracker
 from tests.conftest import PROJECT
 from tests.weights.test_small_disk import ALONE, WHY_NOT
 
@@ -127,7 +127,7 @@ def test_an_error_of_a_server_on_a_full_disk(tmp_path: Path, size: str, ends: st
 RECORDED = """
 import sys, time
 from pathlib import Path
-from tasks.pipeline.tracking import Tracker
+from tasks.tracking.tracker import Tracker
 
 disk = Path(sys.argv[1])
 database = f"sqlite:///{disk}/mlflow.db"

@@ -19,7 +19,7 @@ import pytest
 from tests.commands import command, environment, summary_of
 from tests.flows.conftest import Run
 from tests.flows.test_bad_input import ours
-from tests.pipeline.mlflow_process import MlflowProcess
+from tests.tracking.mlflow_process import MlflowProcess
 from tests.training.places import files
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(5400)]

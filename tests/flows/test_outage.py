@@ -11,7 +11,7 @@ import pytest
 from mlflow import MlflowClient
 
 from tests.commands import command, environment, summary_of
-from tests.pipeline.mlflow_process import MlflowProcess
+from tests.tracking.mlflow_process import MlflowProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

@@ -18,7 +18,7 @@ from flows.cli.config import compose_config
 from flows.delivery.run_delivery import Untracked
 from flows.orchestration.flow_run import FlowRun, tracker_of
 from flows.orchestration.prefect_tasks import PrefectTasks, in_prefect
-from flows.orchestration.services import mlflow_page, record_path, services_of
+from flows.servers.services import mlflow_page, record_path, services_of
 from tasks.core.errors import DataError
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.report import StageReport

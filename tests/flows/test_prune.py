@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 
 from tasks.pipeline.artifact import Artifact, Origin, open_artifact, publish, staging, verify
 from tasks.pipeline.locks import hold
-from tasks.pipeline.tracking import Tracker
+from tasks.tracking.tracker import Tracker
 from tests.commands import command, environment, run_in_empty
 from tests.flows.conftest import Run
 

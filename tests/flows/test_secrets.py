@@ -16,7 +16,7 @@ from urllib.parse import quote, quote_plus
 import pytest
 
 from tests.commands import command, environment, summary_of
-from tests.pipeline.mlflow_process import MlflowProcess
+from tests.tracking.mlflow_process import MlflowProcess
 
 SECRETS = {
     "typed in tracking.uri": "Tq7/track+ing==w0rd",

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from flows.orchestration.services import AUTH, URL
+from flows.servers.services import AUTH, URL
 from infra.automations import WEBHOOK, apply
 from tasks.core.errors import ConfigError, ContractError
 from tasks.register import Gate, register

@@ -17,9 +17,9 @@ from sqlalchemy import create_engine, text
 from infra.backup import LABEL, backup, main, restore
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.pipeline.artifact import Origin, open_artifact, publish, verify
-from tasks.pipeline.journal import left_behind, new_journal
-from tasks.pipeline.mlflow_server import Server
 from tasks.pipeline.report import RegisteredModel
+from tasks.tracking.journal import left_behind, new_journal
+from tasks.tracking.mlflow_server import Server
 from tests.commands import command, environment, summary_of
 from tests.infra.site import Site
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.orchestration.services import pages, record_of, running_server
+from flows.servers.services import pages, record_of, running_server
 from tasks.config.checks.data import PEEK
 from tasks.core.errors import PlumblineError
 from tasks.pipeline.locks import hold

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from flows.orchestration.devices import LEASE_S
-from flows.orchestration.services import record_of
+from flows.servers.services import record_of
 from tests.infra.requirements_files import PROJECT
 from tests.infra.site import Site
 from tests.infra.test_twenty_flows import SCRIPT

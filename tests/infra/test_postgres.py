@@ -15,7 +15,7 @@ import psutil
 import psycopg2
 import pytest
 
-from flows.orchestration.services import record_of
+from flows.servers.services import record_of
 from tests.infra.site import Site
 from tests.infra.test_backup import require_recorded, run_small
 from tests.infra.test_daemon import free_port

@@ -10,8 +10,8 @@ import pytest
 from mlflow import MlflowClient
 
 from tasks.pipeline.artifact import Artifact, Origin, publish
-from tasks.pipeline.mlflow_server import Server
 from tasks.pipeline.report import RegisteredModel
+from tasks.tracking.mlflow_server import Server
 from tests.audit.making import make_model
 from tests.infra.site import Site
 from tests.weights.making import make_base

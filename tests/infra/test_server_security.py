@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from flows.orchestration.server_api import Api, RefusedError, basic_auth
-from flows.orchestration.services import client_settings
+from flows.servers.server_api import Api, RefusedError, basic_auth
+from flows.servers.services import client_settings
 from tests.infra.site import JUDGE_LOGIN, Site
 
 EVIL = "http://evil.example"

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
-from flows.orchestration.services import record_of, record_path
+from flows.servers.services import record_of, record_path
 from infra.services import NAMES
 from tasks.pipeline.locks import hold
 from tests.flows.test_bad_input import ours

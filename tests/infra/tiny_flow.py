@@ -14,7 +14,7 @@ from flows.cli.bootstrap import bootstrap
 from flows.cli.config import compose_config
 from flows.cli.entry import exit_on_signals, exit_status, to_stderr
 from flows.orchestration.deployment import hold_runs
-from flows.orchestration.prefect_server import prefect_server
+from flows.servers.prefect_server import prefect_server
 from tasks.pipeline.locks import Patience, hold
 from tasks.pipeline.report import StageReport
 from tasks.pipeline.stage import Stage
@@ -50,7 +50,7 @@ def main(runs: Path, number: str) -> int:
         from prefect import flow
 
         from flows.orchestration.failure import reported
-        from flows.orchestration.prefect_watch import final_state
+        from flows.servers.prefect_watch import final_state
 
         tiny = flow(lambda: reported(partial(body, runs, number)), name="tiny")
         tiny = tiny.with_options(flow_run_name=f"tiny-{number}")

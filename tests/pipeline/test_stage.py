@@ -17,8 +17,8 @@ from tasks.core.contract import Check
 from tasks.core.errors import ArtifactError, ContractError, PlumblineError
 from tasks.pipeline.report import StageReport, StageResult
 from tasks.pipeline.stage import Mechanism, Stage
-from tasks.pipeline.tracking import Tracker
 from tasks.process.launch import launch
+from tasks.tracking.tracker import Tracker
 
 LOG = logging.getLogger("tests.stage")
 STAGE = Stage("write", "weights", code=("tasks.core.errors",), stack=("torch", "not-installed"))

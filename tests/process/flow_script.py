@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flows.cli.bootstrap import bootstrap
 from flows.cli.entry import exit_on_signals
-from flows.orchestration.prefect_server import _running, prefect_server
+from flows.servers.prefect_server import _running, prefect_server
 from tasks.pipeline.locks import hold
 from tasks.process.launch import kill_children_on_abort
 
@@ -22,7 +22,7 @@ def main(runs: Path, modes: list[str]) -> int:
     failed = 0
     for mode in modes:
         with hold(runs) as held, prefect_server(runs, held), kill_children_on_abort():
-            from flows.orchestration.prefect_watch import current, final_state
+            from flows.servers.prefect_watch import current, final_state
             from tests.process.flow_demo import demo
 
             for child, api in _running.values():

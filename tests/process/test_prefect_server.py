@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.orchestration.server_api import Api, RefusedError
+from flows.servers.server_api import Api, RefusedError
 from tests.process.conftest import HERE, Script, alive, pids, until
 
 Start = Callable[[str], Script]

@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.pipeline.report import RegisteredModel
-from tasks.pipeline.tracking import Tracker
+from tasks.tracking.tracker import Tracker
 from tests.serving.models import load
 
 REQUEST = {"messages": [{"role": "user", "content": "Reverse: ape"}], "max_tokens": 6}

@@ -19,13 +19,13 @@ from typing import Any
 from tasks.core.errors import PlumblineError, TrackingError
 from tasks.core.redaction import redact, redacted
 from tasks.pipeline.artifact import Origin
-from tasks.pipeline.event_files import EventFile
-from tasks.pipeline.journal import now
-from tasks.pipeline.mlflow_server import Server, system_sampler
-from tasks.pipeline.outbox import Outbox, RefusedError, UnreachableError
 from tasks.pipeline.report import Registered, RegisteredModel
-from tasks.pipeline.stage_run import StageRun as StageRun
-from tasks.pipeline.stage_run import flatten as flatten
+from tasks.tracking.event_files import EventFile
+from tasks.tracking.journal import now
+from tasks.tracking.mlflow_server import Server, system_sampler
+from tasks.tracking.outbox import Outbox, RefusedError, UnreachableError
+from tasks.tracking.stage_run import StageRun as StageRun
+from tasks.tracking.stage_run import flatten as flatten
 
 _NOTE_LIMIT = 8000
 """Longest text of a tag in characters; MLflow would cut it in the middle of a word."""

@@ -1,6 +1,6 @@
 """Prefect's server behind a check of the headers Host and Origin.
 
-    uvicorn --factory flows.orchestration.prefect_app:create_app
+    uvicorn --factory flows.servers.prefect_app:create_app
 
 Prefect itself answers requests for any host name. A web page whose name is made to point at this
 machine (DNS rebinding) would then be of the same origin as the server, for the browser. Browsers do

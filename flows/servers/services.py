@@ -17,7 +17,7 @@ from urllib.parse import quote, urlsplit
 
 import psutil
 
-from flows.orchestration.server_api import Api
+from flows.servers.server_api import Api
 from tasks.core.errors import PlumblineError
 
 LOOPBACK = "127.0.0.1"

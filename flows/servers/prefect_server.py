@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.cli.bootstrap import offer, prefect_settings, stay_off_proxies
-from flows.orchestration.prefect_app import guard_settings
-from flows.orchestration.prefect_records import bury_the_dead, settle
-from flows.orchestration.prefect_watch import current
-from flows.orchestration.server_api import Api
-from flows.orchestration.services import AUTH, URL, running_server
+from flows.servers.prefect_app import guard_settings
+from flows.servers.prefect_records import bury_the_dead, settle
+from flows.servers.prefect_watch import current
+from flows.servers.server_api import Api
+from flows.servers.services import AUTH, URL, running_server
 from tasks.core.errors import PlumblineError
 from tasks.pipeline.locks import Hold
 from tasks.pipeline.source_closure import closure
@@ -155,7 +155,7 @@ def _start(log_path: Path, meanwhile: Callable[[], None] | None) -> tuple[Child,
             child = Child(
                 [
                     *(sys.executable, "-m", "uvicorn", "--app-dir", str(PROJECT)),
-                    *("--factory", "flows.orchestration.prefect_app:create_app"),
+                    *("--factory", "flows.servers.prefect_app:create_app"),
                     *("--host", "127.0.0.1", "--port", str(port)),
                     *("--log-level", "error", "--lifespan", "on"),
                 ],

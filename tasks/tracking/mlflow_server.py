@@ -19,10 +19,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tasks.core.disk import has_no_space
-from tasks.pipeline.journal import Record
-from tasks.pipeline.mlflow_registry import Version, list_versions, register_version
-from tasks.pipeline.outbox import RefusedError, UnreachableError, errors_of_mlflow
 from tasks.pipeline.report import Registered, RegisteredModel
+from tasks.tracking.journal import Record
+from tasks.tracking.mlflow_registry import Version, list_versions, register_version
+from tasks.tracking.outbox import RefusedError, UnreachableError, errors_of_mlflow
 
 RECORD = "plumbline.record"
 """Tag with our id of a run, by which a run is found that MLflow created but did not confirm."""
@@ -74,7 +74,7 @@ class Server:
             raise UnreachableError("the disk is full")
 
     def send(self, records: list[Record], runs: dict[str, str], folder: Path) -> None:
-        """Send the records of one run; see `tasks.pipeline.outbox.Send`.
+        """Send the records of one run; see `tasks.tracking.outbox.Send`.
 
         Raises:
             UnreachableError: MLflow does not answer.

@@ -15,10 +15,10 @@ from typing import Any
 from tasks.core.redaction import redact
 from tasks.drift.verdict import NAMES as PRINTS
 from tasks.pipeline.artifact import MANIFEST, Artifact
-from tasks.pipeline.event_files import EventFile
-from tasks.pipeline.journal import now
-from tasks.pipeline.metric_plots import draw
-from tasks.pipeline.outbox import Outbox
+from tasks.tracking.event_files import EventFile
+from tasks.tracking.journal import now
+from tasks.tracking.metric_plots import draw
+from tasks.tracking.outbox import Outbox
 
 _NAME = re.compile(r"[^A-Za-z0-9_\-./: ]+")
 _VALUE_LIMIT = 500

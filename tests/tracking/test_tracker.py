@@ -14,8 +14,8 @@ from mlflow import MlflowClient
 from tasks.core.errors import ContractError
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.pipeline.report import Registered, RegisteredModel
-from tasks.pipeline.tracking import Tracker, flatten
 from tasks.register import Gate, judge_gate, register
+from tasks.tracking.tracker import Tracker, flatten
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +219,7 @@ def test_datasets_are_inputs_by_digest_of_the_flow_and_of_the_stages_that_read_t
 def test_a_flow_records_the_load_of_the_machine(
     tracker: Tracker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.pipeline.tracking.SAMPLE_S", 0.1)
+    monkeypatch.setattr("tasks.tracking.tracker.SAMPLE_S", 0.1)
     client = MlflowClient(tracker.uri)
     with tracker.flow("f", {}, "", {}) as run_id:
         deadline = time.monotonic() + 60

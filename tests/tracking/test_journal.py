@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.pipeline.journal import MOST_VALUES, Journal, left_behind, new_journal, now
-from tasks.pipeline.outbox import Outbox
+from tasks.tracking.journal import MOST_VALUES, Journal, left_behind, new_journal, now
+from tasks.tracking.outbox import Outbox
 
 
 def metrics(step: int, count: int = 1) -> dict[str, object]:

@@ -9,8 +9,8 @@ from mlflow import MlflowClient
 
 from flows.orchestration.progress import Progress
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
-from tasks.pipeline.metric_plots import draw
-from tasks.pipeline.tracking import Tracker
+from tasks.tracking.metric_plots import draw
+from tasks.tracking.tracker import Tracker
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.redaction import redact
-from tasks.pipeline.journal import Journal, Record, left_behind, new_journal
+from tasks.tracking.journal import Journal, Record, left_behind, new_journal
 
 log = logging.getLogger(__name__)
 

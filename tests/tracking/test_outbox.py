@@ -17,10 +17,10 @@ from mlflow import MlflowClient
 from tasks.core.errors import TrackingError
 from tasks.pipeline import outbox
 from tasks.pipeline.artifact import Artifact, Origin
-from tasks.pipeline.outbox import UnreachableError, _reason
 from tasks.pipeline.report import RegisteredModel
-from tasks.pipeline.tracking import StageRun, Tracker
-from tests.pipeline.mlflow_process import MlflowProcess
+from tasks.tracking.outbox import UnreachableError, _reason
+from tasks.tracking.tracker import StageRun, Tracker
+from tests.tracking.mlflow_process import MlflowProcess
 
 ORIGIN = Origin("shards", "train", "k")
 
@@ -185,7 +185,7 @@ import sys, time
 from pathlib import Path
 from tasks.pipeline.artifact import Origin
 from tasks.pipeline.report import RegisteredModel
-from tasks.pipeline.tracking import Tracker
+from tasks.tracking.tracker import Tracker
 root = Path(sys.argv[1])
 tracker = Tracker(f"sqlite:///{root}/mlflow.db", "outbox", root / "files", root / "outbox")
 with tracker.flow("killed", {}, "", {}) as parent:

@@ -94,6 +94,15 @@ def no_log_handlers_stay() -> Iterator[None]:
         root.removeHandler(handler)
 
 
+@pytest.fixture(autouse=True)
+def umask_stays() -> Iterator[None]:
+    """Restore the umask: a command that a test runs in this process takes rights from others."""
+    before = os.umask(0o022)
+    os.umask(before)
+    yield
+    os.umask(before)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     call: pytest.CallInfo[None],

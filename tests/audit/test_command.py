@@ -138,12 +138,11 @@ def test_neither_torch_nor_prefect_is_imported(tmp_path: Path) -> None:
     root = make_model(tmp_path / "it")
     heavy = ("torch", "transformers", "prefect", "mlflow", "vllm", "deepspeed", "peft")
     program = (
-        "import runpy, sys\n"
+        "import atexit, runpy, sys\n"
         f"sys.argv = [{str(PROGRAM)!r}, {f'source={root}'!r}]\n"
-        "try:\n"
-        f"    runpy.run_path({str(PROGRAM)!r}, run_name='__main__')\n"
-        "except SystemExit:\n"
-        f"    print('imported:', [name for name in {heavy!r} if name in sys.modules])\n"
+        f"imported = lambda: [name for name in {heavy!r} if name in sys.modules]\n"
+        "atexit.register(lambda: print('imported:', imported()))\n"
+        f"runpy.run_path({str(PROGRAM)!r}, run_name='__main__')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd="/")
     assert "imported: []" in done.stdout, done.stderr

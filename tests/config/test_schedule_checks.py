@@ -67,7 +67,7 @@ def test_a_folder_to_resume_from(tmp_path: Path) -> None:
     assert "no complete checkpoint" in empty.found
     work = work_folder(tmp_path, 3)
     work.mkdir()
-    describe(work, world_size=1, identity={}, progress=Progress(3))
+    describe(work, world_size=1, identity={}, progress=Progress(3), files={})
     made = publish(work)
     assert ranges.resume(str(tmp_path)) == ranges.resume(str(made)) == []
 

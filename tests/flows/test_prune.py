@@ -14,6 +14,7 @@ from mlflow import MlflowClient
 
 from tasks.pipeline.artifact import Artifact, Origin, open_artifact, publish, staging, verify
 from tasks.pipeline.locks import hold
+from tasks.pipeline.report import RegisteredModel
 from tasks.tracking.tracker import Tracker
 from tests.commands import command, environment, run_in_empty
 from tests.flows.conftest import Run
@@ -47,7 +48,8 @@ def folder(tmp_path: Path) -> Path:
     store.mkdir()
     tracker = Tracker(f"sqlite:///{store}/mlflow.db", "e", store / "artifacts", store / "outbox")
     with tracker.flow("test", {}, "", {}):
-        assert tracker.register("plumbline", ours, {}) == "models:/plumbline/1"
+        model = RegisteredModel("plumbline", ours, "2026-03-01T10:00:00+00:00")
+        assert tracker.register(model).version == "models:/plumbline/1"
     return runs
 
 

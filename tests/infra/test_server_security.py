@@ -199,7 +199,7 @@ def test_a_deployments_run_records_no_secret(site: Site) -> None:
 
 def test_other_users_can_read_nothing(site: Site) -> None:
     runs = site.services.runs
-    # Prometheus runs as another user; the file has numbers only.
-    paths = [p for p in runs.rglob("*") if not p.is_symlink() and p.name != "metrics.prom"]
+    folders = [runs / name for name in ("prefect", "mlflow", "logs", "reports", "services")]
+    paths = [p for folder in folders for p in folder.rglob("*") if not p.is_symlink()]
     assert {"mlflow.db", "worker.log"} <= {path.name for path in paths}
     assert [path for path in paths if path.stat().st_mode & 0o077] == []

@@ -22,8 +22,9 @@ REQUEST = {"messages": [{"role": "user", "content": "Reverse: ape"}], "max_token
 
 
 @pytest.fixture
-def tracker(tmp_path: Path) -> Iterator[Tracker]:
+def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tracker]:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)  # MLflow sets it, too, and leaves it
     mlflow.set_tracking_uri(uri)
     yield Tracker(uri, "plumbline", tmp_path / "files", tmp_path / "outbox")
     mlflow.set_tracking_uri(None)

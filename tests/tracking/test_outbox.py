@@ -15,9 +15,9 @@ import pytest
 from mlflow import MlflowClient
 
 from tasks.core.errors import TrackingError
-from tasks.pipeline import outbox
 from tasks.pipeline.artifact import Artifact, Origin
 from tasks.pipeline.report import RegisteredModel
+from tasks.tracking import outbox
 from tasks.tracking.outbox import UnreachableError, _reason
 from tasks.tracking.tracker import StageRun, Tracker
 from tests.tracking.mlflow_process import MlflowProcess

@@ -75,6 +75,7 @@ def automations(site: Site) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_alarm(site: Site, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Off at first; then every deploy finds the same one; a failed run calls the webhook."""
     prefect = site.services.prefect

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ class Delivery:
         room = settings["max_model_len"] or context - HEADROOM
         return max(SHORTEST, min(PROBE_TOKENS, room - settings["greedy_tokens"]))
 
-    @property
+    @cached_property
     def witness(self) -> Witness | None:
         """Record of the live model in SOURCE; of several adapters none describes the result."""
         return find_witness(self.given.root) if len(self.adapters) <= 1 else None

@@ -58,11 +58,11 @@ SMALL = (
 def forms(secret: str) -> set[bytes]:
     """Return a secret as files may have it: plain, URL-encoded, in JSON, and within base64."""
     texts = {secret, quote(secret, safe=""), quote(secret), quote_plus(secret)}
-    found = {text.encode() for text in texts} | {json.dumps(secret)[1:-1].encode()}
+    encoded = {text.encode() for text in texts} | {json.dumps(secret)[1:-1].encode()}
     for offset in range(3):  # what comes before it shifts the characters of base64
         for encode in (base64.b64encode, base64.urlsafe_b64encode):
-            found.add(encode(b"x" * offset + secret.encode())[4 if offset else 0 : -4])
-    return found
+            encoded.add(encode(b"x" * offset + secret.encode())[4 if offset else 0 : -4])
+    return encoded
 
 
 @dataclass

@@ -53,11 +53,11 @@ def test_none_is_lost(busy_site: Site, tmp_path: Path) -> None:
 
     client = MlflowClient(f"sqlite:///{runs}/mlflow/mlflow.db")
     (experiment,) = [e for e in client.search_experiments() if e.name == "plumbline"]
-    found = client.search_runs([experiment.experiment_id], max_results=1000)
-    parents = [run.info for run in found if run.info.run_name.startswith("tiny ")]
+    tracked = client.search_runs([experiment.experiment_id], max_results=1000)
+    parents = [run.info for run in tracked if run.info.run_name.startswith("tiny ")]
     assert sorted(info.run_name for info in parents) == sorted(f"tiny {n}" for n in range(COUNT))
     ids = {info.run_id for info in parents}
-    children = [run.info for run in found if run.data.tags.get("mlflow.parentRunId") in ids]
+    children = [run.info for run in tracked if run.data.tags.get("mlflow.parentRunId") in ids]
     assert len(children) == 3 * COUNT
     assert {info.status for info in [*parents, *children]} == {"FINISHED"}
     assert list((runs / "mlflow" / "outbox").glob("*/journal.jsonl")) == []

@@ -94,7 +94,7 @@ def test_the_table_has_100_columns(tmp_path: Path) -> None:
     ids=repr,
 )
 def test_exit_status(tmp_path: Path, error: BaseException | None, state: str, status: int) -> None:
-    """What the handlers of the command line raise reaches the summary of a flow."""
+    """Exceptions that the handlers of the command line raise reach the summary of a flow."""
     composed = compose_config(["+exp=sft_qlora", f"paths.runs={tmp_path}"])
     host = in_this_process("0a1b2c3d", logging.getLogger("test"))
     flow_run = FlowRun.begin("rlhf", composed, host, tracker=Untracked(), exp="sft_qlora")
@@ -112,7 +112,7 @@ def test_exit_status(tmp_path: Path, error: BaseException | None, state: str, st
 
 @pytest.mark.parametrize(("silent_s", "state"), [(20, "running"), (600, "lost")])
 def test_a_run_on_another_machine(tmp_path: Path, silent_s: float, state: str) -> None:
-    """Its lock is not seen here, so that its last record decides."""
+    """The lock of such a run is not seen here, so that its last record decides."""
     record = document(host="another-node", written=time.time() - silent_s)
     write(tmp_path, "20261123-140000-0a1b2c3d", record)
     (run,) = history(tmp_path)

@@ -132,7 +132,7 @@ def test_runs_share_a_folder_and_one_that_needs_it_alone_waits_for_all(
 
 
 def test_a_run_on_another_node_is_named(runs: Path) -> None:
-    """Its lock on a shared folder is ours to see; its process is not."""
+    """On a shared folder the lock is visible from here; the process is not."""
     runs.mkdir()
     other = {"pid": 1, "host": "node7", "command": "rlhf.py", "started": "today"}
     with (runs / ".lock").open("w") as lock:
@@ -149,9 +149,9 @@ from pathlib import Path
 from tasks.pipeline.locks import FOREVER, Patience, reuse_or_own, share
 final, seconds = Path(sys.argv[1]), float(sys.argv[2])
 say = Patience(None, lambda line: print(line, flush=True))
-found = reuse_or_own(final, lambda: final.read_text() if final.exists() else None, say)
-print("found", found, flush=True)
-if found is None:
+content = reuse_or_own(final, lambda: final.read_text() if final.exists() else None, say)
+print("found", content, flush=True)
+if content is None:
     time.sleep(seconds)
     final.parent.mkdir(parents=True, exist_ok=True)
     final.write_text("made")

@@ -103,6 +103,7 @@ class RunRecord:
         self._changed, self._ended = threading.Event(), False
         self._is_over = False
         self._thread = threading.Thread(target=self._beat, name="run record", daemon=True)
+        self._writing = threading.Lock()  # so that no thread replaces a newer record by an older
         self._lock: int | None = None
         self._warned = False
 
@@ -196,7 +197,7 @@ class RunRecord:
                 self._write()
 
     def _write(self) -> None:
-        with self._no_error():
+        with self._writing, self._no_error():
             replace_file(self._folder / PROGRESS, json.dumps(self.document()) + "\n")
 
     @contextlib.contextmanager

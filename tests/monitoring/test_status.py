@@ -7,6 +7,7 @@ import json
 import logging
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from flows.cli.config import compose_config
 from flows.cli.entry import HUNG_UP, INTERRUPTED, TERMINATED
 from flows.cli.status_command import _document, _row, in_time
 from flows.delivery.run_delivery import Untracked
+from flows.monitoring import run_record
 from flows.monitoring.prometheus import MetricsFile
 from flows.monitoring.run_history import history
 from flows.orchestration.flow_run import FlowRun, in_this_process
@@ -193,3 +195,19 @@ def test_durations_have_at_most_six_characters() -> None:
     shown = [in_time(each) for each in seconds]
     assert shown[:6] == ["0s", "59s", "99s", "1m", "99m", "1h40m"]
     assert max(map(len, shown)) <= 6
+
+
+def test_the_last_record_is_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_record, "BEAT_S", 0.001)
+    real = run_record.replace_file
+
+    def slow(path: Path, text: str, mode: int = 0o600) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.2)
+        real(path, text, mode)
+
+    monkeypatch.setattr(run_record, "replace_file", slow)
+    with record_at(tmp_path) as record, record.stage("train"):
+        time.sleep(0.1)  # the thread has begun to write that the stage runs
+    (state,) = history(tmp_path)
+    assert state.stages[0].result == "done"

@@ -24,7 +24,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from flows.cli.start import start
 
-    start("flows.cli.audit_command")
+    start("flows.commands.audit")
 
 from typing import Any
 

@@ -20,13 +20,13 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from flows.cli.start import start
 
-    start("flows.cli.prune_command")
+    start("flows.commands.prune")
 
 from typing import Any
 
 from prefect import flow
 
-from flows.cli.prune_command import prune_flow
+from flows.commands.prune import prune_flow
 from flows.orchestration.failure import reported
 
 

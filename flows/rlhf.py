@@ -23,7 +23,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from flows.cli.start import start
 
-    start("flows.cli.rlhf_command")
+    start("flows.commands.rlhf")
 
 from typing import Any
 

@@ -4,5 +4,5 @@ entry         runs Hydra with our help, errors, signals and exit statuses; `argu
               words first
 config        composes the configuration, here and in a worker; `config_errors` explains errors
 plan          `plan=true`, and the checks that every run has to pass
-*_command     one for each file of `flows/`
+start         starts a command; the commands themselves are in `flows/commands`
 """

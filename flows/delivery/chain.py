@@ -24,7 +24,7 @@ from tasks.delivery.publish_output import put
 from tasks.delivery.recognise import Given
 from tasks.delivery.side_files import Tokens
 from tasks.delivery.texts import PROBE_TOKENS, SHORTEST
-from tasks.delivery.witness import Witness, find_witness
+from tasks.drift.witness import Witness, find_witness
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.evaluation.vllm_jobs import HEADROOM
 from tasks.pipeline.artifact import remember

@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from flows.cli.audit_command import examine, repaired
 from flows.cli.config import Composed, compose_config
+from flows.commands.audit import examine, repaired
 from flows.orchestration.deployment import check_overrides, check_settings
 from flows.orchestration.flow_run import provenance, tracker_of
 from tasks.audit.finding import Severity

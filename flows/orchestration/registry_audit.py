@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.cli.audit_command import examine
 from flows.cli.config import Composed, compose_config
+from flows.commands.audit import examine
 from flows.orchestration.deployment import check_overrides, check_settings
 from tasks.audit.finding import Severity
 from tasks.config.audit_flow import Audit

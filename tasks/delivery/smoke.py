@@ -17,10 +17,10 @@ from typing import Any
 
 from tasks.core.contract import Check
 from tasks.delivery.texts import encode_probes
-from tasks.delivery.witness import ALTERED
 from tasks.drift.fingerprint import PROFILES, Fingerprint
 from tasks.drift.reward_scores import SCORES, ScorePrint, score_drift
 from tasks.drift.verdict import FINGERPRINT, Moved, verdict
+from tasks.drift.witness import ALTERED
 from tasks.evaluation import smoke_checks
 from tasks.evaluation.planned import Measuring
 from tasks.evaluation.scoring import ModelRef, Prompts, ReferenceScorer

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.synthetic import make_sparse
-from flows.cli.audit_command import MAX_MEMORY, bounded_memory
+from flows.commands.audit import MAX_MEMORY, bounded_memory
 from tasks.audit.finding import Finding, Severity
 from tasks.audit.run import Report
 from tasks.core.errors import ConfigError

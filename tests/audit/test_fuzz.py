@@ -23,8 +23,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flows.cli.audit_command import bounded_memory
 from flows.cli.config import Composed, compose_config
+from flows.commands.audit import bounded_memory
 from flows.delivery.run_delivery import plan
 from tasks.audit.run import audit
 from tasks.core.errors import PlumblineError

@@ -19,10 +19,10 @@ from typing import NamedTuple
 import pytest
 
 from flows.chain.steps import chain_steps
-from flows.cli import audit_command
 from flows.cli.config import Composed
 from flows.cli.entry import run_main
 from flows.cli.plan import check
+from flows.commands import audit as audit_command
 from flows.delivery.run_delivery import plan
 from tests.audit.making import make_adapter, make_model
 from tests.conftest import PROJECT

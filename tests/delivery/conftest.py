@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flows.cli.deliver_command import main
+from flows.commands.deliver import main
 from tests.commands import command, environment, run_in_empty, summary_of
 from tests.weights.making import Spread, make_base, trained_model, write_trained
 

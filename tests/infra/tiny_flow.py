@@ -1,4 +1,4 @@
-"""A flow of three small stages, wired as `flows/cli/rlhf_command.py` does it.
+"""A flow of three small stages, wired as `flows/commands/rlhf.py` does it.
 
 Arguments: the folder of runs, a number. The first stage is the same for every number.
 """

@@ -19,7 +19,7 @@ from prefect.exceptions import TerminationSignal
 
 from flows.cli.config import compose_config
 from flows.cli.entry import HUNG_UP, INTERRUPTED, TERMINATED
-from flows.cli.status_command import _document, _row, in_time
+from flows.commands.status import _document, _row, in_time
 from flows.delivery.run_delivery import Untracked
 from flows.monitoring import run_record
 from flows.monitoring.prometheus import MetricsFile

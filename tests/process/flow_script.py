@@ -1,4 +1,4 @@
-"""A small flow, wired as `flows/cli/rlhf_command.py` does it: started as a process by the tests.
+"""A small flow, wired as `flows/commands/rlhf.py` does it: started as a process by the tests.
 
 Arguments: the folder of runs, then one mode for each flow run: quick (20 tasks), fail, long*,
 wait* (until a file of that name is in the logs).

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasks.core.errors import ArtifactError
-from tasks.delivery.witness import find_witness
+from tasks.drift.witness import find_witness
 from tests.commands import command, environment, run_in_empty, summary_of
 from tests.witness.conftest import Trained, train
 

@@ -28,7 +28,7 @@ import yaml
 
 from tasks.core.errors import ArtifactError
 from tasks.core.files import link_problem
-from tasks.delivery.witness import find_witness
+from tasks.drift.witness import find_witness
 from tasks.weights.files.documents import parse_json
 from tasks.weights.pickled.objects import Foreign, Global
 from tasks.weights.pickled.tensors import read_torch_file

@@ -1,4 +1,8 @@
 """Running servers, asked over HTTP: one interface, and one module per dialect.
 
 server     the interface: models, scores, tokens, prompts, generated tokens
+connect    recognise the dialect of a server
+http       requests: key, time limits, bounded responses, readable errors
+scoring    log-probabilities as every dialect returns them
+openai, vllm    dialects
 """

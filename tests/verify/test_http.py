@@ -1,0 +1,162 @@
+"""Errors of a server say what is wrong and what to type; responses are bounded and untrusted."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tasks.core.errors import ConfigError
+from tasks.core.terminal import plain
+from tasks.verify.servers import http as http_module
+from tasks.verify.servers.connect import connect
+from tasks.verify.servers.http import KEY_VARIABLE, Http
+from tasks.verify.servers.server import ServerError
+from tests.verify.answering import Reply, Requests, answering, refusal
+
+KEY = "sk-verysecretkey-0123456789"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def failing(answers: Mapping[str, Any], **options: Any) -> tuple[ServerError, Requests]:
+    """Return the error of a GET of /x, and what the server saw."""
+    with answering(answers) as server, pytest.raises(ServerError) as caught:
+        Http(server.url, **options).get("/x")
+    return caught.value, server
+
+
+def test_where_nothing_listens_the_error_says_to_start_the_server() -> None:
+    with pytest.raises(ServerError) as caught:
+        connect(f"http://127.0.0.1:{free_port()}")
+    assert caught.value.code == "unreachable"
+    assert "start the server" in caught.value.hint
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("url", ["ftp://host:1", "http://", "http://host:port"])
+def test_an_address_that_is_none_is_a_configuration_error(url: str) -> None:
+    with pytest.raises(ConfigError, match="url="):
+        Http(url)
+
+
+@pytest.mark.parametrize("typed", ["{}", "{}/", "{}/v1", "{}/v1/"])
+def test_an_address_may_be_typed_with_or_without_v1(typed: str) -> None:
+    with answering({"/x": lambda _: {"a": 1}}) as server:
+        for url in (server.url, server.url.removeprefix("http://")):
+            assert Http(typed.format(url)).get("/x") == {"a": 1}
+
+
+def test_a_password_in_the_address_is_sent_and_not_shown() -> None:
+    with answering({"/x": lambda _: refusal(500, "broken")}) as server:
+        url = server.url.replace("http://", "http://user:hunter2hunter2@")
+        with pytest.raises(ServerError) as caught:
+            Http(url).get("/x")
+    assert "hunter2" not in caught.value.report()
+    assert server.seen[0][2]["Authorization"].startswith("Basic ")
+
+
+def test_a_key_is_read_from_the_variable_sent_and_never_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-another-services-key-987654321")
+    error, server = failing({"/x": lambda _: refusal(400, f"bad key {KEY}")})
+    assert server.seen[0][2]["Authorization"] == f"Bearer {KEY}"
+    assert KEY not in error.report()
+    assert "987654321" not in str(server.seen)
+
+
+def test_a_refused_key_and_a_missing_key_say_what_to_export(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    missing, _ = failing({"/x": lambda _: refusal(401, "Unauthorized")})
+    refused, _ = failing({"/x": lambda _: refusal(401, "Unauthorized")}, key=KEY)
+    assert "asks for a key" in missing.message
+    assert "refuses the key" in refused.message
+    assert KEY_VARIABLE in missing.hint
+    assert {missing.code, refused.code} == {"login"}
+
+
+def test_a_rate_limit_is_waited_for_as_long_as_the_server_says() -> None:
+    replies = [refusal(429, "slow down", Retry_After="1"), {"ok": True}]
+    with answering({"/x": lambda _: replies.pop(0)}) as server:
+        begin = time.monotonic()
+        assert Http(server.url).get("/x") == {"ok": True}
+    assert time.monotonic() - begin >= 1
+
+
+def test_a_rate_limit_longer_than_the_time_limit_is_an_error_at_once() -> None:
+    error, server = failing(
+        {"/x": lambda _: refusal(429, "slow down", Retry_After="3600")}, timeout_s=30
+    )
+    assert (error.code, len(server.seen)) == ("busy", 1)
+    assert "slow down" in error.message
+
+
+def test_a_redirect_is_not_followed_so_that_the_key_stays() -> None:
+    with answering({"/x": lambda _: {"stolen": 1}}) as other:
+        moved = Reply(302, headers={"location": f"{other.url}/x"})
+        error, _ = failing({"/x": lambda _: moved}, key=KEY)
+    assert other.url in error.message
+    assert not other.seen
+
+
+def test_a_response_that_is_too_large_or_no_json_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_module, "LARGEST", 1000)
+    large, _ = failing({"/x": lambda _: Reply(200, b"[" + b"1," * 1000 + b"1]")})
+    page, _ = failing({"/x": lambda _: Reply(200, b"<html>\x1b[2Jwelcome</html>")})
+    deep, _ = failing({"/x": lambda _: Reply(200, b"[" * 900)})
+    assert "larger than" in large.message
+    assert {large.code, page.code, deep.code} == {"response"}
+    assert "\x1b" not in page.report()
+    assert "welcome" in page.report()
+
+
+def test_a_server_that_never_ends_its_response_meets_the_time_limit() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        with pytest.raises(ServerError) as caught:
+            Http(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=1).get("/x")
+    assert caught.value.code == "busy"
+    assert "timeout_s" in caught.value.hint
+
+
+def test_texts_of_a_server_lose_their_escape_sequences() -> None:
+    error, _ = failing({"/x": lambda _: refusal(400, "\x1b]0;title\x07bad \x1b[31mred")})
+    assert "\x1b" not in error.report()
+    assert plain(error.message) == error.message
+
+
+def test_tls_where_there_is_none_says_http() -> None:
+    with answering({"/x": lambda _: {}}) as server, pytest.raises(ServerError) as caught:
+        Http(server.url.replace("http://", "https://")).get("/x")
+    assert caught.value.hint == "http://"
+
+
+def test_all_results_come_in_order_and_the_first_error_ends_the_rest() -> None:
+    http = Http("http://127.0.0.1:1", workers=4)
+    assert http.parallel(lambda i: i * i, list(range(50))) == [i * i for i in range(50)]
+    calls: list[int] = []
+
+    def work(item: int) -> int:
+        calls.append(item)
+        if item == 3:
+            raise ServerError("broken")
+        time.sleep(0.01)
+        return item
+
+    with pytest.raises(ServerError, match="broken"):
+        http.parallel(work, list(range(500)))
+    assert len(calls) < 500

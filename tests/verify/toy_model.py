@@ -1,0 +1,56 @@
+"""A language model of eight tokens: what servers of fixed answers compute in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+SIZE = 8
+EOS = 7
+TEMPLATE = {"system": 5, "user": 4, "assistant": 6}
+"""Token before the content of a message, by role; the generation prompt is the assistant's."""
+
+
+def logprobs(prefix: Sequence[int]) -> NDArray[np.float64]:
+    """Return the log-probabilities of the token after a prefix, shape (SIZE,)."""
+    seed = int(sum((at + 1) * (token + 1) for at, token in enumerate(prefix)))
+    logits = np.random.default_rng(seed).normal(size=SIZE) * 2
+    values: NDArray[np.float64] = logits - np.log(np.exp(logits).sum())
+    return values
+
+
+def greedy(prompt: Sequence[int], count: int) -> list[int]:
+    """Return the most likely tokens after a prompt, up to EOS."""
+    tokens: list[int] = []
+    while len(tokens) < count and EOS not in tokens:
+        tokens.append(int(logprobs([*prompt, *tokens]).argmax()))
+    return tokens
+
+
+def tokens(text: str) -> list[int]:
+    """Return one token per letter: a, b, c or d; others are one of them, too."""
+    return [(ord(letter) - ord("a")) % 4 for letter in text]
+
+
+def text(ids: Sequence[int]) -> str:
+    """Return the letters of tokens; others have none."""
+    return "".join("abcd"[token] for token in ids if token < 4)
+
+
+def rendered(messages: Sequence[dict[str, Any]]) -> list[int]:
+    """Return a conversation with the generation prompt."""
+    ids: list[int] = []
+    for message in messages:
+        ids += [TEMPLATE[message["role"]], *tokens(message["content"])]
+    return [*ids, TEMPLATE["assistant"]]
+
+
+def tops(prefix: Sequence[int], count: int, own: int | None = None) -> dict[int, float]:
+    """Return the most likely tokens after a prefix, and one token more."""
+    values = logprobs(prefix)
+    chosen = [int(token) for token in np.argsort(-values)[:count]]
+    chosen += [own] if own is not None and own not in chosen else []
+    return {token: float(values[token]) for token in chosen}

@@ -1,0 +1,241 @@
+"""Read what a running server is compared with: a witness, or a folder that Plumbline served.
+
+A witness (`plumbline.witness`) is what the trained model computed in the trainer's own process,
+and, for an adapter, what its base computed. A served folder has one fingerprint, of itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tasks.core.errors import ArtifactError, PlumblineError
+from tasks.drift.fingerprint import Fingerprint
+from tasks.drift.verdict import FINGERPRINT
+from tasks.drift.witness import find_witness
+from tasks.weights.files.documents import read_manifest
+from tasks.weights.files.reader import read_json
+from tasks.witness.plumbline_witness.probes import CHATS
+
+BASE = "base.fp"
+"""File with the log-probabilities of the model without its adapter, at the same ids."""
+SIBLINGS = 8
+"""Most checkpoints beside this one that are read."""
+_NO_REFERENCE = (
+    "train with `python -m plumbline_witness -- <your training command>`, which records what a "
+    "server is compared with; or make a served folder: `python flows/deliver.py source={folder} "
+    "base=<the base> out=<a new folder>`, and give that as source"
+)
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One token sequence of the reference.
+
+    Attributes:
+        ids: token ids, at least two.
+        kind: "text", "chat", "prompt" (of the user), "row" (of the training data), or "served" (of
+            a served folder).
+        number: position in its set.
+        text: what was tokenised, for conversations as the template rendered it; None if it was not
+            recorded.
+    """
+
+    ids: tuple[int, ...]
+    kind: str
+    number: int
+    text: str | None = None
+
+    @property
+    def messages(self) -> tuple[Mapping[str, str], ...] | None:
+        """The conversation, which ends in the user's turn; None unless it is of kind "chat"."""
+        if self.kind != "chat" or not 0 <= self.number < len(CHATS):
+            return None
+        return tuple({"role": role, "content": text} for role, text in CHATS[self.number])
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The trained model, as it was measured.
+
+    Attributes:
+        probes: what was measured, in the order of the fingerprints.
+        trained: fingerprint of the trained model.
+        base: log-probabilities without the adapter, at the same ids; None without adapter.
+        facts: `witness.json`; of a served folder, what its files tell under the same keys.
+        folder: the folder that the user named.
+    """
+
+    probes: tuple[Probe, ...]
+    trained: Fingerprint
+    base: Fingerprint | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path = Path()
+
+    @property
+    def sequences(self) -> tuple[tuple[int, ...], ...]:
+        """Token ids of all probes."""
+        return tuple(probe.ids for probe in self.probes)
+
+    @property
+    def quantization(self) -> str:
+        """Storage of the base's layers in training: "none", "nf4", ...; "" if unknown."""
+        stored = self.facts.get("quantization")
+        return str(stored.get("method", "")) if isinstance(stored, Mapping) else ""
+
+    @property
+    def adapter(self) -> Mapping[str, Any]:
+        """PEFT configuration of the active adapter; empty without one."""
+        peft = self.facts.get("peft")
+        if not isinstance(peft, Mapping) or not isinstance(peft.get("adapters"), Mapping):
+            return {}
+        adapters = peft["adapters"]
+        active = next((name for name in peft.get("active") or () if name in adapters), None)
+        chosen = adapters.get(active or next(iter(adapters), ""))
+        return chosen if isinstance(chosen, Mapping) else {}
+
+    def siblings(self) -> tuple[tuple[str, Reference], ...]:
+        """Return other checkpoints of the same training by name, the nearest step first.
+
+        Those in folders `checkpoint-N` beside this one, or inside of it, which have a record of the
+        same probes. Unreadable ones are left out.
+        """
+        step = self.facts.get("step")
+        siblings: list[tuple[str, Reference]] = []
+        for folder in self._checkpoints(step if isinstance(step, int) else 0):
+            if len(siblings) == SIBLINGS:
+                break
+            try:
+                sibling = read_reference(folder)
+            except (PlumblineError, OSError):
+                continue
+            same = sibling.trained.probes == self.trained.probes
+            if same and sibling.facts.get("step") != step:
+                siblings.append((folder.name, sibling))
+        return tuple(siblings)
+
+    def _checkpoints(self, step: int) -> list[Path]:
+        """Return folders `checkpoint-N` beside and inside of this one, the nearest step first."""
+        here = self.folder.resolve()
+        folders = {path for parent in (here.parent, here) for path in parent.glob("checkpoint-*")}
+        steps = {
+            path: abs(int(match[1]) - step)
+            for path in folders - {here}
+            if (match := _CHECKPOINT.fullmatch(path.name))
+        }
+        return sorted(steps, key=lambda path: (steps[path], path))
+
+
+def read_reference(folder: Path) -> Reference:
+    """Read the witness of a folder, or the fingerprint of a folder that Plumbline served.
+
+    Args:
+        folder: a checkpoint, the output folder of a training, `plumbline.witness` itself, or a
+            served folder.
+
+    Raises:
+        ArtifactError: there is neither, it is of a reward model, or it cannot be read.
+    """
+    if not folder.is_dir():
+        raise ArtifactError(f"no such folder: {folder}", hint="source=<the folder of a checkpoint>")
+    if folder.name == "plumbline.witness" and (folder / "witness.json").is_file():
+        folder = folder.resolve().parent
+    witness = find_witness(folder)
+    if witness is None:
+        return _served(folder)
+    if witness.measured.name != FINGERPRINT:
+        raise ArtifactError(
+            f"{witness.folder}: scores of a reward model; verify compares log-probabilities",
+            hint="serve it by `python flows/deliver.py`, which compares its scores in the engine",
+        )
+    trained = _load(witness.measured)
+    entries = witness.facts["probes"]
+    try:
+        probes = tuple(
+            Probe(
+                tuple(map(int, entry["ids"])),
+                str(entry["kind"]),
+                int(entry["number"]),
+                entry.get("text"),
+            )
+            for entry in entries
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ArtifactError(
+            f"{witness.folder}/witness.json: unreadable probes: {error!r}"
+        ) from None
+    if tuple(probe.ids for probe in probes) != trained.probes:
+        raise ArtifactError(
+            f"{witness.folder}: witness.json and {FINGERPRINT} have other probes",
+            hint="files of two records are mixed: copy the folder again from the training machine",
+        )
+    path = witness.folder / BASE
+    base = _load(path) if path.is_file() else None
+    if base is not None and not (
+        base.probes == trained.probes and np.array_equal(base.ids, trained.ids)
+    ):
+        raise ArtifactError(f"{path} and {FINGERPRINT} score other tokens")
+    return Reference(probes, trained, base, witness.facts, folder)
+
+
+def _served(folder: Path) -> Reference:
+    """Return the reference in a served folder: convert measured it at the trained model's ids."""
+    path = folder / FINGERPRINT
+    if read_manifest(folder).get("kind") != "served" or not path.is_file():
+        raise ArtifactError(
+            f"{folder}: no plumbline.witness, and not a folder that Plumbline served: nothing to "
+            "compare a server with",
+            hint=_NO_REFERENCE.format(folder=folder),
+        )
+    trained = _load(path)
+    probes = tuple(Probe(ids, "served", number) for number, ids in enumerate(trained.probes))
+    return Reference(probes, trained, None, {"tokens": _token_facts(folder)}, folder)
+
+
+def _token_facts(folder: Path) -> dict[str, Any]:
+    """Return tokens and generation settings of a served folder, under the keys of a witness."""
+    names = ("config.json", "generation_config.json")
+    config, generation = (
+        read_json(folder / name) if (folder / name).is_file() else {} for name in names
+    )
+    keys = ("eos_token_id", "bos_token_id", "pad_token_id")
+    template = folder / "chat_template.jinja"
+    digest = hashlib.sha256(template.read_bytes()).hexdigest() if template.is_file() else None
+    return {
+        "tokenizer": {"chat_template_sha256": digest},
+        "config": {key: config.get(key) for key in keys},
+        "generation_config": generation or None,
+    }
+
+
+def _load(path: Path) -> Fingerprint:
+    """Load a fingerprint, and check that its arrays belong together."""
+    loaded = Fingerprint.load(path)
+    count = _positions(loaded.probes)
+    shapes = loaded.ids.shape, loaded.logprobs.shape, loaded.top1.shape
+    whole = (
+        count > 0
+        and loaded.ids.ndim == 2
+        and shapes == ((count, loaded.ids.shape[1]), (count, loaded.ids.shape[1]), (count,))
+        and loaded.ids.shape[1] > 0
+        and (loaded.steps is None or loaded.steps.shape == (count,))
+    )
+    if not whole:
+        raise ArtifactError(f"{path}: {count} positions of probes, arrays of {shapes}")
+    if np.isnan(loaded.logprobs).any() or (loaded.logprobs > 1e-3).any():
+        raise ArtifactError(
+            f"{path}: values that are not log-probabilities: the trained model computed NaN",
+            hint="choose a checkpoint from before the training went wrong",
+        )
+    return loaded
+
+
+def _positions(probes: Sequence[Sequence[int]]) -> int:
+    return sum(len(probe) - 1 for probe in probes)

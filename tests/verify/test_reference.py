@@ -1,0 +1,76 @@
+"""What a server is compared with: witnesses, served folders, and what is neither."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tasks.core.errors import ArtifactError
+from tasks.verify.reference import Probe, read_reference
+from tests.verify.synthetic import world, write_witness
+
+
+def test_a_witness_is_read_as_it_was_written(tmp_path: Path) -> None:
+    made = world().reference(step=3)
+    folder = write_witness(tmp_path / "checkpoint-3", made)
+    for source in (folder, folder / "plumbline.witness"):
+        read = read_reference(source)
+        assert read.probes == made.probes
+        assert read.base is not None
+        assert np.array_equal(read.trained.logprobs, made.trained.logprobs)
+        assert read.quantization == "none"
+    assert Probe((1, 2), "chat", 1, "...").messages == (
+        {"role": "system", "content": "You are a pirate."},
+        {"role": "user", "content": "Say hello in one sentence."},
+    )
+
+
+def test_checkpoints_beside_it_come_nearest_first(tmp_path: Path) -> None:
+    made = world().reference()
+    for step in (10, 20, 30, 100):
+        write_witness(tmp_path / f"checkpoint-{step}", made, step=step)
+    write_witness(tmp_path / "checkpoint-40", world(1).reference(), step=40)  # other probes
+    (tmp_path / "checkpoint-35").mkdir()
+    (tmp_path / "checkpoint-25").symlink_to(tmp_path / "absent")
+    read = read_reference(tmp_path / "checkpoint-30")
+    names = [name for name, _ in read.siblings()]
+    assert names == ["checkpoint-20", "checkpoint-10", "checkpoint-100"]
+
+
+@pytest.mark.parametrize("fault", ["absent", "neither", "reward", "mixed", "nan", "cut", "probes"])
+def test_what_cannot_be_compared_says_what_to_type(tmp_path: Path, fault: str) -> None:
+    made, folder = world().reference(), tmp_path / "checkpoint-1"
+    if fault == "neither":
+        folder.mkdir()
+    elif fault != "absent":
+        record = write_witness(folder, made) / "plumbline.witness"
+    if fault == "reward":
+        (record / "fingerprint.fp").rename(record / "scores.json")
+    elif fault == "mixed":
+        world(1).reference().trained.save(record / "fingerprint.fp")
+    elif fault == "nan":
+        broken = replace(made.trained, logprobs=made.trained.logprobs * np.float32("nan"))
+        broken.save(record / "fingerprint.fp")
+    elif fault == "cut":
+        replace(made.trained, logprobs=made.trained.logprobs[:, :5]).save(record / "fingerprint.fp")
+    elif fault == "probes":
+        facts = json.loads((record / "witness.json").read_text())
+        (record / "witness.json").write_text(json.dumps({**facts, "probes": [{"ids": "x"}]}))
+    with pytest.raises(ArtifactError) as raised:
+        read_reference(folder)
+    expected = {
+        "absent": "no such folder",
+        "neither": "nothing to compare a server with",
+        "reward": "scores of a reward model",
+        "mixed": "have other probes",
+        "nan": "the trained model computed NaN",
+        "cut": "arrays of",
+        "probes": "unreadable probes",
+    }
+    assert expected[fault] in raised.value.report()
+    if fault == "neither":
+        assert "python -m plumbline_witness --" in raised.value.hint

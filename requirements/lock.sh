@@ -46,5 +46,5 @@ lock() {
 
 install_resolver
 names=("$@")
-((${#names[@]})) || names=(cpu cuda server sign dev build tools torch)
+((${#names[@]})) || names=(cpu cuda server gate sign dev build tools torch)
 for name in "${names[@]}"; do lock "$name"; done

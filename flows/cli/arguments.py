@@ -20,7 +20,7 @@ from flows.cli.config_errors import Problem, config_error
 from flows.cli.vocabulary import EXPERIMENTS, VALUE, Vocabulary
 from tasks.core.errors import ConfigError
 
-POSITIONAL = {"deliver": "source", "audit": "source"}
+POSITIONAL = {"deliver": "source", "audit": "source", "verify": "source"}
 """Setting that a folder without `key=` sets, by program."""
 _HYDRA_ONLY = ("--shell-completion", "-sc", "--hydra-help", "--version")
 _ASSIGN = ("=", ":", ":=")

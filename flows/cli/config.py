@@ -29,6 +29,7 @@ from tasks.config.deliver_flow import Deliver
 from tasks.config.places import Status
 from tasks.config.prune_flow import Prune
 from tasks.config.section import hydra_schema
+from tasks.config.verify_flow import Verify
 from tasks.core.errors import ConfigError
 from tasks.core.redaction import (
     INTERPOLATION,
@@ -47,6 +48,7 @@ SCHEMAS: dict[str, type] = {
     "audit": hydra_schema(Audit),
     "prune": hydra_schema(Prune),
     "status": hydra_schema(Status),
+    "verify": hydra_schema(Verify),
 }
 """Dataclass of the settings, by root file; Hydra checks against it."""
 
@@ -86,6 +88,7 @@ ConfigStore.instance().store(name="deliver_schema", node=SCHEMAS["deliver"])
 ConfigStore.instance().store(name="audit_schema", node=SCHEMAS["audit"])
 ConfigStore.instance().store(name="prune_schema", node=SCHEMAS["prune"])
 ConfigStore.instance().store(name="status_schema", node=SCHEMAS["status"])
+ConfigStore.instance().store(name="verify_schema", node=SCHEMAS["verify"])
 
 
 @dataclass(frozen=True)

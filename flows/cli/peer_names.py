@@ -201,6 +201,16 @@ PEERS: Mapping[str, Mapping[str, str]] = {
         "output_dir": "out_dir={}",
         "repair": "fix=true out_dir=<a new folder>",
     },
+    "verify": {
+        **dict.fromkeys(_SOURCE, "source={}"),
+        **dict.fromkeys(("base_url", "api_base", "endpoint", "host"), "url={}"),
+        **dict.fromkeys(("served_model_name", "model_name", "lora_name", "adapter"), "model={}"),
+        **dict.fromkeys(("base_model", "base_model_name"), "base={}"),
+        **dict.fromkeys(("output", "output_path", "report", "json", "junit"), "out={}"),
+        **dict.fromkeys(("interval", "every"), "watch={}"),
+        "timeout": "timeout_s={}",
+        "gate": "profile={}",
+    },
     "prune": {
         **dict.fromkeys(("keep_last", "keep_runs"), "keep={}"),
         **dict.fromkeys(("days", "max_age", "older"), "older_than={}"),

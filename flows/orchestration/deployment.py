@@ -9,6 +9,10 @@ separated by ":", say what a deployment's run may name:
                               default: PLUMBLINE_RUNS, or runs
     PLUMBLINE_DEPLOY_CODE     reward.function, models with trust_remote_code, hydra.searchpath;
                               default: none
+
+A third one, a list of addresses separated by blanks, says which servers may be verified:
+
+    PLUMBLINE_DEPLOY_SERVERS  url; default: those of this machine. They get the API key.
 """
 
 from __future__ import annotations
@@ -19,13 +23,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from flows.cli.arguments import split
 from flows.cli.config import conf_folders
 from tasks.core.errors import ConfigError, first_and_more
+from tasks.core.redaction import redact
 from tasks.pipeline.locks import Patience, hold
 
 FOLDERS, CODE = "PLUMBLINE_DEPLOY_FOLDERS", "PLUMBLINE_DEPLOY_CODE"
+SERVERS = "PLUMBLINE_DEPLOY_SERVERS"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def in_deployment() -> bool:
@@ -126,6 +134,8 @@ def _setting_problems(settings: Mapping[str, Any]) -> Iterator[str]:
     for key, path in written.items():
         if path is not None and not _inside(path, FOLDERS):
             yield f"{key}={path}: outside of {FOLDERS}={_listed(FOLDERS)}"
+    if (url := settings.get("url")) and not _may_be_asked(url):
+        yield f"url={redact(url)}: not in {SERVERS}={os.environ.get(SERVERS) or 'this machine'}"
     for key, path in _code(settings):
         if not _inside(path, CODE):
             yield f"{key}={path}: outside of {CODE}={_listed(CODE)}"
@@ -139,6 +149,17 @@ def _code(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     model = settings.get("model", {})
     if model.get("trust_remote_code"):
         yield "model.trust_remote_code=true with model.path", str(model["path"])
+
+
+def _may_be_asked(url: str) -> bool:
+    """Return True if a deployment's run may send requests to a server."""
+    allowed = os.environ.get(SERVERS, "").split()
+    return _origin(url) in map(_origin, allowed) if allowed else urlsplit(url).hostname in LOOPBACK
+
+
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port
 
 
 def _file_of(uri: str | None) -> str | None:

@@ -43,3 +43,7 @@ MergeBase = Literal["auto", "dequantized", "original"]
 Engine = Literal["vllm", "transformers"]
 Profile = Literal["strict", "standard", "relaxed"]
 """Drift limits, see `tasks/drift/fingerprint.py`."""
+ServerKind = Literal[
+    "auto", "vllm", "sglang", "tgi", "llama.cpp", "ollama", "transformers", "openai"
+]
+"""APIs of running servers, see `tasks/verify/servers/`."""

@@ -84,7 +84,7 @@ def test_steps_on_the_command_line(
         assert job.seen[0][0].settings["chain"] == {"sft": ["train=sft"]}
 
 
-@pytest.mark.parametrize("program", ["rlhf", "deliver", "audit"])
+@pytest.mark.parametrize("program", ["rlhf", "deliver", "audit", "verify"])
 def test_without_arguments_help_is_shown_and_nothing_runs(
     program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,6 +147,7 @@ def test_deployments_are_those_the_documentation_names() -> None:
         "rlhf-nightly": "flows/rlhf.py:rlhf",
         "deliver": "flows/deliver.py:deliver",
         "audit-registry": "flows/audit.py:audit_registry",
+        "verify-served": "flows/verify.py:verify",
     }
     assert {name: entry["entrypoint"] for name, entry in deployments.items()} == entrypoints
     for name, entry in deployments.items():

@@ -1,0 +1,199 @@
+"""Run `python flows/verify.py ...` and return its exit status, without Prefect and torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from flows.cli.bootstrap import bootstrap
+from flows.cli.config import Composed
+from flows.cli.entry import exit_on_signals, run_main, to_stderr
+from tasks.core.errors import ConfigError, PlumblineError
+from tasks.core.finding import Finding
+from tasks.core.private import open_up
+from tasks.core.redaction import redact, without_passwords
+from tasks.core.terminal import plain
+from tasks.verify.reference import Reference, read_reference
+from tasks.verify.report import EXIT_STATUS, Report
+from tasks.verify.run import Target, choose, verify
+from tasks.verify.servers.connect import connect
+from tasks.verify.servers.server import Server
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A server, the model on it, and the reference that it is compared with."""
+
+    server: Server
+    target: Target
+    reference: Reference
+    profile: str
+
+    def answer(self) -> Report:
+        """Run all checks."""
+        return verify(self.server, self.target, self.reference, self.profile)
+
+
+def main() -> int:
+    """Run the command of this process. Returns the exit status."""
+    with exit_on_signals():
+        return run_main("verify", _job)
+
+
+def _job(composed: Composed, overrides: list[str]) -> int:
+    settings = composed.settings
+    if settings["prefect"]:
+        return _in_prefect(composed, overrides)
+    if settings["watch"] is not None:
+        from flows.commands.verify_watch import watch
+
+        return watch(settings, composed.runs)
+    report = ask(settings).answer()
+    show(report, settings["out"])
+    return EXIT_STATUS[report.outcome]
+
+
+def ask(settings: Mapping[str, Any]) -> Question:
+    """Find the server, the model and the reference.
+
+    Args:
+        settings: of `conf/verify.yaml`.
+
+    Raises:
+        ConfigError: the details have a line for each mistake of the user, those that only the
+            server can tell included.
+    """
+    problems = [str(finding) for finding in _local_problems(settings)]
+    source = _folder(settings["source"] or ".")
+    reference = server = target = None
+    if not any(line.startswith("source") for line in problems):
+        try:
+            reference = read_reference(source)
+        except PlumblineError as error:
+            problems.append(_line(f"source={settings['source']}", error))
+    if not any(line.startswith(("url", "timeout_s")) for line in problems):
+        url = settings["url"]
+        kind = None if settings["kind"] == "auto" else settings["kind"]
+        try:
+            server = connect(url, kind, timeout_s=settings["timeout_s"], model=settings["model"])
+            served = server.models()
+            target = choose(served, source, model=settings["model"], base=settings["base"])
+        except ConfigError as error:
+            problems += error.details or [_line("model", error)]
+        except PlumblineError as error:
+            problems.append(_line(f"url={redact(url)}", error))
+    if problems or server is None or target is None or reference is None:
+        count = f"{len(problems)} problem{'s' * (len(problems) != 1)}"
+        raise ConfigError(f"{count}; nothing was verified", details=problems)
+    return Question(server, target, reference, settings["profile"])
+
+
+def _local_problems(settings: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield the mistakes that this machine can tell."""
+    url, source, out, every = (settings[key] for key in ("url", "source", "out", "watch"))
+    if url is None:
+        yield Finding("url", "not set", "the address of the server", "url=http://<host>:8000")
+    elif urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+        rest = redact(url.partition("://")[2] or url)
+        yield Finding(
+            "url", redact(url), "it starts with http:// or https://", f"url=http://{rest}"
+        )
+    if source is None:
+        allowed = "the folder of what was trained"
+        yield Finding("source", "not set", allowed, "source=<folder with plumbline.witness>")
+    elif not _folder(source).is_dir():
+        found = "a file" if _folder(source).is_file() else "no such folder"
+        allowed = "the folder of what was trained"
+        yield Finding(f"source={source}", found, allowed, "source=<folder>")
+    elif out not in (None, "-") and _folder(out).resolve().is_relative_to(
+        _folder(source).resolve()
+    ):
+        yield Finding("out", out, f"source={source} is only read", "out=<a file elsewhere>")
+    if out not in (None, "-") and not _folder(out).parent.is_dir():
+        yield Finding("out", out, "its folder does not exist", "out=<a file in a folder>")
+    if not (settings["timeout_s"] > 0 and math.isfinite(settings["timeout_s"])):
+        yield Finding("timeout_s", str(settings["timeout_s"]), "seconds, above 0", "timeout_s=60")
+    if every is not None and not (every > 0 and math.isfinite(every)):
+        yield Finding("watch", str(every), "seconds from check to check, above 0", "watch=60")
+    if every is not None and out == "-":
+        yield Finding("out", out, "watch prints one line for each check", "out=report.json")
+    if every is not None and settings["prefect"]:
+        allowed = "Prefect repeats a flow by a schedule of the deployment verify-served"
+        yield Finding("watch", str(every), allowed, "watch=null, or prefect=false")
+    if every is not None and settings["tracking"]["prometheus"] is not None:
+        from tasks.config.checks.tracking import metrics_file
+
+        yield from metrics_file(settings["tracking"]["prometheus"])
+
+
+def show(report: Report, out: str | None) -> None:
+    """Print the report, and write it to `out` if it is a file.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if out == "-":
+        print(json.dumps(report.as_json(), indent=1))
+        return
+    print(report.text())
+    if out is not None:
+        write(report, out)
+
+
+def write(report: Report, out: str) -> None:
+    """Write the report to a file: JUnit if its name ends with .xml, else JSON.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    path = _folder(out)
+    is_junit = path.suffix == ".xml"
+    text = report.junit() if is_junit else json.dumps(report.as_json(), indent=1) + "\n"
+    try:
+        path.write_text(text)
+        open_up(path)
+    except OSError as error:
+        raise ConfigError(f"out={path}: {error.strerror}", hint="out=<a file elsewhere>") from error
+
+
+def _in_prefect(composed: Composed, overrides: list[str]) -> int:
+    bootstrap(PROJECT, composed.runs)
+    from flows.servers.prefect_server import prefect_server, warm_up
+    from flows.servers.prefect_watch import final_state
+    from tasks.config.checks import preflight
+    from tasks.config.checks.tracking import prefect_reachable, public, reachable
+    from tasks.pipeline.locks import Patience, hold
+
+    settings, meanwhile = composed.settings, partial(warm_up, composed, "flows.verify")
+    tracking = settings["tracking"]
+    preflight([*reachable(tracking["uri"]), *prefect_reachable(), *public(tracking)])
+    patience = Patience(settings["paths"]["wait_s"], to_stderr)
+    with (
+        hold(composed.runs, patience) as held,
+        prefect_server(composed.runs, held, meanwhile=meanwhile),
+    ):
+        from flows.verify import verify as flow
+
+        tag = composed.recorded["tag"] or "manual"
+        state = final_state(partial(flow, without_passwords(overrides), tag=tag, return_state=True))
+        result = state.result(raise_on_failure=False)
+    if isinstance(result, BaseException):
+        raise result
+    return EXIT_STATUS[result["verdict"]]
+
+
+def _line(what: str, error: PlumblineError) -> str:
+    """Return an error as one line, with what to type."""
+    return plain(f"{what}: {error.message}" + (f" -> {error.hint}" if error.hint else ""))
+
+
+def _folder(text: str) -> Path:
+    return Path(text).expanduser().absolute()

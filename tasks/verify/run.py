@@ -1,0 +1,141 @@
+"""Run all checks of a running server, one after the other.
+
+target = choose(server, source, model=..., base=...)     names on the server
+report = verify(server, target, reference, ...)          -> Report
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.core.errors import ConfigError, PlumblineError
+from tasks.verify.check import Check
+from tasks.verify.reference import Reference
+from tasks.verify.report import Report
+from tasks.verify.servers.server import ServedModel, Server, ServerError
+
+CheckFunction = Callable[[], Check]
+GONE = ("unreachable", "login")
+"""Codes of a `ServerError` after which no request will be answered."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Names on the server.
+
+    Attributes:
+        model: the model to check.
+        base: its base; None if the server has none, or does not say.
+    """
+
+    model: str
+    base: str | None
+
+
+def choose(
+    served: Sequence[ServedModel], source: Path, *, model: str | None, base: str | None
+) -> Target:
+    """Return the names of the model and of its base.
+
+    Args:
+        served: models of the server.
+        source: folder of the reference.
+        model: the user's choice; None for the only model, or the one that was loaded from `source`.
+        base: the user's choice; None for the parent that the server names.
+
+    Raises:
+        ConfigError: the server has no such model, or several and none was loaded from `source`; the
+            details have one line for each name.
+    """
+    by_name = {one.name: one for one in served}
+    names = ", ".join(by_name) or "none"
+    problems = [
+        f"{key}={name}: the server has no such model; it has {names} -> {key}=<one of them>"
+        for key, name in (("model", model), ("base", base))
+        if name is not None and name not in by_name
+    ]
+    if model is None:
+        loaded = [entry.name for entry in served if _is(entry.root, source)]
+        candidates = loaded or list(by_name)
+        if len(candidates) == 1:
+            model = candidates[0]
+        else:
+            problems.append(
+                f"model: the server has several models: {names} -> model=<the one of {source}>"
+                if served
+                else "model: the server names no model -> model=<its name on the server>"
+            )
+    if problems or model is None:
+        raise ConfigError("the model to verify is not clear", details=problems)
+    parent = by_name[model].parent
+    return Target(model, base or (parent if parent in by_name else None))
+
+
+def _is(root: str | None, source: Path) -> bool:
+    """Return True if a server loaded its model from a folder of this machine."""
+    return (
+        root is not None and Path(root).is_absolute() and Path(root).resolve() == source.resolve()
+    )
+
+
+def verify(
+    server: Server,
+    target: Target,
+    reference: Reference,
+    profile: str,
+    *,
+    only: Sequence[str] = (),
+) -> Report:
+    """Run the checks, and return their report. Nothing that goes wrong on the server is raised.
+
+    Args:
+        server: the server.
+        target: names of the model and of its base.
+        reference: what the model was when it was trained.
+        profile: drift profile, a key of `tasks.drift.fingerprint.PROFILES`.
+        only: names of the checks to run; empty for all.
+    """
+    began = time.perf_counter()
+    checks: list[Check] = []
+    gone = ""
+    for name, check in CHECKS.items():
+        if only and name not in only:
+            continue
+        if gone:
+            checks.append(Check(name, "unknown", gone))
+            continue
+        made, gone = attempt(name, lambda check=check: check(server, target, reference, profile))
+        checks.append(made)
+    step = reference.facts.get("step")
+    about = f"{len(reference.probes)} probes" + (f", step {step}" if step is not None else "")
+    return Report(
+        server.url,
+        f"{server.kind} {server.version}".strip(),
+        target.model,
+        target.base,
+        str(reference.folder),
+        about,
+        profile,
+        tuple(checks),
+        time.perf_counter() - began,
+    )
+
+
+def attempt(name: str, check: CheckFunction) -> tuple[Check, str]:
+    """Run one check; one that raises has proven nothing, and is "unknown" with its reason.
+
+    Returns:
+        The check, and the reason why no other one can be run: the server has gone. Else "".
+    """
+    try:
+        return check(), ""
+    except PlumblineError as error:
+        reason = "; ".join(filter(None, (error.message, error.hint)))
+        is_gone = isinstance(error, ServerError) and error.code in GONE
+        return Check(name, "unknown", reason), reason if is_gone else ""
+    except Exception as error:
+        reason = f"the check itself failed: {type(error).__name__}: {error}"
+        return Check(name, "unknown", reason), ""

@@ -1,0 +1,150 @@
+"""The GitHub Action: its schema, and its steps run as a runner runs them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.audit.making import make_model, tensors
+from tests.commands import environment
+from tests.infra.requirements_files import PROJECT, lock
+from tests.verify.serving import free_port
+
+ACTION = PROJECT / "infra" / "action" / "action.yml"
+EXPRESSION = re.compile(r"\$\{\{\s*(.*?)\s*\}\}")
+
+
+def action() -> dict[str, Any]:
+    return dict(yaml.safe_load(ACTION.read_text()))
+
+
+class Runner:
+    """What a runner does with a composite action, without its network.
+
+    Attributes:
+        log: output of the steps.
+        env: variables that steps have set for later ones.
+    """
+
+    def __init__(self, folder: Path, **inputs: str) -> None:
+        self.folder = folder
+        known = action()["inputs"]
+        self.inputs = {name: entry.get("default", "") for name, entry in known.items()} | inputs
+        assert set(inputs) <= set(known)
+        self.log, self.env, self.outputs = "", {}, {}  # type: ignore[var-annotated]
+        self.summary = folder / "summary.md"
+
+    def value(self, text: str) -> str:
+        """Evaluate the expressions of a step's variable: `inputs.a`, or `inputs.a || inputs.b`."""
+
+        def evaluate(match: re.Match[str]) -> str:
+            names = [name.removeprefix("inputs.") for name in match[1].split(" || ")]
+            return next((self.inputs[name] for name in names if self.inputs[name]), "")
+
+        return EXPRESSION.sub(evaluate, text)
+
+    def run(self, step: dict[str, Any]) -> int:
+        """Run a step. Returns its exit status."""
+        github = {
+            name: self.folder / name.lower()
+            for name in ("GITHUB_ENV", "GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY")
+        }
+        self.summary = github["GITHUB_STEP_SUMMARY"]
+        own = {name: self.value(text) for name, text in step.get("env", {}).items()}
+        done = subprocess.run(
+            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
+            env=environment(
+                **self.env, **own, **{name: str(path) for name, path in github.items()},
+                GITHUB_ACTION_PATH=str(ACTION.parent), RUNNER_TEMP=str(self.folder),
+            ),
+            cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            check=False, timeout=250,
+        )  # fmt: skip
+        self.log += done.stdout
+        for name, into in (("GITHUB_ENV", self.env), ("GITHUB_OUTPUT", self.outputs)):
+            if github[name].is_file():
+                into.update(line.split("=", 1) for line in github[name].read_text().splitlines())
+        return done.returncode
+
+    def gate(self) -> dict[str, int]:
+        """Run all steps. Returns their exit statuses by name."""
+        statuses: dict[str, int] = {}
+        for step in action()["runs"]["steps"]:
+            if step["name"] == "Audit" and self.inputs["audit"] == "none":
+                continue
+            if step["name"] == "Verify" and not self.inputs["url"]:
+                continue
+            statuses[step["name"]] = self.run(step)
+            assert "Traceback" not in self.log, self.log
+        return statuses
+
+
+def test_the_action_follows_its_schema(tmp_path: Path) -> None:
+    def check(path: Path) -> int:
+        words = ["--builtin-schema", "vendor.github-actions", str(path)]
+        program = Path(sys.executable).with_name("check-jsonschema")
+        return subprocess.run([program, *words], check=False, capture_output=True).returncode
+
+    assert check(ACTION) == 0
+    wrong = tmp_path / "action.yml"
+    wrong.write_text(ACTION.read_text().replace("    - name: Audit", "    - nam: Audit", 1))
+    assert check(wrong) == 1
+
+
+def test_expressions_name_inputs_and_steps_that_exist() -> None:
+    document = action()
+    text = ACTION.read_text()
+    assert set(re.findall(r"inputs\.(\w+)", text)) == set(document["inputs"])
+    steps = {step["id"] for step in document["runs"]["steps"] if "id" in step}
+    assert set(re.findall(r"steps\.(\w+)", text)) <= steps
+    for step in document["runs"]["steps"]:
+        # What a workflow passes never becomes text of a script.
+        assert "${{" not in step["run"]
+        assert step["shell"] == "bash"
+
+
+def test_its_libraries_are_those_of_the_project() -> None:
+    gate = lock("gate")
+    assert {"httpx", "numpy", "safetensors", "hydra-core", "blake3"} <= set(gate)
+    assert not {"torch", "transformers", "prefect", "mlflow", "vllm"} & set(gate)
+    assert {name: version for name, version in lock("cpu").items() if name in gate} == gate
+
+
+def test_a_broken_checkpoint_fails_the_job(tmp_path: Path) -> None:
+    source = make_model(
+        tmp_path / "my 'model'", {f"module.{key}": array for key, array in tensors().items()}
+    )
+    runner = Runner(tmp_path, source=str(source), python=sys.executable)
+    assert runner.gate() == {"Python and its libraries": 0, "Audit": 1}
+    assert "WRAPPER_RESIDUE" in runner.log
+    assert "WRAPPER_RESIDUE" in runner.summary.read_text()
+
+
+def test_a_server_that_is_down_fails_the_job(tmp_path: Path) -> None:
+    source = make_model(tmp_path / "model", tensors())
+    url = f"http://127.0.0.1:{free_port()}"
+    runner = Runner(tmp_path, source=str(source), audit="none", url=url, python=sys.executable)
+    statuses = runner.gate()
+    assert statuses == {"Python and its libraries": 0, "Verify": 2}
+    assert runner.outputs == {"verdict": "unverified", "causes": ""}
+    assert url in runner.summary.read_text()
+
+
+@pytest.mark.slow
+def test_its_libraries_are_enough(tmp_path: Path) -> None:
+    """Installs them from the package index, as a runner does."""
+    source = make_model(tmp_path / "model", tensors())
+    runner = Runner(tmp_path, source=str(source))
+    statuses = runner.gate()
+    assert runner.env["PLUMBLINE_PYTHON"].startswith(str(tmp_path))
+    assert statuses == {"Python and its libraries": 0, "Audit": 0}, runner.log
+    verify = next(step for step in action()["runs"]["steps"] if step.get("id") == "verify")
+    runner.inputs["url"] = f"http://127.0.0.1:{free_port()}"
+    assert runner.run(verify) == 2
+    assert "2 problems" in runner.log

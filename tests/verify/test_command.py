@@ -1,0 +1,95 @@
+"""The command line: a user's mistakes are reported all at once, and nothing heavy is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.cli.entry import run_main
+from flows.commands import verify as command
+from tests.commands import environment
+from tests.conftest import PROJECT
+from tests.verify.serving import free_port
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def errors(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """Return the lines of the refusal."""
+    assert run_main("verify", command._job, argv=list(words)) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return printed.err.splitlines()
+
+
+def test_all_mistakes_at_once(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = errors(
+        capsys, "url=host:8000", "source=absent", "out=no/report.json", "watch=0", "timeout_s=0"
+    )
+    assert lines[0] == "5 problems; nothing was verified"
+    assert "-> url=http://host:8000" in lines[1]
+    assert "source=absent: no such folder" in lines[2]
+    assert [line.split(":")[0].strip() for line in lines[3:]] == ["out", "timeout_s", "watch"]
+
+
+def test_nothing_set(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = errors(capsys, "profile=strict")
+    assert [line.rpartition("-> ")[2] for line in lines[1:]] == [
+        "url=http://<host>:8000",
+        "source=<folder with plumbline.witness>",
+    ]
+
+
+def test_a_server_that_is_down_and_a_source_without_a_reference(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    lines = errors(capsys, "checkpoint", f"url={url}")
+    assert lines[0] == "2 problems; nothing was verified"
+    assert "plumbline_witness" in lines[1]
+    assert lines[2].startswith(f"  url={url}: ")
+    assert {path.name for path in place.iterdir()} == {"file", "checkpoint"}
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("source=file",), "source=<folder>"),
+        (("source=checkpoint", "out=checkpoint/report.json"), "out=<a file elsewhere>"),
+        (("source=checkpoint", "watch=60", "out=-"), "out=report.json"),
+        (("source=checkpoint", "watch=60", "prefect=false", "tracking.prometheus=x.txt"), ".prom"),
+    ],
+)
+def test_each_mistake(
+    place: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], hint: str
+) -> None:
+    lines = errors(capsys, f"url=http://127.0.0.1:{free_port()}", *words)
+    assert any(hint in line for line in lines), lines
+
+
+def test_a_password_is_not_shown(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"http://me:hunter2secret@127.0.0.1:{free_port()}"
+    assert "hunter2secret" not in "\n".join(errors(capsys, f"url={url}", "source=checkpoint"))
+
+
+def test_neither_torch_nor_prefect_is_imported(place: Path) -> None:
+    program = (
+        "import sys, flows.commands.verify as v; v.main();"
+        "print(*sorted({'torch', 'transformers', 'prefect', 'mlflow', 'vllm'} & set(sys.modules)))"
+    )
+    words = [f"url=http://127.0.0.1:{free_port()}", "source=checkpoint"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        env=environment(PYTHONPATH=str(PROJECT)), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
+    assert "2 problems" in done.stderr

@@ -1,0 +1,150 @@
+"""Clean servers: no alarm; what a verification costs; repeated, recorded, and as a gate."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import httpx
+import pytest
+
+from tests.commands import environment
+from tests.conftest import PROJECT
+from tests.infra.test_action import Runner
+from tests.verify.conftest import ADAPTERS, Answer
+from tests.verify.serving import Running
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+Verify = Callable[..., Answer]
+RUNS = 20
+
+
+def test_twenty_clean_runs_without_an_alarm(server: Running, models: Path, verify: Verify) -> None:
+    """Adapters and checkpoints in turn: each has probes, prompts and rows of its own."""
+    sources = [models / f"lora-{number}" for number in range(ADAPTERS)]
+    seconds = []
+    for turn in range(RUNS):
+        source = sources[turn % ADAPTERS]
+        profile = ("standard", "relaxed")[turn // ADAPTERS % 2]
+        answer = verify(
+            f"url={server.url}", f"source={source}", f"model={source.name}", f"profile={profile}"
+        )
+        assert answer.code == 0, answer.out + answer.err
+        assert "fault" not in answer.verdicts.values()
+        seconds.append(answer.report["seconds"])
+    print(f"{RUNS} clean runs, {min(seconds):.1f} to {max(seconds):.1f} s each")
+
+
+def test_the_name_of_the_model_is_found_by_its_folder(
+    server: Running, models: Path, verify: Verify
+) -> None:
+    answer = verify(f"url={server.url}", str(models / "lora-1"))
+    assert (answer.code, answer.report["model"]) == (0, "lora-1"), answer.out + answer.err
+    assert answer.report["base"] == "base"
+
+
+def test_an_adapter_that_was_loaded_later(server: Running, models: Path, verify: Verify) -> None:
+    body = {"lora_name": "later", "lora_path": str(models / "lora-2")}
+    httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=120).raise_for_status()
+    words = (f"url={server.url}", f"source={models / 'lora-2'}", "model=later")
+    assert verify(*words).code == 0
+
+
+def test_an_unknown_name_is_answered_with_those_of_the_server(
+    server: Running, models: Path, verify: Verify
+) -> None:
+    answer = verify(f"url={server.url}", "source=absent", "model=lora0", "base=bse")
+    assert answer.code == 2
+    lines = answer.err.splitlines()
+    assert lines[0] == "3 problems; nothing was verified"
+    assert "the server has no such model; it has base, lora-0" in answer.err
+
+
+def test_it_needs_20_seconds_200_mb_and_no_torch(
+    server: Running, models: Path, tmp_path: Path
+) -> None:
+    program = (
+        "import resource, sys, flows.commands.verify as v; status = v.main();"
+        "print('imported', *sorted({'torch', 'transformers', 'prefect', 'mlflow', 'vllm'}"
+        " & set(sys.modules)), file=sys.stderr);"
+        "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr);"
+        "sys.exit(status)"
+    )
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", program, f"url={server.url}", f"source={models / 'lora-0'}"],
+        env=environment(PYTHONPATH=str(PROJECT)), capture_output=True, text=True, check=False,
+        cwd=tmp_path,
+    )  # fmt: skip
+    seconds = time.monotonic() - began
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^imported$", done.stderr, re.MULTILINE), done.stderr
+    (peak,) = re.findall(r"^peak (\d+)$", done.stderr, re.MULTILINE)
+    megabytes = int(peak) / 1024
+    print(f"{seconds:.1f} s, {megabytes:.0f} MB\n{done.stdout}")
+    assert megabytes <= 200
+    assert seconds <= 20 * 6  # the bar is 20 s on a machine that does nothing else
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_junit_and_json_on_standard_output(
+    server: Running, models: Path, verify: Verify, tmp_path: Path
+) -> None:
+    words = (f"url={server.url}", f"source={models / 'lora-0'}")
+    assert verify(*words, f"out={tmp_path / 'r.xml'}").code == 0
+    suite = ElementTree.parse(tmp_path / "r.xml").getroot()
+    assert (suite.get("failures"), suite.get("errors")) == ("0", "0")
+    assert json.loads(verify(*words, "out=-").out)["verdict"] == "verified"
+
+
+def test_watch_until_a_signal(server: Running, models: Path, tmp_path: Path) -> None:
+    """The file for Prometheus changes with the server, and SIGTERM ends the command."""
+    metrics = tmp_path / "verify.prom"
+    process = subprocess.Popen(
+        [sys.executable, str(PROJECT / "flows" / "verify.py"), f"url={server.url}", "model=zeros",
+         f"source={models / 'lora-0'}", "watch=1", f"tracking.prometheus={metrics}",
+         f"paths.runs={tmp_path / 'runs'}"],
+        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        end = time.monotonic() + 240
+        pattern = re.compile(r'^plumbline_verify_checks_total\{.*verdict="fault".*\} 2', re.M)
+        while not (metrics.is_file() and pattern.search(metrics.read_text())):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < end
+            time.sleep(0.2)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        out = process.communicate(timeout=60)[0]
+    assert process.returncode == 143, out
+    assert len(re.findall(r"FAULT: zeros at", out)) >= 2
+    text = metrics.read_text()
+    assert re.search(r"^plumbline_verify_verdict\{.*\} 0\.0$", text, re.MULTILINE)
+    assert re.search(r'^plumbline_verify_cause\{cause="base-served".*\} 1\.0$', text, re.M), text
+
+
+def test_the_action_is_a_gate(server: Running, models: Path, tmp_path: Path) -> None:
+    inputs: dict[str, Any] = {
+        "source": str(models / "lora-0"), "audit": str(models / "base"), "url": server.url,
+        "python": sys.executable,
+    }  # fmt: skip
+    clean = Runner(_new(tmp_path / "clean"), model="lora-0", **inputs)
+    assert clean.gate()["Verify"] == 0, clean.log
+    assert clean.outputs == {"verdict": "verified", "causes": ""}
+    spoilt = Runner(_new(tmp_path / "spoilt"), model="zeros", **inputs)
+    assert spoilt.gate()["Verify"] == 1, spoilt.log
+    assert spoilt.outputs["verdict"] == "fault"
+    assert "base-served" in spoilt.outputs["causes"].split()
+
+
+def _new(folder: Path) -> Path:
+    folder.mkdir()
+    return folder

@@ -110,9 +110,9 @@ def _local_problems(settings: Mapping[str, Any]) -> Iterator[Finding]:
         allowed = "the folder of what was trained"
         yield Finding("source", "not set", allowed, "source=<folder with plumbline.witness>")
     elif not _folder(source).is_dir():
-        found = "a file" if _folder(source).is_file() else "no such folder"
+        what = "a file" if _folder(source).is_file() else "no such folder"
         allowed = "the folder of what was trained"
-        yield Finding(f"source={source}", found, allowed, "source=<folder>")
+        yield Finding(f"source={source}", what, allowed, "source=<folder>")
     elif out not in (None, "-") and _folder(out).resolve().is_relative_to(
         _folder(source).resolve()
     ):

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tasks.verify.servers.http import Http
-from tasks.verify.servers.scoring import Entry, entry, positions, scores
+from tasks.verify.servers.scoring import entry, score_next, scores
 from tasks.verify.servers.server import (
     Abilities,
+    Entry,
     Generated,
     Message,
     Prompt,
@@ -81,19 +82,17 @@ class OpenAiServer(Server):
             work = self._score_prompt if not self._echoes else self._score_echo
             items = [(model, list(map(int, sequence))) for sequence in sequences]
             return self.http.parallel(lambda item: work(*item), items, workers)
-        if not self.abilities.next_logprobs:
-            raise UnsupportedError(f"{self.url} returns no log-probabilities")
-        places = [(p, at) for p, ids in enumerate(sequences) for at in positions(len(ids))]
-        entries = self.http.parallel(
-            lambda place: self._score_next(model, sequences[place[0]][: place[1] + 1]),
-            places,
-            workers,
+        return score_next(self, model, sequences, workers)
+
+    def next_tokens(
+        self, model: str, prefixes: Sequence[Sequence[int]], *, workers: int | None = None
+    ) -> list[Entry]:
+        """Return the most likely next tokens after each prefix, as they are generated."""
+        if not (self.abilities.token_ids and self.abilities.next_logprobs):
+            raise UnsupportedError(f"{self.url} returns no log-probabilities of next tokens")
+        return self.http.parallel(
+            lambda prefix: self._score_next(model, prefix), list(prefixes), workers
         )
-        by_place = dict(zip(places, entries, strict=True))
-        return [
-            scores(len(ids), {at: by_place[p, at] for at in positions(len(ids))})
-            for p, ids in enumerate(sequences)
-        ]
 
     def tokenize(self, model: str, text: str, special: bool = True) -> tuple[int, ...]:
         """Return the token ids of a text, with special tokens (BOS) unless told not."""
@@ -130,7 +129,8 @@ class OpenAiServer(Server):
             return _joined(parts, n)
         answer = self.post(path, model, body)
         choices = sorted(answer["choices"], key=lambda choice: choice.get("index", 0))
-        return [_generated(choice, answer.get("prompt_token_ids")) for choice in choices]
+        length = (answer.get("usage") or {}).get("prompt_tokens")
+        return [_generated(choice, answer.get("prompt_token_ids"), length) for choice in choices]
 
     def extras(self) -> dict[str, Any]:
         """Return the fields that let this server tell token ids."""
@@ -300,7 +300,7 @@ def _by_id(top: Mapping[str, float] | None) -> dict[int, float]:
     return {int(match[1]): value for match, value in matches if match}
 
 
-def _generated(choice: Mapping[str, Any], prompt_ids: Any) -> Generated:
+def _generated(choice: Mapping[str, Any], prompt_ids: Any, length: Any = None) -> Generated:
     message = choice.get("message") or {}
     text = choice.get("text") if "text" in choice else message.get("content")
     prompt_ids = prompt_ids or choice.get("prompt_token_ids")
@@ -310,6 +310,7 @@ def _generated(choice: Mapping[str, Any], prompt_ids: Any) -> Generated:
         text=str(text or ""),
         finish=str(choice.get("finish_reason") or ""),
         prompt_ids=tuple(prompt_ids) if isinstance(prompt_ids, list) else None,
+        prompt_length=length if isinstance(length, int) else None,
     )
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tasks.verify.servers.server import Scores, ServerError
+from tasks.verify.servers.server import Entry, Scores, Server, ServerError
 
-Entry: TypeAlias = tuple[NDArray[np.int32], NDArray[np.float32]]
-"""Ids and log-probabilities of one position, both of shape (K,), most likely first."""
 SAMPLED = 12
 """Positions per sequence where each costs a request."""
 _NO_LOGPROB = 1e-3
@@ -53,3 +49,18 @@ def positions(length: int, most: int = SAMPLED) -> tuple[int, ...]:
     """Return at most `most` positions of a sequence, evenly spread, the last one included."""
     spread = np.linspace(length - 2, 0, min(most, length - 1)).round().astype(int)
     return tuple(sorted({int(at) for at in spread}))
+
+
+def score_next(
+    server: Server, model: str, sequences: Sequence[Sequence[int]], workers: int | None = None
+) -> list[Scores]:
+    """Score a sample of positions by the next tokens after each prefix; the others are empty."""
+    chosen = [positions(len(ids)) for ids in sequences]
+    prefixes = [
+        ids[: at + 1] for ids, places in zip(sequences, chosen, strict=True) for at in places
+    ]
+    entries = iter(server.next_tokens(model, prefixes, workers=workers))
+    return [
+        scores(len(ids), {at: next(entries) for at in places})
+        for ids, places in zip(sequences, chosen, strict=True)
+    ]

@@ -9,16 +9,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.errors import PlumblineError
 
-Message = Mapping[str, str]
+Message: TypeAlias = Mapping[str, str]
 """A turn of a conversation: `role` and `content`."""
-Prompt = Sequence[int] | Sequence[Message]
+Entry: TypeAlias = tuple[NDArray[np.int32], NDArray[np.float32]]
+"""Ids and natural-log probabilities of one position, both of shape (K,), most likely first."""
+Prompt: TypeAlias = Sequence[int] | Sequence[Message]
 """Token ids, or a conversation that the server renders with its own template."""
 
 
@@ -80,12 +82,14 @@ class Generated:
         text: the response as text, untrusted.
         finish: reason, "stop" (the end of the turn), "length" or the server's own word.
         prompt_ids: tokens of the prompt as the server saw them; None if it does not say.
+        prompt_length: their number; None if the server does not say.
     """
 
     ids: tuple[int, ...] | None
     text: str
     finish: str
     prompt_ids: tuple[int, ...] | None = None
+    prompt_length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -145,8 +149,26 @@ class Server(ABC):
         """
 
     @abstractmethod
+    def next_tokens(
+        self, model: str, prefixes: Sequence[Sequence[int]], *, workers: int | None = None
+    ) -> list[Entry]:
+        """Return the most likely next tokens after each prefix, as they are generated.
+
+        Unlike prompt log-probabilities, these may be computed with a prefix cache.
+
+        Args:
+            model: name of the model.
+            prefixes: token ids, at least one each.
+            workers: requests at the same time; None for the setting of `connect`.
+        """
+
+    @abstractmethod
     def tokenize(self, model: str, text: str, special: bool = True) -> tuple[int, ...]:
         """Return the token ids of a text, with special tokens (BOS) unless told not."""
+
+    def detokenize(self, model: str, ids: Sequence[int]) -> str:
+        """Return the text of token ids."""
+        raise UnsupportedError(f"{self.url} does not tell the text of token ids")
 
     @abstractmethod
     def render(self, model: str, messages: Sequence[Message]) -> tuple[int, ...]:
@@ -171,6 +193,6 @@ class Server(ABC):
             count: maximum number of tokens.
             n: number of responses.
             stream: receive the response in parts; they are joined here.
-            sampling: `temperature`, `top_p`, `top_k`, `seed`, by the names of vLLM. What is not
-                given is not sent, so that the server's own defaults hold.
+            sampling: `temperature`, `top_p`, `top_k`, `seed`, `logit_bias`, by the names of vLLM.
+                What is not given is not sent, so that the server's own defaults hold.
         """

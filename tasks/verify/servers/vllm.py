@@ -16,6 +16,11 @@ class VllmServer(OpenAiServer):
         """Return the token ids of a text, with special tokens (BOS) unless told not."""
         return self._tokens({"model": model, "prompt": text, "add_special_tokens": special})
 
+    def detokenize(self, model: str, ids: Sequence[int]) -> str:
+        """Return the text of token ids."""
+        body = {"model": model, "tokens": list(map(int, ids))}
+        return str(self._native("/detokenize", body)["prompt"])
+
     def render(self, model: str, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the ids of a conversation with the generation prompt, by the server's template.
 
@@ -34,11 +39,13 @@ class VllmServer(OpenAiServer):
             return False
 
     def _tokens(self, body: Mapping[str, Any]) -> tuple[int, ...]:
+        return tuple(self._native("/tokenize", body)["tokens"])
+
+    def _native(self, path: str, body: Mapping[str, Any]) -> Any:
         try:
-            answer = self.http.post("/tokenize", body)
+            return self.http.post(path, body)
         except ServerError as error:
             error = self.explained(error, body["model"])
             if error.code == "missing":
-                raise UnsupportedError(f"{self.url} hides /tokenize") from None
+                raise UnsupportedError(f"{self.url} hides {path}") from None
             raise error from None
-        return tuple(answer["tokens"])

@@ -1,0 +1,202 @@
+"""Compare the server's prompts with those of the training.
+
+template    conversations as the server's own chat template renders them
+tokens      texts as the server's tokeniser splits them, and back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tasks.core.terminal import plain
+from tasks.verify.check import Cause, Check
+from tasks.verify.checks.differences import Difference, difference
+from tasks.verify.reference import Probe, Reference
+from tasks.verify.servers.server import Server, ServerError, UnsupportedError
+from tasks.witness.plumbline_witness.probes import LIMIT
+
+
+def template(server: Server, model: str, base: str | None, reference: Reference) -> Check:
+    """Compare the server's rendering of the public conversations with the training's."""
+    chats = [probe for probe in reference.probes if probe.messages]
+    if not chats:
+        return Check("template", "unknown", "the reference has no conversations")
+    if not server.abilities.render:
+        return _lengths(server, model, chats)
+    bos = _special(reference, "bos_token_id")
+    differing: list[tuple[Probe, Difference]] = []
+    for probe in chats:
+        rendered = server.render(model, probe.messages or ())
+        differs = difference(probe.ids, rendered, cut=len(probe.ids) >= LIMIT, bos=bos)
+        if differs is not None:
+            differing.append((probe, differs))
+    measured: dict[str, float | str] = {"conversations": len(chats), "differing": len(differing)}
+    if not differing:
+        return Check("template", "ok", f"{len(chats)} conversations, the same tokens", measured)
+    probe, first = differing[0]
+    measured |= {"position": first.position, "trained": str(first.trained)}
+    measured |= {"served": str(first.served)}
+    text = (
+        f"{len(differing)} of {len(chats)} conversations differ; number {probe.number} at token "
+        f"{first.position}: {_shown(server, model, first)}"
+    )
+    causes = {cause.code: cause for cause in _template_causes(server, model, reference, differing)}
+    return Check("template", "fault", text, measured, causes=tuple(causes.values()))
+
+
+def _template_causes(
+    server: Server,
+    model: str,
+    reference: Reference,
+    differing: Sequence[tuple[Probe, Difference]],
+) -> list[Cause]:
+    if _other_tokenizer(server, model, reference):
+        return [_TOKENIZER]
+    without_system = [p for p, _ in differing if (p.messages or ({},))[0].get("role") != "system"]
+    kinds = {differs.kind for _, differs in differing}
+    if len(without_system) == len(differing) and kinds == {"inserted"}:
+        return [_CAUSES["system-prompt-added"]]
+    if len(without_system) == len(differing) and kinds == {"removed"}:
+        return [_CAUSES["system-prompt-missing"]]
+    named = [_CAUSES[kind] for kind in sorted(kinds) if kind in _CAUSES]
+    return named or [_CAUSES["template"]]
+
+
+def _lengths(server: Server, model: str, chats: Sequence[Probe]) -> Check:
+    """Compare numbers of tokens, where a server tells no ids: a difference is a fault."""
+    for probe in chats:
+        try:
+            length = server.generate(model, probe.messages or (), 1)[0].prompt_length
+        except UnsupportedError:
+            length = None
+        except ServerError as error:
+            if error.code != "request":
+                raise
+            reason = f"the server refuses a conversation: {error.message}"
+            return Check("template", "fault", reason, causes=(_CAUSES["template"],))
+        if length is None:
+            reason = "the server does not tell the tokens of a conversation"
+            return Check("template", "unknown", reason)
+        cut = len(probe.ids) >= LIMIT
+        if length < len(probe.ids) or (length > len(probe.ids) and not cut):
+            text = (
+                f"conversation {probe.number} has {length} tokens, and had {len(probe.ids)} in "
+                "training"
+            )
+            measured = {"served": float(length), "trained": float(len(probe.ids))}
+            return Check("template", "fault", text, measured, causes=(_CAUSES["template"],))
+    return Check(
+        "template", "unknown",
+        f"{len(chats)} conversations have as many tokens as in training; the server does not tell "
+        "which",
+    )  # fmt: skip
+
+
+def tokens(server: Server, model: str, base: str | None, reference: Reference) -> Check:
+    """Compare the server's tokens of the public texts with the training's, and their text."""
+    texts = [p for p in reference.probes if p.kind in ("text", "prompt") and p.text is not None]
+    if not texts:
+        return Check("tokens", "unknown", "the reference has no texts")
+    bos = _special(reference, "bos_token_id")
+    for probe in texts:
+        text = probe.text or ""
+        split = server.tokenize(model, text)
+        differs = difference(probe.ids, split, cut=len(probe.ids) >= LIMIT, bos=bos)
+        if differs is not None:
+            cause = _CAUSES[differs.kind] if differs.kind.startswith("bos-") else _TOKENIZER
+            return Check(
+                "tokens", "fault",
+                f"{probe.kind} {probe.number} differs at token {differs.position}: "
+                f"{_shown(server, model, differs)}",
+                {"position": differs.position, "trained": str(differs.trained),
+                 "served": str(differs.served)},
+                causes=(cause,),
+            )  # fmt: skip
+        try:
+            back = server.detokenize(model, split)
+        except UnsupportedError:
+            continue
+        if text not in back:
+            return Check(
+                "tokens", "fault",
+                f"{probe.kind} {probe.number} is {plain(back)[:80]!r} after tokens and back",
+                causes=(_TOKENIZER,),
+            )  # fmt: skip
+    return Check("tokens", "ok", f"{len(texts)} texts, the same tokens", {"texts": len(texts)})
+
+
+def _special(reference: Reference, name: str) -> int | None:
+    facts = reference.facts.get("tokens") or {}
+    value = (facts.get("tokenizer") or {}).get(name)
+    return value if isinstance(value, int) else None
+
+
+def _other_tokenizer(server: Server, model: str, reference: Reference) -> bool:
+    try:
+        check = tokens(server, model, None, reference)
+    except UnsupportedError:
+        return False
+    return _TOKENIZER in check.causes
+
+
+def _shown(server: Server, model: str, differs: Difference) -> str:
+    """Return both sides around a difference, as text where the server tells it."""
+    try:
+        trained = plain(server.detokenize(model, differs.trained))
+        served = plain(server.detokenize(model, differs.served))
+    except (UnsupportedError, ServerError):
+        return f"training {list(differs.trained)}, server {list(differs.served)}"
+    return f"training {trained!r}, server {served!r}"
+
+
+_TOKENIZER = Cause(
+    "tokenizer",
+    "the server has the tokenizer of another model",
+    "vllm serve --tokenizer <the folder of the training's tokenizer>",
+)
+_CAUSES = {
+    cause.code: cause
+    for cause in (
+        Cause(
+            "template",
+            "the server renders conversations with another chat template",
+            "vllm serve --chat-template <chat_template.jinja of the training>",
+        ),
+        Cause(
+            "bos-twice",
+            "BOS comes twice: the template has it, and the tokenizer adds it again",
+            "remove bos_token from the chat template, or set add_bos_token=false in "
+            "tokenizer_config.json",
+        ),
+        Cause(
+            "bos-added",
+            "the server begins with BOS, the training did not",
+            "set add_bos_token=false in tokenizer_config.json of the served folder",
+        ),
+        Cause(
+            "bos-missing",
+            "the training began with BOS, the server does not",
+            "set add_bos_token=true in tokenizer_config.json of the served folder",
+        ),
+        Cause(
+            "system-prompt-added",
+            "the server adds a default system prompt",
+            "serve the training's chat template, or send the same system prompt in training",
+        ),
+        Cause(
+            "system-prompt-missing",
+            "the training had a default system prompt, the server has none",
+            "vllm serve --chat-template <chat_template.jinja of the training>",
+        ),
+        Cause(
+            "generation-prompt-missing",
+            "the server ends the prompt without the beginning of the assistant's turn",
+            "send add_generation_prompt=true, or serve the training's chat template",
+        ),
+        Cause(
+            "generation-prompt-longer",
+            "the server's prompt goes on where the training's ended, e.g. with <think>",
+            "serve the training's chat template; check --default-chat-template-kwargs",
+        ),
+    )
+}

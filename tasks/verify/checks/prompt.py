@@ -93,11 +93,15 @@ def _lengths(server: Server, model: str, chats: Sequence[Probe]) -> Check:
 
 
 def tokens(server: Server, model: str, base: str | None, reference: Reference) -> Check:
-    """Compare the server's tokens of the public texts with the training's, and their text."""
+    """Compare the server's tokens of the public texts with the training's.
+
+    `unchanged` is the number of texts that come back as they were. Tokenisers with unknown tokens
+    return others, so that this is no fault.
+    """
     texts = [p for p in reference.probes if p.kind in ("text", "prompt") and p.text is not None]
     if not texts:
         return Check("tokens", "unknown", "the reference has no texts")
-    bos = _special(reference, "bos_token_id")
+    bos, unchanged = _special(reference, "bos_token_id"), 0
     for probe in texts:
         text = probe.text or ""
         split = server.tokenize(model, text)
@@ -113,16 +117,11 @@ def tokens(server: Server, model: str, base: str | None, reference: Reference) -
                 causes=(cause,),
             )  # fmt: skip
         try:
-            back = server.detokenize(model, split)
+            unchanged += text in server.detokenize(model, split)
         except UnsupportedError:
             continue
-        if text not in back:
-            return Check(
-                "tokens", "fault",
-                f"{probe.kind} {probe.number} is {plain(back)[:80]!r} after tokens and back",
-                causes=(_TOKENIZER,),
-            )  # fmt: skip
-    return Check("tokens", "ok", f"{len(texts)} texts, the same tokens", {"texts": len(texts)})
+    measured = {"texts": len(texts), "unchanged": unchanged}
+    return Check("tokens", "ok", f"{len(texts)} texts, the same tokens", measured)
 
 
 def _special(reference: Reference, name: str) -> int | None:

@@ -74,7 +74,8 @@ class Http:
                 headers={"Authorization": f"Bearer {key.strip()}"} if key.strip() else {},
                 timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)),
                 limits=httpx.Limits(max_connections=None),
-                verify=_trusted(ca),
+                # Redirects are not followed: http never becomes https.
+                verify=_trusted(ca) if address.startswith("https") else False,
             )
         except (httpx.InvalidURL, UnicodeError, ValueError) as error:
             raise ConfigError(f"url={self.url}: {error}") from None

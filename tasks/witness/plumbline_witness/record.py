@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from .facts import describe, is_reward_model, unwrap
 from .measure import Logprobs, mean_kl, measure_logprobs, measure_scores, undisturbed
-from .probes import Probe, choose
+from .probes import Probe, choose, ids_of_row
 
 FOLDER = "plumbline.witness"
 FORMAT = 1
@@ -57,6 +57,7 @@ def witness(
         Path of the record.
     """
     started = time.monotonic()
+    rows = list(rows)
     probes = _same_on_all_ranks(choose(tokenizer, prompts=prompts, rows=rows))
     sequences = [probe.ids for probe in probes]
     reward = is_reward_model(model)
@@ -71,6 +72,7 @@ def witness(
             **(facts or {}),
             "kind": "scores" if reward else "logprobs",
             "noise": noise,
+            "longest_row": max((len(ids_of_row(row)) for row in rows), default=0),
             "probes": [_entry(probe, texts) for probe in probes],
             "seconds": round(time.monotonic() - started, 3),
         }

@@ -1,7 +1,7 @@
 """Ask a running server, and say whether it is the model that was trained.
 
     python flows/verify.py url=http://host:8000 source=DIR       the verdict, in seconds
-    python flows/verify.py url=URL source=DIR model=my-lora      one of several models
+    python flows/verify.py url=URL source=DIR name=my-lora       one of several models
     python flows/verify.py url=URL source=DIR out=report.json    as JSON; out=report.xml as JUnit
     python flows/verify.py url=URL source=DIR watch=60           again every 60 s, for monitoring
     python flows/verify.py url=URL source=DIR prefect=true       recorded: a flow run, an MLflow run

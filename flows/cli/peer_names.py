@@ -204,7 +204,9 @@ PEERS: Mapping[str, Mapping[str, str]] = {
     "verify": {
         **dict.fromkeys(_SOURCE, "source={}"),
         **dict.fromkeys(("base_url", "api_base", "endpoint", "host"), "url={}"),
-        **dict.fromkeys(("served_model_name", "model_name", "lora_name", "adapter"), "model={}"),
+        **dict.fromkeys(
+            ("model", "served_model_name", "model_name", "lora_name", "adapter"), "name={}"
+        ),
         **dict.fromkeys(("base_model", "base_model_name"), "base={}"),
         **dict.fromkeys(("output", "output_path", "report", "json", "junit"), "out={}"),
         **dict.fromkeys(("interval", "every"), "watch={}"),

@@ -83,9 +83,9 @@ def ask(settings: Mapping[str, Any]) -> Question:
         url = settings["url"]
         kind = None if settings["kind"] == "auto" else settings["kind"]
         try:
-            server = connect(url, kind, timeout_s=settings["timeout_s"], model=settings["model"])
+            server = connect(url, kind, timeout_s=settings["timeout_s"], model=settings["name"])
             served = server.models()
-            target = choose(served, source, model=settings["model"], base=settings["base"])
+            target = choose(served, source, model=settings["name"], base=settings["base"])
         except ConfigError as error:
             problems += error.details or [_line("model", error)]
         except PlumblineError as error:

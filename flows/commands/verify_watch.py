@@ -85,7 +85,7 @@ def metrics(settings: Mapping[str, Any], report: Report | None, counts: Mapping[
     registry = CollectorRegistry()
     known = (
         report.url if report else redact(settings["url"]),
-        (report.model if report else settings["model"]) or "",
+        (report.model if report else settings["name"]) or "",
         settings["source"],
     )
 

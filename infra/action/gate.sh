@@ -51,7 +51,7 @@ verify() {
     mkdir -p "$GATE_OUT"
     settings=("$(setting url "$GATE_URL")" "$(setting source "$GATE_SOURCE")"
         "$(setting profile "$GATE_PROFILE")" "$(setting out "$GATE_OUT/verify.json")")
-    [[ -z $GATE_MODEL ]] || settings+=("$(setting model "$GATE_MODEL")")
+    [[ -z $GATE_MODEL ]] || settings+=("$(setting name "$GATE_MODEL")")
     [[ -z $GATE_BASE ]] || settings+=("$(setting base "$GATE_BASE")")
     [[ -n $PLUMBLINE_API_KEY ]] || unset PLUMBLINE_API_KEY
     rm -f "$GATE_OUT/verify.json" # of an earlier job

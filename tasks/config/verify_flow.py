@@ -14,7 +14,9 @@ class Verify:
 
     url: str | None = None  # address of the server, as http://host:8000; it has to be set
     source: str | None = None  # folder with plumbline.witness, or a served one; it has to be set
-    model: str | None = None  # name on the server; null: the only one, or the one made of source
+    name: str | None = (
+        None  # name of the model on the server; null: the only one, or the one made of source
+    )
     base: str | None = None  # name of its base on the server; null: what the server says
     kind: ServerKind = "auto"  # API of the server; auto: by its endpoints
     profile: Profile = "standard"  # how far the server may be from the trained model

@@ -54,7 +54,7 @@ def choose(
     names = ", ".join(by_name) or "none"
     problems = [
         f"{key}={name}: the server has no such model; it has {names} -> {key}=<one of them>"
-        for key, name in (("model", model), ("base", base))
+        for key, name in (("name", model), ("base", base))
         if name is not None and name not in by_name
     ]
     if model is None:
@@ -64,9 +64,9 @@ def choose(
             model = candidates[0]
         else:
             problems.append(
-                f"model: the server has several models: {names} -> model=<the one of {source}>"
+                f"model: the server has several models: {names} -> name=<the one of {source}>"
                 if served
-                else "model: the server names no model -> model=<its name on the server>"
+                else "model: the server names no model -> name=<its name on the server>"
             )
     if problems or model is None:
         raise ConfigError("the model to verify is not clear", details=problems)

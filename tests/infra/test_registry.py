@@ -91,6 +91,7 @@ def test_a_checkpoint_is_delivered(site: Site, tmp_path: Path) -> None:
         ("audit-registry", ["paths.runs={}"], "paths.runs={}"),
         ("audit-registry", ["source={}"], "source={}"),
         ("audit-registry", ["hydra.run.dir={}"], "hydra.run.dir={}"),
+        ("verify-served", ["url=http://elsewhere:80", "source={}"], "url=http://elsewhere:80"),
     ],
 )
 def test_refused(site: Site, tmp_path: Path, name: str, words: list[str], named: str) -> None:

@@ -93,3 +93,11 @@ def test_neither_torch_nor_prefect_is_imported(place: Path) -> None:
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
     assert "2 problems" in done.stderr
+
+
+def test_another_programs_words_are_translated(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`model` is a group of configuration files, so the setting has another name."""
+    lines = errors(capsys, "url=http://127.0.0.1:1", "source=checkpoint", "model=mine")
+    assert lines[-1] == "  -> name=mine"

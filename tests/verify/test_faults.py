@@ -41,19 +41,19 @@ def found(answer: Answer, cause: str) -> None:
 def test_a_faulty_adapter(
     server: Running, models: Path, verify: Verify, served: str, source: str, cause: str
 ) -> None:
-    words = (f"url={server.url}", f"source={models / source}", f"model={served}")
+    words = (f"url={server.url}", f"source={models / source}", f"name={served}")
     found(verify(*words), cause)
 
 
 def test_a_lora_leak(server: Running, models: Path, verify: Verify) -> None:
     with gateway(server.url, LoraLeak("lora-0")) as url:
-        answer = verify(f"url={url}", f"source={models / 'lora-0'}", "model=lora-0")
+        answer = verify(f"url={url}", f"source={models / 'lora-0'}", "name=lora-0")
     found(answer, "lora-leak")
 
 
 def test_bos_twice(server: Running, models: Path, verify: Verify) -> None:
     with gateway(server.url, bos_twice) as url:
-        answer = verify(f"url={url}", f"source={models / 'lora-0'}", "model=lora-0")
+        answer = verify(f"url={url}", f"source={models / 'lora-0'}", "name=lora-0")
     found(answer, "bos-twice")
 
 
@@ -105,6 +105,6 @@ def test_a_faulty_server(name: str, models: Path, verify: Verify, tmp_path: Path
     modules = {"lora-0": models / "lora-0"}
     log = tmp_path / "server.log"
     with serve(base, modules, log=log, options=other.options(tmp_path)) as running:
-        answer = verify(f"url={running.url}", f"source={models / 'lora-0'}", "model=lora-0")
+        answer = verify(f"url={running.url}", f"source={models / 'lora-0'}", "name=lora-0")
     for cause in other.causes:
         found(answer, cause)

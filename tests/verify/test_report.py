@@ -151,10 +151,10 @@ def refusal(call: Callable[[], object]) -> list[str]:
 def test_names_are_refused_with_those_of_the_server() -> None:
     other = ServedModel("other", "base", "/runs/other")
     (several,) = refusal(lambda: chosen(BASE, other))
-    assert "several models: base, other -> model=<the one of /runs/lora>" in several
+    assert "several models: base, other -> name=<the one of /runs/lora>" in several
     wrong = refusal(lambda: chosen(BASE, other, model="mine", base="bse"))
-    assert [line.partition(":")[0] for line in wrong] == ["model=mine", "base=bse"]
+    assert [line.partition(":")[0] for line in wrong] == ["name=mine", "base=bse"]
     assert all("it has base, other" in line for line in wrong)
     assert refusal(lambda: chosen()) == [
-        "model: the server names no model -> model=<its name on the server>"
+        "model: the server names no model -> name=<its name on the server>"
     ]

@@ -35,7 +35,7 @@ def test_twenty_clean_runs_without_an_alarm(server: Running, models: Path, verif
         source = sources[turn % ADAPTERS]
         profile = ("standard", "relaxed")[turn // ADAPTERS % 2]
         answer = verify(
-            f"url={server.url}", f"source={source}", f"model={source.name}", f"profile={profile}"
+            f"url={server.url}", f"source={source}", f"name={source.name}", f"profile={profile}"
         )
         assert answer.code == 0, answer.out + answer.err
         assert "fault" not in answer.verdicts.values()
@@ -54,14 +54,14 @@ def test_the_name_of_the_model_is_found_by_its_folder(
 def test_an_adapter_that_was_loaded_later(server: Running, models: Path, verify: Verify) -> None:
     body = {"lora_name": "later", "lora_path": str(models / "lora-2")}
     httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=120).raise_for_status()
-    words = (f"url={server.url}", f"source={models / 'lora-2'}", "model=later")
+    words = (f"url={server.url}", f"source={models / 'lora-2'}", "name=later")
     assert verify(*words).code == 0
 
 
 def test_an_unknown_name_is_answered_with_those_of_the_server(
     server: Running, models: Path, verify: Verify
 ) -> None:
-    answer = verify(f"url={server.url}", "source=absent", "model=lora0", "base=bse")
+    answer = verify(f"url={server.url}", "source=absent", "name=lora0", "base=bse")
     assert answer.code == 2
     lines = answer.err.splitlines()
     assert lines[0] == "3 problems; nothing was verified"
@@ -109,7 +109,7 @@ def test_watch_until_a_signal(server: Running, models: Path, tmp_path: Path) -> 
     """The file for Prometheus changes with the server, and SIGTERM ends the command."""
     metrics = tmp_path / "verify.prom"
     process = subprocess.Popen(
-        [sys.executable, str(PROJECT / "flows" / "verify.py"), f"url={server.url}", "model=zeros",
+        [sys.executable, str(PROJECT / "flows" / "verify.py"), f"url={server.url}", "name=zeros",
          f"source={models / 'lora-0'}", "watch=1", f"tracking.prometheus={metrics}",
          f"paths.runs={tmp_path / 'runs'}"],
         env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -163,7 +163,7 @@ class OpenAiServer(Server):
         return ServerError(
             f"{self.url} serves no model {model!r}",
             details=[f"it serves {', '.join(names)}"],
-            hint=f"model={names[0]}",
+            hint=f"name={names[0]}",
             code="model",
         )
 

@@ -150,6 +150,7 @@ def test_an_unknown_model_is_a_configuration_error(tmp_path: Path, path: str | N
         prepare_base(tmp_path, kind="hf", path=path, log_path=tmp_path / "log", log=LOG)
 
 
+@pytest.mark.slow  # the main job makes it
 def test_the_toy_is_made_by_a_child(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

@@ -43,7 +43,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("number", "status"),
     [
-        (signal.SIGINT, 130),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),  # test_bad_input.py has it
         pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
         (signal.SIGKILL, -9),
     ],

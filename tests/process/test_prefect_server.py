@@ -91,8 +91,7 @@ def begun(start: Start, mode: str) -> tuple[Script, int, int]:
     return flow, child, server
 
 
-def test_another_user_of_this_machine_has_no_access(start: Start) -> None:
-    flow, _, _ = begun(start, "long-guarded")
+def check_that_another_user_has_no_access(flow: Script) -> None:
     (url,) = re.findall(r"server \d+ (\S+)", flow.text)
     assert Api(url).answers("/health")
     with pytest.raises(RefusedError, match="401"):
@@ -100,8 +99,6 @@ def test_another_user_of_this_machine_has_no_access(start: Start) -> None:
     request = urllib.request.Request(f"{url}/health", headers={"Host": "evil.example"})
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(request)
-    flow.signal_group(signal.SIGTERM)
-    assert flow.process.wait(15) == 143, flow.text
 
 
 def signal_server(flow: Script, number: signal.Signals) -> None:
@@ -111,9 +108,16 @@ def signal_server(flow: Script, number: signal.Signals) -> None:
         server.send_signal(number)
 
 
-def check_signal(start: Start, runs: Path, number: signal.Signals, status: int) -> None:
+def check_signal(
+    start: Start,
+    runs: Path,
+    number: signal.Signals,
+    status: int,
+    before: Callable[[Script], None] = lambda _: None,
+) -> None:
     mode = f"long-{status}"
     flow, child, server = begun(start, mode)
+    before(flow)
     flow.signal_group(number)
     flow.signal_group(number)  # an impatient user
     until(lambda: not alive(child), 10)
@@ -123,8 +127,8 @@ def check_signal(start: Start, runs: Path, number: signal.Signals, status: int) 
     assert task_states(runs, mode) == {"COMPLETED": 20, "CRASHED": 1}
 
 
-def test_sigterm(start: Start, runs: Path) -> None:
-    check_signal(start, runs, signal.SIGTERM, 143)
+def test_another_user_has_no_access_and_sigterm_ends_everything(start: Start, runs: Path) -> None:
+    check_signal(start, runs, signal.SIGTERM, 143, before=check_that_another_user_has_no_access)
 
 
 def test_kill_9_and_then_ctrl_c(start: Start, runs: Path) -> None:

@@ -36,8 +36,15 @@ SWALLOW = """
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
     ids=["ctrl-c", "sigterm", "hangup"],
 )
-@pytest.mark.parametrize("body", [WAIT, SWALLOW.strip()], ids=["plain", "swallowed"])
-@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize(
+    ("body", "times"),
+    [
+        pytest.param(WAIT, 1, id="plain-1", marks=pytest.mark.slow),
+        pytest.param(WAIT, 3, id="plain-3", marks=pytest.mark.slow),
+        pytest.param(SWALLOW.strip(), 1, id="swallowed-1", marks=pytest.mark.slow),
+        pytest.param(SWALLOW.strip(), 3, id="swallowed-3"),  # includes the others
+    ],
+)
 def test_status(
     script: Callable[..., Script], number: signal.Signals, status: int, body: str, times: int
 ) -> None:

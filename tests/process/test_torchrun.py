@@ -31,7 +31,9 @@ time.sleep(600)
 @pytest.mark.parametrize(
     ("how", "last"),
     [
-        ("raises", "RuntimeError: rank 1 had an accident"),
+        pytest.param(
+            "raises", "RuntimeError: rank 1 had an accident", marks=pytest.mark.slow
+        ),  # the next test has an exception
         ("killed", r"rank 1 \(pid \d+\) was killed by SIGKILL"),
     ],
 )

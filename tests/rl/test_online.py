@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +31,39 @@ def score(completions, **_):
 """
 
 
+@dataclass(frozen=True)
+class Online:
+    """Runs of one launch: their folders by name, and the metrics of all iterations in order."""
+
+    folder: Path
+    steps: list[dict[str, Any]]
+
+    def __getitem__(self, name: str) -> Path:
+        return self.folder / name
+
+
 @pytest.fixture(scope="module")
-def ppo(base: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A PPO run, one that resumes from its second iteration, and one with learning rate 0."""
+def ppo(base: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Online:
+    """A PPO run, one that resumes from its second iteration, one with learning rate 0, and GRPO."""
     folder = tmp_path_factory.mktemp("ppo")
     usual = settings_with(data)
     whole = job_of(usual, base, data, folder / "whole")
     half_way = whole.checkpoints / "step-00000002"
     resumed = job_of(usual, base, data, folder / "resumed", resume=half_way)
     still = settings_with(data, rl={"iterations": 2}, optim=Optim(lr=0.0, scheduler="constant"))
-    run(folder, [whole, resumed, job_of(still, base, data, folder / "still")])
-    return {name: folder / name for name in ("whole", "resumed", "still")}
+    jobs = [whole, resumed, job_of(still, base, data, folder / "still")]
+    batch = Batch(micro_batch_size=4, global_batch_size=16, max_len=64)
+    dropout = Peft(kind="lora", rank=4, alpha=8, dropout=0.1)
+    for name, weight, peft in (
+        ("apart", 1e-12, SETTINGS.peft), ("on the way", 0.0, SETTINGS.peft), ("drop", 0.0, dropout),
+    ):  # fmt: skip
+        rl = {"iterations": 3, "ppo_epochs": 1, "kl_coef": weight, "correction": "sequence_mask"}
+        changed = {"objective": "grpo", "batch": batch, "peft": peft, "save_steps": 0}
+        jobs.append(job_of(settings_with(data, rl=rl, **changed), base, data, folder / name))
+    return Online(folder, run(folder, jobs))
 
 
-def test_the_artifact_of_the_policy_has_no_critic(ppo: dict[str, Path]) -> None:
+def test_the_artifact_of_the_policy_has_no_critic(ppo: Online) -> None:
     described = json.loads((ppo["whole"] / "partitions.json").read_text())
     assert described["parameters"]
     assert not [name for name in described["parameters"] if "critic" in name or "value" in name]
@@ -54,7 +73,7 @@ def test_the_artifact_of_the_policy_has_no_critic(ppo: dict[str, Path]) -> None:
     assert not [name for name in critic if ".default." in name]
 
 
-def test_a_resumed_run_ends_with_identical_weights(ppo: dict[str, Path]) -> None:
+def test_a_resumed_run_ends_with_identical_weights(ppo: Online) -> None:
     left = [json.loads((ppo[name] / "train.json").read_text()) for name in ("whole", "resumed")]
     assert left[0]["losses"] == left[1]["losses"]
     assert len(left[0]["losses"]) == 4
@@ -68,7 +87,7 @@ def test_a_resumed_run_ends_with_identical_weights(ppo: dict[str, Path]) -> None
 
 
 def test_a_run_resumes_with_another_number_of_ranks(
-    ppo: dict[str, Path], base: Path, data: Path, tmp_path: Path
+    ppo: Online, base: Path, data: Path, tmp_path: Path
 ) -> None:
     """Policy and critic come from a universal checkpoint; only the order of sums differs."""
     half_way, universal = ppo["whole"] / "checkpoints" / "step-00000002", tmp_path / "universal"
@@ -81,7 +100,7 @@ def test_a_run_resumes_with_another_number_of_ranks(
     assert left[0]["losses"] == pytest.approx(left[1]["losses"], rel=1e-3, abs=1e-5)
 
 
-def test_learning_rate_0_changes_nothing(ppo: dict[str, Path]) -> None:
+def test_learning_rate_0_changes_nothing(ppo: Online) -> None:
     after = stitched(ppo["still"])
     assert after
     assert all(not tensor.any() for name, tensor in after.items() if "lora_B" in name)
@@ -89,35 +108,29 @@ def test_learning_rate_0_changes_nothing(ppo: dict[str, Path]) -> None:
     assert any(tensor.any() for name, tensor in trained.items() if "lora_B" in name)
 
 
-def test_the_reward_rises(ppo: dict[str, Path]) -> None:
+def test_the_reward_rises(ppo: Online) -> None:
     metrics = json.loads((ppo["whole"] / "train.json").read_text())["metrics"]
     assert metrics["steps"] == 4
     assert metrics["heldout_reward_after"] >= metrics["heldout_reward_before"]
 
 
-def test_a_single_step_measures_during_the_update(base: Path, data: Path, tmp_path: Path) -> None:
+def test_a_single_step_measures_during_the_update(ppo: Online) -> None:
     """The update measures old log-probabilities itself and gives the same result up to rounding.
 
     A tiny `kl_coef` forces the separate measurement for comparison. Without it, one forward pass is
     saved; dropout would make the passes differ.
     """
-    batch = Batch(micro_batch_size=4, global_batch_size=16, max_len=64)
-    dropout = Peft(kind="lora", rank=4, alpha=8, dropout=0.1)
-    jobs = []
-    for name, weight, peft in (
-        ("apart", 1e-12, SETTINGS.peft), ("on the way", 0.0, SETTINGS.peft), ("drop", 0.0, dropout),
-    ):  # fmt: skip
-        rl = {"iterations": 3, "ppo_epochs": 1, "kl_coef": weight, "correction": "sequence_mask"}
-        changed = {"objective": "grpo", "batch": batch, "peft": peft, "save_steps": 0}
-        jobs.append(job_of(settings_with(data, rl=rl, **changed), base, data, tmp_path / name))
-    steps = run(tmp_path, jobs)
+    steps = ppo.steps[-9:]
     measured = [("seconds/measure" in step) for step in steps]
     assert measured == [True] * 3 + [False] * 3 + [True] * 3
     assert all(step["mismatch/mean_abs"] >= 0 and step["entropy"] > 0 for step in steps)
-    apart, together = (stitched(tmp_path / name) for name in ("apart", "on the way"))
+    apart, together = (stitched(ppo[name]) for name in ("apart", "on the way"))
     for key, tensor in apart.items():
         torch.testing.assert_close(tensor, together[key], rtol=0, atol=1e-5)
-    losses = [json.loads((step.out / "train.json").read_text())["losses"] for step in jobs[:2]]
+    losses = [
+        json.loads((ppo[name] / "train.json").read_text())["losses"]
+        for name in ("apart", "on the way")
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=1e-6)
 
 

@@ -170,6 +170,7 @@ def test_a_crash_is_reported(served: Path, trained: Path, tmp_path: Path) -> Non
     assert reply["tail"][0] == "about to die"
 
 
+@pytest.mark.slow  # tests/process/test_conversation.py has a child that dies
 def test_an_unknown_request_names_itself(tmp_path: Path) -> None:
     log = logging.getLogger("tests.serving")
     with (

@@ -36,6 +36,7 @@ def verdict(report: StageReport, beginning: str) -> tuple[bool, str]:
     return check.ok, check.found
 
 
+@pytest.mark.slow  # the main job serves what it trained, and compares it with its base
 def test_vllm_serves_the_trained_model(
     run: Callable[..., StageReport], scorer: ReferenceScorer, base: Path, tmp_path: Path
 ) -> None:
@@ -75,6 +76,7 @@ def test_a_changed_layer_is_refused_and_placed(
     assert report.notes["drift_appeared_at"].startswith("the served folder")
 
 
+@pytest.mark.slow  # test_verdicts.py has the first stage that moved
 def test_a_stage_whose_record_shows_it_is_blamed(
     run: Callable[..., StageReport], altered: Callable[[float], Path]
 ) -> None:

@@ -77,3 +77,9 @@ def train(
     assert done.returncode == 0, done.stderr[-4000:]
     assert (out / "done").exists()
     return Trained(out)
+
+
+@pytest.fixture(scope="session")
+def lora(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Return the output of a training of an adapter."""
+    return train(base, tmp_path_factory.mktemp("lora") / "out", "lora")

@@ -29,11 +29,11 @@ def deliver(tmp_path: Path, source: Path, *more: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_an_adapter_of_another_step_is_refused(tmp_path: Path, base: Path, qlora: Trained) -> None:
+def test_an_adapter_of_another_step_is_refused(tmp_path: Path, base: Path, lora: Trained) -> None:
     source = tmp_path / "checkpoint-2"
-    shutil.copytree(qlora.out / "checkpoint-2", source)
+    shutil.copytree(lora.out / "checkpoint-2", source)
     name = "adapter_model.safetensors"
-    shutil.copyfile(qlora.out / "checkpoint-1" / name, source / name)
+    shutil.copyfile(lora.out / "checkpoint-1" / name, source / name)
     status, text = deliver(tmp_path, source, f"base={base}", "smoke.engine=transformers")
     assert status == 1
     assert "not the model that was measured when they were saved" in text

@@ -49,11 +49,6 @@ def of_files(model: Any, reference: Fingerprint) -> Drift:
     return drift(reference, new)
 
 
-@pytest.fixture(scope="module")
-def lora(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return train(base, tmp_path_factory.mktemp("lora") / "out", "lora")
-
-
 def test_a_trainers_command_leaves_a_record_in_every_checkpoint(base: Path, lora: Trained) -> None:
     for step in (1, 2):
         folder = f"checkpoint-{step}"

@@ -14,19 +14,19 @@ TEMPLATE = {"system": 5, "user": 4, "assistant": 6}
 """Token before the content of a message, by role; the generation prompt is the assistant's."""
 
 
-def logprobs(prefix: Sequence[int]) -> NDArray[np.float64]:
+def logprobs(prefix: Sequence[int], model: int = 0) -> NDArray[np.float64]:
     """Return the log-probabilities of the token after a prefix, shape (SIZE,)."""
-    seed = int(sum((at + 1) * (token + 1) for at, token in enumerate(prefix)))
+    seed = int(sum((at + 1) * (token + 1) for at, token in enumerate(prefix))) + 10_000 * model
     logits = np.random.default_rng(seed).normal(size=SIZE) * 2
     values: NDArray[np.float64] = logits - np.log(np.exp(logits).sum())
     return values
 
 
-def greedy(prompt: Sequence[int], count: int) -> list[int]:
+def greedy(prompt: Sequence[int], count: int, model: int = 0) -> list[int]:
     """Return the most likely tokens after a prompt, up to EOS."""
     tokens: list[int] = []
     while len(tokens) < count and EOS not in tokens:
-        tokens.append(int(logprobs([*prompt, *tokens]).argmax()))
+        tokens.append(int(logprobs([*prompt, *tokens], model).argmax()))
     return tokens
 
 
@@ -48,9 +48,11 @@ def rendered(messages: Sequence[dict[str, Any]]) -> list[int]:
     return [*ids, TEMPLATE["assistant"]]
 
 
-def tops(prefix: Sequence[int], count: int, own: int | None = None) -> dict[int, float]:
+def tops(
+    prefix: Sequence[int], count: int, own: int | None = None, model: int = 0
+) -> dict[int, float]:
     """Return the most likely tokens after a prefix, and one token more."""
-    values = logprobs(prefix)
+    values = logprobs(prefix, model)
     chosen = [int(token) for token in np.argsort(-values)[:count]]
     chosen += [own] if own is not None and own not in chosen else []
     return {token: float(values[token]) for token in chosen}

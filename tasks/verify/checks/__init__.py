@@ -2,5 +2,7 @@
 
 prompt      template and tokens
 ending      EOS and context
-differences where two token sequences part, for both
+load        alone and in a crowd, the same prompt again, long prompts, streams
+leak        base and adapters by turns
+differences, changes   how two token sequences, and two sets of answers, differ
 """

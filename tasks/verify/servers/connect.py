@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import ConfigError
 from tasks.verify.servers.http import Http
+from tasks.verify.servers.llama_cpp import LlamaCppServer
+from tasks.verify.servers.ollama import OllamaServer
 from tasks.verify.servers.openai import OpenAiServer
 from tasks.verify.servers.server import Server, ServerError
+from tasks.verify.servers.sglang import SglangServer
+from tasks.verify.servers.tgi import TgiServer
+from tasks.verify.servers.transformers_serve import TransformersServer
 from tasks.verify.servers.vllm import VllmServer
+from tasks.verify.servers.vocabulary import read_vocabulary
 
-KINDS = ("vllm", "openai")
+KINDS = ("vllm", "sglang", "tgi", "llama.cpp", "ollama", "transformers", "openai")
 """Dialects that `kind` names; None finds out."""
 
 
@@ -24,6 +31,7 @@ def connect(
     workers: int = 8,
     ca: str | None = None,
     model: str | None = None,
+    tokenizer: Path | None = None,
 ) -> Server:
     """Return the server at an address.
 
@@ -35,6 +43,8 @@ def connect(
         workers: requests at the same time.
         ca: file with the certificates to trust; None for those of the system.
         model: name to try out abilities with; None for the first one.
+        tokenizer: folder with the `tokenizer.json` of the training, for servers that take texts
+            only; None for none.
 
     Raises:
         ConfigError: the address or the kind is none.
@@ -44,24 +54,52 @@ def connect(
         raise ConfigError(f"kind={kind} is no kind of server", hint=f"one of {', '.join(KINDS)}")
     http = Http(url, key=key, timeout_s=timeout_s, workers=workers, ca=ca)
     try:
-        return _connected(http, kind, model)
+        return _connected(http, kind, model, tokenizer)
     except BaseException:
         http.close()
         raise
 
 
-def _connected(http: Http, kind: str | None, model: str | None) -> Server:
-    owner, version = _owner(http), _version(http.optional("/version"))
-    kind = kind or ("vllm" if owner == "vllm" else "openai")
-    if kind == "vllm":
-        return VllmServer(http, kind=kind, version=version, model=model)
+def _connected(http: Http, kind: str | None, model: str | None, tokenizer: Path | None) -> Server:
+    owner = _owner(http)
+    if kind is None and owner == "vllm":
+        kind = "vllm"
+    if kind in ("vllm", "openai"):
+        version = _text(http.optional("/version"), "version")
+        made = VllmServer if kind == "vllm" else OpenAiServer
+        return made(http, kind=kind, version=version, model=model)
+
+    if kind in (None, "llama.cpp"):
+        props = http.optional("/props")
+        if _has(props, "default_generation_settings"):
+            return LlamaCppServer(http, props)
+    if kind in (None, "sglang"):
+        facts = http.optional("/get_model_info") or http.optional("/model_info")
+        if _has(facts, "model_path"):
+            served = http.optional("/get_server_info") or http.optional("/server_info")
+            return SglangServer(http, _text(served, "version"), model)
+    vocabulary = read_vocabulary(tokenizer) if tokenizer is not None else None
+    if kind in (None, "tgi"):
+        info = http.optional("/info")
+        if _has(info, "model_id"):
+            return TgiServer(http, info, vocabulary, model)
+    if kind in (None, "ollama"):
+        version = _text(http.optional("/api/version"), "version")
+        if version:
+            return OllamaServer(http, version, vocabulary, model)
+    if kind == "transformers" or (kind is None and _is_transformers(http)):
+        return TransformersServer(http, "", vocabulary, model)
+    if kind is not None:
+        raise ServerError(
+            f"{http.url} is no server of kind {kind}", hint="kind= is not needed", code="response"
+        )
     if owner is None:
         raise ServerError(
             f"{http.url} answers, but no /v1/models is there",
             hint=f"url= of a model server, or kind= one of {', '.join(KINDS)}",
             code="response",
         )
-    return OpenAiServer(http, kind="openai", version=version, model=model)
+    return OpenAiServer(http, kind="openai", model=model)
 
 
 def _owner(http: Http) -> str | None:
@@ -74,6 +112,16 @@ def _owner(http: Http) -> str | None:
     return str(first.get("owned_by", ""))
 
 
-def _version(answer: Any) -> str:
-    version = answer.get("version", "") if isinstance(answer, Mapping) else ""
-    return version if isinstance(version, str) else ""
+def _is_transformers(http: Http) -> bool:
+    """Return True if the API's description lists the endpoint that only transformers has."""
+    described = http.optional("/openapi.json")
+    return _has(described, "paths") and "/load_model" in described["paths"]
+
+
+def _has(answer: Any, key: str) -> bool:
+    return isinstance(answer, Mapping) and key in answer
+
+
+def _text(answer: Any, key: str) -> str:
+    value = answer.get(key, "") if isinstance(answer, Mapping) else ""
+    return value if isinstance(value, str) else ""

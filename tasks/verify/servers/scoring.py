@@ -11,7 +11,7 @@ from tasks.verify.servers.server import Entry, Scores, Server, ServerError
 SAMPLED = 12
 """Positions per sequence where each costs a request."""
 _NO_LOGPROB = 1e-3
-_EMPTY: Entry = (np.empty(0, np.int32), np.empty(0, np.float32))
+EMPTY: Entry = (np.empty(0, np.int32), np.empty(0, np.float32))
 
 
 def entry(values: Mapping[int, float | None]) -> Entry:
@@ -41,7 +41,7 @@ def entry(values: Mapping[int, float | None]) -> Entry:
 
 def scores(length: int, entries: Mapping[int, Entry]) -> Scores:
     """Return the scores of a sequence of `length` tokens; positions without entry are empty."""
-    chosen = [entries.get(at, _EMPTY) for at in range(length - 1)]
+    chosen = [entries.get(at, EMPTY) for at in range(length - 1)]
     return Scores(tuple(ids for ids, _ in chosen), tuple(values for _, values in chosen))
 
 

@@ -23,6 +23,7 @@ from flows.cli.vocabulary import Vocabulary
 from flows.servers.services import TRACKING, client_settings, services_of
 from tasks.config import Rlhf
 from tasks.config.audit_flow import Audit
+from tasks.config.bisect_flow import Bisect
 from tasks.config.checks.model import look
 from tasks.config.defaults import ONLINE, RULES, default
 from tasks.config.deliver_flow import Deliver
@@ -46,6 +47,7 @@ SCHEMAS: dict[str, type] = {
     "rlhf": hydra_schema(Rlhf),
     "deliver": hydra_schema(Deliver),
     "audit": hydra_schema(Audit),
+    "bisect": hydra_schema(Bisect),
     "prune": hydra_schema(Prune),
     "status": hydra_schema(Status),
     "verify": hydra_schema(Verify),
@@ -86,6 +88,7 @@ OmegaConf.register_new_resolver("toy", _toy, replace=True)
 ConfigStore.instance().store(name="schema", node=SCHEMAS["rlhf"])
 ConfigStore.instance().store(name="deliver_schema", node=SCHEMAS["deliver"])
 ConfigStore.instance().store(name="audit_schema", node=SCHEMAS["audit"])
+ConfigStore.instance().store(name="bisect_schema", node=SCHEMAS["bisect"])
 ConfigStore.instance().store(name="prune_schema", node=SCHEMAS["prune"])
 ConfigStore.instance().store(name="status_schema", node=SCHEMAS["status"])
 ConfigStore.instance().store(name="verify_schema", node=SCHEMAS["verify"])

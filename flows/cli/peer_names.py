@@ -213,6 +213,13 @@ PEERS: Mapping[str, Mapping[str, str]] = {
         "timeout": "timeout_s={}",
         "gate": "profile={}",
     },
+    "bisect": {
+        **dict.fromkeys((*_BASE, "reference", "trained"), "a={}"),
+        **dict.fromkeys((*_SOURCE, "served"), "b={}"),
+        **dict.fromkeys(("a.adapter", "adapter_a"), "a_adapter={}"),
+        **dict.fromkeys(("b.adapter", "adapter_b", "adapter"), "b_adapter={}"),
+        **dict.fromkeys(("output", "output_path", "report", "json"), "out={}"),
+    },
     "prune": {
         **dict.fromkeys(("keep_last", "keep_runs"), "keep={}"),
         **dict.fromkeys(("days", "max_age", "older"), "older_than={}"),

@@ -1,0 +1,120 @@
+"""Run `python flows/bisect.py ...` and return its exit status, without Prefect and MLflow."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flows.cli.bootstrap import bootstrap
+from flows.cli.config import Composed
+from flows.cli.entry import exit_on_signals, run_main
+from tasks.bisect.report import Report
+from tasks.bisect.run import Options, Side, bisect
+from tasks.config.checks import preflight
+from tasks.core.errors import ConfigError
+from tasks.core.finding import Finding
+from tasks.core.private import open_up
+from tasks.delivery.texts import probe_texts
+from tasks.process.launch import kill_children_on_abort
+from tasks.weights.files.reader import read_json
+
+PROJECT = Path(__file__).resolve().parents[2]
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def main() -> int:
+    """Run the command of this process. Returns the exit status."""
+    with exit_on_signals():
+        return run_main("bisect", _job)
+
+
+def _job(composed: Composed, overrides: list[str]) -> int:
+    bootstrap(PROJECT, composed.runs)
+    settings = composed.settings
+    preflight([*_problems(settings)])
+    options = Options(
+        texts=probe_texts(settings["texts"], settings["probes"]),
+        limit=settings["tokens"],
+        profile=settings["profile"],
+        attn_implementation=settings["attn_implementation"],
+        device=None if settings["device"] == "auto" else settings["device"],
+        threads=settings["threads"],
+        timeout_s=settings["timeout_s"],
+    )
+    log = logging.getLogger("plumbline.bisect")
+    with tempfile.TemporaryDirectory() as folder, kill_children_on_abort():
+        log_path = Path(folder) / "bisect.log"
+        a, b = _side(settings, "a"), _side(settings, "b")
+        report = bisect(a, b, options, log=log, log_path=log_path)
+    _print(report, settings["out"])
+    return report.exit_status
+
+
+def _print(report: Report, out: str | None) -> None:
+    document = json.dumps(report.as_json(), indent=1)
+    if out == "-":
+        print(document)
+        return
+    if out:
+        try:
+            _folder(out).write_text(document + "\n")
+            open_up(_folder(out))
+        except OSError as error:
+            reason = f"out={out}: {error.strerror}"
+            raise ConfigError(reason, hint="out=<a file elsewhere>") from error
+    print(report.text())
+
+
+def _side(settings: Mapping[str, Any], name: str) -> Side:
+    """Return one of the two models; an adapter's folder stands for its base with it."""
+    path, adapter = _folder(settings[name]), settings[f"{name}_adapter"]
+    if adapter is None and _base_of(path) is not None:
+        path, adapter = _folder(str(_base_of(path))), str(path)
+    dtype = settings[f"{name}_dtype"]
+    return Side(path, _folder(adapter) if adapter else None, dtype=dtype)
+
+
+def _base_of(folder: Path) -> str | None:
+    """Return the base that an adapter's folder names; None for the folder of a model."""
+    if (folder / "config.json").is_file() or not (folder / ADAPTER_CONFIG).is_file():
+        return None
+    return str(read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path"))
+
+
+def _problems(settings: Mapping[str, Any]) -> Iterator[Finding]:
+    for name in ("a", "b"):
+        yield from _side_problems(settings, name)
+    for key in ("probes", "tokens", "timeout_s"):
+        least = 2 if key == "tokens" else 1
+        if settings[key] < least:
+            yield Finding(key, str(settings[key]), f"at least {least}", f"{key}={least * 4}")
+    out = settings["out"]
+    for name in ("a", "b"):
+        folder = _folder(settings[name]).resolve()
+        if out not in (None, "-") and _folder(out).resolve().is_relative_to(folder):
+            yield Finding("out", out, f"inside {name}, which is only read", "out=<file elsewhere>")
+
+
+def _side_problems(settings: Mapping[str, Any], name: str) -> Iterator[Finding]:
+    text, adapter = settings[name], settings[f"{name}_adapter"]
+    folder = _folder(text)
+    if not folder.is_dir():
+        what = "a file" if folder.is_file() else "no such folder"
+        yield Finding(name, text, what, f"{name}=<folder>")
+    elif (base := _base_of(folder)) is not None:
+        if not _folder(base).is_dir():
+            typed = f"{name}=<folder of the base> {name}_adapter={text}"
+            yield Finding(name, text, f"an adapter, and its base {base} is no folder here", typed)
+    elif not (folder / "config.json").is_file():
+        yield Finding(name, text, "no config.json in it", f"{name}=<Hugging Face folder>")
+    if adapter and not (_folder(adapter) / ADAPTER_CONFIG).is_file():
+        typed = f"{name}_adapter=<folder of the adapter>"
+        yield Finding(f"{name}_adapter", adapter, f"no {ADAPTER_CONFIG} in it", typed)
+
+
+def _folder(text: str) -> Path:
+    return Path(text).expanduser().absolute()

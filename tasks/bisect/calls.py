@@ -1,0 +1,236 @@
+"""Record the module calls of a model, and replay them in another model.
+
+A difference in layer k changes the input of every later layer, and rounding noise grows from layer
+to layer. So two models are not compared by their hidden states. In a replay each module gets the
+recorded input in place of the one that arrives, and passes on the recorded output in place of its
+own. Two distances are measured at each module:
+
+    input    from the arriving input to the recorded one: the code between modules (attention,
+             rotary embedding, residual sums), which started from recorded outputs
+    output   from the module's output to the recorded one, both for the recorded input
+
+Neither depends on any other module.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.utils import _pytree as pytree
+
+Part = Literal["input", "output"]
+SMALLEST_ROW = 1e-2
+"""Rows of less than this share of the usual length are compared as if they had it: a row of almost
+zeros has no meaningful relative distance."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Tensors of one call of a module, in order.
+
+    Attributes:
+        inputs: tensors among its arguments.
+        outputs: tensors that it returned.
+    """
+
+    inputs: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
+
+
+Recording = dict[str, list[Call]]
+"""Calls of each module on one probe, in the order of the first calls."""
+
+
+@dataclass
+class Distance:
+    """Distance of two sets of rows; a row is one position's vector.
+
+    Attributes:
+        squares: sum of the squared relative distances of all rows.
+        rows: number of rows.
+        largest: largest relative distance of a row.
+        strange: differences that are no distance: shapes, numbers of calls, not finite.
+    """
+
+    squares: float = 0.0
+    rows: int = 0
+    largest: float = 0.0
+    strange: set[str] = field(default_factory=set)
+
+    @property
+    def mean(self) -> float:
+        """Root of the mean squared relative distance of the rows."""
+        return float((self.squares / self.rows) ** 0.5) if self.rows else 0.0
+
+    def add(self, new: torch.Tensor, recorded: torch.Tensor) -> bool:
+        """Add the rows of a tensor. Returns False if the two have different shapes."""
+        recorded = recorded.to(new.device)
+        if new.shape != recorded.shape:
+            if new.shape.numel() != recorded.shape.numel() or new.shape[-1:] != recorded.shape[-1:]:
+                self.strange.add(f"shape {list(new.shape)}, not {list(recorded.shape)}")
+                return False
+            recorded = recorded.reshape(new.shape)
+        if new.numel() == 0:
+            return True
+        if not new.is_floating_point():
+            self.largest = max(self.largest, float((new != recorded).any()))
+            return True
+        new, recorded = (_rows(tensor.detach()) for tensor in (new, recorded))
+        same = (new == recorded) | (new.isnan() & recorded.isnan())  # infinities of masks
+        apart = torch.where(same, 0.0, new - recorded).norm(dim=-1)
+        lengths = recorded.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1)
+        usual = lengths.square().mean().sqrt().item()
+        relative = apart / lengths.clamp_min(max(SMALLEST_ROW * usual, 1e-30))
+        if not relative.isfinite().all():
+            self.strange.add("NaN or infinite")
+            return True
+        self.squares += float(relative.square().sum())
+        self.rows += relative.numel()
+        self.largest = max(self.largest, float(relative.max()))
+        return True
+
+
+Distances = dict[tuple[str, Part], Distance]
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.float()
+    return flat.reshape(-1, flat.shape[-1]) if flat.dim() else flat.reshape(1, 1)
+
+
+def record(model: Any, places: Mapping[str, Any], ids: torch.Tensor) -> Recording:
+    """Run a model on one probe and record the calls of its modules.
+
+    Args:
+        model: a model by transformers, in eval mode.
+        places: its modules by name (`modules.places`).
+        ids: token ids of the probe, shape (1, T).
+    """
+    recording: Recording = {}
+    open_calls: dict[str, list[list[torch.Tensor]]] = defaultdict(list)
+    copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy; the same one for a tensor that several modules get."""
+        known = copies.get(id(tensor))
+        if known is None or known[1] != tensor._version:
+            known = copies[id(tensor)] = (tensor, tensor._version, tensor.detach().clone())
+        return known[2]
+
+    def before(name: str, args: Any) -> None:
+        recording.setdefault(name, [])
+        open_calls[name].append([copied(tensor) for tensor in _tensors(args)])
+
+    def after(name: str, output: Any) -> None:
+        inputs = open_calls[name].pop()
+        recording[name].append(Call(inputs, [copied(tensor) for tensor in _tensors(output)]))
+
+    with _hooked(places, before, after):
+        _run(model, ids)
+    return recording
+
+
+def replay(
+    model: Any,
+    places: Mapping[str, Any],
+    ids: torch.Tensor,
+    recording: Recording,
+    distances: Distances,
+    *,
+    nudge: float = 0.0,
+) -> None:
+    """Run a model on one probe with recorded inputs and outputs, and add up the distances.
+
+    Args:
+        model: a model by transformers, in eval mode.
+        places: its modules by name.
+        ids: token ids of the probe, shape (1, T).
+        recording: calls of this model or of another one, on the same probe.
+        distances: distances by module and part; they are added to.
+        nudge: relative size of random changes of all recorded values that are passed on. The
+            distances are then this model's own noise.
+    """
+    generator = torch.Generator().manual_seed(0)
+    counts: dict[str, int] = defaultdict(int)
+    running: dict[str, list[Call | None]] = defaultdict(list)
+
+    def forced(name: str, part: Part, tree: Any, recorded: Sequence[torch.Tensor]) -> Any:
+        leaves, spec = pytree.tree_flatten(tree)
+        distance = distances.setdefault((name, part), Distance())
+        at = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        if len(at) != len(recorded):
+            distance.strange.add(f"{len(at)} tensors, not {len(recorded)}")
+            return tree
+        for n, kept in zip(at, recorded, strict=True):
+            new = leaves[n]
+            if distance.add(new, kept):
+                value = kept.reshape(new.shape).to(new.device, new.dtype)
+                leaves[n] = _nudged(value, nudge, generator) if nudge else value
+        return pytree.tree_unflatten(leaves, spec)
+
+    def before(name: str, args: Any) -> Any:
+        calls, number = recording.get(name, []), counts[name]
+        counts[name] += 1
+        call = calls[number] if number < len(calls) else None
+        running[name].append(call)
+        if call is None:
+            strange = distances.setdefault((name, "input"), Distance()).strange
+            strange.add(f"is called, and was called {len(calls)} times")
+            return args
+        return forced(name, "input", args, call.inputs)
+
+    def after(name: str, output: Any) -> Any:
+        call = running[name].pop()
+        return output if call is None else forced(name, "output", output, call.outputs)
+
+    with _hooked(places, before, after):
+        _run(model, ids)
+    for name, calls in recording.items():
+        if counts[name] < len(calls):
+            strange = distances.setdefault((name, "input"), Distance()).strange
+            strange.add(f"is called {counts[name]} times, and was called {len(calls)} times")
+
+
+def _nudged(value: torch.Tensor, size: float, generator: torch.Generator) -> torch.Tensor:
+    if not value.is_floating_point():
+        return value
+    signs = torch.randint(0, 2, value.shape, generator=generator, dtype=torch.int8) * 2 - 1
+    return (value.float() * (1 + size * signs.to(value.device))).to(value.dtype)
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+@torch.no_grad()
+def _run(model: Any, ids: torch.Tensor) -> None:
+    model(input_ids=ids, use_cache=False)
+
+
+@contextmanager
+def _hooked(places: Mapping[str, Any], before: Any, after: Any) -> Iterator[None]:
+    """Call `before(name, (args, kwargs))` and `after(name, output)` around each module.
+
+    A value that they return replaces the arguments or the output.
+    """
+    handles = []
+    for name, module in places.items():
+
+        def enter(_: Any, args: Any, kwargs: Any, name: str = name) -> Any:
+            return before(name, (args, kwargs))
+
+        def leave(_: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> Any:
+            return after(name, output)
+
+        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+        handles.append(module.register_forward_hook(leave, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

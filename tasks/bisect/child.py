@@ -1,0 +1,272 @@
+"""The bisecting child: loads two models, compares them, and writes a report.
+
+    python -m tasks.bisect.child job.json
+
+Both models are in memory at the same time. The job is `run.Job`; the report goes to its `out`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tasks.bisect.report import Report
+from tasks.core.errors import PlumblineError
+from tasks.drift.fingerprint import PROFILES, drift, within
+from tasks.drift.reward_drift import exceeds
+from tasks.drift.reward_scores import ScorePrint, score_drift
+from tasks.process.block_unused_imports import start_lean
+from tasks.weights.files.names import PEFT_PREFIX, unwrap
+from tasks.weights.files.reader import read_checkpoint, read_json
+
+if TYPE_CHECKING:
+    from tasks.bisect.compare import Compared
+
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
+"""Keys of config.json that two comparable models share."""
+_WRAPPER = r"^(?:base_model\.model\.|module\.|_orig_mod\.|_fsdp_wrapped_module\.)+"
+
+
+class RefusedError(PlumblineError):
+    """The two models cannot be compared."""
+
+
+def main() -> None:
+    """Run the job of this command line."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    start_lean()
+    try:
+        report = bisect(job)
+    except PlumblineError as error:
+        reason = "; ".join([error.message, *([error.hint] if error.hint else [])])
+        report = Report(_shown(job["a"]), _shown(job["b"]), "refused", reason)
+    Path(job["out"]).write_text(json.dumps(report.as_json()))
+
+
+def bisect(job: Mapping[str, Any]) -> Report:
+    """Compare the two models of a job.
+
+    Raises:
+        PlumblineError: they cannot be loaded, or not be compared.
+    """
+    configs = [_config(job[side]) for side in ("a", "b")]
+    _require_same_sizes(*configs)
+    probes, notes = _probes(job)
+    from tasks.bisect.causes import config_changes
+    from tasks.bisect.compare import Pair
+
+    is_reward = any(_is_reward(config) for config in configs)
+    threads = job.get("threads")
+    if threads:
+        import torch
+
+        torch.set_num_threads(threads)
+    a, b = (_load(job[side], job, is_reward, notes) for side in ("a", "b"))
+    quantised = any(c.get("quantization_config") for c in configs) or _is_four_bit(job)
+    pair = Pair(a, b, quantised)
+    if len(pair.missing) > 0.1 * len(pair.in_a):
+        raise RefusedError(
+            f"other architecture: {len(pair.missing)} modules are in one of them alone, first "
+            f"{pair.missing[0]}"
+        )
+    moved, limit = _drift(a, b, probes, job, is_reward)
+    compared = pair.compare(probes)
+    config = config_changes(a.config.to_dict(), b.config.to_dict())
+    return _judged(job, compared, moved, limit, config, [*notes, *compared.notes[:5]])
+
+
+def _judged(
+    job: Mapping[str, Any],
+    compared: Compared,
+    moved: dict[str, float],
+    limit: str,
+    config: list[str],
+    notes: list[str],
+) -> Report:
+    """Return the report: the verdict and its reason."""
+    rows = compared.divergences
+    largest, name = compared.largest
+    formats = ", ".join(compared.roundings)
+    stand_out = f"largest: {name}, {largest:.1f} times the noise" if name else ""
+    in_engine = job["engine"] != "transformers"
+    if rows and (limit or in_engine):
+        weights = sum(row.where == "weights" for row in rows)
+        verdict, reason = "differs", f"{rows[0].module} is the first of {len(rows)} modules"
+        if not weights and config:
+            reason += f"; the weights are equal, and config.json differs in {_keys(config)}"
+        elif weights > 0.8 * sum(map(bool, compared.gaps.values())) and weights > 3:
+            reason += "; nearly all weights differ: another checkpoint, or full training"
+    elif rows:
+        listed = ", ".join(row.module for row in rows[:3])
+        verdict, reason = "below", f"differs beyond rounding, but below the gate: {listed}"
+    elif formats:
+        verdict, reason = "rounding", f"one side is rounded to {formats}; {stand_out}"
+        if set(compared.roundings) <= {"bfloat16", "float16"}:
+            verdict = "noise"
+    elif compared.exact:
+        verdict, reason = "same", ""
+        if config:
+            reason = f"config.json differs in {_keys(config)}, without effect on the probes"
+    else:
+        verdict, reason = "noise", stand_out
+    return Report(
+        _shown(job["a"]),
+        _shown(job["b"]),
+        verdict,
+        reason,
+        len(compared.order),
+        compared.order.index(rows[0].module) if rows else len(compared.order),
+        [_with_config(row, config) for row in rows],
+        moved,
+        limit,
+        config,
+        notes,
+        job["engine"],
+    )
+
+
+def _with_config(row: Any, config: list[str]) -> Any:
+    """Return the row with the differing configuration as its cause, if its weights are equal."""
+    if row.where == "weights" or row.cause or not config:
+        return row
+    hint = "give b's config.json the values of a, or load both with the same ones"
+    return replace(row, cause="config.json: " + "; ".join(config[:4]), hint=hint)
+
+
+def _keys(config: list[str]) -> str:
+    return ", ".join(line.partition(":")[0] for line in config[:4])
+
+
+def _config(side: Mapping[str, Any]) -> dict[str, Any]:
+    path = Path(side["path"])
+    if not (path / "config.json").is_file():
+        raise RefusedError(f"{path}: no config.json in it", hint="name a Hugging Face folder")
+    return read_json(path / "config.json")
+
+
+def _require_same_sizes(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
+    """Refuse models whose sizes differ, before they are loaded."""
+    a, b = (dict(config.get("text_config") or config) for config in (a, b))
+    differing = [
+        f"{key} {a[key]} and {b[key]}"
+        for key in SIZES
+        if key in a and key in b and a[key] != b[key]
+    ]
+    if not differing:
+        return
+    types = {str(config.get("model_type")) for config in (a, b)}
+    what = "other vocabulary" if differing[0].startswith("vocab") else "other architecture"
+    if len(types) > 1:
+        differing.insert(0, f"model_type {a.get('model_type')} and {b.get('model_type')}")
+        what = "other architecture"
+    raise RefusedError(f"{what}: {', '.join(differing)}")
+
+
+def _probes(job: Mapping[str, Any]) -> tuple[list[list[int]], list[str]]:
+    """Return the probes' token ids by a's tokenizer, and a note if b's gives others."""
+    if job.get("ids"):
+        return job["ids"], []
+    from tasks.serving.prompts import encode_texts
+
+    sides = []
+    for side in ("a", "b"):
+        folders = [Path(job[side][key]) for key in ("adapter", "path") if job[side].get(key)]
+        folder = next((f for f in folders if (f / "tokenizer_config.json").is_file()), None)
+        encoded = encode_texts(folder, job["texts"], job["limit"]) if folder is not None else None
+        sides.append(encoded)
+    ids = sides[0] or sides[1]
+    if ids is None:
+        raise RefusedError("no tokenizer in a and none in b: there is nothing to measure on")
+    notes = []
+    if None not in sides and sides[0] != sides[1]:
+        notes.append("the tokenizers of a and b give other ids for the same text; a's are used")
+    probes = [probe for probe in ids if len(probe) >= 2]
+    if not probes:
+        raise RefusedError("no text has two tokens: nothing to measure on")
+    return probes, notes
+
+
+def _is_reward(config: Mapping[str, Any]) -> bool:
+    return str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification")
+
+
+def _is_four_bit(job: Mapping[str, Any]) -> bool:
+    return any(job[side].get("quantization") for side in ("a", "b"))
+
+
+def _load(
+    side: Mapping[str, Any], job: Mapping[str, Any], is_reward: bool, notes: list[str]
+) -> Any:
+    """Load one model as it is on disk."""
+    from tasks.serving.reference.load import chosen_device, from_folder, placement
+    from tasks.serving.reference.peft_adapters import with_adapters
+    from tasks.serving.reference.rewards import CLASSIFIER
+    from tasks.weights.heads.reward import SCORE
+
+    path, adapter = Path(side["path"]), side.get("adapter")
+    quantization = side.get("quantization")
+    device = chosen_device(job.get("device"))
+    extra: dict[str, Any] = {"num_labels": 1} if is_reward else {}
+    names = _wrapped_names(path)
+    if names:
+        notes.append(f"{path}: {names} tensors have a wrapper's prefix, which is left out here")
+        extra["key_mapping"] = {_WRAPPER: ""}
+    model = from_folder(
+        CLASSIFIER if is_reward else "AutoModelForCausalLM",
+        path,
+        dtype=side["dtype"],
+        attn_implementation=job["attn_implementation"],
+        quantization=quantization,
+        gaps=(SCORE, "lm_head.weight") if is_reward and adapter else (),
+        device_map=placement(path, device, quantized=quantization is not None),
+        **extra,
+    )
+    if is_reward and model.config.get_text_config().pad_token_id is None:
+        model.config.get_text_config().pad_token_id = -1
+    return with_adapters(model, {str(adapter): 1.0}).eval() if adapter else model.eval()
+
+
+def _wrapped_names(path: Path) -> int:
+    """Return the number of tensors whose names begin with a wrapper's prefix."""
+    try:
+        names = read_checkpoint(path).tensors
+    except PlumblineError:  # other files; transformers will say what is wrong with them
+        return 0
+    return sum(unwrap(name) != name or name.startswith(PEFT_PREFIX) for name in names)
+
+
+def _drift(
+    a: Any, b: Any, probes: list[list[int]], job: Mapping[str, Any], is_reward: bool
+) -> tuple[dict[str, float], str]:
+    """Return the drift of b from a, and the limits that it exceeds."""
+    import torch
+
+    from tasks.serving.reference.load import input_device
+    from tasks.serving.reference.measure import fingerprint, reference
+
+    limit = PROFILES[job["profile"]]
+    if not is_reward:
+        first = reference(a, probes)
+        moved = drift(first, fingerprint(b, first))
+        return asdict(moved), "; ".join(within(moved, limit))
+    prints = []
+    with torch.no_grad():
+        for model in (a, b):
+            ids = [torch.tensor([probe], device=input_device(model)) for probe in probes]
+            scores = tuple(float(model(input_ids=each).logits[0, 0]) for each in ids)
+            prints.append(ScorePrint(tuple(map(tuple, probes)), scores, "transformers"))
+    rewards = score_drift(*prints)
+    return asdict(rewards), "; ".join(exceeds(rewards, limit.rewards, None))
+
+
+def _shown(side: Mapping[str, Any]) -> str:
+    adapter = f" + {side['adapter']}" if side.get("adapter") else ""
+    return f"{side['path']}{adapter} ({side['dtype']})"
+
+
+if __name__ == "__main__":
+    main()

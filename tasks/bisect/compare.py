@@ -1,0 +1,246 @@
+"""Compare two loaded models module by module, and judge the differences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from tasks.bisect.calls import Distance, Distances, Part, Recording, record, replay
+from tasks.bisect.causes import AUDIT, Cause, cause_of
+from tasks.bisect.modules import Weights, places, weights_of
+from tasks.bisect.report import Divergence
+from tasks.bisect.tensors import TensorGap, compare
+from tasks.serving.reference.load import input_device
+from tasks.serving.reference.measure import other_sums
+
+FACTOR = 4.0
+"""Distances above this many times the noise are differences."""
+EXPLAINED = 16
+"""Differing modules whose cause is looked for."""
+OTHERS = 1 << 30
+"""Numbers of a's other tensors in which b's values are looked for."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Comparison of two models.
+
+    Attributes:
+        order: names of all modules, in the order of execution.
+        divergences: differing modules, in that order.
+        gaps: comparisons of all weights, by module.
+        exact: True if all outputs are equal bit for bit.
+        largest: largest distance of a module's output in units of the noise, and its name.
+        roundings: formats that explain differences of weights.
+        notes: modules that only one of the two has.
+    """
+
+    order: list[str]
+    divergences: list[Divergence]
+    gaps: Mapping[str, list[TensorGap]]
+    exact: bool
+    largest: tuple[float, str]
+    roundings: list[str]
+    notes: list[str]
+
+
+@dataclass
+class Pair:
+    """Two loaded models and their modules.
+
+    Attributes:
+        a: the first model by transformers, in eval mode.
+        b: the second model.
+        quantised: True if one of the two declares quantised weights.
+    """
+
+    a: Any
+    b: Any
+    quantised: bool = False
+
+    def __post_init__(self) -> None:
+        self.in_a, self.in_b = places(self.a), places(self.b)
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of the modules that only one of the two has."""
+        only_a = [f"{name}: only in a" for name in self.in_a if name not in self.in_b]
+        return only_a + [f"{name}: only in b" for name in self.in_b if name not in self.in_a]
+
+    def compare(
+        self, probes: Sequence[Sequence[int]], recordings: Sequence[Recording] | None = None
+    ) -> Compared:
+        """Compare the models on some probes.
+
+        Args:
+            probes: token ids of each probe.
+            recordings: calls of another engine that runs b, one for each probe. They are replayed
+                in a, in place of a's calls in b.
+        """
+        gaps = {name: list(self._weight_gaps(name)) for name in self.in_a if name in self.in_b}
+        distances, noise = self._measure(probes, recordings)
+        order = list(dict.fromkeys([*self._called, *self.in_a]))
+        judge = _Judge(gaps, distances, noise, self.quantised)
+        rows = [row for name in order for row in judge.module(name)]
+        explained = [self._explained(row) for row in rows[:EXPLAINED]] + rows[EXPLAINED:]
+        roundings = sorted({gap.rounding for each in gaps.values() for gap in each if gap.rounding})
+        exact = all(not d.largest and not d.strange for d in distances.values())
+        return Compared(order, explained, gaps, exact, judge.largest, roundings, self.missing)
+
+    def _weight_gaps(self, name: str) -> Iterator[TensorGap]:
+        a, b = weights_of(self.in_a[name]), weights_of(self.in_b[name])
+        for key in a.keys() & b.keys():
+            yield compare(f"{name}.{key}", a[key], b[key])
+        if not self.quantised:
+            for key in a.keys() ^ b.keys():
+                side = "a" if key in a else "b"
+                shape = tuple((a if key in a else b)[key].shape)
+                yield TensorGap(f"{name}.{key}", shape, ("", ""), problem=f"only in {side}")
+
+    def _measure(
+        self, probes: Sequence[Sequence[int]], recordings: Sequence[Recording] | None
+    ) -> tuple[Distances, Distances]:
+        """Return the distances by module and part, and both models' own noise."""
+        distances: Distances = {}
+        noises: tuple[Distances, Distances] = {}, {}
+        nudge = max(_precision(self.a), _precision(self.b))
+        self._called: list[str] = []
+        for number, probe in enumerate(probes):
+            ids = [torch.tensor([list(probe)], device=input_device(m)) for m in (self.a, self.b)]
+            own = record(self.a, self.in_a, ids[0])
+            self._called = list(dict.fromkeys([*self._called, *own]))
+            sides = [(self.a, self.in_a, ids[0], own)]
+            if recordings is None:
+                shared = {name: calls for name, calls in own.items() if name in self.in_b}
+                here = {name: self.in_b[name] for name in self.in_b if name in self.in_a}
+                replay(self.b, here, ids[1], shared, distances)
+                del shared
+                sides.append((self.b, self.in_b, ids[1], record(self.b, self.in_b, ids[1])))
+            else:
+                there = {name: m for name, m in self.in_a.items() if name in recordings[number]}
+                replay(self.a, there, ids[0], recordings[number], distances)
+            for noise, (model, modules, at, recorded) in zip(noises, sides, strict=False):
+                with other_sums(model):
+                    replay(model, modules, at, recorded, noise, nudge=nudge)
+        return distances, _larger(*noises, least=nudge / 2)
+
+    def _explained(self, row: Divergence) -> Divergence:
+        """Return the divergence with its cause, if its weights differ."""
+        if row.where != "weights":
+            return row
+        a, b = weights_of(self.in_a[row.module]), weights_of(self.in_b[row.module])
+        key = row.tensors[0]["name"].removeprefix(f"{row.module}.")
+        cause = Cause(row.tensors[0]["problem"], AUDIT)
+        if key in a and key in b:
+            gap = TensorGap(**row.tensors[0])
+            cause = cause_of(gap, a[key], b[key], self._others(row.module, key))
+        return Divergence(**{**asdict(row), "cause": cause.text, "hint": cause.hint})
+
+    def _others(self, module: str, key: str) -> Weights:
+        """Return a's other tensors of the same shape, for a look at mixed-up names."""
+        shape = weights_of(self.in_a[module])[key].shape
+        listed: Weights = {}
+        if len(shape) < 2:  # vectors of norms are too much alike
+            return listed
+        room = OTHERS
+        for name, place in self.in_a.items():
+            for own, tensor in place.named_parameters(recurse=False):
+                room -= tensor.numel() if tensor.shape == shape else 0
+                if room > 0 and tensor.shape == shape and (name, own) != (module, key):
+                    listed[f"{name}.{own}"] = tensor.detach()
+        return listed
+
+
+class _Judge:
+    """Tell differences from noise, module by module."""
+
+    def __init__(
+        self,
+        gaps: Mapping[str, list[TensorGap]],
+        distances: Distances,
+        noise: Distances,
+        quantised: bool,
+    ) -> None:
+        self._gaps, self._distances, self._noise = gaps, distances, noise
+        self._kinds = _by_kind(distances) if quantised else {}
+        self.largest = (0.0, "")
+        self._differing = tuple(
+            f"{name}." for name, each in gaps.items() if any(gap.different for gap in each)
+        )
+
+    def module(self, name: str) -> Iterator[Divergence]:
+        """Yield the divergence of a module; nothing if it agrees."""
+        if name.startswith(self._differing):
+            return  # inside a module whose own weights differ, as an expert's activation
+        gaps = self._gaps.get(name, [])
+        distance, noise = self._numbers(name, "input")
+        if self._beyond(name, "input"):
+            yield self._row(name, "input", distance, noise, [])
+        distance, noise = self._numbers(name, "output")
+        different = [gap for gap in gaps if gap.different]
+        if different:
+            yield self._row(name, "weights", distance, noise, different)
+        elif self._beyond(name, "output", explained=max([0.0, *(gap.relative for gap in gaps)])):
+            yield self._row(name, "output", distance, noise, [])
+
+    def _numbers(self, name: str, part: Part) -> tuple[float, float]:
+        here = self._distances.get((name, part), Distance())
+        return here.mean or here.largest, self._noise.get((name, part), Distance()).mean
+
+    def _beyond(self, name: str, part: Part, explained: float = 0.0) -> bool:
+        """Return True if a distance is beyond noise, and beyond what rounded weights explain."""
+        here, noise = self._distances.get((name, part)), self._noise.get((name, part))
+        if here is None or noise is None:
+            return False
+        if here.strange:
+            return not noise.strange
+        usual = self._kinds.get((_kind(name), part), 0.0)
+        ratio = max(
+            here.mean / max(noise.mean, explained, usual),
+            here.largest / max(noise.largest, explained * 2, usual * 4),
+        )
+        if ratio > self.largest[0]:
+            self.largest = ratio, name
+        return ratio > FACTOR
+
+    def _row(
+        self, name: str, where: str, distance: float, noise: float, gaps: list[TensorGap]
+    ) -> Divergence:
+        part: Part = "input" if where == "input" else "output"
+        strange = sorted(self._distances.get((name, part), Distance()).strange)
+        cause = "; ".join(strange)
+        return Divergence(name, where, distance, noise, [asdict(gap) for gap in gaps], cause)
+
+
+def _kind(name: str) -> str:
+    """Return a module's name without the numbers of layers and experts."""
+    return ".".join("#" if part.isdigit() else part for part in name.split("."))
+
+
+def _by_kind(distances: Distances) -> dict[tuple[str, Part], float]:
+    """Return the usual distance of modules of a kind, over all layers."""
+    listed: dict[tuple[str, Part], list[float]] = {}
+    for (name, part), distance in distances.items():
+        listed.setdefault((_kind(name), part), []).append(distance.mean)
+    return {key: median(values) for key, values in listed.items() if len(values) > 2}
+
+
+def _larger(first: Distances, second: Distances, *, least: float) -> Distances:
+    """Return the larger noise of two models, at least `least`."""
+    joined: Distances = {}
+    for key in {*first, *second}:
+        sides = [each[key] for each in (first, second) if key in each]
+        mean = max(least, *(side.mean for side in sides))
+        largest = max(least * 2, *(side.largest for side in sides))
+        strange = set().union(*(side.strange for side in sides))
+        joined[key] = Distance(mean**2, 1, largest, strange)
+    return joined
+
+
+def _precision(model: Any) -> float:
+    """Return the relative step of the dtype that a model computes in."""
+    return float(torch.finfo(model.dtype).eps)

@@ -1,0 +1,198 @@
+"""Compare two tensors: equal, rounded to a format, or different.
+
+Rounding leaves errors that are within half a step of the format, fill that range evenly and do not
+depend on the sign of the weight. A trained change, a scale or another tensor breaks at least one of
+the three. The rules are tried on some rows, and the one that fits is then checked on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+CHUNK = 1 << 24
+"""Numbers that are compared at once."""
+SAMPLE = 256
+"""Rows on which formats are tried."""
+WITHIN = 0.995
+"""Share of the numbers that must be within the steps of a format."""
+CORRELATED = 0.3
+"""Largest correlation of rounding errors with the weights."""
+EVEN = (0.2, 0.4)
+"""Root mean square of rounding errors in steps of the format; 0.289 if they are even."""
+
+
+@dataclass(frozen=True)
+class TensorGap:
+    """Comparison of one tensor of a with that of b.
+
+    Attributes:
+        name: name of the tensor.
+        shape: its shape in a.
+        dtypes: its dtypes in a and b, by torch's names.
+        max_difference: largest absolute difference.
+        relative: length of the difference relative to that of a's tensor.
+        share: share of the elements that differ.
+        rounding: format that explains all differences; "" if none does.
+        problem: why the two cannot be compared; "" if they can.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, str]
+    max_difference: float = 0.0
+    relative: float = 0.0
+    share: float = 0.0
+    rounding: str = ""
+    problem: str = ""
+
+    @property
+    def equal(self) -> bool:
+        """True if all elements are equal."""
+        return not self.problem and self.share == 0
+
+    @property
+    def different(self) -> bool:
+        """True if rounding does not explain the difference."""
+        return not self.equal and not self.rounding
+
+
+def compare(name: str, a: torch.Tensor, b: torch.Tensor) -> TensorGap:
+    """Compare two tensors of any floating dtype.
+
+    Args:
+        name: name for the result.
+        a: the first tensor.
+        b: the second tensor.
+    """
+    shape = tuple(a.shape)
+    dtypes = str(a.dtype).removeprefix("torch."), str(b.dtype).removeprefix("torch.")
+    if a.shape != b.shape:
+        return TensorGap(name, shape, dtypes, problem=f"shape {list(a.shape)}, not {list(b.shape)}")
+    if a.dtype == b.dtype and torch.equal(a, b):
+        return TensorGap(name, shape, dtypes)
+    largest = squares = lengths = 0.0
+    differing = strange = 0
+    for part_a, part_b in _chunks(a, b):
+        gap = (part_a - part_b).abs()
+        strange += int((~part_b.isfinite()).sum())
+        differing += int((part_a != part_b).sum())
+        gap = gap.nan_to_num(0.0, 0.0, 0.0)
+        largest = max(largest, float(gap.max()) if gap.numel() else 0.0)
+        squares += float(gap.square().sum())
+        lengths += float(part_a.square().sum())
+    relative = float("inf") if lengths == 0 else (squares / lengths) ** 0.5
+    share = differing / max(a.numel(), 1)
+    problem = f"{strange} elements of b are NaN or infinite" if strange else ""
+    rounding = "" if strange or not differing else _format(a, b)
+    return TensorGap(
+        name, shape, dtypes, largest, 0.0 if not differing else relative, share, rounding, problem
+    )
+
+
+def _chunks(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield both tensors in fp32, as matrices of some rows at a time."""
+    rows_a, rows_b = _matrix(a), _matrix(b)
+    count = max(1, CHUNK // max(rows_a.shape[-1], 1))
+    for part_a, part_b in zip(rows_a.split(count), rows_b.split(count), strict=True):
+        yield part_a.float(), part_b.to(part_a.device).float()
+
+
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
+
+
+def _binade(values: torch.Tensor, bits: int, smallest: float) -> torch.Tensor:
+    """Return the distance of neighbouring numbers with `bits` stored bits of mantissa."""
+    exponents = torch.frexp(values.abs().clamp_min(smallest)).exponent - 1
+    return torch.ldexp(torch.ones_like(values), exponents - bits)
+
+
+def _float8(values: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    scale = (top / 448).clamp_min(1e-30)
+    return _binade(values / scale, 3, 2.0**-6) * scale
+
+
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(a, largest absolute value of the block) -> step of the format, at each element of a."""
+
+_PLAIN: Mapping[str, Step] = {
+    "bfloat16": lambda a, top: _binade(a, 7, 2.0**-126),
+    "float16": lambda a, top: _binade(a, 10, 2.0**-14),
+}
+"""Formats without scales. Twice rounded is allowed: errors up to a whole step."""
+_SCALED: Mapping[str, Step] = {
+    "int8": lambda a, top: (top / 127).expand_as(a),
+    "fp8 (e4m3)": _float8,
+    "4 bits": lambda a, top: (top / 7).expand_as(a),
+    "nf4": lambda a, top: (top * 0.17).expand_as(a),
+}
+_BLOCKS = (0, 128, 64, 32)
+"""Elements of a row that share a scale; 0: the whole row."""
+
+
+def _format(a: torch.Tensor, b: torch.Tensor) -> str:
+    """Return the format that explains the differences of two tensors; "" if none does."""
+    rows_a, rows_b = _matrix(a), _matrix(b)
+    at = torch.linspace(0, len(rows_a) - 1, min(SAMPLE, len(rows_a))).long()
+    sample = rows_a[at].float(), rows_b[at].to(rows_a.device).float()
+    for name, step in _PLAIN.items():
+        if _fits(*sample, step, 0) and all(_fits(*c, step, 0, whole=False) for c in _chunks(a, b)):
+            return name
+    for block in (block for block in _BLOCKS if not block or rows_a.shape[-1] % block == 0):
+        for name, step in _SCALED.items():
+            scaled = _fits(*sample, step, block, scaled=True)
+            if scaled and all(_fits(*c, step, block, whole=False) for c in _chunks(a, b)):
+                return name
+    if rows_a.shape[-1] > 1 and _fits_matrix(a, b):
+        return "fp8 (e4m3)"
+    return ""
+
+
+def _fits_matrix(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True for fp8 with one scale for the whole tensor."""
+    top = a.detach().abs().max().float()
+
+    def step(values: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return _float8(values, top)
+
+    return all(_fits(*chunk, step, 0, scaled=True) for chunk in _chunks(a, b))
+
+
+def _fits(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    step: Step,
+    block: int,
+    *,
+    scaled: bool = False,
+    whole: bool = True,
+) -> bool:
+    """Return True if the differences look like rounding to a format.
+
+    Args:
+        a: values before, a matrix.
+        b: values after.
+        step: step of the format.
+        block: elements that share a scale; 0 for a row.
+        scaled: True for a format with scales, whose errors must fill the steps evenly.
+        whole: False to check the size of the errors alone.
+    """
+    if block:
+        a, b = a.reshape(-1, block), b.reshape(-1, block)
+    errors, top = b - a, a.abs().amax(dim=-1, keepdim=True)
+    larger = torch.maximum(a.abs(), b.abs()) if not scaled else a
+    in_steps = errors / step(larger, top).clamp_min(1e-38)
+    allowed = 0.56 if scaled else 1.01
+    if float((in_steps.abs() <= allowed).float().mean()) < WITHIN:
+        return False
+    if not whole:
+        return True
+    size = float(in_steps.square().mean().sqrt())
+    if scaled and not EVEN[0] <= size <= EVEN[1]:
+        return False
+    product = float((errors * a).sum())
+    by_chance = 2 / a.numel() ** 0.5
+    return abs(product) <= (CORRELATED + by_chance) * float(errors.norm() * a.norm())

@@ -1,0 +1,113 @@
+"""`flows/bisect.py`: it finds the module in which two models part, and takes no noise for one."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.bisect.planting import FAMILIES, KINDS, examine, make, plant
+from tests.commands import command, environment
+
+Save = Callable[..., Path]
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Save:
+    """Save a model in a new folder."""
+    count = iter(range(1000))
+
+    def saved(model: Any, **how: Any) -> Path:
+        folder = tmp_path / f"model{next(count)}"
+        model.save_pretrained(folder, **how)
+        return folder
+
+    return saved
+
+
+def test_planted_fault_and_noise(save: Save) -> None:
+    """One planted tensor is found by name and cause; bf16 against fp32 is noise."""
+    a = save(make("llama", 1))
+    broken = make("llama", 1)
+    with torch.no_grad():
+        broken.model.layers[2].mlp.down_proj.weight.mul_(1.5)
+    report = examine(a, save(broken))
+    assert (report.verdict, report.exit_status) == ("differs", 1)
+    assert [row.module for row in report.divergences] == ["model.layers.2.mlp.down_proj"]
+    assert "times 1.5" in report.divergences[0].cause
+    upcast = examine(a, a, dtypes=("bfloat16", "float32"))
+    assert (upcast.verdict, upcast.exit_status, upcast.divergences) == ("noise", 0, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("trial", range(8))
+def test_random_fault_is_found(family: str, trial: int, save: Save) -> None:
+    """A fault above the gate is found, and named as the only one; below the gate it is noise."""
+    kinds = [kind for kind in KINDS if not (family == "gpt2" and kind == "swapped")]
+    chooser = random.Random(f"{family}{trial}")
+    broken = make(family, 1)
+    place, name = plant(broken, make(family, 2), kinds[trial % len(kinds)], chooser)
+    report = examine(save(make(family, 1)), save(broken))
+    assert report.divergences[0].module == place
+    assert f"{place}.{name}" in {gap["name"] for gap in report.divergences[0].tensors}
+    assert report.verdict == ("differs" if report.limit else "below")
+    assert report.drift is not None
+    if report.drift["mean_kl"] > 1e-4:
+        assert report.exit_status == 1
+    named = {row.module for row in report.divergences}
+    assert named == {place}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rounding_is_no_divergence(family: str, save: Save) -> None:
+    """The same folder, an upcast and a cast are equal or noise, whatever the gate says."""
+    fine = make(family, 1, dtype=torch.float32)
+    a, cast = save(fine), save(fine.to(torch.bfloat16))
+    assert examine(cast, cast).verdict == "same"
+    dtypes = {a: "float32", cast: "bfloat16"}
+    for first, second in ((a, cast), (cast, a)):
+        report = examine(first, second, dtypes=(dtypes[first], dtypes[second]))
+        assert (report.verdict, report.divergences) == ("noise", [])
+
+
+@pytest.mark.slow
+def test_command(save: Save, tmp_path: Path) -> None:
+    """The command: exit statuses, the report in a file, and mistakes all at once."""
+    from tests.serving.models import write_tokenizer
+
+    size = write_tokenizer(tmp_path / "tokenizer")
+    a, other = (save(make("qwen2", seed, vocab_size=size)) for seed in (1, 2))
+    for folder in (a, other):
+        shutil.copytree(tmp_path / "tokenizer", folder, dirs_exist_ok=True)
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        argv = command("bisect", *arguments)
+        return subprocess.run(
+            argv, env=environment(), capture_output=True, text=True, timeout=600, cwd=tmp_path
+        )
+
+    same = run(f"a={a}", f"b={a}")
+    assert same.returncode == 0, same.stderr
+    assert "no difference" in same.stdout
+    out = tmp_path / "report.json"
+    differs = run(f"a={a}", f"b={other}", f"out={out}")
+    assert differs.returncode == 1, differs.stderr
+    document = json.loads(out.read_text())
+    assert document["first"]["module"] == "model.embed_tokens"
+    mistakes = run(f"a={tmp_path}/none", f"b={tmp_path}", "tokens=1", f"out={tmp_path}/x")
+    assert mistakes.returncode == 2
+    for text in ("no such folder", "no config.json", "tokens: 1", "out"):
+        assert text in mistakes.stderr
+    smaller = save(make("qwen2", 1))
+    refused = run(f"a={a}", f"b={smaller}")
+    assert refused.returncode == 2
+    assert f"other vocabulary: vocab_size {size} and 96" in refused.stdout

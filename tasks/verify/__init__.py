@@ -2,5 +2,8 @@
 
 servers/    running servers: one module per dialect of HTTP, one interface for all
 reference   what a server is compared with: a witness, or a folder that Plumbline served
+alignment   a server's answers by position and id of a fingerprint
+comparison  distance of a server from a fingerprint; dose: how much of the adapter answers
+power       what the comparison would have seen
 check       one verdict: what was measured, its limits, likely causes
 """

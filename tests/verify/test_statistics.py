@@ -1,0 +1,182 @@
+"""Distance, dose and power: bounds that hold for every pair of models, and simulations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tasks.drift.fingerprint import PROFILES, Fingerprint
+from tasks.verify.alignment import align
+from tasks.verify.comparison import coarse_kl, distance, limit_of
+from tasks.verify.dose import Dose, dose
+from tasks.verify.power import UNEVEN, power
+from tasks.verify.servers.server import Scores
+from tests.verify.synthetic import World, answers, fingerprint, logprobs_of, world
+
+STANDARD = PROFILES["standard"]
+
+
+def full_kl(p_logits: np.ndarray, q_logits: np.ndarray) -> np.ndarray:
+    p, q = logprobs_of(p_logits), logprobs_of(q_logits)
+    return (np.exp(p) * (p - q)).sum(1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    vocab=st.integers(3, 200),
+    spread=st.floats(0, 8),
+    fault=st.floats(0, 10),
+    top=st.integers(1, 40),
+    kept=st.integers(2, 64),
+)
+def test_the_coarse_kl_never_exceeds_the_full_kl(
+    seed: int, vocab: int, spread: float, fault: float, top: int, kept: int
+) -> None:
+    made = world(seed, vocab=vocab, count=3, length=8, spread=spread)
+    random = np.random.default_rng(seed + 1)
+    served = made.trained + random.normal(0, fault, made.trained.shape)
+    reference = fingerprint(made.probes, made.trained, min(kept, vocab))
+    aligned = align(reference, answers(made.probes, served, min(top, vocab)))
+    coarse, full = coarse_kl(reference, aligned), full_kl(made.trained, served)
+    assert (coarse >= 0).all()
+    assert (coarse <= full + 1e-5 + 1e-5 * full).all()
+    at_base = replace(made.reference(kept), trained=reference).base
+    assert at_base is not None
+    base = replace(at_base, ids=reference.ids)
+    coarse = coarse_kl(base, aligned, most_likely=False)
+    assert (coarse <= full_kl(made.base, served) * (1 + 1e-5) + 1e-5).all()
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0])
+def test_a_token_that_neither_list_explains_is_seen(spread: float) -> None:
+    """With 30,000 tokens of equal probability, the ids that both sides have hold 0.1 % of it."""
+    made = world(3, vocab=30_000, count=2, length=6, spread=spread, moved=0.0)
+    served = made.trained.copy()
+    served[:, 29_999] += 20.0
+    reference = fingerprint(made.probes, made.trained)
+    aligned = align(reference, answers(made.probes, served))
+    assert (
+        distance(reference, aligned, STANDARD).mean_kl > 0.4 * full_kl(made.trained, served).mean()
+    )
+    turned = fingerprint(made.probes, served)
+    aligned = align(turned, answers(made.probes, made.trained))
+    assert distance(turned, aligned, STANDARD).mean_kl > 3.0  # a token of 0.99 is in no list
+
+
+def test_rounding_to_bf16_is_no_fault_whatever_the_size_of_the_logits() -> None:
+    for spread, offset in ((0.5, 0.0), (3.0, 0.0), (4.0, 25.0), (6.0, 60.0)):
+        made = world(5, vocab=2000, spread=spread, moved=0.0)
+        logits = (made.trained + offset).astype(np.float32)
+        reference = fingerprint(made.probes, logits.astype(np.float64))
+        rounded = (np.round(logits.view(np.uint32) / 65536).astype(np.uint32) << 16).view(
+            np.float32
+        )
+        aligned = align(reference, answers(made.probes, rounded.astype(np.float64)))
+        limit = limit_of(reference, STANDARD, reference.noise)
+        assert not distance(reference, aligned, limit).exceeds(limit), (spread, offset)
+
+
+def test_positions_that_were_not_measured_are_left_out() -> None:
+    made = world(6)
+    reference = fingerprint(made.probes, made.trained)
+    full = answers(made.probes, made.trained)
+    empty = (np.empty(0, np.int32), np.empty(0, np.float32))
+    few = [
+        Scores(
+            tuple(ids if at % 3 == 0 else empty[0] for at, ids in enumerate(score.ids)),
+            tuple(v if at % 3 == 0 else empty[1] for at, v in enumerate(score.logprobs)),
+        )
+        for score in full
+    ]
+    aligned = align(reference, few)
+    measured = distance(reference, aligned, STANDARD)
+    assert measured.positions == 12 * 7
+    assert measured.mean_kl < 1e-6
+    assert measured.top1_agreement == 1.0
+    broken = [Scores(s.ids, tuple(v + np.float32("nan") for v in s.logprobs)) for s in full]
+    with pytest.raises(ValueError, match="no position"):
+        distance(reference, align(reference, broken), STANDARD)
+    with pytest.raises(ValueError, match="scores of"):
+        align(reference, full[:-1])
+
+
+def dose_of(made: World, served: np.ndarray, top: int = 20) -> Dose | None:
+    reference = made.reference()
+    assert reference.base is not None
+    aligned = align(reference.trained, answers(made.probes, served, top))
+    return dose(reference.trained, reference.base, aligned, 1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    part=st.floats(-0.5, 2.5),
+    moved=st.floats(0.05, 2.0),
+    spread=st.floats(0.5, 5.0),
+)
+def test_the_dose_of_a_mixture_is_recovered(
+    seed: int, part: float, moved: float, spread: float
+) -> None:
+    made = world(seed, vocab=300, moved=moved, spread=spread)
+    mixed = made.base + part * (made.trained - made.base)
+    estimate = dose_of(made, mixed)
+    assert estimate is not None
+    assert estimate.low - 1e-3 <= part <= estimate.high + 1e-3
+    assert estimate.value == pytest.approx(part, abs=2e-3)
+    assert estimate.remainder < 1e-3
+
+
+@pytest.mark.parametrize("part", [0.0, 0.5, 1.0])
+def test_the_interval_covers_the_dose_under_noise(part: float) -> None:
+    covered = whole = 0
+    for seed in range(30):
+        made = world(seed, vocab=200, moved=0.3)
+        random = np.random.default_rng(1000 + seed)
+        noisy = made.base + part * (made.trained - made.base)
+        noisy = noisy + random.normal(0, 0.2, noisy.shape)
+        estimate = dose_of(made, noisy)
+        assert estimate is not None
+        covered += estimate.low <= part <= estimate.high
+        whole += estimate.is_whole
+    assert covered >= 28
+    assert whole == (30 if part == 1.0 else 0)
+
+
+def test_nothing_is_said_about_an_adapter_that_does_nothing() -> None:
+    made = world(8, moved=0.0)
+    assert dose_of(made, made.trained) is None
+
+
+def test_detection_agrees_with_simulation() -> None:
+    made = world(9, vocab=400, count=12, length=12)
+    reference = fingerprint(made.probes, made.trained)
+    limit = replace(STANDARD, mean_kl=2e-3)
+    clean = align(reference, answers(made.probes, made.trained))
+    said_of = power(reference, clean, limit)
+    p = np.exp(logprobs_of(made.trained))
+    susceptible = (p * (1 - p)).sum(1).mean() / 2
+    random = np.random.default_rng(2)
+    owner = np.repeat(np.arange(12), 11)
+    for size in (0.0022, 0.003, 0.0045):
+        seen = 0
+        for _ in range(150):
+            factors = random.gamma(1 / UNEVEN**2, UNEVEN**2, 12)[owner]
+            error = np.sqrt(factors * size / susceptible)[:, None]
+            served = logprobs_of(made.trained + error * random.normal(size=p.shape))
+            seen += _mean_kl(reference, clean, served) > limit.mean_kl
+        assert seen / 150 == pytest.approx(said_of.detection(size), abs=0.08)
+    assert said_of.detection(said_of.smallest) == pytest.approx(0.99)
+    assert "would have been seen with 99%" in said_of.text
+
+
+def _mean_kl(reference: Fingerprint, clean: object, served: np.ndarray) -> float:
+    """Return the mean KL at the ids of the clean answers, which a small fault hardly changes."""
+    at_ids = np.take_along_axis(served, reference.ids.astype(np.int64), 1)
+    logprobs = np.where(np.isnan(clean.logprobs), np.nan, at_ids)  # type: ignore[attr-defined]
+    floor = np.zeros(len(logprobs))  # no bound on the others, as `power` assumes
+    return float(coarse_kl(reference, replace(clean, logprobs=logprobs, floor=floor)).mean())  # type: ignore[type-var]

@@ -79,11 +79,13 @@ def ask(settings: Mapping[str, Any]) -> Question:
             reference = read_reference(source)
         except PlumblineError as error:
             problems.append(_line(f"source={settings['source']}", error))
-    if not any(line.startswith(("url", "timeout_s")) for line in problems):
+    if not any(line.startswith(("url", "timeout_s", "workers", "ca")) for line in problems):
         url = settings["url"]
         kind = None if settings["kind"] == "auto" else settings["kind"]
         try:
-            server = connect(url, kind, timeout_s=settings["timeout_s"], model=settings["name"])
+            options = {key: settings[key] for key in ("timeout_s", "workers", "ca")}
+            options["ca"] = settings["ca"] and str(_folder(settings["ca"]))
+            server = connect(url, kind, model=settings["name"], tokenizer=source, **options)
             served = server.models()
             target = choose(served, source, model=settings["name"], base=settings["base"])
         except ConfigError as error:
@@ -121,6 +123,10 @@ def _local_problems(settings: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("out", out, "its folder does not exist", "out=<a file in a folder>")
     if not (settings["timeout_s"] > 0 and math.isfinite(settings["timeout_s"])):
         yield Finding("timeout_s", str(settings["timeout_s"]), "seconds, above 0", "timeout_s=60")
+    if not 1 <= settings["workers"] <= 256:
+        yield Finding("workers", str(settings["workers"]), "1 to 256", "workers=8")
+    if settings["ca"] is not None and not _folder(settings["ca"]).is_file():
+        yield Finding("ca", settings["ca"], "no such file", "ca=<file with certificates>")
     if every is not None and not (every > 0 and math.isfinite(every)):
         yield Finding("watch", str(every), "seconds from check to check, above 0", "watch=60")
     if every is not None and out == "-":

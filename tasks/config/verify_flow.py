@@ -21,6 +21,8 @@ class Verify:
     kind: ServerKind = "auto"  # API of the server; auto: by its endpoints
     profile: Profile = "standard"  # how far the server may be from the trained model
     timeout_s: float = 60.0  # seconds to wait for one response
+    workers: int = 8  # requests at the same time; the checks under load send up to 32
+    ca: str | None = None  # file with the certificates to trust; null: those of the system
     out: str | None = None  # file for the report, .xml as JUnit, else JSON; "-": print JSON
     watch: float | None = None  # seconds from check to check, for monitoring; null: check once
     prefect: bool = False  # true: run as a Prefect flow, with the report in MLflow

@@ -33,12 +33,14 @@ def errors(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
 
 def test_all_mistakes_at_once(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = errors(
-        capsys, "url=host:8000", "source=absent", "out=no/report.json", "watch=0", "timeout_s=0"
-    )
-    assert lines[0] == "5 problems; nothing was verified"
+        capsys, "url=host:8000", "source=absent", "out=no/report.json", "watch=0", "timeout_s=0",
+        "workers=0", "ca=absent.pem",
+    )  # fmt: skip
+    assert lines[0] == "7 problems; nothing was verified"
     assert "-> url=http://host:8000" in lines[1]
     assert "source=absent: no such folder" in lines[2]
-    assert [line.split(":")[0].strip() for line in lines[3:]] == ["out", "timeout_s", "watch"]
+    keys = [line.split(":")[0].strip() for line in lines[3:]]
+    assert keys == ["out", "timeout_s", "workers", "ca", "watch"]
 
 
 def test_nothing_set(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,7 +147,7 @@ class LlamaCppServer(Server):
             raise ServerError(
                 f"{self.url} serves no model {model!r}",
                 details=[f"it serves {names}"],
-                hint=f"model={next(iter(self._lora))}",
+                hint=f"name={next(iter(self._lora))}",
                 code="model",
             )
         scales = self._lora[model]

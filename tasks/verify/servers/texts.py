@@ -126,6 +126,6 @@ class TextServer(Server):
         return ServerError(
             f"{self.url} serves no model {model!r}",
             details=[f"it serves {', '.join(names)}"],
-            hint=f"model={names[0]}",
+            hint=f"name={names[0]}",
             code="model",
         )

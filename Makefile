@@ -10,17 +10,21 @@ PY := $(VENV)/bin/python
 # Two at a time; which tests stay together, tests/conftest.py says. More would only compete.
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup setup-sign setup-dev demo test test-all test-gpu test-gpus check format bench-weights \
-  bench-training bench-rl bench-gpu lock sbom up deploy down status backup restore
+.PHONY: help setup setup-sign setup-quantize setup-dev demo test test-all test-gpu test-gpus check \
+  format bench-weights bench-training bench-rl bench-gpu lock sbom up deploy down status backup \
+  restore
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 setup:  ## the environment, from the lock (PROFILE=cpu|cuda)
 	@infra/setup.sh
 
 setup-sign:  ## the environment, and what signs models (register.sign)
 	@infra/setup.sh sign
+
+setup-quantize:  ## the environment, and one beside it that quantises to 4 bits (convert.quantize)
+	@infra/setup.sh quantize
 
 setup-dev:  ## the environment with the test tools
 	@infra/setup.sh dev
@@ -31,7 +35,7 @@ demo: setup  ## the main job on the embedded default (ARGS: Hydra overrides)
 test: setup-dev  ## the default suite (ARGS: pytest arguments)
 	$(PY) -m pytest $(WORKERS) $(ARGS)
 
-test-all: setup-dev  ## the default suite, and what is marked slow, peers or browser
+test-all: setup-dev setup-quantize  ## the default suite, and what is marked slow, peers or browser
 	$(PY) -m pytest $(WORKERS) -m '' $(ARGS)
 
 test-gpu: setup-dev  ## everything that needs a GPU, on one, in 25 minutes (ARGS='-k fork': a part)
@@ -66,7 +70,7 @@ bench-gpu: setup-dev  ## all of these on one GPU, into docs/benchmarks-gpu.md (A
 lock:  ## make requirements/*.lock from requirements/*.in (ARGS: only these)
 	@requirements/lock.sh $(ARGS)
 
-sbom: setup-dev  ## bills of materials from the locks, in sbom/ (ARGS: cpu cuda server sign)
+sbom: setup-dev  ## bills of materials from the locks, in sbom/ (ARGS: cpu cuda server sign quantize)
 	@$(PY) -m infra.sbom $(ARGS)
 
 up: setup  ## Prefect server, MLflow server and a worker on loopback (PREFECT_PORT, MLFLOW_PORT)

@@ -4,6 +4,7 @@
     sbom/cuda.cdx.json      what `make setup PROFILE=cuda` installs
     sbom/server.cdx.json    Python packages of the servers' image
     sbom/sign.cdx.json      what `make setup-sign` adds
+    sbom/quantize.cdx.json  what `make setup-quantize` adds
 
 Packages, versions and hashes are those of the locks. A lock names no licences: they come from the
 metadata of the same version where it is installed, and are left out elsewhere.
@@ -40,6 +41,7 @@ PROFILES: Mapping[str, tuple[str, ...]] = {
     "cuda": ("build", "cuda"),
     "server": ("server",),
     "sign": ("sign",),
+    "quantize": ("quantize",),
 }
 """Locks of each profile."""
 _LONGEST = 80

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Create the environment: `infra/setup.sh` for running, `infra/setup.sh sign` to sign models too,
-# `infra/setup.sh dev` with the test tools as well.
+# `infra/setup.sh quantize` to quantise them to 4 bits, `infra/setup.sh dev` with the test tools.
 #
 # Steps: venv, build tools, torch, the profile's lock, the project itself, the test tools. Each step
 # leaves a stamp with the checksum of its inputs: a second call takes milliseconds and needs no
@@ -110,6 +110,16 @@ requirements/torch.lock, trying $TORCH_CPU_INDEX"
 # Setuptools warns about every editable installation.
 install_project() { PYTHONWARNINGS=ignore pip_install --no-build-isolation --editable .; }
 
+# llm-compressor needs other versions of a few packages, so it gets an environment of its own, which
+# reads all others from $VENV.
+install_quantize() {
+    local above=$VENV-quantize below='import sysconfig; print(sysconfig.get_path("purelib"))'
+    "$VENV/bin/python" -m venv --without-pip --clear "$above"
+    "$VENV/bin/python" -c "$below" >"$("$above/bin/python" -c "$below")/below.pth"
+    "$VENV/bin/python" -m pip --python "$above/bin/python" install -qq --no-deps --require-hashes \
+        -r requirements/quantize.lock
+}
+
 installed=$(cat "$STAMPS/profile" 2>/dev/null || true)
 PROFILE=${PROFILE:-${installed:-cpu}}
 [[ $PROFILE == cpu || $PROFILE == cuda ]] || fail "PROFILE=$PROFILE: it is cpu or cuda"
@@ -124,9 +134,11 @@ step project pyproject.toml -- install_project
 case ${1:-} in
     "") extras=() ;;
     sign) extras=(sign) ;;
+    quantize) extras=(quantize) ;;
     dev) extras=(sign dev) ;;
-    *) fail "unknown argument $1: nothing, sign or dev" ;;
+    *) fail "unknown argument $1: nothing, sign, quantize or dev" ;;
 esac
 for name in "${extras[@]}"; do
+    [[ $name == quantize ]] && step quantize requirements/quantize.lock -- install_quantize && continue
     step "$name" "requirements/$name.lock" -- pip_locked "requirements/$name.lock"
 done

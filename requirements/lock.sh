@@ -31,6 +31,12 @@ lock() {
             args=(--constraint requirements/cpu.lock)
             mapfile -t -O 2 args < <(sed -nE 's/^([^ #=]+)==.*/--no-emit-package=\1/p' requirements/cpu.lock)
             ;;
+        quantize) # only what the profiles lack or have in another version
+            sed -nE '/^(transformers|compressed-tensors|huggingface-hub)==/!s/^([^ #=]+==[^ ]+).*/\1/p' \
+                requirements/cpu.lock >.cache/below.txt
+            args=(--constraint .cache/below.txt --override requirements/overrides-quantize.txt)
+            mapfile -t -O 4 args < <(sed -nE 's/^([^ #=]+)==.*/--no-emit-package=\1/p' .cache/below.txt)
+            ;;
         torch) args=(--no-deps --index-url "$(sed -n 's/^TORCH_CPU_INDEX=//p' infra/setup.sh)") ;;
         cuda | tools) ;;
         *) args=(--constraint requirements/cpu.lock) ;;
@@ -46,5 +52,5 @@ lock() {
 
 install_resolver
 names=("$@")
-((${#names[@]})) || names=(cpu cuda server gate sign dev build tools torch)
+((${#names[@]})) || names=(cpu cuda server gate sign quantize dev build tools torch)
 for name in "${names[@]}"; do lock "$name"; done

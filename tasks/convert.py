@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,8 @@ from tasks.evaluation.trained_artifact import (
 from tasks.pipeline.report import StageReport
 from tasks.weights.execute.execute import Executed
 from tasks.weights.execute.verdicts import finite
-from tasks.weights.execute.worker import (
-    Perform,
-    ask_facts,
-    ask_quantization_config,
-    perform,
-)
+from tasks.weights.execute.worker import Perform, ask_facts, perform
 from tasks.weights.execute.writer import parse_size
-from tasks.weights.files.opening import SourceRef
 from tasks.weights.files.reader import (
     DTYPE_NAMES,
     WEIGHTS,
@@ -49,13 +43,6 @@ from tasks.weights.heads.reward import reward_config
 from tasks.weights.plan.contracts import ModelFacts
 from tasks.weights.plan.layout import as_is, with_output
 from tasks.weights.plan.validate import validate
-from tasks.weights.quantized.quantize import (
-    NONE,
-    check_quantize,
-    left_alone,
-    quantized_contract,
-    quantized_plan,
-)
 from tasks.weights.tokens.tokenizer import TokenizerFacts, read_tokenizer
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
@@ -71,7 +58,6 @@ def convert(
     score: Score,
     profile: DriftLimit,
     log: Log,
-    quantize: str = NONE,
     perform: Perform = perform,
 ) -> StageReport:
     """Write a folder that vLLM and transformers load.
@@ -85,9 +71,7 @@ def convert(
         score: measures fingerprints.
         profile: drift that is allowed between the served and the trained model.
         log: progress.
-        quantize: "none", or 8 bits for linear layers: "w8a8", "fp8"; see
-            `weights/quantized/quantize.py`.
-        perform: derives the contract and quantises, in this process or in a warm child process.
+        perform: derives the contract, in this process or in a warm child process.
 
     Returns:
         Report of kind `served`. If all tensors are byte-identical to the input's, the input's drift
@@ -95,11 +79,10 @@ def convert(
 
     Raises:
         ArtifactError: unreadable files, a tokenizer without EOS, a full disk.
-        ConfigError: an unknown dtype, size or quantisation.
-        ContractError: this model cannot be quantised in this way.
+        ConfigError: an unknown dtype or size.
     """
     check_dtype(dtype)
-    limit, scheme = parse_size(max_shard_size), check_quantize(quantize)
+    limit = parse_size(max_shard_size)
     tokenizer = read_tokenizer(trained / "tokenizer")
     facts = ask_facts(perform, weights, dtype)
     side = Trained.read(trained)
@@ -120,12 +103,10 @@ def convert(
     planned = PlannedConversion(
         plan=plan,
         sources={WEIGHTS: source},
-        refs=None if scheme is None else {WEIGHTS: SourceRef(weights)},  # quantising needs torch
         perform=perform,
         measuring=Measuring(score, trained, profile, side.attn_implementation),
         weights=weights,
         facts=facts,
-        scheme=scheme,
         serving=serving,
         tokenizer=tokenizer_files(trained / "tokenizer"),
         judged=True,
@@ -140,7 +121,6 @@ class PlannedConversion(Planned):
     Attributes:
         weights: folder of the input; its fingerprint is that of the output if no byte changes.
         facts: facts of the model.
-        scheme: quantisation of the linear layers; None for none.
         serving: contents of the configuration files.
         tokenizer: files of the tokenizer, to copy.
         judged: True to compare the plan with `facts`; False if the planner has done so.
@@ -148,7 +128,6 @@ class PlannedConversion(Planned):
 
     weights: Path
     facts: ModelFacts
-    scheme: str | None
     serving: ServingConfig
     tokenizer: Sequence[Path]
     judged: bool
@@ -161,15 +140,8 @@ def convert_planned(out: Path, work: PlannedConversion, *, log: Log) -> StageRep
         out: empty staging directory.
         work: the planned conversion.
         log: progress.
-
-    Raises:
-        ContractError: this model cannot be quantised in this way.
     """
     facts, serving, sources = work.facts, work.serving, work.sources
-    if work.scheme is not None:
-        work = replace(work, plan=quantized_plan(work.plan, facts, work.scheme))
-        quantized = ask_quantization_config(work.perform, str(work.scheme), left_alone(facts))
-        serving = replace(serving, quantized=quantized)
     validate(work.plan, sources)
     done = work.execute(out)
     log.info("convert: %d tensors, %d files linked", len(work.plan.ops), len(done.linked))
@@ -213,9 +185,8 @@ def _tensor_checks(work: PlannedConversion, done: Executed) -> list[Check]:
     if not work.judged:
         return values
     facts, ops = work.facts, {op.name: op for op in work.plan.ops}
-    contract = facts.tensors if work.scheme is None else quantized_contract(facts, work.scheme)
     # A tied tensor may be stored a second time; then both have to be equal.
-    checks = judge(contract, {name: op for name, op in ops.items() if name not in facts.tied})
+    checks = judge(facts.tensors, {name: op for name, op in ops.items() if name not in facts.tied})
     for name, stored in facts.tied.items():
         if name in ops and stored in ops:
             same = done.checksums[name] == done.checksums[stored]

@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from flows.chain.context import ChainRun, Delivered
-from flows.chain.stages import BASE, CONVERT, DATA, GATHER_ADAPTER, GATHER_WEIGHTS, MERGE, SMOKE
+from flows.chain.stages import (
+    BASE,
+    CONVERT,
+    DATA,
+    GATHER_ADAPTER,
+    GATHER_WEIGHTS,
+    MERGE,
+    QUANTIZE,
+    SMOKE,
+    SMOKE_QUANTIZED,
+)
 from flows.chain.train import train_stage
 from flows.orchestration.progress import progress
 from tasks.config.after_training import Smoke
@@ -25,6 +35,7 @@ from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.signature import key_file
 from tasks.pipeline.stage import Stage
 from tasks.prepare import prepare_base, prepare_data, source_identity
+from tasks.quantize import quantize, smoke_quantized
 from tasks.rl.rewards.exact import EXACT_MATCH
 from tasks.rl.rewards.identity import model_digest
 from tasks.smoke_eval import smoke_eval
@@ -34,7 +45,7 @@ class Chain(ChainRun):
     """Run the stages of one model in their order."""
 
     def deliver(self) -> Delivered:
-        """Run all stages from prepare_data to smoke_eval."""
+        """Run all stages from prepare_data to smoke_eval, or to smoke_quantized."""
         data = self._prepare_data()  # first: mistakes in the user's data are cheap to find
         base = self._prepare_base()
         trained = train_stage(self, base, data)
@@ -45,7 +56,12 @@ class Chain(ChainRun):
         served = self._convert(weights, trained)
         before = self.earlier.served if self.earlier else base
         smoke_stage(self, served=served, base=before, data=data, trained=trained)
-        return Delivered(served, base, adapter, self.settings["peft"])
+        quantized = None
+        if self.settings["convert"]["quantize"] != "none":
+            quantized = self._quantize(served, trained, data)
+            inputs = {"base": served, "data": data, "trained": trained}
+            smoke_stage(self, quantized=True, served=quantized, **inputs)
+        return Delivered(served, base, adapter, self.settings["peft"], quantized)
 
     def _prepare_base(self) -> Artifact:
         if self.earlier is not None:
@@ -99,8 +115,27 @@ class Chain(ChainRun):
             CONVERT,
             convert,
             inputs={"weights": weights, "trained": trained},
-            config={**self.settings["convert"], "profile": self.profile},
+            config={
+                **{key: self.settings["convert"][key] for key in ("dtype", "max_shard_size")},
+                "profile": self.profile,
+            },
             context=self._measuring,
+        )
+
+    def _quantize(self, served: Artifact, trained: Artifact, data: Artifact) -> Artifact:
+        convert_to = self.settings["convert"]
+        return self._run(
+            QUANTIZE,
+            quantize,
+            inputs={"served": served, "reference": trained, "data": data},
+            config={
+                "scheme": convert_to["quantize"],
+                "max_shard_size": convert_to["max_shard_size"],
+                "rows": convert_to["calibration_rows"],
+                "group": convert_to["group_size"],
+                "profile": self.quantized_profile,
+            },
+            context={"scorer": self.scorer, "log_path": self.log_path("quantize")},
         )
 
     @property
@@ -115,14 +150,16 @@ class Chain(ChainRun):
 _LOADING = ("dtype", "attn_implementation", "trust_remote_code")
 
 
-def smoke_stage(run: ChainRun, **inputs: Artifact) -> None:
+def smoke_stage(run: ChainRun, *, quantized: bool = False, **inputs: Artifact) -> None:
     """Load the served model and compare it with the trained one and with the model before.
 
     Args:
         run: the step.
+        quantized: True if `served` is the quantised model, and `base` the one in 16 bits.
         inputs: artifacts `served`, `base` (the model before training), `data` and `trained`.
     """
-    log_path = run.log_path("smoke_eval")
+    stage = SMOKE_QUANTIZED if quantized else SMOKE
+    log_path = run.log_path(stage.name)
     sampling: dict[str, float] = {}
     context: dict[str, Any] = {"scorer": run.scorer, "log_path": log_path}
     context["public_key"] = key_file(run.settings["register"]["verify"])
@@ -138,9 +175,13 @@ def smoke_stage(run: ChainRun, **inputs: Artifact) -> None:
         history = {r.name: r.drift for r in run.mechanism.results if r.drift is not None}
         context["history"] = history
     settings = Smoke(**run.settings["smoke"])
-    limits = {"settings": settings, "profile": run.profile}
-    config = {"engine": settings.engine, **limits, **sampling}
-    run.mechanism.run(SMOKE, function, inputs=inputs, config=config, context=context)
+    profile = run.quantized_profile if quantized else run.profile
+    config: dict[str, Any] = {"engine": settings.engine, "settings": settings, "profile": profile}
+    config |= sampling
+    if quantized:
+        context["test"], function = function, smoke_quantized
+        config["most"] = run.settings["convert"]["max_eval_drop"]
+    run.mechanism.run(stage, function, inputs=inputs, config=config, context=context)
 
 
 def _reward_model(run: ChainRun) -> Artifact | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from flows.chain.steps import continues
 from tasks.data.kinds import Kind, kind_for, names_texts
-from tasks.drift.fingerprint import PROFILES, DriftLimit
+from tasks.drift.fingerprint import PROFILES, DriftLimit, quantized_profile
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.report import StageRunner
@@ -21,16 +21,18 @@ class Delivered:
     """Results of a step, from which the next one starts.
 
     Attributes:
-        served: the served model.
+        served: the served model; the next step starts from it.
         base: the base that was trained.
         adapter: the adapter on that base; None if all weights were trained.
         peft: section `peft` of the step.
+        quantized: the served model with `convert.quantize`; None for none.
     """
 
     served: Artifact
     base: Artifact
     adapter: Artifact | None
     peft: Mapping[str, Any]
+    quantized: Artifact | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,12 @@ class ChainRun:
     def profile(self) -> DriftLimit:
         """Drift that the gate's profile allows between two engines."""
         return PROFILES[self.settings["gate"]["profile"]]
+
+    @property
+    def quantized_profile(self) -> DriftLimit:
+        """Drift that `convert.quantize` may cause."""
+        convert = self.settings["convert"]
+        return quantized_profile(convert["quantize"], convert["quantize_profile"])
 
     @property
     def continued(self) -> Artifact | None:

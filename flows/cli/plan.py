@@ -30,7 +30,9 @@ from tasks.process.launch import launch, python_child
 from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import TrainJob
 from tasks.training.memory.estimate import LIBRARIES
+from tasks.training.memory.sizes import Sizes
 from tasks.training.tokens.truncation import too_long
+from tasks.weights.quantized.quantize import quantized_size
 
 SAMPLE = 1000
 """Number of rows that a plan tokenises to count those that are too long."""
@@ -186,7 +188,19 @@ def _memory(settings: dict[str, Any], rank: RankMemory | None) -> list[str]:
         *lines,
         f"memory of smoke_eval: {engine}",
         f"beside that: libraries, about {in_words(LIBRARIES)} a process at most",
+        *_quantized(known.config, settings["convert"]),
     ]
+
+
+def _quantized(config: dict[str, Any], convert: dict[str, Any]) -> list[str]:
+    """Return the line about the quantised version of the model."""
+    if convert["quantize"] == "none":
+        return []
+    sizes = Sizes.of(config)
+    before = 2 * sizes.weights()
+    after = quantized_size(before, sizes.linear_weights(), convert)
+    size = f"about {in_words(after)}, beside {in_words(before)} in 16 bits"
+    return [f"quantized: {convert['quantize']}, {size}"]
 
 
 def _deepspeed(settings: dict[str, Any]) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tasks.evaluation.vllm_jobs import HEADROOM
 from tasks.pipeline.artifact import remember
 from tasks.pipeline.report import StageResult, StageRunner
 from tasks.pipeline.signature import key_file
+from tasks.weights.quantized.quantize import quantized_size
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,9 @@ class Delivery:
         return tuple(dict.fromkeys([*roots, *([self.base] if self.base is not None else [])]))
 
     def run(self, mechanism: StageRunner, scorer: ReferenceScorer | None) -> StageResult:
-        """Run the stages that apply. Returns the result of convert; `put` has to follow.
+        """Run the stages that apply. Returns the result of the last one that writes a model.
+
+        `put` has to follow.
 
         Args:
             mechanism: runs the stages, or only computes their keys.
@@ -154,7 +158,8 @@ class Delivery:
             bits = f", {self.quantization['type']}" if self.quantization is not None else ""
             yield f"merge into: the {self.choice.mode} base{bits} ({self.choice.reason})"
         if self.settings["convert"]["quantize"] != "none":
-            yield f"quantize: linear layers to {self.settings['convert']['quantize']}, by convert"
+            scheme = self.settings["convert"]["quantize"]
+            yield f"quantize: linear layers to {scheme}, in OUT; the model in 16 bits is kept"
         yield f"smoke test: {self.engine or 'none'}"
         if self.settings["register"]["sign"] is not None:
             yield f"sign: with {self.settings['register']['sign']}"
@@ -169,3 +174,8 @@ class Delivery:
         if self.work.converts:
             yield "  convert: " + "; ".join(describe_plan(self.work.model))
         yield f"  served: {len(self.work.model.ops)} tensors, {megabytes(self.work.model.nbytes)}"
+        if self.settings["convert"]["quantize"] != "none":
+            shapes = {op.name: op.shape for op in self.work.model.ops}
+            linear = sum(prod(shapes[name]) for name in self.work.facts.quantized)
+            size = quantized_size(self.work.model.nbytes, linear, self.settings["convert"])
+            yield f"  quantized: {self.settings['convert']['quantize']}, {megabytes(size)}"

@@ -8,7 +8,8 @@ from typing import Any
 
 from flows.cli.config import Composed
 from flows.delivery.chain import Delivery
-from tasks.config.checks import preflight
+from tasks.config.checks import installed, preflight
+from tasks.config.checks.quantizing import quantizing
 from tasks.config.checks.signing import signing
 from tasks.config.checks.tracking import metrics_file, prefect_reachable, public, reachable
 from tasks.core.errors import ConfigError, PlumblineError, first_and_more
@@ -26,7 +27,6 @@ from tasks.weights.execute.worker import perform
 from tasks.weights.execute.writer import parse_size, require_space
 from tasks.weights.files.reader import check_dtype
 from tasks.weights.files.side_files import require_own_files
-from tasks.weights.quantized.quantize import check_quantize
 
 
 def prepare_delivery(composed: Composed) -> Delivery:
@@ -79,6 +79,15 @@ def _prepare(composed: Composed) -> Delivery:
         tuple(adapters),
     )
     work = prepare(request)
+    preflight(
+        quantizing(
+            settings["convert"],
+            work.config,
+            installed,
+            is_reward=work.is_reward,
+            engine=settings["smoke"]["engine"],
+        )
+    )
     if work.merge is None:
         choice = BaseChoice("")
     elif not choice.mode and settings["merge"]["base"] != COMPARE:
@@ -110,7 +119,6 @@ def _prepare(composed: Composed) -> Delivery:
 
 def _target(convert: Mapping[str, Any]) -> Target:
     """Return the dtype and file size to write. Raises ConfigError."""
-    check_quantize(convert["quantize"])
     return Target(check_dtype(convert["dtype"]), parse_size(convert["max_shard_size"]))
 
 

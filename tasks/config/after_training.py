@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tasks.config.choices import Dtype, Engine, MergeBase, Profile, Quantize
+from tasks.config.choices import Dtype, Engine, MergeBase, Profile, Quantize, QuantizeProfile
 from tasks.config.defaults import COMPUTED
 
 
@@ -21,7 +21,11 @@ class Convert:
 
     dtype: Dtype = "bfloat16"  # number format of weights and activations
     max_shard_size: str = "5GB"  # size of one weight file, e.g. 500MB
-    quantize: Quantize = "none"  # number format of the linear layers; none: dtype
+    quantize: Quantize = "none"  # also make a version whose linear layers have this format
+    quantize_profile: QuantizeProfile = "auto"  # drift limits of that version; auto: by format
+    group_size: int = 128  # w4a16: numbers of a row that share a scale; 32, 64 or 128
+    calibration_rows: int = 128  # training rows that its layers are calibrated and compared on
+    max_eval_drop: float | None = 5.0  # points of exact match that it may lose; null: no limit
 
 
 @dataclass(frozen=True)

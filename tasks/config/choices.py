@@ -3,8 +3,10 @@
 from typing import Literal
 
 Dtype = Literal["bfloat16", "float16", "float32"]
-Quantize = Literal["none", "w8a8", "fp8"]
+Quantize = Literal["none", "w8a8", "fp8", "w4a16"]
 """Number formats of the linear layers that are served."""
+QuantizeProfile = Literal["auto", "int8", "fp8", "int4", "relaxed", "standard"]
+"""Drift limits of quantised models, see `tasks/drift/fingerprint.py`."""
 Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
 """transformers' `attn_implementation`."""
 ModelKind = Literal["toy", "hf"]

@@ -34,6 +34,7 @@ class Timeouts:
     gather_s: float | None = None  # seconds for joining the partitions; null: no limit
     merge_s: float | None = None  # seconds for the merge; null: no limit
     convert_s: float | None = None  # seconds for the served files; null: no limit
+    quantize_s: float | None = None  # seconds for the quantised files; null: no limit
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from tasks.weights.files.reader import WEIGHTS
 from tasks.weights.heads.folder import read_folder
 from tasks.weights.heads.split import write_value_head
 from tasks.weights.plan.layout import as_is
-from tasks.weights.quantized.quantize import check_quantize
 
 
 def gather(
@@ -101,7 +100,6 @@ def convert(
     tokens: Tokens,
     dtype: str,
     max_shard_bytes: int,
-    quantize: str,
     log: Any,
     merge_base: Mapping[str, str] | None = None,
     measuring: Measuring | None = None,
@@ -116,7 +114,6 @@ def convert(
         tokens: tokenizer and generation settings.
         dtype: torch dtype name of the served model.
         max_shard_bytes: maximum tensor data of one file, in bytes.
-        quantize: "none", "w8a8" or "fp8".
         log: gets progress.
         merge_base: choice of the base and its reason, for the manifest.
         measuring: settings of the drift measurement; None measures nothing.
@@ -133,7 +130,6 @@ def convert(
         measuring=measuring,
         weights=weights,
         facts=work.facts,
-        scheme=check_quantize(quantize),
         serving=serving_config(work, tokens, dtype),
         tokenizer=tokens.files(),
         judged=False,

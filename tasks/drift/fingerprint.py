@@ -200,6 +200,26 @@ PROFILES = {
     ),
 }
 
+QUANTIZED = {
+    "int8": DriftLimit(mean_kl=1e-2, p95_kl=5e-2, top1_agreement=0.95),
+    "fp8": DriftLimit(mean_kl=2e-2, p95_kl=1e-1, top1_agreement=0.92),
+    "int4": DriftLimit(mean_kl=1e-1, p95_kl=5e-1, top1_agreement=0.85),
+}
+"""Limits for `convert.quantize`, by number format; docs/delivery.md has the measurements."""
+_FORMATS = {"w8a8": "int8", "fp8": "fp8", "w4a16": "int4"}
+
+
+def quantized_profile(scheme: str, name: str = "auto") -> DriftLimit:
+    """Return the drift that a quantised model may have.
+
+    Args:
+        scheme: `convert.quantize`.
+        name: `convert.quantize_profile`.
+    """
+    profiles = {**PROFILES, **QUANTIZED}
+    return profiles[_FORMATS[scheme] if name == "auto" else name]
+
+
 EXACT = DriftLimit(
     mean_kl=1e-5, p95_kl=1e-4, top1_agreement=0.99, rewards=RewardLimit(difference=1e-3, order=0.99)
 )

@@ -10,7 +10,7 @@ peft are imported once, and no stage imports torch itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -223,6 +223,22 @@ class ReferenceScorer:
         reply = self._ask("token_logprobs", model=model.as_request(), **texts)
         logprobs: list[list[float]] = reply["logprobs"]
         return logprobs
+
+    def layer_errors(
+        self, model: ModelRef, quantized: Path, rows: Sequence[Sequence[int]]
+    ) -> list[tuple[str, float]]:
+        """Return the relative output error of each layer of a quantised model, the largest first.
+
+        Args:
+            model: the model that was quantised.
+            quantized: folder of the quantised model.
+            rows: token ids to measure on.
+        """
+        second = replace(model, path=quantized).as_request()
+        reply = self._ask(
+            "layer_errors", model=model.as_request(), quantized=second, rows=_lists(rows)
+        )
+        return [(str(name), float(error)) for name, error in reply["layers"]]
 
     def encode(
         self,

@@ -35,7 +35,6 @@ class ServingConfig:
         tokenizer: the tokenizer's files as read; None if they cannot be read and are only copied.
         template: True if a chat template is required. Otherwise it is required only if `tokenizer`
             has one.
-        quantized: `quantization_config`; None for weights that are not quantized.
     """
 
     config: Mapping[str, Any]
@@ -45,7 +44,6 @@ class ServingConfig:
     pad: int | None
     tokenizer: TokenizerFacts | None
     template: bool
-    quantized: Mapping[str, Any] | None = None
 
 
 def write_configs(out: Path, wanted: ServingConfig) -> None:
@@ -56,7 +54,7 @@ def write_configs(out: Path, wanted: ServingConfig) -> None:
     generation = {key: value for key, value in wanted.generation.items() if key != "pad_token_id"}
     write_json(out / GENERATION_CONFIG, {**generation, **ends, **pads})
     # Written even if it is null: some model classes have a padding id by default.
-    config = served_config(wanted.config, dtype=wanted.dtype, quantized=wanted.quantized)
+    config = served_config(wanted.config, dtype=wanted.dtype)
     write_json(out / CONFIG, {**config, **ends, "pad_token_id": wanted.pad})
     _drop_code(out / TOKENIZER_CONFIG)
 
@@ -67,10 +65,8 @@ def _drop_code(path: Path) -> None:
         write_json(path, {key: value for key, value in config.items() if key != "auto_map"})
 
 
-def served_config(
-    config: Mapping[str, Any], *, dtype: str, quantized: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return config.json with this dtype and this quantization in place of its own.
+def served_config(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
+    """Return config.json with this dtype, and without the quantization of its own weights.
 
     `auto_map` is left out: the hand-offs were checked with transformers' own classes, and an engine
     that trusts the folder would run other code.
@@ -78,15 +74,10 @@ def served_config(
     Args:
         config: config.json of the model.
         dtype: torch dtype name.
-        quantized: `quantization_config`; None for weights that are not quantized.
     """
     replaced = ("quantization_config", "torch_dtype", "auto_map")
     kept = {key: value for key, value in config.items() if key not in replaced}
-    return {
-        **kept,
-        "dtype": dtype,
-        **({"quantization_config": dict(quantized)} if quantized else {}),
-    }
+    return {**kept, "dtype": dtype}
 
 
 def agreement(out: Path, wanted: ServingConfig, facts: ModelFacts, plan: Plan) -> list[Check]:
@@ -104,9 +95,7 @@ def agreement(out: Path, wanted: ServingConfig, facts: ModelFacts, plan: Plan) -
         _equal("generation_config.json eos_token_id", stops, _ids(generation, "eos_token_id")),
         _equal("config.json eos_token_id", stops, _ids(config, "eos_token_id")),
         _equal("pad_token_id of both", [wanted.pad] * 2, [_pad(config), _pad(generation)]),
-        _equal(
-            "config.json quantization_config", wanted.quantized, config.get("quantization_config")
-        ),
+        _equal("config.json quantization_config", None, config.get("quantization_config")),
     ]
     shapes = {facts.embedding: (0, 0), **{op.name: op.shape for op in plan.ops}}
     text = config.get("text_config") or config

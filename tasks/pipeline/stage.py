@@ -34,7 +34,11 @@ from tasks.pipeline.staging import staging
 from tasks.process.deadline import deadline
 
 CONTRACT = "contract.json"
-_LIMITS = {"train": "train.timeout_s", "smoke_eval": "smoke.timeout_s"}
+_LIMITS = {
+    "train": "train.timeout_s",
+    "smoke_eval": "smoke.timeout_s",
+    "smoke_quantized": "smoke.timeout_s",
+}
 """Stages whose time limit is not in section `timeouts`."""
 REFERENCE_LOG = "reference.log"
 """Log of the scorer, which all stages of a run share."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from flows.chain import stages as chain_stages
 from flows.cli.config import compose_config
 from tasks.config.checks import adapter, findings, machine, preflight, ranges
+from tasks.config.checks.quantizing import quantizing
 from tasks.core.errors import ConfigError
 from tasks.core.finding import Finding
 from tasks.core.machine import left_in_container
@@ -187,12 +188,27 @@ def test_wrong_shard_size(text: str) -> None:
     assert finding.override == "convert.max_shard_size=5GB"
 
 
-def test_quantising_needs_its_library_and_a_profile() -> None:
-    assert machine.quantize("none", "strict", lambda name: "0") == []
-    absent, drift = machine.quantize("fp8", "standard", lambda name: "0")
-    assert (absent.severity, absent.override) == ("error", "convert.quantize=none")
-    assert (drift.severity, drift.override) == ("warning", "gate=relaxed")
-    assert machine.quantize("w8a8", "standard", lambda name: "0.17.0") == []
+def test_quantising_reports_all_its_problems_at_once(tmp_path: Path) -> None:
+    convert = {"quantize": "w4a16", "group_size": 128}
+    config = {"num_local_experts": 8, "hidden_size": 576, "intermediate_size": 100}
+    problems = quantizing(
+        convert, config, lambda name: "0",
+        is_reward=True, engine="none", environment=tmp_path / "bin" / "python",
+    )  # fmt: skip
+    assert [(finding.found, finding.override) for finding in problems] == [
+        ("w4a16 without compressed-tensors", "pip install compressed-tensors"),
+        ("w4a16 of a reward model", "convert.quantize=none"),
+        ("w4a16 of a mixture of experts (num_local_experts 8)", "convert.quantize=none"),
+        ("w4a16 without a smoke test", "smoke.engine=vllm"),
+        ("w4a16 without llm-compressor", "make setup-quantize"),
+        ("w4a16 of hidden_size 576", "convert.group_size=64"),
+        ("w4a16 of intermediate_size 100", "convert.quantize=w8a8"),
+    ]
+    (odd,) = quantizing(
+        {**convert, "group_size": 48}, {}, lambda name: "1", environment=Path(__file__)
+    )
+    assert odd.override == "convert.group_size=128"
+    assert quantizing({"quantize": "none"}, config, lambda name: "0", is_reward=True) == []
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from flows.cli.config import compose_config
 from tasks.config.checks import adapter, model
+from tasks.config.checks.quantizing import quantizing
 from tasks.training.memory.estimate import estimate
 from tasks.training.memory.sizes import Sizes
 from tests.machines import QWEN_7B, with_hub
@@ -28,14 +29,13 @@ SIZES = st.integers(1, 64)
     [
         ({"num_local_experts": 8}, "a mixture of experts (num_local_experts 8)"),
         ({"text_config": {"n_routed_experts": 4}}, "a mixture of experts (n_routed_experts 4)"),
-        ({"model_type": "gpt2"}, "gpt2, whose layers are stored as convolutions"),
+        ({"model_type": "gpt2"}, "gpt2, whose layers are convolutions"),
     ],
 )
 def test_models_without_8_bit_support_are_refused(config: dict[str, Any], value: str) -> None:
-    known = model.Known(config=config)
-    (finding,) = model.quantisable("w8a8", known)
-    assert (finding.found, finding.override) == (value, "convert=default")
-    assert model.quantisable("none", known) == model.quantisable("w8a8", model.TOY) == []
+    (finding,) = quantizing({"quantize": "w8a8"}, config, lambda name: "0.17.0")
+    assert (finding.found, finding.override) == (f"w8a8 of {value}", "convert.quantize=none")
+    assert quantizing({"quantize": "w8a8"}, model.TOY.config, lambda name: "0.17.0") == []
 
 
 def test_already_quantised() -> None:

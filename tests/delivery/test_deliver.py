@@ -241,3 +241,23 @@ def test_vllm_serves_what_peft_computes(deliver: Run, tmp_path: Path) -> None:
     assert done.code == 0, done.output
     assert done.stages == ["audit", "reference", "merge", "convert", "smoke_eval"]
     assert done.summary["stages"][-1]["drift"]["mean_kl"] < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_vllm_serves_a_quantised_version_and_the_16_bits_stay(deliver: Run, tmp_path: Path) -> None:
+    source = servable(tmp_path / "source")
+    arguments = (f"source={source}", f"out={tmp_path / 'out'}", "convert.quantize=w8a8")
+    planned = deliver(*arguments, "plan=true", engine="vllm")
+    assert "quantize: linear layers to w8a8, in OUT; the model in 16 bits is kept" in planned.output
+    assert "  quantized: w8a8, " in planned.output
+    done = deliver(*arguments, engine="vllm", timeout=800)
+    assert done.code == 0, done.output
+    own = ["audit", "reference", "convert", "smoke_eval", "quantize", "smoke_quantized"]
+    assert done.stages == own
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["format"] == "int-quantized"
+    before, after = (done.summary["stages"][at]["drift"]["mean_kl"] for at in (3, 5))
+    assert before < after < 1e-2
+    whole = Path(done.summary["stages"][2]["artifact"]) / "config.json"
+    assert "quantization_config" not in json.loads(whole.read_text())

@@ -180,6 +180,15 @@ class TestTheSource:
         )
         assert f"{name}: 1 elements are NaN or infinite" in output
 
+    def test_to_be_quantised_and_not_measured(
+        self, refused: Callable[..., str], base: Path, tmp_path: Path
+    ) -> None:
+        arguments = ("convert.quantize=w4a16", "convert.group_size=48")
+        text = refused(f"source={base}", f"out={tmp_path / 'out'}", *arguments)
+        assert "w4a16 without a smoke test" in text
+        assert "smoke.engine=vllm" in text
+        assert "w4a16 in groups of 48" in text
+
     def test_stored_quantised(
         self, refused: Callable[..., str], base: Path, tmp_path: Path
     ) -> None:

@@ -24,7 +24,7 @@ from tests.infra.requirements_files import (
     wanted,
 )
 
-LOCKS = ("build", "cpu", "cuda", "dev", "server", "sign", "tools", "torch")
+LOCKS = ("build", "cpu", "cuda", "dev", "quantize", "server", "sign", "tools", "torch")
 HASHED = re.compile(r"^[A-Za-z0-9._-]+==\S+(?: ; .+?)?(?:\s+--hash=sha256:[0-9a-f]{64})+$")
 # Spelt in parts: this file is one of those that are searched.
 REGISTRY_HOSTS = tuple(

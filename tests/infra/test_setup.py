@@ -74,7 +74,24 @@ def test_test_tools_come_on_top(checkout: Checkout) -> None:
     assert checkout.calls() == ["requirements/dev.lock"]
     refused = checkout.setup("test")
     assert (refused.returncode, checkout.calls()) == (1, [])
-    assert "unknown argument test: nothing, sign or dev" in refused.stderr
+    assert "unknown argument test: nothing, sign, quantize or dev" in refused.stderr
+
+
+def test_llm_compressor_gets_an_environment_above_the_first_one(checkout: Checkout) -> None:
+    checkout.setup()
+    above = checkout.root / ".venv-quantize" / "bin" / "python"
+    above.parent.mkdir(parents=True)
+    packages = above.parents[1] / "packages"
+    packages.mkdir()
+    above.write_text(f"#!/usr/bin/env bash\necho {packages}\n")
+    above.chmod(0o755)
+    assert checkout.setup("quantize").returncode == 0
+    assert checkout.calls()[-1] == "requirements/quantize.lock"
+    installed = checkout.log.read_text().splitlines()[-1]
+    assert installed.startswith("-m pip --python .venv-quantize/bin/python install")
+    assert "--require-hashes" in installed
+    assert (packages / "below.pth").is_file()
+    assert checkout.setup("quantize").stdout == "", "the second call does nothing"
 
 
 def test_an_edited_lock_is_installed_again_and_alone(checkout: Checkout) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import shutil
 from dataclasses import replace
@@ -15,9 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.convert import convert
-from tasks.core.errors import ConfigError, ContractError
-from tasks.drift.fingerprint import DriftLimit
+from tasks.core.errors import ContractError
 from tasks.pipeline.artifact import Artifact
 from tasks.weights.execute.execute import Executed, execute
 from tasks.weights.files.reader import read_checkpoint
@@ -27,13 +24,12 @@ from tasks.weights.plan.operations import Encoding, Op, Plan
 from tasks.weights.plan.validate import validate
 from tasks.weights.quantized.encode import SCHEMES, encode, library_scheme, row_scales
 from tasks.weights.quantized.quantize import (
-    check_quantize,
     left_alone,
     library_config,
     quantized_contract,
     quantized_plan,
 )
-from tests.weights.making import failed, measure_here, state_of
+from tests.weights.making import state_of
 
 BOTH = tuple(SCHEMES)
 
@@ -177,12 +173,6 @@ def test_a_stack_of_experts_is_refused(tmp_path: Path) -> None:
         quantized_plan(Plan(()), model_facts(tmp_path), "w8a8")
 
 
-def test_the_value_of_convert_quantize_is_checked() -> None:
-    assert [check_quantize(name) for name in ("none", "w8a8", "fp8")] == [None, "w8a8", "fp8"]
-    with pytest.raises(ConfigError, match="is not one of none, w8a8, fp8"):
-        check_quantize("int4")
-
-
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=12),
@@ -207,35 +197,6 @@ def test_scales_are_held_exactly_and_no_row_overflows(
 
 def _facts(base: Artifact) -> ModelFacts:
     return model_facts(base.path)
-
-
-@pytest.mark.parametrize("scheme", BOTH)
-def test_convert_quantizes_and_reports_the_drift(
-    full_weights: Path, full_run: Path, tmp_path: Path, scheme: str
-) -> None:
-    limit = DriftLimit(mean_kl=0.5, p95_kl=2.0, top1_agreement=0.5)
-    report = convert(
-        tmp_path,
-        weights=full_weights,
-        trained=full_run,
-        dtype="bfloat16",
-        max_shard_size="60KB",
-        quantize=scheme,
-        score=measure_here,
-        profile=limit,
-        log=logging.getLogger("tests.weights"),
-    )
-    assert failed(report.checks) == []
-    assert report.notes["drift_carried_over"] is False
-    assert report.drift is not None
-    print(report.drift)
-    assert 0 < report.drift.mean_kl < 0.1
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["quantization_config"]["format"] == SCHEMES[scheme].format
-    assert config["dtype"] == "bfloat16"
-    names = state_of(tmp_path)
-    assert sum(name.endswith("weight_scale") for name in names) == 14
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
 
 
 @pytest.mark.parametrize(

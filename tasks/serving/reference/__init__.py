@@ -2,5 +2,6 @@
 
 child            the process, with one fork per request
 load, measure    a model; its fingerprint, greedy tokens and log-probabilities
+layers           error of each quantised layer
 rewards          scores of a reward model
 """

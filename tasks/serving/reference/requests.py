@@ -88,6 +88,13 @@ def _token_logprobs(request: dict[str, Any]) -> Response:
     return {"logprobs": [token_logprobs(model, *pair) for pair in pairs]}
 
 
+def _layer_errors(request: dict[str, Any]) -> Response:
+    from tasks.serving.reference.layers import layer_errors
+
+    original, quantized = _load(request["model"]), _load(request["quantized"])
+    return {"layers": layer_errors(original, quantized, request["rows"])}
+
+
 def _encode(request: dict[str, Any]) -> Response:
     rendered = render(
         Path(request["tokenizer"]),
@@ -133,6 +140,7 @@ HANDLERS: Mapping[str, Callable[[dict[str, Any]], Response]] = {
     "greedy": _greedy,
     "drawn": _drawn,
     "token_logprobs": _token_logprobs,
+    "layer_errors": _layer_errors,
     "encode": _encode,
     "encode_whole": _encode_whole,
     "decode": _decode,

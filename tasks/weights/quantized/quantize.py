@@ -16,28 +16,16 @@ from dataclasses import replace
 from typing import Any
 
 from tasks.core.contract import Expected, describe
-from tasks.core.errors import ConfigError, ContractError, first_and_more
+from tasks.core.errors import ContractError, first_and_more
 from tasks.weights.adapters.live import LINEAR, OTHER
 from tasks.weights.files.dtype_bits import is_float
 from tasks.weights.plan.contracts import ModelFacts
 from tasks.weights.plan.operations import Encoding, Op, Plan
 from tasks.weights.quantized.encode import SCALE_DTYPE, SCHEMES, library_scheme
 
-NONE = "none"
-CHOICES = (NONE, *SCHEMES)
 SCALE = "_scale"
 """Suffix of the key of a weight's scales, after the weight's own key."""
 _SHOWN = 50
-
-
-def check_quantize(name: str) -> str | None:
-    """Return the value of `convert.quantize`, None for "none". Raises ConfigError if unknown."""
-    if name not in CHOICES:
-        raise ConfigError(
-            f"convert.quantize={name!r} is not one of {', '.join(CHOICES)}",
-            hint="convert.quantize=none",
-        )
-    return None if name == NONE else name
 
 
 def quantized_plan(plan: Plan, facts: ModelFacts, scheme: str) -> Plan:
@@ -97,16 +85,45 @@ def _halves(op: Op, scheme: str) -> tuple[Op, Op]:
     return weight, scale
 
 
-def quantized_contract(facts: ModelFacts, scheme: str) -> list[Expected]:
-    """Return the tensors that the quantized checkpoint must contain."""
+def quantized_size(nbytes: int, linear: int, convert: Mapping[str, Any]) -> int:
+    """Return the size of a quantised model in bytes, about.
+
+    Args:
+        nbytes: size of the model in 16 bits.
+        linear: number of weights in its quantised layers.
+        convert: section `convert`.
+    """
+    bits = 8.0 if convert["quantize"] in SCHEMES else 4 + 16 / convert["group_size"]
+    return nbytes - int(linear * (2 - bits / 8))
+
+
+def quantized_contract(facts: ModelFacts, scheme: str, *, group: int = 128) -> list[Expected]:
+    """Return the tensors that the quantized checkpoint must contain.
+
+    Args:
+        facts: facts of the model.
+        scheme: "w8a8", "fp8" or "w4a16".
+        group: numbers of a row that share a scale, in 4 bits.
+    """
     contract: list[Expected] = []
     for tensor in facts.tensors:
         if tensor.name not in facts.quantized:
             contract.append(tensor)
             continue
+        if scheme not in SCHEMES:
+            contract += _packed(tensor, group)
+            continue
         contract.append(replace(tensor, dtype=SCHEMES[scheme].dtype))
         contract.append(Expected(tensor.name + SCALE, (tensor.shape[0], 1), SCALE_DTYPE))
     return contract
+
+
+def _packed(tensor: Expected, group: int) -> Iterator[Expected]:
+    """Yield the tensors of a matrix in 4 bits: 8 numbers to an int32, a scale for each group."""
+    rows, columns = tensor.shape
+    yield Expected(f"{tensor.name}_packed", (rows, -(-columns // 8)), "I32")
+    yield Expected(tensor.name + SCALE, (rows, columns // group), tensor.dtype)
+    yield Expected(f"{tensor.name}_shape", (2,), "I64")
 
 
 def library_config(scheme: str, ignore: Sequence[str]) -> dict[str, Any]:

@@ -1,0 +1,91 @@
+"""Quantised models (`convert.quantize`): the library, the model's layers, the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tasks.core.finding import Finding
+from tasks.quantize import ENVIRONMENT
+from tasks.training.memory.sizes import EXPERTS
+
+_KEY, _WITHOUT = "convert.quantize", "convert.quantize=none"
+_CONVOLUTIONS = ("gpt2", "openai-gpt")
+"""Model types whose linear layers are `Conv1D` in transformers."""
+GROUPS = (128, 64, 32)
+"""Group sizes of 4 bits that vLLM has kernels for, on GPUs (Marlin) and CPUs."""
+
+
+def quantizing(
+    convert: Mapping[str, Any],
+    config: Mapping[str, Any],
+    version: Callable[[str], str],
+    *,
+    is_reward: bool = False,
+    engine: str = "vllm",
+    environment: Path = ENVIRONMENT,
+) -> list[Finding]:
+    """Return every reason why a model cannot be quantised.
+
+    Args:
+        convert: section `convert`.
+        config: contents of the model's config.json; empty if unknown.
+        version: returns the version of a distribution; "0" if it is not installed.
+        is_reward: True for a reward model.
+        engine: `smoke.engine`.
+        environment: interpreter that runs llm-compressor.
+    """
+    scheme = convert["quantize"]
+    if scheme == "none":
+        return []
+    text = config.get("text_config") or config
+    problems = [*_problems(text, version, is_reward)]
+    if engine == "none":
+        what = "a quantised model is measured before it is handed on"
+        problems.append(("without a smoke test", what, "smoke.engine=vllm"))
+    if scheme == "w4a16":
+        problems += _in_4_bits(text, convert["group_size"], environment)
+    return [Finding(_KEY, f"{scheme} {why}", allowed, to) for why, allowed, to in problems]
+
+
+def _problems(
+    text: Mapping[str, Any], version: Callable[[str], str], is_reward: bool
+) -> Iterator[tuple[str, str, str]]:
+    """Yield what is wrong, what is allowed, and what to type."""
+    if version("compressed-tensors") == "0":
+        what = "compressed-tensors writes it; it comes with vLLM"
+        yield "without compressed-tensors", what, "pip install compressed-tensors"
+    if is_reward:
+        what = "only language models are quantised; a reward is compared by its size"
+        yield "of a reward model", what, _WITHOUT
+    plain = "models of plain linear layers are quantised"
+    experts = next((f"{key} {text[key]}" for key in EXPERTS if text.get(key)), None)
+    if experts:
+        yield f"of a mixture of experts ({experts})", plain, _WITHOUT
+    if text.get("model_type") in _CONVOLUTIONS:
+        yield f"of {text['model_type']}, whose layers are convolutions", plain, _WITHOUT
+
+
+def _in_4_bits(
+    text: Mapping[str, Any], group: int, environment: Path
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the same for 4 bits."""
+    if not environment.is_file():
+        what = f"llm-compressor is in an environment of its own, {environment.parents[1]}"
+        yield "without llm-compressor", what, "make setup-quantize"
+    if group not in GROUPS:
+        known = ", ".join(map(str, GROUPS))
+        yield f"in groups of {group}", f"vLLM has kernels for {known}", "convert.group_size=128"
+        return
+    heads = text.get("num_attention_heads") or 1
+    widths = {
+        "hidden_size": text.get("hidden_size"),
+        "intermediate_size": text.get("intermediate_size"),
+        "num_attention_heads * head_dim": heads * (text.get("head_dim") or 0),
+    }
+    for name, width in widths.items():
+        if width and width % group:
+            smaller = next((size for size in GROUPS if width % size == 0), None)
+            to = f"convert.group_size={smaller}" if smaller else "convert.quantize=w8a8"
+            yield f"of {name} {width}", f"a multiple of convert.group_size={group}", to

@@ -1,0 +1,277 @@
+"""quantize: `served` -> a second `served` folder, with its linear layers in fewer bits.
+
+The folder in 16 bits stays as it is; the quantised one is a hand-off of its own, with its own
+contract, manifest and drift limit. Its layers are also compared one by one on training rows, so
+that a refusal names the layer that lost most. `smoke_quantized` serves both folders side by side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tasks.core.contract import Check, judge
+from tasks.core.errors import DataError
+from tasks.core.files import copy_file
+from tasks.drift.fingerprint import DriftLimit, Fingerprint
+from tasks.drift.verdict import FINGERPRINT
+from tasks.evaluation.evaluation_prompts import dtype_of
+from tasks.evaluation.planned import Measuring
+from tasks.evaluation.scoring import ModelRef, ReferenceScorer
+from tasks.evaluation.trained_artifact import CONFIG, write_json
+from tasks.pipeline.artifact import MANIFEST, SIGNATURE
+from tasks.pipeline.report import StageReport
+from tasks.pipeline.stage import CONTRACT
+from tasks.process.launch import launch
+from tasks.weights.execute.verdicts import finite
+from tasks.weights.execute.worker import ask_execute, ask_facts, ask_quantization_config
+from tasks.weights.execute.writer import parse_size
+from tasks.weights.files.opening import SourceRef
+from tasks.weights.files.reader import WEIGHTS, Checkpoint, read_checkpoint, read_json
+from tasks.weights.plan.contracts import ModelFacts
+from tasks.weights.plan.layout import as_is
+from tasks.weights.plan.validate import validate
+from tasks.weights.quantized import gptq
+from tasks.weights.quantized.encode import SCHEMES
+from tasks.weights.quantized.quantize import left_alone, quantized_contract, quantized_plan
+
+Log = logging.Logger | logging.LoggerAdapter[Any]
+ENVIRONMENT = Path(f"{sys.prefix}-quantize", "bin", "python")
+"""Interpreter of the environment of `make setup-quantize`."""
+TRAINING_ROWS = "train.jsonl"
+ROW_TOKENS = 512
+"""Maximum number of tokens of a calibration row."""
+_BLOCK = 16 << 20
+_SHOWN = 10
+"""Layers that the manifest names."""
+
+
+def quantize(
+    out: Path,
+    *,
+    served: Path,
+    reference: Path,
+    scheme: str,
+    max_shard_size: str | int,
+    rows: int,
+    group: int,
+    profile: DriftLimit,
+    scorer: ReferenceScorer,
+    log: Log,
+    log_path: Path,
+    data: Path | None = None,
+    attn_implementation: str = "sdpa",
+) -> StageReport:
+    """Write the quantised version of a served folder, and measure what it loses.
+
+    Args:
+        out: empty staging directory.
+        served: folder of the model in 16 bits.
+        reference: folder with the trained model's fingerprint.
+        scheme: `convert.quantize`.
+        max_shard_size: largest tensor data of a file: "5GB", "200MiB", or bytes.
+        rows: number of training rows to calibrate on, and to compare the layers on.
+        group: numbers of a row that share a scale, in 4 bits.
+        profile: drift that is allowed between the quantised and the trained model.
+        scorer: the transformers child, which also quantises to 8 bits.
+        log: progress.
+        log_path: file for the output of llm-compressor.
+        data: dataset artifact; without one the fingerprint's probes take the place of the rows.
+        attn_implementation: attention of the measurements, by transformers' name.
+
+    Returns:
+        Report of kind `served`. Its notes name the rows, and the layers that lost most.
+
+    Raises:
+        ContractError: this model cannot be quantised in this way.
+        DataError: the training rows cannot be read.
+        StageProcessError: llm-compressor failed.
+    """
+    source = read_checkpoint(served)
+    disk = {name: tuple(info.shape) for name, info in source.tensors.items()}
+    facts = ask_facts(scorer.perform, served, dtype_of(served), disk)
+    limit, ignore = parse_size(max_shard_size), left_alone(facts)
+    tokens = calibration_tokens(scorer, served, reference, data, rows)
+    if scheme in SCHEMES:
+        plan = replace(as_is(source), max_shard_bytes=limit)
+        plan = quantized_plan(plan, facts, scheme)
+        validate(plan, {WEIGHTS: source})
+        done = ask_execute(scorer.perform, plan, {WEIGHTS: SourceRef(served)}, out)
+        config = ask_quantization_config(scorer.perform, scheme, ignore)
+        values = [finite(f"values of {name}", each) for name, each in done.outcomes.items()]
+    else:
+        job = {"model": str(served), "dtype": dtype_of(served), "rows": tokens, "ignore": ignore}
+        config = _by_gptq(out, {**job, "shard": limit, "group": group}, log, log_path)
+        values = list(_untouched(read_checkpoint(out), source, facts))
+    _copy_other_files(served, out)
+    write_json(out / CONFIG, {**read_json(served / CONFIG), "quantization_config": config})
+    made = read_checkpoint(out)
+    named = {name: info for name, info in made.tensors.items() if name not in facts.tied}
+    checks = [*judge(quantized_contract(facts, scheme, group=group), named)]
+    checks += [check for check in values if not check.ok]
+    ratio = made.nbytes / source.nbytes
+    log.info("quantize: %s, %.0f %% of the size", scheme, 100 * ratio)
+    metrics = {"size_ratio": ratio, "bytes": float(made.nbytes), "tensors": float(len(named))}
+    notes = {"scheme": scheme, "left_alone": ignore, "calibration": provenance(tokens, data)}
+    report = StageReport("served", tuple(checks), metrics, notes)
+    if not all(check.ok for check in checks):
+        return report
+    model = ModelRef(served, dtype=dtype_of(served), attn_implementation=attn_implementation)
+    layers = scorer.layer_errors(model, out, tokens)
+    worst, error = layers[0]
+    lost = f"{worst} lost most: its outputs are off by {error:.1%} on {len(tokens)} rows"
+    log.info("quantize: %s", lost)
+    measuring = Measuring(scorer.measure, reference, profile, attn_implementation)
+    drift, check = measuring.take(replace(model, path=out), out)
+    hint = f"{lost}; convert.quantize=none, or convert.quantize_profile=<a wider one>"
+    return replace(
+        report,
+        checks=(*checks, check if check.ok else replace(check, hint=hint)),
+        metrics={**metrics, "layers/worst": error, "layers/mean": _mean(layers)},
+        notes={**notes, "layers": dict(layers[:_SHOWN])},
+        drift=drift,
+    )
+
+
+def _mean(layers: Sequence[tuple[str, float]]) -> float:
+    return sum(error for _, error in layers) / len(layers)
+
+
+def _by_gptq(out: Path, job: dict[str, Any], log: Log, log_path: Path) -> dict[str, Any]:
+    """Run llm-compressor in its own environment; move the weights it wrote into `out`.
+
+    Returns:
+        `quantization_config` for config.json.
+    """
+    with tempfile.TemporaryDirectory(dir=out, prefix=".gptq-") as name:
+        folder = Path(name)
+        (folder / "job.json").write_text(json.dumps({**job, "out": str(folder / "out")}))
+        launch(
+            [str(ENVIRONMENT), gptq.__file__, str(folder / "job.json")],
+            stage="quantize",
+            log=log,
+            log_path=log_path,
+            env={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+        )
+        for path in (folder / "out").glob("*.safetensors*"):
+            path.rename(out / path.name)
+        config: dict[str, Any] = read_json(folder / "out" / CONFIG)["quantization_config"]
+    return config
+
+
+def _untouched(made: Checkpoint, source: Checkpoint, facts: ModelFacts) -> Iterator[Check]:
+    """Yield a verdict on each tensor that is not quantised: its bytes are those of the source."""
+    for name in sorted(set(made.tensors) & set(source.tensors) - set(facts.quantized)):
+        same = _digest(made, name) == _digest(source, name)
+        yield Check(name, "the bytes in 16 bits", "the same" if same else "others", ok=same)
+
+
+def smoke_quantized(
+    out: Path, *, test: Callable[..., StageReport], most: float | None = None, **arguments: Any
+) -> StageReport:
+    """Serve the quantised model, with the one in 16 bits in the place of the base.
+
+    Args:
+        out: staging directory.
+        test: the smoke test of the model in 16 bits.
+        most: points of exact match that the quantised model may lose; None for no limit.
+        **arguments: arguments of `test`.
+
+    Returns:
+        Report of `test`, its metrics below `quantized/`: `quantized/eval/before` is the exact match
+        in 16 bits, `quantized/eval/after` that of the quantised model.
+    """
+    report = test(out, **arguments)
+    metrics = {f"quantized/{name}": value for name, value in report.metrics.items()}
+    checks = report.checks
+    if most is not None and "eval/before" in report.metrics:
+        before, after = (100 * report.metrics[f"eval/{when}"] for when in ("before", "after"))
+        check = Check(
+            "exact match beside 16 bits",
+            f">= {before:.1f} % - {most:g} points",
+            f"{after:.1f} %",
+            ok=round(before - after, 6) <= most,
+            hint="convert.quantize=none, or convert.max_eval_drop=<points>",
+        )
+        checks = (*checks, check)
+    return replace(report, checks=checks, metrics=metrics)
+
+
+def _digest(checkpoint: Checkpoint, name: str) -> str:
+    (extent,) = checkpoint.extents(name)
+    with extent.path.open("rb") as file:
+        file.seek(extent.start)
+        digest, left = hashlib.sha256(), extent.nbytes
+        while left:
+            block = file.read(min(left, _BLOCK))
+            digest.update(block)
+            left -= len(block)
+    return digest.hexdigest()
+
+
+def _copy_other_files(served: Path, out: Path) -> None:
+    """Copy the tokenizer and all other files that are neither weights nor records of a stage."""
+    for path in sorted(served.iterdir()):
+        weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
+        if not weights and path.name not in (MANIFEST, CONTRACT, FINGERPRINT, CONFIG, SIGNATURE):
+            copy_file(path, out / path.name)
+
+
+def calibration_tokens(
+    scorer: ReferenceScorer, tokenizer: Path, reference: Path, data: Path | None, count: int
+) -> list[list[int]]:
+    """Return the token ids of training rows, spread evenly over the file.
+
+    Args:
+        scorer: renders the rows.
+        tokenizer: folder of the tokenizer and its chat template.
+        reference: folder with a fingerprint, whose probes are taken without a dataset.
+        data: dataset artifact; None for the probes.
+        count: number of rows.
+
+    Raises:
+        DataError: the file cannot be read or is empty.
+    """
+    if data is None:
+        return [list(probe) for probe in Fingerprint.load(reference / FINGERPRINT).probes]
+    path = data / TRAINING_ROWS
+    try:
+        with path.open("rb") as file:
+            total = sum(1 for _ in file)
+        with path.open("rb") as file:
+            chosen = islice(file, 0, None, max(1, total // count))
+            rows = [json.loads(line) for line in islice(chosen, count)]
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    if not rows:
+        raise DataError(f"{path} is empty: nothing to calibrate on")
+    if "text" in rows[0]:
+        tokens = scorer.encode_texts(tokenizer, [row["text"] for row in rows], limit=ROW_TOKENS)
+    elif all(_messages(row)[-1]["role"] == "assistant" for row in rows):
+        tokens = scorer.encode_whole(tokenizer, [_messages(row) for row in rows])
+    else:
+        tokens = scorer.encode(tokenizer, rows).tokens
+    return [ids[:ROW_TOKENS] for ids in tokens if len(ids) > 1]
+
+
+def _messages(row: dict[str, Any]) -> list[dict[str, str]]:
+    return list(row["messages"]) if "messages" in row else [*row["prompt"], *row["chosen"]]
+
+
+def provenance(tokens: Sequence[Sequence[int]], data: Path | None) -> dict[str, Any]:
+    """Return the record of calibration rows: their source, number, and the digest of their ids."""
+    text = json.dumps([list(row) for row in tokens], separators=(",", ":"))
+    return {
+        "source": "probes of the fingerprint" if data is None else f"data: {TRAINING_ROWS}",
+        "rows": len(tokens),
+        "tokens": sum(map(len, tokens)),
+        "sha256": hashlib.sha256(text.encode()).hexdigest(),
+    }

@@ -1,0 +1,174 @@
+"""The quantised version of a served folder: its files, its layers, its limits, its engine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tasks.audit.finding import Severity
+from tasks.audit.run import audit
+from tasks.drift.fingerprint import DriftLimit, quantized_profile
+from tasks.evaluation.scoring import ReferenceScorer
+from tasks.pipeline.report import StageReport
+from tasks.quantize import ENVIRONMENT, quantize, smoke_quantized
+from tasks.smoke_eval import smoke_eval
+from tests.serving.models import CONVERSATIONS, live_fingerprint, load, write_model
+from tests.serving.test_smoke_eval import LENIENT
+
+LOG = logging.getLogger("tests.serving")
+ANY = DriftLimit(mean_kl=10.0, p95_kl=100.0, top1_agreement=0.0)
+
+
+needs_llm_compressor = pytest.mark.skipif(
+    not ENVIRONMENT.is_file(), reason="make setup-quantize (make test-all runs it)"
+)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset folder with training and held-out rows."""
+    folder = tmp_path_factory.mktemp("rows")
+    text = "".join(
+        json.dumps({"id": f"r{i}", "messages": m}) + "\n" for i, m in enumerate(CONVERSATIONS)
+    )
+    for name in ("train", "heldout"):
+        (folder / f"{name}.jsonl").write_text(text)
+    return folder
+
+
+@pytest.fixture
+def quantized(
+    served: Path, trained: Path, rows: Path, scorer: ReferenceScorer, tmp_path: Path
+) -> Callable[..., tuple[Path, StageReport]]:
+    """Quantise `served` into a new folder; arguments override."""
+
+    def call(scheme: str, **changes: Any) -> tuple[Path, StageReport]:
+        out = tmp_path / f"{scheme}-{len(list(tmp_path.iterdir()))}"
+        out.mkdir()
+        arguments: dict[str, Any] = {
+            "served": served, "reference": trained, "data": rows, "scorer": scorer, "rows": 4,
+            "log_path": tmp_path / "quantize.log", "max_shard_size": "5GB", "profile": ANY,
+            "log": LOG, "group": 64,
+        }  # fmt: skip
+        return out, quantize(out, scheme=scheme, **{**arguments, **changes})
+
+    return call
+
+
+def test_the_quantised_folder_stands_beside_the_one_in_16_bits(
+    quantized: Callable[..., tuple[Path, StageReport]], served: Path
+) -> None:
+    before = {path.name: path.read_bytes() for path in served.iterdir()}
+    out, report = quantized("w8a8", max_shard_size="60KB")
+    assert [check for check in report.checks if not check.ok] == []
+    assert {path.name: path.read_bytes() for path in served.iterdir()} == before
+    assert len(list(out.glob("*.safetensors"))) > 1
+    assert {"tokenizer.json", "generation_config.json"} <= {path.name for path in out.iterdir()}
+    assert 0.4 < report.metrics["size_ratio"] < 0.9
+    assert report.notes["left_alone"] == ["lm_head"]
+    calibration = report.notes["calibration"]
+    assert (calibration["source"], calibration["rows"]) == ("data: train.jsonl", 4)
+    assert len(calibration["sha256"]) == 64
+    errors = list(report.notes["layers"].values())
+    assert errors == sorted(errors, reverse=True)
+    assert 0 < errors[0] < 0.05, "8 bits lose about 1 % of a layer's output"
+    assert report.drift is not None
+    assert report.drift.mean_kl > 0
+    assert [
+        str(finding) for finding in audit(out).findings if finding.severity is Severity.ERROR
+    ] == []
+
+
+def test_a_refusal_names_the_layer_that_lost_most(
+    quantized: Callable[..., tuple[Path, StageReport]], served: Path, scorer: ReferenceScorer,
+    tmp_path: Path, probes: list[list[int]],
+) -> None:  # fmt: skip
+    """A weight that nothing multiplies makes the scales of its layer useless."""
+    folder = shutil.copytree(served, tmp_path / "outlier")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.post_attention_layernorm.weight"][7] = 0
+    tensors["model.layers.1.mlp.up_proj.weight"][:, 7] = 200
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "reference").mkdir()
+    live_fingerprint(load(folder), probes).save(tmp_path / "reference" / "fingerprint.fp")
+    _, report = quantized(
+        "w8a8",
+        served=folder,
+        reference=tmp_path / "reference",
+        profile=quantized_profile("w8a8"),
+    )
+    (failed,) = [check for check in report.checks if not check.ok]
+    assert failed.name == "drift from the trained model"
+    assert failed.hint.startswith("model.layers.1.mlp.up_proj lost most: its outputs are off by ")
+    assert "convert.quantize=none" in failed.hint
+    assert report.metrics["layers/worst"] > 0.5
+
+
+@pytest.mark.slow
+def test_a_real_vocabulary_and_prompts_without_answers(
+    quantized: Callable[..., tuple[Path, StageReport]], tmp_path: Path, probes: list[list[int]]
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = write_model(tmp_path / "wide", seed=3)
+    config = AutoConfig.from_pretrained(folder)
+    config.vocab_size, config.tie_word_embeddings = 151_936, False
+    AutoModelForCausalLM.from_config(config, dtype="bfloat16").save_pretrained(folder)
+    (tmp_path / "reference").mkdir()
+    live_fingerprint(load(folder), probes).save(tmp_path / "reference" / "fingerprint.fp")
+    (tmp_path / "data").mkdir()
+    prompts = [{"id": "p", "messages": m[:1], "columns": {}} for m in CONVERSATIONS]
+    text = "".join(json.dumps(row) + "\n" for row in prompts)
+    (tmp_path / "data" / "train.jsonl").write_text(text)
+    out, report = quantized(
+        "fp8", served=folder, reference=tmp_path / "reference", data=tmp_path / "data",
+        max_shard_size="10MB",
+    )  # fmt: skip
+    assert [check for check in report.checks if not check.ok] == []
+    assert len(list(out.glob("*.safetensors"))) > 2
+    assert report.notes["left_alone"] == ["lm_head"]
+    assert report.metrics["size_ratio"] > 0.9, "embedding and head stay in 16 bits"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "scheme", ["w8a8", "fp8", pytest.param("w4a16", marks=needs_llm_compressor)]
+)
+def test_vllm_serves_it_beside_the_one_in_16_bits(
+    scheme: str, quantized: Callable[..., tuple[Path, StageReport]], served: Path, trained: Path,
+    rows: Path, scorer: ReferenceScorer, tmp_path: Path,
+) -> None:  # fmt: skip
+    folder, made = quantized(scheme)
+    assert [check for check in made.checks if not check.ok] == []
+    assert [str(each) for each in audit(folder).findings if each.severity is Severity.ERROR] == []
+    (tmp_path / "report").mkdir()
+    report = smoke_quantized(
+        tmp_path / "report", test=smoke_eval, most=100.0, served=folder, base=served, data=rows,
+        trained=trained, engine="vllm", settings=LENIENT, profile=ANY,
+        scorer=scorer, log=LOG, log_path=tmp_path / "log",
+    )  # fmt: skip
+    print(scheme, report.drift)
+    assert [check for check in report.checks if not check.ok] == []
+    assert {"quantized/eval/before", "quantized/eval/after"} <= set(report.metrics)
+    lines = (tmp_path / "report" / "generations.jsonl").read_text().splitlines()
+    assert len(lines) == len(CONVERSATIONS)
+
+
+@pytest.mark.parametrize(("most", "ok"), [(3.0, True), (2.0, False), (None, True)])
+def test_held_out_answers_may_fall_by_so_many_points(
+    most: float | None, ok: bool, tmp_path: Path
+) -> None:
+    def measured(out: Path, **_: Any) -> StageReport:
+        return StageReport("report", (), {"eval/before": 0.9, "eval/after": 0.87})
+
+    report = smoke_quantized(tmp_path, test=measured, most=most)
+    assert all(check.ok for check in report.checks) == ok
+    assert report.metrics == {"quantized/eval/before": 0.9, "quantized/eval/after": 0.87}
+    assert [check.found for check in report.checks] == ([] if most is None else ["87.0 %"])

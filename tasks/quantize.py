@@ -162,7 +162,7 @@ def _by_gptq(out: Path, job: dict[str, Any], log: Log, log_path: Path) -> dict[s
             env={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
         )
         for path in (folder / "out").glob("*.safetensors*"):
-            path.rename(out / path.name)
+            path.rename(out / path.name).chmod(0o644)  # safetensors writes files of its owner alone
         config: dict[str, Any] = read_json(folder / "out" / CONFIG)["quantization_config"]
     return config
 

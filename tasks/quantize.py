@@ -136,7 +136,7 @@ def quantize(
         report,
         checks=(*checks, check if check.ok else replace(check, hint=hint)),
         metrics={**metrics, "layers/worst": error, "layers/mean": _mean(layers)},
-        notes={**notes, "layers": dict(layers[:_SHOWN])},
+        notes={**notes, "layers": layers[:_SHOWN]},
         drift=drift,
     )
 

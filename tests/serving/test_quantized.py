@@ -76,7 +76,7 @@ def test_the_quantised_folder_stands_beside_the_one_in_16_bits(
     calibration = report.notes["calibration"]
     assert (calibration["source"], calibration["rows"]) == ("data: train.jsonl", 4)
     assert len(calibration["sha256"]) == 64
-    errors = list(report.notes["layers"].values())
+    errors = [error for _, error in report.notes["layers"]]
     assert errors == sorted(errors, reverse=True)
     assert 0 < errors[0] < 0.05, "8 bits lose about 1 % of a layer's output"
     assert report.drift is not None

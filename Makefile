@@ -7,8 +7,8 @@ VENV ?= .venv
 ARGS ?=
 export VENV
 PY := $(VENV)/bin/python
-# Two at a time; which tests stay together, tests/conftest.py says. More would only compete.
-WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
+# Three at a time on two cores, since many tests wait; which stay together, tests/conftest.py says.
+WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup setup-sign setup-quantize setup-dev demo test test-all test-gpu test-gpus check \
   format bench-weights bench-training bench-rl bench-gpu lock sbom up deploy down status backup \

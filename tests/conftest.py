@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Generator, Iterator
@@ -20,6 +21,8 @@ except ModuleNotFoundError:  # `tests/gpu` runs on machines that have pytest alo
 
 PROJECT = Path(__file__).resolve().parents[1]
 CACHE = PROJECT / ".cache"
+
+gc.set_threshold(50_000)  # as in flows/cli/start.py: imports create a million objects, free none
 
 # Set before anything is imported: several of these libraries read the environment at import.
 os.environ.update(
@@ -41,8 +44,11 @@ if settings is not None:
     settings.register_profile("plumbline", deadline=None)
     settings.load_profile("plumbline")
 
-TOGETHER = ("flows", "training", "serving", "weights", "infra")
-"""Folders whose tests share what is expensive to make: one worker runs all of a folder."""
+TOGETHER = ("flows", "training", "infra", "serving", "weights", "witness")
+"""Folders whose tests share what is expensive to make: one worker runs all of a folder.
+
+The longest one is the first; a folder in such a folder is a group of its own.
+"""
 
 
 class ByFolder(LoadFileScheduling):
@@ -53,8 +59,7 @@ class ByFolder(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::", 1)[0]
-        folder = file.split("/")[1]
-        return folder if folder in TOGETHER else file
+        return file.rpartition("/")[0] if file.split("/")[1] in TOGETHER else file
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -77,11 +82,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFolder:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the longest group, so that it is not what everything waits for at the end."""
-    items.sort(key=lambda item: item.path.parent.name != "flows")
+    """Start with the longest groups, so that they are not what everything waits for at the end."""
+    longest = {f"tests/{name}": place for place, name in enumerate(TOGETHER)}
+    items.sort(key=lambda item: longest.get(item.nodeid.split("::")[0].rpartition("/")[0], 99))
     for item in items:
         if item.path.parent.name == "flows":
             item.add_marker(pytest.mark.timeout(600))
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector the millions of objects of the imported libraries."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

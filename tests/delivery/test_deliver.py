@@ -89,13 +89,13 @@ class TestAnAdapter:
         assert (out / "manifest.json").stat() == before
 
     def test_in_a_bin_file_gives_the_same_bytes(
-        self, deliver: Run, adapter: Path, base: Path, tmp_path: Path
+        self, either: Run, adapter: Path, base: Path, tmp_path: Path
     ) -> None:
         pickled = tmp_path / "pickled"
         pickled.mkdir()
         torch.save(state_of(adapter, "adapter_model"), pickled / "adapter_model.bin")
         shutil.copy(adapter / "adapter_config.json", pickled)
-        done = deliver(
+        done = either(
             f"source={pickled}", f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}"
         )
         assert done.code == 0, done.output
@@ -103,9 +103,9 @@ class TestAnAdapter:
         assert same(state_of(tmp_path / "out"), merged_by_peft(base, adapter))
 
     def test_finds_the_base_it_names_and_goes_to_fp16_in_small_files(
-        self, deliver: Run, adapter: Path, base: Path, tmp_path: Path
+        self, either: Run, adapter: Path, base: Path, tmp_path: Path
     ) -> None:
-        done = deliver(
+        done = either(
             f"source={adapter}", f"out={tmp_path / 'out'}",
             "convert.dtype=float16", "convert.max_shard_size=60KB", "merge.base=original",
         )  # fmt: skip
@@ -117,13 +117,13 @@ class TestAnAdapter:
         assert loads(tmp_path / "out").dtype == torch.float16
 
 
-def test_a_full_model_is_taken_as_it_is(deliver: Run, base: Path, tmp_path: Path) -> None:
-    done = deliver(f"source={base}", f"out={tmp_path / 'out'}")
+def test_a_full_model_is_taken_as_it_is(either: Run, base: Path, tmp_path: Path) -> None:
+    done = either(f"source={base}", f"out={tmp_path / 'out'}")
     assert done.code == 0, done.output
     assert done.stages == ["audit", "convert"]
     assert same(state_of(tmp_path / "out"), state_of(base))
     loads(tmp_path / "out")
-    again = deliver(f"source={tmp_path / 'out'}", f"out={tmp_path / 'second'}")
+    again = either(f"source={tmp_path / 'out'}", f"out={tmp_path / 'second'}")
     assert again.code == 0, again.output
     assert "Plumbline artifact of kind served" in again.output
     first, second = (tmp_path / name / "model.safetensors" for name in ("out", "second"))
@@ -141,10 +141,10 @@ def test_a_full_model_is_taken_as_it_is(deliver: Run, base: Path, tmp_path: Path
 
 @pytest.mark.parametrize("layout", ["adapter", "full"])
 def test_shards_of_our_ranks(
-    deliver: Run, request: pytest.FixtureRequest, layout: str, ours: Path, tmp_path: Path
+    either: Run, request: pytest.FixtureRequest, layout: str, ours: Path, tmp_path: Path
 ) -> None:
     source = request.getfixturevalue("shards" if layout == "adapter" else "full_shards")
-    done = deliver(f"source={source}", f"base={ours}", f"out={tmp_path / 'out'}")
+    done = either(f"source={source}", f"base={ours}", f"out={tmp_path / 'out'}")
     assert done.code == 0, done.output
     assert done.stages == [
         "audit",
@@ -162,8 +162,8 @@ def test_shards_of_our_ranks(
     assert (before.top1 == after.top1).mean() > 0.95
 
 
-def test_plan_only_writes_nothing(deliver: Run, adapter: Path, base: Path, tmp_path: Path) -> None:
-    done = deliver(
+def test_plan_only_writes_nothing(either: Run, adapter: Path, base: Path, tmp_path: Path) -> None:
+    done = either(
         f"source={adapter}",
         f"base={base}",
         "merge.base=original",
@@ -173,10 +173,10 @@ def test_plan_only_writes_nothing(deliver: Run, adapter: Path, base: Path, tmp_p
     assert done.code == 0, done.output
     for part in ("source:", "merge       to run", "fold 14 tensors", "served: 26 tensors"):
         assert part in done.output
-    assert {path.name for path in tmp_path.iterdir()} == {"elsewhere"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"elsewhere"}
 
 
-def test_a_value_head_is_kept_apart(deliver: Run, base: Path, tmp_path: Path) -> None:
+def test_a_value_head_is_kept_apart(either: Run, base: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     source = Path(shutil.copytree(base, tmp_path / "ppo"))
@@ -185,7 +185,7 @@ def test_a_value_head_is_kept_apart(deliver: Run, base: Path, tmp_path: Path) ->
         "v_head.summary.bias": torch.randn(1).bfloat16(),
     }
     save_file({**state_of(base), **head}, source / "model.safetensors", metadata={"format": "pt"})
-    done = deliver(f"source={source}", f"out={tmp_path / 'out'}")
+    done = either(f"source={source}", f"out={tmp_path / 'out'}")
     assert done.code == 0, done.output
     assert done.stages == ["audit", "convert", "value_head"]
     assert same(state_of(tmp_path / "out"), state_of(base))

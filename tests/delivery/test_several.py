@@ -49,10 +49,10 @@ def merged_by_peft(base: Path, weighted: dict[Path, float]) -> dict[str, torch.T
 
 
 def test_are_added_up_with_their_weights(
-    deliver: Run, adapter: Path, second: Path, base: Path, tmp_path: Path
+    either: Run, adapter: Path, second: Path, base: Path, tmp_path: Path
 ) -> None:
     given = f"adapters=[{adapter}:{WEIGHTS[0]},{second}:{WEIGHTS[1]}]"
-    done = deliver(given, f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}")
+    done = either(given, f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}")
     assert done.code == 0, done.output
     assert done.stages == ["audit", "merge", "convert"]
     assert f"adapter: 0.7 x {adapter}" in done.output

@@ -1,16 +1,20 @@
-"""Training jobs of the adapter tests: the variants of section `peft`.
+"""Training jobs of the adapter tests: the variants of section `peft`; reward models go along.
 
-Two ranks train all of them in one launch, a few steps each, under ZeRO-2 and ZeRO-3. The
-persistence threshold is 0: with DeepSpeed's default ZeRO-3 would not partition a model this small.
+Two ranks train them a few steps each, under ZeRO-2 and ZeRO-3: those of the default suite in one
+launch, and the others, for slow tests, in a second one. The persistence threshold is 0: with
+DeepSpeed's default ZeRO-3 would not partition a model this small.
 """
 
 from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tasks.training.job import Peft, Zero
 from tasks.training.tokens.examples import Example, Tokens
@@ -19,6 +23,7 @@ from tests.settings import Batch, Optim, Settings
 from tests.training.conftest import save_base
 from tests.training.datasets import write_examples
 from tests.training.jobs import Left, Wanted, run_jobs
+from tests.training.reward_jobs import reward_jobs
 
 ZERO3 = Zero(3, persistence_threshold=0)
 LORA = Peft("lora", rank=4, alpha=8)
@@ -63,17 +68,45 @@ ROWS = {
 }
 FP32 = replace(BASIC, dtype="float32", probes=1)
 FP32_JOBS = {"fp32_zero2": FP32, "fp32_zero3": replace(FP32, zero=ZERO3)}
-ADAPTED = [name for name, one in (SETTINGS | ROWS).items() if one.peft.kind != "none"]
+DEFAULT = (
+    "dora_zero2", "dora_zero3", "pissa_zero3", "patterns_zero3", "lora_zero2",
+    "checkpointed_zero3", "fp4_pissa", "8bit_zero3", "rows_zero3", "rows_untied_zero3",
+    "reward_full_zero3", "reward_lora_zero3",
+)  # fmt: skip
+"""Jobs of the default suite; each kind of adapter under the stage that partitions the most."""
+ADAPTED = [
+    name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow)
+    for name, settings in (SETTINGS | ROWS).items()
+    if settings.peft.kind != "none"
+]
 
 
-def run_all(folder: Path, base: Path, tokenizer: Any) -> dict[str, Left]:
-    """Train every job, and return the files of each."""
-    data = folder / "examples"
-    data.mkdir()
-    write_words(data, tokenizer, tokenizer("copy")["input_ids"])
-    wanted = {name: Wanted(one, base, data) for name, one in (SETTINGS | FP32_JOBS).items()}
-    wanted |= _with_new_rows(folder, base, tokenizer)
-    return run_jobs(folder / "jobs", wanted)
+class Adapted(Mapping[str, Left]):
+    """Files of every job, by name. The first access to a job trains all of its launch."""
+
+    def __init__(self, folder: Path, base: Path, tokenizer: Any) -> None:
+        data = folder / "examples"
+        data.mkdir()
+        write_words(data, tokenizer, tokenizer("copy")["input_ids"])
+        self._wanted = {n: Wanted(job, base, data) for n, job in (SETTINGS | FP32_JOBS).items()}
+        self._wanted |= _with_new_rows(folder, base, tokenizer)
+        self._wanted |= reward_jobs(folder, base, tokenizer)
+        self._folder = folder
+        self._left: dict[str, Left] = {}
+
+    def __getitem__(self, name: str) -> Left:
+        if name not in self._left:
+            default = name in DEFAULT
+            wanted = {n: job for n, job in self._wanted.items() if (n in DEFAULT) is default}
+            folder = self._folder / ("default_jobs" if default else "slow_jobs")
+            self._left |= run_jobs(folder, wanted)
+        return self._left[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._wanted)
+
+    def __len__(self) -> int:
+        return len(self._wanted)
 
 
 def write_words(folder: Path, tokenizer: Any, begin: list[int]) -> Path:

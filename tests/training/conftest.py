@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.training.jobs import Left
+    from tests.training.adapter_jobs import Adapted
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -79,11 +79,11 @@ def base(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
 
 
 @pytest.fixture(scope="session")
-def adapted(tmp_path_factory: pytest.TempPathFactory, base: Path, tokenizer) -> dict[str, Left]:
+def adapted(tmp_path_factory: pytest.TempPathFactory, base: Path, tokenizer) -> Adapted:
     """Files of the jobs of `adapter_jobs.py`, by name."""
-    from tests.training.adapter_jobs import run_all
+    from tests.training.adapter_jobs import Adapted
 
-    return run_all(tmp_path_factory.mktemp("adapters"), base, tokenizer)
+    return Adapted(tmp_path_factory.mktemp("adapters"), base, tokenizer)
 
 
 @pytest.fixture(scope="session")

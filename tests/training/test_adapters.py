@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from tasks.drift.fingerprint import EXACT, Fingerprint, drift, within
-from tests.training.adapter_jobs import ADAPTED, OPTIONS
-from tests.training.jobs import Left, load_trained
+from tests.training.adapter_jobs import ADAPTED, Adapted
+from tests.training.jobs import load_trained
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_zero3_trains_what_zero2_trains(adapted: dict[str, Left], name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["dora", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pissa", "patterns"))],
+)
+def test_zero3_trains_what_zero2_trains(adapted: Adapted, name: str) -> None:
     """Adapters begin with the same values, and DoRA has its base weight under ZeRO-3."""
     two, three = adapted[f"{name}_zero2"], adapted[f"{name}_zero3"]
     assert two.losses == pytest.approx(three.losses, abs=2e-3)
@@ -26,7 +29,7 @@ def test_zero3_trains_what_zero2_trains(adapted: dict[str, Left], name: str) -> 
 
 
 @pytest.mark.parametrize("name", ADAPTED)
-def test_the_files_are_the_model_that_was_trained(adapted: dict[str, Left], name: str) -> None:
+def test_the_files_are_the_model_that_was_trained(adapted: Adapted, name: str) -> None:
     from transformers import AutoModelForCausalLM
 
     model = load_trained(adapted[name], AutoModelForCausalLM)
@@ -44,7 +47,7 @@ def test_the_files_are_the_model_that_was_trained(adapted: dict[str, Left], name
     assert within(drift(reference, found), EXACT, noise=reference.noise) == []
 
 
-def test_patterns_and_modules_to_save(adapted: dict[str, Left]) -> None:
+def test_patterns_and_modules_to_save(adapted: Adapted) -> None:
     full = adapted["patterns_zero3"].stitched()
     ranks = {name: tensor.shape[0] for name, tensor in full.items() if ".lora_A." in name}
     assert len(ranks) == 2 * 6  # of seven linear maps one is excluded
@@ -58,14 +61,15 @@ def test_patterns_and_modules_to_save(adapted: dict[str, Left]) -> None:
     assert said["alpha_pattern"] == {"q_proj": 32.0}
 
 
-def test_a_4_bit_model_is_neither_moved_nor_cast(adapted: dict[str, Left]) -> None:
+def test_a_4_bit_model_is_neither_moved_nor_cast(adapted: Adapted) -> None:
     """`.to` is not supported for `4-bit`: in these jobs any such call raises."""
     run = adapted["fp4_pissa"]
     assert run.losses[-1] < run.losses[0] - 0.1
     assert len(run.stitched()) == 2 * 14
 
 
-def test_the_fused_layer_trains_what_pefts_own_does(adapted: dict[str, Left]) -> None:
+@pytest.mark.slow  # test_fused_lora.py compares both without ranks
+def test_the_fused_layer_trains_what_pefts_own_does(adapted: Adapted) -> None:
     """Two ranks through DeepSpeed in fp32: losses and gathered adapters agree to 1e-5.
 
     Under ZeRO-3 peft's own forward pass is used, since weights are gathered around modules.

@@ -8,12 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.training.jobs import Left
+from tests.training.adapter_jobs import Adapted
 
 
-@pytest.mark.parametrize("name", ["pissa_zero2", "pissa_zero3"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("pissa_zero2", marks=pytest.mark.slow), "pissa_zero3"]
+)
 def test_pissa_begins_with_the_bases_principal_components(
-    adapted: dict[str, Left], base: Path, name: str
+    adapted: Adapted, base: Path, name: str
 ) -> None:
     """Meng et al. 2024, eq. 2 and 3; the subtracted half does not change."""
     assert adapted[name].losses[0] == pytest.approx(adapted["lora_zero2"].losses[0], abs=1e-4)

@@ -3,108 +3,26 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tasks.drift.reward_scores import ScorePrint, score_drift
-from tasks.training.job import Peft, Zero
-from tasks.training.tokens.examples import Example, Tokens
-from tests.settings import Batch, Optim, Settings
-from tests.training.conftest import save_base
-from tests.training.datasets import write_examples
-from tests.training.jobs import Left, Wanted, load_trained, run_jobs
+from tests.training.adapter_jobs import DEFAULT, Adapted
+from tests.training.jobs import Left, load_trained
+from tests.training.reward_jobs import REWARDS, SETTINGS
 
-ZERO3 = Zero(3, persistence_threshold=0)
-SETTINGS = Settings(
-    objective="reward",
-    optim=Optim(lr=2e-3, warmup_ratio=0.1),
-    batch=Batch(micro_batch_size=4, global_batch_size=16, max_steps=6, max_len=64),
-    save_steps=0,
-    probes=9,
-)
-SCENARIOS = {
-    "full_zero1": replace(SETTINGS, zero=Zero(1)),
-    "full_zero3": replace(SETTINGS, zero=ZERO3),
-    "lora_zero3": replace(
-        SETTINGS, peft=Peft("lora", rank=4, alpha=8), zero=ZERO3, gradient_checkpointing=True
-    ),
-    "qlora_zero2": replace(SETTINGS, peft=Peft("qlora", rank=4, alpha=8), zero=Zero(2)),
-}
-OTHER_STAGES = {
-    f"{kind}_zero{stage}": replace(SETTINGS, peft=peft, zero=Zero(stage))
-    for kind, peft, stages in (
-        ("full", Peft(), (0, 2)),
-        ("lora", Peft("lora", rank=4, alpha=8), (0, 1, 2)),
-        ("qlora", Peft("qlora", rank=4, alpha=8), (0, 1)),
-    )
-    for stage in stages
-}
 LIVE_HEAD = "base_model.model.score.modules_to_save.default.weight"
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
-    """Save a minimal Qwen2 of width 5120, that of the 14B model, with an untied head."""
-    return save_base(
-        tmp_path_factory.mktemp("wide"),
-        tokenizer,
-        hidden_size=5120,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        head_dim=32,
-        num_key_value_heads=1,
-        intermediate_size=64,
-        tie_word_embeddings=False,
-    )
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
-    """Write pairs whose chosen answer is in capitals."""
-    folder = tmp_path_factory.mktemp("pairs")
-    draw = random.Random(0)
-
-    def tokens(text: str) -> Tokens:
-        ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-        return Tokens(ids, [False] * 4 + [True] * (len(ids) - 4))
-
-    def example(i: int) -> Example:
-        word = "".join(draw.choice("abcdef") for _ in range(draw.randint(5, 12)))
-        return Example(f"p{i}", (tokens(f"say: {word.upper()}"), tokens(f"say: {word}")))
-
-    made = [example(i) for i in range(96)]
-    write_examples(folder, made, roles=("chosen", "rejected"))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def left(tmp_path_factory: pytest.TempPathFactory, base: Path, wide: Path, pairs: Path) -> Any:
-    wanted = {
-        name: Wanted(one, wide if name == "lora_zero3" else base, pairs)
-        for name, one in SCENARIOS.items()
-    }
-    return run_jobs(tmp_path_factory.mktemp("rewards"), wanted)
-
-
-@pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory, base: Path, pairs: Path) -> dict[str, Left]:
-    wanted = {name: Wanted(one, base, pairs) for name, one in OTHER_STAGES.items()}
-    return run_jobs(tmp_path_factory.mktemp("stages"), wanted)
-
-
 @pytest.fixture(
-    params=[*SCENARIOS, *(pytest.param(n, marks=pytest.mark.slow) for n in OTHER_STAGES)]
+    params=[
+        name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in REWARDS
+    ]
 )
-def run(request: pytest.FixtureRequest) -> Left:
-    jobs: dict[str, Left] = request.getfixturevalue(
-        "left" if request.param in SCENARIOS else "others"
-    )
-    return jobs[request.param]
+def run(request: pytest.FixtureRequest, adapted: Adapted) -> Left:
+    return adapted[request.param]
 
 
 def test_the_head_is_trained_in_full_and_saved_in_the_shards(run: Left) -> None:
@@ -154,7 +72,11 @@ def test_another_process_gets_the_same_scores(run: Left) -> None:
     assert reference.noise < 0.05 * drift.unit
 
 
-def test_every_stage_trains_the_same(left: dict[str, Left]) -> None:
-    assert left["full_zero3"].losses == pytest.approx(left["full_zero1"].losses, abs=0.02)
-    for one in left.values():
-        assert one.losses[-1] < 0.5 * one.losses[0]
+def test_the_loss_falls(run: Left) -> None:
+    assert run.losses[-1] < 0.5 * run.losses[0]
+
+
+@pytest.mark.slow
+def test_every_stage_trains_the_same(adapted: Adapted) -> None:
+    three, one = (adapted[f"reward_full_zero{stage}"] for stage in (3, 1))
+    assert three.losses == pytest.approx(one.losses, abs=0.02)

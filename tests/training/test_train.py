@@ -96,7 +96,15 @@ def run_train(folder: Path, base: Path, dataset: Path, settings: Settings, obser
     return Run(out, settings, report, events)
 
 
-@pytest.fixture(scope="module", params=SCENARIOS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        # The main job has an adapter, and test_adapters.py has its stages.
+        pytest.param("qlora_zero2", marks=pytest.mark.slow),
+        pytest.param("lora_zero3", marks=pytest.mark.slow),
+        "full_zero3",
+    ],
+)
 def run(request: pytest.FixtureRequest, tmp_path_factory, base, dataset) -> Run:
     folder = tmp_path_factory.mktemp(request.param)
     return run_train(folder, base, dataset, SCENARIOS[request.param])
@@ -232,6 +240,7 @@ def test_a_merged_qlora_model_is_not_quantised_again(tmp_path: Path, dataset: Pa
     assert caught.value.hint == "peft=lora, or model.path=<the base before that training>"
 
 
+@pytest.mark.slow  # tests/process/test_torchrun.py and tests/flows/test_bad_input.py end ranks, too
 def test_a_rank_that_dies_ends_all_of_them(tmp_path: Path, base: Path, dataset: Path) -> None:
     settings = replace(SETTINGS, batch=replace(SETTINGS.batch, max_steps=100_000), save_steps=2)
     killed: list[float] = []
@@ -264,6 +273,7 @@ def _rank_pids(folder: Path) -> list[int]:
     return sorted(found)
 
 
+@pytest.mark.slow  # tests/training/test_truncation.py has the error, test_bad_input.py the child's
 def test_prompts_longer_than_the_context_are_named(
     tmp_path: Path, base: Path, dataset: Path
 ) -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tasks.drift.fingerprint import DriftLimit
 from tasks.verify.check import Cause, Check
 from tasks.verify.checks.changes import changes, exceeds, few, parted, together
+from tasks.verify.comparison import limit_of
 from tasks.verify.reference import Reference
 from tasks.verify.servers.server import Generated, Scores, Server
 
@@ -27,6 +28,7 @@ def leak(
     server: Server, model: str, base: str | None, reference: Reference, limit: DriftLimit
 ) -> Check:
     """Ask base and adapters by turns, and compare with what each answered alone."""
+    limit = limit_of(reference.trained, limit, reference.trained.noise)
     served = server.models()
     parent = next((entry.parent for entry in served if entry.name == model), None) or base
     others = [e.name for e in served if e.parent is not None and e.name not in (model, parent)]

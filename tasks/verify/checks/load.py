@@ -16,6 +16,7 @@ import numpy as np
 from tasks.drift.fingerprint import DriftLimit
 from tasks.verify.check import Cause, Check
 from tasks.verify.checks.changes import change, changes, exceeds, few, parted
+from tasks.verify.comparison import limit_of
 from tasks.verify.reference import Reference
 from tasks.verify.servers.server import Entry, Generated, Server
 
@@ -33,6 +34,7 @@ def batching(
     server: Server, model: str, base: str | None, reference: Reference, limit: DriftLimit
 ) -> Check:
     """Score the same sequences alone and in crowds of 8 and 32 requests."""
+    limit = limit_of(reference.trained, limit, reference.trained.noise)
     sequences = few(reference, _SEQUENCES if server.abilities.prompt_logprobs else 2)
     alone = server.score(model, sequences, workers=1)
     measured: dict[str, float | str] = {}
@@ -59,6 +61,7 @@ def prefix_cache(
     server: Server, model: str, base: str | None, reference: Reference, limit: DriftLimit
 ) -> Check:
     """Ask for the next token after prompts that the server has not seen, and ask again."""
+    limit = limit_of(reference.trained, limit, reference.trained.noise)
     length = min(_CACHED, (_length(server, model) or _CACHED) - 2)
     prompts = [_shuffled(reference, length) for _ in range(_PROMPTS)]
     first = server.next_tokens(model, prompts, workers=1)
@@ -91,6 +94,7 @@ def long_prompts(
     if server.abilities.prompt_logprobs < 2 or not server.abilities.next_logprobs:
         reason = "the server returns either prompt log-probabilities or next tokens, not both"
         return Check("long-prompts", "unknown", reason)
+    limit = limit_of(reference.trained, limit, reference.trained.noise)
     size = min(_LONG, (_length(server, model) or _LONG) - 2)
     if size < _FROM + _LONG_POSITIONS:
         return Check("long-prompts", "unknown", f"the server takes {size + 2} tokens only")

@@ -1,0 +1,133 @@
+"""Real servers: `vllm serve` with adapters, and `transformers serve`.
+
+The same questions through one interface, and answers that are the trained model's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from tasks.drift.fingerprint import PROFILES, Fingerprint
+from tasks.verify.checks.ending import context, eos
+from tasks.verify.checks.leak import leak
+from tasks.verify.checks.load import batching, long_prompts, prefix_cache, streaming
+from tasks.verify.checks.prompt import template, tokens
+from tasks.verify.reference import Reference, read_reference
+from tasks.verify.servers.connect import connect
+from tasks.verify.servers.server import Scores, ServerError
+from tests.commands import environment
+from tests.verify.serving import START_S, Running, free_port
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+LIMIT = PROFILES["standard"]
+CHAT = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture
+def reference(models: Path) -> Reference:
+    return read_reference(models / "lora-0")
+
+
+def apart(print_: Fingerprint, scores: Sequence[Scores]) -> float:
+    """Return the mean absolute difference at the ids that both sides have, in nats."""
+    entries = [entry for part in scores for entry in zip(part.ids, part.logprobs, strict=True)]
+    differences = []
+    for at, (ids, values) in enumerate(entries):
+        known = dict(zip(print_.ids[at].tolist(), print_.logprobs[at].tolist(), strict=True))
+        pairs = zip(ids.tolist(), values.tolist(), strict=True)
+        differences += [abs(known[token] - value) for token, value in pairs if token in known]
+    assert len(entries) == print_.positions
+    return float(np.mean(differences))
+
+
+def test_vllm_answers_as_its_models_were_measured(server: Running, reference: Reference) -> None:
+    asked = connect(server.url)
+    assert (asked.kind, asked.abilities.prompt_logprobs) == ("vllm", 20)
+    assert asked.abilities.tokenize
+    assert asked.abilities.render
+    served = {entry.name: entry for entry in asked.models()}
+    assert served["lora-0"].parent == "base"
+    assert reference.base is not None
+    trained = asked.score("lora-0", reference.sequences)
+    base = asked.score("base", reference.sequences)
+    near, far = apart(reference.trained, trained), apart(reference.trained, base)
+    print(f"adapter {near:.4f}, base instead {far:.4f} nats")
+    assert near < 0.05 < far
+    assert apart(reference.base, base) < 0.05
+    assert all(len(ids) >= 20 for part in trained for ids in part.ids)
+
+
+def test_vllm_passes_every_check_of_prompts_and_load(server: Running, reference: Reference) -> None:
+    asked = connect(server.url)
+    names = ("lora-0", "base", reference)
+    checks = [check(asked, *names) for check in (template, tokens, eos, context, streaming)]
+    checks += [check(asked, *names, LIMIT) for check in (leak, batching, prefix_cache)]
+    assert {check.name: check.verdict for check in checks} == {c.name: "ok" for c in checks}
+    print(*(f"{check.name}: {check.text}" for check in checks), sep="\n")
+    # This server takes 256 tokens.
+    assert long_prompts(asked, *names, LIMIT).verdict == "unknown"
+
+
+def test_vllm_says_what_is_wrong(server: Running) -> None:
+    asked = connect(server.url)
+    with pytest.raises(ServerError, match="serves no model 'lora-9'") as caught:
+        asked.score("lora-9", [[1, 2, 3]])
+    assert "lora-0" in caught.value.report()
+    with pytest.raises(ServerError) as caught:
+        asked.score("base", [[1] * 300])
+    assert caught.value.code == "length"
+
+
+@contextmanager
+def running(words: Sequence[str], url: str, path: str, log: Path) -> Iterator[None]:
+    """Start a server, wait until it answers, and end it."""
+    env = environment(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            words, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            end = time.monotonic() + START_S
+            while True:
+                assert process.poll() is None, log.read_text()[-4000:]
+                assert time.monotonic() < end, log.read_text()[-4000:]
+                with suppress(httpx.HTTPError):
+                    if httpx.get(url + path, timeout=5).status_code == 200:
+                        break
+                time.sleep(0.5)
+            yield
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(timeout=30)
+
+
+def test_transformers_serve_renders_as_in_training(
+    models: Path, reference: Reference, tmp_path: Path
+) -> None:
+    """Without log-probabilities, prompts can be compared by their length, and never proven."""
+    url, folder = f"http://127.0.0.1:{(port := free_port())}", str(models / "base")
+    program = Path(sys.executable).with_name("transformers")
+    words = [str(program), "serve", folder, "--host", "127.0.0.1", "--port", str(port)]
+    words += ["--device", "cpu"]
+    with running(words, url, "/health", tmp_path / "server.log"):
+        asked = connect(url, model=folder, tokenizer=models / "lora-0")
+        assert asked.kind == "transformers"
+        (made,) = asked.generate(folder, CHAT, 2, temperature=0)
+        chat = next(probe for probe in reference.probes if probe.messages)
+        assert made.prompt_length == len(chat.ids)
+        check = template(asked, folder, None, reference)
+        assert (check.verdict, "as many tokens" in check.text) == ("unknown", True)
+        with pytest.raises(ServerError, match="no log-probabilities"):
+            asked.score(folder, [[1, 2, 3]])

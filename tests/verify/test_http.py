@@ -13,7 +13,8 @@ from tasks.core.errors import ConfigError
 from tasks.core.terminal import plain
 from tasks.verify.servers import http as http_module
 from tasks.verify.servers.connect import connect
-from tasks.verify.servers.http import KEY_VARIABLE, Http
+from tasks.verify.servers.http import Http
+from tasks.verify.servers.refusals import KEY_VARIABLE
 from tasks.verify.servers.server import ServerError
 from tests.verify.answering import Reply, Requests, answering, refusal
 

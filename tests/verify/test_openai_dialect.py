@@ -6,6 +6,8 @@ server: generic servers with `echo`, and those that tell the next tokens only.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -201,6 +203,33 @@ def test_echo_with_texts_for_tokens_scores_the_sequence_itself() -> None:
     for sequence, scored in zip(SEQUENCES, scores, strict=True):
         assert [ids.tolist() for ids in scored.ids] == [[token] for token in sequence[1:]]
     check(scores, alternatives=1)
+
+
+def test_tokens_as_texts_are_found_in_the_vocabulary_of_the_training(tmp_path: Path) -> None:
+    vocabulary = {f"<{token}>": token for token in range(toy.SIZE)}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    for fields in (("logprobs", "echo"), ("logprobs",)):
+        with answering(generic(*fields)) as requests:
+            server = connect(requests.url, tokenizer=tmp_path)
+            assert server.abilities.next_logprobs == 5
+            positions = None if "echo" in fields else 12
+            check(server.score("base", SEQUENCES), alternatives=5, positions=positions)
+
+
+def test_a_server_that_refuses_unknown_fields_is_asked_without_them() -> None:
+    answers = generic("logprobs", "echo")
+    answer = answers["/v1/completions"]
+
+    def strict(body: Any) -> Any:
+        for name in ("prompt_logprobs", "return_tokens_as_token_ids"):
+            if name in body:
+                return refusal(400, f"Unrecognized request argument supplied: {name}")
+        return answer(body)
+
+    with answering({**answers, "/v1/completions": strict}) as requests:
+        server = connect(requests.url)
+        assert server.abilities == Abilities(True, 1, 0, False, False)
+        check(server.score("base", SEQUENCES), alternatives=1)
 
 
 def test_next_tokens_score_a_sample_of_positions() -> None:

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import ConfigError
+from tasks.verify.servers.completions import CompletionsServer, VllmServer
 from tasks.verify.servers.http import Http
 from tasks.verify.servers.llama_cpp import LlamaCppServer
 from tasks.verify.servers.ollama import OllamaServer
-from tasks.verify.servers.openai import OpenAiServer
 from tasks.verify.servers.server import Server, ServerError
 from tasks.verify.servers.sglang import SglangServer
 from tasks.verify.servers.tgi import TgiServer
 from tasks.verify.servers.transformers_serve import TransformersServer
-from tasks.verify.servers.vllm import VllmServer
 from tasks.verify.servers.vocabulary import read_vocabulary
 
 KINDS = ("vllm", "sglang", "tgi", "llama.cpp", "ollama", "transformers", "openai")
@@ -64,11 +63,12 @@ def _connected(http: Http, kind: str | None, model: str | None, tokenizer: Path 
     owner = _owner(http)
     if kind is None and owner == "vllm":
         kind = "vllm"
-    if kind in ("vllm", "openai"):
+    vocabulary = read_vocabulary(tokenizer) if tokenizer is not None else None
+    if kind == "vllm":
         version = _text(http.optional("/version"), "version")
-        made = VllmServer if kind == "vllm" else OpenAiServer
-        return made(http, kind=kind, version=version, model=model)
-
+        return VllmServer(http, kind=kind, version=version, model=model)
+    if kind == "openai":
+        return CompletionsServer(http, model=model, vocabulary=vocabulary)
     if kind in (None, "llama.cpp"):
         props = http.optional("/props")
         if _has(props, "default_generation_settings"):
@@ -78,7 +78,6 @@ def _connected(http: Http, kind: str | None, model: str | None, tokenizer: Path 
         if _has(facts, "model_path"):
             served = http.optional("/get_server_info") or http.optional("/server_info")
             return SglangServer(http, _text(served, "version"), model)
-    vocabulary = read_vocabulary(tokenizer) if tokenizer is not None else None
     if kind in (None, "tgi"):
         info = http.optional("/info")
         if _has(info, "model_id"):
@@ -99,7 +98,7 @@ def _connected(http: Http, kind: str | None, model: str | None, tokenizer: Path 
             hint=f"url= of a model server, or kind= one of {', '.join(KINDS)}",
             code="response",
         )
-    return OpenAiServer(http, kind="openai", model=model)
+    return CompletionsServer(http, model=model, vocabulary=vocabulary)
 
 
 def _owner(http: Http) -> str | None:

@@ -7,10 +7,8 @@ the key goes to the host that was typed and to no other.
 
 from __future__ import annotations
 
-import email.utils
 import json
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,14 +20,19 @@ import httpx
 
 from tasks.core.errors import ConfigError
 from tasks.core.redaction import hide, hide_in_url, redact_url
+from tasks.verify.servers.refusals import (
+    EXCERPT,
+    KEY_VARIABLE,
+    address_of,
+    pause,
+    reason,
+    refusal,
+    trusted,
+)
 from tasks.verify.servers.server import ServerError
 
-KEY_VARIABLE = "PLUMBLINE_API_KEY"
-"""Variable with the API key of the server. Keys of other services are never sent."""
 LARGEST = 256 * 2**20
 """Bytes of a response; 100 ids for each of 32,768 positions need fewer."""
-_EXCERPT = 300
-_TOO_LONG = re.compile(r"context (length|size|window)|max_model_len|longer than|too long", re.I)
 _WORD = TypeVar("_WORD")
 _RESULT = TypeVar("_RESULT")
 
@@ -58,7 +61,7 @@ class Http:
         workers: int = 8,
         ca: str | None = None,
     ) -> None:
-        address = _address(url)
+        address = address_of(url)
         hide_in_url(address)
         self.url = redact_url(address)
         self.workers = workers
@@ -66,16 +69,15 @@ class Http:
         key = key or os.environ.get(KEY_VARIABLE) or ""
         if key:
             hide(key)
-        if ca is not None and not os.path.isfile(ca):
-            raise ConfigError(f"no such file with certificates: {ca}")
+        # Redirects are not followed: http never becomes https.
+        verify = trusted(ca) if ca is not None else address.startswith("https")
         try:
             self._client = httpx.Client(
                 base_url=address,
                 headers={"Authorization": f"Bearer {key.strip()}"} if key.strip() else {},
                 timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)),
                 limits=httpx.Limits(max_connections=None),
-                # Redirects are not followed: http never becomes https.
-                verify=_trusted(ca) if address.startswith("https") else False,
+                verify=verify,
             )
         except (httpx.InvalidURL, UnicodeError, ValueError) as error:
             raise ConfigError(f"url={self.url}: {error}") from None
@@ -148,7 +150,7 @@ class Http:
         if line.startswith(b"{"):
             part = self._parsed(path, line)
             if isinstance(part, dict) and part.get("error"):
-                raise ServerError(f"{self.url}{path}: {_reason(line)}", code="request")
+                raise ServerError(f"{self.url}{path}: {reason(line)}", code="request")
             yield part
 
     def _json(self, path: str, body: Mapping[str, Any] | None, texts: bool = False) -> Any:
@@ -162,7 +164,7 @@ class Http:
         try:
             return json.loads(content)
         except (ValueError, RecursionError):
-            excerpt = content[:_EXCERPT].decode("utf-8", "replace")
+            excerpt = content[:EXCERPT].decode("utf-8", "replace")
             raise ServerError(
                 f"{self.url}{path}: the response is no JSON",
                 details=[excerpt],
@@ -185,10 +187,12 @@ class Http:
                 content = self._content(response, path)
             finally:
                 response.close()
-            pause = _pause(response, attempt)
-            if response.status_code not in (429, 503) or time.monotonic() + pause > until:
-                raise self._refusal(path, response, content)
-            self._closed.wait(pause)
+            wait = pause(response.headers, attempt)
+            if response.status_code not in (429, 503) or time.monotonic() + wait > until:
+                location = response.headers.get("location", "")
+                where, status = f"{self.url}{path}", response.status_code
+                raise refusal(where, status, content, location, self._has_key)
+            self._closed.wait(wait)
 
     def _content(self, response: httpx.Response, path: str) -> bytes:
         parts, size, until = [], 0, time.monotonic() + self._timeout_s
@@ -252,87 +256,3 @@ class Http:
             hint="a longer timeout_s=, or fewer workers=",
             code="busy",
         )
-
-    def _refusal(self, path: str, response: httpx.Response, content: bytes) -> ServerError:
-        status, reason = response.status_code, _reason(content)
-        where = f"{self.url}{path}"
-        if status in (401, 403):
-            problem = "refuses the key" if self._has_key else "asks for a key"
-            return ServerError(
-                f"{where} {problem} ({status})",
-                hint=f"export {KEY_VARIABLE}=... with a key of this server",
-                code="login",
-            )
-        if status in (429, 503):
-            hint = "fewer workers=, or wait until the server is ready"
-            return ServerError(f"{where} is busy ({status}): {reason}", hint=hint, code="busy")
-        if 300 <= status < 400:
-            target = redact_url(response.headers.get("location", "another address"))
-            return ServerError(
-                f"{where} redirects to {target}",
-                hint="url= with the address that it redirects to",
-                code="request",
-            )
-        code = "missing" if status in (404, 405, 501) else "request"
-        if code == "request" and _TOO_LONG.search(reason):
-            code = "length"
-        return ServerError(f"{where}: {status}: {reason}", code=code)
-
-
-def _address(url: str) -> str:
-    """Return an address as the client needs it; `host:8000` means http."""
-    address = url.strip()
-    if "://" not in address:
-        address = f"http://{address}"
-    address = re.sub(r"/(v1/?)?$", "", address.split("?")[0].split("#")[0].rstrip("/"))
-    try:
-        parsed = httpx.URL(address)
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"url={redact_url(url)} is no address: {error}") from None
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ConfigError(
-            f"url={redact_url(url)} is no address of a server", hint="url=http://host:8000"
-        )
-    return address
-
-
-def _trusted(ca: str | None) -> Any:
-    """Return the certificates to trust."""
-    if ca is None:
-        return True
-    import ssl
-
-    try:
-        return ssl.create_default_context(cafile=ca)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"ca={ca} holds no certificates: {error}") from None
-
-
-def _pause(response: httpx.Response, attempt: int) -> float:
-    """Return the seconds to wait before another attempt, by Retry-After where it is sent."""
-    wanted = response.headers.get("retry-after", "").strip()
-    if wanted.isdecimal():
-        return float(wanted)
-    date = email.utils.parsedate_tz(wanted) if wanted else None
-    if date is not None:
-        return max(0.0, email.utils.mktime_tz(date) - time.time())
-    return min(0.5 * 2.0**attempt, 8.0)
-
-
-def _reason(content: bytes) -> str:
-    """Return the message of an error response: of OpenAI's form, FastAPI's, or as it is."""
-    text = content[:20_000].decode("utf-8", "replace")
-    try:
-        body = json.loads(text)
-    except (ValueError, RecursionError):
-        return text[:_EXCERPT].strip()
-    for _ in range(3):
-        if not isinstance(body, dict):
-            break
-        keys = ("error", "message", "detail", "error_message")
-        body = next((body[key] for key in keys if body.get(key)), str(body))
-    if isinstance(body, list):  # FastAPI: one entry per field
-        body = "; ".join(
-            str(part.get("msg", part)) if isinstance(part, dict) else str(part) for part in body
-        )
-    return str(body)[:_EXCERPT]

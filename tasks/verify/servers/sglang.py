@@ -87,7 +87,8 @@ class SglangServer(OpenAiServer):
         """Return nothing: chats of SGLang tell no token ids."""
         return {}
 
-    def _tried(self, model: str) -> Abilities:
+    def tried(self, model: str) -> Abilities:
+        """Return what SGLang can answer."""
         self._bases = {served.name for served in self.models() if served.parent is None}
         try:
             tokenizes = bool(self.tokenize(model, "a"))

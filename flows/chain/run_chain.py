@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -28,7 +28,7 @@ from flows.orchestration.prefect_tasks import in_prefect
 from flows.orchestration.summary import candidate_line, stage_entry
 from tasks.core.errors import TrackingError
 from tasks.core.redaction import with_passwords
-from tasks.evaluation.scoring import REQUEST_S, ReferenceScorer
+from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.report import RegisteredModel
 from tasks.pipeline.signature import is_signed, key_file, require_signed
@@ -104,13 +104,7 @@ def _run_stages(flow_run: FlowRun, *, steps: Sequence[Step], registry: Registry)
     """Run all steps, then register the model that the last one serves."""
     check_signatures(steps)
     mechanism, composed = flow_run.mechanism, flow_run.composed
-    log_path = mechanism.logs / "reference.log"
-    scorer = ReferenceScorer(
-        log=flow_run.host.log,
-        log_path=log_path,
-        threads=_threads(composed),
-        timeout_s=_longest(composed.settings),
-    )
+    scorer = flow_run.scorer(_threads(composed))
     meeting = Meeting.from_environment(composed.settings["train"]["nodes"])
     with Leader(meeting, composed.runs) if meeting else nullcontext() as leader, scorer:
         delivered = _deliver(steps, mechanism, scorer, leader)
@@ -152,12 +146,6 @@ def _deliver(
         else:
             earlier = delivered
     return delivered
-
-
-def _longest(settings: Mapping[str, Any]) -> float:
-    """Return the time limit of one request to the scorer: no stage may end before its own limit."""
-    limits = (settings["smoke"]["timeout_s"], *settings["timeouts"].values())
-    return max(REQUEST_S, *(limit or 0.0 for limit in limits))
 
 
 def _threads(composed: Composed) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from flows.cli.config import Composed
 from flows.delivery.chain import Delivery
-from tasks.config.checks import installed, preflight
+from tasks.config.checks import installed, preflight, ranges
 from tasks.config.checks.quantizing import quantizing
 from tasks.config.checks.signing import signing
 from tasks.config.checks.tracking import metrics_file, prefect_reachable, public, reachable
@@ -47,7 +47,7 @@ def _prepare(composed: Composed) -> Delivery:
     settings, store = composed.settings, composed.runs / "artifacts"
     prefect = [] if settings["smoke"]["engine"] == "none" else prefect_reachable()
     tracking = settings["tracking"]
-    others = [*public(tracking), *signing(settings["register"])]
+    others = [*public(tracking), *signing(settings["register"]), *ranges.out_of_range(settings)]
     metrics = metrics_file(tracking["prometheus"])
     preflight([*reachable(tracking["uri"]), *prefect, *others, *metrics])
     target = _target(settings["convert"])

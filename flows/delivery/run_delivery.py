@@ -169,8 +169,7 @@ def _run_stages(flow_run: FlowRun, delivery: Delivery) -> None:
         served = delivery.run(mechanism, None)
     else:
         threads = flow_run.composed.settings["smoke"]["threads"]
-        log_path = mechanism.logs / "reference.log"
-        with ReferenceScorer(log=flow_run.host.log, log_path=log_path, threads=threads) as scorer:
+        with flow_run.scorer(threads) as scorer:
             scorer.warm()
             served = delivery.run(mechanism, scorer)
     delivery.put(served, mechanism)

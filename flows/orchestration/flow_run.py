@@ -29,10 +29,11 @@ from flows.servers.services import mlflow_page
 from tasks.core.disk import disk_full_named
 from tasks.core.errors import PlumblineError, TrackingError
 from tasks.core.redaction import redact, redact_error
+from tasks.evaluation.scoring import REQUEST_S, ReferenceScorer
 from tasks.pipeline.artifact import Artifact, sweep
 from tasks.pipeline.locks import FOREVER, Patience
 from tasks.pipeline.report import FlowTracker, StageResult
-from tasks.pipeline.stage import Call, Mechanism
+from tasks.pipeline.stage import REFERENCE_LOG, Call, Mechanism
 from tasks.process.child import PROJECT
 from tasks.tracking.tracker import Tracker
 
@@ -162,11 +163,26 @@ class FlowRun:
         about = {"flow": flow, "exp": exp}
         record = RunRecord(composed.runs / "reports" / run_id, about, host.call, metrics.write)
         mechanism = Mechanism(store, logs, tracker, record.call, force, host.patience)
-        mechanism.timeouts = composed.settings.get("timeouts", {})
+        mechanism.timeouts = composed.settings["timeouts"]
         mechanism.devices = partial(reserve, composed, patience=host.patience)
         mechanism.on_event = record.on_event
         summary = Summary("running", flow, exp, 0.0, run=run_id)
         return cls(composed, host, mechanism, summary, run_id, record)
+
+    def scorer(self, threads: int | None) -> ReferenceScorer:
+        """Return the scorer of the run's stages; no request ends before the limit of its stage.
+
+        Args:
+            threads: CPU threads of the child; None leaves the choice to torch.
+        """
+        settings, mechanism = self.composed.settings, self.mechanism
+        limits = (settings["smoke"]["timeout_s"], *settings["timeouts"].values())
+        return ReferenceScorer(
+            log=self.host.log,
+            log_path=mechanism.logs / REFERENCE_LOG,
+            threads=threads,
+            timeout_s=max(REQUEST_S, *(limit or 0.0 for limit in limits)),
+        )
 
     def run(self, title: str, stages: Callable[[FlowRun], None]) -> dict[str, Any]:
         """Run the stages inside a tracked run; write the summary however they end.

@@ -7,7 +7,7 @@ from typing import Literal
 
 from tasks.config.after_training import Convert, Signing
 from tasks.config.choices import Profile, QuantType
-from tasks.config.places import Paths, Tracking
+from tasks.config.places import DeliverTimeouts, Paths, Tracking
 
 MISSING = "???"
 """Marks a value that the user has to give, for Hydra."""
@@ -67,3 +67,4 @@ class Deliver:
     register: Signing = field(default_factory=Signing)
     tracking: Tracking = field(default_factory=Tracking)
     paths: Paths = field(default_factory=Paths)
+    timeouts: DeliverTimeouts = field(default_factory=DeliverTimeouts)

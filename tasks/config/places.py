@@ -38,6 +38,16 @@ class Timeouts:
 
 
 @dataclass(frozen=True)
+class DeliverTimeouts:
+    """Time limits of stages, in seconds. The test of the served model has smoke.timeout_s."""
+
+    gather_s: float | None = None  # seconds for joining the partitions; null: no limit
+    reference_s: float | None = None  # seconds for the first fingerprint; null: half an hour
+    merge_s: float | None = None  # seconds for the merge; null: no limit
+    convert_s: float | None = None  # seconds for the served files; null: no limit
+
+
+@dataclass(frozen=True)
 class Status:
     """The whole configuration of `flows/status.py`."""
 

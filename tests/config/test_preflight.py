@@ -121,9 +121,13 @@ def test_ranges() -> None:
 
 def test_every_limited_key_is_a_setting_and_its_offer_is_allowed() -> None:
     settings = compose_config([]).settings
+    delivery = compose_config(["source=/x", "out=/y"], config_name="deliver").settings
+    assert {key for key, *_ in ranges.LIMITS} >= {
+        f"timeouts.{name}" for name in delivery["timeouts"]
+    }
     for key, low, high, sample in ranges.LIMITS:
         section, name = key.split(".")
-        assert name in settings[section], key
+        assert name in {**settings[section], **delivery.get(section, {})}, key
         assert low <= sample <= high, key
 
 

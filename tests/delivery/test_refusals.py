@@ -238,6 +238,17 @@ class TestTheCommandLine:
         assert "convert.dtyp is not a setting" in message
         assert "-> convert.dtype=float16" in message
 
+    def test_numbers_that_are_no_limits_are_told_at_once(
+        self, refused: Callable[..., str], base: Path, tmp_path: Path
+    ) -> None:
+        text = refused(
+            f"source={base}", f"out={tmp_path / 'out'}", "timeouts.merge_s=0", "smoke.timeout_s=-1",
+            "timeouts.reference_s=nan",
+        )  # fmt: skip
+        assert "timeouts.merge_s: 0; more than 0 -> timeouts.merge_s=3600" in text
+        assert "timeouts.reference_s: nan; more than 0 -> timeouts.reference_s=3600" in text
+        assert "smoke.timeout_s: -1; more than 0 -> smoke.timeout_s=900" in text
+
     def test_a_missing_value_is_told(self, refused: Callable[..., str], base: Path) -> None:
         assert "out has to be given" in refused(f"source={base}")
 

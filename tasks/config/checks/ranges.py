@@ -107,6 +107,7 @@ LIMITS: tuple[tuple[str, float, float, float], ...] = (
     ("timeouts.prepare_base_s", _TINY, _MANY, 3600),
     ("timeouts.rollout_base_s", _TINY, _MANY, 3600),
     ("timeouts.gather_s", _TINY, _MANY, 3600),
+    ("timeouts.reference_s", _TINY, _MANY, 3600),
     ("timeouts.merge_s", _TINY, _MANY, 3600),
     ("timeouts.convert_s", _TINY, _MANY, 3600),
     ("timeouts.quantize_s", _TINY, _MANY, 3600),
@@ -135,12 +136,12 @@ def out_of_range(settings: Mapping[str, Any]) -> list[Finding]:
     """Refuse numbers outside of `LIMITS`.
 
     Args:
-        settings: the resolved configuration.
+        settings: the resolved configuration of a command; it need not have all of these keys.
     """
     findings = []
     for key, low, high, sample in LIMITS:
         section, name = key.split(".")
-        value = settings[section][name]
+        value = settings.get(section, {}).get(name)
         if value is None or low <= value <= high:  # False for NaN
             continue
         least = "more than 0" if low == _TINY else f"at least {low:g}"

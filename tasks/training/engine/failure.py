@@ -14,7 +14,10 @@ from tasks.training.job import Settings, TrainJob
 from tasks.training.memory.estimate import estimate
 
 _NO_MEMORY = re.compile(
-    r"out of memory|can't allocate memory|not enough memory|bad_alloc|cannot allocate memory", re.I
+    r"out of memory|can't allocate memory|not enough memory|bad_alloc|cannot allocate memory"
+    # oneDNN, if it cannot map its code; a primitive *descriptor* is of an operation it lacks
+    r"|could not create a primitive(?! descriptor)",
+    re.I,
 )
 _TIMED_OUT = re.compile(r"timed out", re.I)
 _PEER = re.compile(r"gloo|nccl|connection (closed|reset)|broken pipe|socket", re.I)

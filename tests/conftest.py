@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     longest = {f"tests/{name}": place for place, name in enumerate(TOGETHER)}
     items.sort(key=lambda item: longest.get(item.nodeid.split("::")[0].rpartition("/")[0], 99))
     for item in items:
-        if item.path.parent.name == "flows":
+        if item.path.parent.name == "flows" and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(600))
 
 

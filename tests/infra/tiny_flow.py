@@ -28,7 +28,8 @@ def write(out: Path, *, number: str, log: Any, before: Path | None = None) -> St
 
 
 def body(runs: Path, number: str) -> dict[str, Any]:
-    from flows.orchestration.flow_run import FlowRun, in_prefect, tracker_of
+    from flows.orchestration.flow_run import FlowRun, tracker_of
+    from flows.orchestration.prefect_tasks import in_prefect
 
     composed = compose_config([f"paths.runs={runs}"])
 

@@ -86,6 +86,9 @@ def plain_trainer(kind: str, base: str, out: str, sharding: str) -> Any:
     if sharding.startswith("zero"):
         import deepspeed
 
+        # No ops to compile, as in tasks/training/engine/deepspeed_engine.py: 20 s of g++, and files
+        # in the tree.
+        deepspeed.ops.__compatible_ops__ = {}
         deepspeed.init_distributed("gloo")
     settings = TrainingArguments(**arguments(out, sharding))  # before the model: ZeRO-3 needs it
     quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -22,17 +23,10 @@ def test_training_survives_its_tracking_server(tmp_path: Path, runs: Path) -> No
     uri = server.uri.replace("//", "//me:s3cret@")
     settings = ("+exp=sft_qlora", "seed=7")  # no other test has trained this
     argv = command("rlhf", *settings, f"paths.runs={runs}", f"tracking.uri={uri}")
+    output = tmp_path / "output.txt"
     try:
-        output = tmp_path / "output.txt"
-        with (
-            output.open("w") as file,
-            subprocess.Popen(argv, env=environment(), stdout=file, stderr=file) as process,
-        ):
-            while process.poll() is None and not _has_trained(runs):
-                time.sleep(0.05)
-            server.kill()
-            status = process.wait(700)
-        text, outage = output.read_text(), summary_of(runs)
+        status, text = _run_with_outage(argv, runs, output, lambda flow: server.kill())
+        outage = summary_of(runs)
         assert status == 3, text
         assert outage["status"] == "completed"
         assert "run the same command again" in outage["unregistered"]
@@ -63,18 +57,8 @@ def test_training_survives_its_tracking_server(tmp_path: Path, runs: Path) -> No
 def test_training_survives_the_server_of_prefect(tmp_path: Path, runs: Path) -> None:
     """All stages, the served model and MLflow are complete; the summary says what is missing."""
     argv = command("rlhf", "+exp=sft_qlora", "seed=8", f"paths.runs={runs}")
-    output = tmp_path / "output.txt"
-    with (
-        output.open("w") as file,
-        subprocess.Popen(argv, env=environment(), stdout=file, stderr=file) as process,
-    ):
-        while process.poll() is None and not _has_trained(runs):
-            time.sleep(0.05)
-        for child in psutil.Process(process.pid).children(recursive=True):
-            if any("prefect_app" in word for word in child.cmdline()):
-                child.kill()
-        status = process.wait(700)
-    text, done = output.read_text(), summary_of(runs)
+    status, text = _run_with_outage(argv, runs, tmp_path / "output.txt", _kill_prefect)
+    done = summary_of(runs)
     assert status == 0, text
     assert done["status"] == "completed"
     assert done["tracking"] is done["unregistered"] is None
@@ -84,6 +68,30 @@ def test_training_survives_the_server_of_prefect(tmp_path: Path, runs: Path) -> 
     assert "Traceback" not in text
     assert Path(done["served"], "manifest.json").is_file()
     _require_recorded(f"sqlite:///{runs}/mlflow/mlflow.db", done["mlflow_run_id"])
+
+
+def _run_with_outage(
+    argv: list[str], runs: Path, output: Path, kill: Callable[[psutil.Process], None]
+) -> tuple[int, str]:
+    """Start a run, kill a server once it has trained. Returns its exit status and its output."""
+    with (
+        output.open("w") as file,
+        subprocess.Popen(argv, env=environment(), stdout=file, stderr=file) as process,
+    ):
+        while process.poll() is None and not _has_trained(runs):
+            time.sleep(0.05)
+        assert process.poll() is None, output.read_text()
+        kill(psutil.Process(process.pid))
+        status = process.wait(700)
+    return status, output.read_text()
+
+
+def _kill_prefect(flow: psutil.Process) -> None:
+    children = flow.children(recursive=True)
+    servers = [child for child in children if "prefect_app" in " ".join(child.cmdline())]
+    assert servers
+    for server in servers:
+        server.kill()
 
 
 def _has_trained(runs: Path) -> bool:

@@ -149,7 +149,12 @@ def test_mlflow_takes_two_processes_and_names_its_page(site: Site) -> None:
 def test_polls_of_the_worker_do_not_lock_the_database(site: Site) -> None:
     time.sleep(4)  # two polls, after those of the other tests
     log = (site.services.home / "prefect.log").read_text(errors="replace")
-    assert log.count("database is locked") == 0, log[-3000:]
+    entries = re.split(r"^(?=[\d:.]+ \| )", log, flags=re.M)
+    # On a busy machine other writers may find it locked, too; their clients ask again.
+    polls = [
+        entry for entry in entries if re.search(r"mark_(deployments|work_queues)_ready", entry)
+    ]
+    assert [text for text in polls if "database is locked" in text] == []
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -132,6 +133,28 @@ def test_a_server_that_never_ends_its_response_meets_the_time_limit() -> None:
             Http(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=1).get("/x")
     assert caught.value.code == "busy"
     assert "timeout_s" in caught.value.hint
+
+
+def test_a_connection_that_the_server_closed_meanwhile_is_opened_again() -> None:
+    """Servers close idle connections after some seconds, at the same time as we ask again."""
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        served: list[bytes] = []
+
+        def serve() -> None:
+            for reply in (b"", answer):
+                connection, _ = listener.accept()
+                served.append(connection.recv(10_000))
+                connection.sendall(reply)
+                connection.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert Http(f"http://127.0.0.1:{listener.getsockname()[1]}").post("/x", {}) == {}
+        thread.join()
+    assert [request[:6] for request in served] == [b"POST /", b"POST /"]
 
 
 def test_texts_of_a_server_lose_their_escape_sequences() -> None:

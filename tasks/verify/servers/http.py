@@ -179,7 +179,7 @@ class Http:
         for attempt in range(1_000):
             request = self._client.build_request("GET" if body is None else "POST", path, json=body)
             with self._readable(path):
-                response = self._client.send(request, stream=True)
+                response = self._sent(request)
             try:
                 if response.is_success:
                     yield response
@@ -193,6 +193,13 @@ class Http:
                 where, status = f"{self.url}{path}", response.status_code
                 raise refusal(where, status, content, location, self._has_key)
             self._closed.wait(wait)
+
+    def _sent(self, request: httpx.Request) -> httpx.Response:
+        """Send a request; once more if the server just closed the connection that was kept."""
+        try:
+            return self._client.send(request, stream=True)
+        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+            return self._client.send(request, stream=True)
 
     def _content(self, response: httpx.Response, path: str) -> bytes:
         parts, size, until = [], 0, time.monotonic() + self._timeout_s

@@ -45,6 +45,7 @@ class DeliverTimeouts:
     reference_s: float | None = None  # seconds for the first fingerprint; null: half an hour
     merge_s: float | None = None  # seconds for the merge; null: no limit
     convert_s: float | None = None  # seconds for the served files; null: no limit
+    quantize_s: float | None = None  # seconds for the quantised files; null: no limit
 
 
 @dataclass(frozen=True)

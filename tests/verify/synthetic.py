@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,15 @@ from numpy.typing import NDArray
 
 from tasks.drift.fingerprint import Fingerprint, largest_steps
 from tasks.verify.reference import Probe, Reference
-from tasks.verify.servers.server import Scores
+from tasks.verify.servers.server import (
+    Abilities,
+    Generated,
+    Scores,
+    ServedModel,
+    Server,
+    UnsupportedError,
+)  # fmt: skip
+from tasks.verify.temperature import Drawn, Settings
 
 Array = NDArray[Any]
 
@@ -119,3 +128,75 @@ def write_witness(folder: Path, reference: Reference, **facts: Any) -> Path:
     content = {"format": 1, "quantization": {"method": "none"}, "probes": probes}
     (record / "witness.json").write_text(json.dumps({**content, **reference.facts, **facts}))
     return folder
+
+
+class ArrayServer(Server):
+    """A server whose models are logits by position of the same probes.
+
+    Args:
+        probes: token ids.
+        models: logits by name, shape (N, V).
+        top: ids per position.
+        sampling: the server's default settings.
+    """
+
+    def __init__(
+        self,
+        probes: tuple[tuple[int, ...], ...],
+        models: dict[str, Array],
+        top: int = 20,
+        sampling: Settings | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.url, self.kind, self.version = "http://localhost:8000", "array", ""
+        self.abilities = Abilities(True, top, top, False, False)
+        self._probes, self._models, self._top = probes, models, top
+        self._sampling = sampling or Settings()
+        self._seed, self._lock = seed, threading.Lock()
+        self.asked = 0
+
+    def models(self) -> tuple[ServedModel, ...]:
+        """Return all names."""
+        return tuple(ServedModel(name) for name in self._models)
+
+    def score(self, model: str, sequences: Any, *, workers: int | None = None) -> list[Scores]:
+        """Return the answers on the probes."""
+        self.asked += 1
+        if not self._top:
+            raise UnsupportedError("the server gives no log-probabilities")
+        assert tuple(map(tuple, sequences)) == self._probes
+        return answers(self._probes, self._models[model], self._top)
+
+    def next_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise UnsupportedError."""
+        raise UnsupportedError("no log-probabilities of responses")
+
+    def tokenize(self, model: str, text: str, special: bool = True) -> tuple[int, ...]:
+        """Raise UnsupportedError."""
+        raise UnsupportedError("no tokenizer")
+
+    def render(self, model: str, messages: Any) -> tuple[int, ...]:
+        """Raise UnsupportedError."""
+        raise UnsupportedError("no template")
+
+    def generate(
+        self, model: str, prompt: Any, count: int, n: int = 1, *, stream: bool = False,
+        **sampling: Any,
+    ) -> list[Generated]:  # fmt: skip
+        """Sample one token after a part of a probe."""
+        assert (count, sampling) == (1, {})
+        start = 0
+        for probe in self._probes:
+            if probe[: len(prompt)] == tuple(prompt):
+                break
+            start += len(probe) - 1
+        row = logprobs_of(self._models[model])[start + len(prompt) - 1]
+        order = np.argsort(-row)
+        drawn = Drawn(row[order], np.zeros(len(row)), np.ones(len(row), bool), 0)
+        kept = np.arange(len(row)) < self._sampling.count(drawn)
+        p = np.where(kept, np.exp(self._sampling.beta * row[order]), 0)
+        with self._lock:
+            self._seed += 1
+        random = np.random.default_rng((self._seed, start + len(prompt)))
+        tokens = order[random.choice(len(row), n, p=p / p.sum())]
+        return [Generated((int(token),), "", "length") for token in tokens]

@@ -1,0 +1,204 @@
+"""Check that an adapter is applied whole, that its base stays the base, and that none are mixed up.
+
+An adapter that moves the model by less than a profile allows passes the comparison of
+distributions when it is not applied at all; its dose does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tasks.verify.alignment import align
+from tasks.verify.causes import NEARER, causes
+from tasks.verify.check import Cause, Check
+from tasks.verify.checks.distribution import Answers
+from tasks.verify.comparison import distance
+from tasks.verify.dose import TOLERANCE, Dose
+from tasks.verify.reference import Reference
+from tasks.verify.servers.server import Server, UnsupportedError
+
+NAME = "adapter"
+SWAPPED = "adapters"
+BASE = "base"
+
+
+def applied(
+    server: Server,
+    model: str,
+    base: str | None,
+    reference: Reference,
+    *,
+    profile: str = "standard",
+    answers: Answers | None = None,
+) -> Check:
+    """Check that a name applies the whole adapter, by how far it is from the base.
+
+    Args:
+        server: the server.
+        model: name of the adapter, or of a model that it was merged into.
+        base: name of the base on the same server; None if there is none.
+        reference: the trained model.
+        profile: as in `distribution`.
+        answers: what was asked before.
+
+    Raises:
+        ServerError: the server does not answer, or refuses.
+        ConfigError: no such profile.
+    """
+    if reference.base is None:
+        return Check(NAME, "unknown", "the record has no base: not the record of an adapter")
+    answers = answers or Answers(server, reference, profile)
+    try:
+        measured = answers.dose(model)
+    except UnsupportedError as error:
+        return Check(NAME, "unknown", f"no log-probabilities to compare: {error.message}")
+    if measured is None:
+        text = (
+            "the adapter moves the model by no more than rounding "
+            f"({answers.noise:.1e} nats): no server can show that it is applied"
+        )
+        return Check(NAME, "unknown", text)
+    numbers = _numbers(measured)
+    if not measured.is_whole:
+        likely = causes(answers.evidence(model, base))
+        text = f"{measured.text} of the adapter answers under {model!r}, expected 1"
+        return Check(NAME, "fault", text, numbers, {"dose": 1.0}, likely)
+    if not measured.is_certain:
+        text = f"{measured.text} of the adapter answers: too uncertain to tell 1 from 0.5"
+        return Check(NAME, "unknown", text, numbers, {"dose": 1.0})
+    least = 1 - max(TOLERANCE, measured.high - measured.low)
+    text = (
+        f"{measured.text} of the adapter answers under {model!r}; less than {least:.2f} would have "
+        "been seen"
+    )
+    return Check(NAME, "ok", text, numbers, {"dose": 1.0})
+
+
+def _numbers(measured: Dose) -> dict[str, float | str]:
+    return {
+        "dose": measured.value,
+        "dose_low": measured.low,
+        "dose_high": measured.high,
+        "remainder": measured.remainder,
+        "adapter_kl": measured.signal,
+    }
+
+
+def base_name(
+    server: Server,
+    model: str,
+    base: str | None,
+    reference: Reference,
+    *,
+    profile: str = "standard",
+    answers: Answers | None = None,
+) -> Check:
+    """Check that the base's own name answers as the base, with no part of the adapter.
+
+    Takes the arguments of `applied`, and raises the same errors.
+    """
+    if reference.base is None:
+        return Check(BASE, "unknown", "the record has no base: not the record of an adapter")
+    if base is None or base == model:
+        return Check(BASE, "unknown", "the server has no name for the base: nothing to ask")
+    answers = answers or Answers(server, reference, profile)
+    try:
+        measured, leaked = answers.from_base(base), answers.dose(base)
+    except UnsupportedError as error:
+        return Check(BASE, "unknown", f"no log-probabilities to compare: {error.message}")
+    assert measured is not None
+    limit = answers.limit
+    numbers: dict[str, float | str] = {"mean_kl": measured.mean_kl, "p95_kl": measured.p95_kl}
+    limits = {"mean_kl": limit.mean_kl, "p95_kl": limit.p95_kl}
+    leaks = leaked is not None and leaked.low > 0 and leaked.value > TOLERANCE
+    if leaked is not None:
+        numbers["dose"] = leaked.value
+        limits["dose"] = 0.0
+    if leaks:
+        assert leaked is not None
+        text = f"{leaked.text} of the adapter answers under the base's name {base!r}, expected 0"
+        cause = Cause(
+            "adapter-leak",
+            f"requests for {base!r} are answered with the adapter: it is merged into the base, or "
+            "leaks into its requests",
+            "serve the base's own folder under its name; serve adapter and base from two servers "
+            "until the engine is fixed (vLLM #42008, #49063)",
+        )
+        return Check(BASE, "fault", text, numbers, limits, (cause,))
+    if measured.mean_kl > limit.mean_kl or measured.p95_kl > limit.p95_kl:
+        text = (
+            f"{base!r} is not the base of the training: mean KL {measured.mean_kl:.1e} nats per "
+            f"token (limit {limit.mean_kl:.1e})"
+        )
+        return Check(BASE, "fault", text, numbers, limits, (_other_base(reference, base),))
+    text = f"{base!r} answers as the base of the training: mean KL {measured.mean_kl:.1e}"
+    return Check(BASE, "ok", text, numbers, limits)
+
+
+def _other_base(reference: Reference, base: str) -> Cause:
+    stored = reference.facts.get("base")
+    name = stored.get("name", "") if isinstance(stored, Mapping) else ""
+    if reference.quantization not in ("", "none"):
+        return Cause(
+            "base-precision",
+            f"the adapter was trained on a base in {reference.quantization}; {base!r} is stored in "
+            "another way",
+            f"merge into the dequantized base: python flows/deliver.py source={reference.folder} "
+            "base=<the base> out=<a new folder>; or serve it quantised as in training",
+        )
+    return Cause(
+        "other-base",
+        f"{base!r} is another model, or another revision, than the one that was trained",
+        f"serve the base of the record: {name or 'its name was not recorded'}",
+    )
+
+
+def swapped(
+    server: Server,
+    references: Mapping[str, Reference],
+    *,
+    profile: str = "standard",
+    answers: Mapping[str, Answers] | None = None,
+) -> Check:
+    """Check that each name is nearest to its own adapter of several.
+
+    Args:
+        server: the server.
+        references: trained model by name; records of the same probes.
+        profile: as in `distribution`.
+        answers: what was asked before, by name.
+
+    Raises:
+        ServerError: the server does not answer, or refuses.
+        ConfigError: no such profile.
+    """
+    if len({reference.trained.probes for reference in references.values()}) > 1:
+        text = "the adapters' records have other probes: train them with the same tokenizer"
+        return Check(SWAPPED, "unknown", text)
+    numbers: dict[str, float | str] = {}
+    mixed: list[tuple[str, str]] = []
+    for name, reference in references.items():
+        asked = (answers or {}).get(name) or Answers(server, reference, profile)
+        try:
+            scores = asked.scores(name)
+        except UnsupportedError as error:
+            return Check(SWAPPED, "unknown", f"no log-probabilities: {error.message}")
+        kls = {
+            other: distance(each.trained, align(each.trained, scores), asked.limit).mean_kl
+            for other, each in references.items()
+        }
+        numbers |= {f"{name} as {other}": kl for other, kl in kls.items()}
+        nearest = min(kls, key=lambda other: kls[other])
+        if kls[nearest] * NEARER < kls[name]:
+            mixed.append((name, nearest))
+    if not mixed:
+        text = f"each of {len(references)} names is nearest to its own adapter"
+        return Check(SWAPPED, "ok", text, numbers)
+    pairs = ", ".join(f"{name!r} answers as {other!r}" for name, other in mixed)
+    modules = " ".join(f"{name}={each.folder}" for name, each in references.items())
+    cause = Cause(
+        "adapters-swapped",
+        f"{pairs}: adapters are mixed up",
+        f"load each under its own name: --lora-modules {modules}",
+    )
+    return Check(SWAPPED, "fault", pairs, numbers, {}, (cause,))

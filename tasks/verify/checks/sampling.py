@@ -1,0 +1,173 @@
+"""Find a server's default temperature, top-k, top-p and min-p by sampling without any parameter.
+
+A server may take them from `generation_config.json`, or have its own. First tokens after some
+prompts are counted. The expected settings are refused if others explain the counts better by
+`DOUBT` nats of log-likelihood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from tasks.verify.check import Cause, Check
+from tasks.verify.checks.distribution import Answers
+from tasks.verify.comparison import coarse_kl
+from tasks.verify.reference import Reference
+from tasks.verify.servers.server import Server, UnsupportedError
+from tasks.verify.temperature import (
+    BETAS,
+    COARSE,
+    DOUBT,
+    Drawn,
+    Settings,
+    fit,
+    information,
+    interval,
+)
+
+NAME = "sampling"
+PROMPTS, EACH = 16, 64
+"""Prompts, and tokens that are sampled after each; all responses have one token."""
+_SAME = DOUBT / 2
+"""Log-likelihood (nats) that a difference of server and witness may cost over all tokens."""
+
+
+def sampling(
+    server: Server,
+    model: str,
+    base: str | None,
+    reference: Reference,
+    *,
+    answers: Answers | None = None,
+) -> Check:
+    """Compare the server's default sampling settings with those that training recorded.
+
+    It costs `PROMPTS` requests with `EACH` responses of one token.
+
+    Args:
+        server: the server.
+        model: name that is asked.
+        base: not used.
+        reference: the trained model; its generation configuration is what is expected.
+        answers: what was asked before.
+
+    Raises:
+        ServerError: the server does not answer, or refuses.
+    """
+    answers = answers or Answers(server, reference)
+    expected = expected_settings(reference)
+    try:
+        rows = _sample(server, model, answers)
+    except UnsupportedError as error:
+        return Check(NAME, "unknown", f"default sampling settings not measured: {error.message}")
+    total = int(sum(row.counts.sum() + row.outside for row in rows))
+    best = fit(rows)
+    gain = best.likelihood(rows) - expected.likelihood(rows)
+    low, high = interval(rows, best)
+    numbers: dict[str, float | str] = {
+        "temperature": 1 / best.beta,
+        "temperature_low": low,
+        "temperature_high": high,
+        "top_k": float(best.top_k),
+        "top_p": best.top_p,
+        "min_p": best.min_p,
+        "samples": float(total),
+        "log_likelihood_ratio": gain,
+    }
+    cost = f"{total} sampled tokens"
+    if gain > DOUBT:
+        text = (
+            f"without parameters the server samples with {best.text} ({low:.2g} to {high:.2g}; "
+            f"{cost}); training recorded {expected.text}"
+        )
+        limits = {"log_likelihood_ratio": DOUBT}
+        return Check(NAME, "fault", text, numbers, limits, (_cause(expected),))
+    if information(rows, expected) < 2 * DOUBT:
+        text = f"{cost} do not tell temperature {COARSE} from {1 / expected.beta:g} here"
+        return Check(NAME, "unknown", text, numbers)
+    text = (
+        f"without parameters the server samples with {expected.text}, as recorded: {cost} give a "
+        f"temperature of {1 / best.beta:.2f} ({low:.2f} to {high:.2f})"
+    )
+    return Check(NAME, "ok", text, numbers, {"log_likelihood_ratio": DOUBT})
+
+
+def expected_settings(reference: Reference) -> Settings:
+    """Return the settings of the recorded generation configuration, as vLLM reads it."""
+    tokens = reference.facts.get("tokens")
+    recorded = tokens.get("generation_config") if isinstance(tokens, Mapping) else None
+    recorded = recorded if isinstance(recorded, Mapping) else {}
+
+    def number(name: str, default: float) -> float:
+        value = recorded.get(name)
+        return float(value) if isinstance(value, int | float) else default
+
+    temperature = number("temperature", 1.0)
+    beta = 1 / temperature if temperature > 1 / BETAS[-1] else float(BETAS[-1])
+    top_k = max(0, int(number("top_k", 0)))
+    return Settings(beta, top_k, number("top_p", 1.0) or 1.0, number("min_p", 0.0))
+
+
+def _sample(server: Server, model: str, answers: Answers) -> list[Drawn]:
+    """Sample first tokens after the prompts that tell most about the temperature."""
+    if not server.abilities.token_ids:
+        raise UnsupportedError("the server takes no token ids as a prompt")
+    reference = answers.reference
+    served, trained = answers.aligned(model), reference.trained
+    places = [(p, t) for p, probe in enumerate(reference.probes) for t in range(len(probe.ids) - 1)]
+    p = np.exp(trained.logprobs.astype(np.float64))
+    mean = (p * trained.logprobs).sum(1, keepdims=True)
+    information = np.where(served.measured, (p * (trained.logprobs - mean) ** 2).sum(1), -1.0)
+    chosen: list[int] = []
+    for row in np.argsort(-information):
+        probe, at = places[row]
+        if at > 0 and information[row] > 0 and sum(places[c][0] == probe for c in chosen) < 2:
+            chosen.append(int(row))
+        if len(chosen) == PROMPTS:
+            break
+    if not chosen:
+        raise UnsupportedError("no prompt whose next token is uncertain")
+    kl = float(np.nanmean(coarse_kl(trained, served)[chosen]))
+    if kl * PROMPTS * EACH > _SAME:
+        raise UnsupportedError(f"the server's own log-probabilities are others (KL {kl:.1e})")
+
+    def draw(row: int) -> Drawn:
+        probe, at = places[row]
+        prompt = reference.probes[probe].ids[: at + 1]
+        responses = server.generate(model, prompt, 1, n=EACH)
+        if any(response.ids is None for response in responses):
+            raise UnsupportedError("the server does not tell the ids of its tokens")
+        tokens = [response.ids[0] for response in responses if response.ids]
+        logp = trained.logprobs[row].astype(np.float64)
+        order = np.argsort(-logp)
+        ids, logp = trained.ids[row][order], logp[order]
+        counts = np.array([tokens.count(token) for token in ids])
+        usable = ~np.isin(ids, [*prompt, *_ends(reference)])
+        return Drawn(logp, counts, usable, len(tokens) - int(counts.sum()))
+
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(draw, chosen))
+
+
+def _ends(reference: Reference) -> list[int]:
+    """Return the ids that end a text, of all places where they are recorded."""
+    tokens = reference.facts.get("tokens")
+    ends: list[int] = []
+    for part in tokens.values() if isinstance(tokens, Mapping) else ():
+        value = part.get("eos_token_id") if isinstance(part, Mapping) else None
+        ends += [token for token in (value if isinstance(value, list) else [value]) if token]
+    return [end for end in ends if isinstance(end, int)]
+
+
+def _cause(expected: Settings) -> Cause:
+    return Cause(
+        "default-sampling",
+        "the server's defaults override the recorded ones: those of the engine, of "
+        "generation_config.json, or of a Modelfile",
+        f"send temperature, top_k and top_p with every request ({expected.text}), or start vLLM "
+        "with --generation-config vllm (no defaults of the folder), or with the trained folder's "
+        "generation_config.json",
+    )

@@ -1,0 +1,190 @@
+"""Checks of distribution, adapters and sampling: every fault is found, no clean run alarms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tasks.core.errors import ConfigError
+from tasks.verify.checks.adapters import applied, base_name, swapped
+from tasks.verify.checks.distribution import Answers, distribution
+from tasks.verify.checks.sampling import sampling
+from tasks.verify.temperature import Settings
+from tests.verify.synthetic import ArrayServer, World, world, write_witness
+
+NOISE = 0.02
+"""Standard deviation of the difference of a logit between two correct engines."""
+
+
+def noisy(logits: np.ndarray, seed: int, noise: float = NOISE) -> np.ndarray:
+    return logits + np.random.default_rng(seed).normal(0, noise, logits.shape)
+
+
+def served(made: World, *, part: float = 1.0, leak: float = 0.0, seed: int = 1) -> ArrayServer:
+    change = made.trained - made.base
+    models = {
+        "base": noisy(made.base + leak * change, seed + 1),
+        "tuned": noisy(made.base + part * change, seed),
+    }
+    return ArrayServer(made.probes, models)
+
+
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 20), marks=pytest.mark.slow)])
+def test_twenty_clean_servers_raise_no_alarm(seeds: range) -> None:
+    for seed in seeds:
+        made = world(seed, vocab=400, moved=0.05 + 0.1 * (seed % 5), spread=1 + seed % 4)
+        reference, server = made.reference(), served(made, seed=100 + seed)
+        answers = Answers(server, reference)
+        common = (server, "tuned", "base", reference)
+        checks = [
+            distribution(*common, answers=answers),
+            applied(*common, answers=answers),
+            base_name(*common, answers=answers),
+            sampling(*common, answers=answers),
+        ]
+        assert [check.verdict for check in checks] == ["ok"] * 4, checks
+        assert server.asked == 2  # each name once
+        assert "would have been seen with 99%" in checks[0].text
+
+
+@pytest.mark.parametrize(
+    ("part", "code"),
+    [(0.0, "base-served"), (0.5, "adapter-scale"), (0.8, "adapter-scale"), (2.0, "adapter-scale")],
+)
+def test_an_adapter_that_is_not_applied_whole(part: float, code: str) -> None:
+    for moved in (0.1, 0.5):  # the first one is too small for the limits of the distribution
+        made = world(2, moved=moved)
+        reference, server = made.reference(), served(made, part=part)
+        check = applied(server, "tuned", "base", reference)
+        assert check.verdict == "fault"
+        assert check.measured["dose"] == pytest.approx(part, abs=0.05)
+        assert check.causes[0].code == code
+        both = distribution(server, "tuned", "base", reference)
+        assert both.verdict == ("fault" if moved == 0.5 else both.verdict)
+        assert both.verdict == "ok" or both.causes[0].code == code
+
+
+def test_rslora_whose_scale_was_lost_is_named() -> None:
+    made = world(3, moved=0.5)
+    settings = {"r": 16, "lora_alpha": 32, "use_rslora": True}
+    peft = {"active": ["default"], "adapters": {"default": settings}}
+    check = applied(served(made, part=0.25), "tuned", None, made.reference(peft=peft))
+    assert "rsLoRA's scale was lost" in check.causes[0].text
+
+
+def test_an_adapter_that_does_nothing_proves_nothing() -> None:
+    made = world(4, moved=0.0)
+    check = applied(served(made), "tuned", "base", made.reference())
+    assert check.verdict == "unknown"
+    assert "no server can show that it is applied" in check.text
+
+
+def test_base_requests_with_an_adapter_and_another_base() -> None:
+    made = world(5)
+    reference = made.reference()
+    assert base_name(served(made), "tuned", None, reference).verdict == "unknown"
+    leak = base_name(served(made, leak=0.4), "tuned", "base", reference)
+    assert (leak.verdict, leak.causes[0].code) == ("fault", "adapter-leak")
+    other = ArrayServer(made.probes, {"base": noisy(made.base, 0, 0.3), "tuned": made.trained})
+    check = base_name(other, "tuned", "base", reference)
+    assert (check.verdict, check.causes[0].code) == ("fault", "other-base")
+    four_bits = made.reference(quantization={"method": "nf4"})
+    check = base_name(other, "tuned", "base", four_bits)
+    assert (check.verdict, check.causes[0].code) == ("fault", "base-precision")
+
+
+def test_swapped_adapters_are_named_and_others_are_not() -> None:
+    one, two = world(6), world(6)
+    random = np.random.default_rng(7)
+    two = replace(two, trained=two.base + random.normal(0, 0.3, two.base.shape))
+    references = {"one": one.reference(), "two": two.reference()}
+    right = ArrayServer(one.probes, {"one": noisy(one.trained, 1), "two": noisy(two.trained, 2)})
+    assert swapped(right, references).verdict == "ok"
+    wrong = ArrayServer(one.probes, {"one": noisy(two.trained, 1), "two": noisy(one.trained, 2)})
+    check = swapped(wrong, references)
+    assert (check.verdict, check.causes[0].code) == ("fault", "adapters-swapped")
+    assert "'one' answers as 'two', 'two' answers as 'one'" in check.text
+    assert swapped(right, {**references, "x": world(9).reference()}).verdict == "unknown"
+
+
+def test_the_checkpoint_that_fits_is_named(tmp_path: Path) -> None:
+    made = world(8)
+    random = np.random.default_rng(8)
+    for step, moved in ((10, 0.2), (20, 0.1), (30, 0.0)):
+        trained = made.trained + random.normal(0, moved, made.trained.shape)
+        earlier = replace(made, trained=trained)
+        write_witness(tmp_path / f"checkpoint-{step}", earlier.reference(), step=step)
+        if step == 20:
+            at_20 = trained
+    from tasks.verify.reference import read_reference
+
+    reference = read_reference(tmp_path / "checkpoint-30")
+    server = ArrayServer(made.probes, {"tuned": noisy(at_20, 1)})
+    check = distribution(server, "tuned", None, reference)
+    assert (check.verdict, check.causes[0].code) == ("fault", "other-checkpoint")
+    assert "answers as checkpoint-20" in check.causes[0].text
+    assert f"source={tmp_path}/checkpoint-20" in check.causes[0].hint
+
+
+def test_a_server_without_log_probabilities_proves_nothing() -> None:
+    made = world(9)
+    server = ArrayServer(made.probes, {"tuned": made.trained}, top=0)
+    common = (server, "tuned", None, made.reference())
+    for check in (distribution(*common), applied(*common), sampling(*common)):
+        assert check.verdict == "unknown"
+        assert "gives no log-probabilities" in check.text
+    with pytest.raises(ConfigError, match="no profile"):
+        distribution(*common, profile="lax")
+
+
+@pytest.mark.parametrize(
+    "defaults",
+    [
+        Settings(beta=1 / 0.7),
+        pytest.param(Settings(beta=1 / 1.3), marks=pytest.mark.slow),
+        Settings(beta=50.0),
+        pytest.param(Settings(top_k=5), marks=pytest.mark.slow),
+        pytest.param(Settings(top_k=40), marks=pytest.mark.slow),
+        Settings(top_p=0.9),
+        pytest.param(Settings(min_p=0.1), marks=pytest.mark.slow),
+        Settings(beta=1 / 0.6, top_k=20, top_p=0.95),
+    ],
+)
+def test_default_settings_that_training_did_not_record(defaults: Settings) -> None:
+    made = world(10, spread=2.0)
+    server = ArrayServer(made.probes, {"tuned": noisy(made.trained, 1)}, sampling=defaults)
+    check = sampling(server, "tuned", None, made.reference())
+    assert (check.verdict, check.causes[0].code) == ("fault", "default-sampling")
+    assert "1024 sampled tokens" in check.text
+    low, high = check.measured["temperature_low"], check.measured["temperature_high"]
+    if defaults.top_k == 0 and defaults.beta < 50:
+        assert float(low) - 0.05 <= 1 / defaults.beta <= float(high) + 0.05
+    if defaults == Settings(top_k=5):
+        assert check.measured["top_k"] in (4, 5, 6)
+
+
+def test_recorded_settings_are_expected() -> None:
+    made = world(11, spread=2.0)
+    recorded = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
+    reference = made.reference(tokens={"generation_config": recorded})
+    models = {"tuned": noisy(made.trained, 1)}
+    same = ArrayServer(made.probes, models, sampling=Settings(1 / 0.7, top_k=20, top_p=0.8))
+    assert sampling(same, "tuned", None, reference).verdict == "ok"
+    plain = ArrayServer(made.probes, models)
+    check = sampling(plain, "tuned", None, reference)
+    assert check.verdict == "fault"
+    assert "training recorded temperature 0.7, top_k 20, top_p 0.8" in check.text
+    other = ArrayServer(made.probes, {"tuned": noisy(made.trained, 1, 0.3)})
+    check = sampling(other, "tuned", None, reference)
+    assert check.verdict == "unknown"
+    assert "log-probabilities are others" in check.text
+
+
+def test_a_flat_distribution_tells_nothing_about_the_temperature() -> None:
+    made = world(12, spread=0.01, moved=0.01)
+    server = ArrayServer(made.probes, {"tuned": made.trained})
+    check = sampling(server, "tuned", None, made.reference())
+    assert check.verdict == "unknown"

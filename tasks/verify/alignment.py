@@ -22,7 +22,9 @@ class Aligned:
         extra_mass: probability of the returned ids that the fingerprint does not have.
         extra_count: number of these ids.
         floor: log-probability that no id outside of the server's list exceeds.
-        top1: the server's most likely id; -1 where nothing was measured.
+        top1: the server's most likely id; -1 if it returned the sequence's own next token alone, or
+            nothing.
+        measured: True at the positions that the server answered.
     """
 
     logprobs: NDArray[Any]
@@ -30,12 +32,7 @@ class Aligned:
     extra_count: NDArray[Any]
     floor: NDArray[Any]
     top1: NDArray[np.int64]
-
-    @property
-    def measured(self) -> NDArray[np.bool_]:
-        """True at the positions that the server answered, shape (N,)."""
-        measured: NDArray[np.bool_] = self.top1 >= 0
-        return measured
+    measured: NDArray[np.bool_]
 
 
 def align(reference: Fingerprint, scores: Sequence[Scores]) -> Aligned:
@@ -56,7 +53,7 @@ def align(reference: Fingerprint, scores: Sequence[Scores]) -> Aligned:
     shape = reference.ids.shape
     logprobs = np.full(shape, np.nan)
     mass, count, floor = np.zeros(shape[0]), np.zeros(shape[0]), np.zeros(shape[0])
-    top1 = np.full(shape[0], -1, np.int64)
+    top1, measured = np.full(shape[0], -1, np.int64), np.zeros(shape[0], bool)
     for at, ((ids, values), own) in enumerate(zip(rows, following, strict=True)):
         usable = np.isfinite(values) & (values <= 1e-3)
         ids, values = np.asarray(ids)[usable], np.asarray(values, np.float64)[usable]
@@ -70,5 +67,7 @@ def align(reference: Fingerprint, scores: Sequence[Scores]) -> Aligned:
         mass[at], count[at] = np.exp(values[~shared]).sum(), (~shared).sum()
         listed = values[ids != own]  # the own token may have a lower rank than the others
         floor[at] = listed.min() if len(listed) else 0.0
-        top1[at] = ids[values.argmax()]
-    return Aligned(logprobs, mass, count, floor, top1)
+        measured[at] = True
+        if len(listed):
+            top1[at] = ids[values.argmax()]
+    return Aligned(logprobs, mass, count, floor, top1, measured)

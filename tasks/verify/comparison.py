@@ -45,7 +45,8 @@ class Distance:
         mean_kl: mean over positions of a lower bound of KL(reference || server), in nats.
         p95_kl: its 95th percentile.
         max_kl: its maximum.
-        top1_agreement: share of distinct contexts in which the top tokens agree, ties included.
+        top1_agreement: share of distinct contexts in which the top tokens agree, ties included; NaN
+            if the server returned no alternatives.
         kl: by position, shape (N,); NaN where nothing was measured.
         first_kl: mean over the first positions of all probes, where no token looks back.
         growth: mean over the last third of each probe, divided by that over its first third.
@@ -218,7 +219,7 @@ def _steps(reference: Fingerprint) -> NDArray[Any] | None:
 
 
 def _agreement(reference: Fingerprint, served: Aligned, limit: DriftLimit) -> float:
-    """Return the share of distinct contexts in which the top tokens agree.
+    """Return the share of distinct contexts in which the top tokens agree; NaN if none is known.
 
     Ties are tokens within two rounding steps of bf16, or closer than two standard deviations of the
     difference of two tokens under noise that the limit allows: KL = variance / 2.
@@ -229,6 +230,9 @@ def _agreement(reference: Fingerprint, served: Aligned, limit: DriftLimit) -> fl
     if (steps := _steps(reference)) is not None:
         tie = np.maximum(tie, TIE_STEPS * steps)
     agree = (best - at_id < tie) | (served.top1 == reference.top1)
+    known = served.top1 >= 0
+    if not known.any():
+        return float("nan")
     numbers: dict[tuple[int, ...], int] = {}
     contexts = np.array(
         [
@@ -236,9 +240,9 @@ def _agreement(reference: Fingerprint, served: Aligned, limit: DriftLimit) -> fl
             for probe in reference.probes
             for end in range(1, len(probe))
         ]
-    )[served.measured]
+    )[known]
     count = np.bincount(contexts)
-    agreeing = np.bincount(contexts, weights=agree[served.measured])
+    agreeing = np.bincount(contexts, weights=agree[known])
     return float((agreeing[count > 0] / count[count > 0]).mean())
 
 

@@ -15,10 +15,13 @@ from pathlib import Path
 from tasks.core.errors import ConfigError, PlumblineError
 from tasks.drift.fingerprint import PROFILES
 from tasks.verify.check import Check
+from tasks.verify.checks.adapters import applied, base_name
+from tasks.verify.checks.distribution import Answers, distribution
 from tasks.verify.checks.ending import context, eos
 from tasks.verify.checks.leak import leak
 from tasks.verify.checks.load import batching, long_prompts, prefix_cache, streaming
 from tasks.verify.checks.prompt import template, tokens
+from tasks.verify.checks.sampling import sampling
 from tasks.verify.reference import Reference
 from tasks.verify.report import Report
 from tasks.verify.servers.server import ServedModel, Server, ServerError
@@ -93,7 +96,16 @@ def planned(
     """Return all checks by name, in their order."""
     common = (server, target.model, target.base, reference)
     limit = PROFILES[profile]
+    answers = Answers(server, reference, profile)
+    checks: dict[str, CheckFunction] = {
+        "distribution": partial(distribution, *common, answers=answers)
+    }
+    if reference.base is not None:
+        checks["adapter"] = partial(applied, *common, answers=answers)
+        if target.base is not None:
+            checks["base"] = partial(base_name, *common, answers=answers)
     return {
+        **checks,
         "template": partial(template, *common),
         "tokens": partial(tokens, *common),
         "eos": partial(eos, *common),
@@ -103,6 +115,7 @@ def planned(
         "prefix-cache": partial(prefix_cache, *common, limit),
         "long-prompts": partial(long_prompts, *common, limit),
         "streaming": partial(streaming, *common),
+        "sampling": partial(sampling, *common, answers=answers),
     }
 
 

@@ -1,5 +1,8 @@
 """Checks of a running server: each asks it, and returns one verdict.
 
+distribution  the trained model's log-probabilities, and the likely cause if they are others
+adapters    how much of the adapter answers; base and adapter by name; adapters swapped
+sampling    the server's own temperature, top-k and top-p
 prompt      template and tokens
 ending      EOS and context
 load        alone and in a crowd, the same prompt again, long prompts, streams

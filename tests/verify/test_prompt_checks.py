@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -193,6 +195,25 @@ def test_a_prompt_that_is_cut_silently_is_a_fault() -> None:
     check = asked(context, server(cut=128))
     assert (check.verdict, codes(check)) == ("fault", ["context-cut"])
     assert check.measured["used"] == 128
+
+
+def test_a_text_that_is_split_otherwise_is_not_cut(tmp_path: Path) -> None:
+    """Ollama takes texts: nine tokens of ten are the whole text, half of them are not."""
+    names = {name: token for token, name in enumerate("abcd")}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": names}}))
+    for share, verdict in ((0.9, "ok"), (0.5, "fault")):
+
+        def generate(body: Any, share: float = share) -> Any:
+            return {"response": "a", "prompt_eval_count": int(len(body["prompt"]) * share)}
+
+        answers = {
+            "/api/version": lambda _: {"version": "0.13.0"},
+            "/api/tags": lambda _: {"models": [{"name": "base"}]},
+            "/api/generate": generate,
+        }
+        with answering(answers) as requests:
+            asked_ = connect(requests.url, tokenizer=tmp_path)
+            assert context(asked_, "base", None, reference()).verdict == verdict
 
 
 def test_a_context_that_was_never_trained_on_may_be_short() -> None:

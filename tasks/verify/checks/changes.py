@@ -16,6 +16,8 @@ from tasks.verify.servers.server import Entry, Generated, Scores, Server, Unsupp
 _TIE = 0.5
 """Nats between two tokens that rounding may swap: four steps of bf16 between 16 and 32."""
 _TINY = 1e-9
+_LENGTH = 24
+"""Tokens of a sequence that is asked for many times: a server formats 20 ids for each."""
 _ITEM = TypeVar("_ITEM")
 _RESULT = TypeVar("_RESULT")
 
@@ -57,12 +59,12 @@ def exceeds(values: NDArray[np.float64], limit: DriftLimit) -> bool:
 
 
 def few(reference: Reference, count: int) -> list[tuple[int, ...]]:
-    """Return some probes, of all kinds by turns."""
+    """Return the beginnings of some probes, of all kinds by turns."""
     kinds: dict[str, list[tuple[int, ...]]] = {}
     for probe in reference.probes:
         kinds.setdefault(probe.kind, []).append(probe.ids)
     turns = [ids for at in range(count) for kind in kinds.values() for ids in kind[at : at + 1]]
-    return turns[:count]
+    return [ids[:_LENGTH] for ids in turns[:count]]
 
 
 def together(

@@ -21,6 +21,8 @@ _FORCED = 100.0
 """Bias that makes a token certain: the most that APIs take."""
 _LONGEST = 4096
 """Tokens of the prompt that looks for silent cuts."""
+_SPLIT = 0.8
+"""Least share of a prompt's tokens that a server has which splits its text again."""
 
 
 def eos(server: Server, model: str, base: str | None, reference: Reference) -> Check:
@@ -97,7 +99,7 @@ def context(server: Server, model: str, base: str | None, reference: Reference) 
             )  # fmt: skip
     size = max(trained, 512)
     size = min(size, _LONGEST, length - 1 if length else size)
-    prompt = _repeated(reference, size)
+    prompt = _repeated(server, reference, size)
     try:
         (made,) = server.generate(model, prompt, 1, temperature=0)
     except ServerError as error:
@@ -113,7 +115,7 @@ def context(server: Server, model: str, base: str | None, reference: Reference) 
     if used is None:
         return Check("context", "unknown", "the server does not tell the prompt's length", measured)
     measured |= {"sent": size, "used": used}
-    if used < size:
+    if used < (size if server.exact else _SPLIT * size):
         return Check(
             "context", "fault", f"of a prompt of {size} tokens the server used {used}",
             measured, {"used": float(size)}, (_CAUSES["context-cut"],),
@@ -126,9 +128,11 @@ def _trained_length(reference: Reference) -> int:
     return length if isinstance(length, int) else 0
 
 
-def _repeated(reference: Reference, size: int) -> list[int]:
-    """Return a prompt of `size` tokens: the probes one after the other."""
-    joined = [token for ids in reference.sequences for token in ids]
+def _repeated(server: Server, reference: Reference, size: int) -> list[int]:
+    """Return a prompt of `size` tokens: texts one after the other where ids become a text."""
+    texts = [probe.ids for probe in reference.probes if probe.kind == "text"]
+    sequences = reference.sequences if server.exact or not texts else texts[:1]
+    joined = [token for ids in sequences for token in ids]
     return (joined * (size // len(joined) + 1))[:size]
 
 

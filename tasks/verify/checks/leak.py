@@ -20,7 +20,7 @@ from tasks.verify.servers.server import Generated, Scores, Server
 
 CROWDS = (1, 8, 32)
 """Requests at the same time."""
-_SEQUENCES, _OTHERS = 4, 3
+_SEQUENCES, _OTHERS = 4, 2
 _TOKENS = 8
 
 

@@ -23,7 +23,7 @@ from tasks.verify.servers.server import Entry, Generated, Server
 CROWDS = (8, 32)
 """Requests at the same time."""
 _SEQUENCES = 8
-_PROMPTS, _TOKENS = 4, 16
+_PROMPTS, _TOKENS = 3, 12
 _CACHED = 96
 """Tokens of a prompt for the prefix cache: several blocks of every server."""
 _FROM, _LONG = 256, 640

@@ -119,6 +119,7 @@ class Server(ABC):
         kind: dialect: "vllm", "sglang", "tgi", "llama.cpp", "ollama", "transformers", "openai".
         version: as the server says; "" if it does not.
         abilities: what it can answer.
+        exact: False if token ids are sent as a text, which the server may split otherwise.
 
     Every method raises ServerError if the server does not answer or refuses, and UnsupportedError
     for something outside of `abilities`.
@@ -128,6 +129,7 @@ class Server(ABC):
     kind: str
     version: str
     abilities: Abilities
+    exact: bool = True
 
     @abstractmethod
     def models(self) -> tuple[ServedModel, ...]:

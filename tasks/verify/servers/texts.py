@@ -36,6 +36,8 @@ class TextServer(Server):
         vocabulary: texts of token ids; without it nothing can be scored.
     """
 
+    exact = False
+
     def __init__(self, http: Http, kind: str, version: str, vocabulary: Vocabulary | None) -> None:
         self.http, self.url, self.kind, self.version = http, http.url, kind, version
         self.vocabulary = vocabulary
@@ -104,7 +106,7 @@ class TextServer(Server):
         messages = [message for message in prompt if isinstance(message, Mapping)]
         sent: str | Sequence[Message] | None = messages or self.text(ids)
         if not sent:
-            raise UnsupportedError(f"{self.url} takes texts only; the prompt is none")
+            raise UnsupportedError(f"{self.url} takes texts only, and these tokens are none")
         return self.http.parallel(
             lambda _: self.respond(model, sent, count, sampling), list(range(n))
         )

@@ -29,7 +29,7 @@ ZERO3 = Zero(3, persistence_threshold=0)
 LORA = Peft("lora", rank=4, alpha=8)
 BASIC = Settings(
     optim=Optim(lr=5e-3, warmup_ratio=0.1),
-    batch=Batch(micro_batch_size=4, global_batch_size=16, max_steps=4, max_len=64),
+    batch=Batch(micro_batch_size=4, global_batch_size=8, max_steps=4, max_len=64),
     peft=LORA,
     probes=8,
 )

@@ -19,6 +19,7 @@ from tasks.audit.checks import (
     serving,
     unsafe,
     values,
+    witness,
     wrapper_prefixes,
     zero,
 )
@@ -39,6 +40,7 @@ CHECKS: Sequence[Check] = (
     heads.check,
     adapter.check,
     adapter_base.check,
+    witness.check,
     vocabulary.check,
     special_tokens.check,
     templates.check,

@@ -26,6 +26,8 @@ STRANGE = 2.0
 """Mean KL (nats) above which nothing of the model is left."""
 SMALL = 0.2
 """Remainder below which a line explains what the adapter does."""
+LARGE = 0.6
+"""Remainder above which hardly anything of the adapter is left."""
 _FOUR_BITS = ("nf4", "fp4", "int8")
 
 
@@ -54,7 +56,7 @@ class Evidence:
         dose: of the adapter; None without adapter, or if it cannot be measured.
         from_base: distance from the base; None without adapter.
         base: distance of the server's own base from the witness's base; None if it has none.
-        siblings: other checkpoints of the training, the nearest step first.
+        siblings: other checkpoints of the training, and other trainings beside it.
     """
 
     reference: Reference
@@ -90,7 +92,7 @@ def _causes(evidence: Evidence) -> Iterator[Cause]:
         return
     if _depends_on_position(evidence):
         yield Cause(
-            "positions",
+            "rope",
             f"the first token of a text is right (KL {evidence.distance.first_kl:.1e}) and the "
             f"error grows with the position ({evidence.distance.growth:.1f} times from the first "
             "to the last third): rotary embedding with another theta or scaling",
@@ -140,7 +142,7 @@ def _base_served(evidence: Evidence) -> Cause:
 
 def _other_checkpoint(evidence: Evidence, sibling: Nearby) -> Cause:
     return Cause(
-        "other-checkpoint",
+        "other-checkpoint" if sibling.name.startswith("checkpoint-") else "other-adapter",
         f"{evidence.model!r} answers as {sibling.name} (KL {sibling.distance.mean_kl:.1e}), not as "
         f"{evidence.reference.folder.name} (KL {evidence.distance.mean_kl:.1e})",
         f"load {evidence.reference.folder} under this name and restart the server, or verify what "
@@ -156,7 +158,7 @@ def _partial(evidence: Evidence, measured: Dose) -> Iterator[Cause]:
     amount = f"{measured.text} of the adapter answers"
     line = f"the rest of the difference is {measured.remainder:.0%} of the adapter's effect"
     scale = Cause(
-        "adapter-scale",
+        "adapter-scaled",
         f"{amount}; {line}: its scale is not {settings.get('lora_alpha', 'alpha')}/"
         f"{'sqrt(r)' if settings.get('use_rslora') else settings.get('r', 'r')}"
         + ("; rsLoRA's scale was lost" if lost else ""),
@@ -164,12 +166,20 @@ def _partial(evidence: Evidence, measured: Dose) -> Iterator[Cause]:
         "the record; merge with python flows/deliver.py, which uses the adapter's own scale",
     )
     part = Cause(
-        "adapter-part",
+        "partly-other-weights",
         f"{amount}; {line}: some modules of the adapter are not applied, or are of another step",
         "look for skipped or unexpected modules in the server's log (--lora-target-modules); merge "
         f"the adapter: python flows/deliver.py source={folder} base=<the base> out=<a new folder>",
     )
-    yield from (scale, part) if measured.remainder < SMALL else (part, scale)
+    other = Cause(
+        "other-adapter",
+        f"{amount}; {line}: an adapter of another training",
+        f"load {folder} under this name: --lora-modules {evidence.model}={folder}",
+    )
+    if measured.remainder < SMALL:
+        yield from (scale, part)
+    else:
+        yield from (other, part) if measured.remainder > LARGE else (part, other)
 
 
 def _base_precision(evidence: Evidence) -> Cause:
@@ -180,7 +190,7 @@ def _base_precision(evidence: Evidence) -> Cause:
         else f"what differs is not the adapter (KL {evidence.distance.mean_kl:.1e})"
     )
     return Cause(
-        "base-precision",
+        "nf4-on-16-bit",
         f"the adapter was trained on a base in {method}, and {seen}: it is applied to, or merged "
         "into, the 16-bit base",
         f"merge into the dequantized base: python flows/deliver.py source="

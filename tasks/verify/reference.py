@@ -7,9 +7,10 @@ and, for an adapter, what its base computed. A served folder has one fingerprint
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from tasks.witness.plumbline_witness.probes import CHATS
 BASE = "base.fp"
 """File with the log-probabilities of the model without its adapter, at the same ids."""
 SIBLINGS = 8
-"""Most checkpoints beside this one that are read."""
+"""Most other models that are read."""
+COMMON = 4
+"""Fewest probes on which two models are compared."""
 _NO_REFERENCE = (
     "train with `python -m plumbline_witness -- <your training command>`, which records what a "
     "server is compared with; or make a served folder: `python flows/deliver.py source={folder} "
@@ -102,35 +105,59 @@ class Reference:
         return chosen if isinstance(chosen, Mapping) else {}
 
     def siblings(self) -> tuple[tuple[str, Reference], ...]:
-        """Return other checkpoints of the same training by name, the nearest step first.
+        """Return other models by name: checkpoints of the same training, then other trainings.
 
-        Those in folders `checkpoint-N` beside this one, or inside of it, which have a record of the
-        same probes. Unreadable ones are left out.
+        Folders `checkpoint-N` beside this one or inside of it, the nearest step first, and other
+        folders beside it. Those without a readable record of `COMMON` of the same probes are left
+        out.
         """
         step = self.facts.get("step")
         siblings: list[tuple[str, Reference]] = []
-        for folder in self._checkpoints(step if isinstance(step, int) else 0):
+        for folder in self._folders(step if isinstance(step, int) else 0):
             if len(siblings) == SIBLINGS:
                 break
             try:
                 sibling = read_reference(folder)
             except (PlumblineError, OSError):
                 continue
-            same = sibling.trained.probes == self.trained.probes
-            if same and sibling.facts.get("step") != step:
+            again = np.array_equal(sibling.trained.logprobs, self.trained.logprobs)
+            common = set(sibling.sequences) & set(self.sequences)
+            if not again and len(common) >= COMMON:
                 siblings.append((folder.name, sibling))
         return tuple(siblings)
 
-    def _checkpoints(self, step: int) -> list[Path]:
-        """Return folders `checkpoint-N` beside and inside of this one, the nearest step first."""
+    def _folders(self, step: int) -> list[Path]:
+        """Return folders with a record beside and inside of this one, the nearest step first."""
         here = self.folder.resolve()
-        folders = {path for parent in (here.parent, here) for path in parent.glob("checkpoint-*")}
-        steps = {
-            path: abs(int(match[1]) - step)
-            for path in folders - {here}
-            if (match := _CHECKPOINT.fullmatch(path.name))
-        }
-        return sorted(steps, key=lambda path: (steps[path], path))
+        near: dict[Path, float] = {}
+        for parent in (here.parent, here):
+            for path in parent.glob("*/plumbline.witness"):
+                match = _CHECKPOINT.fullmatch(path.parent.name)
+                near[path.parent] = abs(int(match[1]) - step) if match else math.inf
+        near.pop(here, None)
+        return sorted(near, key=lambda path: (near[path], path))
+
+    def shared(self, other: Reference) -> tuple[list[int], Fingerprint]:
+        """Return the numbers of the probes that another reference has too, and its print of them.
+
+        The print has these probes alone, in the order of the numbers.
+        """
+        theirs = {ids: number for number, ids in enumerate(other.sequences)}
+        common = [number for number, ids in enumerate(self.sequences) if ids in theirs]
+        picked = [theirs[self.sequences[number]] for number in common]
+        sizes = [len(ids) - 1 for ids in other.sequences]
+        starts = np.concatenate([[0], np.cumsum(sizes)])
+        rows = np.concatenate([np.arange(starts[n], starts[n + 1]) for n in picked])
+        trained = other.trained
+        steps = None if trained.steps is None else trained.steps[rows]
+        return common, replace(
+            trained,
+            probes=tuple(other.sequences[number] for number in picked),
+            ids=trained.ids[rows],
+            logprobs=trained.logprobs[rows],
+            top1=trained.top1[rows],
+            steps=steps,
+        )
 
 
 def read_reference(folder: Path) -> Reference:

@@ -15,7 +15,7 @@ from pathlib import Path
 from tasks.core.errors import ConfigError, PlumblineError
 from tasks.drift.fingerprint import PROFILES
 from tasks.verify.check import Check
-from tasks.verify.checks.adapters import applied, base_name
+from tasks.verify.checks.adapters import adapters_beside, applied, base_name, swapped
 from tasks.verify.checks.distribution import Answers, distribution
 from tasks.verify.checks.ending import context, eos
 from tasks.verify.checks.leak import leak
@@ -104,6 +104,12 @@ def planned(
         checks["adapter"] = partial(applied, *common, answers=answers)
         if target.base is not None:
             checks["base"] = partial(base_name, *common, answers=answers)
+            beside = adapters_beside(server, target.model, target.base, reference)
+            if len(beside) > 1:
+                asked = {target.model: answers}
+                checks["adapters"] = partial(
+                    swapped, server, beside, profile=profile, answers=asked
+                )
     return {
         **checks,
         "template": partial(template, *common),

@@ -153,11 +153,12 @@ class ArrayServer(Server):
         self._probes, self._models, self._top = probes, models, top
         self._sampling = sampling or Settings()
         self._seed, self._lock = seed, threading.Lock()
-        self.asked = 0
+        self.asked, self.roots = 0, dict[str, Path]()
 
     def models(self) -> tuple[ServedModel, ...]:
         """Return all names."""
-        return tuple(ServedModel(name) for name in self._models)
+        roots = {name: str(path) for name, path in self.roots.items()}
+        return tuple(ServedModel(name, root=roots.get(name)) for name in self._models)
 
     def score(self, model: str, sequences: Any, *, workers: int | None = None) -> list[Scores]:
         """Return the answers on the probes."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tasks.core.errors import ConfigError
-from tasks.verify.checks.adapters import applied, base_name, swapped
+from tasks.verify.checks.adapters import adapters_beside, applied, base_name, swapped
 from tasks.verify.checks.distribution import Answers, distribution
 from tasks.verify.checks.sampling import sampling
 from tasks.verify.temperature import Settings
@@ -52,7 +52,12 @@ def test_twenty_clean_servers_raise_no_alarm(seeds: range) -> None:
 
 @pytest.mark.parametrize(
     ("part", "code"),
-    [(0.0, "base-served"), (0.5, "adapter-scale"), (0.8, "adapter-scale"), (2.0, "adapter-scale")],
+    [
+        (0.0, "base-served"),
+        (0.5, "adapter-scaled"),
+        (0.8, "adapter-scaled"),
+        (2.0, "adapter-scaled"),
+    ],
 )
 def test_an_adapter_that_is_not_applied_whole(part: float, code: str) -> None:
     for moved in (0.1, 0.5):  # the first one is too small for the limits of the distribution
@@ -87,16 +92,16 @@ def test_base_requests_with_an_adapter_and_another_base() -> None:
     reference = made.reference()
     assert base_name(served(made), "tuned", None, reference).verdict == "unknown"
     leak = base_name(served(made, leak=0.4), "tuned", "base", reference)
-    assert (leak.verdict, leak.causes[0].code) == ("fault", "adapter-leak")
+    assert (leak.verdict, leak.causes[0].code) == ("fault", "lora-leak")
     other = ArrayServer(made.probes, {"base": noisy(made.base, 0, 0.3), "tuned": made.trained})
     check = base_name(other, "tuned", "base", reference)
     assert (check.verdict, check.causes[0].code) == ("fault", "other-base")
     four_bits = made.reference(quantization={"method": "nf4"})
     check = base_name(other, "tuned", "base", four_bits)
-    assert (check.verdict, check.causes[0].code) == ("fault", "base-precision")
+    assert (check.verdict, check.causes[0].code) == ("fault", "nf4-on-16-bit")
 
 
-def test_swapped_adapters_are_named_and_others_are_not() -> None:
+def test_swapped_adapters_are_named_and_others_are_not(tmp_path: Path) -> None:
     one, two = world(6), world(6)
     random = np.random.default_rng(7)
     two = replace(two, trained=two.base + random.normal(0, 0.3, two.base.shape))
@@ -107,6 +112,8 @@ def test_swapped_adapters_are_named_and_others_are_not() -> None:
     check = swapped(wrong, references)
     assert (check.verdict, check.causes[0].code) == ("fault", "adapters-swapped")
     assert "'one' answers as 'two', 'two' answers as 'one'" in check.text
+    right.roots = {name: write_witness(tmp_path / name, each) for name, each in references.items()}
+    assert list(adapters_beside(right, "two", "base", references["two"])) == ["two", "one"]
     assert swapped(right, {**references, "x": world(9).reference()}).verdict == "unknown"
 
 
@@ -157,7 +164,7 @@ def test_default_settings_that_training_did_not_record(defaults: Settings) -> No
     made = world(10, spread=2.0)
     server = ArrayServer(made.probes, {"tuned": noisy(made.trained, 1)}, sampling=defaults)
     check = sampling(server, "tuned", None, made.reference())
-    assert (check.verdict, check.causes[0].code) == ("fault", "default-sampling")
+    assert (check.verdict, check.causes[0].code) == ("fault", "default-temperature")
     assert "1024 sampled tokens" in check.text
     low, high = check.measured["temperature_low"], check.measured["temperature_high"]
     if defaults.top_k == 0 and defaults.beta < 50:

@@ -32,13 +32,27 @@ def test_a_witness_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_checkpoints_beside_it_come_nearest_first(tmp_path: Path) -> None:
     made = world().reference()
     for step in (10, 20, 30, 100):
-        write_witness(tmp_path / f"checkpoint-{step}", made, step=step)
+        moved = replace(made.trained, logprobs=made.trained.logprobs - np.float32(step / 1e3))
+        write_witness(tmp_path / f"checkpoint-{step}", replace(made, trained=moved), step=step)
     write_witness(tmp_path / "checkpoint-40", world(1).reference(), step=40)  # other probes
+    partly = world(2, count=6).reference()
+    probes = made.sequences[:4] + partly.sequences[4:]
+    common = replace(
+        partly,
+        probes=tuple(Probe(ids, "row", number) for number, ids in enumerate(probes)),
+        trained=replace(partly.trained, probes=probes),
+        base=None,
+    )
+    write_witness(tmp_path / "another", common)
     (tmp_path / "checkpoint-35").mkdir()
     (tmp_path / "checkpoint-25").symlink_to(tmp_path / "absent")
     read = read_reference(tmp_path / "checkpoint-30")
-    names = [name for name, _ in read.siblings()]
-    assert names == ["checkpoint-20", "checkpoint-10", "checkpoint-100"]
+    siblings = dict(read.siblings())
+    assert list(siblings) == ["checkpoint-20", "checkpoint-10", "checkpoint-100", "another"]
+    numbers, trained = read.shared(siblings["another"])
+    assert numbers == [0, 1, 2, 3]
+    assert trained.probes == made.sequences[:4]
+    assert np.array_equal(trained.logprobs, common.trained.logprobs[: 4 * 19])
 
 
 @pytest.mark.parametrize("fault", ["absent", "neither", "reward", "mixed", "nan", "cut", "probes"])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tasks.audit.catalogue import adapters, files, heads, model, tensors, text, values
+from tasks.audit.catalogue import adapters, files, heads, model, tensors, text, values, witness
 from tasks.audit.finding import Entry, Section
 
 SECTIONS: Sequence[type[Section]] = (
@@ -22,6 +22,7 @@ SECTIONS: Sequence[type[Section]] = (
     tensors.Residue,
     heads.Heads,
     adapters.Adapters,
+    witness.Records,
     text.Vocabulary,
     text.SpecialTokens,
     text.Templates,

@@ -6,16 +6,19 @@ distributions when it is not applied at all; its dose does not.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
+from pathlib import Path
 
+from tasks.core.errors import PlumblineError
 from tasks.verify.alignment import align
 from tasks.verify.causes import NEARER, causes
 from tasks.verify.check import Cause, Check
 from tasks.verify.checks.distribution import Answers
 from tasks.verify.comparison import distance
 from tasks.verify.dose import TOLERANCE, Dose
-from tasks.verify.reference import Reference
-from tasks.verify.servers.server import Server, UnsupportedError
+from tasks.verify.reference import COMMON, SIBLINGS, Reference, read_reference
+from tasks.verify.servers.server import Server, ServerError, UnsupportedError
 
 NAME = "adapter"
 SWAPPED = "adapters"
@@ -118,7 +121,7 @@ def base_name(
         assert leaked is not None
         text = f"{leaked.text} of the adapter answers under the base's name {base!r}, expected 0"
         cause = Cause(
-            "adapter-leak",
+            "lora-leak",
             f"requests for {base!r} are answered with the adapter: it is merged into the base, or "
             "leaks into its requests",
             "serve the base's own folder under its name; serve adapter and base from two servers "
@@ -140,7 +143,7 @@ def _other_base(reference: Reference, base: str) -> Cause:
     name = stored.get("name", "") if isinstance(stored, Mapping) else ""
     if reference.quantization not in ("", "none"):
         return Cause(
-            "base-precision",
+            "nf4-on-16-bit",
             f"the adapter was trained on a base in {reference.quantization}; {base!r} is stored in "
             "another way",
             f"merge into the dequantized base: python flows/deliver.py source={reference.folder} "
@@ -151,6 +154,28 @@ def _other_base(reference: Reference, base: str) -> Cause:
         f"{base!r} is another model, or another revision, than the one that was trained",
         f"serve the base of the record: {name or 'its name was not recorded'}",
     )
+
+
+def adapters_beside(
+    server: Server, model: str, base: str, reference: Reference
+) -> dict[str, Reference]:
+    """Return the adapters of a server that have a record in a folder of this machine, by name.
+
+    Args:
+        server: the server.
+        model: the adapter that is verified; it comes first.
+        base: name of its base.
+        reference: its record.
+    """
+    references = {model: reference}
+    with contextlib.suppress(ServerError):
+        for served in server.models():
+            local = served.root is not None and Path(served.root).is_absolute()
+            if not local or served.name in (model, base) or len(references) == SIBLINGS:
+                continue
+            with contextlib.suppress(PlumblineError, OSError):
+                references.setdefault(served.name, read_reference(Path(str(served.root))))
+    return references
 
 
 def swapped(
@@ -164,7 +189,7 @@ def swapped(
 
     Args:
         server: the server.
-        references: trained model by name; records of the same probes.
+        references: trained model by name.
         profile: as in `distribution`.
         answers: what was asked before, by name.
 
@@ -172,9 +197,6 @@ def swapped(
         ServerError: the server does not answer, or refuses.
         ConfigError: no such profile.
     """
-    if len({reference.trained.probes for reference in references.values()}) > 1:
-        text = "the adapters' records have other probes: train them with the same tokenizer"
-        return Check(SWAPPED, "unknown", text)
     numbers: dict[str, float | str] = {}
     mixed: list[tuple[str, str]] = []
     for name, reference in references.items():
@@ -183,10 +205,14 @@ def swapped(
             scores = asked.scores(name)
         except UnsupportedError as error:
             return Check(SWAPPED, "unknown", f"no log-probabilities: {error.message}")
-        kls = {
-            other: distance(each.trained, align(each.trained, scores), asked.limit).mean_kl
-            for other, each in references.items()
-        }
+        kls: dict[str, float] = {}
+        for other, each in references.items():
+            if len(set(reference.sequences) & set(each.sequences)) < COMMON:
+                text = f"the records of {name!r} and {other!r} have other probes"
+                return Check(SWAPPED, "unknown", text)
+            common, trained = reference.shared(each)
+            aligned = align(trained, [scores[number] for number in common])
+            kls[other] = distance(trained, aligned, asked.limit).mean_kl
         numbers |= {f"{name} as {other}": kl for other, kl in kls.items()}
         nearest = min(kls, key=lambda other: kls[other])
         if kls[nearest] * NEARER < kls[name]:

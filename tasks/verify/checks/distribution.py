@@ -77,12 +77,14 @@ class Answers:
         return dose(self.reference.trained, base, self.aligned(model), self.noise)
 
     def from_siblings(self, model: str) -> list[Nearby]:
-        """Return the distance of a name from other checkpoints of the same training."""
-        scores = self.scores(model)
-        return [
-            Nearby(name, distance(other.trained, align(other.trained, scores), self.limit))
-            for name, other in self.reference.siblings()
-        ]
+        """Return the distance of a name from other models whose records lie beside this one."""
+        scores, nearby = self.scores(model), []
+        for name, other in self.reference.siblings():
+            common, trained = self.reference.shared(other)
+            aligned = align(trained, [scores[number] for number in common])
+            if aligned.measured.any():
+                nearby.append(Nearby(name, distance(trained, aligned, self.limit)))
+        return nearby
 
     def evidence(self, model: str, base: str | None) -> Evidence:
         """Return everything that tells the cause of a fault.

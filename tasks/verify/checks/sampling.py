@@ -164,7 +164,7 @@ def _ends(reference: Reference) -> list[int]:
 
 def _cause(expected: Settings) -> Cause:
     return Cause(
-        "default-sampling",
+        "default-temperature",
         "the server's defaults override the recorded ones: those of the engine, of "
         "generation_config.json, or of a Modelfile",
         f"send temperature, top_k and top_p with every request ({expected.text}), or start vLLM "

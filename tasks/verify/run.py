@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from tasks.verify.checks.distribution import Answers, distribution
 from tasks.verify.checks.ending import context, eos
 from tasks.verify.checks.leak import leak
 from tasks.verify.checks.load import batching, long_prompts, prefix_cache, streaming
+from tasks.verify.checks.names import names
 from tasks.verify.checks.prompt import template, tokens
 from tasks.verify.checks.sampling import sampling
 from tasks.verify.reference import Reference
@@ -94,34 +96,35 @@ def planned(
     server: Server, target: Target, reference: Reference, profile: str
 ) -> Mapping[str, CheckFunction]:
     """Return all checks by name, in their order."""
+    answers = Answers(server, reference, profile)  # no name is asked twice
     common = (server, target.model, target.base, reference)
     limit = PROFILES[profile]
-    answers = Answers(server, reference, profile)
-    checks: dict[str, CheckFunction] = {
-        "distribution": partial(distribution, *common, answers=answers)
-    }
+    of_adapters: dict[str, CheckFunction] = {}
     if reference.base is not None:
-        checks["adapter"] = partial(applied, *common, answers=answers)
+        of_adapters["adapter"] = partial(applied, *common, answers=answers)
         if target.base is not None:
-            checks["base"] = partial(base_name, *common, answers=answers)
-            beside = adapters_beside(server, target.model, target.base, reference)
-            if len(beside) > 1:
-                asked = {target.model: answers}
-                checks["adapters"] = partial(
-                    swapped, server, beside, profile=profile, answers=asked
-                )
+            of_adapters["base"] = partial(base_name, *common, answers=answers)
+            asked = {target.model: answers}
+            with suppress(ServerError):  # which every other check will report
+                beside = adapters_beside(server, target.model, target.base, reference)
+                if len(beside) > 1:
+                    of_adapters["adapters"] = partial(
+                        swapped, server, beside, profile=profile, answers=asked
+                    )
     return {
-        **checks,
+        "distribution": partial(distribution, *common, answers=answers),
+        **of_adapters,
+        "names": partial(names, target.model, target.base, answers),
         "template": partial(template, *common),
         "tokens": partial(tokens, *common),
         "eos": partial(eos, *common),
         "context": partial(context, *common),
+        "sampling": partial(sampling, *common, answers=answers),
         "leak": partial(leak, *common, limit),
         "batching": partial(batching, *common, limit),
         "prefix-cache": partial(prefix_cache, *common, limit),
         "long-prompts": partial(long_prompts, *common, limit),
         "streaming": partial(streaming, *common),
-        "sampling": partial(sampling, *common, answers=answers),
     }
 
 

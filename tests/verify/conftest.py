@@ -17,6 +17,7 @@ from tests.verify import faults
 from tests.verify.serving import Running, serve
 
 ADAPTERS = 4
+SPOILT = f"lora-{ADAPTERS - 1}"
 
 
 @pytest.fixture(scope="session")
@@ -35,10 +36,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def modules(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return all adapters of the main server by name: those that were trained, and faulty ones."""
+    """Return all adapters of the main server by name.
+
+    They are those that were trained, but not the last one, which is there in faulty versions only.
+    """
     folder = tmp_path_factory.mktemp("faulty")
-    trained = {f"lora-{number}": models / f"lora-{number}" for number in range(ADAPTERS)}
-    return {**trained, "qlora": models / "qlora", **faults.adapters(models, folder)}
+    trained = {f"lora-{number}": models / f"lora-{number}" for number in range(ADAPTERS - 1)}
+    return {
+        **trained,
+        "qlora": models / "qlora",
+        **faults.adapters(models / SPOILT, models / "lora-0", folder),
+    }
 
 
 @pytest.fixture(scope="session")

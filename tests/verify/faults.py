@@ -13,10 +13,9 @@ from safetensors.numpy import load_file
 from benchmarks.verify import ADAPTER, Tensors, altered, mixed
 
 
-def adapters(models: Path, folder: Path) -> dict[str, Path]:
-    """Write the faulty versions of `lora-0`. Returns their folders by name."""
-    lora = models / "lora-0"
-    other = load_file(models / "lora-1" / ADAPTER)
+def adapters(lora: Path, another: Path, folder: Path) -> dict[str, Path]:
+    """Write the faulty versions of an adapter. Returns their folders by name."""
+    other = load_file(another / ADAPTER)
 
     def one_layer(tensors: Tensors) -> Tensors:
         return {name: other[name] for name in tensors if ".layers.1." in name}

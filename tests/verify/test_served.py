@@ -29,11 +29,11 @@ RUNS = 20
 
 def test_twenty_clean_runs_without_an_alarm(server: Running, models: Path, verify: Verify) -> None:
     """Adapters and checkpoints in turn: each has probes, prompts and rows of its own."""
-    sources = [models / f"lora-{number}" for number in range(ADAPTERS)]
+    sources = [models / f"lora-{number}" for number in range(ADAPTERS - 1)]
     seconds = []
     for turn in range(RUNS):
-        source = sources[turn % ADAPTERS]
-        profile = ("standard", "relaxed")[turn // ADAPTERS % 2]
+        source = sources[turn % len(sources)]
+        profile = ("standard", "relaxed")[turn // len(sources) % 2]
         answer = verify(
             f"url={server.url}", f"source={source}", f"name={source.name}", f"profile={profile}"
         )

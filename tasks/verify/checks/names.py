@@ -1,0 +1,48 @@
+"""Look for the trained model under the other names of a server, if it is not under its own."""
+
+from __future__ import annotations
+
+from tasks.verify.check import Cause, Check
+from tasks.verify.checks.distribution import Answers
+from tasks.verify.servers.server import ServerError
+
+NAME = "names"
+MOST = 16
+"""Most names that are asked."""
+
+
+def names(model: str, base: str | None, answers: Answers) -> Check:
+    """Check that no other name answers as the trained model while this one does not.
+
+    Args:
+        model: name that should be the trained model.
+        base: name of its base on the same server; None if there is none.
+        answers: what was asked before.
+
+    Raises:
+        ServerError: the server does not answer, or refuses.
+    """
+    if not answers.distance(model).exceeds(answers.limit):
+        return Check(NAME, "ok", f"{model} itself is the trained model")
+    others = [e.name for e in answers.server.models() if e.name not in (model, base)][:MOST]
+    if not others:
+        return Check(NAME, "ok", "the server has no other name to mix it up with")
+    measured: dict[str, float | str] = {"names": len(others)}
+    for other in others:
+        try:
+            found_at = answers.distance(other)
+        except ServerError as error:
+            if error.code not in ("model", "length", "request"):
+                raise
+            continue  # this name does not take our probes, so that it is another model
+        if not found_at.exceeds(answers.limit):
+            text = f"the trained model answers under another name: {other}"
+            cause = Cause(
+                "adapters-swapped",
+                f"{other!r} answers as the model that {model!r} should be "
+                f"(mean KL {found_at.mean_kl:.1e})",
+                f"--lora-modules {model}={answers.reference.folder}, and the folder of {other!r} "
+                "under its own name",
+            )
+            return Check(NAME, "fault", text, {**measured, "other": other}, {}, (cause,))
+    return Check(NAME, "ok", f"no other of {len(others)} names is the trained model", measured)

@@ -1,0 +1,57 @@
+"""All checks in their order: what a report says about servers whose weights are known arrays."""
+
+from __future__ import annotations
+
+import pytest
+
+from tasks.verify.run import Target, verify
+from tasks.verify.servers.server import ServerError
+from tests.verify.synthetic import ArrayServer, World, world
+
+TRAINED = world(seed=4, count=8, moved=0.4)
+
+
+def server(**models: float) -> ArrayServer:
+    """Return a server of adapters with this share of the trained update each, and of the base."""
+    shift = TRAINED.trained - TRAINED.base
+    logits = {name: TRAINED.base + share * shift for name, share in models.items()}
+    return ArrayServer(TRAINED.probes, {"base": TRAINED.base, **logits})
+
+
+def outcome(known: ArrayServer, model: str, own: World = TRAINED) -> tuple[str, list[str]]:
+    report = verify(known, Target(model, "base"), own.reference(), "standard")
+    return report.outcome, [cause.code for cause in report.causes]
+
+
+def test_the_trained_model_is_verified_and_the_rest_named() -> None:
+    report = verify(server(lora=1.0), Target("lora", "base"), TRAINED.reference(), "standard")
+    assert report.outcome == "verified", report.text()
+    assert {"template", "tokens"} <= set(report.unproven)
+    assert "not proven: template, tokens" in report.line
+
+
+@pytest.mark.parametrize(("share", "cause"), [(0.0, "base-served"), (0.5, "adapter-scale")])
+def test_a_fault_is_named(share: float, cause: str) -> None:
+    verdict, codes = outcome(server(lora=share), "lora")
+    assert (verdict, codes[0]) == ("fault", cause)
+
+
+def test_the_trained_model_under_another_name() -> None:
+    other = world(seed=5, count=8, moved=0.4)
+    known = server(lora=1.0)
+    known._models["mine"] = TRAINED.base + (other.trained - other.base)
+    verdict, codes = outcome(known, "mine")
+    assert verdict == "fault"
+    assert "adapters-swapped" in codes
+    assert "adapters-swapped" not in outcome(server(lora=1.0, mine=1.0), "mine")[1]
+
+
+def test_a_server_that_goes_away_leaves_everything_unknown() -> None:
+    class Gone(ArrayServer):
+        def score(self, *args: object, **others: object) -> list[object]:  # type: ignore[override]
+            raise ServerError("no answer", code="unreachable")
+
+    known = Gone(TRAINED.probes, {"lora": TRAINED.trained})
+    report = verify(known, Target("lora", None), TRAINED.reference(), "standard")
+    assert report.outcome == "unverified"
+    assert {check.text for check in report.checks} == {"no answer"}

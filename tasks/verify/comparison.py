@@ -197,10 +197,8 @@ def limit_of(
         bf16: False for a server of 32-bit logits.
     """
     noise = NOISE_FACTOR * max((value for value in noises if value is not None), default=0.0)
-    if bf16 and (steps := _steps(reference)) is not None:
-        p = np.exp(reference.logprobs.astype(np.float64))
-        errors = steps**2 / 12 * (1 - (p**2).sum(1))  # of both sides: twice half the variance
-        noise = max(noise, 2 * float(errors.mean()))
+    if bf16:
+        noise = max(noise, 2 * rounding_kl(reference))
     mean = min(max(profile.mean_kl, noise), WIDEST * profile.mean_kl)
     return DriftLimit(
         mean_kl=mean,
@@ -208,6 +206,21 @@ def limit_of(
         top1_agreement=profile.top1_agreement,
         rewards=profile.rewards,
     )
+
+
+def rounding_kl(reference: Fingerprint) -> float:
+    """Return the mean KL (nats) that rounding to bf16 on both sides causes; 0 if unknown."""
+    steps = _steps(reference)
+    if steps is None:
+        return 0.0
+    p = np.exp(reference.logprobs.astype(np.float64))
+    errors = steps**2 / 12 * (1 - (p**2).sum(1))  # twice half the variance
+    return float(errors.mean())
+
+
+def is_coarse(reference: Fingerprint) -> bool:
+    """Return True if the trainer itself computed 16-bit logits, or did not say."""
+    return reference.steps is None or bool(np.median(reference.steps) >= _FINE)
 
 
 def _steps(reference: Fingerprint) -> NDArray[Any] | None:

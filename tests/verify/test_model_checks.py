@@ -23,6 +23,12 @@ def noisy(logits: np.ndarray, seed: int, noise: float = NOISE) -> np.ndarray:
     return logits + np.random.default_rng(seed).normal(0, noise, logits.shape)
 
 
+def bf16(logits: np.ndarray) -> np.ndarray:
+    bits = logits.astype(np.float32).view(np.uint32)
+    rounded = (np.round(bits / 65536).astype(np.uint32) << 16).view(np.float32)
+    return rounded.astype(np.float64)
+
+
 def served(made: World, *, part: float = 1.0, leak: float = 0.0, seed: int = 1) -> ArrayServer:
     change = made.trained - made.base
     models = {
@@ -85,6 +91,16 @@ def test_an_adapter_that_does_nothing_proves_nothing() -> None:
     check = applied(served(made), "tuned", "base", made.reference())
     assert check.verdict == "unknown"
     assert "no server can show that it is applied" in check.text
+
+
+def test_rounding_of_the_trainer_is_no_part_of_the_dose() -> None:
+    """Without the limit, a trainer in bf16 makes half of a small adapter out of rounding."""
+    for moved, verdict in ((0.02, "unknown"), (0.3, "ok")):
+        made = world(13, moved=moved)
+        rounded = replace(made, base=bf16(made.base), trained=bf16(made.trained))
+        server = ArrayServer(made.probes, {"tuned": bf16(noisy(made.trained, 1))})
+        check = applied(server, "tuned", None, rounded.reference())
+        assert check.verdict == verdict, check
 
 
 def test_base_requests_with_an_adapter_and_another_base() -> None:

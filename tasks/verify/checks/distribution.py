@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from tasks.core.errors import ConfigError
 from tasks.drift.fingerprint import PROFILES, DriftLimit
+from tasks.drift.verdict import NOISE_FACTOR
 from tasks.verify.alignment import Aligned, align
 from tasks.verify.causes import Evidence, Nearby, causes
 from tasks.verify.check import Check
-from tasks.verify.comparison import FEWEST, Distance, distance, limit_of
+from tasks.verify.comparison import (
+    FEWEST,
+    Distance,
+    distance,
+    is_coarse,
+    limit_of,
+    rounding_kl,
+)  # fmt: skip
 from tasks.verify.dose import Dose, dose
 from tasks.verify.power import power
 from tasks.verify.reference import Reference
 from tasks.verify.servers.server import Scores, Server, UnsupportedError
 
 NAME = "distribution"
+COARSEST = 10.0
+"""Least effect of an adapter, in units of the trainer's rounding: its dose is off by up to 0.1."""
 
 
 class Answers:
@@ -54,9 +64,14 @@ class Answers:
 
     @property
     def noise(self) -> float:
-        """Mean KL that rounding alone may cause, below which no adapter can be measured (nats)."""
-        exact = DriftLimit(mean_kl=1e-5, p95_kl=0.0, top1_agreement=0.0)
-        return limit_of(self.reference.trained, exact, self.reference.trained.noise).mean_kl
+        """Effect of an adapter below which its dose cannot be measured (nats).
+
+        A trainer's own rounding is in both of its prints. It would pull the dose towards one half,
+        by the share that it has in their difference.
+        """
+        trained = self.reference.trained
+        coarse = COARSEST * rounding_kl(trained) if is_coarse(trained) else 0.0
+        return max(1e-5, NOISE_FACTOR * (trained.noise or 0.0), coarse)
 
     def distance(self, model: str) -> Distance:
         """Return the distance of a name from the trained model."""

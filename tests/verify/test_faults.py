@@ -31,7 +31,7 @@ def is_found(answer: Answer, cause: str) -> None:
     ("served", "source", "cause"),
     [
         ("zeros", SPOILT, "base-served"),
-        ("half", SPOILT, "adapter-scale"),
+        ("half", SPOILT, "adapter-scaled"),
         ("step-before", SPOILT, "other-checkpoint"),
         ("one-layer", SPOILT, "adapter-part"),
         ("lora-1", "lora-0", "adapters-swapped"),

@@ -30,7 +30,7 @@ def test_the_trained_model_is_verified_and_the_rest_named() -> None:
     assert "not proven: template, tokens" in report.line
 
 
-@pytest.mark.parametrize(("share", "cause"), [(0.0, "base-served"), (0.5, "adapter-scale")])
+@pytest.mark.parametrize(("share", "cause"), [(0.0, "base-served"), (0.5, "adapter-scaled")])
 def test_a_fault_is_named(share: float, cause: str) -> None:
     verdict, codes = outcome(server(lora=share), "lora")
     assert (verdict, codes[0]) == ("fault", cause)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 from tasks.core.errors import ConfigError, PlumblineError
 from tasks.drift.fingerprint import PROFILES
 from tasks.verify.check import Check
-from tasks.verify.checks.adapters import adapters_beside, applied, base_name, swapped
+from tasks.verify.checks.adapters import applied, base_name
 from tasks.verify.checks.distribution import Answers, distribution
 from tasks.verify.checks.ending import context, eos
 from tasks.verify.checks.leak import leak
@@ -104,13 +103,6 @@ def planned(
         of_adapters["adapter"] = partial(applied, *common, answers=answers)
         if target.base is not None:
             of_adapters["base"] = partial(base_name, *common, answers=answers)
-            asked = {target.model: answers}
-            with suppress(ServerError):  # which every other check will report
-                beside = adapters_beside(server, target.model, target.base, reference)
-                if len(beside) > 1:
-                    of_adapters["adapters"] = partial(
-                        swapped, server, beside, profile=profile, answers=asked
-                    )
     return {
         "distribution": partial(distribution, *common, answers=answers),
         **of_adapters,

@@ -153,12 +153,11 @@ class ArrayServer(Server):
         self._probes, self._models, self._top = probes, models, top
         self._sampling = sampling or Settings()
         self._seed, self._lock = seed, threading.Lock()
-        self.asked, self.roots = 0, dict[str, Path]()
+        self.asked = 0
 
     def models(self) -> tuple[ServedModel, ...]:
         """Return all names."""
-        roots = {name: str(path) for name, path in self.roots.items()}
-        return tuple(ServedModel(name, root=roots.get(name)) for name in self._models)
+        return tuple(ServedModel(name) for name in self._models)
 
     def score(self, model: str, sequences: Any, *, workers: int | None = None) -> list[Scores]:
         """Return the answers on the probes."""

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from tasks.core.errors import ConfigError
-from tasks.verify.checks.adapters import adapters_beside, applied, base_name, swapped
+from tasks.verify.checks.adapters import applied, base_name
 from tasks.verify.checks.distribution import Answers, distribution
 from tasks.verify.checks.sampling import sampling
+from tasks.verify.reference import read_reference
 from tasks.verify.temperature import Settings
 from tests.verify.synthetic import ArrayServer, World, world, write_witness
 
@@ -117,20 +118,17 @@ def test_base_requests_with_an_adapter_and_another_base() -> None:
     assert (check.verdict, check.causes[0].code) == ("fault", "nf4-on-16-bit")
 
 
-def test_swapped_adapters_are_named_and_others_are_not(tmp_path: Path) -> None:
-    one, two = world(6), world(6)
+def test_the_adapter_of_another_training_is_named(tmp_path: Path) -> None:
+    mine, other = world(6), world(6)
     random = np.random.default_rng(7)
-    two = replace(two, trained=two.base + random.normal(0, 0.3, two.base.shape))
-    references = {"one": one.reference(), "two": two.reference()}
-    right = ArrayServer(one.probes, {"one": noisy(one.trained, 1), "two": noisy(two.trained, 2)})
-    assert swapped(right, references).verdict == "ok"
-    wrong = ArrayServer(one.probes, {"one": noisy(two.trained, 1), "two": noisy(one.trained, 2)})
-    check = swapped(wrong, references)
-    assert (check.verdict, check.causes[0].code) == ("fault", "adapters-swapped")
-    assert "'one' answers as 'two', 'two' answers as 'one'" in check.text
-    right.roots = {name: write_witness(tmp_path / name, each) for name, each in references.items()}
-    assert list(adapters_beside(right, "two", "base", references["two"])) == ["two", "one"]
-    assert swapped(right, {**references, "x": world(9).reference()}).verdict == "unknown"
+    other = replace(other, trained=other.base + random.normal(0, 0.3, other.base.shape))
+    for name, each in (("mine", mine), ("other", other)):
+        write_witness(tmp_path / name, each.reference())
+    reference = read_reference(tmp_path / "mine")
+    server = ArrayServer(mine.probes, {"tuned": noisy(other.trained, 1)})
+    check = distribution(server, "tuned", None, reference)
+    assert (check.verdict, check.causes[0].code) == ("fault", "other-adapter")
+    assert "answers as other" in check.causes[0].text
 
 
 def test_the_checkpoint_that_fits_is_named(tmp_path: Path) -> None:
@@ -142,8 +140,6 @@ def test_the_checkpoint_that_fits_is_named(tmp_path: Path) -> None:
         write_witness(tmp_path / f"checkpoint-{step}", earlier.reference(), step=step)
         if step == 20:
             at_20 = trained
-    from tasks.verify.reference import read_reference
-
     reference = read_reference(tmp_path / "checkpoint-30")
     server = ArrayServer(made.probes, {"tuned": noisy(at_20, 1)})
     check = distribution(server, "tuned", None, reference)

@@ -1,7 +1,7 @@
 """Checks of a running server: each asks it, and returns one verdict.
 
 distribution  the trained model's log-probabilities, and the likely cause if they are others
-adapters    how much of the adapter answers; base and adapter by name; adapters swapped
+adapters    how much of the adapter answers under its name, and under the base's
 sampling    the server's own temperature, top-k and top-p
 prompt      template and tokens
 ending      EOS and context

@@ -1,4 +1,4 @@
-"""Check that an adapter is applied whole, that its base stays the base, and that none are mixed up.
+"""Check that an adapter is applied whole, and that its base stays the base.
 
 An adapter that moves the model by less than a profile allows passes the comparison of
 distributions when it is not applied at all; its dose does not.
@@ -6,22 +6,16 @@ distributions when it is not applied at all; its dose does not.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
-from pathlib import Path
 
-from tasks.core.errors import PlumblineError
-from tasks.verify.alignment import align
-from tasks.verify.causes import NEARER, causes
+from tasks.verify.causes import causes
 from tasks.verify.check import Cause, Check
 from tasks.verify.checks.distribution import Answers
-from tasks.verify.comparison import distance
 from tasks.verify.dose import TOLERANCE, Dose
-from tasks.verify.reference import COMMON, SIBLINGS, Reference, read_reference
-from tasks.verify.servers.server import Server, ServerError, UnsupportedError
+from tasks.verify.reference import Reference
+from tasks.verify.servers.server import Server, UnsupportedError
 
 NAME = "adapter"
-SWAPPED = "adapters"
 BASE = "base"
 
 
@@ -154,77 +148,3 @@ def _other_base(reference: Reference, base: str) -> Cause:
         f"{base!r} is another model, or another revision, than the one that was trained",
         f"serve the base of the record: {name or 'its name was not recorded'}",
     )
-
-
-def adapters_beside(
-    server: Server, model: str, base: str, reference: Reference
-) -> dict[str, Reference]:
-    """Return the adapters of a server that have a record in a folder of this machine, by name.
-
-    Args:
-        server: the server.
-        model: the adapter that is verified; it comes first.
-        base: name of its base.
-        reference: its record.
-    """
-    references = {model: reference}
-    with contextlib.suppress(ServerError):
-        for served in server.models():
-            local = served.root is not None and Path(served.root).is_absolute()
-            if not local or served.name in (model, base) or len(references) == SIBLINGS:
-                continue
-            with contextlib.suppress(PlumblineError, OSError):
-                references.setdefault(served.name, read_reference(Path(str(served.root))))
-    return references
-
-
-def swapped(
-    server: Server,
-    references: Mapping[str, Reference],
-    *,
-    profile: str = "standard",
-    answers: Mapping[str, Answers] | None = None,
-) -> Check:
-    """Check that each name is nearest to its own adapter of several.
-
-    Args:
-        server: the server.
-        references: trained model by name.
-        profile: as in `distribution`.
-        answers: what was asked before, by name.
-
-    Raises:
-        ServerError: the server does not answer, or refuses.
-        ConfigError: no such profile.
-    """
-    numbers: dict[str, float | str] = {}
-    mixed: list[tuple[str, str]] = []
-    for name, reference in references.items():
-        asked = (answers or {}).get(name) or Answers(server, reference, profile)
-        try:
-            scores = asked.scores(name)
-        except UnsupportedError as error:
-            return Check(SWAPPED, "unknown", f"no log-probabilities: {error.message}")
-        kls: dict[str, float] = {}
-        for other, each in references.items():
-            if len(set(reference.sequences) & set(each.sequences)) < COMMON:
-                text = f"the records of {name!r} and {other!r} have other probes"
-                return Check(SWAPPED, "unknown", text)
-            common, trained = reference.shared(each)
-            aligned = align(trained, [scores[number] for number in common])
-            kls[other] = distance(trained, aligned, asked.limit).mean_kl
-        numbers |= {f"{name} as {other}": kl for other, kl in kls.items()}
-        nearest = min(kls, key=lambda other: kls[other])
-        if kls[nearest] * NEARER < kls[name]:
-            mixed.append((name, nearest))
-    if not mixed:
-        text = f"each of {len(references)} names is nearest to its own adapter"
-        return Check(SWAPPED, "ok", text, numbers)
-    pairs = ", ".join(f"{name!r} answers as {other!r}" for name, other in mixed)
-    modules = " ".join(f"{name}={each.folder}" for name, each in references.items())
-    cause = Cause(
-        "adapters-swapped",
-        f"{pairs}: adapters are mixed up",
-        f"load each under its own name: --lora-modules {modules}",
-    )
-    return Check(SWAPPED, "fault", pairs, numbers, {}, (cause,))

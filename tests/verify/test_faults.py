@@ -33,9 +33,9 @@ def is_found(answer: Answer, cause: str) -> None:
         ("zeros", SPOILT, "base-served"),
         ("half", SPOILT, "adapter-scaled"),
         ("step-before", SPOILT, "other-checkpoint"),
-        ("one-layer", SPOILT, "adapter-part"),
+        ("one-layer", SPOILT, "partly-other-weights"),
         ("lora-1", "lora-0", "adapters-swapped"),
-        ("qlora", "qlora", "base-precision"),
+        ("qlora", "qlora", "nf4-on-16-bit"),
     ],
 )
 def test_a_faulty_adapter(

@@ -141,6 +141,8 @@ def _machine(
     parameters = known.parameters or 0
     # Trained, merged and served weights of 2 bytes per parameter, and a third more.
     on_disk = 8 * parameters + machine.GIB // 2
+    if settings["convert"]["quantize"] != "none":
+        on_disk += parameters  # of 1 byte, or half of one
     if full and train["save_steps"]:
         on_disk += machine.checkpoints(
             parameters, most=train["max_ckpt_num"], most_gb=train["max_ckpt_gb"]

@@ -119,7 +119,9 @@ class Summary:
                 f"| {stage['name']} | {stage['seconds']:.1f} | {'yes' if stage['reused'] else ''} "
                 f"| {stage['tensors_checked']} | {' | '.join(numbers)} |"
             )
-        return "\n".join([*lines, "", *(f"- {line}" for line in self._closing())])
+        # As plain text, MLflow's page would link it to a user of GitHub with this name.
+        closing = [line.replace("@candidate", "`@candidate`") for line in self._closing()]
+        return "\n".join([*lines, "", *(f"- {line}" for line in closing)])
 
     def _titles(self) -> tuple[str, str, str]:
         """Return the titles of the three columns of drift."""

@@ -125,8 +125,8 @@ def _cause(is_base: bool) -> Cause:
         return Cause(
             "lora-leak",
             "an adapter leaks into requests for the base",
-            "serve the base by a server of its own until the server's LoRA is fixed "
-            "(vLLM issues 42008 and 49063)",
+            "serve the base by a server of its own (vLLM issues 42008 and 49063); vLLM 0.32 on a "
+            "CPU keeps apart with --max-loras <one more than adapters>",
         )
     return Cause(
         "adapters-mixed",

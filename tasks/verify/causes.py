@@ -102,7 +102,10 @@ def _causes(evidence: Evidence) -> Iterator[Cause]:
         )
     if evidence.reference.quantization in _FOUR_BITS and _base_differs(evidence):
         yield _base_precision(evidence)
-    if kl <= ROUNDING and (whole is None or whole.is_whole):
+    if whole is not None and whole.is_whole and not _base_differs(evidence):
+        # Rounded weights, or a rounded KV cache, would change the base's answers as well.
+        yield _part(evidence, f"mean KL {kl:.1e}, while the base on this server is exact")
+    elif kl <= ROUNDING and (whole is None or whole.is_whole):
         yield _rounded(evidence)
     yield _other_weights(evidence)
 
@@ -165,12 +168,7 @@ def _partial(evidence: Evidence, measured: Dose) -> Iterator[Cause]:
         f"compare r, lora_alpha, use_rslora and rank_pattern in {folder}/adapter_config.json with "
         "the record; merge with python flows/deliver.py, which uses the adapter's own scale",
     )
-    part = Cause(
-        "partly-other-weights",
-        f"{amount}; {line}: some modules of the adapter are not applied, or are of another step",
-        "look for skipped or unexpected modules in the server's log (--lora-target-modules); merge "
-        f"the adapter: python flows/deliver.py source={folder} base=<the base> out=<a new folder>",
-    )
+    part = _part(evidence, f"{amount}; {line}")
     other = Cause(
         "other-adapter",
         f"{amount}; {line}: an adapter of another training",
@@ -180,6 +178,16 @@ def _partial(evidence: Evidence, measured: Dose) -> Iterator[Cause]:
         yield from (scale, part)
     else:
         yield from (other, part) if measured.remainder > LARGE else (part, other)
+
+
+def _part(evidence: Evidence, seen: str) -> Cause:
+    folder = evidence.reference.folder
+    return Cause(
+        "partly-other-weights",
+        f"{seen}: some modules of the adapter are not applied, or are of another step",
+        "look for skipped or unexpected modules in the server's log (--lora-target-modules); merge "
+        f"the adapter: python flows/deliver.py source={folder} base=<the base> out=<a new folder>",
+    )
 
 
 def _base_precision(evidence: Evidence) -> Cause:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tasks.verify.run import Target, verify
@@ -34,6 +35,15 @@ def test_the_trained_model_is_verified_and_the_rest_named() -> None:
 def test_a_fault_is_named(share: float, cause: str) -> None:
     verdict, codes = outcome(server(lora=share), "lora")
     assert (verdict, codes[0]) == ("fault", cause)
+
+
+def test_a_difference_beside_an_exact_base_is_in_the_adapter() -> None:
+    """Rounding would change the base as well."""
+    known = server(lora=1.0)
+    noise = np.random.default_rng(1).normal(0, 0.15, TRAINED.trained.shape)
+    known._models["lora"] = TRAINED.trained + noise
+    verdict, codes = outcome(known, "lora")
+    assert (verdict, codes[0]) == ("fault", "partly-other-weights")
 
 
 def test_the_trained_model_under_another_name() -> None:

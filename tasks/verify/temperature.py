@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 DOUBT = 12.0
 """Log-likelihood ratio (nats): true settings are refused about once in 100,000 times."""
-BETAS = np.exp(np.linspace(math.log(0.2), math.log(50.0), 281))
+BETAS = np.exp(np.linspace(math.log(0.2), math.log(50.0), 141))
 """Values of 1/T that are tried."""
 MARGIN = 0.15
 """Difference of two log-probabilities (nats) that rounding of a correct engine may undo."""
@@ -112,7 +112,7 @@ def fit(rows: Sequence[Drawn]) -> Settings:
     likelihood = plain.likelihood(rows)
     if any(row.outside for row in rows) or not any(row.counts.any() for row in rows):
         return plain
-    coarse = [cut for beta in BETAS[::4] for cut in _cuts(rows, float(beta))]
+    coarse = [cut for beta in BETAS[::2] for cut in _cuts(rows, float(beta))]
     best = max(coarse, key=lambda each: each.likelihood(rows))
     near = BETAS[np.abs(np.log(BETAS / best.beta)) < 0.1]
     fine = [replace(best, beta=float(beta)) for beta in near]

@@ -39,7 +39,7 @@ def served(made: World, *, part: float = 1.0, leak: float = 0.0, seed: int = 1) 
     return ArrayServer(made.probes, models)
 
 
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 20), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 20), marks=pytest.mark.slow)])
 def test_twenty_clean_servers_raise_no_alarm(seeds: range) -> None:
     for seed in seeds:
         made = world(seed, vocab=400, moved=0.05 + 0.1 * (seed % 5), spread=1 + seed % 4)

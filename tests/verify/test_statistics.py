@@ -150,7 +150,7 @@ def test_the_dose_of_a_mixture_is_recovered(
     assert estimate.remainder < 1e-3
 
 
-@pytest.mark.parametrize("part", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("part", [pytest.param(0.0, marks=pytest.mark.slow), 0.5, 1.0])
 def test_the_interval_covers_the_dose_under_noise(part: float) -> None:
     covered = whole = 0
     for seed in range(30):

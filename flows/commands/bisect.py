@@ -13,12 +13,14 @@ from flows.cli.bootstrap import bootstrap
 from flows.cli.config import Composed
 from flows.cli.entry import exit_on_signals, run_main
 from tasks.bisect.report import Report
-from tasks.bisect.run import Options, Side, bisect
+from tasks.bisect.run import Options, bisect
 from tasks.config.checks import preflight
-from tasks.core.errors import ConfigError
+from tasks.core.errors import ConfigError, StageProcessError
 from tasks.core.finding import Finding
 from tasks.core.private import open_up
 from tasks.delivery.texts import probe_texts
+from tasks.evaluation.evaluation_prompts import dtype_of
+from tasks.evaluation.scoring import ModelRef
 from tasks.process.launch import kill_children_on_abort
 from tasks.weights.files.reader import read_json
 
@@ -40,18 +42,26 @@ def _job(composed: Composed, overrides: list[str]) -> int:
         texts=probe_texts(settings["texts"], settings["probes"]),
         limit=settings["tokens"],
         profile=settings["profile"],
-        attn_implementation=settings["attn_implementation"],
-        device=None if settings["device"] == "auto" else settings["device"],
+        engine=settings["engine"],
         threads=settings["threads"],
         timeout_s=settings["timeout_s"],
     )
     log = logging.getLogger("plumbline.bisect")
     with tempfile.TemporaryDirectory() as folder, kill_children_on_abort():
         log_path = Path(folder) / "bisect.log"
-        a, b = _side(settings, "a"), _side(settings, "b")
-        report = bisect(a, b, options, log=log, log_path=log_path)
+        a, b = _model(settings, "a"), _model(settings, "b")
+        try:
+            report = bisect(a, b, options, log=log, log_path=log_path)
+        except StageProcessError as error:  # its own exit status means that the models part
+            reason = f"they cannot be compared: {error.message}"
+            raise ConfigError(reason, details=error.details, hint=_hint(error)) from error
     _print(report, settings["out"])
     return report.exit_status
+
+
+def _hint(error: StageProcessError) -> str:
+    slow = error.reason == "timeout"
+    return "timeout_s=<more seconds>, or fewer probes" if slow else "the last lines say why"
 
 
 def _print(report: Report, out: str | None) -> None:
@@ -69,13 +79,18 @@ def _print(report: Report, out: str | None) -> None:
     print(report.text())
 
 
-def _side(settings: Mapping[str, Any], name: str) -> Side:
+def _model(settings: Mapping[str, Any], name: str) -> ModelRef:
     """Return one of the two models; an adapter's folder stands for its base with it."""
     path, adapter = _folder(settings[name]), settings[f"{name}_adapter"]
-    if adapter is None and _base_of(path) is not None:
-        path, adapter = _folder(str(_base_of(path))), str(path)
-    dtype = settings[f"{name}_dtype"]
-    return Side(path, _folder(adapter) if adapter else None, dtype=dtype)
+    if adapter is None and (base := _base_of(path)) is not None:
+        path, adapter = _folder(base), str(path)
+    return ModelRef(
+        path,
+        _folder(adapter) if adapter else None,
+        dtype=settings[f"{name}_dtype"] or dtype_of(path),
+        attn_implementation=settings["attn_implementation"],
+        device=None if settings["device"] == "auto" else settings["device"],
+    )
 
 
 def _base_of(folder: Path) -> str | None:
@@ -92,6 +107,9 @@ def _problems(settings: Mapping[str, Any]) -> Iterator[Finding]:
         least = 2 if key == "tokens" else 1
         if settings[key] < least:
             yield Finding(key, str(settings[key]), f"at least {least}", f"{key}={least * 4}")
+    if settings["engine"] == "vllm" and (settings["b_adapter"] or _base_of(_folder(settings["b"]))):
+        typed = "merge it: python flows/deliver.py <adapter> base=<folder> out=<folder>"
+        yield Finding("engine", "vllm", "b is run without adapters", typed)
     out = settings["out"]
     for name in ("a", "b"):
         folder = _folder(settings[name]).resolve()

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -194,6 +195,25 @@ def replay(
         if counts[name] < len(calls):
             strange = distances.setdefault((name, "input"), Distance()).strange
             strange.add(f"is called {counts[name]} times, and was called {len(calls)} times")
+
+
+def read_calls(path: Path, count: int) -> list[Recording]:
+    """Read the recordings that another engine wrote (`tasks/serving/vllm/module_calls.py`).
+
+    Args:
+        path: the file.
+        count: number of probes.
+    """
+    from safetensors.torch import load_file
+
+    tensors = load_file(path)
+    recordings: list[Recording] = [{} for _ in range(count)]
+    for key, tensor in tensors.items():
+        number, name, part = key.split("/")
+        if part == "in":
+            call = Call([tensor], [tensors[f"{number}/{name}/out"]])
+            recordings[int(number)][name] = [call]
+    return recordings
 
 
 def _nudged(value: torch.Tensor, size: float, generator: torch.Generator) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
     python -m tasks.bisect.child job.json
 
-Both models are in memory at the same time. The job is `run.Job`; the report goes to its `out`.
+Both models are in memory at the same time. `run.bisect` writes the job; `out` gets the report.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.bisect.report import Report
 from tasks.core.errors import PlumblineError
-from tasks.drift.fingerprint import PROFILES, drift, within
+from tasks.drift.fingerprint import PROFILES, Fingerprint, drift, within
 from tasks.drift.reward_drift import exceeds
 from tasks.drift.reward_scores import ScorePrint, score_drift
 from tasks.process.block_unused_imports import start_lean
@@ -56,6 +56,7 @@ def bisect(job: Mapping[str, Any]) -> Report:
     configs = [_config(job[side]) for side in ("a", "b")]
     _require_same_sizes(*configs)
     probes, notes = _probes(job)
+    from tasks.bisect.calls import read_calls
     from tasks.bisect.causes import config_changes
     from tasks.bisect.compare import Pair
 
@@ -65,16 +66,19 @@ def bisect(job: Mapping[str, Any]) -> Report:
         import torch
 
         torch.set_num_threads(threads)
-    a, b = (_load(job[side], job, is_reward, notes) for side in ("a", "b"))
+    a = _load(job["a"], is_reward, notes)
+    b = a if job["a"] == job["b"] else _load(job["b"], is_reward, notes)
     quantised = any(c.get("quantization_config") for c in configs) or _is_four_bit(job)
     pair = Pair(a, b, quantised)
     if len(pair.missing) > 0.1 * len(pair.in_a):
         raise RefusedError(
-            f"other architecture: {len(pair.missing)} modules are in one of them alone, first "
-            f"{pair.missing[0]}"
+            f"other architecture: model_type {configs[0].get('model_type')} and "
+            f"{configs[1].get('model_type')}, {len(pair.missing)} modules are in one of them "
+            f"alone, first {pair.missing[0]}"
         )
-    moved, limit = _drift(a, b, probes, job, is_reward)
-    compared = pair.compare(probes)
+    recordings = read_calls(Path(job["calls"]), len(probes)) if job.get("calls") else None
+    moved, limit = _drift(a, b, probes, job, is_reward, recordings)
+    compared = pair.compare(probes, recordings)
     config = config_changes(a.config.to_dict(), b.config.to_dict())
     return _judged(job, compared, moved, limit, config, [*notes, *compared.notes[:5]])
 
@@ -95,7 +99,8 @@ def _judged(
     in_engine = job["engine"] != "transformers"
     if rows and (limit or in_engine):
         weights = sum(row.where == "weights" for row in rows)
-        verdict, reason = "differs", f"{rows[0].module} is the first of {len(rows)} modules"
+        others = f"the first of {len(rows)} modules" if len(rows) > 1 else "the only module"
+        verdict, reason = "differs", f"{rows[0].module} is {others}"
         if not weights and config:
             reason += f"; the weights are equal, and config.json differs in {_keys(config)}"
         elif weights > 0.8 * sum(map(bool, compared.gaps.values())) and weights > 3:
@@ -131,10 +136,11 @@ def _judged(
 
 def _with_config(row: Any, config: list[str]) -> Any:
     """Return the row with the differing configuration as its cause, if its weights are equal."""
-    if row.where == "weights" or row.cause or not config:
+    if row.where == "weights" or not config:
         return row
     hint = "give b's config.json the values of a, or load both with the same ones"
-    return replace(row, cause="config.json: " + "; ".join(config[:4]), hint=hint)
+    causes = [*([row.cause] if row.cause else []), "config.json: " + "; ".join(config[:4])]
+    return replace(row, cause="; ".join(causes), hint=hint)
 
 
 def _keys(config: list[str]) -> str:
@@ -198,18 +204,22 @@ def _is_four_bit(job: Mapping[str, Any]) -> bool:
     return any(job[side].get("quantization") for side in ("a", "b"))
 
 
-def _load(
-    side: Mapping[str, Any], job: Mapping[str, Any], is_reward: bool, notes: list[str]
-) -> Any:
+def _load(side: Mapping[str, Any], is_reward: bool, notes: list[str]) -> Any:
     """Load one model as it is on disk."""
-    from tasks.serving.reference.load import chosen_device, from_folder, placement
+    from tasks.serving.reference.load import (
+        chosen_device,
+        from_folder,
+        placement,
+        usable_attention,
+    )
     from tasks.serving.reference.peft_adapters import with_adapters
     from tasks.serving.reference.rewards import CLASSIFIER
     from tasks.weights.heads.reward import SCORE
 
     path, adapter = Path(side["path"]), side.get("adapter")
+    weighted = side.get("weighted") or ({adapter: 1.0} if adapter else {})
     quantization = side.get("quantization")
-    device = chosen_device(job.get("device"))
+    device = chosen_device(side.get("device"))
     extra: dict[str, Any] = {"num_labels": 1} if is_reward else {}
     names = _wrapped_names(path)
     if names:
@@ -219,15 +229,15 @@ def _load(
         CLASSIFIER if is_reward else "AutoModelForCausalLM",
         path,
         dtype=side["dtype"],
-        attn_implementation=job["attn_implementation"],
+        attn_implementation=usable_attention(side["attn_implementation"]),
         quantization=quantization,
-        gaps=(SCORE, "lm_head.weight") if is_reward and adapter else (),
+        gaps=(SCORE, "lm_head.weight") if is_reward and weighted else (),
         device_map=placement(path, device, quantized=quantization is not None),
         **extra,
     )
     if is_reward and model.config.get_text_config().pad_token_id is None:
         model.config.get_text_config().pad_token_id = -1
-    return with_adapters(model, {str(adapter): 1.0}).eval() if adapter else model.eval()
+    return with_adapters(model, weighted).eval() if weighted else model.eval()
 
 
 def _wrapped_names(path: Path) -> int:
@@ -240,7 +250,12 @@ def _wrapped_names(path: Path) -> int:
 
 
 def _drift(
-    a: Any, b: Any, probes: list[list[int]], job: Mapping[str, Any], is_reward: bool
+    a: Any,
+    b: Any,
+    probes: list[list[int]],
+    job: Mapping[str, Any],
+    is_reward: bool,
+    recordings: list[Any] | None,
 ) -> tuple[dict[str, float], str]:
     """Return the drift of b from a, and the limits that it exceeds."""
     import torch
@@ -251,7 +266,8 @@ def _drift(
     limit = PROFILES[job["profile"]]
     if not is_reward:
         first = reference(a, probes)
-        moved = drift(first, fingerprint(b, first))
+        second = fingerprint(b, first) if recordings is None else _of_engine(first, recordings)
+        moved = drift(first, second)
         return asdict(moved), "; ".join(within(moved, limit))
     prints = []
     with torch.no_grad():
@@ -263,9 +279,20 @@ def _drift(
     return asdict(rewards), "; ".join(exceeds(rewards, limit.rewards, None))
 
 
+def _of_engine(first: Fingerprint, recordings: list[Any]) -> Fingerprint:
+    """Return the fingerprint of the engine that wrote the recordings, at the ids of `first`."""
+    import torch
+
+    logits = torch.cat([each["lm_head"][0].outputs[0][:-1].float() for each in recordings])
+    ids = torch.from_numpy(first.ids.astype("int64"))
+    logprobs = torch.log_softmax(logits, dim=-1).gather(1, ids)
+    top1 = logits.argmax(dim=-1).to(torch.int32).numpy()
+    return replace(first, logprobs=logprobs.numpy(), top1=top1, engine="vllm")
+
+
 def _shown(side: Mapping[str, Any]) -> str:
-    adapter = f" + {side['adapter']}" if side.get("adapter") else ""
-    return f"{side['path']}{adapter} ({side['dtype']})"
+    adapters = side.get("weighted") or ([side["adapter"]] if side.get("adapter") else [])
+    return f"{' + '.join([side['path'], *adapters])} ({side['dtype']})"
 
 
 if __name__ == "__main__":

@@ -143,11 +143,11 @@ class Report:
         yield ""
         yield VERDICTS[self.verdict] + (f": {self.reason}" if self.reason else "")
         if self.divergences:
-            yield f"{self.agreeing} of {self.modules} modules agree before the first difference:"
+            yield f"modules that agree before it: {self.agreeing} of {self.modules}"
             yield from (f"  {line}" for line in self.divergences[0].lines())
             rest = self.divergences[1 : 1 + SHOWN]
             if rest:
-                yield f"{len(self.divergences) - 1} further modules differ, first:"
+                yield f"further modules that differ: {len(self.divergences) - 1}"
                 yield from (f"  {row.module}: {_short(row)}" for row in rest)
         if self.config:
             yield "config.json differs:"

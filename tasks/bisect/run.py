@@ -1,61 +1,31 @@
-"""Bisect two folders in a child process.
+"""Bisect two models in a child process.
 
-report = bisect(Side(a), Side(b), Options(texts=[...]), log=log, log_path=path)
+report = bisect(ModelRef(a), ModelRef(b), Options(texts=[...]), log=log, log_path=path)
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from tasks.bisect.report import Report
+from tasks.config.after_training import Smoke
 from tasks.core.errors import ConfigError
 from tasks.core.machine import available_memory, has_gpu
 from tasks.evaluation.evaluation_prompts import dtype_of
-from tasks.evaluation.scoring import ENV
+from tasks.evaluation.scoring import ENV, ModelRef, ReferenceScorer
+from tasks.evaluation.vllm_jobs import HEADROOM, run_vllm
 from tasks.process.launch import launch, python_child
 from tasks.process.output import Log
+from tasks.serving.vllm.job import CALLS, Job
 
 STAGE = "bisect"
-TIMEOUT_S = 600.0
+TIMEOUT_S = 1800.0
 """Default time limit, in seconds."""
-
-
-@dataclass(frozen=True)
-class Side:
-    """One of the two models.
-
-    Attributes:
-        path: Hugging Face folder; the base if there is an adapter.
-        adapter: PEFT folder of an unmerged adapter on top.
-        quantization: 4-bit quantization of the base, as in `scoring.ModelRef`.
-        dtype: torch dtype name; None for that of config.json.
-    """
-
-    path: Path
-    adapter: Path | None = None
-    quantization: Mapping[str, Any] | None = None
-    dtype: str | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the side for the child's job."""
-        known = (self.path / "config.json").is_file()
-        return {
-            "path": str(self.path),
-            "adapter": str(self.adapter) if self.adapter else None,
-            "quantization": dict(self.quantization) if self.quantization else None,
-            "dtype": self.dtype or (dtype_of(self.path) if known else "bfloat16"),
-        }
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the weight files."""
-        files = (file for kind in ("*.safetensors", "*.bin") for file in self.path.glob(kind))
-        return sum(file.stat().st_size for file in files)
 
 
 @dataclass(frozen=True)
@@ -67,8 +37,6 @@ class Options:
         limit: maximum number of tokens of a text.
         profile: drift profile; below its limits nothing counts as a difference.
         engine: engine of b: `transformers` or `vllm`.
-        attn_implementation: attention, by transformers' name.
-        device: "cpu" or "cuda"; None for a GPU if there is one.
         threads: CPU threads; None leaves the choice to torch.
         timeout_s: time limit in seconds.
         ids: token ids of the probes, in place of texts.
@@ -78,14 +46,12 @@ class Options:
     limit: int = 32
     profile: str = "strict"
     engine: str = "transformers"
-    attn_implementation: str = "sdpa"
-    device: str | None = None
     threads: int | None = None
     timeout_s: float = TIMEOUT_S
     ids: Sequence[Sequence[int]] = field(default_factory=tuple)
 
 
-def bisect(a: Side, b: Side, options: Options, *, log: Log, log_path: Path) -> Report:
+def bisect(a: ModelRef, b: ModelRef, options: Options, *, log: Log, log_path: Path) -> Report:
     """Find the first module in which two models part.
 
     Args:
@@ -99,16 +65,16 @@ def bisect(a: Side, b: Side, options: Options, *, log: Log, log_path: Path) -> R
         ConfigError: both do not fit into memory.
         StageProcessError: the child crashed, or was too slow.
     """
-    needed, room = a.nbytes + b.nbytes, available_memory()
-    if not has_gpu() and needed > room:
-        raise ConfigError(
-            f"both models together need {needed / 1e9:.0f} GB of memory, {room / 1e9:.0f} GB are "
-            "free",
-            hint="run it on a machine with more memory",
-        )
+    _require_memory(a, b)
+    ends = time.monotonic() + options.timeout_s
     with tempfile.TemporaryDirectory(prefix="plumbline-bisect-") as name:
         folder = Path(name)
-        job = {**asdict(options), "a": a.as_json(), "b": b.as_json(), "out": str(folder / "report")}
+        calls = None
+        if options.engine == "vllm":
+            options = _encoded(a, options, log, log_path)
+            calls = str(_record_in_vllm(b, options, folder / "vllm", log, log_path))
+        sides = {"a": a.as_request(), "b": b.as_request()}
+        job = {**asdict(options), **sides, "calls": calls, "out": str(folder / "report")}
         (folder / "job.json").write_text(json.dumps(job))
         launch(
             python_child("tasks.bisect.child", str(folder / "job.json")),
@@ -116,6 +82,49 @@ def bisect(a: Side, b: Side, options: Options, *, log: Log, log_path: Path) -> R
             log=log,
             log_path=log_path,
             env=ENV,
-            timeout_s=options.timeout_s,
+            timeout_s=max(1.0, ends - time.monotonic()),
         )
         return Report.from_json(json.loads((folder / "report").read_text()))
+
+
+def _encoded(a: ModelRef, options: Options, log: Log, log_path: Path) -> Options:
+    """Return the options with the token ids of their texts."""
+    if options.ids:
+        return options
+    with ReferenceScorer(log=log, log_path=log_path, timeout_s=options.timeout_s) as scorer:
+        ids = scorer.encode_texts(a.path, options.texts, limit=options.limit)
+    return replace(options, ids=[probe for probe in ids if len(probe) > 1])
+
+
+def _record_in_vllm(b: ModelRef, options: Options, out: Path, log: Log, log_path: Path) -> Path:
+    """Run the probes in vLLM. Returns the file with the calls of its modules."""
+    job = Job(
+        served=str(b.path),
+        out=str(out),
+        prompts=[list(probe) for probe in options.ids],
+        max_new_tokens=1,
+        max_model_len=max(map(len, options.ids)) + HEADROOM,
+        dtype=b.dtype,
+        calls=True,
+    )
+    settings = Smoke(engine="vllm", threads=options.threads, timeout_s=options.timeout_s)
+    run_vllm([job], settings, log=log, log_path=log_path)
+    return out / CALLS
+
+
+def _require_memory(*models: ModelRef) -> None:
+    """Refuse models that do not fit into this machine's memory together."""
+    needed, room = sum(map(_nbytes, models)), available_memory()
+    if not has_gpu() and needed > room:
+        raise ConfigError(
+            f"both models together need {needed / 1e9:.0f} GB of memory, {room / 1e9:.0f} GB are "
+            "free",
+            hint="run it on a machine with more memory",
+        )
+
+
+def _nbytes(model: ModelRef) -> float:
+    """Return the size of a model in memory, from its files."""
+    files = [file for kind in ("*.safetensors", "*.bin") for file in model.path.glob(kind)]
+    wider = model.dtype == "float32" and dtype_of(model.path) != "float32"
+    return sum(file.stat().st_size for file in files) * (2.0 if wider else 1.0)

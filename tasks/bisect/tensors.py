@@ -20,6 +20,8 @@ WITHIN = 0.995
 """Share of the numbers that must be within the steps of a format."""
 CORRELATED = 0.3
 """Largest correlation of rounding errors with the weights."""
+STORED = 2.0**-8
+"""Relative error of a rounded number that is stored in bfloat16."""
 EVEN = (0.2, 0.4)
 """Root mean square of rounding errors in steps of the format; 0.289 if they are even."""
 
@@ -184,13 +186,13 @@ def _fits(
         a, b = a.reshape(-1, block), b.reshape(-1, block)
     errors, top = b - a, a.abs().amax(dim=-1, keepdim=True)
     larger = torch.maximum(a.abs(), b.abs()) if not scaled else a
-    in_steps = errors / step(larger, top).clamp_min(1e-38)
-    allowed = 0.56 if scaled else 1.01
-    if float((in_steps.abs() <= allowed).float().mean()) < WITHIN:
+    steps = step(larger, top).clamp_min(1e-38)
+    allowed = 0.56 * steps + STORED * a.abs() if scaled else 1.01 * steps
+    if float((errors.abs() <= allowed).float().mean()) < WITHIN:
         return False
     if not whole:
         return True
-    size = float(in_steps.square().mean().sqrt())
+    size = float((errors / steps).square().mean().sqrt())
     if scaled and not EVEN[0] <= size <= EVEN[1]:
         return False
     product = float((errors * a).sum())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tasks.config.audit_flow import MISSING
-from tasks.config.choices import Attention, Device, Dtype, Profile
+from tasks.config.choices import Attention, Device, Dtype, Engine, Profile
 from tasks.config.places import Paths
 
 
@@ -19,6 +19,7 @@ class Bisect:
     b_adapter: str | None = None  # adapter on top of b, unmerged
     a_dtype: Dtype | None = None  # dtype to load a in; null: that of its config.json
     b_dtype: Dtype | None = None  # dtype to load b in; null: that of its config.json
+    engine: Engine = "transformers"  # engine that runs b
     profile: Profile = "strict"  # drift within this profile is no difference
     texts: str | None = None  # file of texts to measure on, one a line; null: built-in ones
     probes: int = 4  # number of these texts

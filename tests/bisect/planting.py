@@ -11,6 +11,7 @@ import torch
 from tasks.bisect.child import bisect
 from tasks.bisect.modules import places
 from tasks.bisect.report import Report
+from tasks.evaluation.scoring import ModelRef
 from tests.tiny import tiny
 
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -81,15 +82,17 @@ def _suits(kind: str, place: str, parameter: Any) -> bool:
 
 
 def examine(
-    a: Path, b: Path, *, dtypes: tuple[str, str] = ("bfloat16", "bfloat16"), **job: Any
+    a: Path,
+    b: Path,
+    *,
+    dtypes: tuple[str, str] = ("bfloat16", "bfloat16"),
+    adapter: Path | None = None,
 ) -> Report:
-    """Bisect two folders in this process, on `IDS`."""
-    sides = {
-        side: {"path": str(folder), "dtype": dtype, **job.pop(side, {})}
-        for side, folder, dtype in zip("ab", (a, b), dtypes, strict=True)
-    }
-    settings = {"attn_implementation": "sdpa", "profile": "strict", "engine": "transformers"}
-    report = bisect({**settings, "ids": IDS, "device": "cpu", **sides, **job})
+    """Bisect two folders in this process, on `IDS`; `adapter` lies on top of a."""
+    first = ModelRef(a, adapter, dtype=dtypes[0], device="cpu")
+    second = ModelRef(b, dtype=dtypes[1], device="cpu")
+    sides = {"a": first.as_request(), "b": second.as_request()}
+    report = bisect({"profile": "strict", "engine": "transformers", "ids": IDS, **sides})
     document = report.as_json()
     assert Report.from_json(document) == report
     assert report.text()

@@ -80,6 +80,110 @@ def test_rounding_is_no_divergence(family: str, save: Save) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("bits", ["fp8", "int4"])
+def test_quantised_copy_is_rounding(bits: str, save: Save) -> None:
+    """A rounded copy has no divergent layer; one broken tensor in it is still found."""
+    a, rounded = make("llama", 1), make("llama", 1)
+    with torch.no_grad():
+        for module in rounded.modules():
+            if isinstance(module, torch.nn.Linear) and module is not rounded.lm_head:
+                module.weight.copy_(_rounded(module.weight.float(), bits))
+    first = save(a)
+    report = examine(first, save(rounded))
+    assert report.limit, "the copy has to be above the gate"
+    assert (report.verdict, report.exit_status, report.divergences) == ("rounding", 0, [])
+    assert "rounded" in report.reason
+    with torch.no_grad():
+        broken = rounded.model.layers[1].self_attn.o_proj.weight
+        broken.copy_(broken.T.clone())
+    parted = [row.module for row in examine(first, save(rounded)).divergences]
+    assert parted == ["model.layers.1.self_attn.o_proj"]
+
+
+def _rounded(weight: torch.Tensor, bits: str) -> torch.Tensor:
+    top = weight.abs().amax(dim=-1, keepdim=True)
+    if bits == "fp8":
+        scale = top / 448
+        return (weight / scale).to(torch.float8_e4m3fn).float() * scale
+    most = 127 if bits == "int8" else 7
+    return (weight / top * most).round() * top / most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "key", "module"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}, "rope_theta", "rotary"),
+        ({"rms_norm_eps": 0.1}, "rms_norm_eps", "input_layernorm"),
+        ({"hidden_act": "gelu"}, "hidden_act", "act_fn"),
+        (
+            {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16},
+            "head_dim",
+            "layers.0",
+        ),
+    ],
+)
+def test_configuration_is_named(changes: dict, key: str, module: str, save: Save) -> None:  # type: ignore[type-arg]
+    """Equal weights and another configuration: the first module that it changes, and the key."""
+    a = save(make("llama", 1))
+    b = save(make("llama", 1))
+    config = json.loads((b / "config.json").read_text())
+    (b / "config.json").write_text(json.dumps({**config, **changes}))
+    report = examine(a, b)
+    assert (report.verdict, report.exit_status) == ("differs", 1)
+    first = report.divergences[0]
+    assert module in first.module
+    assert first.where in ("output", "input")
+    assert key in first.cause
+    assert any(key in line for line in report.config)
+
+
+@pytest.mark.slow
+def test_names_shards_and_heads(save: Save, tmp_path: Path) -> None:
+    """Another trainer's prefix, several shards, and a head that is stored a second time."""
+    from safetensors.torch import load_file, save_file
+
+    tied = make("llama", 1, tie_word_embeddings=True)
+    a, sharded = save(tied), save(tied, max_shard_size="20KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    wrapped, untied = tmp_path / "wrapped", tmp_path / "untied"
+    for folder in (wrapped, untied):
+        shutil.copytree(a, folder)
+    tensors = load_file(a / "model.safetensors")
+    for prefix in ("module.", "_orig_mod.", "base_model.model."):
+        renamed = {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+        save_file(renamed, wrapped / "model.safetensors", metadata={"format": "pt"})
+        report = examine(a, wrapped)
+        assert report.verdict == "same", report.text()
+        assert any("prefix" in note for note in report.notes)
+    config = json.loads((untied / "config.json").read_text())
+    (untied / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    head = tensors["model.embed_tokens.weight"].clone()
+    for scale, verdict in ((1.0, "same"), (1.5, "differs")):
+        more = {**tensors, "lm_head.weight": head * scale}
+        save_file(more, untied / "model.safetensors", metadata={"format": "pt"})
+        report = examine(sharded, untied)
+        assert report.verdict == verdict
+        assert [row.module for row in report.divergences] == ["lm_head"] * (scale != 1)
+
+
+@pytest.mark.slow
+def test_other_architecture_is_refused(save: Save) -> None:
+    """Models that do not fit are refused with the sizes, or the modules, that differ."""
+    from tasks.bisect.child import RefusedError
+
+    a = save(make("llama", 1))
+    for other, text in (
+        (make("llama", 1, vocab_size=128), "other vocabulary: vocab_size 96 and 128"),
+        (make("llama", 1, num_hidden_layers=3), "num_hidden_layers 4 and 3"),
+        (make("gpt2", 1), "model_type llama and gpt2"),
+        (make("mixtral", 1, num_hidden_layers=4), "modules are in one of them alone"),
+    ):
+        with pytest.raises(RefusedError, match=text):
+            examine(a, save(other))
+
+
+@pytest.mark.slow
 def test_command(save: Save, tmp_path: Path) -> None:
     """The command: exit statuses, the report in a file, and mistakes all at once."""
     from tests.serving.models import write_tokenizer

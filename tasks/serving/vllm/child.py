@@ -69,6 +69,12 @@ def _serve(job: Job) -> None:
     began = time.perf_counter()
     llm = _engine(job)
     result: dict[str, Any] = {"load_s": time.perf_counter() - began}
+    if job.calls:
+        from tasks.serving.vllm.module_calls import write_calls
+
+        write_calls(llm, job.prompts, out)
+        (out / "result.json").write_text(json.dumps(result))
+        return
     if job.rewards:
         result["rewards"] = rewards(llm, job.prompts)
         (out / "result.json").write_text(json.dumps(result))
@@ -90,7 +96,7 @@ def _engine(job: Job) -> Any:
         model=job.served,
         dtype=job.dtype,
         seed=job.seed,
-        enforce_eager=not compiles(),
+        enforce_eager=job.calls or not compiles(),  # graphs call no module
         max_model_len=job.max_model_len,
         tensor_parallel_size=job.tensor_parallel,
         max_num_batched_tokens=max(2048, job.max_model_len),

@@ -22,6 +22,9 @@ FLASHINFER_SAMPLER = os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0")
 such requests never use it.
 """
 
+CALLS = "calls.safetensors"
+"""File of recorded module calls: tensors named `<probe>/<module>/<in or out>`."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -41,6 +44,7 @@ class Job:
         rewards: True for a reward model: one score per prompt, no responses.
         tensor_parallel: number of processes that share the model, each with its own accelerator.
         temperature: also sample each prompt once at this temperature; None: greedy only.
+        calls: True to record the module calls of each prompt instead (`module_calls`).
     """
 
     served: str
@@ -56,6 +60,7 @@ class Job:
     rewards: bool = False
     tensor_parallel: int = 1
     temperature: float | None = None
+    calls: bool = False
 
     def save(self, path: Path) -> None:
         """Write as JSON."""

@@ -206,7 +206,7 @@ QUANTIZED = {
     "int4": DriftLimit(mean_kl=1e-1, p95_kl=5e-1, top1_agreement=0.85),
 }
 """Limits for `convert.quantize`, by number format: first values, from the small models in
- docs/delivery.md."""
+docs/delivery.md."""
 _FORMATS = {"w8a8": "int8", "fp8": "fp8", "w4a16": "int4"}
 
 

@@ -97,7 +97,7 @@ step() {
     printf '%s\n' "$wanted" >"$STAMPS/$name"
 }
 
-pip_install() { "$VENV/bin/python" -m pip install -qq --no-deps "$@"; }
+pip_install() { "$VENV/bin/python" -m pip install -qq --no-deps --no-compile "$@"; }
 pip_locked() { pip_install --no-build-isolation --require-hashes "${@:2}" -r "$1"; }
 
 install_torch() {
@@ -106,6 +106,10 @@ install_torch() {
 requirements/torch.lock, trying $TORCH_CPU_INDEX"
     pip_locked requirements/torch.lock --index-url "$TORCH_CPU_INDEX"
 }
+
+# pip compiles one file after the other; this takes all cores. Some packages have files that are no
+# Python of this version: templates, tests.
+compile_all() { "$VENV/bin/python" -m compileall -qq -j 0 "$VENV/lib" || true; }
 
 # Setuptools warns about every editable installation.
 install_project() { PYTHONWARNINGS=ignore pip_install --no-build-isolation --editable .; }
@@ -142,3 +146,5 @@ for name in "${extras[@]}"; do
     [[ $name == quantize ]] && step quantize requirements/quantize.lock -- install_quantize && continue
     step "$name" "requirements/$name.lock" -- pip_locked "requirements/$name.lock"
 done
+mapfile -t made < <(find "$STAMPS" -type f ! -name bytecode | sort)
+step bytecode "${made[@]}" -- compile_all

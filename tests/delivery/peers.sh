@@ -21,6 +21,10 @@ declare -A PACKAGES=(
         tensordict==0.10.0 pyvers torchdata pylatexenc ray msgpack jsonschema"
     [openrlhf]="openrlhf==0.11.2 optree torchmetrics lightning-utilities loralib isort jsonlines pylatexenc
         einops torchdata"
+    [transformers4]="transformers==4.57.6 tokenizers==0.22.2 huggingface-hub<1 peft==0.17.1 datasets==4.0.0
+        fsspec==2025.3.0 multiprocess dill==0.3.8"
+    [transformers440]="transformers==4.40.2 tokenizers==0.19.1 huggingface-hub<1 peft==0.10.0
+        accelerate==0.30.1 datasets==2.21.0 fsspec==2024.6.1 multiprocess==0.70.16 dill==0.3.8"
 )
 
 stub() { # stub ENVIRONMENT FILE TEXT: a module that has no CPU build, and that text alone never calls

@@ -2,10 +2,11 @@
 
 Run in their environments (peers.sh):
 verl: FSDPCheckpointManager writes a LoRA actor under FSDP2 on gloo.
-OpenRLHF: get_llm_for_sequence_regression builds it, DeepspeedStrategy.save_model saves it.
+OpenRLHF: Actor or get_llm_for_sequence_regression builds it, DeepspeedStrategy.save_model saves it.
+Both record the live policy with plumbline_witness, as its README says for a loop of one's own.
 
     torchrun --nproc-per-node 2 save_peers.py verl BASE OUT
-    python save_peers.py openrlhf BASE OUT reward|critic
+    python save_peers.py openrlhf BASE OUT reward|critic|actor
 """
 
 from __future__ import annotations
@@ -38,20 +39,25 @@ def save_verl(base: str, out: str) -> None:
     FSDPCheckpointManager(
         wrapped, processing_class=tokenizer, checkpoint_config=contents
     ).save_checkpoint(out, global_step=1)
+    record(wrapped, tokenizer, out)
     dist.destroy_process_group()
 
 
 def save_openrlhf(base: str, out: str, kind: str) -> None:
-    """Save a reward model's or a critic's LoRA adapter."""
-    from openrlhf.models import get_llm_for_sequence_regression
+    """Save a LoRA adapter of a reward model, a critic or a policy."""
+    from openrlhf.models import Actor, get_llm_for_sequence_regression
     from openrlhf.utils.deepspeed import deepspeed as engine
     from transformers import AutoTokenizer
 
     torch.manual_seed(0)
-    model = get_llm_for_sequence_regression(
-        base, kind, attn_implementation="eager", param_dtype="bf16",
-        lora_rank=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_value_head=True,
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "attn_implementation": "eager", "param_dtype": "bf16",
+        "lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"],
+    }  # fmt: skip
+    if kind == "actor":
+        model = Actor(base, **options)
+    else:
+        model = get_llm_for_sequence_regression(base, kind, **options, init_value_head=True)
     _move(model)
     engine.torch_dist_barrier_and_cuda_sync = lambda: None
     arguments = SimpleNamespace(
@@ -60,7 +66,19 @@ def save_openrlhf(base: str, out: str, kind: str) -> None:
     )
     strategy = engine.DeepspeedStrategy(args=arguments)
     strategy.is_rank_0 = lambda: True
-    strategy.save_model(model, AutoTokenizer.from_pretrained(base), out)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    strategy.save_model(model, tokenizer, out)
+    if kind == "actor":
+        record(model.model, tokenizer, out)
+
+
+def record(model: Any, tokenizer: Any, out: str) -> None:
+    """Record the live model, if the package is on the path."""
+    try:
+        from plumbline_witness import witness
+    except ImportError:
+        return
+    witness(model, tokenizer, out)
 
 
 def _move(model: Any) -> None:

@@ -10,22 +10,20 @@ LLaMA-Factory, ms-swift and verl's merger run by their command lines; save_peers
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.delivery.conftest import Done
+from tests.delivery.peers import SAVER, make_place, run_peer, train_llamafactory, train_swift
 from tests.delivery.test_embeddings import merged_by_peft
 from tests.delivery.test_evidence import merged_as_trained
 from tests.delivery.test_heads import head_artifact
 from tests.weights.adapters.making import quiet
-from tests.weights.making import save_tokenizer, small_config, state_of
+from tests.weights.making import small_config, state_of
 from tests.weights.rounding import rounded_alike
 
 pytestmark = [
@@ -36,109 +34,14 @@ pytestmark = [
 
 Run = Callable[..., Done]
 Tensors = dict[str, torch.Tensor]
-SAVER = Path(__file__).with_name("save_peers.py")
 ROWS = small_config("qwen").vocab_size
 NEW_TOKENS = ",".join(f"<new-{index}>" for index in range(45))
 """More than the unused rows of the embedding, so that LLaMA-Factory resizes it."""
 
 
-def run_peer(peer: str, *arguments: str, cwd: Path) -> None:
-    """Run `python ARGUMENTS` in the environment of a trainer, offline and on the CPU.
-
-    Args:
-        peer: name of the environment below $PLUMBLINE_PEERS; the test is skipped without it.
-        arguments: as typed after `python`.
-        cwd: an own folder, which takes the log and what trainers leave beside their output.
-    """
-    root = os.environ.get("PLUMBLINE_PEERS")
-    if not root:
-        pytest.skip("PLUMBLINE_PEERS is not set; tests/delivery/peers.sh makes the environments")
-    python = Path(root).expanduser() / peer / "bin" / "python"
-    if not python.is_file():
-        pytest.skip(f"{python} is not there; tests/delivery/peers.sh {peer} makes it")
-    offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    cwd.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(
-        [str(python), *arguments], cwd=cwd, env=inherited | offline, timeout=900,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:]
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tied Qwen2 of two layers in `base`, and a row of data sets in the trainers' formats."""
-    from transformers import AutoModelForCausalLM
-
-    root = tmp_path_factory.mktemp("peers")
-    config = small_config("qwen")
-    config.max_position_embeddings = 256
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.08)
-    model.save_pretrained(root / "base")
-    save_tokenizer(root / "base")
-    turns = [(f"say {i}", f"{i} and {i + 1}") for i in range(8)]
-    alpaca = [{"instruction": ask, "input": "", "output": answer} for ask, answer in turns]
-    pairs = [
-        {"instruction": ask, "input": "", "chosen": yes, "rejected": "no"} for ask, yes in turns
-    ]
-    columns = {
-        "prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected",
-    }  # fmt: skip
-    chats = [
-        {
-            "messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}],
-            "rejected_response": "no",
-        }
-        for a, b in turns
-    ]
-    listed = {
-        "alpaca": {"file_name": "alpaca.json"},
-        "pairs": {"file_name": "pairs.json", "ranking": True, "columns": columns},
-    }
-    files = {"alpaca": alpaca, "pairs": pairs, "dataset_info": listed}
-    for name, content in files.items():
-        (root / f"{name}.json").write_text(json.dumps(content))
-    (root / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
-    return root
-
-
-def train_llamafactory(place: Path, name: str, **changes: Any) -> Path:
-    """Run `llamafactory-cli train` for two steps of LoRA; returns its output folder."""
-    out = place / f"llamafactory-{name}"
-    settings = {
-        "stage": "sft", "do_train": True, "finetuning_type": "lora", "lora_rank": 4,
-        "lora_alpha": 8, "lora_target": "q_proj,v_proj",
-        "model_name_or_path": str(place / "base"), "dataset_dir": str(place), "dataset": "alpaca",
-        "template": "chatml", "cutoff_len": 64, "output_dir": str(out), "max_steps": 2,
-        "per_device_train_batch_size": 2, "learning_rate": 0.01, "report_to": "none",
-        "save_steps": 2, "logging_steps": 1, "use_cpu": True, "bf16": True,
-    }  # fmt: skip
-    work = place / f"work-{out.name}"
-    work.mkdir()
-    (work / "run.json").write_text(json.dumps(settings | changes))
-    (work / "run.yaml").write_text((work / "run.json").read_text())  # JSON is YAML
-    run_peer("llamafactory", "-m", "llamafactory.cli", "train", "run.yaml", cwd=work)
-    return out
-
-
-def train_swift(place: Path, name: str, command: str, *changes: str) -> Path:
-    """Run `swift COMMAND` for two steps of LoRA; returns the checkpoint's folder."""
-    out = place / f"swift-{name}"
-    run_peer(
-        "swift", "-m", f"swift.cli.{command}", "--model", str(place / "base"),
-        "--model_type", "qwen2", "--template", "chatml", "--tuner_type", "lora",
-        "--lora_rank", "4", "--lora_alpha", "8", "--dataset", str(place / "chats.jsonl"),
-        "--output_dir", str(out), "--add_version", "false", "--max_steps", "2",
-        "--learning_rate", "0.01", "--use_hf", "true", "--torch_dtype", "bfloat16",
-        "--report_to", "tensorboard", "--dataloader_num_workers", "0",
-        "--split_dataset_ratio", "0", "--use_cpu", "true", *changes, cwd=place / f"work-{out.name}",
-    )  # fmt: skip
-    return out / "checkpoint-2"
+    return make_place(tmp_path_factory.mktemp("peers"))
 
 
 def assert_equal(ours: Tensors, theirs: Tensors) -> None:

@@ -7,6 +7,7 @@ KIND: full, lora, qlora, sft, dpo, grpo, reward. SHARDING: ddp, zero2, zero3.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,9 @@ def plain_trainer(kind: str, base: str, out: str, sharding: str) -> Any:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if kind in ("lora", "qlora"):
         model = get_peft_model(model, lora())
-    return Trainer(model=model, args=settings, train_dataset=rows, processing_class=tokenizer)
+    is_new = "processing_class" in inspect.signature(Trainer).parameters  # transformers >= 4.46
+    named = {"processing_class" if is_new else "tokenizer": tokenizer}
+    return Trainer(model=model, args=settings, train_dataset=rows, **named)
 
 
 def of_trl(kind: str, base: str, out: str, sharding: str) -> Any:

@@ -143,7 +143,7 @@ def _model(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     frozen: Counter[str] = Counter()
     trained: Counter[str] = Counter()
     for parameter in model.parameters():
-        count = int(getattr(parameter, "ds_numel", parameter.numel()))  # ZeRO-3 leaves none here
+        count = _count(parameter)
         size += count
         dtype = str(parameter.dtype).removeprefix("torch.")
         (trained if parameter.requires_grad else frozen)[dtype] += count
@@ -158,6 +158,14 @@ def _model(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
         "tied": bool(config.get("tie_word_embeddings")),
         "vocab_size": config.get("vocab_size"),
     }
+
+
+def _count(parameter: Any) -> int:
+    """Return the number of weights, also of a parameter that is sharded or packed in 4 bits."""
+    shape = getattr(getattr(parameter, "quant_state", None), "shape", None)
+    if shape is not None:
+        return int(torch.Size(shape).numel())
+    return int(getattr(parameter, "ds_numel", parameter.numel()))  # ZeRO-3 leaves none here
 
 
 def _base(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,139 @@
+"""Trainers of other projects, each in an environment of its own below $PLUMBLINE_PEERS (peers.sh).
+
+LLaMA-Factory and ms-swift run by their command lines; save_peers.py does what needs code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.weights.making import save_tokenizer, small_config
+
+SAVER = Path(__file__).with_name("save_peers.py")
+WITNESS = Path(__file__).parents[2] / "tasks" / "witness"
+
+
+def run_peer(peer: str, *arguments: str, cwd: Path, witnessed: bool = False) -> None:
+    """Run `python ARGUMENTS` in the environment of a trainer, offline and on the CPU.
+
+    Args:
+        peer: name of the environment below $PLUMBLINE_PEERS; the test is skipped without it.
+        arguments: as typed after `python`.
+        cwd: an own folder, which takes the log and what trainers leave beside their output.
+        witnessed: True to run it by `python -m plumbline_witness -- python ARGUMENTS`.
+    """
+    root = os.environ.get("PLUMBLINE_PEERS")
+    if not root:
+        pytest.skip("PLUMBLINE_PEERS is not set; tests/delivery/peers.sh makes the environments")
+    python = Path(root).expanduser() / peer / "bin" / "python"
+    if not python.is_file():
+        pytest.skip(f"{python} is not there; tests/delivery/peers.sh {peer} makes it")
+    offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    before: list[str] = []
+    if witnessed:
+        before, offline["PYTHONPATH"] = [str(python), "-m", "plumbline_witness", "--"], str(WITNESS)
+    cwd.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(
+        [*before, str(python), *arguments], cwd=cwd, env=inherited | offline, timeout=900,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+def make_place(root: Path, base: Path | None = None) -> Path:
+    """Write `base` and data sets in the trainers' formats.
+
+    Args:
+        root: folder to write to.
+        base: model to copy; None for a tied Qwen2 of two layers with heads of 16, which vLLM does
+            not serve on a CPU.
+    """
+    if base is None:
+        _save_small(root / "base")
+    else:
+        shutil.copytree(base, root / "base")
+    turns = [(f"say {i}", f"{i} and {i + 1}") for i in range(8)]
+    alpaca = [{"instruction": ask, "input": "", "output": answer} for ask, answer in turns]
+    pairs = [
+        {"instruction": ask, "input": "", "chosen": yes, "rejected": "no"} for ask, yes in turns
+    ]
+    columns = {
+        "prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected",
+    }  # fmt: skip
+    chats = [
+        {
+            "messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}],
+            "rejected_response": "no",
+        }
+        for a, b in turns
+    ]
+    listed = {
+        "alpaca": {"file_name": "alpaca.json"},
+        "pairs": {"file_name": "pairs.json", "ranking": True, "columns": columns},
+    }
+    files = {"alpaca": alpaca, "pairs": pairs, "dataset_info": listed}
+    for name, content in files.items():
+        (root / f"{name}.json").write_text(json.dumps(content))
+    (root / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    return root
+
+
+def train_llamafactory(place: Path, name: str, *, witnessed: bool = False, **changes: Any) -> Path:
+    """Run `llamafactory-cli train` for two steps of LoRA; returns its output folder."""
+    out = place / f"llamafactory-{name}"
+    settings = {
+        "stage": "sft", "do_train": True, "finetuning_type": "lora", "lora_rank": 4,
+        "lora_alpha": 8, "lora_target": "q_proj,v_proj",
+        "model_name_or_path": str(place / "base"), "dataset_dir": str(place), "dataset": "alpaca",
+        "template": "chatml", "cutoff_len": 64, "output_dir": str(out), "max_steps": 2,
+        "per_device_train_batch_size": 2, "learning_rate": 0.01, "report_to": "none",
+        "save_steps": 2, "logging_steps": 1, "use_cpu": True, "bf16": True,
+    }  # fmt: skip
+    work = place / f"work-{out.name}"
+    work.mkdir()
+    (work / "run.json").write_text(json.dumps(settings | changes))
+    (work / "run.yaml").write_text((work / "run.json").read_text())  # JSON is YAML
+    words = ("-m", "llamafactory.cli", "train", "run.yaml")
+    run_peer("llamafactory", *words, cwd=work, witnessed=witnessed)
+    return out
+
+
+def train_swift(
+    place: Path, name: str, command: str, *changes: str, witnessed: bool = False
+) -> Path:
+    """Run `swift COMMAND` for two steps of LoRA; returns the checkpoint's folder."""
+    out = place / f"swift-{name}"
+    run_peer(
+        "swift", "-m", f"swift.cli.{command}", "--model", str(place / "base"),
+        "--model_type", "qwen2", "--template", "chatml", "--tuner_type", "lora",
+        "--lora_rank", "4", "--lora_alpha", "8", "--dataset", str(place / "chats.jsonl"),
+        "--output_dir", str(out), "--add_version", "false", "--max_steps", "2",
+        "--learning_rate", "0.01", "--use_hf", "true", "--torch_dtype", "bfloat16",
+        "--report_to", "tensorboard", "--dataloader_num_workers", "0",
+        "--split_dataset_ratio", "0", "--use_cpu", "true", *changes,
+        cwd=place / f"work-{out.name}", witnessed=witnessed,
+    )  # fmt: skip
+    return out / "checkpoint-2"
+
+
+def _save_small(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = small_config("qwen")
+    config.max_position_embeddings = 256
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.08)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)

@@ -61,6 +61,7 @@ def make_place(root: Path, base: Path | None = None) -> Path:
         _save_small(root / "base")
     else:
         shutil.copytree(base, root / "base")
+        _as_transformers_4_reads_it(root / "base")
     turns = [(f"say {i}", f"{i} and {i + 1}") for i in range(8)]
     alpaca = [{"instruction": ask, "input": "", "output": answer} for ask, answer in turns]
     pairs = [
@@ -137,3 +138,16 @@ def _save_small(folder: Path) -> None:
             parameter.add_(torch.randn_like(parameter) * 0.08)
     model.save_pretrained(folder)
     save_tokenizer(folder)
+
+
+def _as_transformers_4_reads_it(folder: Path) -> None:
+    """Write a tokenizer as version 4 of transformers and tokenizers 0.19 did."""
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    config["additional_special_tokens"] = config.pop("extra_special_tokens", [])
+    path.write_text(json.dumps(config))
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["model"]["merges"] = [" ".join(pair) for pair in tokenizer["model"]["merges"]]
+    path.write_text(json.dumps(tokenizer))

@@ -8,6 +8,7 @@ never ends a training: what goes wrong is logged, and the checkpoint has no reco
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
@@ -111,10 +112,25 @@ def _copy(record: Path, to: Path) -> None:
 
 
 def register(trainer: Any) -> None:
-    """Add the callback to those of every Trainer that this process makes.
+    """Add the callback to every Trainer that this process makes, unless it has one already.
+
+    `DEFAULT_CALLBACKS` of the module would do without a wrapper, but ms-swift replaces that list.
 
     Args:
         trainer: the module `transformers.trainer`.
     """
-    if WitnessCallback not in trainer.DEFAULT_CALLBACKS:
-        trainer.DEFAULT_CALLBACKS.append(WitnessCallback)
+    made = trainer.Trainer.__init__
+    if getattr(made, _REGISTERS, False):
+        return
+
+    @functools.wraps(made)
+    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
+        made(self, *arguments, **named)
+        if not any(isinstance(each, WitnessCallback) for each in self.callback_handler.callbacks):
+            self.add_callback(WitnessCallback)
+
+    setattr(__init__, _REGISTERS, True)
+    trainer.Trainer.__init__ = __init__
+
+
+_REGISTERS = "registers_plumbline_witness"

@@ -18,6 +18,7 @@ PAGES = (
     "docs/online-rl.md",
     "docs/delivery.md",
     "docs/operations.md",
+    "docs/verify.md",
 )
 TEXT = "\n".join((PROJECT / page).read_text() for page in PAGES)
 
@@ -69,6 +70,13 @@ def test_every_audit_composes() -> None:
     assert len(audits) >= 2
     for _, _, *overrides in audits:
         compose_config(overrides, config_name="audit")
+
+
+def test_every_verification_composes() -> None:
+    questions = [line.split() for line in commands() if "flows/verify.py" in line]
+    assert len(questions) >= 2
+    for _, _, *overrides in questions:
+        compose_config(overrides, config_name="verify")
 
 
 def sweeps(overrides: list[str]) -> list[list[str]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.weights.making import save_tokenizer, small_config
 
@@ -61,6 +62,7 @@ def make_place(root: Path, base: Path | None = None) -> Path:
         _save_small(root / "base")
     else:
         shutil.copytree(base, root / "base")
+        _as_published(root / "base")
         _as_transformers_4_reads_it(root / "base")
     turns = [(f"say {i}", f"{i} and {i + 1}") for i in range(8)]
     alpaca = [{"instruction": ask, "input": "", "output": answer} for ask, answer in turns]
@@ -138,6 +140,17 @@ def _save_small(folder: Path) -> None:
             parameter.add_(torch.randn_like(parameter) * 0.08)
     model.save_pretrained(folder)
     save_tokenizer(folder)
+
+
+def _as_published(folder: Path) -> None:
+    """Store a model in bf16, as most are: NF4 of weights that were cast first is another one."""
+    path = folder / "model.safetensors"
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config.pop("dtype", None)
+    path.write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
 
 
 def _as_transformers_4_reads_it(folder: Path) -> None:

@@ -19,7 +19,8 @@ NEARER = 4.0
 """Another reference explains a server if its distance is smaller by this factor."""
 LOCAL = 0.02
 """Share of the mean KL at the first tokens below which a fault depends on positions."""
-GROWING = 1.5
+GROWING = 1.2
+"""Ratio of the errors in the last and the first third, above which they grow with the position."""
 ROUNDING = 0.1
 """Mean KL (nats) of the coarsest rounding in use; above it, the weights are others."""
 STRANGE = 2.0
@@ -104,7 +105,10 @@ def _causes(evidence: Evidence) -> Iterator[Cause]:
         yield _base_precision(evidence)
     if whole is not None and whole.is_whole and not _base_differs(evidence):
         # Rounded weights, or a rounded KV cache, would change the base's answers as well.
-        yield _part(evidence, f"mean KL {kl:.1e}, while the base on this server is exact")
+        seen = f"mean KL {kl:.1e}, while the base on this server is exact"
+        yield _part(evidence, seen)
+        if kl > ROUNDING:  # a large scale moves logits by less than in proportion
+            yield _scaled(evidence, seen)
     elif kl <= ROUNDING and (whole is None or whole.is_whole):
         yield _rounded(evidence)
     yield _other_weights(evidence)
@@ -160,14 +164,7 @@ def _partial(evidence: Evidence, measured: Dose) -> Iterator[Cause]:
     lost = settings.get("use_rslora") and abs(measured.value * root - 1) < 0.2
     amount = f"{measured.text} of the adapter answers"
     line = f"the rest of the difference is {measured.remainder:.0%} of the adapter's effect"
-    scale = Cause(
-        "adapter-scaled",
-        f"{amount}; {line}: its scale is not {settings.get('lora_alpha', 'alpha')}/"
-        f"{'sqrt(r)' if settings.get('use_rslora') else settings.get('r', 'r')}"
-        + ("; rsLoRA's scale was lost" if lost else ""),
-        f"compare r, lora_alpha, use_rslora and rank_pattern in {folder}/adapter_config.json with "
-        "the record; merge with python flows/deliver.py, which uses the adapter's own scale",
-    )
+    scale = _scaled(evidence, f"{amount}; {line}", "; rsLoRA's scale was lost" if lost else "")
     part = _part(evidence, f"{amount}; {line}")
     other = Cause(
         "other-adapter",
@@ -178,6 +175,17 @@ def _partial(evidence: Evidence, measured: Dose) -> Iterator[Cause]:
         yield from (scale, part)
     else:
         yield from (other, part) if measured.remainder > LARGE else (part, other)
+
+
+def _scaled(evidence: Evidence, seen: str, more: str = "") -> Cause:
+    settings, folder = evidence.reference.adapter, evidence.reference.folder
+    return Cause(
+        "adapter-scaled",
+        f"{seen}: its scale is not {settings.get('lora_alpha', 'alpha')}/"
+        f"{'sqrt(r)' if settings.get('use_rslora') else settings.get('r', 'r')}{more}",
+        f"compare r, lora_alpha, use_rslora and rank_pattern in {folder}/adapter_config.json with "
+        "the record; merge with python flows/deliver.py, which uses the adapter's own scale",
+    )
 
 
 def _part(evidence: Evidence, seen: str) -> Cause:

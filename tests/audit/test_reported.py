@@ -22,6 +22,7 @@ ELSEWHERE = {
         "OpenRLHF #1067",
         "OpenRLHF PR #1208",
     },
+    "tests/audit/test_witness.py": {"ms-swift #9168", "trl #6361"},
     "tests/audit/test_files.py": {"verl #1679", "verl #2262", "verl #7193"},
     "tests/delivery/dialects/test_unsloth.py": {"unsloth #1122", "unsloth #1521"},
 }

@@ -7,22 +7,18 @@ import resource
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flows.cli.bootstrap import bootstrap
 from flows.cli.config import Composed
-from flows.cli.entry import exit_on_signals, run_main, to_stderr
+from flows.cli.entry import exit_on_signals, run_main
 from tasks.audit.repair import repair
 from tasks.audit.run import Report, audit
 from tasks.core.errors import ConfigError, PlumblineError
 from tasks.core.private import open_up
-from tasks.core.redaction import without_passwords
 from tasks.core.terminal import plain
 from tasks.pipeline.signature import key_file
 
-PROJECT = Path(__file__).resolve().parents[2]
 MAX_MEMORY = 16 << 30
 """Bytes of address space for reading a folder that may be hostile, whatever its files say."""
 
@@ -131,29 +127,10 @@ def _write(path: Path, report: Report) -> None:
 
 
 def _in_prefect(composed: Composed, overrides: list[str]) -> int:
-    bootstrap(PROJECT, composed.runs)
-    from flows.servers.prefect_server import prefect_server, warm_up
-    from flows.servers.prefect_watch import final_state
-    from tasks.config.checks import preflight
-    from tasks.config.checks.tracking import prefect_reachable, public, reachable
-    from tasks.pipeline.locks import Patience, hold
+    from flows.commands.in_prefect import run_in_prefect
 
-    tracking = composed.settings["tracking"]
-    preflight([*reachable(tracking["uri"]), *prefect_reachable(), *public(tracking)])
-    settings, meanwhile = composed.settings, partial(warm_up, composed, "flows.audit")
-    patience = Patience(settings["paths"]["wait_s"], to_stderr)
-    with (
-        hold(composed.runs, patience) as held,
-        prefect_server(composed.runs, held, meanwhile=meanwhile),
-    ):
-        from flows.audit import audit as flow
-
-        tag = composed.recorded["tag"] or "manual"
-        state = final_state(partial(flow, without_passwords(overrides), tag=tag, return_state=True))
-        document = state.result(raise_on_failure=False)
-    if isinstance(document, BaseException):
-        raise document
-    repairs, out = document.pop("repaired", None), settings["out"]
+    document = run_in_prefect("audit", composed, overrides)
+    repairs, out = document.pop("repaired", None), composed.settings["out"]
     line = f"{document['source']}: {document['what']}; {out}"
     print(json.dumps(document, indent=1) if out in (None, "-") else plain(line))
     if repairs is not None:

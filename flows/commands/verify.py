@@ -6,26 +6,22 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from flows.cli.bootstrap import bootstrap
 from flows.cli.config import Composed
-from flows.cli.entry import exit_on_signals, run_main, to_stderr
+from flows.cli.entry import exit_on_signals, run_main
 from tasks.core.errors import ConfigError, PlumblineError
 from tasks.core.finding import Finding
 from tasks.core.private import open_up
-from tasks.core.redaction import redact, without_passwords
+from tasks.core.redaction import redact
 from tasks.core.terminal import plain
 from tasks.verify.reference import Reference, read_reference
 from tasks.verify.report import EXIT_STATUS, Report
 from tasks.verify.run import Target, choose, verify
 from tasks.verify.servers.connect import connect
 from tasks.verify.servers.server import Server
-
-PROJECT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,9 @@ def main() -> int:
 def _job(composed: Composed, overrides: list[str]) -> int:
     settings = composed.settings
     if settings["prefect"]:
-        return _in_prefect(composed, overrides)
+        from flows.commands.in_prefect import run_in_prefect
+
+        return EXIT_STATUS[run_in_prefect("verify", composed, overrides)["verdict"]]
     if settings["watch"] is not None:
         from flows.commands.verify_watch import watch
 
@@ -168,32 +166,6 @@ def write(report: Report, out: str) -> None:
         open_up(path)
     except OSError as error:
         raise ConfigError(f"out={path}: {error.strerror}", hint="out=<a file elsewhere>") from error
-
-
-def _in_prefect(composed: Composed, overrides: list[str]) -> int:
-    bootstrap(PROJECT, composed.runs)
-    from flows.servers.prefect_server import prefect_server, warm_up
-    from flows.servers.prefect_watch import final_state
-    from tasks.config.checks import preflight
-    from tasks.config.checks.tracking import prefect_reachable, public, reachable
-    from tasks.pipeline.locks import Patience, hold
-
-    settings, meanwhile = composed.settings, partial(warm_up, composed, "flows.verify")
-    tracking = settings["tracking"]
-    preflight([*reachable(tracking["uri"]), *prefect_reachable(), *public(tracking)])
-    patience = Patience(settings["paths"]["wait_s"], to_stderr)
-    with (
-        hold(composed.runs, patience) as held,
-        prefect_server(composed.runs, held, meanwhile=meanwhile),
-    ):
-        from flows.verify import verify as flow
-
-        tag = composed.recorded["tag"] or "manual"
-        state = final_state(partial(flow, without_passwords(overrides), tag=tag, return_state=True))
-        result = state.result(raise_on_failure=False)
-    if isinstance(result, BaseException):
-        raise result
-    return EXIT_STATUS[result["verdict"]]
 
 
 def _line(what: str, error: PlumblineError) -> str:

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 
 from tasks.core.errors import ConfigError, PlumblineError
-from tasks.drift.fingerprint import PROFILES
+from tasks.verify.answers import Answers
 from tasks.verify.check import Check
 from tasks.verify.checks.adapters import applied, base_name
-from tasks.verify.checks.distribution import Answers, distribution
+from tasks.verify.checks.distribution import distribution
 from tasks.verify.checks.ending import context, eos
 from tasks.verify.checks.leak import leak
 from tasks.verify.checks.load import batching, long_prompts, prefix_cache, streaming
@@ -27,7 +27,8 @@ from tasks.verify.reference import Reference
 from tasks.verify.report import Report
 from tasks.verify.servers.server import ServedModel, Server, ServerError
 
-CheckFunction = Callable[[], Check]
+CheckFunction = Callable[[Answers, str, str | None], Check]
+"""Takes the server's answers, the model's name, and its base's; raises what `attempt` catches."""
 GONE = ("unreachable", "login")
 """Codes of a `ServerError` after which no request will be answered."""
 
@@ -91,32 +92,27 @@ def _is(root: str | None, source: Path) -> bool:
     )
 
 
-def planned(
-    server: Server, target: Target, reference: Reference, profile: str
-) -> Mapping[str, CheckFunction]:
-    """Return all checks by name, in their order."""
-    answers = Answers(server, reference, profile)  # no name is asked twice
-    common = (server, target.model, target.base, reference)
-    limit = PROFILES[profile]
+def planned(target: Target, reference: Reference) -> Mapping[str, CheckFunction]:
+    """Return the checks that apply, by name and in their order."""
     of_adapters: dict[str, CheckFunction] = {}
     if reference.base is not None:
-        of_adapters["adapter"] = partial(applied, *common, answers=answers)
+        of_adapters["adapter"] = applied
         if target.base is not None:
-            of_adapters["base"] = partial(base_name, *common, answers=answers)
+            of_adapters["base"] = base_name
     return {
-        "distribution": partial(distribution, *common, answers=answers),
+        "distribution": distribution,
         **of_adapters,
-        "names": partial(names, target.model, target.base, answers),
-        "template": partial(template, *common),
-        "tokens": partial(tokens, *common),
-        "eos": partial(eos, *common),
-        "context": partial(context, *common),
-        "sampling": partial(sampling, *common, answers=answers),
-        "leak": partial(leak, *common, limit),
-        "batching": partial(batching, *common, limit),
-        "prefix-cache": partial(prefix_cache, *common, limit),
-        "long-prompts": partial(long_prompts, *common, limit),
-        "streaming": partial(streaming, *common),
+        "names": names,
+        "template": template,
+        "tokens": tokens,
+        "eos": eos,
+        "context": context,
+        "sampling": sampling,
+        "leak": leak,
+        "batching": batching,
+        "prefix-cache": prefix_cache,
+        "long-prompts": long_prompts,
+        "streaming": streaming,
     }
 
 
@@ -138,15 +134,16 @@ def verify(
         only: names of the checks to run; empty for all.
     """
     began = time.perf_counter()
+    answers = Answers(server, reference, profile)  # no name is asked twice
     checks: list[Check] = []
     gone = ""
-    for name, check in planned(server, target, reference, profile).items():
+    for name, check in planned(target, reference).items():
         if only and name not in only:
             continue
         if gone:
             checks.append(Check(name, "unknown", gone))
             continue
-        made, gone = attempt(name, check)
+        made, gone = attempt(name, partial(check, answers, target.model, target.base))
         checks.append(made)
     step = reference.facts.get("step")
     about = f"{len(reference.probes)} probes" + (f", step {step}" if step is not None else "")
@@ -163,7 +160,7 @@ def verify(
     )
 
 
-def attempt(name: str, check: CheckFunction) -> tuple[Check, str]:
+def attempt(name: str, check: Callable[[], Check]) -> tuple[Check, str]:
     """Run one check; one that raises has proven nothing, and is "unknown" with its reason.
 
     Returns:

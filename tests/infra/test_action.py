@@ -25,7 +25,7 @@ def action() -> dict[str, Any]:
 
 
 class Runner:
-    """What a runner does with a composite action, without its network.
+    """Runner of a composite action, without its network.
 
     Attributes:
         log: output of the steps.

@@ -78,5 +78,5 @@ def test_the_loss_falls(run: Left) -> None:
 
 @pytest.mark.slow
 def test_every_stage_trains_the_same(adapted: Adapted) -> None:
-    three, one = (adapted[f"reward_full_zero{stage}"] for stage in (3, 1))
-    assert three.losses == pytest.approx(one.losses, abs=0.02)
+    sharded, whole = (adapted[f"reward_full_zero{stage}"] for stage in (3, 1))
+    assert sharded.losses == pytest.approx(whole.losses, abs=0.02)

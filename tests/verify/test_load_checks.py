@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.drift.fingerprint import PROFILES
+from tasks.verify.answers import Answers
 from tasks.verify.check import Check
 from tasks.verify.checks.changes import change
 from tasks.verify.checks.leak import leak
@@ -22,7 +22,6 @@ from tests.verify.answering import Answer, answering
 from tests.verify.test_openai_dialect import vllm
 from tests.verify.test_prompt_checks import codes, reference
 
-LIMIT = PROFILES["standard"]
 MODELS = {"base": 0, "tuned": 1, "other": 2}
 Choose = Callable[[str, bool, bool, int], int]
 """From the name, "is generation", "others are under way" and the prompt's length to a model."""
@@ -88,28 +87,28 @@ def serving(choose: Choose = honest, *, cached: int = 0, streamed: int = 0) -> d
     }
 
 
-def asked(check: Any, answers: dict[str, Answer], model: str = "base", *options: Any) -> Check:
+def asked(check: Any, answers: dict[str, Answer], model: str = "base") -> Check:
     with answering(answers) as requests:
-        made: Check = check(connect(requests.url), model, "base", reference(), *options)
+        made: Check = check(Answers(connect(requests.url), reference()), model, "base")
     return made
 
 
 @pytest.mark.parametrize("check", [batching, prefix_cache, long_prompts])
 def test_a_server_that_always_answers_the_same_is_ok(check: Any) -> None:
-    assert asked(check, serving(), "base", LIMIT).verdict == "ok"
+    assert asked(check, serving(), "base").verdict == "ok"
 
 
 def test_an_answer_that_depends_on_other_requests_is_a_fault() -> None:
     def crowded(name: str, generates: bool, crowded: bool, length: int) -> int:
         return 1 if crowded else 0
 
-    check = asked(batching, serving(crowded), "base", LIMIT)
+    check = asked(batching, serving(crowded), "base")
     assert (check.verdict, codes(check)) == ("fault", ["batch-variance"])
     assert float(check.measured["mean_kl_8"]) > check.limit["mean_kl_8"]
 
 
 def test_a_cache_that_answers_otherwise_is_a_fault() -> None:
-    check = asked(prefix_cache, serving(cached=1), "base", LIMIT)
+    check = asked(prefix_cache, serving(cached=1), "base")
     assert (check.verdict, codes(check)) == ("fault", ["prefix-cache"])
 
 
@@ -117,7 +116,7 @@ def test_scores_and_generation_that_disagree_on_long_prompts_are_a_fault() -> No
     def long(name: str, generates: bool, crowded: bool, length: int) -> int:
         return 1 if length >= 256 and generates else 0
 
-    check = asked(long_prompts, serving(long), "base", LIMIT)
+    check = asked(long_prompts, serving(long), "base")
     assert (check.verdict, codes(check)) == ("fault", ["long-prompts"])
     assert float(check.measured["other_top"]) > 0
 
@@ -129,7 +128,7 @@ def test_a_stream_that_differs_is_a_fault() -> None:
 
 
 def test_models_that_keep_apart_are_ok() -> None:
-    check = asked(leak, serving(), "tuned", LIMIT)
+    check = asked(leak, serving(), "tuned")
     assert check.verdict == "ok"
     assert check.measured["models"] == 3
     assert set(check.limit) == {"kl_1", "kl_8", "kl_32"}
@@ -139,7 +138,7 @@ def test_an_adapter_that_leaks_into_the_base_is_named() -> None:
     def leaking(name: str, generates: bool, crowded: bool, length: int) -> int:
         return 1 if name == "base" and crowded else MODELS[name]
 
-    check = asked(leak, serving(leaking), "tuned", LIMIT)
+    check = asked(leak, serving(leaking), "tuned")
     assert (check.verdict, codes(check)) == ("fault", ["lora-leak"])
     assert "base answers" in check.text
 
@@ -148,7 +147,7 @@ def test_a_leak_in_generation_alone_is_found() -> None:
     def leaking(name: str, generates: bool, crowded: bool, length: int) -> int:
         return 1 if name == "base" and crowded and generates else MODELS[name]
 
-    check = asked(leak, serving(leaking), "tuned", LIMIT)
+    check = asked(leak, serving(leaking), "tuned")
     assert (check.verdict, codes(check)) == ("fault", ["lora-leak"])
 
 
@@ -156,13 +155,13 @@ def test_adapters_that_are_mixed_up_are_named() -> None:
     def mixed(name: str, generates: bool, crowded: bool, length: int) -> int:
         return 2 if name == "tuned" and crowded else MODELS[name]
 
-    check = asked(leak, serving(mixed), "tuned", LIMIT)
+    check = asked(leak, serving(mixed), "tuned")
     assert (check.verdict, codes(check)) == ("fault", ["adapters-mixed"])
     assert "nearest to other" in check.text
 
 
 def test_models_that_answer_alike_prove_nothing() -> None:
-    check = asked(leak, serving(lambda *_: 0), "tuned", LIMIT)
+    check = asked(leak, serving(lambda *_: 0), "tuned")
     assert check.verdict == "unknown"
 
 

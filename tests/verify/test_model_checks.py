@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from tasks.core.errors import ConfigError
+from tasks.verify.answers import Answers
 from tasks.verify.checks.adapters import applied, base_name
-from tasks.verify.checks.distribution import Answers, distribution
+from tasks.verify.checks.distribution import distribution
 from tasks.verify.checks.sampling import sampling
 from tasks.verify.reference import read_reference
 from tasks.verify.temperature import Settings
@@ -45,12 +46,9 @@ def test_twenty_clean_servers_raise_no_alarm(seeds: range) -> None:
         made = world(seed, vocab=400, moved=0.05 + 0.1 * (seed % 5), spread=1 + seed % 4)
         reference, server = made.reference(), served(made, seed=100 + seed)
         answers = Answers(server, reference)
-        common = (server, "tuned", "base", reference)
         checks = [
-            distribution(*common, answers=answers),
-            applied(*common, answers=answers),
-            base_name(*common, answers=answers),
-            sampling(*common, answers=answers),
+            check(answers, "tuned", "base")
+            for check in (distribution, applied, base_name, sampling)
         ]
         assert [check.verdict for check in checks] == ["ok"] * 4, checks
         assert server.asked == 2  # each name once
@@ -70,11 +68,11 @@ def test_an_adapter_that_is_not_applied_whole(part: float, code: str) -> None:
     for moved in (0.1, 0.5):  # the first one is too small for the limits of the distribution
         made = world(2, moved=moved)
         reference, server = made.reference(), served(made, part=part)
-        check = applied(server, "tuned", "base", reference)
+        check = applied(Answers(server, reference), "tuned", "base")
         assert check.verdict == "fault"
         assert check.measured["dose"] == pytest.approx(part, abs=0.05)
         assert check.causes[0].code == code
-        both = distribution(server, "tuned", "base", reference)
+        both = distribution(Answers(server, reference), "tuned", "base")
         assert both.verdict == ("fault" if moved == 0.5 else both.verdict)
         assert both.verdict == "ok" or both.causes[0].code == code
 
@@ -83,13 +81,13 @@ def test_rslora_whose_scale_was_lost_is_named() -> None:
     made = world(3, moved=0.5)
     settings = {"r": 16, "lora_alpha": 32, "use_rslora": True}
     peft = {"active": ["default"], "adapters": {"default": settings}}
-    check = applied(served(made, part=0.25), "tuned", None, made.reference(peft=peft))
+    check = applied(Answers(served(made, part=0.25), made.reference(peft=peft)), "tuned", None)
     assert "rsLoRA's scale was lost" in check.causes[0].text
 
 
 def test_an_adapter_that_does_nothing_proves_nothing() -> None:
     made = world(4, moved=0.0)
-    check = applied(served(made), "tuned", "base", made.reference())
+    check = applied(Answers(served(made), made.reference()), "tuned", "base")
     assert check.verdict == "unknown"
     assert "no server can show that it is applied" in check.text
 
@@ -100,21 +98,21 @@ def test_rounding_of_the_trainer_is_no_part_of_the_dose() -> None:
         made = world(13, moved=moved)
         rounded = replace(made, base=bf16(made.base), trained=bf16(made.trained))
         server = ArrayServer(made.probes, {"tuned": bf16(noisy(made.trained, 1))})
-        check = applied(server, "tuned", None, rounded.reference())
+        check = applied(Answers(server, rounded.reference()), "tuned", None)
         assert check.verdict == verdict, check
 
 
 def test_base_requests_with_an_adapter_and_another_base() -> None:
     made = world(5)
     reference = made.reference()
-    assert base_name(served(made), "tuned", None, reference).verdict == "unknown"
-    leak = base_name(served(made, leak=0.4), "tuned", "base", reference)
+    assert base_name(Answers(served(made), reference), "tuned", None).verdict == "unknown"
+    leak = base_name(Answers(served(made, leak=0.4), reference), "tuned", "base")
     assert (leak.verdict, leak.causes[0].code) == ("fault", "lora-leak")
     other = ArrayServer(made.probes, {"base": noisy(made.base, 0, 0.3), "tuned": made.trained})
-    check = base_name(other, "tuned", "base", reference)
+    check = base_name(Answers(other, reference), "tuned", "base")
     assert (check.verdict, check.causes[0].code) == ("fault", "other-base")
     four_bits = made.reference(quantization={"method": "nf4"})
-    check = base_name(other, "tuned", "base", four_bits)
+    check = base_name(Answers(other, four_bits), "tuned", "base")
     assert (check.verdict, check.causes[0].code) == ("fault", "nf4-on-16-bit")
 
 
@@ -126,7 +124,7 @@ def test_the_adapter_of_another_training_is_named(tmp_path: Path) -> None:
         write_witness(tmp_path / name, each.reference())
     reference = read_reference(tmp_path / "mine")
     server = ArrayServer(mine.probes, {"tuned": noisy(other.trained, 1)})
-    check = distribution(server, "tuned", None, reference)
+    check = distribution(Answers(server, reference), "tuned", None)
     assert (check.verdict, check.causes[0].code) == ("fault", "other-adapter")
     assert "answers as other" in check.causes[0].text
 
@@ -142,7 +140,7 @@ def test_the_checkpoint_that_fits_is_named(tmp_path: Path) -> None:
             at_20 = trained
     reference = read_reference(tmp_path / "checkpoint-30")
     server = ArrayServer(made.probes, {"tuned": noisy(at_20, 1)})
-    check = distribution(server, "tuned", None, reference)
+    check = distribution(Answers(server, reference), "tuned", None)
     assert (check.verdict, check.causes[0].code) == ("fault", "other-checkpoint")
     assert "answers as checkpoint-20" in check.causes[0].text
     assert f"source={tmp_path}/checkpoint-20" in check.causes[0].hint
@@ -151,12 +149,13 @@ def test_the_checkpoint_that_fits_is_named(tmp_path: Path) -> None:
 def test_a_server_without_log_probabilities_proves_nothing() -> None:
     made = world(9)
     server = ArrayServer(made.probes, {"tuned": made.trained}, top=0)
-    common = (server, "tuned", None, made.reference())
-    for check in (distribution(*common), applied(*common), sampling(*common)):
+    answers = Answers(server, made.reference())
+    for function in (distribution, applied, sampling):
+        check = function(answers, "tuned", None)
         assert check.verdict == "unknown"
         assert "gives no log-probabilities" in check.text
     with pytest.raises(ConfigError, match="no profile"):
-        distribution(*common, profile="lax")
+        Answers(server, made.reference(), "lax")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +174,7 @@ def test_a_server_without_log_probabilities_proves_nothing() -> None:
 def test_default_settings_that_training_did_not_record(defaults: Settings) -> None:
     made = world(10, spread=2.0)
     server = ArrayServer(made.probes, {"tuned": noisy(made.trained, 1)}, sampling=defaults)
-    check = sampling(server, "tuned", None, made.reference())
+    check = sampling(Answers(server, made.reference()), "tuned", None)
     assert (check.verdict, check.causes[0].code) == ("fault", "default-temperature")
     assert "1024 sampled tokens" in check.text
     low, high = check.measured["temperature_low"], check.measured["temperature_high"]
@@ -191,13 +190,13 @@ def test_recorded_settings_are_expected() -> None:
     reference = made.reference(tokens={"generation_config": recorded})
     models = {"tuned": noisy(made.trained, 1)}
     same = ArrayServer(made.probes, models, sampling=Settings(1 / 0.7, top_k=20, top_p=0.8))
-    assert sampling(same, "tuned", None, reference).verdict == "ok"
+    assert sampling(Answers(same, reference), "tuned", None).verdict == "ok"
     plain = ArrayServer(made.probes, models)
-    check = sampling(plain, "tuned", None, reference)
+    check = sampling(Answers(plain, reference), "tuned", None)
     assert check.verdict == "fault"
     assert "training recorded temperature 0.7, top_k 20, top_p 0.8" in check.text
     other = ArrayServer(made.probes, {"tuned": noisy(made.trained, 1, 0.3)})
-    check = sampling(other, "tuned", None, reference)
+    check = sampling(Answers(other, reference), "tuned", None)
     assert check.verdict == "unknown"
     assert "log-probabilities are others" in check.text
 
@@ -205,5 +204,5 @@ def test_recorded_settings_are_expected() -> None:
 def test_a_flat_distribution_tells_nothing_about_the_temperature() -> None:
     made = world(12, spread=0.01, moved=0.01)
     server = ArrayServer(made.probes, {"tuned": made.trained})
-    check = sampling(server, "tuned", None, made.reference())
+    check = sampling(Answers(server, made.reference()), "tuned", None)
     assert check.verdict == "unknown"

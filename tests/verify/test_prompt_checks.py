@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tasks.drift.fingerprint import Fingerprint
+from tasks.verify.answers import Answers
 from tasks.verify.check import Check
 from tasks.verify.checks.differences import difference
 from tasks.verify.checks.ending import context, eos
@@ -93,7 +94,7 @@ def server(
 
 def asked(check: Any, answers: dict[str, Answer], ref: Reference | None = None) -> Check:
     with answering(answers) as requests:
-        made: Check = check(connect(requests.url), "base", None, ref or reference())
+        made: Check = check(Answers(connect(requests.url), ref or reference()), "base", None)
     return made
 
 
@@ -213,7 +214,7 @@ def test_a_text_that_is_split_otherwise_is_not_cut(tmp_path: Path) -> None:
         }
         with answering(answers) as requests:
             asked_ = connect(requests.url, tokenizer=tmp_path)
-            assert context(asked_, "base", None, reference()).verdict == verdict
+            assert context(Answers(asked_, reference()), "base", None).verdict == verdict
 
 
 def test_a_context_that_was_never_trained_on_may_be_short() -> None:

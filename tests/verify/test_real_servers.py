@@ -18,7 +18,8 @@ import httpx
 import numpy as np
 import pytest
 
-from tasks.drift.fingerprint import PROFILES, Fingerprint
+from tasks.drift.fingerprint import Fingerprint
+from tasks.verify.answers import Answers
 from tasks.verify.checks.ending import context, eos
 from tasks.verify.checks.leak import leak
 from tasks.verify.checks.load import batching, long_prompts, prefix_cache, streaming
@@ -30,7 +31,6 @@ from tests.commands import environment
 from tests.verify.serving import START_S, Running, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
-LIMIT = PROFILES["standard"]
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -69,11 +69,9 @@ def test_vllm_answers_as_its_models_were_measured(server: Running, reference: Re
 
 
 def test_vllm_passes_every_check_of_prompts_and_load(server: Running, reference: Reference) -> None:
-    asked = connect(server.url)
-    names = ("lora-0", "base", reference)
-    checks = [check(asked, *names) for check in (template, tokens, eos, context, streaming)]
-    under_load = (leak, batching, prefix_cache, long_prompts)
-    checks += [check(asked, *names, LIMIT) for check in under_load]
+    answers = Answers(connect(server.url), reference)
+    functions = (template, tokens, eos, context, streaming, leak, batching, prefix_cache)
+    checks = [check(answers, "lora-0", "base") for check in (*functions, long_prompts)]
     assert {check.name: check.verdict for check in checks} == {c.name: "ok" for c in checks}
     print(*(f"{check.name}: {check.text}" for check in checks), sep="\n")
 
@@ -126,7 +124,7 @@ def test_transformers_serve_renders_as_in_training(
         (made,) = asked.generate(folder, CHAT, 2, temperature=0)
         chat = next(probe for probe in reference.probes if probe.messages)
         assert made.prompt_length == len(chat.ids)
-        check = template(asked, folder, None, reference)
+        check = template(Answers(asked, reference), folder, None)
         assert (check.verdict, "as many tokens" in check.text) == ("unknown", True)
         with pytest.raises(ServerError, match="no log-probabilities"):
             asked.score(folder, [[1, 2, 3]])

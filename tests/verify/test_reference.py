@@ -1,4 +1,4 @@
-"""What a server is compared with: witnesses, served folders, and what is neither."""
+"""References of a server: witnesses, served folders, and folders that are neither."""
 
 from __future__ import annotations
 

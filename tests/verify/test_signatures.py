@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tasks.verify.answers import Answers
 from tasks.verify.check import Check
 from tasks.verify.checks.adapters import applied, base_name
-from tasks.verify.checks.distribution import Answers, distribution
+from tasks.verify.checks.distribution import distribution
 from tests.verify import tiny_models
 from tests.verify.tiny_models import Model, TorchServer, Training
 
@@ -34,7 +35,6 @@ def checks(training: Training, tuned: Model, base: Model | None = None) -> dict[
     reference = training.reference()
     server = TorchServer(tuned=tuned, base=base or training.base)
     answers = Answers(server, reference)
-    common = (server, "tuned", "base", reference)
     moved, dose = answers.distance("tuned"), answers.dose("tuned")
     assert dose is not None
     below = answers.from_base("base")
@@ -44,9 +44,9 @@ def checks(training: Training, tuned: Model, base: Model | None = None) -> dict[
         f"{moved.first_kl:.0e} | {below.mean_kl:.0e} |"
     )
     return {
-        "distribution": distribution(*common, answers=answers),
-        "adapter": applied(*common, answers=answers),
-        "base": base_name(*common, answers=answers),
+        "distribution": distribution(answers, "tuned", "base"),
+        "adapter": applied(answers, "tuned", "base"),
+        "base": base_name(answers, "tuned", "base"),
     }
 
 

@@ -8,43 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tasks.verify.answers import Answers
 from tasks.verify.causes import causes
 from tasks.verify.check import Cause, Check
-from tasks.verify.checks.distribution import Answers
 from tasks.verify.dose import TOLERANCE, Dose
 from tasks.verify.reference import Reference
-from tasks.verify.servers.server import Server, UnsupportedError
+from tasks.verify.servers.server import UnsupportedError
 
 NAME = "adapter"
 BASE = "base"
 
 
-def applied(
-    server: Server,
-    model: str,
-    base: str | None,
-    reference: Reference,
-    *,
-    profile: str = "standard",
-    answers: Answers | None = None,
-) -> Check:
+def applied(answers: Answers, model: str, base: str | None) -> Check:
     """Check that a name applies the whole adapter, by how far it is from the base.
 
     Args:
-        server: the server.
+        answers: log-probabilities of the server.
         model: name of the adapter, or of a model that it was merged into.
         base: name of the base on the same server; None if there is none.
-        reference: the trained model.
-        profile: as in `distribution`.
-        answers: what was asked before.
 
     Raises:
         ServerError: the server does not answer, or refuses.
-        ConfigError: no such profile.
     """
-    if reference.base is None:
+    if answers.reference.base is None:
         return Check(NAME, "unknown", "the record has no base: not the record of an adapter")
-    answers = answers or Answers(server, reference, profile)
     try:
         measured = answers.dose(model)
     except UnsupportedError as error:
@@ -81,24 +68,15 @@ def _numbers(measured: Dose) -> dict[str, float | str]:
     }
 
 
-def base_name(
-    server: Server,
-    model: str,
-    base: str | None,
-    reference: Reference,
-    *,
-    profile: str = "standard",
-    answers: Answers | None = None,
-) -> Check:
+def base_name(answers: Answers, model: str, base: str | None) -> Check:
     """Check that the base's own name answers as the base, with no part of the adapter.
 
     Takes the arguments of `applied`, and raises the same errors.
     """
-    if reference.base is None:
+    if answers.reference.base is None:
         return Check(BASE, "unknown", "the record has no base: not the record of an adapter")
     if base is None or base == model:
         return Check(BASE, "unknown", "the server has no name for the base: nothing to ask")
-    answers = answers or Answers(server, reference, profile)
     try:
         measured, leaked = answers.from_base(base), answers.dose(base)
     except UnsupportedError as error:
@@ -127,7 +105,7 @@ def base_name(
             f"{base!r} is not the base of the training: mean KL {measured.mean_kl:.1e} nats per "
             f"token (limit {limit.mean_kl:.1e})"
         )
-        return Check(BASE, "fault", text, numbers, limits, (_other_base(reference, base),))
+        return Check(BASE, "fault", text, numbers, limits, (_other_base(answers.reference, base),))
     text = f"{base!r} answers as the base of the training: mean KL {measured.mean_kl:.1e}"
     return Check(BASE, "ok", text, numbers, limits)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tasks.verify.answers import Answers
 from tasks.verify.check import Cause, Check
 from tasks.verify.reference import Reference
 from tasks.verify.servers.server import Prompt, Server, ServerError, UnsupportedError
@@ -25,12 +26,13 @@ _SPLIT = 0.8
 """Least share of a prompt's tokens that a server has which splits its text again."""
 
 
-def eos(server: Server, model: str, base: str | None, reference: Reference) -> Check:
+def eos(answers: Answers, model: str, base: str | None) -> Check:
     """Check that the server ends a response at the tokens that end a turn of the trained model.
 
     Where the fingerprint says that the model ends its turn, it generates freely; besides, each such
     token is forced by a bias, which needs no likely position.
     """
+    server, reference = answers.server, answers.reference
     ends = _ends(reference)
     if not ends:
         return Check("eos", "unknown", "the reference names no EOS")
@@ -81,8 +83,9 @@ def _stops(
     return False if options and not made.text else None
 
 
-def context(server: Server, model: str, base: str | None, reference: Reference) -> Check:
+def context(answers: Answers, model: str, base: str | None) -> Check:
     """Check the server's context: as long as the training's rows, and nothing is cut silently."""
+    server, reference = answers.server, answers.reference
     served = {entry.name: entry for entry in server.models()}
     names = [name for name in (model, served[model].parent if model in served else None) if name]
     lengths = [served[name].max_length for name in names if name in served]

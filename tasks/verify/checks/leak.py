@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.drift.fingerprint import DriftLimit
+from tasks.verify.answers import Answers
 from tasks.verify.check import Cause, Check
 from tasks.verify.checks.changes import changes, exceeds, few, parted, together
-from tasks.verify.comparison import limit_of
-from tasks.verify.reference import Reference
 from tasks.verify.servers.server import Generated, Scores, Server
 
 CROWDS = (1, 8, 32)
@@ -24,11 +23,9 @@ _SEQUENCES, _OTHERS = 4, 2
 _TOKENS = 8
 
 
-def leak(
-    server: Server, model: str, base: str | None, reference: Reference, limit: DriftLimit
-) -> Check:
+def leak(answers: Answers, model: str, base: str | None) -> Check:
     """Ask base and adapters by turns, and compare with what each answered alone."""
-    limit = limit_of(reference.trained, limit, reference.trained.noise)
+    server, limit = answers.server, answers.limit
     served = server.models()
     parent = next((entry.parent for entry in served if entry.name == model), None) or base
     others = [e.name for e in served if e.parent is not None and e.name not in (model, parent)]
@@ -36,7 +33,7 @@ def leak(
     names = list(dict.fromkeys(names))
     if len(names) < 2:
         return Check("leak", "unknown", "the server has no second model to mix it up with")
-    sequences = few(reference, _SEQUENCES if server.abilities.prompt_logprobs else 1)
+    sequences = few(answers.reference, _SEQUENCES if server.abilities.prompt_logprobs else 1)
     alone = {name: server.score(name, sequences, workers=1) for name in names}
     apart = min(_mean(changes(alone[names[0]], alone[name])) for name in names[1:])
     measured: dict[str, float | str] = {"models": len(names), "apart": apart}

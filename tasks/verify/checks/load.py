@@ -13,10 +13,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tasks.drift.fingerprint import DriftLimit
+from tasks.verify.answers import Answers
 from tasks.verify.check import Cause, Check
 from tasks.verify.checks.changes import change, changes, exceeds, few, parted
-from tasks.verify.comparison import limit_of
 from tasks.verify.reference import Reference
 from tasks.verify.servers.server import Entry, Generated, Server
 
@@ -30,12 +29,10 @@ _FROM, _LONG = 256, 640
 _LONG_POSITIONS = 8
 
 
-def batching(
-    server: Server, model: str, base: str | None, reference: Reference, limit: DriftLimit
-) -> Check:
+def batching(answers: Answers, model: str, base: str | None) -> Check:
     """Score the same sequences alone and in crowds of 8 and 32 requests."""
-    limit = limit_of(reference.trained, limit, reference.trained.noise)
-    sequences = few(reference, _SEQUENCES if server.abilities.prompt_logprobs else 2)
+    server, limit = answers.server, answers.limit
+    sequences = few(answers.reference, _SEQUENCES if server.abilities.prompt_logprobs else 2)
     alone = server.score(model, sequences, workers=1)
     measured: dict[str, float | str] = {}
     worst, worst_crowd, at_fault = 0.0, CROWDS[0], False
@@ -57,13 +54,11 @@ def batching(
     return Check("batching", "ok", text, measured, limits)
 
 
-def prefix_cache(
-    server: Server, model: str, base: str | None, reference: Reference, limit: DriftLimit
-) -> Check:
+def prefix_cache(answers: Answers, model: str, base: str | None) -> Check:
     """Ask for the next token after prompts that the server has not seen, and ask again."""
-    limit = limit_of(reference.trained, limit, reference.trained.noise)
+    server, limit = answers.server, answers.limit
     length = min(_CACHED, (_length(server, model) or _CACHED) - 2)
-    prompts = [_shuffled(reference, length) for _ in range(_PROMPTS)]
+    prompts = [_shuffled(answers.reference, length) for _ in range(_PROMPTS)]
     first = server.next_tokens(model, prompts, workers=1)
     again = server.next_tokens(model, prompts, workers=1)
     moved = [change(a, b) for a, b in zip(first, again, strict=True)]
@@ -84,21 +79,19 @@ def prefix_cache(
     return Check("prefix-cache", "ok", text, measured, limits)
 
 
-def long_prompts(
-    server: Server, model: str, base: str | None, reference: Reference, limit: DriftLimit
-) -> Check:
+def long_prompts(answers: Answers, model: str, base: str | None) -> Check:
     """Compare prompt log-probabilities with generated tokens, from 256 tokens on.
 
     vLLM issue 48271: both disagree there, so that probes of that length prove nothing.
     """
+    server, limit = answers.server, answers.limit
     if server.abilities.prompt_logprobs < 2 or not server.abilities.next_logprobs:
         reason = "the server returns either prompt log-probabilities or next tokens, not both"
         return Check("long-prompts", "unknown", reason)
-    limit = limit_of(reference.trained, limit, reference.trained.noise)
     size = min(_LONG, (_length(server, model) or _LONG) - 2)
     if size < _FROM + _LONG_POSITIONS:
         return Check("long-prompts", "unknown", f"the server takes {size + 2} tokens only")
-    sequence = _shuffled(reference, size)
+    sequence = _shuffled(answers.reference, size)
     places = np.linspace(_FROM - 1, size - 2, _LONG_POSITIONS).round().astype(int).tolist()
     (scored,) = server.score(model, [sequence])
     generated = server.next_tokens(model, [sequence[: at + 1] for at in places])
@@ -120,9 +113,10 @@ def long_prompts(
     return Check("long-prompts", "ok", text, measured, limits)
 
 
-def streaming(server: Server, model: str, base: str | None, reference: Reference) -> Check:
+def streaming(answers: Answers, model: str, base: str | None) -> Check:
     """Compare greedy responses that are streamed with those that are not."""
-    prompts = [ids[: max(1, len(ids) // 2)] for ids in few(reference, _PROMPTS)]
+    server = answers.server
+    prompts = [ids[: max(1, len(ids) // 2)] for ids in few(answers.reference, _PROMPTS)]
     untold, tokens = 0, 0
     for prompt in prompts:
         whole, streamed = (_greedy(server, model, prompt, stream) for stream in (False, True))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tasks.verify.answers import Answers
 from tasks.verify.check import Cause, Check
-from tasks.verify.checks.distribution import Answers
 from tasks.verify.servers.server import ServerError
 
 NAME = "names"
@@ -11,13 +11,13 @@ MOST = 16
 """Most names that are asked."""
 
 
-def names(model: str, base: str | None, answers: Answers) -> Check:
+def names(answers: Answers, model: str, base: str | None) -> Check:
     """Check that no other name answers as the trained model while this one does not.
 
     Args:
+        answers: log-probabilities of the server.
         model: name that should be the trained model.
         base: name of its base on the same server; None if there is none.
-        answers: what was asked before.
 
     Raises:
         ServerError: the server does not answer, or refuses.
@@ -30,17 +30,17 @@ def names(model: str, base: str | None, answers: Answers) -> Check:
     measured: dict[str, float | str] = {"names": len(others)}
     for other in others:
         try:
-            found_at = answers.distance(other)
+            moved = answers.distance(other)
         except ServerError as error:
             if error.code not in ("model", "length", "request"):
                 raise
             continue  # this name does not take our probes, so that it is another model
-        if not found_at.exceeds(answers.limit):
+        if not moved.exceeds(answers.limit):
             text = f"the trained model answers under another name: {other}"
             cause = Cause(
                 "adapters-swapped",
                 f"{other!r} answers as the model that {model!r} should be "
-                f"(mean KL {found_at.mean_kl:.1e})",
+                f"(mean KL {moved.mean_kl:.1e})",
                 f"--lora-modules {model}={answers.reference.folder}, and the folder of {other!r} "
                 "under its own name",
             )

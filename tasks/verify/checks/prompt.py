@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tasks.core.terminal import plain
+from tasks.verify.answers import Answers
 from tasks.verify.check import Cause, Check
 from tasks.verify.checks.differences import Difference, difference
 from tasks.verify.reference import Probe, Reference
@@ -16,8 +17,9 @@ from tasks.verify.servers.server import Server, ServerError, UnsupportedError
 from tasks.witness.plumbline_witness.probes import LIMIT
 
 
-def template(server: Server, model: str, base: str | None, reference: Reference) -> Check:
+def template(answers: Answers, model: str, base: str | None) -> Check:
     """Compare the server's rendering of the public conversations with the training's."""
+    server, reference = answers.server, answers.reference
     chats = [probe for probe in reference.probes if probe.messages]
     if not chats:
         return Check("template", "unknown", "the reference has no conversations")
@@ -40,17 +42,14 @@ def template(server: Server, model: str, base: str | None, reference: Reference)
         f"{len(differing)} of {len(chats)} conversations differ; number {probe.number} at token "
         f"{first.position}: {_shown(server, model, first)}"
     )
-    causes = {cause.code: cause for cause in _template_causes(server, model, reference, differing)}
+    causes = {cause.code: cause for cause in _template_causes(answers, model, differing)}
     return Check("template", "fault", text, measured, causes=tuple(causes.values()))
 
 
 def _template_causes(
-    server: Server,
-    model: str,
-    reference: Reference,
-    differing: Sequence[tuple[Probe, Difference]],
+    answers: Answers, model: str, differing: Sequence[tuple[Probe, Difference]]
 ) -> list[Cause]:
-    if _other_tokenizer(server, model, reference):
+    if _other_tokenizer(answers, model):
         return [_TOKENIZER]
     without_system = [p for p, _ in differing if (p.messages or ({},))[0].get("role") != "system"]
     kinds = {differs.kind for _, differs in differing}
@@ -92,12 +91,13 @@ def _lengths(server: Server, model: str, chats: Sequence[Probe]) -> Check:
     )  # fmt: skip
 
 
-def tokens(server: Server, model: str, base: str | None, reference: Reference) -> Check:
+def tokens(answers: Answers, model: str, base: str | None) -> Check:
     """Compare the server's tokens of the public texts with the training's.
 
     `unchanged` is the number of texts that come back as they were. Tokenisers with unknown tokens
     return others, so that this is no fault.
     """
+    server, reference = answers.server, answers.reference
     texts = [p for p in reference.probes if p.kind in ("text", "prompt") and p.text is not None]
     if not texts:
         return Check("tokens", "unknown", "the reference has no texts")
@@ -130,9 +130,9 @@ def _special(reference: Reference, name: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _other_tokenizer(server: Server, model: str, reference: Reference) -> bool:
+def _other_tokenizer(answers: Answers, model: str) -> bool:
     try:
-        check = tokens(server, model, None, reference)
+        check = tokens(answers, model, None)
     except UnsupportedError:
         return False
     return _TOKENIZER in check.causes

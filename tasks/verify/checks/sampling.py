@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from tasks.verify.answers import Answers
 from tasks.verify.check import Cause, Check
-from tasks.verify.checks.distribution import Answers
 from tasks.verify.comparison import coarse_kl
 from tasks.verify.reference import Reference
-from tasks.verify.servers.server import Server, UnsupportedError
+from tasks.verify.servers.server import UnsupportedError
 from tasks.verify.temperature import (
     BETAS,
     COARSE,
@@ -35,32 +35,23 @@ _SAME = DOUBT / 2
 """Log-likelihood (nats) that a difference of server and witness may cost over all tokens."""
 
 
-def sampling(
-    server: Server,
-    model: str,
-    base: str | None,
-    reference: Reference,
-    *,
-    answers: Answers | None = None,
-) -> Check:
+def sampling(answers: Answers, model: str, base: str | None) -> Check:
     """Compare the server's default sampling settings with those that training recorded.
 
     It costs `PROMPTS` requests with `EACH` responses of one token.
 
     Args:
-        server: the server.
+        answers: log-probabilities of the server; the reference's generation configuration is
+            what is expected.
         model: name that is asked.
         base: not used.
-        reference: the trained model; its generation configuration is what is expected.
-        answers: what was asked before.
 
     Raises:
         ServerError: the server does not answer, or refuses.
     """
-    answers = answers or Answers(server, reference)
-    expected = expected_settings(reference)
+    expected = expected_settings(answers.reference)
     try:
-        rows = _sample(server, model, answers)
+        rows = _sample(answers, model)
     except UnsupportedError as error:
         return Check(NAME, "unknown", f"default sampling settings not measured: {error.message}")
     total = int(sum(row.counts.sum() + row.outside for row in rows))
@@ -111,11 +102,11 @@ def expected_settings(reference: Reference) -> Settings:
     return Settings(beta, top_k, number("top_p", 1.0) or 1.0, number("min_p", 0.0))
 
 
-def _sample(server: Server, model: str, answers: Answers) -> list[Drawn]:
+def _sample(answers: Answers, model: str) -> list[Drawn]:
     """Sample first tokens after the prompts that tell most about the temperature."""
+    server, reference = answers.server, answers.reference
     if not server.abilities.token_ids:
         raise UnsupportedError("the server takes no token ids as a prompt")
-    reference = answers.reference
     served, trained = answers.aligned(model), reference.trained
     places = [(p, t) for p, probe in enumerate(reference.probes) for t in range(len(probe.ids) - 1)]
     p = np.exp(trained.logprobs.astype(np.float64))

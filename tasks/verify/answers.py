@@ -1,0 +1,121 @@
+"""Log-probabilities of a server on the probes of a reference, and what follows from them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from tasks.core.errors import ConfigError
+from tasks.drift.fingerprint import PROFILES, DriftLimit
+from tasks.drift.verdict import NOISE_FACTOR
+from tasks.verify.alignment import Aligned, align
+from tasks.verify.causes import Evidence, Nearby
+from tasks.verify.comparison import Distance, distance, is_coarse, limit_of, rounding_kl
+from tasks.verify.dose import Dose, dose
+from tasks.verify.reference import Reference
+from tasks.verify.servers.server import Scores, Server
+
+COARSEST = 10.0
+"""Least effect of an adapter, in units of the trainer's rounding: its dose is off by up to 0.1."""
+
+
+class Answers:
+    """A server's log-probabilities on the probes of a reference; each name is asked once.
+
+    All checks take one of these, the name that should be the trained model, and the name of its
+    base on the same server (None if there is none).
+
+    Args:
+        server: the server.
+        reference: the trained model.
+        profile: "strict", "standard" or "relaxed".
+
+    Raises:
+        ConfigError: no such profile.
+    """
+
+    def __init__(self, server: Server, reference: Reference, profile: str = "standard") -> None:
+        if profile not in PROFILES:
+            raise ConfigError(f"no profile {profile!r}", hint=f"one of {', '.join(PROFILES)}")
+        self.server, self.reference = server, reference
+        self.profile = PROFILES[profile]
+        self._scores: dict[str, list[Scores]] = {}
+        self._aligned: dict[str, Aligned] = {}
+
+    def scores(self, model: str) -> list[Scores]:
+        """Return the log-probabilities of the probes under a name of the server.
+
+        Raises:
+            UnsupportedError: the API does not give any.
+            ServerError: the server does not answer, or refuses.
+        """
+        if model not in self._scores:
+            self._scores[model] = self.server.score(model, self.reference.sequences)
+        return self._scores[model]
+
+    def aligned(self, model: str) -> Aligned:
+        """Return the same by position and id of the reference."""
+        if model not in self._aligned:
+            self._aligned[model] = align(self.reference.trained, self.scores(model))
+        return self._aligned[model]
+
+    @cached_property
+    def limit(self) -> DriftLimit:
+        """The profile's limits, widened by rounding and by the witness's own noise."""
+        return limit_of(self.reference.trained, self.profile, self.reference.trained.noise)
+
+    @cached_property
+    def noise(self) -> float:
+        """Effect of an adapter below which its dose cannot be measured (nats).
+
+        A trainer's own rounding is in both of its prints. It would pull the dose towards one half,
+        by the share that it has in their difference.
+        """
+        trained = self.reference.trained
+        coarse = COARSEST * rounding_kl(trained) if is_coarse(trained) else 0.0
+        return max(1e-5, NOISE_FACTOR * (trained.noise or 0.0), coarse)
+
+    def distance(self, model: str) -> Distance:
+        """Return the distance of a name from the trained model."""
+        return distance(self.reference.trained, self.aligned(model), self.limit)
+
+    def from_base(self, model: str) -> Distance | None:
+        """Return the distance of a name from the base; None without adapter."""
+        base = self.reference.base
+        if base is None:
+            return None
+        return distance(base, self.aligned(model), self.limit, most_likely=False)
+
+    def dose(self, model: str) -> Dose | None:
+        """Return how much of the adapter a name applies; None if that cannot be measured."""
+        base = self.reference.base
+        if base is None:
+            return None
+        return dose(self.reference.trained, base, self.aligned(model), self.noise)
+
+    def from_siblings(self, model: str) -> list[Nearby]:
+        """Return the distance of a name from other models whose records lie beside this one."""
+        scores, nearby = self.scores(model), []
+        for name, other in self.reference.siblings():
+            common, trained = self.reference.shared(other)
+            aligned = align(trained, [scores[number] for number in common])
+            if aligned.measured.any():
+                nearby.append(Nearby(name, distance(trained, aligned, self.limit)))
+        return nearby
+
+    def evidence(self, model: str, base: str | None) -> Evidence:
+        """Return everything that tells the cause of a fault.
+
+        Args:
+            model: name that was asked.
+            base: name of the base on the same server; None if there is none.
+        """
+        return Evidence(
+            reference=self.reference,
+            model=model,
+            distance=self.distance(model),
+            limit=self.limit,
+            dose=self.dose(model),
+            from_base=self.from_base(model),
+            base=self.from_base(base) if base is not None and base != model else None,
+            siblings=self.from_siblings(model),
+        )

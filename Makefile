@@ -74,19 +74,19 @@ sbom: setup-dev  ## bills of materials from the locks, in sbom/ (ARGS: cpu cuda 
 	@$(PY) -m infra.sbom $(ARGS)
 
 up: setup  ## Prefect server, MLflow server and a worker on loopback (PREFECT_PORT, MLFLOW_PORT)
-	@$(PY) -m infra.services up
+	@$(PY) -m infra.servers.services up
 
 deploy: setup  ## register the deployments of infra/prefect.yaml
-	@$(PY) -m infra.services deploy
+	@$(PY) -m infra.servers.services deploy
 
 down: setup  ## stop what `make up` started
-	@$(PY) -m infra.services down
+	@$(PY) -m infra.servers.services down
 
 status: setup  ## what runs, and where
-	@$(PY) -m infra.services status
+	@$(PY) -m infra.servers.services status
 
 backup: setup  ## copy PLUMBLINE_RUNS to TO=<folder> while the servers work, and verify the copy
-	@$(PY) -m infra.backup backup "$(TO)"
+	@$(PY) -m infra.servers.backup backup "$(TO)"
 
 restore: setup  ## write the backup FROM=<folder> to a new PLUMBLINE_RUNS=<folder>
-	@$(PY) -m infra.backup restore "$(FROM)"
+	@$(PY) -m infra.servers.backup restore "$(FROM)"

@@ -44,7 +44,7 @@ if settings is not None:
     settings.register_profile("plumbline", deadline=None)
     settings.load_profile("plumbline")
 
-TOGETHER = ("flows", "training", "infra", "serving", "weights", "witness")
+TOGETHER = ("flows", "training", "infra/servers", "serving", "weights", "witness")
 """Folders whose tests share what is expensive to make: one worker runs all of a folder.
 
 The longest one is the first; a folder in such a folder is a group of its own.
@@ -59,7 +59,8 @@ class ByFolder(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::", 1)[0]
-        return file.rpartition("/")[0] if file.split("/")[1] in TOGETHER else file
+        together = tuple(f"tests/{name}/" for name in TOGETHER)
+        return file.rpartition("/")[0] if file.startswith(together) else file
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:

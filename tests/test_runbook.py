@@ -88,7 +88,7 @@ def test_every_exit_status_has_an_entry() -> None:
 
 
 def test_every_alarm_of_prefect_has_an_entry() -> None:
-    alarm = yaml.safe_load((PROJECT / "infra" / "automations.yaml").read_text())
+    alarm = yaml.safe_load((PROJECT / "infra" / "servers" / "automations.yaml").read_text())
     states = {event.rpartition(".")[2] for event in alarm["trigger"]["expect"]}
     for state in {*states, "Cancelled", "Late", "AwaitingConcurrencySlot"}:
         assert f"| `{state}` |" in TEXT, state

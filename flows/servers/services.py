@@ -1,4 +1,4 @@
-"""Find the servers that `make up` runs for a folder of runs (`infra/services.py` starts them).
+"""Find the servers that `make up` runs for a folder of runs (`infra/servers/` starts them).
 
 `<runs>/services` has `<name>.json` for each process and `prefect.env`, the settings of Prefect's
 clients as a file that a shell can read: `. <runs>/services/prefect.env`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shlex
@@ -16,6 +17,7 @@ from transformers import TrainingArguments
 
 from tasks.audit.run import audit
 from tests.audit.making import by_code, codes, edit_json, errors, make_model, tensors
+from tests.weights.pickled.corpus import cases
 
 
 class Hostile:
@@ -131,6 +133,42 @@ def test_trainer_pickles_are_not_errors(tmp_path: Path) -> None:
     reported = codes(root)
     assert reported["PICKLE_CLASSES"] == "info"
     assert errors(reported) == set()
+
+
+AUDIT_HOOKED = """
+import json, pickle, sys
+from pathlib import Path
+from tasks.audit.run import audit
+events = []
+calls = ("os.system", "os.exec", "os.posix_spawn", "pickle.find_class", "socket.connect")
+sys.addaudithook(lambda event, args: events.append(event) if event in calls else None)
+findings = audit(Path(sys.argv[1])).findings
+during = list(events)
+pickle.loads(b"cbuiltins\\nlen\\n.")
+print(json.dumps({
+    "during": during, "after": events[len(during):],
+    "errors": [[each.file, each.code] for each in findings if each.severity.value == "error"],
+}))
+"""
+
+
+def test_the_whole_corpus_in_one_checkpoint(tmp_path: Path) -> None:
+    """Every file has an error of its own, and Python's own audit hook sees no call of theirs."""
+    root = make_model(tmp_path / "it")
+    files = set()
+    for number, (_, _, file, data) in enumerate(cases()):
+        (root / f"{number:03d}").mkdir()
+        (root / f"{number:03d}" / file).write_bytes(data)
+        files.add(f"{number:03d}/{file}")
+    done = subprocess.run(
+        [sys.executable, "-c", AUDIT_HOOKED, str(root)],
+        capture_output=True, text=True, check=True, timeout=300,
+    )  # fmt: skip
+    seen = json.loads(done.stdout)
+    assert seen["during"] == []
+    assert seen["after"] == ["pickle.find_class"]  # what a call of theirs would have left
+    pickles = {file for file, code in seen["errors"] if code in ("PICKLE_CALLS", "PICKLE_OPAQUE")}
+    assert pickles == files
 
 
 def test_remote_code_of_a_model(tmp_path: Path) -> None:

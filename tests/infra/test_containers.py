@@ -81,7 +81,7 @@ def test_prefect_has_a_login_and_its_clients_use_it(compose: dict[str, Any]) -> 
     secret = server["environment"]["PREFECT_SERVER_API_AUTH_STRING"]
     for client in ("deploy", "worker"):
         assert services[client]["environment"]["PREFECT_API_AUTH_STRING"] == secret
-    assert "--base-job-template infra/work_pool.json" in services["deploy"]["command"][-1]
+    assert "--base-job-template infra/servers/work_pool.json" in services["deploy"]["command"][-1]
 
 
 def test_services_depend_on_services_that_exist(compose: dict[str, Any]) -> None:

@@ -26,7 +26,8 @@ from transformers import TrainingArguments, get_linear_schedule_with_warmup
 from tasks.weights.pickled import scan
 from tasks.weights.pickled.allowed import TENSORS, TORCH, TRAINERS
 from tasks.weights.pickled.scan import Scanned, Scanner
-from tests.weights.pickled.corpus import array, cases, evil, legacy, program, reduce, zipped
+from tests.weights.pickled.corpus import cases
+from tests.weights.pickled.making import array, evil, legacy, program, reduce, zipped
 
 CASES = {f"{source}: {case}": (file, data) for source, case, file, data in cases()}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.daemon import Daemon, log_path, port_is_free, record_of, start, stop, wait_ready
+from infra.servers.daemon import Daemon, log_path, port_is_free, record_of, start, stop, wait_ready
 from tasks.core.errors import BusyError, PlumblineError
 
 # Answers on a port, and has a child that ignores SIGTERM.

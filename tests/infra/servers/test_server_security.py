@@ -14,7 +14,7 @@ import pytest
 
 from flows.servers.server_api import Api, RefusedError, basic_auth
 from flows.servers.services import client_settings
-from tests.infra.site import JUDGE_LOGIN, Site
+from tests.infra.servers.site import JUDGE_LOGIN, Site
 
 EVIL = "http://evil.example"
 

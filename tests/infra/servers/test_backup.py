@@ -14,14 +14,14 @@ import pytest
 from mlflow import MlflowClient
 from sqlalchemy import create_engine, text
 
-from infra.backup import LABEL, backup, main, restore
+from infra.servers.backup import LABEL, backup, main, restore
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.pipeline.artifact import Origin, open_artifact, publish, verify
 from tasks.pipeline.report import RegisteredModel
 from tasks.tracking.journal import left_behind, new_journal
 from tasks.tracking.mlflow_server import Server
 from tests.commands import command, environment, summary_of
-from tests.infra.site import Site
+from tests.infra.servers.site import Site
 
 SMALL = (
     "+exp=sft_qlora", "train.max_steps=4", "model.steps=20", "smoke.engine=transformers",

@@ -1,10 +1,10 @@
 """Run a Prefect server, an MLflow server and a worker on loopback (`make up`, `make down`).
 
-    python -m infra.services up|deploy|down|status
+    python -m infra.servers.services up|deploy|down|status
 
 Records, logs and the login are in `<runs>/services`. Environment variables: PLUMBLINE_RUNS (default
-runs), PREFECT_PORT (default 4200), MLFLOW_PORT (default 5000); databases: infra/databases.py;
-limits of deployments: flows/orchestration/deployment.py.
+runs), PREFECT_PORT (default 4200), MLFLOW_PORT (default 5000); databases: databases.py; limits of
+deployments: flows/orchestration/deployment.py.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from flows.servers.services import (
     services_of,
     write_client_settings,
 )
-from infra import databases
-from infra.automations import apply
-from infra.daemon import Daemon, start, stop, wait_ready
-from infra.deployments import POOL, PROJECT, make_pool, register, tool
+from infra.servers import databases
+from infra.servers.automations import apply
+from infra.servers.daemon import Daemon, start, stop, wait_ready
+from infra.servers.deployments import POOL, PROJECT, make_pool, register, tool
 from tasks.core.errors import PlumblineError
 from tasks.core.private import close_records, stay_private
 
@@ -150,10 +150,7 @@ class Services:
         )
 
     def _tracking(self) -> dict[str, str]:
-        """Return the setting that sends runs to MLflow's server, if its records are not in SQLite.
-
-        Without it their records would be in a SQLite database that MLflow's pages do not show.
-        """
+        """Return the setting that sends runs to MLflow's server, unless SQLite has its records."""
         return {TRACKING: self.mlflow.url} if databases.url_of("mlflow") else {}
 
     def worker_is_online(self) -> bool:
@@ -208,8 +205,7 @@ class Services:
         self.home.mkdir(parents=True, exist_ok=True)
         self.home.chmod(0o700)
         auth = self.auth or f"plumbline:{secrets.token_urlsafe(32)}"
-        settings = {URL: self.prefect.url, AUTH: auth, **self._tracking()}
-        write_client_settings(self.home, settings)
+        write_client_settings(self.home, {URL: self.prefect.url, AUTH: auth, **self._tracking()})
 
     def deploy(self) -> list[str]:
         """Register the deployments of infra/prefect.yaml with the running server.
@@ -279,16 +275,12 @@ def services_of_environment() -> Services:
     os.environ.pop(URL, None)  # these commands use our server only
     bootstrap(PROJECT, runs)
     home = runs / "services"
-    return Services(
-        runs=runs,
-        prefect_port=_port("PREFECT_PORT", "prefect", home),
-        mlflow_port=_port("MLFLOW_PORT", "mlflow", home),
-    )
+    return Services(runs, *(_port(f"{name.upper()}_PORT", name, home) for name in PORTS))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m infra.services")
+    parser = argparse.ArgumentParser(prog="python -m infra.servers.services")
     parser.add_argument("command", choices=("up", "deploy", "down", "status"))
     command = parser.parse_args(argv).command
     stay_private()

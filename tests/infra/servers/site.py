@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from infra.services import Services
+from infra.servers.services import Services
 from tests.infra.requirements_files import PROJECT
-from tests.infra.test_daemon import free_port
+from tests.infra.servers.test_daemon import free_port
 
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 PATIENCE_S = 120.0
@@ -45,9 +45,9 @@ class Site:
         return cls(services, env)
 
     def command(self, name: str, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run `python -m infra.services NAME`."""
+        """Run `python -m infra.servers.services NAME`."""
         return subprocess.run(
-            [sys.executable, "-m", "infra.services", name],
+            [sys.executable, "-m", "infra.servers.services", name],
             cwd=PROJECT,
             env=self.env | env,
             check=False,

@@ -15,10 +15,10 @@ import pytest
 from mlflow import MlflowClient
 
 from flows.servers.services import record_of, record_path
-from infra.services import NAMES
+from infra.servers.services import NAMES
 from tasks.pipeline.locks import hold
 from tests.flows.test_bad_input import ours
-from tests.infra.site import FINAL, Site
+from tests.infra.servers.site import FINAL, Site
 
 
 @pytest.fixture

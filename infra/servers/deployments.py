@@ -14,10 +14,10 @@ import yaml
 
 from flows.servers.server_api import Api
 from flows.servers.services import CLIENT_SETTINGS
-from infra.daemon import TAIL_LINES
+from infra.servers.daemon import TAIL_LINES
 from tasks.core.errors import PlumblineError
 
-PROJECT = Path(__file__).resolve().parents[1]
+PROJECT = Path(__file__).resolve().parents[2]
 POOL = "plumbline"
 
 
@@ -27,7 +27,7 @@ def make_pool(prefect: Api) -> None:
     Its template has no job variables. Prefect's own one has `command`, `env` and `working_dir`,
     with which a flow run of any deployment could run any command.
     """
-    template = json.loads((PROJECT / "infra" / "work_pool.json").read_text())
+    template = json.loads((PROJECT / "infra" / "servers" / "work_pool.json").read_text())
     settings = {"base_job_template": template, "concurrency_limit": 1}
     if prefect.get(f"/work_pools/{POOL}") is None:
         prefect.post("/work_pools/", {"name": POOL, "type": "process", **settings})

@@ -16,9 +16,9 @@ import psycopg2
 import pytest
 
 from flows.servers.services import record_of
-from tests.infra.site import Site
-from tests.infra.test_backup import require_recorded, run_small
-from tests.infra.test_daemon import free_port
+from tests.infra.servers.site import Site
+from tests.infra.servers.test_backup import require_recorded, run_small
+from tests.infra.servers.test_daemon import free_port
 
 PREFECT, MLFLOW = "PREFECT_API_DATABASE_CONNECTION_URL", "MLFLOW_BACKEND_STORE_URI"
 PASSWORD = "n0t-for-a-l0g"

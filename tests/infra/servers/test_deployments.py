@@ -22,7 +22,7 @@ from tasks.config.checks.data import PEEK
 from tasks.core.errors import PlumblineError
 from tasks.pipeline.locks import hold
 from tests.infra.requirements_files import PROJECT
-from tests.infra.site import Site
+from tests.infra.servers.site import Site
 
 
 def test_up_again_finds_what_runs(site: Site) -> None:
@@ -110,7 +110,7 @@ def test_a_run_waits_for_a_run_on_a_terminal(site: Site, tmp_path: Path) -> None
 
 
 def test_a_run_on_a_terminal_uses_the_server(site: Site, tmp_path: Path) -> None:
-    script = Path(__file__).parents[1] / "process" / "flow_script.py"
+    script = Path(__file__).parents[2] / "process" / "flow_script.py"
     env = {key: value for key, value in site.env.items() if key != "PLUMBLINE_RUNS"}
     done = subprocess.run(
         [sys.executable, str(script), str(site.services.runs), "quick"],

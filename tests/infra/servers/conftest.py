@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.infra.site import Site
+from tests.infra.servers.site import Site
 
 
 @pytest.fixture(scope="session")

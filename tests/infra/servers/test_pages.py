@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.infra.browser import Page, browser, find_chromium
-from tests.infra.site import FINAL, Site
-from tests.infra.test_services_end import wait_until
+from tests.infra.servers.browser import Page, browser, find_chromium
+from tests.infra.servers.site import FINAL, Site
+from tests.infra.servers.test_services_end import wait_until
 
 pytestmark = [
     pytest.mark.slow,

@@ -1,4 +1,4 @@
-"""The alarm of infra/automations.yaml: a real Prefect server calls a real receiver."""
+"""The alarm of infra/servers/automations.yaml: a real Prefect server calls a real receiver."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from flows.servers.services import AUTH, URL
-from infra.automations import WEBHOOK, apply
+from infra.servers.automations import WEBHOOK, apply
 from tasks.core.errors import ConfigError, ContractError
 from tasks.register import Gate, register
 from tests.infra.requirements_files import PROJECT
-from tests.infra.site import PATIENCE_S, Site
+from tests.infra.servers.site import PATIENCE_S, Site
 
 
 class Receiver(ThreadingHTTPServer):
@@ -98,7 +98,7 @@ def test_the_alarm(site: Site, receiver: Receiver, monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv(WEBHOOK)
     env = {name: value for name, value in site.env.items() if name != WEBHOOK}
     done = subprocess.run(  # as infra/compose.yaml does; without the variable it stays as it is
-        [sys.executable, "-m", "infra.automations"],
+        [sys.executable, "-m", "infra.servers.automations"],
         cwd=PROJECT, env=env | {URL: prefect.url, AUTH: prefect.auth}, capture_output=True,
         text=True,
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Create, update or remove the alarm of infra/automations.yaml on a Prefect server.
+"""Create, update or remove the alarm of infra/servers/automations.yaml on a Prefect server.
 
-    python -m infra.automations      the server of PREFECT_API_URL and PREFECT_API_AUTH_STRING
+    python -m infra.servers.automations    server: PREFECT_API_URL, PREFECT_API_AUTH_STRING
 
 `make deploy` calls it for the server of `make up`. PLUMBLINE_WEBHOOK_URL says where alarms go;
 `off` removes the alarm, and without the variable it stays as it is.

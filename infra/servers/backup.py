@@ -1,7 +1,7 @@
 """Back up a folder of runs while its servers work, and restore it elsewhere.
 
-    python -m infra.backup backup FOLDER     make backup TO=FOLDER
-    python -m infra.backup restore FOLDER    make restore FROM=FOLDER PLUMBLINE_RUNS=<new folder>
+    make backup TO=FOLDER                          python -m infra.servers.backup backup FOLDER
+    make restore FROM=FOLDER PLUMBLINE_RUNS=NEW    python -m infra.servers.backup restore FOLDER
 
 A backup has the databases of Prefect and MLflow, all published artifacts, logs, reports and the
 login. Every artifact is compared with its manifest at the end. A later backup into the same folder
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.servers.services import CLIENT_SETTINGS, services_of
-from infra import databases
+from infra.servers import databases
 from tasks.core.errors import ArtifactError, ConfigError, PlumblineError
 from tasks.pipeline.artifact import open_artifact, verify
 
@@ -276,7 +276,7 @@ def _move_journal(path: Path, moved: dict[str, str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m infra.backup")
+    parser = argparse.ArgumentParser(prog="python -m infra.servers.backup")
     parser.add_argument("command", choices=("backup", "restore"))
     parser.add_argument("folder", type=Path, help="folder of the backup")
     words = parser.parse_args(argv)

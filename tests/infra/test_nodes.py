@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import yaml
+from jsonschema import Draft7Validator
 
 from tasks.core.errors import ConfigError
 from tests.conftest import PROJECT
 
 NODES = PROJECT / "infra" / "nodes"
+SCHEMA = Path(__file__).with_name("kubernetes.schema.json")
 SMALL = [
     "+exp=lora_zero3",
     "train.nodes=2",
@@ -87,6 +89,27 @@ def kubernetes() -> tuple[Any, Any, Any]:
     (replicated,) = jobset["spec"]["replicatedJobs"]
     assert replicated["replicas"] == 1
     return policy, jobset, replicated
+
+
+def refused(kind: str, document: dict[str, Any]) -> list[str]:
+    """Return what the schema of Kubernetes, or of JobSet, refuses in a document."""
+    schema = json.loads(SCHEMA.read_text())
+    name = {"NetworkPolicy": "io.k8s.api.networking.v1.NetworkPolicy"}.get(kind, kind)
+    validator = Draft7Validator({**schema, "$ref": f"#/definitions/{name}"})
+    return [error.message for error in validator.iter_errors(document)]
+
+
+def test_kubernetes_follows_the_schemas() -> None:
+    policy, jobset, replicated = kubernetes()
+    assert refused("NetworkPolicy", policy) == []
+    assert refused("JobSet", jobset) == []
+    pod = replicated["template"]["spec"]["template"]["spec"]
+    pod["securityContext"]["runAsNonroot"] = True
+    assert "'runAsNonroot' was unexpected" in refused("JobSet", jobset)[0]
+    del pod["securityContext"]["runAsNonroot"], pod["containers"]
+    assert refused("JobSet", jobset) == ["'containers' is a required property"]
+    policy["spec"]["policyTypes"] = "Ingress"
+    assert len(refused("NetworkPolicy", policy)) == 1
 
 
 def test_kubernetes_tells_pods_apart_and_lets_them_meet() -> None:

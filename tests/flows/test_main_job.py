@@ -16,6 +16,7 @@ from mlflow import MlflowClient
 
 from tasks.drift.fingerprint import PROFILES, Fingerprint
 from tasks.pipeline.artifact import open_artifact, verify
+from tests.conftest import PROJECT
 from tests.flows.conftest import Run
 from tests.flows.tracked import children
 from tests.monitoring.records import status_json
@@ -149,6 +150,8 @@ class TestQlora:
         before, after = (100 * qlora.summary["eval"][when] for when in ("before", "after"))
         gain = f"({after - before:+.1f} points)"
         assert f"exact match {before:.1f}% -> {after:.1f}% {gain}" in qlora.output
+        serve = f"pages: make -C {PROJECT} up PLUMBLINE_RUNS={qlora.runs}"
+        assert qlora.output.splitlines()[-1] == serve  # no server of `make up` runs
 
     def test_transformers_loads_what_is_served_with_no_key_left_over(self, qlora: Run) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer

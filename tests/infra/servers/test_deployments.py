@@ -169,7 +169,10 @@ def test_a_schedule_fires(site: Site) -> None:
     (made,) = site.services.prefect.post(path, [schedule])
     assert made["active"]
     query = {"deployment_id": {"any_": [deployment["id"]]}, "tags": {"all_": ["auto-scheduled"]}}
-    run = site.finished(query)
+    try:
+        run = site.finished(query)
+    finally:  # it would take the only slot from other tests
+        site.services.prefect.call("DELETE", f"{path}/{made['id']}")
     assert run["auto_scheduled"]
     assert run["state_type"] == "COMPLETED", run["state"]
     assert run["parameters"] == {"overrides": site.overrides(), "tag": "soon"}

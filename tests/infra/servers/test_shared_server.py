@@ -64,6 +64,8 @@ def test_none_of_twenty_flows_is_lost(busy_site: Site, tmp_path: Path) -> None:
     texts = [(tmp_path / f"{number}.out").read_text() for number in range(COUNT)]
     failed = [text for code, text in zip(codes, texts, strict=True) if code]
     assert failed == []
+    here = f"pages: http://127.0.0.1:{busy_site.services.prefect_port}/runs/flow-run/"
+    assert [text for text in texts if not text.splitlines()[-1].startswith(here)] == []
 
     names = [f"tiny-{number}" for number in range(COUNT)]
     wanted = {"flow_runs": {"name": {"any_": names}}, "limit": 200}

@@ -50,7 +50,7 @@ POLICIES: dict[str, tuple[Peft, int, dict[str, Any]]] = {
     "native-qlora": (replace(LORA, kind="qlora"), 2, {"engine": "transformers"}),
     "torn": (LORA, 2, {"tensor_parallel": 2}),
 }
-DEFAULT = ("lora", "full")
+DEFAULT = ("lora",)
 SHARED = ("parallel", "torn")
 """Engines shared by several ranks: vLLM supports one group size per process."""
 BROKEN = ("starts", "faults", "torn")
@@ -193,9 +193,13 @@ def require_faults(ranks: list[dict[str, Any]], expected: dict[str, tuple[str, .
             assert rank["faults"][f"{fault}, then right"] == ""
 
 
-def test_full_weights_have_to_be_synced_after_a_sleep(seen: dict[str, Any]) -> None:
+def test_an_adapter_survives_a_sleep(seen: dict[str, Any]) -> None:
     assert [rank["slept"]["forgot"] for rank in seen["lora"]] == ["", ""]
-    for rank in seen["full"]:
+
+
+@pytest.mark.slow
+def test_full_weights_have_to_be_synced_after_a_sleep(seen_slowly: dict[str, Any]) -> None:
+    for rank in seen_slowly["full"]:
         assert "holds version 0 of the policy (0: none)" in rank["slept"]["forgot"]
         assert "synced again" in rank["slept"]["forgot"]
 
@@ -208,10 +212,11 @@ def test_weights_that_differ_from_the_synced_ones_are_noticed(
 
 
 @pytest.mark.slow
-def test_an_adapter_that_is_off_is_noticed_when_the_trainer_samples(
-    seen_slowly: dict[str, Any],
+@pytest.mark.parametrize("name", [name for name in FAULTS if name not in DEFAULT])
+def test_weights_are_compared_for_every_kind_of_policy(
+    name: str, seen_slowly: dict[str, Any]
 ) -> None:
-    require_faults(seen_slowly["native"], FAULTS["native"])
+    require_faults(seen_slowly[name], FAULTS[name])
 
 
 @pytest.mark.slow

@@ -90,6 +90,7 @@ def require_distance(
     assert 0 < metrics["drawn/kl_error"] < metrics["drawn/kl"]
 
 
+@pytest.mark.slow
 def test_the_distance_of_a_model_to_itself_is_zero(
     run: Callable[..., StageReport], served: Path
 ) -> None:

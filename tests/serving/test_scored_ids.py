@@ -55,7 +55,8 @@ class Engine:
         return [SimpleNamespace(prompt_logprobs=flat, prompt_token_id_logprobs=scores)]
 
 
-@pytest.mark.parametrize("second", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("second", [True, False])
 def test_ids_of_a_large_vocabulary(*, second: bool) -> None:
     engine = Engine(second=second)
     table = torch.cat(list(engine.logprobs.values()))

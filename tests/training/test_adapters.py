@@ -61,6 +61,7 @@ def test_patterns_and_modules_to_save(adapted: Adapted) -> None:
     assert said["alpha_pattern"] == {"q_proj": 32.0}
 
 
+@pytest.mark.slow
 def test_a_4_bit_model_is_neither_moved_nor_cast(adapted: Adapted) -> None:
     """`.to` is not supported for `4-bit`: in these jobs any such call raises."""
     run = adapted["fp4_pissa"]

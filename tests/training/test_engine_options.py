@@ -7,9 +7,8 @@ import pytest
 from tests.training.adapter_jobs import Adapted
 
 
-@pytest.mark.parametrize(
-    "name", ["checkpointed_zero3", pytest.param("reentrant_zero3", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["checkpointed_zero3", "reentrant_zero3"])
 def test_gradient_checkpointing_changes_no_number(adapted: Adapted, name: str) -> None:
     """`CheckpointError: recomputed metadata ... torch.Size([0])` on older stacks."""
     assert adapted[name].losses == pytest.approx(adapted["lora_zero2"].losses, abs=2e-3)

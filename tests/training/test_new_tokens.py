@@ -7,7 +7,8 @@ import pytest
 from tests.training.adapter_jobs import Adapted
 
 
-@pytest.mark.parametrize("name", [pytest.param("rows_zero2", marks=pytest.mark.slow), "rows_zero3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rows_zero2", "rows_zero3"])
 def test_rows_of_new_tokens_are_trained(adapted: Adapted, name: str) -> None:
     """peft needs CUDA here under ZeRO-3."""
     run = adapted[name]

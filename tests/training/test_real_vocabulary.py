@@ -37,6 +37,7 @@ def require_same(folder: Path, names: Sequence[str]) -> None:
         assert min(measures["0"]["norms"]) > 1e-3, name
 
 
+@pytest.mark.slow
 def test_ranks_of_very_different_lengths(tmp_path: Path, tokenizer) -> None:
     require_same(run(tmp_path, tokenizer, ["full"], tied=False), ["full"])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tasks.audit.catalogue.witness import Records
@@ -88,26 +88,8 @@ def _adapter(source: Source, peft: Mapping[str, Any], agrees: Agrees) -> Iterato
     active = peft.get("active")
     names = [name for name in active if name in adapters] if isinstance(active, list) else []
     recorded = _part(adapters, names[0] if names else next(iter(adapters)))
-    differ = [
-        key
-        for key in _ADAPTER
-        if key in recorded and _plain(saved.get(key)) != _plain(recorded[key])
-    ]
-    if not differ:
-        agrees.append("the adapter's settings")
-        return
-    yield Records.WITNESS_ADAPTER.at(
-        ADAPTER_CONFIG,
-        found="; ".join(f"{key}: {_short(saved.get(key))}" for key in differ),
-        expected="; ".join(f"{key}: {_short(recorded[key])}" for key in differ),
-    )
-
-
-def _plain(value: object) -> object:
-    """Return a setting without differences in form: order of names, None for empty, false."""
-    if isinstance(value, list):
-        return sorted(map(str, value)) or None
-    return value or None
+    place = (ADAPTER_CONFIG, "the adapter's settings")
+    yield from _settings(Records.WITNESS_ADAPTER.at, place, _ADAPTER, saved, recorded, agrees)
 
 
 def _short(value: object) -> str:
@@ -171,20 +153,35 @@ def _generation(source: Source, recorded: Mapping[str, Any], agrees: Agrees) -> 
     saved = source.config(GENERATION)
     if not recorded or not saved:
         return
-    differ = [key for key in _GENERATION if _ids(saved.get(key)) != _ids(recorded.get(key))]
+    place = (GENERATION, "EOS and generation settings")
+    yield from _settings(Records.WITNESS_GENERATION.at, place, _GENERATION, saved, recorded, agrees)
+
+
+def _settings(
+    finding: Callable[..., Finding],
+    place: tuple[str, str],
+    keys: Sequence[str],
+    saved: Mapping[str, Any],
+    recorded: Mapping[str, Any],
+    agrees: Agrees,
+) -> Iterator[Finding]:
+    """Yield the settings of a file that are not those of the record; `place` is file and name."""
+    differ = [key for key in keys if _plain(saved.get(key)) != _plain(recorded.get(key))]
     if not differ:
-        agrees.append("EOS and generation settings")
+        agrees.append(place[1])
         return
-    yield Records.WITNESS_GENERATION.at(
-        GENERATION,
-        found="; ".join(f"{key}: {saved.get(key)}" for key in differ),
-        expected="; ".join(f"{key}: {recorded.get(key)}" for key in differ),
+    yield finding(
+        place[0],
+        found="; ".join(f"{key}: {_short(saved.get(key))}" for key in differ),
+        expected="; ".join(f"{key}: {_short(recorded.get(key))}" for key in differ),
     )
 
 
-def _ids(value: object) -> object:
-    """Return a value with one id and a list of it as the same."""
-    return sorted(value) if isinstance(value, list) else None if value is None else [value]
+def _plain(value: object) -> object:
+    """Return a setting without differences in form: order, a list of one, none or false."""
+    if isinstance(value, list):
+        return sorted(value, key=str) or None
+    return None if value is None or value is False or value == {} else [value]
 
 
 def _base(source: Source, recorded: Mapping[str, Any], agrees: Agrees) -> Iterator[Finding]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,18 +134,6 @@ def test_a_model_that_fsdp_has_sharded(base: Path, tmp_path: Path, version: int)
     trained = Trained(tmp_path)
     assert trained.facts()["engine"]["sharding"] == "fsdp"
     assert of_files(load(base, base), trained.fingerprint()).mean_kl < 1e-6
-
-
-@pytest.mark.slow
-def test_the_package_is_built_on_its_own(tmp_path: Path) -> None:
-    flags = ["--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(tmp_path)]
-    build = [sys.executable, "-m", "pip", "wheel", *flags, str(PACKAGE)]
-    subprocess.run(build, check=True)
-    (wheel,) = tmp_path.glob("plumbline_witness-*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {"plumbline_witness/__main__.py", "plumbline_witness/inject/sitecustomize.py"} <= {
-        *names
-    }
 
 
 def test_a_record_that_fails_does_not_end_a_training(

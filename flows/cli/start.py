@@ -57,6 +57,10 @@ def _refuse(reason: str) -> int:
     project = Path(__file__).resolve().parents[2]
     python, program = project / ".venv" / "bin" / "python", Path(sys.argv[0]).name
     first = "" if python.exists() else f"make -C {project} setup && "
-    again = " ".join([str(python), str(project / "flows" / program), *sys.argv[1:]])
+    if program.startswith("plumbline "):
+        first = "" if python.exists() else "pip install 'plumbline[train]' or "
+        again = f"{python.with_name('plumbline')} {' '.join([program.split()[1], *sys.argv[1:]])}"
+    else:
+        again = " ".join([str(python), str(project / "flows" / program), *sys.argv[1:]])
     print(f"{program}: {reason}; type: {first}{again}", file=sys.stderr)
     return 2

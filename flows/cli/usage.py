@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from flows.cli.config import CONF, composed_as_is, vocabulary
 from flows.cli.config_errors import written
 from flows.cli.vocabulary import EXPERIMENTS, Vocabulary
+from tasks.core.terminal import plain
 
 FLAGS = (
     ("--help [section ...]", "this text, or the settings of these sections alone"),
@@ -74,7 +75,7 @@ def full(program: str, overrides: Sequence[str] = (), topics: Sequence[str] = ()
 def _description(program: str) -> str:
     """Return the docstring of the program's file without importing it, which would take seconds."""
     source = (CONF.parent / "flows" / f"{program}.py").read_text(encoding="utf-8")
-    return ast.get_docstring(ast.parse(source)) or ""
+    return plain(ast.get_docstring(ast.parse(source)) or "")
 
 
 def _experiments(names: Vocabulary) -> list[str]:

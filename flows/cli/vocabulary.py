@@ -18,6 +18,7 @@ from typing import Any, get_args, get_type_hints
 import yaml
 
 from flows.cli.peer_names import PEERS, translate
+from tasks.core.terminal import command
 
 EXPERIMENTS = "exp"
 """Group of the experiments, chosen with `+exp=`; it has no default."""
@@ -48,8 +49,8 @@ class Vocabulary:
 
     @property
     def command(self) -> str:
-        """Command that starts the program."""
-        return f"python flows/{self.program}.py"
+        """Command that starts the program, as this process was started."""
+        return command(self.program)
 
     def type_at(self, key: str) -> Any:
         """Return the type annotation of a dotted key; None for an unknown key."""

@@ -17,6 +17,8 @@ from typing import Any
 
 from tasks.core.redaction import redact
 
+_COMMAND = re.compile(r"\bpython flows/(\w+)\.py")
+
 _ESCAPES = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b[ -/]*[0-~]?")
 """Escape sequences of ECMA-48: colours and cursor movements; the start of all others."""
 _CONTROLS = re.compile(
@@ -32,11 +34,21 @@ def plain(text: str) -> str:
     """Return a text without secrets, escape sequences and control characters.
 
     Lines and tabs stay. Halves of characters become U+FFFD, so that the result can be encoded.
+    Commands are written as this process was started: `plumbline audit`, or `python flows/audit.py`.
     """
     text = redact(text)
+    if "python flows/" in text:
+        text = _COMMAND.sub(lambda match: command(match[1]), text)
     if text.isascii() and text.isprintable():
         return text
     return _SURROGATES.sub("\ufffd", _CONTROLS.sub("", _ESCAPES.sub("", text)))
+
+
+def command(program: str) -> str:
+    """Return what starts a program of `flows/`, as this process was started."""
+    if sys.argv[0].startswith("plumbline "):
+        return "plumbline train" if program == "rlhf" else f"plumbline {program}"
+    return f"python flows/{program}.py"
 
 
 def clean_logging() -> None:

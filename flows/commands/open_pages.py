@@ -1,0 +1,78 @@
+"""Run `plumbline open`: the pages of a folder of runs, from servers on loopback.
+
+Servers that do not run yet are started as by `make up`, and stay until `make down`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import webbrowser
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from flows.cli.config import Composed
+from flows.cli.entry import exit_on_signals, run_main, to_stderr
+from flows.servers.server_api import Api
+from flows.servers.services import LOOPBACK, record_of, running_server, runs_page, services_of
+from tasks.core.errors import ConfigError
+
+PROJECT = Path(__file__).resolve().parents[2]
+SERVICES = "infra.servers.services"
+
+
+def main() -> int:
+    """Run the command of this process. Returns the exit status."""
+    with exit_on_signals():
+        return run_main("status", _job, bare=True)
+
+
+def _job(composed: Composed, overrides: list[str]) -> int:
+    runs = composed.runs
+    if not runs.is_dir():
+        raise ConfigError(f"paths.runs={runs}: no such folder", hint="paths.runs=<folder of runs>")
+    if not running_server(runs) and (status := _start(runs)):
+        return status
+    shown = dict(_pages(runs))
+    for name, url in shown.items():
+        print(f"{name:<8} {url}")
+    if sys.stdout.isatty() and any(os.environ.get(d) for d in ("DISPLAY", "WAYLAND_DISPLAY")):
+        webbrowser.open(next(iter(shown.values())))
+    return 0
+
+
+def _start(runs: Path) -> int:
+    """Start the servers. Returns the exit status of `make up`.
+
+    Raises:
+        ConfigError: this is no checkout.
+    """
+    if not (PROJECT / "infra" / "servers").is_dir():
+        raise ConfigError(
+            "the servers are part of a checkout, not of the installed package",
+            hint=f"make up PLUMBLINE_RUNS={runs}, in a checkout",
+        )
+    to_stderr(f"starting servers; they end by: make -C {PROJECT} down PLUMBLINE_RUNS={runs}")
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", SERVICES, "up"],
+        cwd=PROJECT,
+        env=os.environ | {"PLUMBLINE_RUNS": str(runs), "PYTHONPATH": str(PROJECT)},
+        stdout=sys.stderr,
+        check=False,
+    )
+    return done.returncode
+
+
+def _pages(runs: Path) -> Iterator[tuple[str, str]]:
+    """Yield names and addresses of pages; the first one is that of the last run."""
+    with suppress(OSError, ValueError, KeyError):
+        summary = json.loads((runs / "latest" / "summary.json").read_text())
+        yield from (("last run", url) for url in list(summary["pages"].values())[:1])
+    home = services_of(runs)
+    if (prefect := record_of("prefect", home)) is not None:
+        yield "Prefect", f"http://{LOOPBACK}:{prefect.port}/runs"
+    if (mlflow := record_of("mlflow", home)) is not None:
+        yield "MLflow", runs_page(Api(f"http://{LOOPBACK}:{mlflow.port}"))

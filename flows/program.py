@@ -1,0 +1,83 @@
+"""Run one of Plumbline's commands: `plumbline <command> ...`.
+
+    plumbline train +exp=qlora               post-train a model: python flows/rlhf.py +exp=qlora
+    plumbline plan +exp=qlora                what that would do, and what it would cost: plan=true
+    plumbline list                           the experiments, one line each
+    plumbline deliver DIR base=DIR out=DIR   merge, convert and prove a checkpoint made elsewhere
+    plumbline audit DIR                      find what is wrong with a checkpoint
+    plumbline verify url=URL source=DIR      ask a running server whether it is the trained model
+    plumbline bisect a=DIR b=DIR             find the first module in which two models differ
+    plumbline status                         what runs and what ran
+    plumbline open                           the pages of runs in Prefect and MLflow
+    plumbline prune keep=10                  remove what no run needs any more
+
+Each is a file of `flows/` under a shorter name: the same settings, output and exit statuses.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from importlib.util import find_spec
+from typing import NoReturn
+
+from flows.cli.start import start
+
+COMMANDS = {
+    "train": "rlhf",
+    "plan": "rlhf",
+    "deliver": "deliver",
+    "audit": "audit",
+    "verify": "verify",
+    "bisect": "bisect",
+    "status": "status",
+    "open": "open_pages",
+    "prune": "prune",
+}
+"""Module of `flows/commands` of each command."""
+HELP = ("help", "--help", "-h")
+NEED_TORCH = ("train", "deliver", "bisect")
+"""Commands for which `pip install plumbline` is not enough; `make setup` installs everything."""
+
+
+def main() -> NoReturn:
+    """Run the command line of this process and end it with the command's exit status."""
+    words = sys.argv[1:]
+    if not words or words[0] in HELP:
+        print((__doc__ or "").strip(), file=sys.stdout if words else sys.stderr)
+        sys.exit(0 if words else 2)
+    command, rest = words[0], words[1:]
+    if command == "list":
+        print("\n".join(_experiments()))
+        sys.exit(0)
+    if command not in COMMANDS:
+        near = difflib.get_close_matches(command, [*COMMANDS, "list"], n=1)
+        hint = f"plumbline {' '.join([near[0], *rest])}" if near else "plumbline help"
+        print(f"plumbline: there is no command {command!r} -> {hint}", file=sys.stderr)
+        sys.exit(2)
+    if command in NEED_TORCH and find_spec("torch") is None:
+        hint = "pip install 'plumbline[train,serve]', or make setup in a checkout"
+        print(
+            f"plumbline: {command} needs torch, which is not installed -> {hint}", file=sys.stderr
+        )
+        sys.exit(2)
+    # Help and errors name the command by this; Hydra puts it into no file.
+    sys.argv = [f"plumbline {command}", *rest, *(["plan=true"] if command == "plan" else [])]
+    start(f"flows.commands.{COMMANDS[command]}")
+
+
+def _experiments() -> list[str]:
+    """Return a line for each experiment: what follows `plumbline train`, and its description."""
+    from flows.cli.config import CONF
+    from flows.cli.usage import experiment_line
+
+    files = sorted((CONF / "exp").glob("**/*.yaml"))
+    names = [f"+exp={file.relative_to(CONF / 'exp').with_suffix('')}" for file in files]
+    width = max(map(len, names))
+    return [
+        f"{name:<{width}}  {experiment_line(file)}" for name, file in zip(names, files, strict=True)
+    ]
+
+
+if __name__ == "__main__":
+    main()

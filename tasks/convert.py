@@ -16,8 +16,9 @@ from typing import Any
 
 from tasks.core.contract import Check, judge
 from tasks.drift.fingerprint import DriftLimit
-from tasks.evaluation.planned import Measuring, Planned
-from tasks.evaluation.scoring import Score
+from tasks.evaluation.evaluation_prompts import dtype_of
+from tasks.evaluation.planned import Explain, Measuring, Planned
+from tasks.evaluation.scoring import ModelRef, Score
 from tasks.evaluation.serving_config import ServingConfig, agreement, write_configs
 from tasks.evaluation.trained_artifact import (
     CONFIG,
@@ -59,6 +60,7 @@ def convert(
     profile: DriftLimit,
     log: Log,
     perform: Perform = perform,
+    explain: Explain | None = None,
 ) -> StageReport:
     """Write a folder that vLLM and transformers load.
 
@@ -72,6 +74,7 @@ def convert(
         profile: drift that is allowed between the served and the trained model.
         log: progress.
         perform: derives the contract, in this process or in a warm child process.
+        explain: says after a failed drift check where input and output part.
 
     Returns:
         Report of kind `served`. If all tensors are byte-identical to the input's, the input's drift
@@ -104,7 +107,14 @@ def convert(
         plan=plan,
         sources={WEIGHTS: source},
         perform=perform,
-        measuring=Measuring(score, trained, profile, side.attn_implementation),
+        measuring=Measuring(
+            score,
+            trained,
+            profile,
+            side.attn_implementation,
+            before=ModelRef(weights, dtype=dtype_of(weights)),
+            explain=explain,
+        ),
         weights=weights,
         facts=facts,
         serving=serving,

@@ -14,8 +14,8 @@ from typing import Any
 
 from tasks.core.errors import ConfigError
 from tasks.drift.fingerprint import DriftLimit
-from tasks.evaluation.planned import Measuring, Planned
-from tasks.evaluation.scoring import Score
+from tasks.evaluation.planned import Explain, Measuring, Planned
+from tasks.evaluation.scoring import ModelRef, Score
 from tasks.evaluation.trained_artifact import CONFIG, Trained, write_json
 from tasks.pipeline.report import StageReport
 from tasks.weights.adapters.changes import changes
@@ -57,6 +57,7 @@ def merge(
     log: Log,
     output: Mapping[str, Any] | None = None,
     perform: Perform = perform,
+    explain: Explain | None = None,
 ) -> StageReport:
     """Merge an adapter into its base.
 
@@ -74,6 +75,7 @@ def merge(
         output: `dtype` (torch name) and `max_shard_size` of the stage convert, which then only
             links, and tensors are rounded once. None for training's dtype.
         perform: computes, in this process or in a warm child process.
+        explain: says after a failed drift check where base + adapter and the merge part.
 
     Returns:
         Report of kind `weights`.
@@ -106,7 +108,15 @@ def merge(
         perform=perform,
         notes={"merge_base": mode},
         measuring=Measuring(
-            score, trained, profile, source.attn_implementation, cause=_cause(mode, source)
+            score,
+            trained,
+            profile,
+            source.attn_implementation,
+            cause=_cause(mode, source),
+            before=ModelRef(
+                base, adapter, source.quantization, source.dtype, source.attn_implementation
+            ),
+            explain=explain,
         ),
     )
     return merge_planned(out, planned, log=log)

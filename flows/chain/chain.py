@@ -107,7 +107,7 @@ class Chain(ChainRun):
                 "output": {key: convert_to[key] for key in ("dtype", "max_shard_size")},
                 "profile": self.profile,
             },
-            context=self._measuring,
+            context={**self._measuring, "explain": self.explain},
         )
 
     def _convert(self, weights: Artifact, trained: Artifact) -> Artifact:
@@ -119,7 +119,7 @@ class Chain(ChainRun):
                 **{key: self.settings["convert"][key] for key in ("dtype", "max_shard_size")},
                 "profile": self.profile,
             },
-            context=self._measuring,
+            context={**self._measuring, "explain": self.explain},
         )
 
     def _quantize(self, served: Artifact, trained: Artifact, data: Artifact) -> Artifact:
@@ -161,7 +161,7 @@ def smoke_stage(run: ChainRun, *, quantized: bool = False, **inputs: Artifact) -
     stage = SMOKE_QUANTIZED if quantized else SMOKE
     log_path = run.log_path(stage.name)
     sampling: dict[str, float] = {}
-    context: dict[str, Any] = {"scorer": run.scorer, "log_path": log_path}
+    context: dict[str, Any] = {"scorer": run.scorer, "log_path": log_path, "explain": run.explain}
     context["public_key"] = key_file(run.settings["register"]["verify"])
     if run.settings["train"]["objective"] == "reward":
         function: Any = smoke_rewards

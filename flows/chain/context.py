@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.chain.steps import continues
+from tasks.bisect.run import Explainer
 from tasks.data.kinds import Kind, kind_for, names_texts
 from tasks.drift.fingerprint import PROFILES, DriftLimit, quantized_profile
 from tasks.evaluation.scoring import ReferenceScorer
@@ -78,6 +79,11 @@ class ChainRun:
         if self.earlier is None or not continues(self.earlier.peft, self.settings["peft"]):
             return None
         return self.earlier.adapter
+
+    @property
+    def explain(self) -> Explainer:
+        """Say where the models part after a failed drift check."""
+        return Explainer(self.mechanism.logs, self.settings["smoke"]["threads"])
 
     def log_path(self, stage: str) -> Path:
         """Return the log file of a stage's child processes."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tasks.bisect.run import Explainer
 from tasks.config.after_training import Smoke
 from tasks.delivery.examination import examination
 from tasks.delivery.plan.adapters import role, weights_of
@@ -16,8 +18,9 @@ from tasks.delivery.stages import convert, gather, merge, value_head
 from tasks.delivery.texts import probe_texts
 from tasks.drift.fingerprint import PROFILES, DriftLimit, quantized_profile
 from tasks.drift.verdict import FINGERPRINT
+from tasks.evaluation.evaluation_prompts import dtype_of
 from tasks.evaluation.planned import Measuring
-from tasks.evaluation.scoring import ReferenceScorer
+from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.locks import Needs
 from tasks.pipeline.report import StageResult, StageRunner
@@ -74,8 +77,10 @@ class DeliveryStages:
         before = None if self.scorer is None else self._reference(source, weights, with_base)
         # A reward model has no fingerprint to compare on the way, only scores at the end.
         measured = {"reference": before} if before is not None and not work.is_reward else {}
+        gathered = {"weights": weights}
         if work.merge is not None:
-            inputs = {"adapter": weights, **self._further, **with_base, **measured}
+            gathered = {"adapter": weights, **self._further, **with_base}
+            inputs = {**gathered, **measured}
             config = {**self._target, "quantization": self.delivery.quantization, **self._weights}
             weights = self._run(MERGE, merge, inputs, config).artifact
         config = {
@@ -87,10 +92,10 @@ class DeliveryStages:
         if work.head is not None:
             self._run(VALUE_HEAD, value_head, {"source": source}, {})
         if before is not None:
-            self._smoke(SMOKE, served.artifact, before)
+            self._smoke(SMOKE, served.artifact, before, gathered)
         if before is None or self.delivery.settings["convert"]["quantize"] == "none":
             return served
-        return self._quantize(served.artifact, before)
+        return self._quantize(served.artifact, before, gathered)
 
     def _audit(self, source: Artifact, with_base: dict[str, Artifact]) -> None:
         """Publish the audits that the plan is based on; a fatal finding never comes this far."""
@@ -148,7 +153,9 @@ class DeliveryStages:
             after=self._after(inputs),
         ).artifact  # fmt: skip
 
-    def _quantize(self, served: Artifact, before: Artifact) -> StageResult:
+    def _quantize(
+        self, served: Artifact, before: Artifact, inputs: dict[str, Artifact]
+    ) -> StageResult:
         convert_to = self.delivery.settings["convert"]
         quantized = self.mechanism.run(
             QUANTIZE,
@@ -164,7 +171,7 @@ class DeliveryStages:
             },
             context={"scorer": self.scorer, "log_path": self.mechanism.logs / "quantize.log"},
         )
-        self._smoke(SMOKE_QUANTIZED, quantized.artifact, before)
+        self._smoke(SMOKE_QUANTIZED, quantized.artifact, before, inputs)
         return quantized
 
     @property
@@ -172,7 +179,9 @@ class DeliveryStages:
         convert_to = self.delivery.settings["convert"]
         return quantized_profile(convert_to["quantize"], convert_to["quantize_profile"])
 
-    def _smoke(self, stage: Stage, served: Artifact, before: Artifact) -> None:
+    def _smoke(
+        self, stage: Stage, served: Artifact, before: Artifact, inputs: dict[str, Artifact]
+    ) -> None:
         settings = self.delivery.settings["smoke"]
         own = PROFILES[settings["profile"]]
         names = {each.name for each in fields(Smoke)} & settings.keys()
@@ -191,6 +200,8 @@ class DeliveryStages:
                 "scorer": self.scorer,
                 "log_path": self.mechanism.logs / f"{stage.name}.log",
                 "history": {r.name: r.drift for r in self.mechanism.results if r.drift},
+                "before": self._before(inputs),
+                "explain": self._explain,
             },
         )
 
@@ -228,11 +239,37 @@ class DeliveryStages:
             config = {**config, "profile": limit}
             if "reference" in inputs:
                 reference, attention = inputs["reference"].path, self.delivery.attention
-                context["measuring"] = Measuring(self.scorer.measure, reference, limit, attention)
+                context["measuring"] = Measuring(
+                    self.scorer.measure, reference, limit, attention,
+                    before=self._before(inputs), explain=self._explain,
+                )  # fmt: skip
         return self.mechanism.run(
             stage, function, inputs=inputs, config=config, context=context,
             after=self._after(inputs),
         )  # fmt: skip
+
+    @property
+    def _explain(self) -> Explainer:
+        threads = self.delivery.settings["smoke"]["threads"]
+        return Explainer(self.mechanism.logs, threads)
+
+    def _before(self, inputs: Mapping[str, Artifact]) -> ModelRef | None:
+        """Return the input of a stage as a model; None if it is none that transformers loads."""
+        dtype = str(self.delivery.work.config.get("dtype") or self._target["dtype"])
+        if "adapter" in inputs and "base" in inputs:
+            weights = weights_of(self.delivery.adapters)
+            return ModelRef(
+                inputs["base"].path,
+                inputs["adapter"].path,
+                self.delivery.quantization,
+                dtype,
+                self.delivery.attention,
+                {str(inputs[name].path): weight for name, weight in weights.items()} or None,
+            )
+        folder = inputs["weights"].path if "weights" in inputs else None
+        if folder is None or not (folder / "config.json").is_file():
+            return None
+        return ModelRef(folder, dtype=dtype_of(folder), attn_implementation=self.delivery.attention)
 
 
 def _foreign(kind: str, folder: Path) -> Artifact:

@@ -1,11 +1,15 @@
 """Bisect two models in a child process.
 
-report = bisect(ModelRef(a), ModelRef(b), Options(texts=[...]), log=log, log_path=path)
+    report = bisect(ModelRef(a), ModelRef(b), Options(texts=[...]), log=log, log_path=path)
+
+`Explainer` does it for a stage whose drift gate has failed.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import signal
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,6 +30,12 @@ from tasks.serving.vllm.job import CALLS, Job
 STAGE = "bisect"
 TIMEOUT_S = 1800.0
 """Default time limit, in seconds."""
+EXPLAIN_S = 300.0
+"""Time limit of a bisection that a failed gate starts."""
+SHARE = 0.8
+"""Share of the stage's remaining time that it may take."""
+EXPLAIN_PROBES = 4
+EARLIER = "; so this stage changed nothing, and its input is not the model that was trained"
 
 
 @dataclass(frozen=True)
@@ -128,3 +138,46 @@ def _nbytes(model: ModelRef) -> float:
     files = [file for kind in ("*.safetensors", "*.bin") for file in model.path.glob(kind)]
     wider = model.dtype == "float32" and dtype_of(model.path) != "float32"
     return sum(file.stat().st_size for file in files) * (2.0 if wider else 1.0)
+
+
+@dataclass(frozen=True)
+class Explainer:
+    """Say in one line where two models part, after a failed drift check. Never raises an error.
+
+    Attributes:
+        folder: folder for `bisect.json`, the report, and `bisect.log`.
+        threads: CPU threads; None leaves the choice to torch.
+    """
+
+    folder: Path
+    threads: int | None = None
+
+    def __call__(
+        self, a: ModelRef, b: ModelRef, probes: Sequence[Sequence[int]], engine: str
+    ) -> str:
+        """Return the line.
+
+        Args:
+            a: the model that is right.
+            b: the model that has drifted.
+            probes: token ids of texts to measure on.
+            engine: engine of b.
+        """
+        log = logging.getLogger("plumbline.bisect")
+        left = signal.getitimer(signal.ITIMER_REAL)[0]  # the stage's own time limit: `deadline`
+        options = Options(
+            ids=[list(probe)[: Options.limit] for probe in probes[:EXPLAIN_PROBES]],
+            engine=engine,
+            threads=self.threads,
+            timeout_s=min(EXPLAIN_S, SHARE * left) if left else EXPLAIN_S,
+        )
+        log.info("bisect: looking for the module in which %s parts from %s", b.path, a.path)
+        path = self.folder / "bisect.json"
+        try:
+            report = bisect(a, b, options, log=log, log_path=path.with_suffix(".log"))
+            path.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+        except Exception as error:  # the failed check is the error to report, whatever happens here
+            log.warning("bisect: %s", error)
+            return f"bisect: no result: {str(error).partition(chr(10))[0][:200]}"
+        older = engine == "transformers" and report.verdict in ("same", "noise")
+        return f"{report.summary()}{EARLIER if older else ''} (all of it: {path})"

@@ -174,10 +174,8 @@ def reward_smoke(test: SmokeTest, out: Path) -> StageReport:
     now = _print(probes, normalised(test.scores(probes, out), how), test.engine)
     now.save(out / SCORES)
     moved = score_drift(before, now)
-    checks = (
-        smoke_checks.loaded_check(test.engine),
-        verdict(moved, test.profile, name="rewards against those before"),
-    )
+    check = verdict(moved, test.profile, name="rewards against those before")
+    checks = smoke_checks.loaded_check(test.engine), test.located(check, probes)
     test.log.info("smoke_eval: rewards move by %.2e of their spread", moved.mean_difference)
     metrics = {f"reward/{name}": value for name, value in asdict(moved).items()}
     return test.report(out, checks, metrics, moved)

@@ -8,7 +8,7 @@ the same three functions run them.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,35 @@ from tasks.weights.files.source import Source
 from tasks.weights.plan.operations import Plan
 from tasks.weights.proof.recheck import Recomputed, recompute
 
+Explain = Callable[[ModelRef, ModelRef, Sequence[Sequence[int]], str], str]
+"""(model that is right, model that has drifted, probes, engine of the latter) -> one line: where
+the two part."""
+
+
+def located(
+    check: Check,
+    before: ModelRef | None,
+    model: ModelRef,
+    probes: Sequence[Sequence[int]],
+    explain: Explain | None,
+    *,
+    engine: str = "transformers",
+) -> Check:
+    """Add the module in which two models part to a failed drift check.
+
+    Args:
+        check: the verdict; returned as it is if it is ok.
+        before: the model that is right; None if it is unknown.
+        model: the model that has drifted.
+        probes: token ids of the texts that were measured.
+        explain: finds the module; None to add nothing.
+        engine: engine of `model`.
+    """
+    if check.ok or before is None or explain is None:
+        return check
+    line = explain(before, model, probes, engine)
+    return replace(check, found=f"{check.found}; {line}")
+
 
 @dataclass(frozen=True)
 class Measuring:
@@ -51,6 +80,8 @@ class Measuring:
             the two were measured on different hardware or software, `limit` is widened to what
             that noise explains.
         cause: the most likely cause of a failure, and what to type.
+        before: the model before this stage, if transformers can load it.
+        explain: says where the measured model parts from `before`, after a failure.
     """
 
     score: Score
@@ -59,9 +90,16 @@ class Measuring:
     attn_implementation: str = "sdpa"
     exact: bool = False
     cause: str = ""
+    before: ModelRef | None = None
+    explain: Explain | None = None
 
     def take(self, model: ModelRef, out: Path) -> tuple[Moved, Check]:
         """Take the fingerprint of `model` into `out`. Returns the drift and its verdict."""
+        drift, check = self._compare(model, out)
+        probes = load_print(print_in(self.trained)).probes
+        return drift, located(check, self.before, model, probes, self.explain)
+
+    def _compare(self, model: ModelRef, out: Path) -> tuple[Moved, Check]:
         path = print_in(self.trained)
         reference = load_print(path)
         device = (reference.measured_on or {}).get("device")

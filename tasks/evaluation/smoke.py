@@ -22,6 +22,7 @@ from tasks.drift.verdict import Moved
 from tasks.evaluation import smoke_checks
 from tasks.evaluation.evaluation_prompts import context_of, dtype_of
 from tasks.evaluation.greedy_ties import Agreement, compare_greedy, engine_noise
+from tasks.evaluation.planned import Explain, located
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.evaluation.serve import (
     Question,
@@ -97,6 +98,8 @@ class SmokeTest:
         history: drift recorded by earlier stages, by stage, in the order of the chain.
         attn_implementation: attention of the engine "transformers".
         public_key: a signed folder is served only if this key signed it; None for any folder.
+        before: the model that the served one has to be, for transformers; None if unknown.
+        explain: says where two models part, after a failed drift check.
     """
 
     served: Path
@@ -109,6 +112,8 @@ class SmokeTest:
     history: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     attn_implementation: str = "sdpa"
     public_key: Path | None = None
+    before: ModelRef | None = None
+    explain: Explain | None = None
 
     @property
     def engine(self) -> str:
@@ -141,12 +146,13 @@ class SmokeTest:
         served = self._ask_engine(question, out)
         agreement = self._compare_greedy(question, served, reference)
         moved = drift(reference, served.fingerprint)
-        appeared_at = ""
+        appeared_at, in_engine = "", False
         if within(moved, self.profile):
-            appeared_at = self.who_moved(question)
+            appeared_at, in_engine = self.who_moved(question)
+        check = smoke_checks.drift_check(moved, self.profile, appeared_at)
         checks = (
             smoke_checks.loaded_check(self.engine),
-            smoke_checks.drift_check(moved, self.profile, appeared_at),
+            self.located(check, reference.probes, in_engine=in_engine),
             smoke_checks.greedy_check(agreement, self.settings.greedy_tokens),
         )
         notes = {
@@ -155,19 +161,37 @@ class SmokeTest:
         }
         return Measured(question, served, moved, agreement, checks, notes)
 
-    def who_moved(self, question: Question) -> str:
-        """Name the stage of the chain that changed the model, after a failed drift check."""
+    def who_moved(self, question: Question) -> tuple[str, bool]:
+        """Name the stage of the chain that changed the model, after a failed drift check.
+
+        Returns:
+            The stage as text, and True if it is the engine.
+        """
         stage = smoke_checks.first_mover(self.history, self.profile)
         if stage is not None:
-            return stage
+            return stage, False
         with tempfile.TemporaryDirectory(prefix="plumbline-") as folder:
             path = Path(folder) / "served.fp"
             seen = self.scorer.fingerprint(self.model, question.reference, path)
         if within(drift(Fingerprint.load(question.reference), seen), self.profile):
-            return "the served folder: transformers sees it moved too, so it changed after convert"
-        return (
-            f"serve: transformers finds the folder unmoved, {self.engine} computes something else"
-        )
+            text = "the served folder: transformers sees it moved too, so it changed after convert"
+            return text, False
+        text = f"transformers finds the folder unmoved, {self.engine} computes something else"
+        return f"serve: {text}", True
+
+    def located(
+        self, check: Check, probes: Sequence[Sequence[int]], *, in_engine: bool = False
+    ) -> Check:
+        """Add the module in which the models part to a failed check.
+
+        Args:
+            check: verdict on the drift.
+            probes: token ids of the texts that were measured.
+            in_engine: True to compare the engine with transformers on the same folder.
+        """
+        before = self.model if in_engine else self.before
+        engine = self.engine if in_engine else "transformers"
+        return located(check, before, self.model, probes, self.explain, engine=engine)
 
     def scores(self, texts: Sequence[Sequence[int]], out: Path) -> list[float]:
         """Return the output of a reward model's head at the last token of each text.

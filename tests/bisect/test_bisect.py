@@ -82,7 +82,7 @@ def test_rounding_is_no_divergence(family: str, save: Save) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", ["fp8", "int4"])
+@pytest.mark.parametrize("bits", ["int8", "fp8", "int4"])
 def test_quantised_copy_is_rounding(bits: str, save: Save) -> None:
     """A rounded copy has no divergent layer; one broken tensor in it is still found."""
     a, rounded = make("llama", 1), make("llama", 1)
@@ -141,6 +141,54 @@ def test_configuration_is_named(changes: dict, key: str, module: str, save: Save
 
 
 @pytest.mark.slow
+def test_adapters(save: Save, tmp_path: Path) -> None:
+    """An unmerged adapter equals its merge; without it the difference has the adapter's rank."""
+    from peft import LoraConfig, get_peft_model
+
+    base = save(make("qwen2", 1))
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"])
+    peft = get_peft_model(make("qwen2", 1), config)
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    adapter = tmp_path / "adapter"
+    peft.save_pretrained(adapter)
+    merged = save(peft.merge_and_unload())
+    report = examine(base, merged, adapter=adapter)
+    assert (report.verdict, report.divergences) == ("noise", [])
+    missing = examine(merged, base)
+    assert missing.verdict == "differs"
+    first = missing.divergences[0]
+    assert first.module == "model.layers.0.self_attn.q_proj"
+    assert "has rank 4" in first.cause
+    assert {row.module.rpartition(".")[2] for row in missing.divergences} == {"q_proj", "down_proj"}
+
+
+@pytest.mark.slow
+def test_reward_model(save: Save) -> None:
+    """A reward model's head is compared like any module, and its scores are the drift."""
+    from transformers import LlamaForSequenceClassification
+
+    def reward(seed: int) -> Any:
+        config = make("llama", 1, num_labels=1).config
+        torch.manual_seed(seed)
+        model = LlamaForSequenceClassification(config).eval()
+        model.model.load_state_dict(make("llama", 1).model.state_dict())
+        return model.to(torch.bfloat16)
+
+    a, other = reward(1), reward(2)
+    first = save(a)
+    assert examine(first, first).verdict == "same"
+    report = examine(first, save(other))
+    assert [row.module for row in report.divergences] == ["score"]
+    assert report.verdict == "differs"
+    assert report.drift is not None
+    assert "mean_difference" in report.drift
+
+
+@pytest.mark.slow
 def test_names_shards_and_heads(save: Save, tmp_path: Path) -> None:
     """Another trainer's prefix, several shards, and a head that is stored a second time."""
     from safetensors.torch import load_file, save_file
@@ -183,6 +231,46 @@ def test_other_architecture_is_refused(save: Save) -> None:
     ):
         with pytest.raises(RefusedError, match=text):
             examine(a, save(other))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_real_vocabulary_in_two_shards(save: Save) -> None:
+    """A vocabulary of 152k in two shards: one changed row of the embedding is found."""
+    sizes = {"vocab_size": 151936, "hidden_size": 64, "num_hidden_layers": 2}
+    model = make("qwen2", 1, **sizes, tie_word_embeddings=True)
+    a = save(model, max_shard_size="18MB")
+    assert len(list(a.glob("*.safetensors"))) == 2
+    assert examine(a, a).verdict == "same"
+    with torch.no_grad():
+        model.model.embed_tokens.weight[50:90] *= -1
+    report = examine(a, save(model, max_shard_size="18MB"))
+    assert (report.verdict, report.divergences[0].module) == ("differs", "model.embed_tokens")
+    assert "40 of 151936 rows differ, from row 50 on" in report.divergences[0].cause
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_vllm(tmp_path: Path) -> None:
+    """vLLM computes the same as transformers; in another model the faulty module is named."""
+    from safetensors.torch import load_file, save_file
+
+    from tests.serving.models import write_model
+
+    a = write_model(tmp_path / "a", 1)
+    b = tmp_path / "b"
+    shutil.copytree(a, b)
+    tensors = load_file(b / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 1.5
+    save_file(tensors, b / "model.safetensors", metadata={"format": "pt"})
+    for folder, status in ((a, 0), (b, 1)):
+        out = tmp_path / "report.json"
+        argv = command("bisect", f"a={a}", f"b={folder}", "engine=vllm", f"out={out}")
+        done = subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=700)
+        assert done.returncode == status, done.stdout + done.stderr
+        report = json.loads(out.read_text())
+        assert report["verdict"] == ("differs" if status else "noise")
+    assert report["first"]["module"] == "model.layers.1.mlp.up_proj"
 
 
 @pytest.mark.slow

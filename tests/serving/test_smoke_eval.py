@@ -97,8 +97,8 @@ def test_when_the_folder_is_as_trained_the_engine_is_blamed(
     nothing = Prompts([], [END])
     reference = trained / "fingerprint.fp"
     question = Question(served, served, reference, [], nothing, nothing, "bfloat16")
-    named = test.who_moved(question)
-    assert named == "serve: transformers finds the folder unmoved, vllm computes something else"
+    text = "serve: transformers finds the folder unmoved, vllm computes something else"
+    assert test.who_moved(question) == (text, True)
 
 
 def test_the_native_engine_gives_the_very_numbers(run: Callable[..., StageReport]) -> None:

@@ -6,6 +6,8 @@ unmerged adapter is one module, whose weight is the base's plus the adapter's ch
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,7 +43,8 @@ def _plain(name: str) -> str:
 
 def _is_adapted(module: Any) -> bool:
     """Return True for a layer that peft has wrapped."""
-    return hasattr(module, "base_layer") or hasattr(module, "modules_to_save")
+    # Not by hasattr: peft's model as a whole passes attributes on, and has modules_to_save too.
+    return bool({"base_layer", "modules_to_save"} & module._modules.keys())
 
 
 def weights_of(module: Any) -> Weights:
@@ -93,5 +96,19 @@ def _adapted(module: Any) -> Weights:
     for adapter in module.active_adapters:
         factors = [*getattr(module, "lora_A", ()), *getattr(module, "lora_embedding_A", ())]
         if key in listed and adapter in factors:
-            listed[key] = listed[key].float() + change(adapter).float()
+            with _factors_in_float32(module):  # peft rounds the change to the factors' dtype
+                listed[key] = listed[key].float() + change(adapter).float()
     return listed
+
+
+@contextmanager
+def _factors_in_float32(module: Any) -> Iterator[None]:
+    factors = [each for name, each in module.named_parameters() if "lora_" in name]
+    stored = [factor.data for factor in factors]
+    for factor in factors:
+        factor.data = factor.data.float()
+    try:
+        yield
+    finally:
+        for factor, data in zip(factors, stored, strict=True):
+            factor.data = data

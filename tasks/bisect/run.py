@@ -35,7 +35,7 @@ EXPLAIN_S = 300.0
 SHARE = 0.8
 """Share of the stage's remaining time that it may take."""
 EXPLAIN_PROBES = 4
-EARLIER = "; so this stage changed nothing, and its input is not the model that was trained"
+EARLIER = "; so the drift is older: what this stage was given is not the model that was trained"
 
 
 @dataclass(frozen=True)
@@ -179,5 +179,5 @@ class Explainer:
         except Exception as error:  # the failed check is the error to report, whatever happens here
             log.warning("bisect: %s", error)
             return f"bisect: no result: {str(error).partition(chr(10))[0][:200]}"
-        older = engine == "transformers" and report.verdict in ("same", "noise")
+        older = engine == "transformers" and report.verdict in ("same", "noise", "below")
         return f"{report.summary()}{EARLIER if older else ''} (all of it: {path})"

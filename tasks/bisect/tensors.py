@@ -18,6 +18,11 @@ SAMPLE = 256
 """Rows on which formats are tried."""
 WITHIN = 0.995
 """Share of the numbers that must be within the steps of a format."""
+GROSS = 3.0
+"""Errors above this many times what a format allows are no rounding, however few they are: one row
+of a large matrix."""
+NEGLIGIBLE = 0.01
+"""Share of a block's largest value below which an error is not gross, as of numbers near zero."""
 CORRELATED = 0.3
 """Largest correlation of rounding errors with the weights."""
 STORED = 2.0**-8
@@ -189,6 +194,8 @@ def _fits(
     steps = step(larger, top).clamp_min(1e-38)
     allowed = 0.56 * steps + STORED * a.abs() if scaled else 1.01 * steps
     if float((errors.abs() <= allowed).float().mean()) < WITHIN:
+        return False
+    if (errors.abs() > torch.maximum(GROSS * allowed, NEGLIGIBLE * top)).any():
         return False
     if not whole:
         return True

@@ -97,8 +97,10 @@ def test_another_head_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return honest(out, *arguments, **options)
 
     monkeypatch.setattr(conversion, "write_configs", broken)
-    with pytest.raises(ContractError, match="rewards against those before"):
+    with pytest.raises(ContractError, match="rewards against those before") as refused:
         delivered(tmp_path, f"source={tmp_path / 'rm'}")
+    text = "\n".join([str(refused.value), *refused.value.details])
+    assert "bisect: they part at score (its weights)" in text
     assert not (tmp_path / "out").exists()
 
 

@@ -74,7 +74,7 @@ def _causes(
     if b.dim() == 2 and b.shape[0] == b.shape[1] and _close(a.T, b):
         yield Cause("b's tensor is a's, transposed", REDO)
     scale = float((a * b).sum() / a.square().sum().clamp_min(1e-30))
-    if scale and _close(a * scale, b):
+    if scale and abs(scale - 1) > CLOSE and _close(a * scale, b):
         hint = "an adapter's scale (lora_alpha / r, rsLoRA), or a quantisation scale: " + AUDIT
         yield Cause(f"b's tensor is a's times {scale:.4g}", hint)
     for name, other in others.items():

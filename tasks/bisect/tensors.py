@@ -27,6 +27,9 @@ CORRELATED = 0.3
 """Largest correlation of rounding errors with the weights."""
 STORED = 2.0**-8
 """Relative error of a rounded number that is stored in bfloat16."""
+SMALL = 0.1
+"""Share of a row's largest value up to which a sum is small: an adapter's change that was rounded
+before it was added leaves larger errors in small sums than their own rounding."""
 EVEN = (0.2, 0.4)
 """Root mean square of rounding errors in steps of the format; 0.289 if they are even."""
 
@@ -192,7 +195,7 @@ def _fits(
     errors, top = b - a, a.abs().amax(dim=-1, keepdim=True)
     larger = torch.maximum(a.abs(), b.abs()) if not scaled else a
     steps = step(larger, top).clamp_min(1e-38)
-    allowed = 0.56 * steps + STORED * a.abs() if scaled else 1.01 * steps
+    allowed = 0.56 * steps + STORED * a.abs() if scaled else 1.01 * steps + STORED * SMALL * top
     if float((errors.abs() <= allowed).float().mean()) < WITHIN:
         return False
     if (errors.abs() > torch.maximum(GROSS * allowed, NEGLIGIBLE * top)).any():

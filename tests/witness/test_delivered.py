@@ -10,23 +10,14 @@ import pytest
 
 from tasks.core.errors import ArtifactError
 from tasks.drift.witness import find_witness
-from tests.commands import command, environment, run_in_empty, summary_of
+from tests.commands import summary_of
 from tests.witness.conftest import Trained, train
+from tests.witness.served import deliver
 
 
 @pytest.fixture(scope="module")
 def qlora(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return train(base, tmp_path_factory.mktemp("qlora") / "out", "qlora")
-
-
-def deliver(tmp_path: Path, source: Path, *more: str) -> tuple[int, str]:
-    cwd, runs = tmp_path / "elsewhere", tmp_path / "runs"
-    cwd.mkdir(exist_ok=True)
-    out = tmp_path / "served"
-    shutil.rmtree(out, ignore_errors=True)
-    argv = command("deliver", f"source={source}", f"out={out}", f"paths.runs={runs}", *more)
-    done = run_in_empty(cwd, argv, env=environment(OMP_NUM_THREADS="1"), timeout=280)
-    return done.returncode, done.stdout
 
 
 def test_an_adapter_of_another_step_is_refused(tmp_path: Path, base: Path, lora: Trained) -> None:

@@ -75,7 +75,7 @@ def sampling(answers: Answers, model: str, base: str | None) -> Check:
             f"{cost}); training recorded {expected.text}"
         )
         limits = {"log_likelihood_ratio": DOUBT}
-        return Check(NAME, "fault", text, numbers, limits, (_cause(expected),))
+        return Check(NAME, "fault", text, numbers, limits, (_cause(expected, server),))
     if information(rows, expected) < 2 * DOUBT:
         text = f"{cost} do not tell temperature {COARSE} from {1 / expected.beta:g} here"
         return Check(NAME, "unknown", text, numbers)
@@ -153,12 +153,17 @@ def _ends(reference: Reference) -> list[int]:
     return [end for end in ends if isinstance(end, int)]
 
 
-def _cause(expected: Settings) -> Cause:
+def _cause(expected: Settings, server: Server) -> Cause:
+    if server.kind == "llama.cpp":
+        start = "llama-server with --temp, --top-k, --top-p and --min-p, which has its own defaults"
+    else:
+        start = (
+            "vLLM with --generation-config vllm (no defaults of the folder), or with the trained "
+            "folder's generation_config.json"
+        )
     return Cause(
         "default-temperature",
         "the server's defaults override the recorded ones: those of the engine, of "
         "generation_config.json, or of a Modelfile",
-        f"send temperature, top_k and top_p with every request ({expected.text}), or start vLLM "
-        "with --generation-config vllm (no defaults of the folder), or with the trained folder's "
-        "generation_config.json",
+        f"send temperature, top_k and top_p with every request ({expected.text}), or start {start}",
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tasks.verify.servers.http import Http
@@ -67,7 +68,7 @@ class CompletionsServer(OpenAiServer):
             work = self._score_prompt if not self._echoes else self._score_echo
             items = [(model, list(map(int, sequence))) for sequence in sequences]
             return self.http.parallel(lambda item: work(*item), items, workers)
-        return score_next(self, model, sequences, workers)
+        return score_next(partial(self.next_tokens, model, workers=workers), sequences)
 
     def next_tokens(
         self, model: str, prefixes: Sequence[Sequence[int]], *, workers: int | None = None

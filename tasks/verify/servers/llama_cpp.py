@@ -21,6 +21,8 @@ from tasks.verify.servers.server import (
 )
 
 _TOP = 100
+_FORCED = 100.0
+"""Bias that makes a token certain."""
 _WITHOUT = "@base"
 """Ending of the name under which the base is asked without any adapter."""
 _FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
@@ -45,6 +47,10 @@ class LlamaCppServer(Server):
         self._length = length if isinstance(length, int) else None
         self._path = str(props.get("model_path", "")) or None
         self._models, self._lora = self._names()
+        # Log-probabilities are those before biases. A token that is a whole letter is forced: after
+        # a part of a letter the server waits for the rest, and returns none.
+        letter = self.tokenize(self._models[0].name, "a", special=False)[-1]
+        self._bias = [[letter, _FORCED]]
 
     def models(self) -> tuple[ServedModel, ...]:
         """Return the names that the server answers to; the base before its adapters."""
@@ -53,16 +59,28 @@ class LlamaCppServer(Server):
     def score(
         self, model: str, sequences: Sequence[Sequence[int]], *, workers: int | None = None
     ) -> list[Scores]:
-        """Return the log-probabilities of a sample of positions of each sequence."""
-        return score_next(self, model, sequences, workers)
+        """Return the log-probabilities of a sample of positions of each sequence.
+
+        The prompt cache is not used: it mixes adapters (llama.cpp issue 26207), which is for the
+        check of leaks to find.
+        """
+        return score_next(
+            lambda prefixes: self._next_tokens(model, prefixes, workers, cache_prompt=False),
+            sequences,
+        )
 
     def next_tokens(
         self, model: str, prefixes: Sequence[Sequence[int]], *, workers: int | None = None
     ) -> list[Entry]:
         """Return the most likely next tokens after each prefix, as they are generated."""
+        return self._next_tokens(model, prefixes, workers)
+
+    def _next_tokens(
+        self, model: str, prefixes: Sequence[Sequence[int]], workers: int | None, **more: bool
+    ) -> list[Entry]:
+        body = {"n_predict": 1, "n_probs": _TOP, "temperature": 0, "logit_bias": self._bias, **more}
 
         def ask(prefix: Sequence[int]) -> Entry:
-            body = {"n_predict": 1, "n_probs": _TOP, "temperature": 0}
             answer = self._completion(model, list(map(int, prefix)), body)
             listed = answer.get("completion_probabilities") or [{}]
             tops = listed[0].get("top_logprobs") or ()

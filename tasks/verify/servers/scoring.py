@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from tasks.verify.servers.server import Entry, Scores, Server, ServerError
+from tasks.verify.servers.server import Entry, Scores, ServerError
 
 SAMPLED = 12
 """Positions per sequence where each costs a request."""
@@ -52,14 +52,20 @@ def positions(length: int, most: int = SAMPLED) -> tuple[int, ...]:
 
 
 def score_next(
-    server: Server, model: str, sequences: Sequence[Sequence[int]], workers: int | None = None
+    next_tokens: Callable[[Sequence[Sequence[int]]], Sequence[Entry]],
+    sequences: Sequence[Sequence[int]],
 ) -> list[Scores]:
-    """Score a sample of positions by the next tokens after each prefix; the others are empty."""
+    """Score a sample of positions by the next tokens after each prefix; the others are empty.
+
+    Args:
+        next_tokens: returns the most likely next tokens after each prefix.
+        sequences: token ids, at least two each.
+    """
     chosen = [positions(len(ids)) for ids in sequences]
     prefixes = [
         ids[: at + 1] for ids, places in zip(sequences, chosen, strict=True) for at in places
     ]
-    entries = iter(server.next_tokens(model, prefixes, workers=workers))
+    entries = iter(next_tokens(prefixes))
     return [
         scores(len(ids), {at: next(entries) for at in places})
         for ids, places in zip(sequences, chosen, strict=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tasks.verify.servers.http import Http
@@ -57,7 +58,7 @@ class TextServer(Server):
         self, model: str, sequences: Sequence[Sequence[int]], *, workers: int | None = None
     ) -> list[Scores]:
         """Return the log-probabilities of a sample of positions of each sequence."""
-        return score_next(self, model, sequences, workers)
+        return score_next(partial(self.next_tokens, model, workers=workers), sequences)
 
     def next_tokens(
         self, model: str, prefixes: Sequence[Sequence[int]], *, workers: int | None = None

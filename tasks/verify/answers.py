@@ -12,6 +12,7 @@ from tasks.verify.causes import Evidence, Nearby
 from tasks.verify.comparison import Distance, distance, is_coarse, limit_of, rounding_kl
 from tasks.verify.dose import Dose, dose
 from tasks.verify.reference import Reference
+from tasks.verify.servers.scoring import scores
 from tasks.verify.servers.server import Scores, Server
 
 COARSEST = 10.0
@@ -44,13 +45,28 @@ class Answers:
     def scores(self, model: str) -> list[Scores]:
         """Return the log-probabilities of the probes under a name of the server.
 
+        Probes that are longer than the server's context are cut: what is beyond is not measured.
+
         Raises:
             UnsupportedError: the API does not give any.
             ServerError: the server does not answer, or refuses.
         """
         if model not in self._scores:
-            self._scores[model] = self.server.score(model, self.reference.sequences)
+            whole = self.reference.sequences
+            most = (self.length(model) or max(map(len, whole)) + 1) - 1  # one is generated
+            parts = self.server.score(model, [ids[:most] for ids in whole])
+            self._scores[model] = [
+                scores(len(ids), dict(enumerate(zip(part.ids, part.logprobs, strict=True))))
+                for ids, part in zip(whole, parts, strict=True)
+            ]
         return self._scores[model]
+
+    def length(self, model: str) -> int | None:
+        """Return the context of a name or of its base, in tokens; None if the server says none."""
+        served = {entry.name: entry for entry in self.server.models()}
+        entry = served.get(model)
+        parent = served.get(entry.parent or "") if entry else None
+        return next((e.max_length for e in (entry, parent) if e and e.max_length), None)
 
     def aligned(self, model: str) -> Aligned:
         """Return the same by position and id of the reference."""
@@ -94,10 +110,10 @@ class Answers:
 
     def from_siblings(self, model: str) -> list[Nearby]:
         """Return the distance of a name from other models whose records lie beside this one."""
-        scores, nearby = self.scores(model), []
+        parts, nearby = self.scores(model), []
         for name, other in self.reference.siblings():
             common, trained = self.reference.shared(other)
-            aligned = align(trained, [scores[number] for number in common])
+            aligned = align(trained, [parts[number] for number in common])
             if aligned.measured.any():
                 nearby.append(Nearby(name, distance(trained, aligned, self.limit)))
         return nearby

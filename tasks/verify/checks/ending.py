@@ -86,10 +86,7 @@ def _stops(
 def context(answers: Answers, model: str, base: str | None) -> Check:
     """Check the server's context: as long as the training's rows, and nothing is cut silently."""
     server, reference = answers.server, answers.reference
-    served = {entry.name: entry for entry in server.models()}
-    names = [name for name in (model, served[model].parent if model in served else None) if name]
-    lengths = [served[name].max_length for name in names if name in served]
-    length = next((value for value in lengths if value is not None), None)
+    length = answers.length(model)
     trained = max((_trained_length(reference), *map(len, reference.sequences)))
     measured: dict[str, float | str] = {"trained": trained}
     if length is not None:

@@ -57,11 +57,14 @@ def batching(answers: Answers, model: str, base: str | None) -> Check:
 def prefix_cache(answers: Answers, model: str, base: str | None) -> Check:
     """Ask for the next token after prompts that the server has not seen, and ask again."""
     server, limit = answers.server, answers.limit
-    length = min(_CACHED, (_length(server, model) or _CACHED) - 2)
+    length = min(_CACHED, (answers.length(model) or _CACHED) - 2)
     prompts = [_shuffled(answers.reference, length) for _ in range(_PROMPTS)]
     first = server.next_tokens(model, prompts, workers=1)
     again = server.next_tokens(model, prompts, workers=1)
-    moved = [change(a, b) for a, b in zip(first, again, strict=True)]
+    pairs = [(a, b) for a, b in zip(first, again, strict=True) if len(a[0]) and len(b[0])]
+    if not pairs:
+        return Check("prefix-cache", "unknown", "the server returned no log-probabilities")
+    moved = [change(a, b) for a, b in pairs]
     if server.abilities.prompt_logprobs > 1:
         # These are computed without a cache.
         scored = server.score(model, [[*prompt, prompt[0]] for prompt in prompts])
@@ -88,7 +91,7 @@ def long_prompts(answers: Answers, model: str, base: str | None) -> Check:
     if server.abilities.prompt_logprobs < 2 or not server.abilities.next_logprobs:
         reason = "the server returns either prompt log-probabilities or next tokens, not both"
         return Check("long-prompts", "unknown", reason)
-    size = min(_LONG, (_length(server, model) or _LONG) - 2)
+    size = min(_LONG, (answers.length(model) or _LONG) - 2)
     if size < _FROM + _LONG_POSITIONS:
         return Check("long-prompts", "unknown", f"the server takes {size + 2} tokens only")
     sequence = _shuffled(answers.reference, size)
@@ -139,16 +142,6 @@ def streaming(answers: Answers, model: str, base: str | None) -> Check:
 
 def _greedy(server: Server, model: str, prompt: Sequence[int], stream: bool) -> Generated:
     return server.generate(model, prompt, _TOKENS, stream=stream, temperature=0)[0]
-
-
-def _length(server: Server, model: str) -> int | None:
-    """Return the context of a model, or of its base."""
-    served = {entry.name: entry for entry in server.models()}
-    entry = served.get(model)
-    if entry is None:
-        return None
-    parent = served.get(entry.parent or "")
-    return entry.max_length or (parent.max_length if parent else None)
 
 
 def _shuffled(reference: Reference, size: int) -> list[int]:

@@ -75,7 +75,7 @@ def sampling(answers: Answers, model: str, base: str | None) -> Check:
             f"{cost}); training recorded {expected.text}"
         )
         limits = {"log_likelihood_ratio": DOUBT}
-        return Check(NAME, "fault", text, numbers, limits, (_cause(expected, server),))
+        return Check(NAME, "fault", text, numbers, limits, (_cause(expected, answers.server.kind),))
     if information(rows, expected) < 2 * DOUBT:
         text = f"{cost} do not tell temperature {COARSE} from {1 / expected.beta:g} here"
         return Check(NAME, "unknown", text, numbers)
@@ -153,8 +153,8 @@ def _ends(reference: Reference) -> list[int]:
     return [end for end in ends if isinstance(end, int)]
 
 
-def _cause(expected: Settings, server: Server) -> Cause:
-    if server.kind == "llama.cpp":
+def _cause(expected: Settings, kind: str) -> Cause:
+    if kind == "llama.cpp":
         start = "llama-server with --temp, --top-k, --top-p and --min-p, which has its own defaults"
     else:
         start = (

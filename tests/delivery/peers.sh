@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Make the environments of tests with mark `peers`: one per trainer, under $PLUMBLINE_PEERS.
-#   PLUMBLINE_PEERS=~/peers tests/delivery/peers.sh [llamafactory swift verl openrlhf]
+# Make the environments of tests with mark `peers`: one per project, under $PLUMBLINE_PEERS.
+#   PLUMBLINE_PEERS=~/peers tests/delivery/peers.sh [llamafactory swift verl openrlhf llamacpp]
 # Each holds a trainer and the packages that it wants in another version than this project; the rest
 # (torch among them) comes from .venv, which stays as it is.
 set -euo pipefail
@@ -26,6 +26,7 @@ declare -A PACKAGES=(
     [scanners]="picklescan==1.0.5 fickling==0.1.12 modelscan==0.8.8 tomlkit==0.13.3"
     [transformers440]="transformers==4.40.2 tokenizers==0.19.1 huggingface-hub<1 peft==0.10.0
         accelerate==0.30.1 datasets==2.21.0 fsspec==2024.6.1 multiprocess==0.70.16 dill==0.3.8"
+    [llamacpp]="xllamacpp==2026.10.11549 gguf==0.19.0"
 )
 
 stub() { # stub ENVIRONMENT FILE TEXT: a module that has no CPU build, and that text alone never calls

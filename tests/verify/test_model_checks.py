@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tasks.verify.checks.adapters import applied, base_name
 from tasks.verify.checks.distribution import distribution
 from tasks.verify.checks.sampling import sampling
 from tasks.verify.reference import read_reference
+from tasks.verify.servers.server import Scores, ServedModel
 from tasks.verify.temperature import Settings
 from tests.verify.synthetic import ArrayServer, World, world, write_witness
 
@@ -206,3 +208,27 @@ def test_a_flat_distribution_tells_nothing_about_the_temperature() -> None:
     server = ArrayServer(made.probes, {"tuned": made.trained})
     check = sampling(Answers(server, made.reference()), "tuned", None)
     assert check.verdict == "unknown"
+
+
+class ShortServer(ArrayServer):
+    """Server with a context of 20 tokens, one of which is generated."""
+
+    def models(self) -> tuple[ServedModel, ...]:
+        return (ServedModel("base", max_length=20), ServedModel("tuned", parent="base"))
+
+    def score(self, model: str, sequences: Any, *, workers: int | None = None) -> list[Scores]:
+        assert max(map(len, sequences)) == 19 < max(map(len, self._probes))
+        whole = super().score(model, self._probes)
+        pairs = zip(whole, sequences, strict=True)
+        return [Scores(s.ids[: len(i) - 1], s.logprobs[: len(i) - 1]) for s, i in pairs]
+
+
+@pytest.mark.parametrize(("part", "verdict"), [(1.0, "ok"), (0.5, "fault")])
+def test_probes_beyond_the_context_are_cut(part: float, verdict: str) -> None:
+    made = world(3, vocab=400, moved=0.3)
+    models = {"base": made.base, "tuned": made.base + part * (made.trained - made.base)}
+    check = distribution(
+        Answers(ShortServer(made.probes, models), made.reference()), "tuned", "base"
+    )
+    assert check.verdict == verdict, check.text
+    assert check.measured["positions"] < sum(len(ids) - 1 for ids in made.probes)

@@ -1,7 +1,7 @@
 """llama.cpp, SGLang, TGI, Ollama and `transformers serve`, as their documentation says.
 
-A small server answers so. Not run against the real server: SGLang, TGI and Ollama, which cannot
-run here.
+A small server answers so. Not run against the real server: SGLang, TGI and Ollama, which have no
+package for CPUs; test_llama_cpp.py and test_real_servers.py run the others.
 """
 
 from __future__ import annotations

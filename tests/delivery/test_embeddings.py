@@ -126,9 +126,8 @@ def test_is_delivered_as_peft_merges_it(
     assert not [finding for finding in done.summary["findings"] if finding["severity"] == "error"]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("grown embedding, tied", marks=pytest.mark.slow), "tokens, tied"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grown embedding, tied", "tokens, tied"])
 def test_the_reference_has_the_new_rows(name: str, bases: dict[bool, Path], tmp_path: Path) -> None:
     tied, more, options, _ = CASES[name]
     source = trained(with_rows(bases[tied], more), tmp_path / "adapter", **options)

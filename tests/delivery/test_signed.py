@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tasks.pipeline.artifact import open_artifact, verify
 from tasks.pipeline.signature import faults
 from tests.delivery.conftest import Done
@@ -13,6 +15,7 @@ from tests.keys import make_pair
 Run = Callable[..., Done]
 
 
+@pytest.mark.slow
 def test_a_delivered_folder_is_signed(here: Run, base: Path, tmp_path: Path) -> None:
     private, public = make_pair(tmp_path / "keys")
     out = tmp_path / "out"

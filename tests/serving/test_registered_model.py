@@ -86,6 +86,7 @@ def test_the_candidate_answers_a_chat_request(
     assert max(path.stat().st_size for path in stored) < 20_000  # no weights
 
 
+@pytest.mark.slow
 def test_an_altered_folder_is_not_loaded(
     registered: Callable[[Path], Artifact], served: Path
 ) -> None:
@@ -116,6 +117,7 @@ def test_code_in_the_served_folder_never_runs(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_a_reward_model_returns_a_score(
     registered: Callable[[Path], Artifact], served: Path, tmp_path: Path
 ) -> None:

@@ -69,7 +69,7 @@ ROWS = {
 FP32 = replace(BASIC, dtype="float32", probes=1)
 FP32_JOBS = {"fp32_zero2": FP32, "fp32_zero3": replace(FP32, zero=ZERO3)}
 DEFAULT = (
-    "dora_zero3", "pissa_zero3", "patterns_zero3", "lora_zero2", "8bit_zero3",
+    "dora_zero2", "dora_zero3", "pissa_zero3", "patterns_zero3", "lora_zero2", "8bit_zero3",
     "rows_untied_zero3", "reward_lora_zero3",
 )  # fmt: skip
 """Jobs of the default suite; each kind of adapter under the stage that partitions the most."""

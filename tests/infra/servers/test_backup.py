@@ -154,6 +154,7 @@ def test_paths_and_waiting_records_move_along(runs: Path, tmp_path: Path) -> Non
     assert not (elsewhere / "services" / "worker.json").exists()
 
 
+@pytest.mark.slow
 def test_a_database_in_use_is_copied_whole(runs: Path, tmp_path: Path) -> None:
     """A backup does not stop the writer, and never has half of a transaction."""
     engine = create_engine(f"sqlite:///{runs / 'mlflow' / 'mlflow.db'}")
@@ -204,6 +205,7 @@ def test_damaged_artifacts_are_named_and_left_out(runs: Path, tmp_path: Path) ->
     assert list((tmp_path / "new" / "artifacts" / "served").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_folders_relative_to_the_current_one(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def test_the_printed_command_starts_a_run(site: Site) -> None:
     assert run["parameters"] == {"overrides": site.overrides(), "tag": "manual"}
 
 
+@pytest.mark.slow
 def test_a_paused_schedule_stays_paused(site: Site) -> None:
     deployment = site.deployment("rlhf-nightly")
     (nightly,) = (each for each in deployment["schedules"] if each["slug"] == "nightly")
@@ -93,6 +94,7 @@ def test_a_refused_configuration_says_what_to_type(site: Site) -> None:
     assert "Traceback" not in site.worker_log.partition(run["id"])[2]
 
 
+@pytest.mark.slow
 def test_a_run_waits_for_a_run_on_a_terminal(site: Site, tmp_path: Path) -> None:
     rows, runs = tmp_path / "rows.jsonl", site.services.runs / "planned"
     pair = [{"role": "user", "content": "say yes"}, {"role": "assistant", "content": "yes"}]
@@ -109,6 +111,7 @@ def test_a_run_waits_for_a_run_on_a_terminal(site: Site, tmp_path: Path) -> None
     assert "rows.jsonl" in run["state"]["message"]  # its turn came, and its own mistake ended it
 
 
+@pytest.mark.slow
 def test_a_run_on_a_terminal_uses_the_server(site: Site, tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "process" / "flow_script.py"
     env = {key: value for key, value in site.env.items() if key != "PLUMBLINE_RUNS"}

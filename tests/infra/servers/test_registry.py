@@ -45,6 +45,7 @@ def table(site: Site, run_id: str) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
 def test_the_registry_is_audited(site: Site, registered: list[Artifact]) -> None:
     """A byte that changes on the disk of a registered model fails the weekly audit."""
     run = site.finished_run(site.start_run("audit-registry", []))

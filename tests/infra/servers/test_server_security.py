@@ -140,6 +140,7 @@ def test_job_variables_are_refused(site: Site, variables: dict[str, Any]) -> Non
         site.start_run("rlhf-qlora", site.overrides(), job_variables=variables)
 
 
+@pytest.mark.slow
 def test_the_worker_ignores_job_variables_that_the_server_let_through(site: Site) -> None:
     """Written past the server's check, as an older server with the same database would have."""
     import sqlite3
@@ -180,6 +181,7 @@ def test_a_run_may_not_name_other_folders_or_code(site: Site, tmp_path: Path) ->
     assert not (tmp_path / "owned").exists()
 
 
+@pytest.mark.slow
 def test_a_deployments_run_records_no_secret(site: Site) -> None:
     url = "reward.url=http://${oc.env:JUDGE_LOGIN}@127.0.0.1:9/x"
     _, *plan = site.overrides("+exp=grpo", "tag=${oc.env:JUDGE_LOGIN}", url)

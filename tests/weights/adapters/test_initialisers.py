@@ -132,6 +132,7 @@ def test_merged_into_the_base_that_training_left(init: str, tmp_path: Path) -> N
     compare(ours, trained, left.state_dict())
 
 
+@pytest.mark.slow
 def test_eva_with_its_own_ranks(tmp_path: Path) -> None:
     """EVA does not change the base; its ranks are in the configuration's patterns."""
     from peft import initialize_lora_eva_weights

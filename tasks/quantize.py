@@ -7,27 +7,31 @@ that a refusal names the layer that lost most. `smoke_quantized` serves both fol
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tasks.core.contract import Check, judge
-from tasks.core.errors import DataError
 from tasks.core.files import copy_file
-from tasks.drift.fingerprint import DriftLimit, Fingerprint
+from tasks.drift.fingerprint import DriftLimit
 from tasks.drift.verdict import FINGERPRINT
+from tasks.evaluation.calibration import (
+    HELDOUT_ROWS,
+    TRAINING_ROWS,
+    heldout_loss,
+    provenance,
+    row_tokens,
+)
 from tasks.evaluation.evaluation_prompts import dtype_of
 from tasks.evaluation.planned import Measuring
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.evaluation.trained_artifact import CONFIG, write_json
-from tasks.pipeline.artifact import MANIFEST, SIGNATURE
+from tasks.pipeline.artifact import MANIFEST, SIGNATURE, inventory
 from tasks.pipeline.report import StageReport
 from tasks.pipeline.stage import CONTRACT
 from tasks.process.launch import launch
@@ -46,10 +50,6 @@ from tasks.weights.quantized.quantize import left_alone, quantized_contract, qua
 Log = logging.Logger | logging.LoggerAdapter[Any]
 ENVIRONMENT = Path(f"{sys.prefix}-quantize", "bin", "python")
 """Interpreter of the environment of `make setup-quantize`."""
-TRAINING_ROWS = "train.jsonl"
-ROW_TOKENS = 512
-"""Maximum number of tokens of a calibration row."""
-_BLOCK = 16 << 20
 _SHOWN = 10
 """Layers that the manifest names."""
 
@@ -84,7 +84,8 @@ def quantize(
         scorer: the transformers child, which also quantises to 8 bits.
         log: progress.
         log_path: file for the output of llm-compressor.
-        data: dataset artifact; without one the fingerprint's probes take the place of the rows.
+        data: dataset artifact; without one the fingerprint's probes take the place of its rows,
+            training and held-out.
         attn_implementation: attention of the measurements, by transformers' name.
 
     Returns:
@@ -92,14 +93,14 @@ def quantize(
 
     Raises:
         ContractError: this model cannot be quantised in this way.
-        DataError: the training rows cannot be read.
+        DataError: the training or held-out rows cannot be read.
         StageProcessError: llm-compressor failed.
     """
     source = read_checkpoint(served)
     disk = {name: tuple(info.shape) for name, info in source.tensors.items()}
     facts = ask_facts(scorer.perform, served, dtype_of(served), disk)
     limit, ignore = parse_size(max_shard_size), left_alone(facts)
-    tokens = calibration_tokens(scorer, served, reference, data, rows)
+    tokens = row_tokens(scorer, served, data, TRAINING_ROWS, rows, reference=reference)
     if scheme in SCHEMES:
         plan = replace(as_is(source), max_shard_bytes=limit)
         plan = quantized_plan(plan, facts, scheme)
@@ -110,7 +111,7 @@ def quantize(
     else:
         job = {"model": str(served), "dtype": dtype_of(served), "rows": tokens, "ignore": ignore}
         config = _by_gptq(out, {**job, "shard": limit, "group": group}, log, log_path)
-        values = list(_untouched(read_checkpoint(out), source, facts))
+        values = list(_untouched(out, source, facts))
     _copy_other_files(served, out)
     write_json(out / CONFIG, {**read_json(served / CONFIG), "quantization_config": config})
     made = read_checkpoint(out)
@@ -131,11 +132,14 @@ def quantize(
     log.info("quantize: %s", lost)
     measuring = Measuring(scorer.measure, reference, profile, attn_implementation)
     drift, check = measuring.take(replace(model, path=out), out)
+    heldout = row_tokens(scorer, served, data, HELDOUT_ROWS, rows, reference=reference)
+    losses, loss_check = heldout_loss(scorer, model, replace(model, path=out), heldout, profile)
     hint = f"{lost}; convert.quantize=none, or convert.quantize_profile=<a wider one>"
+    verdicts = [each if each.ok else replace(each, hint=hint) for each in (check, loss_check)]
     return replace(
         report,
-        checks=(*checks, check if check.ok else replace(check, hint=hint)),
-        metrics={**metrics, "layers/worst": error, "layers/mean": _mean(layers)},
+        checks=(*checks, *verdicts),
+        metrics={**metrics, **losses, "layers/worst": error, "layers/mean": _mean(layers)},
         notes={**notes, "layers": layers[:_SHOWN]},
         drift=drift,
     )
@@ -167,11 +171,17 @@ def _by_gptq(out: Path, job: dict[str, Any], log: Log, log_path: Path) -> dict[s
     return config
 
 
-def _untouched(made: Checkpoint, source: Checkpoint, facts: ModelFacts) -> Iterator[Check]:
+def _untouched(out: Path, source: Checkpoint, facts: ModelFacts) -> Iterator[Check]:
     """Yield a verdict on each tensor that is not quantised: its bytes are those of the source."""
-    for name in sorted(set(made.tensors) & set(source.tensors) - set(facts.quantized)):
-        same = _digest(made, name) == _digest(source, name)
+    made, known = _hashes(out), source.hashes or _hashes(source.root)
+    for name in sorted(set(made) & set(known) - set(facts.quantized)):
+        same = made[name] == known[name]
         yield Check(name, "the bytes in 16 bits", "the same" if same else "others", ok=same)
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    files, _ = inventory(folder)
+    return {name: entry["blake3"] for file in files.values() for name, entry in file.items()}
 
 
 def smoke_quantized(
@@ -205,73 +215,9 @@ def smoke_quantized(
     return replace(report, checks=checks, metrics=metrics)
 
 
-def _digest(checkpoint: Checkpoint, name: str) -> str:
-    (extent,) = checkpoint.extents(name)
-    with extent.path.open("rb") as file:
-        file.seek(extent.start)
-        digest, left = hashlib.sha256(), extent.nbytes
-        while left:
-            block = file.read(min(left, _BLOCK))
-            digest.update(block)
-            left -= len(block)
-    return digest.hexdigest()
-
-
 def _copy_other_files(served: Path, out: Path) -> None:
     """Copy the tokenizer and all other files that are neither weights nor records of a stage."""
     for path in sorted(served.iterdir()):
         weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
         if not weights and path.name not in (MANIFEST, CONTRACT, FINGERPRINT, CONFIG, SIGNATURE):
             copy_file(path, out / path.name)
-
-
-def calibration_tokens(
-    scorer: ReferenceScorer, tokenizer: Path, reference: Path, data: Path | None, count: int
-) -> list[list[int]]:
-    """Return the token ids of training rows, spread evenly over the file.
-
-    Args:
-        scorer: renders the rows.
-        tokenizer: folder of the tokenizer and its chat template.
-        reference: folder with a fingerprint, whose probes are taken without a dataset.
-        data: dataset artifact; None for the probes.
-        count: number of rows.
-
-    Raises:
-        DataError: the file cannot be read or is empty.
-    """
-    if data is None:
-        return [list(probe) for probe in Fingerprint.load(reference / FINGERPRINT).probes]
-    path = data / TRAINING_ROWS
-    try:
-        with path.open("rb") as file:
-            total = sum(1 for _ in file)
-        with path.open("rb") as file:
-            chosen = islice(file, 0, None, max(1, total // count))
-            rows = [json.loads(line) for line in islice(chosen, count)]
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-    if not rows:
-        raise DataError(f"{path} is empty: nothing to calibrate on")
-    if "text" in rows[0]:
-        tokens = scorer.encode_texts(tokenizer, [row["text"] for row in rows], limit=ROW_TOKENS)
-    elif all(_messages(row)[-1]["role"] == "assistant" for row in rows):
-        tokens = scorer.encode_whole(tokenizer, [_messages(row) for row in rows])
-    else:
-        tokens = scorer.encode(tokenizer, rows).tokens
-    return [ids[:ROW_TOKENS] for ids in tokens if len(ids) > 1]
-
-
-def _messages(row: dict[str, Any]) -> list[dict[str, str]]:
-    return list(row["messages"]) if "messages" in row else [*row["prompt"], *row["chosen"]]
-
-
-def provenance(tokens: Sequence[Sequence[int]], data: Path | None) -> dict[str, Any]:
-    """Return the record of calibration rows: their source, number, and the digest of their ids."""
-    text = json.dumps([list(row) for row in tokens], separators=(",", ":"))
-    return {
-        "source": "probes of the fingerprint" if data is None else f"data: {TRAINING_ROWS}",
-        "rows": len(tokens),
-        "tokens": sum(map(len, tokens)),
-        "sha256": hashlib.sha256(text.encode()).hexdigest(),
-    }

@@ -27,10 +27,10 @@ from tasks.delivery.side_files import Tokens
 from tasks.delivery.texts import PROBE_TOKENS, SHORTEST
 from tasks.drift.witness import Witness, find_witness
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
-from tasks.evaluation.vllm_jobs import HEADROOM
 from tasks.pipeline.artifact import remember
 from tasks.pipeline.report import StageResult, StageRunner
 from tasks.pipeline.signature import key_file
+from tasks.serving.vllm.job import HEADROOM
 from tasks.weights.quantized.quantize import quantized_size
 
 

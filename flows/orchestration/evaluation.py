@@ -6,6 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from tasks.pipeline.report import StageResult
 
+_QUANTIZED = {
+    "quantized": "quantized/eval/after",
+    "quantized_loss_before": "quantized/loss/before",
+    "quantized_loss_after": "quantized/loss/after",
+}
+
 
 def evaluation(results: Sequence[StageResult]) -> dict[str, float | None]:
     """Return exact match, evaluation loss and reward, before and after training.
@@ -30,8 +36,7 @@ def evaluation(results: Sequence[StageResult]) -> dict[str, float | None]:
         if f"{name}/{when}" in metrics
     }
     online = {**rewards, **scored, **_distance(metrics)}
-    name = "quantized/eval/after"
-    quantized = {"quantized": metrics[name]} if name in metrics else {}
+    quantized = {key: metrics[name] for key, name in _QUANTIZED.items() if name in metrics}
     return {
         **pairs,
         "before": metrics.get("eval/before"),
@@ -67,6 +72,8 @@ def evaluation_lines(values: Mapping[str, float | None]) -> list[str]:
     if (exact := _pair(values, "after", "quantized")) is not None:
         points = 100 * (exact[1] - exact[0])
         lines.append(f"quantised: {exact[1]:.1%} beside {exact[0]:.1%} ({points:+.1f} points)")
+    if (losses := _pair(values, "quantized_loss_before", "quantized_loss_after")) is not None:
+        lines.append(f"quantised: held-out loss {losses[1]:.4f} beside {losses[0]:.4f}")
     if (losses := _pair(values, "loss_before", "loss_after")) is not None:
         lines.append(f"evaluation loss {losses[0]:.3f} -> {losses[1]:.3f}")
     if (rewards := _pair(values, "reward_before", "reward_after")) is not None:

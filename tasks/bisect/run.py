@@ -22,10 +22,9 @@ from tasks.core.errors import ConfigError
 from tasks.core.machine import available_memory, has_gpu
 from tasks.evaluation.evaluation_prompts import dtype_of
 from tasks.evaluation.scoring import ENV, ModelRef, ReferenceScorer
-from tasks.evaluation.vllm_jobs import HEADROOM, run_vllm
 from tasks.process.launch import launch, python_child
 from tasks.process.output import Log
-from tasks.serving.vllm.job import CALLS, Job
+from tasks.serving.vllm.job import CALLS, HEADROOM, Job, run_vllm
 
 STAGE = "bisect"
 TIMEOUT_S = 1800.0

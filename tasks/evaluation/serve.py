@@ -16,9 +16,8 @@ from tasks.config.after_training import Smoke
 from tasks.drift.fingerprint import Fingerprint
 from tasks.drift.verdict import FINGERPRINT
 from tasks.evaluation.scoring import Generated, ModelRef, Prompts, ReferenceScorer
-from tasks.evaluation.vllm_jobs import HEADROOM, run_vllm
 from tasks.process.output import Log
-from tasks.serving.vllm.job import Job
+from tasks.serving.vllm.job import HEADROOM, Job, run_vllm
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tasks.config.after_training import Smoke
-from tasks.evaluation.vllm_jobs import run_vllm
-from tasks.serving.vllm.job import Job
+from tasks.serving.vllm.job import Job, run_vllm
 from tests.conftest import PROJECT
 from tests.delivery.conftest import one_thread
 from tests.delivery.test_deliver import servable

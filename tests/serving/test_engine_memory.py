@@ -12,7 +12,7 @@ import pytest
 
 from flows.cli.config import compose_config
 from tasks.config.checks.engine import AT_ONCE, HEADROOM, engine_memory
-from tasks.evaluation.vllm_jobs import HEADROOM as THEIRS
+from tasks.serving.vllm.job import HEADROOM as THEIRS
 from tasks.serving.vllm.job import environment
 
 ASK = """

@@ -12,8 +12,7 @@ import pytest
 
 from tasks.config.after_training import Smoke
 from tasks.evaluation.scoring import ReferenceScorer
-from tasks.evaluation.vllm_jobs import run_vllm
-from tasks.serving.vllm.job import Job
+from tasks.serving.vllm.job import Job, run_vllm
 from tests.serving.cuda_stand_in import LOST, STARTS
 
 PROJECT = Path(__file__).parents[2]

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from tasks.config.after_training import Smoke
-from tasks.evaluation import vllm_jobs
 from tasks.rl.rollout.engines import rollout_time_limit
 from tasks.serving.vllm import guest, job
 from tests.settings import Rollout
@@ -51,10 +50,10 @@ def test_a_time_limit_that_is_set_wins(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: float | None, seconds: float
 ) -> None:
     options: dict[str, Any] = {}
-    monkeypatch.setattr(vllm_jobs, "launch", lambda *_, **how: options.update(how))
+    monkeypatch.setattr(job, "launch", lambda *_, **how: options.update(how))
     how = Smoke(timeout_s=setting)
     with pytest.raises(FileNotFoundError):  # nothing has answered
-        vllm_jobs.run_vllm(
+        job.run_vllm(
             [job.Job(str(tmp_path), str(tmp_path / "out"), [[1]], 1, 8)], how,
             log=logging.getLogger("test"), log_path=tmp_path / "log",
         )  # fmt: skip

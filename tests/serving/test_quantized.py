@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from tasks.audit.finding import Severity
 from tasks.audit.run import audit
 from tasks.drift.fingerprint import DriftLimit, quantized_profile
-from tasks.evaluation.scoring import ReferenceScorer
+from tasks.evaluation.calibration import heldout_loss, row_tokens
+from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.report import StageReport
 from tasks.quantize import ENVIRONMENT, quantize, smoke_quantized
 from tasks.smoke_eval import smoke_eval
@@ -79,6 +80,8 @@ def test_the_quantised_folder_stands_beside_the_one_in_16_bits(
     errors = [error for _, error in report.notes["layers"]]
     assert errors == sorted(errors, reverse=True)
     assert 0 < errors[0] < 0.05, "8 bits lose about 1 % of a layer's output"
+    before, after = (report.metrics[f"quantized/loss/{when}"] for when in ("before", "after"))
+    assert 0 < abs(after - before) < 0.02 < before
     assert report.drift is not None
     assert report.drift.mean_kl > 0
     assert [
@@ -104,11 +107,31 @@ def test_a_refusal_names_the_layer_that_lost_most(
         reference=tmp_path / "reference",
         profile=quantized_profile("w8a8"),
     )
-    (failed,) = [check for check in report.checks if not check.ok]
-    assert failed.name == "drift from the trained model"
-    assert failed.hint.startswith("model.layers.1.mlp.up_proj lost most: its outputs are off by ")
-    assert "convert.quantize=none" in failed.hint
+    failed = [check for check in report.checks if not check.ok]
+    assert failed[0].name == "drift from the trained model"
+    for check in failed:
+        assert check.hint.startswith("model.layers.1.mlp.up_proj lost most: its outputs are off by")
+        assert "convert.quantize=none" in check.hint
     assert report.metrics["layers/worst"] > 0.5
+
+
+def test_a_model_that_predicts_held_out_rows_worse_is_refused(
+    served: Path, trained: Path, rows: Path, scorer: ReferenceScorer, tmp_path: Path
+) -> None:
+    """Logits that are eight times as large, in the place of a quantised version."""
+    tokens = row_tokens(scorer, served, rows, "heldout.jsonl", 4, reference=trained)
+    model, other = ModelRef(served), ModelRef(shutil.copytree(served, tmp_path / "other"))
+    tensors = load_file(other.path / "model.safetensors")
+    tensors["model.norm.weight"] *= 8
+    save_file(tensors, other.path / "model.safetensors", metadata={"format": "pt"})
+    limit = quantized_profile("w4a16")
+    same, check = heldout_loss(scorer, model, model, tokens, limit)
+    assert check.ok
+    assert same["quantized/loss/before"] == same["quantized/loss/after"]
+    _, worse = heldout_loss(scorer, model, other, tokens, limit)
+    _, better = heldout_loss(scorer, other, model, tokens, limit)
+    assert (worse.ok, better.ok) == (False, True)
+    assert "nats per token" in worse.expected
 
 
 @pytest.mark.slow
@@ -126,7 +149,8 @@ def test_a_real_vocabulary_and_prompts_without_answers(
     (tmp_path / "data").mkdir()
     prompts = [{"id": "p", "messages": m[:1], "columns": {}} for m in CONVERSATIONS]
     text = "".join(json.dumps(row) + "\n" for row in prompts)
-    (tmp_path / "data" / "train.jsonl").write_text(text)
+    for name in ("train", "heldout"):
+        (tmp_path / "data" / f"{name}.jsonl").write_text(text)
     out, report = quantized(
         "fp8", served=folder, reference=tmp_path / "reference", data=tmp_path / "data",
         max_shard_size="10MB",

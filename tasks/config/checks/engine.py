@@ -20,7 +20,7 @@ GIB = 2**30
 AT_ONCE = 64
 """Sequences that smoke_eval lets vLLM run at once (`max_num_seqs`)."""
 HEADROOM = 8
-"""Tokens beyond the longest sequence, as `tasks/evaluation/vllm_jobs.py` adds them."""
+"""Tokens beyond the longest sequence, as `tasks/serving/vllm/job.py` adds them."""
 BLOCK = {"cpu": 128, "gpu": 16}
 """Tokens of a KV cache block in vLLM 0.32."""
 GPU_SHARE = 0.92

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,47 +27,49 @@ def plumbline(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_every_command_is_in_the_help_and_has_a_module(
+@pytest.fixture
+def typed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["plumbline", "help"])
-    with pytest.raises(SystemExit) as end:
-        program.main()
-    text = capsys.readouterr().out
-    assert end.value.code == 0
+) -> Callable[..., tuple[int, str, str]]:
+    """Run `plumbline ...` in this process; return exit status, output and errors."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["plumbline", *words])
+        with pytest.raises(SystemExit) as end:
+            program.main()
+        assert isinstance(end.value.code, int)
+        return end.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_every_command_is_in_the_help_and_has_a_module(typed: Any) -> None:
+    status, text, _ = typed("help")
+    assert status == 0
     for command, module in program.COMMANDS.items():
-        assert f"    plumbline {command} " in text + " "
+        assert f"    plumbline {command} " in text
         assert callable(import_module(f"flows.commands.{module}").main)
 
 
-def test_the_list_has_every_experiment(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["plumbline", "list"])
-    with pytest.raises(SystemExit) as end:
-        program.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert end.value.code == 0
-    assert len(lines) == len(list((CONF / "exp").rglob("*.yaml")))
-    assert all(line.startswith("+exp=") and line.endswith(".") for line in lines)
+def test_the_list_has_every_experiment(typed: Any) -> None:
+    status, text, _ = typed("list")
+    assert status == 0
+    assert len(text.splitlines()) == len(list((CONF / "exp").rglob("*.yaml")))
+    assert all(line.startswith("+exp=") and line.endswith(".") for line in text.splitlines())
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "answer"),
     [
         (["audti", "x"], "there is no command 'audti' -> plumbline audit x"),
         (["fly"], "there is no command 'fly' -> plumbline help"),
         ([], "plumbline verify url=URL source=DIR"),
     ],
 )
-def test_a_command_that_does_not_exist(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["plumbline", *words])
-    with pytest.raises(SystemExit) as end:
-        program.main()
-    assert end.value.code == 2
-    assert said in capsys.readouterr().err
+def test_a_command_that_does_not_exist(words: list[str], answer: str, typed: Any) -> None:
+    status, _, errors = typed(*words)
+    assert status == 2
+    assert answer in errors
 
 
 def test_help_and_errors_name_what_was_typed(tmp_path: Path) -> None:

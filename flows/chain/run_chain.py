@@ -37,6 +37,16 @@ from tasks.process.launch import kill_children_on_abort
 from tasks.process.multinode import Leader, Meeting
 from tasks.register import Gate, Registry, judge_gate, register
 
+_composed: dict[tuple[str, ...], tuple[Composed, list[Step]]] = {}
+
+
+def reuse_steps(overrides: Sequence[str], composed: Composed, steps: list[Step]) -> None:
+    """Let the next flow of these overrides in this process use what its command has composed.
+
+    It is used once: files that the settings name may be different when a later flow runs.
+    """
+    _composed[tuple(overrides)] = composed, steps
+
 
 def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
     """Run a flow to its end; with `plan=true` only log the plan.
@@ -54,10 +64,8 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
     """
     check_overrides(overrides)
     overrides = with_passwords(overrides)
-    composed = compose(overrides)
-    for own in composed.settings["chain"].values():
-        check_overrides(own)
-    steps = chain_steps(composed, overrides)
+    known = _composed.pop(tuple(overrides)) if tuple(overrides) in _composed else None
+    composed, steps = known or _compose(overrides)
     for step in steps:
         check_settings(step.composed.settings)
     if composed.settings["plan"]:
@@ -75,6 +83,14 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
         flow_run.summary.defaults = [line for step in steps for line in defaults_of(step)]
         title = _describe(flow_run, steps, exp or name)
         return flow_run.run(title, partial(_run_stages, steps=steps, registry=tracker))
+
+
+def _compose(overrides: list[str]) -> tuple[Composed, list[Step]]:
+    """Return the configuration of the run, and its steps."""
+    composed = compose(overrides)
+    for own in composed.settings["chain"].values():
+        check_overrides(own)
+    return composed, chain_steps(composed, overrides)
 
 
 def _describe(flow_run: FlowRun, steps: Sequence[Step], name: str) -> str:

@@ -16,7 +16,7 @@ from flows.cli.bootstrap import bootstrap
 from flows.cli.config import Composed
 from flows.cli.entry import exit_on_signals, exit_status, run_main, to_stderr
 from flows.cli.plan import check, render
-from flows.servers.prefect_server import prefect_server, warm_up
+from flows.servers.prefect_server import prefect_server, preload, warm_up
 from flows.servers.prefect_watch import final_state
 from tasks.core.redaction import redact, redact_url, without_passwords
 from tasks.core.terminal import plain
@@ -36,8 +36,10 @@ def main() -> int:
 
 
 def _job(composed: Composed, overrides: list[str]) -> int:
-    """Run one configuration. Whatever can be refused is refused before any process is started."""
+    """Run one configuration. Whatever can be refused is refused before anything is written."""
     bootstrap(PROJECT, composed.runs)
+    if not composed.settings["plan"] and composed.settings["train"]["nodes"] == 1:
+        preload(composed.runs)  # while the checks below run
     steps = chain_steps(composed, overrides)
     if composed.settings["plan"]:
         print(plain(render(steps)))
@@ -52,8 +54,10 @@ def _job(composed: Composed, overrides: list[str]) -> int:
         prefect_server(composed.runs, held, meanwhile=partial(warm_up, composed, "flows.rlhf")),
         kill_children_on_abort(),
     ):
+        from flows.chain.run_chain import reuse_steps
         from flows.rlhf import rlhf
 
+        reuse_steps(overrides, composed, steps)
         tag = composed.recorded["tag"] or "manual"
         run = partial(rlhf, without_passwords(overrides), tag=tag, return_state=True)
         return exit_status(final_state(run), composed.runs)

@@ -16,10 +16,13 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
 HOSTS = "PLUMBLINE_PREFECT_HOSTS"
+WAITS = "PLUMBLINE_PREFECT_WAITS"
+"""Set if the server opens its database and port when it gets a line on standard input."""
 ORIGINS = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
 
 Message = MutableMapping[str, Any]
@@ -70,13 +73,17 @@ def create_app() -> Guard:
 
     Raises:
         RuntimeError: a list is missing, or allows everything.
+        SystemExit: standard input was closed before the line that this server waits for.
     """
     hosts, origins = _listed(HOSTS), _listed(ORIGINS)
     gc.set_threshold(50_000)  # as in flows/cli/start.py
     from prefect.server.api.server import create_app as create_prefect_app
 
     lock_before_reading()
-    return Guard(create_prefect_app(), hosts, origins)
+    guard = Guard(create_prefect_app(), hosts, origins)
+    if os.environ.get(WAITS) and not sys.stdin.readline():
+        raise SystemExit(0)
+    return guard
 
 
 def lock_before_reading() -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.cli.bootstrap import offer, prefect_settings, stay_off_proxies
-from flows.servers.prefect_app import guard_settings
+from flows.servers.prefect_app import WAITS, guard_settings
 from flows.servers.prefect_records import bury_the_dead, settle
 from flows.servers.prefect_watch import current
 from flows.servers.server_api import Api
@@ -53,6 +53,23 @@ DATABASE_SETTINGS = (
 log = logging.getLogger(__name__)
 
 _running: dict[Path, tuple[Child, Api]] = {}
+_preloaded: dict[Path, tuple[Child, Api]] = {}
+
+
+def preload(runs: Path) -> None:
+    """Start the process of the embedded server, which imports Prefect and then waits.
+
+    It opens neither database nor port before `prefect_server` is entered, and ends with this
+    process. Nothing is started if another server will be used, or if the folder has no database.
+
+    Args:
+        runs: `paths.runs`; `bootstrap` has been called for it.
+    """
+    runs = runs.absolute()
+    log_path = _log_path(runs)
+    known = URL in os.environ or runs in _running or running_server(runs)
+    if not known and log_path.exists() and Path(os.environ["PREFECT_HOME"]).is_dir():
+        _preloaded[runs] = _launch(log_path)
 
 
 @contextlib.contextmanager
@@ -133,12 +150,12 @@ def _running_or_new(runs: Path, meanwhile: Callable[[], None] | None, *, alone: 
     stay_off_proxies()
     home = Path(os.environ["PREFECT_HOME"])
     home.mkdir(parents=True, exist_ok=True)
-    log_path = runs / "logs" / "prefect-server.log"
+    log_path = _log_path(runs)
     log_path.parent.mkdir(parents=True, exist_ok=True)
     # Two servers that create the tables of one new database at once both fail.
     with (home / ".starting").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _running[runs] = _start(log_path, meanwhile)
+        _running[runs] = _start(log_path, meanwhile, _preloaded.pop(runs, None))
     api = _running[runs][1]
     ours = home == runs / "prefect" and not any(name in os.environ for name in DATABASE_SETTINGS)
     if ours and alone:
@@ -146,30 +163,47 @@ def _running_or_new(runs: Path, meanwhile: Callable[[], None] | None, *, alone: 
     return api
 
 
-def _start(log_path: Path, meanwhile: Callable[[], None] | None) -> tuple[Child, Api]:
-    deadline = time.monotonic() + START_S
+def _log_path(runs: Path) -> Path:
+    return runs / "logs" / "prefect-server.log"
+
+
+def _launch(log_path: Path) -> tuple[Child, Api]:
+    """Start the process of a server, which waits for a line on its standard input."""
     auth = f"plumbline:{secrets.token_urlsafe(32)}"  # other users of this machine have no access
+    port = _free_port()
+    with log_path.open("ab") as log:
+        child = Child(
+            [
+                *(sys.executable, "-m", "uvicorn", "--app-dir", str(PROJECT)),
+                *("--factory", "flows.servers.prefect_app:create_app"),
+                *("--host", "127.0.0.1", "--port", str(port)),
+                *("--log-level", "error", "--lifespan", "on"),
+            ],
+            env={
+                "PREFECT__SERVER_EPHEMERAL": "1",
+                "PREFECT_UI_ENABLED": "false",
+                "PREFECT_SERVER_API_AUTH_STRING": auth,
+                WAITS: "1",
+                **guard_settings(f"127.0.0.1:{port}"),
+            },
+            output=log,
+            stdin=True,
+            grace_s=GRACE_S,
+        )
+    return child, Api(f"http://127.0.0.1:{port}/api", auth)
+
+
+def _start(
+    log_path: Path, meanwhile: Callable[[], None] | None, launched: tuple[Child, Api] | None
+) -> tuple[Child, Api]:
+    deadline = time.monotonic() + START_S
     for _ in range(START_ATTEMPTS):  # another process may take the free port before the server
-        port = _free_port()
-        with log_path.open("ab") as log:
-            child = Child(
-                [
-                    *(sys.executable, "-m", "uvicorn", "--app-dir", str(PROJECT)),
-                    *("--factory", "flows.servers.prefect_app:create_app"),
-                    *("--host", "127.0.0.1", "--port", str(port)),
-                    *("--log-level", "error", "--lifespan", "on"),
-                ],
-                env={
-                    "PREFECT__SERVER_EPHEMERAL": "1",
-                    "PREFECT_UI_ENABLED": "false",
-                    "PREFECT_SERVER_API_AUTH_STRING": auth,
-                    **guard_settings(f"127.0.0.1:{port}"),
-                },
-                output=log,
-                grace_s=GRACE_S,
-            )
-        api = Api(f"http://127.0.0.1:{port}/api", auth)
+        child, api = launched or _launch(log_path)
+        launched = None
         try:
+            with contextlib.suppress(BrokenPipeError):  # it has ended: `_healthy` sees that
+                child.stdin.write(b"start\n")
+                child.stdin.flush()
             importlib.import_module("prefect.main")
             if meanwhile is not None:
                 meanwhile()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
 import sqlite3
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -15,7 +18,7 @@ import psutil
 import pytest
 
 from flows.servers.server_api import Api, RefusedError
-from tests.process.conftest import HERE, Script, alive, pids, until
+from tests.process.conftest import HERE, PROJECT, Script, alive, pids, until
 
 Start = Callable[[str], Script]
 
@@ -138,6 +141,34 @@ def test_kill_9_and_then_ctrl_c(start: Start, runs: Path) -> None:
     assert flow_states(runs, "long-killed") == ["RUNNING"]  # nobody could say otherwise
     check_signal(start, runs, signal.SIGINT, 130)
     assert flow_states(runs, "long-killed") == ["CRASHED"]  # the next one on this folder did
+
+
+def test_a_server_that_no_flow_needs_opens_nothing_and_ends(runs: Path) -> None:
+    """It is started before the checks of a run, which may refuse it."""
+    database = runs / "prefect/prefect.db"
+    before = {path.name: path.stat().st_mtime_ns for path in database.parent.glob("prefect.db*")}
+    script = [sys.executable, str(HERE / "flow_script.py"), str(runs), "refuse"]
+    with subprocess.Popen(
+        script, cwd="/", env={**os.environ, "PYTHONPATH": str(PROJECT)}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        _, pid, url, auth = process.stdout.readline().split()
+        supervisor = psutil.Process(int(pid))
+        until(lambda: any(map(_has_loaded_prefect, supervisor.children())), 150)
+        members = [supervisor, *supervisor.children()]
+        assert not Api(url, auth).answers()
+        process.communicate("\n")
+    assert process.returncode == 2
+    until(lambda: not any(alive(member.pid) for member in members), 15)
+    after = {path.name: path.stat().st_mtime_ns for path in database.parent.glob("prefect.db*")}
+    assert after == before
+
+
+def _has_loaded_prefect(process: psutil.Process) -> bool:
+    """Return True if a process sleeps and has loaded the libraries of Prefect's server."""
+    maps = Path(f"/proc/{process.pid}/maps").read_text()
+    return "asyncpg" in maps and process.status() == psutil.STATUS_SLEEPING
 
 
 def test_a_server_of_the_users_is_used(

@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: longest.get(item.nodeid.split("::")[0].rpartition("/")[0], 99))
     for item in items:
         if item.path.parent.name == "flows" and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(600))
+            item.add_marker(pytest.mark.timeout(1200))
 
 
 def pytest_collection_finish() -> None:

@@ -31,7 +31,7 @@ def rlhf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     """Run `python /elsewhere/flows/rlhf.py OVERRIDES paths.runs=RUNS` in an empty directory."""
     cwd = tmp_path_factory.mktemp("elsewhere")
 
-    def run(runs: Path, *overrides: str, timeout: float = 570) -> Run:
+    def run(runs: Path, *overrides: str, timeout: float = 1140) -> Run:
         argv = command("rlhf", *overrides, f"paths.runs={runs}")
         done = run_in_empty(cwd, argv, env=environment(), timeout=timeout)
         return Run(done.returncode, done.stdout, runs, summary_of(runs))

@@ -114,7 +114,7 @@ def test_it_is_a_flow_too(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3000)
 def test_after_a_prune_the_same_command_reuses_and_the_model_loads(
     qlora: Run, rlhf: Callable[..., Run], tmp_path: Path
 ) -> None:

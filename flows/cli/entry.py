@@ -224,10 +224,10 @@ def exit_status(state: Any, runs: Path) -> int:
 
 def _own_pages(state: Any, runs: Path) -> dict[str, str]:
     """Return the pages of the flow run that ended in this state, from its summary."""
-    latest = (runs / "latest").resolve()
-    with suppress(OSError, ValueError):
-        if latest.name.endswith(str(state.state_details.flow_run_id)[:8]):
-            own: dict[str, str] = json.loads((latest / "summary.json").read_text())["pages"]
+    number = str(state.state_details.flow_run_id)[:8]  # `latest` may be another run's by now
+    for path in (runs / "reports").glob(f"*-{number}/summary.json"):
+        with suppress(OSError, ValueError):
+            own: dict[str, str] = json.loads(path.read_text())["pages"]
             return own
     return {}
 

@@ -141,6 +141,32 @@ def test_configuration_is_named(changes: dict, key: str, module: str, save: Save
 
 
 @pytest.mark.slow
+def test_adapters(save: Save, tmp_path: Path) -> None:
+    """An unmerged adapter equals its merge; without it the difference has the adapter's rank."""
+    from peft import LoraConfig, get_peft_model
+
+    base = save(make("qwen2", 1))
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"])
+    peft = get_peft_model(make("qwen2", 1), config)
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.01)
+    adapter = tmp_path / "adapter"
+    peft.save_pretrained(adapter)
+    merged = save(peft.merge_and_unload())
+    report = examine(base, merged, adapter=adapter)
+    assert (report.verdict, report.divergences) == ("noise", [])
+    missing = examine(merged, base)
+    assert missing.verdict == "differs"
+    first = missing.divergences[0]
+    assert first.module == "model.layers.0.self_attn.q_proj"
+    assert "has rank 4" in first.cause
+    assert {row.module.rpartition(".")[2] for row in missing.divergences} == {"q_proj", "down_proj"}
+
+
+@pytest.mark.slow
 def test_reward_model(save: Save) -> None:
     """A reward model's head is compared like any module, and its scores are the drift."""
     from transformers import LlamaForSequenceClassification

@@ -169,17 +169,24 @@ def _names_in(source: Path, text: bytes) -> tuple[frozenset[str], bool]:
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            if node.level:
-                raise PlumblineError(f"{source}:{node.lineno}: relative import; name the package")
-            names.update(
-                (str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names))
-            )
+            module = _absolute(source, node)
+            names.update((module, *(f"{module}.{alias.name}" for alias in node.names)))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             names.update((node.value, f"{node.value}.__main__"))  # `python -m` takes packages
         elif isinstance(node, ast.JoinedStr):
             whole_package |= _is_in_this_package(node)
         pending.extend(ast.iter_child_nodes(node))
     return frozenset(name for name in names if name.startswith(PACKAGES)), whole_package
+
+
+def _absolute(source: Path, node: ast.ImportFrom) -> str:
+    """Return the dotted name that a file imports from, also if the import is relative."""
+    names = [node.module] if node.module else []
+    folder = source.parents[max(node.level - 1, 0)]
+    while node.level and (folder / "__init__.py").is_file():
+        names.insert(0, folder.name)
+        folder = folder.parent
+    return ".".join(names)
 
 
 def _is_type_checking(test: ast.expr) -> bool:

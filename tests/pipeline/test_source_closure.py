@@ -90,6 +90,15 @@ def test_packages_that_are_not_run_are_left_out(project: Path) -> None:
     assert {path.as_posix() for path in files} == {f for f in TRAIN if "losses" not in f}
 
 
+@pytest.mark.parametrize(
+    "line", ["from .fold import fold", "from . import fold", "from ..weights import fold"]
+)
+def test_relative_imports_count(project: Path, line: str) -> None:
+    (project / "tasks/weights/other.py").write_text(line)
+    files = {path.as_posix() for path in closure(["tasks.weights.other"], project=project)}
+    assert files == (MERGE - {"tasks/merge.py"}) | {"tasks/weights/other.py"}
+
+
 def test_a_name_that_is_no_module_is_refused(project: Path) -> None:
     with pytest.raises(PlumblineError, match=r"no such module in .*: tasks\.mrege"):
         closure(["tasks.mrege"], project=project)

@@ -18,6 +18,7 @@ from tasks.verify.servers.server import (
     ServedModel,
     Server,
     ServerError,
+    UnsupportedError,
 )
 
 _TOP = 100
@@ -149,6 +150,8 @@ class LlamaCppServer(Server):
             text += part.get("content", "")
             tokens += part.get("tokens") or []
             last = part
+        if len(tokens) < last.get("tokens_predicted", 0):
+            raise UnsupportedError(f"{self.url} does not stream tokens that are parts of a letter")
         return _generated({**last, "content": text, "tokens": tokens})
 
     def _completion(self, model: str, ids: Sequence[int], body: Mapping[str, Any]) -> Any:

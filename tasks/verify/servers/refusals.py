@@ -20,7 +20,11 @@ KEY_VARIABLE = "PLUMBLINE_API_KEY"
 """Variable with the API key of the server. Keys of other services are never sent."""
 EXCERPT = 300
 """Characters of a response that an error shows."""
-_TOO_LONG = re.compile(r"context (length|size|window)|max_model_len|longer than|too long", re.I)
+# vLLM grants a prompt as long as the context no token: "max_tokens must be at least 1, got 0".
+_TOO_LONG = re.compile(
+    r"context (length|size|window)|max_model_len|longer than|too long|max_tokens must be at least",
+    re.I,
+)
 
 
 def address_of(url: str) -> str:

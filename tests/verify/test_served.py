@@ -72,10 +72,11 @@ def test_it_needs_20_seconds_200_mb_and_no_torch(
     server: Running, models: Path, tmp_path: Path
 ) -> None:
     program = (
-        "import resource, sys, flows.commands.verify as v; status = v.main();"
+        "import sys, flows.commands.verify as v; status = v.main();"
         "print('imported', *sorted({'torch', 'transformers', 'prefect', 'mlflow', 'vllm'}"
         " & set(sys.modules)), file=sys.stderr);"
-        "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr);"
+        # Not getrusage, whose peak has the memory of the process that started this one.
+        "print(*(l for l in open('/proc/self/status') if l.startswith('VmHWM')), file=sys.stderr);"
         "sys.exit(status)"
     )
     began = time.monotonic()
@@ -87,7 +88,7 @@ def test_it_needs_20_seconds_200_mb_and_no_torch(
     seconds = time.monotonic() - began
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^imported$", done.stderr, re.MULTILINE), done.stderr
-    (peak,) = re.findall(r"^peak (\d+)$", done.stderr, re.MULTILINE)
+    (peak,) = re.findall(r"^VmHWM:\s+(\d+) kB$", done.stderr, re.MULTILINE)
     megabytes = int(peak) / 1024
     print(f"{seconds:.1f} s, {megabytes:.0f} MB\n{done.stdout}")
     assert megabytes <= 200

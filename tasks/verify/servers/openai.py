@@ -43,7 +43,11 @@ class OpenAiServer(Server):
         self.url = http.url
         self.kind = kind
         self.version = version
-        self.abilities = self.tried(model or self._first())
+        names = [served.name for served in self.models()]
+        if not names:
+            raise ServerError(f"{self.url} serves no model", code="model")
+        # Another name is a mistake, which is reported with all others.
+        self.abilities = self.tried(model if model in names else names[0])
 
     def models(self) -> tuple[ServedModel, ...]:
         """Return the names that the server answers to; the base before its adapters."""
@@ -135,12 +139,6 @@ class OpenAiServer(Server):
             hint=f"name={names[0]}",
             code="model",
         )
-
-    def _first(self) -> str:
-        models = self.models()
-        if not models:
-            raise ServerError(f"{self.url} serves no model", code="model")
-        return models[0].name
 
     @abstractmethod
     def tried(self, model: str) -> Abilities:

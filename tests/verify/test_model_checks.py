@@ -186,6 +186,21 @@ def test_default_settings_that_training_did_not_record(defaults: Settings) -> No
         assert check.measured["top_k"] in (4, 5, 6)
 
 
+@pytest.mark.parametrize(
+    ("served", "verdict"),
+    [(Settings(top_k=50), "ok"), (Settings(), "ok"), (Settings(top_k=20), "fault")],
+)
+def test_a_librarys_defaults_in_the_record_are_nobodys_choice(
+    served: Settings, verdict: str
+) -> None:
+    """Ms-swift sets them in the live model; the server's folder has them or not."""
+    made = world(11, spread=2.0)
+    recorded = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
+    reference = made.reference(tokens={"generation_config": recorded})
+    server = ArrayServer(made.probes, {"tuned": noisy(made.trained, 1)}, sampling=served)
+    assert sampling(Answers(server, reference), "tuned", None).verdict == verdict
+
+
 def test_recorded_settings_are_expected() -> None:
     made = world(11, spread=2.0)
     recorded = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}

@@ -31,6 +31,9 @@ from tasks.verify.temperature import (
 NAME = "sampling"
 PROMPTS, EACH = 16, 64
 """Prompts, and tokens that are sampled after each; all responses have one token."""
+_DEFAULTS = Settings(1.0, 50)
+"""Defaults of transformers. ms-swift writes them into the live model and no file: nobody's choice,
+so that a server with them and one without are both as recorded."""
 _SAME = DOUBT / 2
 """Log-likelihood (nats) that a difference of server and witness may cost over all tokens."""
 
@@ -49,13 +52,15 @@ def sampling(answers: Answers, model: str, base: str | None) -> Check:
     Raises:
         ServerError: the server does not answer, or refuses.
     """
-    expected = expected_settings(answers.reference)
     try:
         rows = _sample(answers, model)
     except UnsupportedError as error:
         return Check(NAME, "unknown", f"default sampling settings not measured: {error.message}")
     total = int(sum(row.counts.sum() + row.outside for row in rows))
     best = fit(rows)
+    recorded = expected_settings(answers.reference)
+    unset = Settings(1.0) if recorded == _DEFAULTS else recorded
+    expected = max(recorded, unset, key=lambda settings: settings.likelihood(rows))
     gain = best.likelihood(rows) - expected.likelihood(rows)
     low, high = interval(rows, best)
     numbers: dict[str, float | str] = {

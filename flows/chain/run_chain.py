@@ -63,7 +63,7 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
             was started.
     """
     check_overrides(overrides)
-    overrides = with_passwords(overrides)
+    typed, overrides = overrides, with_passwords(overrides)
     known = _composed.pop(tuple(overrides)) if tuple(overrides) in _composed else None
     composed, steps = known or _compose(overrides)
     for step in steps:
@@ -79,7 +79,7 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
         exp = experiment_of(overrides)
         tracker = tracker_of(composed)
         host = in_prefect(name, patience)
-        flow_run = FlowRun.begin(name, composed, host, tracker=tracker, exp=exp)
+        flow_run = FlowRun.begin(name, composed, host, tracker=tracker, exp=exp, overrides=typed)
         flow_run.summary.defaults = [line for step in steps for line in defaults_of(step)]
         title = _describe(flow_run, steps, exp or name)
         return flow_run.run(title, partial(_run_stages, steps=steps, registry=tracker))

@@ -217,6 +217,8 @@ def exit_status(state: Any, runs: Path) -> int:
     ours = isinstance(error, PlumblineError)
     text = error.report() if ours else f"{type(error).__name__}: {error}"
     shown = pages(runs, PROJECT, _own_pages(state, runs))
+    if own := _own_folder(state, runs):
+        shown = f"{_report_line(own)}{shown}"
     logs = "" if ours and error.log else f"\n  logs: {runs / 'logs'}"
     print(f"\n{plain(text)}{logs}\n{shown}", file=sys.stderr)
     return error.exit_code if ours else 1
@@ -224,12 +226,26 @@ def exit_status(state: Any, runs: Path) -> int:
 
 def _own_pages(state: Any, runs: Path) -> dict[str, str]:
     """Return the pages of the flow run that ended in this state, from its summary."""
-    number = str(state.state_details.flow_run_id)[:8]  # `latest` may be another run's by now
-    for path in (runs / "reports").glob(f"*-{number}/summary.json"):
-        with suppress(OSError, ValueError):
-            own: dict[str, str] = json.loads(path.read_text())["pages"]
+    with suppress(OSError, ValueError):
+        if folder := _own_folder(state, runs):
+            own: dict[str, str] = json.loads((folder / "summary.json").read_text())["pages"]
             return own
     return {}
+
+
+def _own_folder(state: Any, runs: Path) -> Path | None:
+    """Return the folder of the flow run that ended in this state; None if it wrote no summary.
+
+    `<runs>/latest` may be that of another run by now.
+    """
+    number = str(state.state_details.flow_run_id)[:8]
+    return next((path.parent for path in (runs / "reports").glob(f"*-{number}/summary.json")), None)
+
+
+def _report_line(folder: Path) -> str:
+    """Return the line that names the report in a run's folder; empty if there is none."""
+    report = folder / "report.html"
+    return f"report: {report}\n" if report.is_file() else ""
 
 
 def to_stderr(line: str) -> None:
@@ -247,7 +263,9 @@ def completed(runs: Path, summary: Mapping[str, Any]) -> int:
     Returns:
         The exit status: 0, or 3 if the model could not be registered.
     """
-    print((runs / "reports" / summary["run"] / "summary.txt").read_text())
+    folder = runs / "reports" / summary["run"]
+    print((folder / "summary.txt").read_text())
+    print(_report_line(folder), end="")
     return TrackingError.exit_code if summary["unregistered"] else 0
 
 

@@ -47,7 +47,8 @@ def _job(composed: Composed, overrides: list[str]) -> int:
     with hold(composed.runs, patience) as held, kill_children_on_abort():
         if planned.delivery.engine is None:
             held.share()
-            summary = direct(planned, _log(), uuid.uuid4().hex)
+            typed = without_passwords(overrides)
+            summary = direct(planned, _log(), uuid.uuid4().hex, typed)
             return completed(composed.runs, summary)
         return _in_prefect(planned, overrides, held)
 

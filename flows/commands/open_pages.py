@@ -71,6 +71,8 @@ def _pages(runs: Path) -> Iterator[tuple[str, str]]:
     with suppress(OSError, ValueError, KeyError):
         summary = json.loads((runs / "latest" / "summary.json").read_text())
         yield from (("last run", url) for url in list(summary["pages"].values())[:1])
+    if (report := runs / "latest" / "report.html").is_file():
+        yield "report", report.resolve().as_uri()
     home = services_of(runs)
     if (prefect := record_of("prefect", home)) is not None:
         yield "Prefect", f"http://{LOOPBACK}:{prefect.port}/runs"

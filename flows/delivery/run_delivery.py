@@ -133,16 +133,19 @@ def run_in_prefect(overrides: list[str]) -> dict[str, Any]:
         return {"status": "planned", "plan": text}
     wait_s = composed.settings["paths"]["wait_s"]
     with hold_runs(composed.runs, wait_s) as patience, kill_children_on_abort():
-        return _run(planned, replace(host, patience=patience), tracker_of(composed))
+        return _run(planned, replace(host, patience=patience), tracker_of(composed), overrides)
 
 
-def direct(planned: Planned, log: Any, run_id: str) -> dict[str, Any]:
+def direct(
+    planned: Planned, log: Any, run_id: str, overrides: Sequence[str] = ()
+) -> dict[str, Any]:
     """Run a delivery without Prefect, and without MLflow unless `tracking.uri` names a server.
 
     Args:
         planned: the planned delivery.
         log: logger of the flow.
         run_id: id of this run.
+        overrides: what was typed after the command, without passwords.
 
     Returns:
         The summary.
@@ -150,12 +153,16 @@ def direct(planned: Planned, log: Any, run_id: str) -> dict[str, Any]:
     tracked = planned.composed.settings["tracking"]["uri"]
     tracker = tracker_of(planned.composed) if tracked else Untracked()
     patience = Patience(planned.composed.settings["paths"]["wait_s"], log.info)
-    return _run(planned, in_this_process(run_id, log, patience), tracker)
+    return _run(planned, in_this_process(run_id, log, patience), tracker, overrides)
 
 
-def _run(planned: Planned, host: Host, tracker: FlowTracker) -> dict[str, Any]:
+def _run(
+    planned: Planned, host: Host, tracker: FlowTracker, overrides: Sequence[str]
+) -> dict[str, Any]:
     delivery = planned.delivery
-    flow_run = FlowRun.begin("deliver", planned.composed, host, tracker=tracker)
+    flow_run = FlowRun.begin(
+        "deliver", planned.composed, host, tracker=tracker, overrides=overrides
+    )
     title = f"deliver {delivery.given.root.name}"
     return flow_run.run(title, lambda run: _run_stages(run, delivery))
 

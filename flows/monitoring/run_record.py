@@ -35,6 +35,8 @@ from tasks.pipeline.stage import Call
 log = logging.getLogger(__name__)
 
 PROGRESS, LOCK = "progress.json", ".lock"
+STEPS = "steps.jsonl"
+"""Curves of the run: the events `step` and `eval` of its stages, one a line."""
 BEAT_S = 10.0
 """Seconds between two writes while nothing begins or ends."""
 LAST_S = 5.0
@@ -157,13 +159,16 @@ class RunRecord:
             self._changed.set()
 
     def on_event(self, event: Mapping[str, Any]) -> None:
-        """Note an event of a child process (`tasks/core/events.py`); nothing is written yet."""
+        """Note an event of a child process (`tasks/core/events.py`); steps go into `STEPS`."""
         with self._no_error():
             if self._stages and event["event"] == "plan":
                 self._stages[-1].steps = int(event["steps"])
                 self._stages[-1].step = int(event.get("taken", 0))
             elif self._stages and event["event"] in ("step", "progress"):
                 self._note_step(self._stages[-1], event)
+            if self._stages and event["event"] in ("step", "eval"):
+                with (self._folder / STEPS).open("a") as file:
+                    file.write(json.dumps({**event, "stage": self._stages[-1].name}) + "\n")
 
     def _note_step(self, progress: StageProgress, event: Mapping[str, Any]) -> None:
         now = time.time()

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import shlex
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import partial
@@ -25,6 +26,7 @@ from flows.monitoring.run_record import RunRecord
 from flows.orchestration.devices import reserve
 from flows.orchestration.evaluation import evaluation
 from flows.orchestration.summary import Summary, stage_entry
+from flows.report.page import REPORT, write_report
 from flows.servers.services import mlflow_page
 from tasks.core.disk import disk_full_named
 from tasks.core.errors import PlumblineError, TrackingError
@@ -143,6 +145,7 @@ class FlowRun:
         *,
         tracker: FlowTracker,
         exp: str | None = None,
+        overrides: Sequence[str] = (),
     ) -> FlowRun:
         """Create the folder for logs, and remove the staging folders of dead runs.
 
@@ -152,6 +155,7 @@ class FlowRun:
             host: what the flow runs in.
             tracker: records the flow and its stages.
             exp: the chosen experiment, if there is one.
+            overrides: what was typed after the command, without passwords; empty if unknown.
         """
         store = composed.runs / "artifacts"
         run_id = f"{datetime.now():%Y%m%d-%H%M%S}-{host.run_id[:8]}"
@@ -167,6 +171,8 @@ class FlowRun:
         mechanism.devices = partial(reserve, composed, patience=host.patience)
         mechanism.on_event = record.on_event
         summary = Summary("running", flow, exp, 0.0, run=run_id)
+        if overrides:
+            summary.command = f"python flows/{flow}.py {shlex.join(overrides)}"
         return cls(composed, host, mechanism, summary, run_id, record)
 
     def scorer(self, threads: int | None) -> ReferenceScorer:
@@ -209,7 +215,7 @@ class FlowRun:
                 stages(self)
                 self._end("completed")
         except PlumblineError as error:
-            self.summary.error = error.message
+            self.summary.error, self.summary.error_report = error.message, error.report()
             self.summary.exit_status = error.exit_code
             self._end_badly("failed")
             raise
@@ -269,9 +275,12 @@ class FlowRun:
         )
         if status == "cancelled":
             return
+        report = write_report(self.composed.runs, self.run_id, self.host.log)
         self.host.show(summary.markdown())
         if status == "completed":
             scores = {f"eval/{k}": v for k, v in summary.eval.items() if v is not None}
             numbers = {**scores, "seconds": summary.seconds}
             files = {"summary.json": written.read_text()}
+            if report is not None:
+                files[REPORT] = report.read_text()
             self.mechanism.tracker.log_parent(numbers, files, summary.markdown())

@@ -33,6 +33,7 @@ class Summary:
             that is the `candidate`.
         eval: evaluation results, see `evaluation`.
         error: message of the error that ended the run.
+        error_report: the error as on the terminal: message, details, what to type, log.
         exit_status: of the command that ran it.
         tracking: what MLflow has not recorded, and when it will; None if it has everything.
         prefect: what Prefect has not recorded; None if it has everything.
@@ -40,6 +41,7 @@ class Summary:
         findings: findings of the audit that a delivery starts with.
         defaults: lines about computed defaults.
         run: name of the run's folders under `<paths.runs>/logs` and `reports`.
+        command: what repeats the run; None if it was not started by a command.
     """
 
     status: str
@@ -61,6 +63,8 @@ class Summary:
     defaults: list[str] = field(default_factory=list)
     run: str = ""
     unquantized: str | None = None
+    error_report: str | None = None
+    command: str | None = None
 
     def write(self, runs: Path, run_id: str, texts: dict[str, str]) -> Path:
         """Write the summary to `<runs>/reports/<run_id>/` and make `<runs>/latest` a link to it.

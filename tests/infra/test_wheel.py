@@ -52,6 +52,7 @@ def test_it_holds_all_code_and_all_configuration(unpacked: Path) -> None:
     expected = files(PROJECT, "conf", "flows", "tasks")
     assert "conf/exp/qlora.yaml" in expected
     assert files(unpacked, "conf", "flows", "tasks") == expected
+    assert (unpacked / "flows" / "report" / "report.html.jinja").is_file()
     top = {path.name for path in unpacked.iterdir() if not path.name.endswith(".dist-info")}
     assert top == {"conf", "flows", "tasks"}
 

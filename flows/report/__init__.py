@@ -1,0 +1,6 @@
+"""Write `<paths.runs>/reports/<run>/report.html`: one page about one run, without a network.
+
+collect   reads what the run has left: summary, progress, contracts, curves, samples
+figures   draws the curves as SVG; imports matplotlib when it draws
+page      fills `report.html.jinja`, and writes the page
+"""

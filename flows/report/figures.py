@@ -1,0 +1,120 @@
+"""Draw the curves of training as SVG, in colours that the page chooses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+from flows.report.collect import Curves
+
+INK, GRID, LINE, SECOND = "#010203", "#040506", "#070809", "#0a0b0c"
+_COLOURS = {INK: "currentColor", GRID: "var(--grid)", LINE: "var(--line)", SECOND: "var(--second)"}
+_UNUSED_ID = re.compile(
+    r' id="(?:figure|axes|patch|matplotlib|text|line2d|xtick|ytick|legend)[^"]*"'
+)
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One plot of the report.
+
+    Attributes:
+        title: its title.
+        unit: label of the vertical axis.
+        metric: name of the curve.
+        validation: name of the curve of the validations; empty if there is none.
+    """
+
+    title: str
+    unit: str
+    metric: str
+    validation: str = ""
+
+
+PLOTS = (
+    Plot("Loss", "loss", "loss", "eval/loss"),
+    Plot("Reward", "mean reward", "reward", "eval/reward"),
+    Plot("KL from the model before", "nats per token", "kl", "eval/kl"),
+    Plot("Response length", "tokens", "length", "eval/length"),
+    Plot("Train-inference mismatch", "mean |log-prob difference|", "mismatch/mean_abs"),
+    Plot("Accuracy", "fraction of pairs", "accuracy", "eval/accuracy"),
+    Plot("Truncated responses", "fraction", "truncated", "eval/truncated"),
+    Plot("Learning rate", "learning rate", "lr"),
+)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One plot with its points.
+
+    Attributes:
+        plot: the plot.
+        points: (step, value) of training.
+        validation: (step, value) of the validations.
+        svg: the picture; empty without matplotlib.
+    """
+
+    plot: Plot
+    points: Sequence[tuple[int, float]]
+    validation: Sequence[tuple[int, float]]
+    svg: str
+
+
+def draw(stage: str, curves: Curves) -> list[Drawn]:
+    """Return the plots of a training stage; without pictures if matplotlib is not installed.
+
+    Args:
+        stage: name of the stage.
+        curves: its curves.
+    """
+    drawn = []
+    for plot in PLOTS:
+        points, validation = curves.get(plot.metric, []), curves.get(plot.validation, [])
+        if len(points) > 1 or len(validation) > 1:
+            svg = _svg(plot, points, validation, salt=f"{stage}/{plot.metric}")
+            drawn.append(Drawn(plot, points, validation, svg))
+    return drawn
+
+
+def _svg(plot: Plot, points: Any, validation: Any, salt: str) -> str:
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError:
+        return ""
+    style = {
+        "svg.hashsalt": salt, "svg.fonttype": "none", "font.size": 9, "text.color": INK,
+        "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "axes.edgecolor": GRID,
+        "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "grid.color": GRID,
+        "legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False,
+    }  # fmt: skip
+    with rc_context(style):  # type: ignore[arg-type]
+        figure = Figure(figsize=(4.4, 2.7), layout="constrained")
+        axes = figure.add_subplot()
+        for pairs, colour, label, marker, dashes in (
+            (points, LINE, "training", "." if len(points) <= 40 else "", "-"),
+            (validation, SECOND, "validation", "o", "--"),
+        ):
+            if pairs:
+                steps, values = zip(*pairs, strict=True)
+                how: Any = {"color": colour, "label": label, "marker": marker, "linestyle": dashes}
+                axes.plot(steps, values, linewidth=1.5, markersize=5, **how)
+        axes.set_xlabel("optimizer step" if plot.metric in ("loss", "lr") else "step")
+        axes.set_ylabel(plot.unit)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.grid(linewidth=0.6)
+        if points and validation:
+            axes.legend()
+        file = StringIO()
+        metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(file, format="svg", transparent=True, metadata=metadata)
+    text = file.getvalue()
+    text = _UNUSED_ID.sub("", text[text.index("<svg") :])
+    for colour, variable in _COLOURS.items():
+        text = text.replace(colour, variable)
+    label = f"{plot.title} by step"
+    return text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)

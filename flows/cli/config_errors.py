@@ -25,7 +25,7 @@ GGUF = (
     "convert.quantize=none, then llama.cpp's convert_hf_to_gguf.py on the served folder; "
     "python flows/verify.py url=<llama-server> source=<served folder> compares the two"
 )
-"""What to type for a format that no stage makes yet."""
+"""Command for a format that no stage makes yet."""
 
 
 @dataclass(frozen=True)

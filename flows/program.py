@@ -7,6 +7,9 @@
     plumbline audit DIR                      find what is wrong with a checkpoint
     plumbline verify url=URL source=DIR      ask a running server whether it is the trained model
     plumbline bisect a=DIR b=DIR             find the first module in which two models differ
+    plumbline promote models:/NAME/3         let `champion` name a registered model; roll back
+    plumbline lineage models:/NAME@champion  from a served model back to its rows
+    plumbline serve models:/NAME@champion    check every byte, then vllm serve
     plumbline status                         what runs and what ran
     plumbline open                           the pages of runs in Prefect and MLflow
     plumbline prune keep=10                  remove what no run needs any more
@@ -30,6 +33,9 @@ COMMANDS = {
     "audit": "audit",
     "verify": "verify",
     "bisect": "bisect",
+    "promote": "promote",
+    "lineage": "lineage",
+    "serve": "serve",
     "status": "status",
     "open": "open_pages",
     "prune": "prune",

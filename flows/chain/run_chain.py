@@ -6,10 +6,8 @@ The command line and a Prefect worker both call `run_flow` with Hydra overrides.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,24 +16,21 @@ from prefect import get_run_logger
 
 from flows.chain.chain import Chain
 from flows.chain.context import Delivered
+from flows.chain.register import register_served
 from flows.chain.steps import Step, chain_steps, compose
 from flows.cli.config import Composed
 from flows.cli.plan import check, render
 from flows.orchestration.deployment import check_overrides, check_settings, hold_runs
-from flows.orchestration.evaluation import evaluation, evaluation_lines
 from flows.orchestration.flow_run import FlowRun, tracker_of
 from flows.orchestration.prefect_tasks import in_prefect
-from flows.orchestration.summary import candidate_line, stage_entry
-from tasks.core.errors import TrackingError
 from tasks.core.redaction import with_passwords
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
-from tasks.pipeline.report import RegisteredModel
 from tasks.pipeline.signature import is_signed, key_file, require_signed
 from tasks.pipeline.stage import Mechanism
 from tasks.process.launch import kill_children_on_abort
 from tasks.process.multinode import Leader, Meeting
-from tasks.register import Gate, Registry, judge_gate, register
+from tasks.register import Registry
 
 _composed: dict[tuple[str, ...], tuple[Composed, list[Step]]] = {}
 
@@ -130,7 +125,7 @@ def _run_stages(flow_run: FlowRun, *, steps: Sequence[Step], registry: Registry)
         flow_run.tags["quantize"] = steps[-1].composed.settings["convert"]["quantize"]
         flow_run.tags["digest.unquantized"] = delivered.served.digest
         flow_run.summary.unquantized = str(delivered.served.path)
-    _register(flow_run, served, registry)
+    register_served(flow_run, served, registry, steps[-1].composed.settings)
 
 
 def check_signatures(steps: Sequence[Step]) -> None:
@@ -168,101 +163,3 @@ def _threads(composed: Composed) -> int:
     """Return the threads of a rank: another number of threads would round sums differently."""
     train = composed.settings["train"]
     return train["threads"] or max(1, len(os.sched_getaffinity(0)) // train["nproc"])
-
-
-def _register(flow_run: FlowRun, served: Artifact, registry: Registry) -> None:
-    """Apply the gate and register. Never cached: the registry may have been emptied since."""
-    settings, results = flow_run.composed.settings, flow_run.mechanism.results
-    metrics = {k: v for result in results for k, v in result.metrics.items()}
-    if "quantized/eval/after" in metrics:  # the gate is for the model that is registered
-        metrics["eval/after"] = metrics["quantized/eval/after"]
-    gate = judge_gate(metrics, min_eval_gain=settings["gate"]["min_eval_gain"])
-    verdict: dict[str, Any] = {"passed": gate.passed, "reasons": list(gate.reasons)}
-    flow_run.summary.gate = verdict
-    before = time.monotonic()
-    read = {r.name: r.artifact for r in results if r.artifact.kind == "report"}
-    write_version = partial(_write_version, flow_run, served, gate, registry)
-    try:
-        with flow_run.record.stage("register"):
-            verdict |= flow_run.host.last("register", write_version, {"served": served, **read})
-    except TrackingError as error:  # the model is complete: only the register has to be repeated
-        flow_run.summary.unregistered = f"{error.message} -> {error.hint}"
-        return
-    entry = _register_entry(verdict["version"], before)
-    flow_run.summary.stages = [*map(stage_entry, results), entry]
-
-
-def _write_version(
-    flow_run: FlowRun, served: Artifact, gate: Gate, registry: Registry
-) -> dict[str, str]:
-    results, settings = flow_run.mechanism.results, flow_run.composed.settings
-    model = RegisteredModel(
-        settings["tracking"]["model_name"],
-        served,
-        trained_at=[r.artifact for r in results if r.artifact.kind == "shards"][-1].created,
-        tags={
-            "exp": flow_run.summary.exp or "",
-            **flow_run.tags,
-            **{f"digest.{result.artifact.kind}": result.artifact.digest for result in results},
-        },
-        card=_card(flow_run, served),
-    )
-    registered = register(
-        registry,
-        model,
-        gate,
-        private_key=key_file(settings["register"]["sign"]),
-        public_key=key_file(settings["register"]["verify"]),
-    )
-    if registered.candidate != registered.version:
-        flow_run.host.log.info("register: %s", candidate_line(asdict(registered)))
-    return asdict(registered)
-
-
-def _card(flow_run: FlowRun, served: Artifact) -> str:
-    """Return the model card, the description of the version: origin, proof, use. In Markdown."""
-    results, tags = flow_run.mechanism.results, flow_run.tags
-    name = flow_run.composed.settings["tracking"]["model_name"]
-    data = [r.artifact.digest[:12] for r in results if r.artifact.kind == "dataset"]
-    drift = {r.name: r.drift for r in results if r.drift}
-    shown = [f"{key} {value:.2g}" for key, value in next(reversed(drift.values()), {}).items()]
-    return "\n".join(
-        [
-            f"`{tags['model']}` after `{tags['objective']}`, by Plumbline: every hand-off from "
-            "training to this folder was checked.",
-            "",
-            *(f"- {line}" for line in evaluation_lines(evaluation(results))),
-            f"- served against trained: {', '.join(shown) or 'not measured'}",
-            f"- folder: `{served.path}`, digest `{served.digest}`",
-            *_quantized_lines(flow_run),
-            f"- datasets: {', '.join(f'`{digest}`' for digest in dict.fromkeys(data))}",
-            *(f"- [{server}]({url})" for server, url in flow_run.summary.pages.items()),
-            "",
-            "In Plumbline's environment, which compares the folder with its manifest first:",
-            "",
-            "```python",
-            f'model = mlflow.pyfunc.load_model("models:/{name}@candidate")',
-            'model.predict({"messages": [{"role": "user", "content": "Hello"}]})',
-            "```",
-        ]
-    )
-
-
-def _quantized_lines(flow_run: FlowRun) -> list[str]:
-    """Return the line of the model card about a quantised model."""
-    if "quantize" not in flow_run.tags:
-        return []
-    digest = flow_run.tags["digest.unquantized"]
-    folder = flow_run.summary.unquantized
-    return [f"- quantised to {flow_run.tags['quantize']} from `{folder}`, digest `{digest}`"]
-
-
-def _register_entry(version: str, before: float) -> dict[str, Any]:
-    return {
-        "name": "register",
-        "seconds": round(time.monotonic() - before, 2),
-        "reused": False,
-        "artifact": version,
-        "tensors_checked": 0,
-        "drift": None,
-    }

@@ -88,6 +88,8 @@ def chain_steps(composed: Composed, overrides: Sequence[str]) -> list[Step]:
         # The next step starts from 16 bits, so only the last model is quantised.
         last = [] if number == len(chain) else ["convert.quantize=none"]
         config = _composed(name, [*plain, *last, *own, *by_step.get(name, ())])
+        if last:  # only the last model is registered
+            config.settings["gate"]["conditions"] = None
         typed = tuple(keys(by_step.get(name, ())))
         step = Step(name, config, rewarded=len(models) < len(steps), typed=typed)
         if models:

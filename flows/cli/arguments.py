@@ -20,11 +20,11 @@ from flows.cli.config_errors import Problem, config_error
 from flows.cli.vocabulary import EXPERIMENTS, VALUE, Vocabulary
 from tasks.core.errors import ConfigError
 
-POSITIONAL = {"deliver": "source", "audit": "source", "verify": "source"}
-"""Setting that a folder without `key=` sets, by program."""
+POSITIONAL = dict.fromkeys(("deliver", "audit", "verify", "promote", "lineage", "serve"), "source")
+"""Setting that a folder, or the name of a registered model, sets without `key=`, by program."""
 _HYDRA_ONLY = ("--shell-completion", "-sc", "--hydra-help", "--version")
 _ASSIGN = ("=", ":", ":=")
-_FOR_STEP = re.compile(r"([a-z][a-z0-9_]*):([+~]{0,2}[\w./@]+(=.*)?)", re.DOTALL)
+_FOR_STEP = re.compile(r"([a-z][a-z0-9_]*):(?!/)([+~]{0,2}[\w./@]+(=.*)?)", re.DOTALL)
 
 
 @dataclass

@@ -27,7 +27,7 @@ from tasks.config.bisect_flow import Bisect
 from tasks.config.checks.model import look
 from tasks.config.defaults import ONLINE, RULES, default
 from tasks.config.deliver_flow import Deliver
-from tasks.config.places import Status
+from tasks.config.places import Lineage, Promote, Serve, Status
 from tasks.config.prune_flow import Prune
 from tasks.config.section import hydra_schema
 from tasks.config.verify_flow import Verify
@@ -48,7 +48,10 @@ SCHEMAS: dict[str, type] = {
     "deliver": hydra_schema(Deliver),
     "audit": hydra_schema(Audit),
     "bisect": hydra_schema(Bisect),
+    "lineage": hydra_schema(Lineage),
+    "promote": hydra_schema(Promote),
     "prune": hydra_schema(Prune),
+    "serve": hydra_schema(Serve),
     "status": hydra_schema(Status),
     "verify": hydra_schema(Verify),
 }
@@ -85,13 +88,9 @@ def _setting(config: DictConfig, key: str) -> Any:
 
 OmegaConf.register_new_resolver("default", _default, replace=True)
 OmegaConf.register_new_resolver("toy", _toy, replace=True)
-ConfigStore.instance().store(name="schema", node=SCHEMAS["rlhf"])
-ConfigStore.instance().store(name="deliver_schema", node=SCHEMAS["deliver"])
-ConfigStore.instance().store(name="audit_schema", node=SCHEMAS["audit"])
-ConfigStore.instance().store(name="bisect_schema", node=SCHEMAS["bisect"])
-ConfigStore.instance().store(name="prune_schema", node=SCHEMAS["prune"])
-ConfigStore.instance().store(name="status_schema", node=SCHEMAS["status"])
-ConfigStore.instance().store(name="verify_schema", node=SCHEMAS["verify"])
+for _program, _schema in SCHEMAS.items():
+    _name = "schema" if _program == "rlhf" else f"{_program}_schema"
+    ConfigStore.instance().store(name=_name, node=_schema)
 
 
 @dataclass(frozen=True)

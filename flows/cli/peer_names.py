@@ -175,6 +175,12 @@ _SOURCE = ("adapter_path", "adapter_name_or_path", "adapter_model_path", "lora_p
            "input_dir", "path", "load_dir", "local_dir")  # fmt: skip
 _OUT = ("output_dir", "output_path", "output", "export_dir", "save_path", "target_dir")
 
+_REGISTERED = {
+    **dict.fromkeys(("model", "name", "version", "model_uri", "path"), "source={}"),
+    **dict.fromkeys(("tracking_uri", "registry_uri"), "tracking.uri={}"),
+}
+_KEY = dict.fromkeys(("key", "public_key"), "verify={}")
+
 PEERS: Mapping[str, Mapping[str, str]] = {
     "rlhf": {
         **_DTYPES,
@@ -225,6 +231,9 @@ PEERS: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("days", "max_age", "older"), "older_than={}"),
         **dict.fromkeys(("delete", "force"), "yes=true"),
     },
+    "promote": _REGISTERED | _KEY,
+    "lineage": _REGISTERED,
+    "serve": _REGISTERED | _KEY,
     "status": {"runs": "paths.runs={}", "logdir": "paths.runs={}", "max_results": "limit={}"},
 }
 """Other trainers' names -> our overrides, by program."""

@@ -21,7 +21,7 @@ def evaluation(results: Sequence[StageResult]) -> dict[str, float | None]:
     """
     metrics: dict[str, float] = {}
     for result in results:
-        if _step(result) == _step(results[-1]):
+        if step_of(result) == step_of(results[-1]):
             metrics |= result.metrics
     pairs = {"pairs": metrics["eval/pairs"]} if "eval/pairs" in metrics else {}
     rewards = {
@@ -57,7 +57,7 @@ def _distance(metrics: Mapping[str, float]) -> dict[str, float]:
     return {"kl": metrics[names[0]]} if names else {}
 
 
-def _step(result: StageResult) -> str:
+def step_of(result: StageResult) -> str:
     """Return the step that a stage belongs to; empty if the run has a single step."""
     return result.name.rpartition(".")[0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 from flows.orchestration.evaluation import evaluation_lines
 from tasks.core.terminal import plain
 from tasks.pipeline.report import StageResult
+from tasks.release.gate import table
 
 
 @dataclass
@@ -29,8 +31,8 @@ class Summary:
         unquantized: path of the model that was quantised; None for no quantised model.
         pages: pages of the run in `prefect` and `mlflow`, if a server has them.
         mlflow_run_id: id of the flow's MLflow run; None without MLflow.
-        gate: verdict of the gate: `passed`, `reasons`, the registered `version`, and the version
-            that is the `candidate`.
+        gate: verdict of the gate: `passed`, `reasons`, `conditions` (rows of its table), the
+            registered `version`, and the versions that are the `candidate` and the `champion`.
         eval: evaluation results, see `evaluation`.
         error: message of the error that ended the run.
         error_report: the error as on the terminal: message, details, what to type, log.
@@ -105,7 +107,8 @@ class Summary:
             for row in rows
         ]
         aligned.insert(1, "-" * max(len(line) for line in aligned))
-        return "\n".join([*aligned, "", *self._closing()]) + "\n"
+        gate = [*table((self.gate or {}).get("conditions", ())), ""]
+        return "\n".join([*aligned, "", *(gate if len(gate) > 2 else ()), *self._closing()]) + "\n"
 
     def markdown(self) -> str:
         """Return the summary as a Markdown table, for Prefect and MLflow."""
@@ -124,7 +127,9 @@ class Summary:
                 f"| {stage['tensors_checked']} | {' | '.join(numbers)} |"
             )
         # As plain text, MLflow's page would link it to a user of GitHub with this name.
-        closing = [line.replace("@candidate", "`@candidate`") for line in self._closing()]
+        closing = [re.sub("(@c[a-z]+)", r"`\1`", line) for line in self._closing()]
+        if rows := (self.gate or {}).get("conditions"):
+            lines += ["", "```", *table(rows), "```"]
         return "\n".join([*lines, "", *(f"- {line}" for line in closing)])
 
     def _titles(self) -> tuple[str, str, str]:
@@ -156,9 +161,10 @@ class Summary:
 def candidate_line(registered: Mapping[str, Any]) -> str:
     """Return the registered `version`, and which one is the `candidate`, in one line."""
     version, candidate = registered["version"], registered["candidate"]
+    champion = " @champion" if registered.get("champion") else ""
     if version == candidate:
-        return f"{version} @candidate"
-    return f"{version}; @candidate stays {candidate}, which was trained later"
+        return f"{version} @candidate{champion}"
+    return f"{version}{champion}; @candidate stays {candidate}, which was trained later"
 
 
 def stage_entry(result: StageResult) -> dict[str, Any]:

@@ -47,10 +47,11 @@ class Smoke:
 
 @dataclass(frozen=True)
 class Gate:
-    """Conditions for registering a run as a candidate."""
+    """Conditions that a run has to meet; its model stays a candidate otherwise."""
 
     profile: Profile = "standard"  # drift limits, see `tasks/drift/fingerprint.py`
     min_eval_gain: float | None = None  # points of exact match; null: none
+    conditions: dict[str, str] | None = None  # limits of numbers: docs/training.md; null: none
 
 
 @dataclass(frozen=True)
@@ -65,3 +66,4 @@ class Register(Signing):
     """Registering the served model."""
 
     verify: str | None = None  # file of a public key: only what it signed is registered
+    promote: bool = False  # true: `champion` names the model if the gate passes

@@ -1,4 +1,4 @@
-"""Sections `tracking`, `paths` and `timeouts`: where results go, and how long stages may take."""
+"""Sections `tracking`, `paths` and `timeouts`, and commands that have little else."""
 
 from __future__ import annotations
 
@@ -54,4 +54,34 @@ class Status:
 
     json: bool = False  # true: print a list of runs as JSON, for programs
     limit: int = 10  # number of ended runs to list, the newest first; 0: all
+    paths: Paths = field(default_factory=Paths)
+
+
+@dataclass(frozen=True)
+class Promote:
+    """The whole configuration of `flows/promote.py`."""
+
+    source: str = "???"  # models:/<name>/<number> or models:/<name>@<alias>
+    verify: str | None = None  # file of a public key that has to have signed its folder
+    tracking: Tracking = field(default_factory=Tracking)  # where the model is registered
+    paths: Paths = field(default_factory=Paths)
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """The whole configuration of `flows/lineage.py`."""
+
+    source: str = "???"  # models:/<name>/<number>, models:/<name>@<alias>, or a served folder
+    json: bool = False  # true: print the artifacts as JSON, for programs
+    tracking: Tracking = field(default_factory=Tracking)  # where the model is registered
+    paths: Paths = field(default_factory=Paths)
+
+
+@dataclass(frozen=True)
+class Serve:
+    """The whole configuration of `flows/serve.py`; what begins with `-` goes to vLLM."""
+
+    source: str = "???"  # models:/<name>/<number>, models:/<name>@<alias>, or a served folder
+    verify: str | None = None  # file of a public key that has to have signed the folder
+    tracking: Tracking = field(default_factory=Tracking)  # where the model is registered
     paths: Paths = field(default_factory=Paths)

@@ -85,10 +85,12 @@ class Registered:
     Attributes:
         version: the version, as `models:/name/version`.
         candidate: the version that was trained last, likewise.
+        champion: the version that became `champion`; empty if the alias was not moved.
     """
 
     version: str
     candidate: str
+    champion: str = ""
 
 
 class StageRecord(Protocol):

@@ -146,7 +146,7 @@ def plan(
     """
     starts = dict(_starts(runs))
     limit = since(starts.values(), now, keep, days)
-    stored, broken = _stored(runs / "artifacts")
+    stored, broken = stored_in(runs / "artifacts")
     staying, old = _checkpoints(runs, limit, unfinished)
     roots: dict[Path, str] = {}
     for path in _registered(stored, broken, list(registered)):
@@ -198,7 +198,7 @@ def _registered(
             yield each.path
 
 
-def _stored(store: Path) -> tuple[list[Stored], list[Path]]:
+def stored_in(store: Path) -> tuple[list[Stored], list[Path]]:
     """Return the artifacts, and the folders whose manifest cannot be read."""
     stored, broken = [], []
     for path in sorted(store.glob("[!.]*/[!.]*")):

@@ -23,7 +23,7 @@ from typing import Any
 
 from tasks.core.disk import flush
 from tasks.core.errors import ArtifactError, first_and_more
-from tasks.pipeline.artifact import SIGNATURE
+from tasks.pipeline.artifact import SIGNATURE, Artifact, open_artifact, verify
 from tasks.weights.files.documents import read_json
 
 PASSWORD = "PLUMBLINE_SIGN_PASSWORD"
@@ -121,6 +121,35 @@ def require_signed(folder: Path, public_key: Path) -> None:
             else f"restore it from its origin; if its files are right, rm {folder / SIGNATURE} and "
             "sign it again",
         )
+
+
+def require_published(folder: Path, digest: str | None, public_key: Path | None = None) -> Artifact:
+    """Read every byte of a served folder, and compare it with what was published.
+
+    Args:
+        folder: the folder.
+        digest: digest that was registered; None for that of its own manifest.
+        public_key: key that has to have signed it; None for any or none.
+
+    Raises:
+        ArtifactError: the folder is gone, or not what was published, registered and signed.
+    """
+    if not folder.is_dir():
+        raise ArtifactError(f"no such folder on this machine: {folder}")
+    artifact = open_artifact(folder, "served")
+    problems = verify(artifact)
+    if digest not in (None, artifact.digest):
+        problems = [f"its digest is {artifact.digest}, and {digest} was registered", *problems]
+    if problems:
+        raise ArtifactError(
+            f"{folder} is not the model that was {'registered' if digest else 'published'}: "
+            f"{problems[0]}",
+            details=problems,
+            hint="restore the folder from its origin, or choose another version",
+        )
+    if public_key is not None:
+        require_signed(folder, public_key)
+    return artifact
 
 
 def faults(folder: Path, public_key: Path) -> list[Fault]:

@@ -21,8 +21,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tasks.core.errors import ArtifactError, ConfigError
-from tasks.pipeline.artifact import open_artifact, verify
+from tasks.core.errors import ConfigError
+from tasks.pipeline.signature import require_published
 from tasks.serving.prompts import load_tokenizer, render_one, stop_ids, whole_ids
 
 ENGINES = ("auto", "transformers", "vllm")
@@ -39,7 +39,7 @@ def _load_pyfunc(data_path: str, model_config: Mapping[str, Any] | None = None) 
         ConfigError: there is no such engine.
     """
     place = json.loads((Path(data_path) / "served.json").read_text())
-    folder = _verified(Path(place["path"]), place["digest"])
+    folder = require_published(Path(place["path"]), place["digest"]).path
     engine = (model_config or {}).get("engine", "auto")
     if engine not in ENGINES:
         raise ConfigError(f"engine={engine} is none of {', '.join(ENGINES)}")
@@ -49,21 +49,6 @@ def _load_pyfunc(data_path: str, model_config: Mapping[str, Any] | None = None) 
     if engine == "auto":
         engine = "vllm" if _has_gpu() and find_spec("vllm") else "transformers"
     return VllmFolder(folder) if engine == "vllm" else TransformersFolder(folder)
-
-
-def _verified(folder: Path, digest: str) -> Path:
-    """Return the folder if every byte is what was registered."""
-    if not folder.is_dir():
-        raise ArtifactError(f"no such folder on this machine: {folder}")
-    artifact = open_artifact(folder, "served")
-    problems = verify(artifact)
-    if artifact.digest != digest:
-        problems = [f"its digest is {artifact.digest}, and {digest} was registered", *problems]
-    if problems:
-        raise ArtifactError(
-            f"{folder} is not the model that was registered: {problems[0]}", details=problems
-        )
-    return folder
 
 
 def _has_gpu() -> bool:

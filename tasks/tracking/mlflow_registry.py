@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 from tasks.pipeline.report import Registered, RegisteredModel
 
+CHAMPION = "champion"
+"""Alias of the version that is in use."""
+NUMBERS = "numbers"
+"""Tag with the numbers of the gate, as JSON."""
+EVALUATED_ON = "digest.heldout"
+"""Tag with the hash of the evaluation rows."""
+GATE = "gate"
+"""Tag with the verdict of the gate: `passed`, or the reason of its failure."""
 TRAINED_AT = "trained_at"
 """Tag of a model version with the end of its training, which decides about `candidate`."""
 
@@ -23,6 +33,7 @@ class Version:
         aliases: aliases that point to it.
         path: the served folder; empty if another program has registered the version.
         digest: digest of its manifest, likewise.
+        tags: all tags.
     """
 
     model: str
@@ -30,15 +41,37 @@ class Version:
     aliases: tuple[str, ...]
     path: str
     digest: str
+    tags: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """Model and number, e.g. `plumbline/3`."""
         return f"{self.model}/{self.number}"
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The numbers of the gate that its run measured."""
+        with suppress(ValueError):
+            return dict(json.loads(self.tags.get(NUMBERS, "{}")))
+        return {}
+
+    @property
+    def rows(self) -> str:
+        """Hash of the evaluation rows of its run; empty if unknown."""
+        return self.tags.get(EVALUATED_ON, "")
+
+    @property
+    def gate(self) -> str:
+        """Verdict of the gate: `passed`, or the reason of its failure; empty if unknown."""
+        return self.tags.get(GATE, "")
+
 
 def register_version(
-    client: Any, model: RegisteredModel, write: Callable[[dict[str, str]], int]
+    client: Any,
+    model: RegisteredModel,
+    write: Callable[[dict[str, str]], int],
+    *,
+    promote: bool = False,
 ) -> Registered:
     """Register the served folder, and let `candidate` name the version trained last.
 
@@ -49,6 +82,7 @@ def register_version(
         client: MLflow's client.
         model: the served folder.
         write: writes a new version with these tags, and returns its number.
+        promote: True to let `champion` name the version.
     """
     name = model.name
     wanted = {"path": str(model.served.path), "digest": model.served.digest}
@@ -63,12 +97,18 @@ def register_version(
         at = max(at, recorded)  # later if the same bytes were trained again
         if at != recorded:
             client.set_model_version_tag(name, str(number), TRAINED_AT, at)
+        for tag in (NUMBERS, EVALUATED_ON, GATE):  # the evaluation may be another one
+            if tag in model.tags:
+                client.set_model_version_tag(name, str(number), tag, model.tags[tag])
     else:
         number = write({**model.tags, **wanted, TRAINED_AT: at})
     trained[number] = _milliseconds(at)
     newest = max(trained, key=lambda each: (trained[each], each))
     client.set_registered_model_alias(name, "candidate", str(newest))
-    return Registered(f"models:/{name}/{number}", f"models:/{name}/{newest}")
+    version = f"models:/{name}/{number}"
+    if promote:
+        client.set_registered_model_alias(name, CHAMPION, str(number))
+    return Registered(version, f"models:/{name}/{newest}", version if promote else "")
 
 
 def _trained_at(version: Any) -> float:
@@ -100,6 +140,7 @@ def list_versions(client: Any) -> list[Version]:
             aliases[version.name].get(str(version.version), ()),
             version.tags.get("path", ""),
             version.tags.get("digest", ""),
+            dict(version.tags),
         )
         for version in listed
     ]

@@ -21,7 +21,12 @@ from typing import Any
 from tasks.core.disk import has_no_space
 from tasks.pipeline.report import Registered, RegisteredModel
 from tasks.tracking.journal import Record
-from tasks.tracking.mlflow_registry import Version, list_versions, register_version
+from tasks.tracking.mlflow_registry import (
+    CHAMPION,
+    Version,
+    list_versions,
+    register_version,
+)
 from tasks.tracking.outbox import RefusedError, UnreachableError, errors_of_mlflow
 
 RECORD = "plumbline.record"
@@ -150,7 +155,9 @@ class Server:
             tags=[RunTag(key, value) for key, value in (tags or {}).items()],
         )
 
-    def register(self, model: RegisteredModel, run_id: str, experiment: str) -> Registered:
+    def register(
+        self, model: RegisteredModel, run_id: str, experiment: str, *, promote: bool = False
+    ) -> Registered:
         """Register the served folder, and let `candidate` name the version trained last.
 
         No weights are uploaded: the logged model has path and digest, which works with a database
@@ -160,6 +167,7 @@ class Server:
             model: the served folder.
             run_id: MLflow's id of the run that made it.
             experiment: name of the experiment.
+            promote: True to let `champion` name the version.
 
         Raises:
             UnreachableError: MLflow does not answer.
@@ -167,7 +175,10 @@ class Server:
         """
         with errors_of_mlflow():
             return register_version(
-                self._client, model, lambda tags: self._new_version(model, tags, run_id, experiment)
+                self._client,
+                model,
+                lambda tags: self._new_version(model, tags, run_id, experiment),
+                promote=promote,
             )
 
     def versions(self) -> list[Version]:
@@ -179,6 +190,18 @@ class Server:
         """
         with errors_of_mlflow():
             return list_versions(self._client)
+
+    def promote(self, version: Version) -> str:
+        """Let the alias `champion` name a version. Returns the number before; empty for none.
+
+        Raises:
+            UnreachableError: MLflow does not answer.
+            RefusedError: MLflow refuses the request.
+        """
+        with errors_of_mlflow():
+            aliases = self._client.get_registered_model(version.model).aliases
+            self._client.set_registered_model_alias(version.model, CHAMPION, str(version.number))
+            return str(aliases.get(CHAMPION, ""))
 
     def _new_version(
         self, model: RegisteredModel, tags: dict[str, str], run_id: str, experiment: str

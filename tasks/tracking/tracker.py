@@ -22,6 +22,7 @@ from tasks.pipeline.artifact import Origin
 from tasks.pipeline.report import Registered, RegisteredModel
 from tasks.tracking.event_files import EventFile
 from tasks.tracking.journal import now
+from tasks.tracking.mlflow_registry import CHAMPION, Version
 from tasks.tracking.mlflow_server import Server, system_sampler
 from tasks.tracking.outbox import Outbox, RefusedError, UnreachableError
 from tasks.tracking.stage_run import StageRun as StageRun
@@ -150,21 +151,41 @@ class Tracker:
         report: str = self._outbox.report()
         return report
 
-    def register(self, model: RegisteredModel) -> Registered:
+    def register(self, model: RegisteredModel, *, promote: bool = False) -> Registered:
         """Register a served folder as a model version. The version trained last is `candidate`.
+
+        Args:
+            model: the served folder.
+            promote: True to let `champion` name the version.
 
         Raises:
             TrackingError: MLflow does not answer; nothing is registered.
             PlumblineError: MLflow refuses the model.
         """
-        try:
+        with self._registry(f": {model.served.path}"):
             if not self._outbox.wait(_DELIVER_S) or not self.run_id:
                 raise UnreachableError(self._outbox.problem or "it is too slow")
-            return self._server.register(model, self.run_id, self._experiment)
+            return self._server.register(model, self.run_id, self._experiment, promote=promote)
+
+    def champion(self, name: str) -> Version | None:
+        """Return the version of a model that the alias `champion` names; None for none.
+
+        Raises:
+            TrackingError: MLflow does not answer.
+        """
+        with self._registry():
+            versions = self._server.versions()
+        return next((v for v in versions if v.model == name and CHAMPION in v.aliases), None)
+
+    @contextlib.contextmanager
+    def _registry(self, path: str = "") -> Iterator[None]:
+        """Raise the errors of the model registry as ours."""
+        try:
+            yield
         except UnreachableError as error:
             raise TrackingError(
                 f"not registered: MLflow at {redact(self.uri)} does not answer ({error})",
-                details=[f"the served model is complete: {model.served.path}"],
+                details=[f"the served model is complete{path}"],
                 hint="run the same command again when it answers: every finished stage is reused",
             ) from None
         except RefusedError as error:

@@ -129,6 +129,10 @@ def test_after_a_prune_the_same_command_reuses_and_the_model_loads(
     assert kept.returncode == 0, kept.stdout
     assert set((runs / "artifacts").glob("[!.]*/[!.]*")) == before  # the failed run may go on
 
+    # It is a candidate until somebody deletes it.
+    assert failed.summary["gate"]["candidate"] == "models:/plumbline/2"
+    database = f"sqlite:///{runs}/mlflow/mlflow.db"
+    MlflowClient(database).delete_model_version("plumbline", "2")
     done = prune(runs, tmp_path / "cwd", "keep=0", "unfinished=true", "yes=true")
     assert done.returncode == 0, done.stdout
     left = set((runs / "artifacts").glob("[!.]*/[!.]*"))
@@ -140,8 +144,7 @@ def test_after_a_prune_the_same_command_reuses_and_the_model_loads(
     again = rlhf(runs, "+exp=sft_qlora")
     assert again.code == 0, again.output
     assert all(stage["reused"] for stage in again.summary["stages"][:-1])
-    client = MlflowClient(f"sqlite:///{runs}/mlflow/mlflow.db")
-    version = client.get_model_version_by_alias("plumbline", "candidate")
+    version = MlflowClient(database).get_model_version_by_alias("plumbline", "candidate")
     served = Path(version.tags["path"])
     assert verify(open_artifact(served)) == []
     assert served == Path(again.summary["served"])

@@ -6,15 +6,17 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
-from tasks.core.errors import ContractError
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.pipeline.report import Registered, RegisteredModel
-from tasks.register import Gate, judge_gate, register
+from tasks.register import register
+from tasks.release.gate import Gate
+from tasks.tracking.mlflow_registry import EVALUATED_ON, NUMBERS
 from tasks.tracking.tracker import Tracker, flatten
 
 
@@ -130,25 +132,31 @@ def test_registering_leaves_the_environment_as_it_was(
     assert dict(os.environ) == before
 
 
-def test_the_gate_registers_nothing_when_it_does_not_hold(served: Artifact) -> None:
-    gate = judge_gate({"eval/before": 0.5, "eval/after": 0.6}, min_eval_gain=20)
-    assert gate == Gate(False, ("exact-match rose by 10.0 points, gate asks 20",))
-    with pytest.raises(ContractError, match="rose by 10.0 points"):
-        register(None, model_of(served, "m", "2026-03-01"), gate)  # type: ignore[arg-type]
+def test_only_a_model_that_passed_becomes_champion(tracker: Tracker, tmp_path: Path) -> None:
+    client = MlflowClient(tracker.uri)
+    first, second = (
+        model_of(Artifact("served", tmp_path / name, name), "c", f"2026-03-0{day}")
+        for day, name in enumerate(("first", "second"), 1)
+    )
+    first = replace(first, tags={NUMBERS: '{"eval.exact_match": 0.9}', EVALUATED_ON: "rows"})
+    with tracker.flow("f", {}, "", {}):
+        assert tracker.champion("c") is None
+        passed = register(tracker, first, Gate(passed=True), promote=True)
+        failed = register(tracker, second, Gate(False, ("too low",)), promote=True)
+        champion = tracker.champion("c")
+    assert passed == Registered("models:/c/1", "models:/c/1", "models:/c/1")
+    assert failed == Registered("models:/c/2", "models:/c/2")
+    assert champion is not None
+    assert (champion.name, champion.aliases) == ("c/1", ("champion",))
+    assert (champion.numbers, champion.rows) == ({"eval.exact_match": 0.9}, "rows")
+    assert str(client.get_model_version_by_alias("c", "candidate").version) == "2"
 
-
-@pytest.mark.parametrize(
-    ("metrics", "minimum", "passed"),
-    [
-        ({}, None, True),
-        ({}, 0.0, False),
-        ({"eval/before": 0.5, "eval/after": 0.5}, 0.0, True),
-        ({"eval/before": 0.5, "eval/after": 0.7}, 20.0, True),
-        ({"eval/before": 0.5, "eval/after": 0.69}, 20.0, False),
-    ],
-)
-def test_gate(metrics: dict[str, float], minimum: float | None, passed: bool) -> None:
-    assert judge_gate(metrics, min_eval_gain=minimum).passed is passed
+    with tracker.flow("f", {}, "", {}):  # another evaluation of the same bytes
+        again = replace(first, tags={NUMBERS: '{"eval.exact_match": 0.8}', EVALUATED_ON: "others"})
+        assert tracker.register(again).version == "models:/c/1"
+        champion = tracker.champion("c")
+    assert champion is not None
+    assert (champion.numbers, champion.rows) == ({"eval.exact_match": 0.8}, "others")
 
 
 def test_event_files_hold_the_numbers_that_mlflow_has(tmp_path: Path) -> None:

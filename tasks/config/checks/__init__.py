@@ -3,6 +3,7 @@
     adapter     section `peft`, and QLoRA's 4-bit base
     data        the data files and their columns
     engine      memory of the engines that serve a model
+    gate        conditions on the numbers of the run
     machine     GPUs, number formats, libraries, disk, memory, compiler
     model       the base model's folder
     objective   the model's head, raw texts, reference answers
@@ -29,6 +30,7 @@ from tasks.config.checks import (
     adapter,
     data,
     engine,
+    gate,
     machine,
     model,
     objective,
@@ -116,6 +118,7 @@ def findings(
         *objective.reference_answers(settings),
         *online.online(settings, known, rewarded=rewarded, on_cpu=on_cpu),
         *objective.raw_texts(settings),
+        *gate.conditions(settings),
         *unread.loss(train),
         *tracking.reachable(settings["tracking"]["uri"]),
         *tracking.prefect_reachable(),

@@ -16,7 +16,8 @@ import pytest
 from flows.servers.services import AUTH, URL
 from infra.servers.automations import WEBHOOK, apply
 from tasks.core.errors import ConfigError, ContractError
-from tasks.register import Gate, register
+from tasks.register import require_passed
+from tasks.release.gate import Gate
 from tests.infra.requirements_files import PROJECT
 from tests.infra.servers.site import PATIENCE_S, Site
 
@@ -117,9 +118,8 @@ def test_the_alarm(site: Site, receiver: Receiver, monkeypatch: pytest.MonkeyPat
     assert alarm["page"].endswith(f"/runs/flow-run/{run['id']}")
 
     gate = site.start_run("rlhf-nightly", site.overrides(), state={"type": "PAUSED"})
-    unused: Any = None
     with pytest.raises(ContractError) as refused:
-        register(unused, unused, Gate(False, ("too low",)))
+        require_passed(Gate(False, ("too low",)))
     failed = {"type": "FAILED", "name": "Failed", "message": refused.value.report()}
     prefect.post(f"/flow_runs/{gate}/set_state", {"state": failed, "force": True})
     assert receiver.alarm(gate)["alarm"] == "gate"

@@ -1,0 +1,183 @@
+"""Apply the gate to a finished run, and register the model that it serves."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from flows.orchestration.evaluation import evaluation, evaluation_lines, step_of
+from flows.orchestration.flow_run import FlowRun
+from flows.orchestration.summary import candidate_line, stage_entry
+from tasks.core.errors import TrackingError
+from tasks.pipeline.artifact import Artifact, hash_of
+from tasks.pipeline.report import RegisteredModel, StageResult
+from tasks.pipeline.signature import is_signed, key_file
+from tasks.register import Registry, register, require_passed
+from tasks.release.gate import Gate, conditions, judge, table
+from tasks.release.numbers import measured, run_kinds
+from tasks.tracking.mlflow_registry import CHAMPION, EVALUATED_ON, GATE, NUMBERS
+
+
+def register_served(
+    flow_run: FlowRun, served: Artifact, registry: Registry, last: Mapping[str, Any]
+) -> None:
+    """Apply the gate and register. Never cached: the registry may have been emptied since.
+
+    Args:
+        flow_run: the run.
+        served: the model to register.
+        registry: the model registry.
+        last: configuration of the last step.
+
+    Raises:
+        ContractError: the gate has not passed; the model is registered as a candidate.
+    """
+    results = flow_run.mechanism.results
+    before = time.monotonic()
+    read = {r.name: r.artifact for r in results if r.artifact.kind == "report"}
+    try:
+        with flow_run.record.stage("register"):
+            gate, tags = _judge(flow_run, registry, last)
+            verdict: dict[str, Any] = {"passed": gate.passed, "reasons": list(gate.reasons)}
+            flow_run.summary.gate = verdict | {"conditions": gate.rows()}
+            flow_run.tags |= tags
+            _log_gate(flow_run, gate)
+            unsigned = last["register"]["verify"] is not None and not is_signed(served.path)
+            if gate.passed or not unsigned:
+                write_version = partial(_write_version, flow_run, served, gate, registry)
+                inputs = {"served": served, **read}
+                flow_run.summary.gate |= flow_run.host.last("register", write_version, inputs)
+    except TrackingError as error:  # the model is complete: only the register has to be repeated
+        flow_run.summary.unregistered = f"{error.message} -> {error.hint}"
+        return
+    if version := flow_run.summary.gate.get("version"):
+        entry = _register_entry(version, before)
+        flow_run.summary.stages = [*map(stage_entry, results), entry]
+    require_passed(gate)
+
+
+def _judge(
+    flow_run: FlowRun, registry: Registry, last: Mapping[str, Any]
+) -> tuple[Gate, dict[str, str]]:
+    """Judge the conditions of the gate. Returns the verdict, and tags for later comparisons."""
+    all_results = flow_run.mechanism.results
+    results = [r for r in all_results if step_of(r) == step_of(all_results[-1])]
+    metrics = {k: v for result in results for k, v in result.metrics.items()}
+    drifts = {r.name.rpartition(".")[2]: r.drift for r in results if r.drift}
+    asked = conditions(
+        last["gate"]["conditions"] or {}, last["gate"]["min_eval_gain"], run_kinds(last)
+    )
+    champion = None
+    if any(condition.to == CHAMPION for condition in asked):
+        champion = registry.champion(last["tracking"]["model_name"])
+    numbers = measured(metrics, drifts)
+    rows = _heldout_hash(results)
+    gate = judge(asked, metrics, numbers, champion, rows)
+    own = {name: value for name, value in numbers.items() if not name.startswith("base:")}
+    verdict = "passed" if gate.passed else gate.reasons[0]
+    return gate, {NUMBERS: json.dumps(own), EVALUATED_ON: rows, GATE: verdict}
+
+
+def _heldout_hash(results: Sequence[StageResult]) -> str:
+    """Return the hash of the evaluation rows of a run; empty if there are none."""
+    for result in results:
+        if result.artifact.kind == "dataset":
+            entry = result.artifact.manifest()["files"].get("heldout.jsonl", {})
+            return str(entry.get(hash_of(entry), ""))
+    return ""
+
+
+def _log_gate(flow_run: FlowRun, gate: Gate) -> None:
+    """Show the table of the gate, and log it in MLflow."""
+    rows = gate.rows()
+    if not rows:
+        return
+    lines = list(table(rows))
+    for line in lines:
+        flow_run.host.log.info("%s", line)
+    columns = list(rows[0])
+    data = {"columns": columns, "data": [list(row.values()) for row in rows]}
+    files = {"gate.json": json.dumps(data, indent=1)}  # as MLflow's `log_table` writes it
+    text = "\n".join(["```", *lines, "```"])
+    flow_run.mechanism.tracker.log_parent({"gate/passed": float(gate.passed)}, files, text)
+
+
+def _write_version(
+    flow_run: FlowRun, served: Artifact, gate: Gate, registry: Registry
+) -> dict[str, str]:
+    results, settings = flow_run.mechanism.results, flow_run.composed.settings
+    model = RegisteredModel(
+        settings["tracking"]["model_name"],
+        served,
+        trained_at=[r.artifact for r in results if r.artifact.kind == "shards"][-1].created,
+        tags={
+            "exp": flow_run.summary.exp or "",
+            **flow_run.tags,
+            **{f"digest.{result.artifact.kind}": result.artifact.digest for result in results},
+        },
+        card=_card(flow_run, served),
+    )
+    registered = register(
+        registry,
+        model,
+        gate,
+        private_key=key_file(settings["register"]["sign"]),
+        public_key=key_file(settings["register"]["verify"]),
+        promote=settings["register"]["promote"],
+    )
+    if registered.candidate != registered.version:
+        flow_run.host.log.info("register: %s", candidate_line(asdict(registered)))
+    return asdict(registered)
+
+
+def _card(flow_run: FlowRun, served: Artifact) -> str:
+    """Return the model card, the description of the version: origin, proof, use. In Markdown."""
+    results, tags = flow_run.mechanism.results, flow_run.tags
+    name = flow_run.composed.settings["tracking"]["model_name"]
+    data = [r.artifact.digest[:12] for r in results if r.artifact.kind == "dataset"]
+    drift = {r.name: r.drift for r in results if r.drift}
+    shown = [f"{key} {value:.2g}" for key, value in next(reversed(drift.values()), {}).items()]
+    return "\n".join(
+        [
+            f"`{tags['model']}` after `{tags['objective']}`, by Plumbline: every hand-off from "
+            "training to this folder was checked.",
+            "",
+            *(f"- {line}" for line in evaluation_lines(evaluation(results))),
+            f"- served against trained: {', '.join(shown) or 'not measured'}",
+            f"- folder: `{served.path}`, digest `{served.digest}`",
+            *_quantized_lines(flow_run),
+            f"- datasets: {', '.join(f'`{digest}`' for digest in dict.fromkeys(data))}",
+            *(f"- [{server}]({url})" for server, url in flow_run.summary.pages.items()),
+            "",
+            "In Plumbline's environment, which compares the folder with its manifest first:",
+            "",
+            "```python",
+            f'model = mlflow.pyfunc.load_model("models:/{name}@candidate")',
+            'model.predict({"messages": [{"role": "user", "content": "Hello"}]})',
+            "```",
+        ]
+    )
+
+
+def _quantized_lines(flow_run: FlowRun) -> list[str]:
+    """Return the line of the model card about a quantised model."""
+    if "quantize" not in flow_run.tags:
+        return []
+    digest = flow_run.tags["digest.unquantized"]
+    folder = flow_run.summary.unquantized
+    return [f"- quantised to {flow_run.tags['quantize']} from `{folder}`, digest `{digest}`"]
+
+
+def _register_entry(version: str, before: float) -> dict[str, Any]:
+    return {
+        "name": "register",
+        "seconds": round(time.monotonic() - before, 2),
+        "reused": False,
+        "artifact": version,
+        "tensors_checked": 0,
+        "drift": None,
+    }

@@ -1,0 +1,48 @@
+"""Run `python flows/lineage.py models:/NAME@ALIAS`, without Prefect and torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from flows.cli.config import Composed
+from flows.cli.entry import exit_on_signals, run_main
+from flows.commands.registry import named
+from tasks.core.terminal import plain
+from tasks.release.lineage import Ancestor, lineage
+
+
+def main() -> int:
+    """Run the command of this process. Returns the exit status."""
+    with exit_on_signals():
+        return run_main("lineage", _job)
+
+
+def _job(composed: Composed, overrides: list[str]) -> int:
+    folder, version = named(composed)
+    # A registered folder lies in the store of the runs that made it.
+    store = folder.parents[1] if version else composed.runs / "artifacts"
+    ancestors = lineage(folder, store)
+    if composed.settings["json"]:
+        rows = [{**asdict(each), "path": each.path and str(each.path)} for each in ancestors]
+        print(json.dumps(rows, indent=1))
+        return 0
+    if version is not None:
+        aliases = "".join(f" @{alias}" for alias in version.aliases)
+        print(plain(f"models:/{version.name}{aliases}"))
+    print(plain("\n".join(_lines(ancestors))))
+    return 0
+
+
+def _lines(ancestors: Sequence[Ancestor]) -> Iterator[str]:
+    for each in ancestors:
+        name = f"{'  ' * each.depth}{each.role or each.kind}"
+        if each.path is None:
+            yield f"{name:<20}  {each.digest[:12]}  not in the store any more"
+            continue
+        again = ", see above" if each.repeated else ""
+        stage = "" if again else f"  {each.stage}  {each.created}  {each.path}"
+        yield f"{name:<20}  {each.digest[:12]}{again}{stage}"
+        for file, digest in (each.rows or {}).items() if not again else ():
+            yield f"{'  ' * each.depth}  {file}  {digest}"

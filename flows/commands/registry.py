@@ -1,0 +1,108 @@
+"""Find the model that a command names, and compare its bytes with what was published.
+
+models:/plumbline/3           a registered version
+models:/plumbline@champion    the version that an alias names
+/served/plumbline             a served folder
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from flows.cli.bootstrap import bootstrap
+from flows.cli.config import Composed
+from flows.commands.prune import DATABASE, PROJECT
+from tasks.config.checks import preflight
+from tasks.config.checks.signing import public_key
+from tasks.config.checks.tracking import reachable
+from tasks.core.errors import ConfigError
+from tasks.core.redaction import redact
+from tasks.pipeline.artifact import Artifact
+from tasks.pipeline.signature import key_file, require_published
+from tasks.tracking.mlflow_registry import Version
+from tasks.tracking.mlflow_server import Server
+from tasks.tracking.outbox import RefusedError, UnreachableError
+
+SCHEME = "models:/"
+_NAME = re.compile(r"models:/(?P<model>[^/@]+)(/(?P<number>[0-9]+)|@(?P<alias>[\w.-]+))")
+
+
+@contextmanager
+def registry(composed: Composed) -> Iterator[Server]:
+    """Open MLflow's registry; no database is made.
+
+    Raises:
+        ConfigError: there is no registry, or it does not answer.
+    """
+    bootstrap(PROJECT, composed.runs)
+    uri = composed.settings["tracking"]["uri"]
+    preflight(list(reachable(uri)))
+    if uri is None and not (composed.runs / DATABASE).is_file():
+        raise ConfigError(
+            f"paths.runs={composed.runs}: no model is registered there: no {DATABASE}",
+            hint="paths.runs=<folder of runs>, or tracking.uri=<MLflow's URI>",
+        )
+    try:
+        yield Server(composed.tracking_uri, composed.tracking_root)
+    except (UnreachableError, RefusedError) as error:
+        raise ConfigError(
+            f"the registry of MLflow at {redact(composed.tracking_uri)} cannot be used: {error}",
+            hint="start that server, or name another one: tracking.uri=<URI>",
+        ) from None
+
+
+def find(versions: Sequence[Version], name: str) -> Version:
+    """Return the registered version that a name means.
+
+    Args:
+        versions: all registered versions.
+        name: `models:/<model>/<number>` or `models:/<model>@<alias>`.
+
+    Raises:
+        ConfigError: there is no such version; the hint has names that exist.
+    """
+    match = _NAME.fullmatch(name)
+    if match is not None:
+        for version in versions:
+            wanted = str(version.number) == match["number"] or match["alias"] in version.aliases
+            if version.model == match["model"] and wanted:
+                return version
+    known = [f"{SCHEME}{v.model}@{alias}" for v in versions for alias in v.aliases]
+    known += [f"{SCHEME}{version.name}" for version in versions if version.path]
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6) or known[:3]
+    raise ConfigError(f"{name} is not registered", hint=" or ".join(near) or "train a model first")
+
+
+def named(composed: Composed) -> tuple[Path, Version | None]:
+    """Return the folder that setting `source` names, and its version if it is registered.
+
+    Raises:
+        ConfigError: there is no such version or folder.
+    """
+    name = composed.settings["source"]
+    if name.startswith(SCHEME):
+        with registry(composed) as server:
+            version = find(server.versions(), name)
+        return Path(version.path), version
+    folder = Path(name).expanduser().absolute()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{name}: no such folder", hint=f"{SCHEME}<model>/<number>, or a served folder"
+        )
+    return folder, None
+
+
+def verified(composed: Composed, folder: Path, version: Version | None) -> Artifact:
+    """Compare every byte of a folder with its manifest and with the digest that was registered.
+
+    Raises:
+        ArtifactError: a byte differs, or the key of setting `verify` has not signed the folder.
+        ConfigError: this key cannot be used.
+    """
+    key = composed.settings["verify"]
+    preflight(public_key("verify", key) if key else [])
+    return require_published(folder, version.digest if version else None, key_file(key))

@@ -1,0 +1,223 @@
+"""The gate: conditions on the numbers of a run, judged before its model is registered.
+
+    gate.conditions: {eval.exact_match: ">= champion - 0.01", drift.smoke_eval.mean_kl: "<= 1e-4"}
+
+A limit is a number, or relative to the same number of the `champion` in the registry or of the
+`base` (the model before training): `champion - 0.01`, `base * 0.9`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from tasks.release.numbers import interval
+from tasks.tracking.mlflow_registry import Version
+
+_CONDITION = re.compile(
+    r"\s*(?P<op>>=|<=|>|<)\s*"
+    r"((?P<to>champion|base)(\s*(?P<sign>[-+*])\s*(?P<by>[0-9.]+(e[-+]?[0-9]+)?))?"
+    r"|(?P<limit>[-+]?[0-9.]+(e[-+]?[0-9]+)?))\s*"
+)
+EXAMPLES = '">= 0.8", ">= base + 0.1", ">= champion - 0.01", "<= champion * 1.05"'
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One condition: a number and its limit.
+
+    Attributes:
+        name: name of the number.
+        op: ">=", "<=", ">" or "<".
+        to: "champion", "base", or empty for an absolute limit.
+        sign: "+", "-" or "*".
+        by: the limit, or the second operand of `sign`.
+    """
+
+    name: str
+    op: str
+    to: str = ""
+    sign: str = "+"
+    by: float = 0.0
+
+    def __str__(self) -> str:
+        if not self.to:
+            return f"{self.name} {self.op} {self.by:g}"
+        more = f" {self.sign} {self.by:g}" if (self.sign, self.by) != ("+", 0) else ""
+        return f"{self.name} {self.op} {self.to}{more}"
+
+    def limit(self, to: float) -> float:
+        """Return the limit in the unit of the number.
+
+        Args:
+            to: the number of the champion or the base; 0 for an absolute limit.
+        """
+        return (
+            to * self.by if self.sign == "*" else to + (-self.by if self.sign == "-" else self.by)
+        )
+
+    def holds(self, value: float, limit: float) -> bool:
+        """Return True if a value meets a limit; 0.7 - 0.5 is at least 0.2 here."""
+        difference = round(value - limit, 9)
+        if self.op in (">", "<"):
+            return difference > 0 if self.op == ">" else difference < 0
+        return difference >= 0 if self.op == ">=" else difference <= 0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Row of the gate's table.
+
+    Attributes:
+        condition: the condition as text.
+        value: the measured number; None if it was not measured.
+        limit: the limit; None if there is nothing to compare with.
+        low: lower end of the 95 % interval of the value; None if it is not known.
+        high: upper end.
+        ok: True if the condition holds.
+        verdict: the verdict in words.
+    """
+
+    condition: str
+    value: float | None
+    limit: float | None
+    low: float | None
+    high: float | None
+    ok: bool
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Outcome of the gate: a verdict on each condition, and reasons if it has not passed."""
+
+    passed: bool
+    reasons: tuple[str, ...] = ()
+    verdicts: tuple[Verdict, ...] = ()
+
+    def rows(self) -> list[dict[str, object]]:
+        """Return the table as plain values."""
+        return [asdict(verdict) for verdict in self.verdicts]
+
+
+def parse(name: str, text: str) -> Condition:
+    """Read a condition.
+
+    Args:
+        name: name of the number.
+        text: such as ">= champion - 0.01".
+
+    Raises:
+        ValueError: the text is no condition.
+    """
+    match = _CONDITION.fullmatch(str(text))
+    if match is None:
+        raise ValueError(f"{str(text)!r} is no condition")
+    if match["to"]:
+        return Condition(
+            name, match["op"], match["to"], match["sign"] or "+", float(match["by"] or 0)
+        )
+    return Condition(name, match["op"], by=float(match["limit"]))
+
+
+def conditions(
+    stated: Mapping[str, str], min_eval_gain: float | None, kinds: set[str]
+) -> list[Condition]:
+    """Return the conditions of section `gate`.
+
+    Args:
+        stated: `gate.conditions`.
+        min_eval_gain: least rise of exact match in percentage points; None for no condition.
+        kinds: kinds of the run.
+
+    Raises:
+        ValueError: a text is no condition.
+    """
+    parsed = [parse(name, text) for name, text in stated.items()]
+    if min_eval_gain is not None:
+        name = "eval.pair_accuracy" if "reward" in kinds else "eval.exact_match"
+        parsed.append(Condition(name, ">=", "base", "+", min_eval_gain / 100))
+    return parsed
+
+
+def judge(
+    asked: Sequence[Condition],
+    metrics: Mapping[str, float],
+    numbers: Mapping[str, float],
+    champion: Version | None,
+    rows: str = "",
+) -> Gate:
+    """Judge all conditions. A number that was not measured does not meet its condition.
+
+    Args:
+        asked: the conditions.
+        metrics: metrics of the stages, for intervals.
+        numbers: as `measured` returns them.
+        champion: the registered version to compare with. Without one, conditions relative to it
+            hold.
+        rows: hash of the evaluation rows of this run.
+    """
+    verdicts = [_verdict(condition, metrics, numbers, champion, rows) for condition in asked]
+    failed = tuple(_reason(verdict) for verdict in verdicts if not verdict.ok)
+    return Gate(not failed, failed, tuple(verdicts))
+
+
+def _reason(verdict: Verdict) -> str:
+    value = "not measured" if verdict.value is None else f"{verdict.value:.6g}"
+    asked = "" if verdict.limit is None else f", and the limit is {verdict.limit:.6g}"
+    known = verdict.value is None or verdict.verdict == "failed"
+    words = "" if known else f" ({verdict.verdict})"
+    return f"{verdict.condition}: {value}{asked}{words}"
+
+
+def _verdict(
+    condition: Condition,
+    metrics: Mapping[str, float],
+    numbers: Mapping[str, float],
+    champion: Version | None,
+    rows: str,
+) -> Verdict:
+    name, text = condition.name, str(condition)
+    value = numbers.get(name)
+    if value is None:
+        return Verdict(text, None, None, None, None, ok=False, verdict="not measured")
+    low, high = interval(name, value, metrics) or (None, None)
+    to: float | None = 0.0
+    problem = ""
+    if condition.to == "base":
+        to, problem = numbers.get(f"base:{name}"), "not measured of the base"
+    elif condition.to == "champion" and champion is None:
+        return Verdict(text, value, None, low, high, ok=True, verdict="ok, no champion yet")
+    elif condition.to == "champion" and champion is not None:
+        to, problem = champion.numbers.get(name), f"{champion.name} has no such number"
+        if to is not None and name.startswith("eval.") and champion.rows != rows:
+            to, problem = None, f"{champion.name} was evaluated on other rows"
+    if to is None:
+        return Verdict(text, value, None, low, high, ok=False, verdict=problem)
+    limit = condition.limit(to)
+    ok = condition.holds(value, limit)
+    noise = low is not None and high is not None and low < limit < high
+    words = ("ok" if ok else "failed") + (", within noise" if noise else "")
+    return Verdict(text, value, limit, low, high, ok=ok, verdict=words)
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> Iterator[str]:
+    """Yield the lines of the gate's table.
+
+    Args:
+        rows: as `Gate.rows` returns them.
+    """
+    cells = [("gate", "value", "95 % interval", "verdict")]
+    for row in rows:
+        ends = "" if row["low"] is None else f"{row['low']:.4g} to {row['high']:.4g}"
+        limit = "" if row["limit"] is None else f" = {row['limit']:.4g}"
+        relative = " champion" in str(row["condition"]) or " base" in str(row["condition"])
+        value = "" if row["value"] is None else f"{row['value']:.4g}"
+        condition = f"{row['condition']}{limit if relative else ''}"
+        cells.append((condition, value, ends, str(row["verdict"])))
+    widths = [max(len(row[i]) for row in cells) for i in range(3)]
+    for condition, value, ends, verdict in cells:
+        yield "  ".join(
+            [condition.ljust(widths[0]), value.rjust(widths[1]), ends.ljust(widths[2]), verdict]
+        )

@@ -1,0 +1,147 @@
+"""Numbers of a run that the conditions of the gate can name.
+
+A name is known before the run starts, from its objective and `convert.quantize`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tasks.config.defaults import ONLINE
+from tasks.data.kinds import names_texts
+
+Z_95 = 1.959964
+"""Quantile of the normal distribution for a two-sided interval of 95 %."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that a condition can name.
+
+    Attributes:
+        key: metric of a stage.
+        base: the same metric of the model before training; empty if it is not measured.
+        count: metric with the number of rows, if the number is a share of them.
+        error: metric with its standard error.
+        kinds: kinds of runs that measure it, see `run_kinds`; empty for all.
+    """
+
+    key: str
+    base: str = ""
+    count: str = ""
+    error: str = ""
+    kinds: tuple[str, ...] = ()
+
+
+_CHAT, _PROBED = ("chat", "online"), ("chat", "online", "texts")
+NUMBERS: Mapping[str, Number] = {
+    "eval.exact_match": Number("eval/after", "eval/before", "eval/compared", kinds=_CHAT),
+    "eval.pair_accuracy": Number("eval/after", "eval/before", "eval/pairs", kinds=("reward",)),
+    "eval.loss": Number(
+        "heldout_loss_after", "heldout_loss_before", kinds=("chat", "texts", "reward")
+    ),
+    "eval.reward": Number("heldout_reward_after", "heldout_reward_before", kinds=("online",)),
+    "eval.sampled_exact_match": Number(
+        "drawn/after", "drawn/before", "drawn/compared", kinds=("online",)
+    ),
+    "eval.sampled_reward": Number("scored/after", "scored/before", kinds=("online",)),
+    "eval.kl": Number("drawn/kl", error="drawn/kl_error", kinds=("online",)),
+    "eval.stop_rate": Number("stop_rate", count="eval/samples", kinds=_CHAT),
+    "eval.samples": Number("eval/samples", kinds=_CHAT),
+    "eval.left_out": Number("eval/left_out", kinds=_CHAT),
+    "eval.greedy_differences": Number("greedy/differences", kinds=_PROBED),
+    "eval.tokens_per_s": Number("tokens_per_s", kinds=_PROBED),
+    "eval.load_s": Number("engine_load_s", kinds=_PROBED),
+    "train.loss": Number("loss"),
+    "train.steps": Number("steps"),
+    "train.seconds": Number("train_s"),
+    "train.kl": Number("kl", kinds=("online",)),
+    "train.mismatch": Number("mismatch", kinds=("online",)),
+    "data.truncated": Number("data/train_truncated"),
+    "data.too_long": Number("data/train_too_long"),
+    "quantize.size_ratio": Number("size_ratio", kinds=("quantized",)),
+    "quantize.worst_layer": Number("layers/worst", kinds=("quantized",)),
+    "quantize.loss": Number(
+        "quantized/loss/after", "quantized/loss/before", kinds=("quantized",)
+    ),
+}  # fmt: skip
+_DRIFT = {
+    "reward": ("mean_difference", "max_difference", "same_order"),
+    "": ("mean_kl", "p95_kl", "max_kl", "top1_agreement", "cosine"),
+}
+_HANDOFFS = {
+    "gather": "", "merge": "adapter", "convert": "", "smoke_eval": "",
+    "quantize": "quantized", "smoke_quantized": "quantized",
+}  # fmt: skip
+"""Stages that measure drift, and the kind of the runs that have them."""
+
+
+def run_kinds(settings: Mapping[str, Any]) -> set[str]:
+    """Return the kinds of a run, which say what it measures.
+
+    Args:
+        settings: configuration of the step whose model is registered.
+    """
+    objective = settings["train"]["objective"]
+    kind = "texts" if names_texts(settings["data"]) else "chat"
+    if objective in ONLINE or objective == "reward":
+        kind = "online" if objective in ONLINE else "reward"
+    kinds = {kind}
+    if settings["convert"]["quantize"] != "none":
+        kinds.add("quantized")
+    if settings["peft"]["kind"] != "none":
+        kinds.add("adapter")
+    return kinds
+
+
+def names_for(kinds: set[str]) -> list[str]:
+    """Return the names of all numbers that a run of these kinds measures."""
+    drift = _DRIFT["reward" if "reward" in kinds else ""]
+    stages = [stage for stage, kind in _HANDOFFS.items() if not kind or kind in kinds]
+    plain = [
+        name for name, number in NUMBERS.items() if not number.kinds or kinds & {*number.kinds}
+    ]
+    return [*plain, *(f"drift.{stage}.{measure}" for stage in stages for measure in drift)]
+
+
+def measured(
+    metrics: Mapping[str, float], drifts: Mapping[str, Mapping[str, float]]
+) -> dict[str, float]:
+    """Return the numbers of a run by name, and of its base as `base:<name>`.
+
+    Args:
+        metrics: metrics of the stages of the registered model. Those of a quantised model are
+            preferred to those of the model in 16 bits.
+        drifts: drift by stage.
+    """
+    values: dict[str, float] = {}
+    for name, number in NUMBERS.items():
+        now = metrics.get(f"quantized/{number.key}", metrics.get(number.key))
+        if now is not None:
+            values[name] = now
+        if number.base in metrics:
+            values[f"base:{name}"] = metrics[number.base]
+    for stage, drift in drifts.items():
+        values |= {f"drift.{stage}.{measure}": value for measure, value in drift.items()}
+    return {name: float(value) for name, value in values.items() if math.isfinite(value)}
+
+
+def interval(name: str, value: float, metrics: Mapping[str, float]) -> tuple[float, float] | None:
+    """Return the 95 % interval of a number; None if its spread was not measured.
+
+    Shares of rows have the interval of Wilson (1927), "Probable Inference, the Law of Succession,
+    and Statistical Inference".
+    """
+    number = NUMBERS.get(name)
+    if number is None:
+        return None
+    if count := metrics.get(f"quantized/{number.count}", metrics.get(number.count, 0.0)):
+        spread = Z_95 * math.sqrt(value * (1 - value) / count + Z_95**2 / (4 * count**2))
+        centre, scale = value + Z_95**2 / (2 * count), 1 + Z_95**2 / count
+        return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+    if (error := metrics.get(number.error)) is not None:
+        return value - Z_95 * error, value + Z_95 * error
+    return None

@@ -1,0 +1,211 @@
+"""`plumbline promote`, `lineage` and `serve` with a real registry."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from mlflow import MlflowClient
+
+from flows import program
+from tasks.pipeline.artifact import Artifact, Origin, publish, staging
+from tasks.pipeline.report import RegisteredModel
+from tasks.tracking.tracker import Tracker
+from tests.commands import environment
+from tests.serving.models import write_model
+from tests.verify.serving import START_S, free_port
+
+Command = Callable[..., tuple[int, str]]
+
+
+def make(runs: Path, kind: str, key: str, **inputs: Artifact) -> Artifact:
+    final = runs / "artifacts" / kind / (key * 20)
+    digests = {role: artifact.digest for role, artifact in inputs.items()}
+    with staging(final) as work:
+        for name in ("train.jsonl", "heldout.jsonl") if kind == "dataset" else ("config.json",):
+            (work / name).write_text(json.dumps({"of": key, "file": name}))
+        return publish(work, final, Origin(kind, f"make_{kind}", key * 20, digests))
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs with two registered versions; the second one is the candidate."""
+    runs = tmp_path_factory.mktemp("registry") / "runs"
+    data, base = make(runs, "dataset", "d"), make(runs, "base", "b")
+    store = runs / "mlflow"
+    store.mkdir()
+    tracker = Tracker(f"sqlite:///{store}/mlflow.db", "e", store / "artifacts", store / "outbox")
+    with tracker.flow("test", {}, "", {}):
+        for day, key in enumerate("12", 1):
+            shards = make(runs, "shards", f"a{key}", base=base, data=data)
+            weights = make(runs, "weights", f"c{key}", trained=shards, base=base)
+            served = make(runs, "served", f"e{key}", weights=weights, trained=shards)
+            tags = {"gate": "passed" if key == "1" else "eval.loss <= 1: 2, and the limit is 1"}
+            tracker.register(RegisteredModel("toy", served, f"2026-03-0{day}T10:00:00+00:00", tags))
+    return runs
+
+
+@pytest.fixture
+def typed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Run `plumbline ...` in this process; return exit status and output."""
+
+    def run(command: str, *words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", [f"plumbline {command}", *words])
+        status = import_module(f"flows.commands.{program.COMMANDS[command]}").main()
+        return status, "".join(capsys.readouterr())
+
+    return run
+
+
+def champion(runs: Path) -> str:
+    client = MlflowClient(f"sqlite:///{runs}/mlflow/mlflow.db")
+    return str(client.get_model_version_by_alias("toy", "champion").version)
+
+
+def test_promote_and_roll_back(registry: Path, typed: Command) -> None:
+    place = f"paths.runs={registry}"
+    status, text = typed("promote", "models:/toy/1", place)
+    assert (status, text.splitlines()[0]) == (0, "models:/toy/1 @champion")
+    assert "warning" not in text
+    status, text = typed("promote", "models:/toy@candidate", place)
+    assert status == 0, text
+    assert text.splitlines()[0] == "models:/toy/2 @champion instead of models:/toy/1"
+    assert "warning: it has not passed its gate: eval.loss <= 1" in text
+    assert champion(registry) == "2"
+
+    served = registry / "artifacts" / "served" / ("e1" * 20)
+    good = (served / "config.json").read_bytes()
+    (served / "config.json").write_bytes(good.replace(b"e1", b"e9"))
+    status, text = typed("promote", "models:/toy/1", place)
+    assert status == 1
+    assert "is not the model that was registered: config.json: contents changed" in text
+    assert champion(registry) == "2"
+    (served / "config.json").write_bytes(good)
+    assert typed("promote", "models:/toy/1", place)[0] == 0
+    assert champion(registry) == "1"
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["models:/toy/9"], "models:/toy/"),
+        (["models:/toi@candidate"], "-> models:/toy@candidate"),
+        (["toy/1"], "no such folder"),
+        (["models:/toy/1", "verify=none.pub"], "none.pub: no such file"),
+    ],
+)
+def test_a_name_that_does_not_exist_is_refused(
+    registry: Path, typed: Command, words: list[str], hint: str
+) -> None:
+    status, text = typed("promote", *words, f"paths.runs={registry}")
+    assert status == 2
+    assert hint in text
+
+
+def test_no_database_is_made_where_none_is(tmp_path: Path, typed: Command) -> None:
+    status, text = typed("lineage", "models:/toy/1", f"paths.runs={tmp_path}")
+    assert status == 2
+    assert "no model is registered there" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lineage_ends_at_the_rows(registry: Path, typed: Command) -> None:
+    status, text = typed("lineage", "models:/toy/1", f"paths.runs={registry}")
+    assert status == 0, text
+    lines = text.splitlines()
+    assert lines[0].startswith("models:/toy/1")
+    assert [line.split()[0] for line in lines[1:]] == [
+        "served", "trained", "base", "data", "heldout.jsonl", "train.jsonl", "weights", "base",
+        "trained",
+    ]  # fmt: skip
+    manifest = json.loads(
+        (registry / "artifacts" / "dataset" / ("d" * 20) / "manifest.json").read_text()
+    )
+    rows = {name: entry["blake3"] for name, entry in manifest["files"].items()}
+    assert all(digest in text for digest in rows.values())
+
+    status, text = typed("lineage", "models:/toy/1", f"paths.runs={registry}", "json=true")
+    (data,) = [each for each in json.loads(text) if each["kind"] == "dataset"]
+    assert (data["digest"], data["rows"]) == (manifest["digest"], rows)
+
+    served = registry / "artifacts" / "served" / ("e2" * 20)
+    hidden = registry / "artifacts" / "dataset" / ".hidden"
+    shutil.move(registry / "artifacts" / "dataset" / ("d" * 20), hidden)
+    status, text = typed("lineage", str(served), f"paths.runs={registry}")
+    shutil.move(hidden, registry / "artifacts" / "dataset" / ("d" * 20))
+    assert status == 0
+    assert f"{manifest['digest'][:12]}  not in the store any more" in text
+
+
+def test_a_folder_that_was_altered_is_not_served(registry: Path, typed: Command) -> None:
+    served = registry / "artifacts" / "served" / ("e2" * 20)
+    (served / "more.txt").write_text("x")
+    status, text = typed("serve", "models:/toy/2", f"paths.runs={registry}", "--port", "1")
+    (served / "more.txt").unlink()
+    assert status == 1
+    assert "more.txt: not in the manifest" in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_serve_becomes_vllm_with_the_words_that_follow(tmp_path: Path) -> None:
+    plain = write_model(tmp_path / "plain", seed=0)
+    final = tmp_path / "served"
+    with staging(final) as work:
+        shutil.copytree(plain, work, dirs_exist_ok=True)
+        publish(work, final, Origin("served", "convert", "key"))
+    port = free_port()
+    words = [
+        "serve", str(final), "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32",
+        "--max-model-len", "64", "--max-num-seqs", "2", "--enforce-eager",
+        "--served-model-name", "mine",
+    ]  # fmt: skip
+    env = environment(
+        VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1",
+        OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
+    )  # fmt: skip
+    start = "from flows.program import main; main()"
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", start, *words], stdout=log, stderr=subprocess.STDOUT, env=env,
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+        answer = _answer(process, f"http://127.0.0.1:{port}", tmp_path / "log")
+        assert answer["model"] == "mine"
+        assert answer["usage"]["completion_tokens"] == 3
+        assert "digest verified: " in (tmp_path / "log").read_text()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=30)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=30)
+
+
+def _answer(process: subprocess.Popen[bytes], url: str, log: Path) -> dict[str, Any]:
+    request = {"model": "mine", "prompt": [5, 6], "max_tokens": 3, "ignore_eos": True}
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        assert process.poll() is None, log.read_text()[-4000:]
+        with suppress(httpx.ConnectError):
+            done = httpx.post(f"{url}/v1/completions", json=request, timeout=120)
+            assert done.status_code == 200, done.text
+            answer: dict[str, Any] = done.json()
+            return answer
+        time.sleep(0.5)
+    pytest.fail(log.read_text()[-4000:])

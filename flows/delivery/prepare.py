@@ -9,6 +9,7 @@ from typing import Any
 from flows.cli.config import Composed
 from flows.delivery.chain import Delivery
 from tasks.config.checks import installed, preflight, ranges
+from tasks.config.checks.machine import smoke_engine
 from tasks.config.checks.quantizing import quantizing
 from tasks.config.checks.signing import signing
 from tasks.config.checks.tracking import metrics_file, prefect_reachable, public, reachable
@@ -123,6 +124,7 @@ def _target(convert: Mapping[str, Any]) -> Target:
 
 
 def _require_measurable(work: Work, engine: str) -> None:
+    preflight(smoke_engine(engine, installed, is_reward=work.is_reward))
     if not (work.is_causal or work.is_reward):
         names = ", ".join(work.config.get("architectures") or ["no class"])
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tasks.config.choices import Dtype, Engine, MergeBase, Profile, Quantize, QuantizeProfile
+from tasks.config.choices import Dtype, MergeBase, Profile, Quantize, QuantizeProfile, SmokeEngine
 from tasks.config.defaults import COMPUTED
 
 
@@ -32,7 +32,7 @@ class Convert:
 class Smoke:
     """The test of the served model."""
 
-    engine: Engine = "vllm"  # library that loads the served model
+    engine: SmokeEngine = "vllm"  # loads the served model; server: `vllm serve`, over HTTP
     greedy_tokens: int = 5  # first greedy tokens that have to equal transformers'
     max_new_tokens: int = COMPUTED  # default 512, or a quarter of the model's context
     eval_samples: int = 200  # held-out rows that are evaluated

@@ -43,6 +43,8 @@ Correction = Literal["none", "tis", "icepop", "sequence_mask"]
 RewardEngine = Literal["process", "vllm"]
 MergeBase = Literal["auto", "dequantized", "original"]
 Engine = Literal["vllm", "transformers"]
+SmokeEngine = Literal["vllm", "server", "transformers"]
+"""`server` is `vllm serve`, verified over HTTP as a user reaches it."""
 Profile = Literal["strict", "standard", "relaxed"]
 """Drift limits, see `tasks/drift/fingerprint.py`."""
 ServerKind = Literal[

@@ -20,7 +20,7 @@ BaseMode = Literal["auto", "dequantized", "original", "compare"]
     original      the base as it is stored, as LoRA training saw it
     compare       measure how far apart the two merges are; writes nothing
 """
-SmokeEngine = Literal["vllm", "transformers", "none"]
+SmokeEngine = Literal["vllm", "server", "transformers", "none"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class DeliverMerge:
 class DeliverSmoke:
     """The test of the served model."""
 
-    engine: SmokeEngine = "vllm"  # library that loads the served model; none: no test, no Prefect
+    engine: SmokeEngine = "vllm"  # server: `vllm serve`, over HTTP; none: no test, no Prefect
     probes: int = 32  # texts that the fingerprints are taken on
     texts: str | None = None  # file, one text per line; null: built-in ones
     greedy_tokens: int = 5  # first greedy tokens that have to equal transformers'

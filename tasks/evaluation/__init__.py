@@ -5,6 +5,7 @@ trained_artifact   read the record that training left
 planned            a planned gather, merge or convert; compare its output with the trained model
 serving_config     write config.json and generation_config.json, and check that all files agree
 serve              prompt a served folder in vLLM or transformers
+http_verification  the same with `vllm serve`, which is verified as a running server
 smoke              the parts that all smoke tests share; `smoke_texts`, `smoke_rewards` use them
 smoke_checks       one function for each check of a smoke test
 """

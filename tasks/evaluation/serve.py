@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.config.after_training import Smoke
+from tasks.core.contract import Check
 from tasks.drift.fingerprint import Fingerprint
 from tasks.drift.verdict import FINGERPRINT
 from tasks.evaluation.scoring import Generated, ModelRef, Prompts, ReferenceScorer
@@ -80,6 +81,7 @@ class Served:
         load_s: seconds to load the folder, without imports.
         sampled_after: sampled responses of the served model; None without a temperature.
         sampled_before: sampled responses of the base; None without a temperature.
+        checks: further verdicts of the engine.
     """
 
     fingerprint: Fingerprint
@@ -89,6 +91,7 @@ class Served:
     load_s: float
     sampled_after: Responses | None = None
     sampled_before: Responses | None = None
+    checks: tuple[Check, ...] = ()
 
 
 def serve_with_vllm(
@@ -111,7 +114,7 @@ def serve_with_vllm(
         out="",
         prompts=question.prompts.tokens,
         max_new_tokens=settings.max_new_tokens,
-        max_model_len=settings.max_model_len or _longest(question, settings.max_new_tokens),
+        max_model_len=settings.max_model_len or longest_sequence(question, settings.max_new_tokens),
         reference=str(question.reference),
         messages=_plain(question.messages),
         dtype=question.dtype,
@@ -124,7 +127,7 @@ def serve_with_vllm(
             served,
             served=str(question.base),
             prompts=question.base_prompts.tokens,
-            stop=_stops(question),
+            stop=ending_ids(question),
             reference=None,
             messages=None,
         )
@@ -191,7 +194,7 @@ def serve_with_transformers(
     models = [(served, question.prompts, question.prompts.eos)]
     if question.base is not None:
         base = ModelRef(question.base, dtype=question.dtype, attn_implementation=attention)
-        models.append((base, question.base_prompts, _stops(question)))
+        models.append((base, question.base_prompts, ending_ids(question)))
     tokens = settings.max_new_tokens
     after, *before = (
         _ended(scorer.greedy(model, prompts.tokens, max_new_tokens=tokens, eos=stops), stops)
@@ -212,7 +215,8 @@ def serve_with_transformers(
             )
             for model, prompts, stops in models
         ]
-    return Served(fingerprint, after, before[0] if before else None, 0, 0.0, *sampled)
+    first, last = sampled[0], sampled[-1] if before else None
+    return Served(fingerprint, after, before[0] if before else None, 0, 0.0, first, last)
 
 
 def _plain(
@@ -235,12 +239,12 @@ def _sampled(result: Mapping[str, Any]) -> Responses | None:
     return _responses(result["drawn"]) if "drawn" in result else None
 
 
-def _stops(question: Question) -> list[int]:
+def ending_ids(question: Question) -> list[int]:
     """Return the ids that end a response of the base: its own EOS ids and the trained ones."""
     return sorted({*question.prompts.eos, *question.base_prompts.eos})
 
 
-def _longest(question: Question, max_new_tokens: int) -> int:
+def longest_sequence(question: Question, max_new_tokens: int) -> int:
     prompts = (*question.prompts.tokens, *question.base_prompts.tokens)
     probes = Fingerprint.load(question.reference).probes
     longest = max((len(p) + max_new_tokens for p in prompts), default=0)

@@ -22,6 +22,7 @@ from tasks.drift.verdict import Moved
 from tasks.evaluation import smoke_checks
 from tasks.evaluation.evaluation_prompts import context_of, dtype_of
 from tasks.evaluation.greedy_ties import Agreement, compare_greedy, engine_noise
+from tasks.evaluation.http_verification import serve_over_http
 from tasks.evaluation.planned import Explain, located
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.evaluation.serve import (
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
-ENGINES = ("vllm", "transformers")
+ENGINES = ("vllm", "server", "transformers")
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ class SmokeTest:
             smoke_checks.loaded_check(self.engine),
             self.located(check, reference.probes, in_engine=in_engine),
             smoke_checks.greedy_check(agreement, self.settings.greedy_tokens),
+            *served.checks,
         )
         notes = {
             "drift_appeared_at": appeared_at or None,
@@ -190,7 +192,7 @@ class SmokeTest:
             in_engine: True to compare the engine with transformers on the same folder.
         """
         before = self.model if in_engine else self.before
-        engine = self.engine if in_engine else "transformers"
+        engine = "vllm" if in_engine else "transformers"  # transformers is never blamed itself
         return located(check, before, self.model, probes, self.explain, engine=engine)
 
     def scores(self, texts: Sequence[Sequence[int]], out: Path) -> list[float]:
@@ -241,6 +243,11 @@ class SmokeTest:
     def _ask_engine(self, question: Question, out: Path) -> Served:
         if self.engine == "transformers":
             return serve_with_transformers(question, self.settings, out=out, scorer=self.scorer)
+        if self.engine == "server":
+            return serve_over_http(
+                question, self.settings, self.profile,
+                scorer=self.scorer, out=out, log=self.log, log_path=self.log_path,
+            )  # fmt: skip
         return serve_with_vllm(
             question, self.settings, out=out, log=self.log, log_path=self.log_path
         )

@@ -28,17 +28,19 @@ class Answers:
     Args:
         server: the server.
         reference: the trained model.
-        profile: "strict", "standard" or "relaxed".
+        profile: "strict", "standard" or "relaxed", or the limits themselves.
 
     Raises:
         ConfigError: no such profile.
     """
 
-    def __init__(self, server: Server, reference: Reference, profile: str = "standard") -> None:
-        if profile not in PROFILES:
+    def __init__(
+        self, server: Server, reference: Reference, profile: str | DriftLimit = "standard"
+    ) -> None:
+        if isinstance(profile, str) and profile not in PROFILES:
             raise ConfigError(f"no profile {profile!r}", hint=f"one of {', '.join(PROFILES)}")
         self.server, self.reference = server, reference
-        self.profile = PROFILES[profile]
+        self.profile = PROFILES[profile] if isinstance(profile, str) else profile
         self._scores: dict[str, list[Scores]] = {}
         self._aligned: dict[str, Aligned] = {}
 

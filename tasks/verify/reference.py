@@ -49,16 +49,20 @@ class Probe:
         number: position in its set.
         text: what was tokenised, for conversations as the template rendered it; None if it was not
             recorded.
+        turns: the conversation of kind "chat"; None for the public one of this number.
     """
 
     ids: tuple[int, ...]
     kind: str
     number: int
     text: str | None = None
+    turns: tuple[Mapping[str, str], ...] | None = None
 
     @property
     def messages(self) -> tuple[Mapping[str, str], ...] | None:
         """The conversation, which ends in the user's turn; None unless it is of kind "chat"."""
+        if self.turns is not None:
+            return self.turns
         if self.kind != "chat" or not 0 <= self.number < len(CHATS):
             return None
         return tuple({"role": role, "content": text} for role, text in CHATS[self.number])
@@ -74,6 +78,7 @@ class Reference:
         base: log-probabilities without the adapter, at the same ids; None without adapter.
         facts: `witness.json`; of a served folder, what its files tell under the same keys.
         folder: the folder that the user named.
+        unscored: conversations and texts whose tokens alone are known.
     """
 
     probes: tuple[Probe, ...]
@@ -81,6 +86,12 @@ class Reference:
     base: Fingerprint | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     folder: Path = Path()
+    unscored: tuple[Probe, ...] = ()
+
+    @property
+    def tokenised(self) -> tuple[Probe, ...]:
+        """Everything whose tokens a server can be compared with."""
+        return (*self.probes, *self.unscored)
 
     @property
     def sequences(self) -> tuple[tuple[int, ...], ...]:
@@ -223,10 +234,10 @@ def _served(folder: Path) -> Reference:
         )
     trained = _load(path)
     probes = tuple(Probe(ids, "served", number) for number, ids in enumerate(trained.probes))
-    return Reference(probes, trained, None, {"tokens": _token_facts(folder)}, folder)
+    return Reference(probes, trained, None, {"tokens": token_facts(folder)}, folder)
 
 
-def _token_facts(folder: Path) -> dict[str, Any]:
+def token_facts(folder: Path) -> dict[str, Any]:
     """Return tokens and generation settings of a served folder, under the keys of a witness."""
     names = ("config.json", "generation_config.json")
     config, generation = (

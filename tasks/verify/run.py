@@ -134,17 +134,7 @@ def verify(
         only: names of the checks to run; empty for all.
     """
     began = time.perf_counter()
-    answers = Answers(server, reference, profile)  # no name is asked twice
-    checks: list[Check] = []
-    gone = ""
-    for name, check in planned(target, reference).items():
-        if only and name not in only:
-            continue
-        if gone:
-            checks.append(Check(name, "unknown", gone))
-            continue
-        made, gone = attempt(name, partial(check, answers, target.model, target.base))
-        checks.append(made)
+    checks = run_checks(Answers(server, reference, profile), target, only)
     step = reference.facts.get("step")
     about = f"{len(reference.probes)} probes" + (f", step {step}" if step is not None else "")
     return Report(
@@ -155,9 +145,24 @@ def verify(
         str(reference.folder),
         about,
         profile,
-        tuple(checks),
+        checks,
         time.perf_counter() - began,
     )
+
+
+def run_checks(answers: Answers, target: Target, only: Sequence[str] = ()) -> tuple[Check, ...]:
+    """Run the checks of `verify` with answers that ask no name twice."""
+    checks: list[Check] = []
+    gone = ""
+    for name, check in planned(target, answers.reference).items():
+        if only and name not in only:
+            continue
+        if gone:
+            checks.append(Check(name, "unknown", gone))
+            continue
+        made, gone = attempt(name, partial(check, answers, target.model, target.base))
+        checks.append(made)
+    return tuple(checks)
 
 
 def attempt(name: str, check: Callable[[], Check]) -> tuple[Check, str]:

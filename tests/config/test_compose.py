@@ -138,7 +138,7 @@ def test_wrong_type_is_answered_with_the_default() -> None:
 
 def test_wrong_word_lists_the_allowed_ones() -> None:
     error = refused("smoke.engine=transformer")
-    assert error.details[0].startswith("smoke.engine is one of vllm, transformers; its default")
+    assert error.details[0].startswith("smoke.engine is one of vllm, server, transformers;")
     assert error.hint == "smoke.engine=transformers"
 
 

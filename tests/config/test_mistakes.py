@@ -81,7 +81,7 @@ MISTAKES = [
     # values
     Mistake("rlhf", "+exp=sft_full;train.lr=abc", "-> train.lr=0.0003"),
     Mistake("rlhf", f"{RUN};train.epochs=two", "-> train.epochs=1.0"),
-    Mistake("rlhf", f"{RUN};smoke.engine=sglang", "smoke.engine is one of vllm, transformers"),
+    Mistake("rlhf", f"{RUN};smoke.engine=sglang", "is one of vllm, server, transformers"),
     Mistake("rlhf", f"{RUN};train.nproc=-1", "-> train.nproc="),
     Mistake("deliver", "source=a;out=b;convert.quantize=gguf:q4_k_m", "convert_hf_to_gguf.py"),
     Mistake("rlhf", f"{RUN};train.epochs=1,2", "--multirun train.epochs=1,2"),

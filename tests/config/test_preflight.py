@@ -165,9 +165,27 @@ def test_stage_names_are_the_chains() -> None:
 def test_libraries_that_only_some_settings_need() -> None:
     settings = compose_config(["train.optimizer=adamw_8bit"]).settings
     problems = machine.installed_for(settings, lambda name: "0")
-    overrides = ["smoke=transformers", "peft=lora", "train.optimizer=adamw"]
+    overrides = ["peft=lora", "train.optimizer=adamw"]
     assert [f.override for f in problems] == overrides
     assert machine.installed_for(settings, lambda name: "1.2") == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "is_reward", "override"),
+    [
+        ("vllm", "0", False, ["smoke.engine=transformers"]),
+        ("server", "0", True, ["smoke.engine=transformers"]),
+        ("server", "0.32", True, ["smoke.engine=vllm"]),
+        ("server", "0.32", False, []),
+        ("vllm", "0.32", True, []),
+        ("transformers", "0", True, []),
+    ],
+)
+def test_engines_of_the_smoke_test(
+    engine: str, version: str, is_reward: bool, override: list[str]
+) -> None:
+    problems = machine.smoke_engine(engine, lambda name: version, is_reward=is_reward)
+    assert [finding.override for finding in problems] == override
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flex_attention"])

@@ -129,7 +129,7 @@ def test_a_stray_value_head_is_reported_before_anything_is_loaded(
 
 
 def test_an_unknown_engine_is_refused(run: Callable[..., StageReport]) -> None:
-    with pytest.raises(ConfigError, match=r"smoke\.engine=sglang is none of vllm, transformers"):
+    with pytest.raises(ConfigError, match=r"smoke\.engine=sglang is none of vllm, server"):
         run(engine="sglang")
 
 

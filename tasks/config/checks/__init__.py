@@ -101,6 +101,7 @@ def findings(
         *ranges.forced(settings["force"], settings["chain"]),
         *ranges.shard_size(convert["max_shard_size"]),
         *machine.installed_for(settings, installed),
+        *machine.smoke_engine(smoke["engine"], installed, is_reward=objective_ == "reward"),
         *ranges.divides(train),
         *model.vocabulary(folder, rows),
         *model.quantised(kind, known),
@@ -228,7 +229,7 @@ def _engines(
 def _smoke_engine(settings: dict[str, Any], known: model.Known, *, free: int) -> list[Finding]:
     smoke, gpu = settings["smoke"], host.gpu_memory()
     gpus = host.gpu_count() if gpu is not None else None
-    sharing = smoke["tensor_parallel"] if smoke["engine"] == "vllm" else 1
+    sharing = smoke["tensor_parallel"] if smoke["engine"] != "transformers" else 1
     if problems := engine.shareable("smoke.tensor_parallel", sharing, known.config, gpus=gpus):
         return problems
     taken = engine.engine_memory(known.config, settings, gpu_bytes=gpu)

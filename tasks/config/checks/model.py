@@ -214,7 +214,7 @@ def head_size(engine: str, on_cpu: bool, known: Known) -> list[Finding]:
     text = known.config.get("text_config") or known.config
     heads = text.get("num_attention_heads")
     size = text.get("head_dim") or (text["hidden_size"] // heads if heads else None)
-    if engine != "vllm" or not on_cpu or size is None or size in CPU_HEAD_SIZES:
+    if engine == "transformers" or not on_cpu or size is None or size in CPU_HEAD_SIZES:
         return []
     allowed = f"vLLM on a CPU serves {', '.join(map(str, CPU_HEAD_SIZES))}"
     return [Finding("smoke.engine", f"attention heads of {size}", allowed, "smoke=transformers")]

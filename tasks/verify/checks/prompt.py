@@ -20,7 +20,7 @@ from tasks.witness.plumbline_witness.probes import LIMIT
 def template(answers: Answers, model: str, base: str | None) -> Check:
     """Compare the server's rendering of the public conversations with the training's."""
     server, reference = answers.server, answers.reference
-    chats = [probe for probe in reference.probes if probe.messages]
+    chats = [probe for probe in reference.tokenised if probe.messages]
     if not chats:
         return Check("template", "unknown", "the reference has no conversations")
     if not server.abilities.render:
@@ -98,7 +98,8 @@ def tokens(answers: Answers, model: str, base: str | None) -> Check:
     return others, so that this is no fault.
     """
     server, reference = answers.server, answers.reference
-    texts = [p for p in reference.probes if p.kind in ("text", "prompt") and p.text is not None]
+    kinds = ("text", "prompt")
+    texts = [p for p in reference.tokenised if p.kind in kinds and p.text is not None]
     if not texts:
         return Check("tokens", "unknown", "the reference has no texts")
     bos, unchanged = _special(reference, "bos_token_id"), 0

@@ -1,0 +1,235 @@
+"""Serve a folder with `vllm serve`, verify the server as `flows/verify.py` does, and evaluate it.
+
+The engine of `serve.py` gets token ids inside of one process. This one is what users reach: the
+HTTP server with its own tokenizer, chat template, EOS and default sampling settings. Everything
+that the smoke test needs comes from its answers, so that reports and metrics keep their names.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tasks.config.after_training import Smoke
+from tasks.core.contract import Check
+from tasks.drift.fingerprint import DriftLimit, Fingerprint
+from tasks.drift.verdict import FINGERPRINT
+from tasks.evaluation.scoring import ReferenceScorer
+from tasks.evaluation.serve import Question, Responses, Served, ending_ids, longest_sequence
+from tasks.process.output import Log
+from tasks.serving.vllm.job import time_limit
+from tasks.serving.vllm.server import AT_ONCE, NAME, running
+from tasks.verify import check as verdict
+from tasks.verify.alignment import Aligned
+from tasks.verify.answers import Answers
+from tasks.verify.reference import Probe, Reference, token_facts
+from tasks.verify.run import Target, run_checks
+from tasks.verify.servers.completions import VllmServer
+from tasks.verify.servers.http import Http
+from tasks.verify.servers.server import Generated
+from tasks.witness.plumbline_witness.probes import CHATS
+
+TEXTS = 16
+"""Texts that the server has to split into the same tokens, and conversations it has to render."""
+_TEXT_TOKENS = 256
+_TINY = 1e-9
+"""Mass below which what a list leaves is rounding of its numbers."""
+_NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Sent with every response that is evaluated: defaults of the folder must not change it."""
+
+
+def serve_over_http(
+    question: Question,
+    settings: Smoke,
+    profile: DriftLimit,
+    *,
+    scorer: ReferenceScorer,
+    out: Path,
+    log: Log,
+    log_path: Path,
+) -> Served:
+    """Serve and verify the model under test, and sample its responses; then those of the base.
+
+    Args:
+        question: the models and their prompts.
+        settings: section `smoke` of the configuration.
+        profile: limits of the drift.
+        scorer: the transformers child, for the tokens that the server has to return.
+        out: folder that gets `fingerprint.fp`.
+        log: gets the servers' output.
+        log_path: file for their whole output.
+
+    Raises:
+        StageProcessError: a server did not start, crashed, or took too long.
+        ServerError: a server refuses a request.
+    """
+
+    @contextmanager
+    def server_of(folder: Path) -> Iterator[VllmServer]:
+        length = settings.max_model_len or longest_sequence(question, settings.max_new_tokens)
+        dtype, limit = question.dtype, settings.timeout_s or time_limit([folder])
+        with running(
+            folder, settings, limit, dtype=dtype, max_model_len=length, log=log, log_path=log_path
+        ) as url:
+            http = Http(url, timeout_s=limit)
+            try:
+                yield VllmServer(http, kind="vllm")
+            finally:
+                http.close()
+
+    reference = reference_of(question, scorer)
+    began = time.perf_counter()
+    with server_of(question.served) as server:
+        load_s = time.perf_counter() - began
+        answers = Answers(server, reference, profile)
+        fingerprint = fingerprint_of(reference.trained, answers.aligned(NAME))
+        fingerprint.save(out / FINGERPRINT)
+        checks = run_checks(answers, Target(NAME, None))
+        after = responses(server, question, question.prompts.tokens, settings.max_new_tokens)
+    before: list[Responses | None] = [None, None]
+    if question.base is not None:
+        with server_of(question.base) as server:
+            prompts, stops = question.base_prompts.tokens, ending_ids(question)
+            before = responses(server, question, prompts, settings.max_new_tokens, stops)
+    assert after[0] is not None
+    differing = (c.measured.get("differing", 0) for c in checks if c.name == "template")
+    return Served(
+        fingerprint,
+        after[0],
+        before[0],
+        int(next(differing, 0)),
+        load_s,
+        after[1],
+        before[1],
+        checks=tuple(map(smoke_check, checks)),
+    )
+
+
+def reference_of(question: Question, scorer: ReferenceScorer) -> Reference:
+    """Return what a server is compared with: the fingerprint of training, and the folder's tokens.
+
+    The tokens are those of transformers. The smoke test compares them with training's own.
+
+    Args:
+        question: the model and its prompts; without conversations, the public ones are rendered.
+        scorer: the transformers child.
+    """
+    trained = Fingerprint.load(question.reference)
+    probes = tuple(Probe(ids, "served", number) for number, ids in enumerate(trained.probes))
+    if question.messages is not None:
+        conversations = [tuple(messages) for messages in question.messages]
+        rendered = question.prompts.tokens
+        texts = [str(messages[-1]["content"]) for messages in conversations[:TEXTS]]
+    else:
+        texts = scorer.decode(question.served, question.prompts.tokens[:TEXTS])
+        conversations, rendered = _public(question.served, scorer)
+    ids = scorer.encode_texts(question.served, texts, limit=1 << 20)
+    unscored = [
+        Probe(tuple(tokens), "chat", number, turns=turns)
+        for number, (turns, tokens) in enumerate(zip(conversations, rendered, strict=True))
+    ]
+    unscored += [
+        Probe(tuple(tokens), "text", number, text)
+        for number, (text, tokens) in enumerate(zip(texts, ids, strict=True))
+        if len(tokens) <= _TEXT_TOKENS
+    ]
+    tokens = token_facts(question.served)
+    tokens["tokenizer"]["eos_token_id"] = list(question.prompts.eos)
+    facts = {"tokens": tokens, "longest_row": max(map(len, trained.probes))}
+    return Reference(probes, trained, None, facts, question.served, tuple(unscored))
+
+
+def _public(
+    served: Path, scorer: ReferenceScorer
+) -> tuple[list[tuple[Mapping[str, str], ...]], list[list[int]]]:
+    """Return the public conversations and their tokens; none for a folder without a template.
+
+    Some templates refuse a system prompt, so conversations with one are left out.
+    """
+    if not (served / "chat_template.jinja").is_file():
+        return [], []
+    chats = [chat for chat in CHATS if chat[0][0] != "system"]
+    turns: list[tuple[Mapping[str, str], ...]] = [
+        tuple({"role": role, "content": text} for role, text in chat) for chat in chats
+    ]
+    return turns, scorer.encode(served, [{"messages": list(chat)} for chat in turns]).tokens
+
+
+def fingerprint_of(reference: Fingerprint, served: Aligned) -> Fingerprint:
+    """Return the server's answers as a fingerprint at the ids of the reference.
+
+    Ids that are not among the `ALTERNATIVES` of the server share what these leave of its mass, in
+    the proportions of the reference: the KL is that of one group (a lower bound). None of them is
+    likelier than the last of the server's list.
+
+    Args:
+        reference: fingerprint of the trained model.
+        served: answers by position and id; what was not measured becomes NaN.
+    """
+    listed = ~np.isnan(served.logprobs)
+    p = np.exp(reference.logprobs.astype(np.float64))
+    q = np.exp(np.where(listed, served.logprobs, -np.inf))
+    p_left = np.maximum(1 - np.where(listed, p, 0.0).sum(1), _TINY)
+    q_left = np.maximum(1 - q.sum(1) - served.extra_mass, _TINY)
+    shares = reference.logprobs + np.log(q_left / p_left)[:, None]
+    logprobs = np.where(listed, served.logprobs, np.minimum(shares, served.floor[:, None]))
+    logprobs[~served.measured] = np.nan
+    return Fingerprint(
+        probes=reference.probes,
+        ids=reference.ids,
+        logprobs=logprobs.astype(np.float32),
+        top1=served.top1.astype(np.int32),
+        engine="server",
+    )
+
+
+def responses(
+    server: VllmServer,
+    question: Question,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    stops: Sequence[int] = (),
+) -> list[Responses | None]:
+    """Return greedy responses, and sampled ones if the question has a temperature.
+
+    Args:
+        server: the server.
+        question: the models and their prompts.
+        prompts: token ids of each prompt.
+        tokens: token limit of each response.
+        stops: ids that end a response besides the folder's own.
+    """
+    options: dict[str, Any] = {"stop_token_ids": list(stops), **_NEUTRAL}
+
+    def generate(temperature: float) -> Responses:
+        def one(numbered: tuple[int, Sequence[int]]) -> Generated:
+            seed, prompt = numbered
+            sampling = {**options, "temperature": temperature, "seed": seed}
+            (made,) = server.generate(NAME, list(prompt), tokens, **sampling)
+            return made
+
+        began = time.perf_counter()
+        made = server.http.parallel(one, list(enumerate(prompts)), AT_ONCE)
+        seconds = time.perf_counter() - began
+        stopped = [response.finish == "stop" for response in made]
+        return Responses([list(response.ids or ()) for response in made], stopped, seconds)
+
+    sampled = None if question.temperature is None else generate(question.temperature)
+    return [generate(0.0), sampled]
+
+
+def smoke_check(check: verdict.Check) -> Check:
+    """Return a verdict of verify as one of the smoke test; "unknown" fails nothing, and says so."""
+    causes = "; ".join(f"{cause.code}: {cause.text} -> {cause.hint}" for cause in check.causes)
+    text = f"not proven: {check.text}" if check.verdict == "unknown" else check.text
+    return Check(
+        f"server: {check.name}",
+        "as trained",
+        f"{text}; {causes}" if causes else text,
+        ok=check.verdict != "fault",
+    )

@@ -1,0 +1,127 @@
+"""`smoke.engine=server`: a real `vllm serve` on what a run made, verified and evaluated by HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands import command, environment, run_in_empty, summary_of
+from tests.flows.conftest import Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+QUICK = (
+    "+exp=sft_qlora", "train.max_steps=4", "model.steps=20", "smoke.eval_samples=8",
+    "smoke.min_stop_rate=0", "smoke.max_degenerate_rate=1",
+)  # fmt: skip
+PROVEN = ("distribution", "template", "tokens", "eos", "context", "sampling", "streaming")
+
+
+@pytest.fixture(scope="module")
+def trained(rlhf: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return rlhf(tmp_path_factory.mktemp("server") / "runs", *QUICK, "smoke.engine=server")
+
+
+def deliver(tmp_path: Path, run: Run, *more: str, **env: str) -> tuple[int, str, dict[str, Any]]:
+    """Deliver the adapter of a run, verified by a server; returns status, output and summary."""
+    (cwd := tmp_path / "elsewhere").mkdir()
+    argv = command(
+        "deliver", f"source={made(run, 'gather')}", f"base={made(run, 'prepare_base')}",
+        f"out={tmp_path / 'out'}", f"paths.runs={tmp_path / 'runs'}",
+        "smoke.engine=server", "smoke.probes=8", *more,
+    )  # fmt: skip
+    done = run_in_empty(cwd, argv, env=environment(**env), timeout=900)
+    return done.returncode, done.stdout, summary_of(tmp_path / "runs")
+
+
+def made(run: Run, stage: str) -> Path:
+    """Return the folder that a stage of a run made."""
+    return Path(run.stage(stage)["artifact"])
+
+
+def report_of(summary: dict[str, Any], name: str = "smoke_eval") -> dict[str, Any]:
+    """Return the report of a smoke test, with its folder as `folder`."""
+    (stage,) = [stage for stage in summary["stages"] if stage["name"] == name]
+    folder = Path(stage["artifact"])
+    return {**json.loads((folder / "report.json").read_text()), "folder": folder}
+
+
+def alive(text: str) -> list[str]:
+    """Return the command lines of living processes that have a text."""
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    return [line.decode(errors="replace") for line in lines if text.encode() in line]
+
+
+def test_a_run_is_verified_and_evaluated_as_by_the_engine(
+    trained: Run, rlhf: Callable[..., Run]
+) -> None:
+    assert trained.code == 0, trained.output
+    report = report_of(trained.summary)
+    found = {check["name"]: check["found"] for check in report["checks"]}
+    assert report["engine"] == "server"
+    assert all(check["ok"] for check in report["checks"])
+    proven = {name: found[f"server: {name}"] for name in PROVEN}
+    assert [text for text in proven.values() if text.startswith("not proven")] == []
+    assert 0 < report["mean_kl"] < 1e-3
+    assert alive("vllm.entrypoints") == []
+
+    again = rlhf(trained.runs, *QUICK, "smoke.engine=vllm")
+    assert again.code == 0, again.output
+    engine = report_of(again.summary)
+    assert engine["metrics"].keys() == report["metrics"].keys()
+    assert engine["mean_kl"] == pytest.approx(report["mean_kl"], rel=0.5)
+    both = [
+        [json.loads(line) for line in (made["folder"] / "generations.jsonl").open()]
+        for made in (report, engine)
+    ]
+    same = [a["tokens_after"] == b["tokens_after"] for a, b in zip(*both, strict=True)]
+    assert sum(same) >= len(same) - 1  # a tie may be broken otherwise
+
+
+def test_a_delivery_and_its_version_in_8_bits_are_verified(trained: Run, tmp_path: Path) -> None:
+    status, text, summary = deliver(tmp_path, trained, "convert.quantize=w8a8")
+    assert status == 0, text
+    for stage in ("smoke_eval", "smoke_quantized"):
+        found = {check["name"]: check["found"] for check in report_of(summary, stage)["checks"]}
+        assert "conversations, the same tokens" in found["server: template"]
+        assert "the trained model's log-probabilities" in found["server: distribution"]
+
+
+def test_a_server_with_another_template_is_named(trained: Run, tmp_path: Path) -> None:
+    """Start the same server with an option that `transformers` knows nothing of."""
+    template = tmp_path / "other.jinja"
+    template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
+    (folder := tmp_path / "planted").mkdir()
+    (folder / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if '--served-model-name' in sys.argv:\n"
+        f"    sys.argv += ['--chat-template', {str(template)!r}]\n"
+    )
+    status, text, _ = deliver(tmp_path, trained, PYTHONPATH=str(folder))
+    assert status == 1, text
+    assert "server: template" in text
+    assert "the server renders conversations with another chat template" in text
+    assert not (tmp_path / "out").exists()
+    assert alive("vllm.entrypoints") == []
+
+
+def test_a_server_that_does_not_start_shows_its_last_words(trained: Run, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nif '--served-model-name' in sys.argv:\n    sys.argv += ['--no-such-option']\n"
+    )
+    status, text, _ = deliver(tmp_path, trained, PYTHONPATH=str(tmp_path))
+    assert status == 1, text
+    assert "smoke_eval: child process ended (exit, status 2)" in text
+    assert "unrecognized arguments: --no-such-option" in text
+
+
+def test_a_reward_model_is_refused_before_anything_starts(
+    rlhf: Callable[..., Run], tmp_path: Path
+) -> None:
+    refused = rlhf(tmp_path / "runs", "+exp=reward", "smoke.engine=server")
+    assert refused.code == 2, refused.output
+    assert "smoke.engine=vllm" in refused.output
+    assert not (tmp_path / "runs" / "artifacts").exists()

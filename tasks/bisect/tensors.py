@@ -1,8 +1,10 @@
 """Compare two tensors: equal, rounded to a format, or different.
 
 Rounding leaves errors that are within half a step of the format, fill that range evenly and do not
-depend on the sign of the weight. A trained change, a scale or another tensor breaks at least one of
-the three. The rules are tried on some rows, and the one that fits is then checked on all of them.
+depend on the sign of the weight. They have no direction in common either, so that an adapter's
+change stands out although each of its numbers is smaller than a step. A trained change, a scale or
+another tensor breaks at least one of the four. The rules are tried on some rows, and the one that
+fits is then checked on all of them.
 """
 
 from __future__ import annotations
@@ -32,6 +34,14 @@ SMALL = 0.1
 before it was added leaves larger errors in small sums than their own rounding."""
 EVEN = (0.2, 0.4)
 """Root mean square of rounding errors in steps of the format; 0.289 if they are even."""
+
+STRUCTURED = 1.2
+"""Largest ratio of the errors' strongest direction to that with random signs. Rounding gives
+1.05 on matrices of `SIDE`, and less on larger ones."""
+SIDE = 128
+"""Rows and columns from which on that ratio means something."""
+ROWS = 2048
+"""Rows that it is measured on."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +155,40 @@ _BLOCKS = (0, 128, 64, 32)
 
 def _format(a: torch.Tensor, b: torch.Tensor) -> str:
     """Return the format that explains the differences of two tensors; "" if none does."""
+    name = _fitting_format(a, b)
+    return "" if name and _is_structured(a, b) else name
+
+
+def _is_structured(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True if the differences have a direction in common, as those of an adapter have.
+
+    The strongest direction of independent errors is as strong with random signs, however large the
+    errors of single rows and columns are. A change of low rank is not.
+    """
+    rows_a, rows_b = _matrix(a), _matrix(b)
+    if min(rows_a.shape) < SIDE:
+        return False
+    at = torch.linspace(0, len(rows_a) - 1, min(ROWS, len(rows_a))).long()
+    some = rows_a[at].float()
+    errors = rows_b[at].to(some.device).float() - some
+    chance = torch.Generator().manual_seed(0)
+    # Equal rows, as of tokens that were added, have equal errors: one of them is enough.
+    keys = (some @ torch.randn(some.shape[1], generator=chance).to(some.device)).tolist()
+    errors = errors[list({key: number for number, key in enumerate(keys)}.values())]
+    signs = torch.randint(0, 2, errors.shape, generator=chance).to(errors.device) * 2 - 1
+    start = torch.randn(errors.shape[1], 4, generator=chance).to(errors.device)
+    return _strongest(errors, start) > STRUCTURED * _strongest(errors * signs, start)
+
+
+def _strongest(errors: torch.Tensor, start: torch.Tensor) -> float:
+    """Return the largest singular value of a matrix, by subspace iteration."""
+    for _ in range(8):
+        start = torch.linalg.qr(errors.T @ (errors @ start)).Q
+    return float(torch.linalg.matrix_norm(errors @ start, 2))
+
+
+def _fitting_format(a: torch.Tensor, b: torch.Tensor) -> str:
+    """Return the format whose rounding errors are as large and as even as the differences."""
     rows_a, rows_b = _matrix(a), _matrix(b)
     at = torch.linspace(0, len(rows_a) - 1, min(SAMPLE, len(rows_a))).long()
     sample = rows_a[at].float(), rows_b[at].to(rows_a.device).float()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tasks.audit.finding import Severity
 from tasks.audit.run import audit
-from tasks.drift.fingerprint import DriftLimit, quantized_profile
+from tasks.drift.fingerprint import DriftLimit, Fingerprint, drift, quantized_profile
 from tasks.evaluation.calibration import heldout_loss, row_tokens
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.report import StageReport
@@ -178,7 +178,13 @@ def test_vllm_serves_it_beside_the_one_in_16_bits(
         trained=trained, engine="vllm", settings=LENIENT, profile=ANY,
         scorer=scorer, log=LOG, log_path=tmp_path / "log",
     )  # fmt: skip
-    print(scheme, report.drift)
+    here = scorer.fingerprint(ModelRef(folder), trained / "fingerprint.fp", tmp_path / "here.fp")
+    apart = drift(here, Fingerprint.load(tmp_path / "report" / "fingerprint.fp"))
+    print(scheme, report.drift, "vLLM against transformers on the same folder:", apart)
+    assert report.drift is not None
+    assert 0 < report.drift.mean_kl < quantized_profile(scheme).mean_kl
+    if scheme == "w4a16":  # its activations are in 16 bits, so that both engines compute the same
+        assert apart.mean_kl < report.drift.mean_kl / 10
     assert [check for check in report.checks if not check.ok] == []
     assert {"quantized/eval/before", "quantized/eval/after"} <= set(report.metrics)
     lines = (tmp_path / "report" / "generations.jsonl").read_text().splitlines()

@@ -175,6 +175,8 @@ def _is_structured(a: torch.Tensor, b: torch.Tensor) -> bool:
     # Equal rows, as of tokens that were added, have equal errors: one of them is enough.
     keys = (some @ torch.randn(some.shape[1], generator=chance).to(some.device)).tolist()
     errors = errors[list({key: number for number, key in enumerate(keys)}.values())]
+    if len(errors) < SIDE:
+        return False
     signs = torch.randint(0, 2, errors.shape, generator=chance).to(errors.device) * 2 - 1
     start = torch.randn(errors.shape[1], 4, generator=chance).to(errors.device)
     return _strongest(errors, start) > STRUCTURED * _strongest(errors * signs, start)

@@ -207,14 +207,14 @@ def responses(
     options: dict[str, Any] = {"stop_token_ids": list(stops), **_NEUTRAL}
 
     def generate(temperature: float) -> Responses:
-        def one(numbered: tuple[int, Sequence[int]]) -> Generated:
+        def respond(numbered: tuple[int, Sequence[int]]) -> Generated:
             seed, prompt = numbered
             sampling = {**options, "temperature": temperature, "seed": seed}
             (made,) = server.generate(NAME, list(prompt), tokens, **sampling)
             return made
 
         began = time.perf_counter()
-        made = server.http.parallel(one, list(enumerate(prompts)), AT_ONCE)
+        made = server.http.parallel(respond, list(enumerate(prompts)), AT_ONCE)
         seconds = time.perf_counter() - began
         stopped = [response.finish == "stop" for response in made]
         return Responses([list(response.ids or ()) for response in made], stopped, seconds)

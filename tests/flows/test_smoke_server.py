@@ -22,7 +22,7 @@ PROVEN = ("distribution", "template", "tokens", "eos", "context", "sampling", "s
 
 @pytest.fixture(scope="module")
 def trained(rlhf: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return rlhf(tmp_path_factory.mktemp("server") / "runs", *QUICK, "smoke.engine=server")
+    return rlhf(tmp_path_factory.mktemp("server") / "runs", *QUICK, "smoke=server")
 
 
 def deliver(tmp_path: Path, run: Run, *more: str, **env: str) -> tuple[int, str, dict[str, Any]]:
@@ -116,6 +116,13 @@ def test_a_server_that_does_not_start_shows_its_last_words(trained: Run, tmp_pat
     assert status == 1, text
     assert "smoke_eval: child process ended (exit, status 2)" in text
     assert "unrecognized arguments: --no-such-option" in text
+
+
+def test_a_server_that_takes_too_long_is_ended(trained: Run, tmp_path: Path) -> None:
+    status, text, _ = deliver(tmp_path, trained, "smoke.timeout_s=5")
+    assert status == 1, text
+    assert "smoke_eval: child process ended (timeout" in text
+    assert alive("vllm.entrypoints") == []
 
 
 def test_a_reward_model_is_refused_before_anything_starts(

@@ -111,9 +111,10 @@ def running(
             if not isinstance(error, _Ended) and not c.wait(_LAST_WORDS_S):
                 raise
             reader.join(_LAST_WORDS_S)
-            # The timer has run: it alone, or an abort of the flow, cancels a child.
-            reason = "exit" if not c.cancelled else "timeout" if late.finished.is_set() else None
-            raise StageProcessError(STAGE, c.poll(), output.tail, reason or "cancelled") from error
+            reason = "exit"
+            if c.cancelled:  # by the timer, or by an abort of the flow
+                reason = "timeout" if late.finished.is_set() else "cancelled"
+            raise StageProcessError(STAGE, c.poll(), output.tail, reason) from error
         finally:
             late.cancel()
             c.end()

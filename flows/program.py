@@ -2,7 +2,7 @@
 
     plumbline train +exp=qlora               post-train a model: python flows/rlhf.py +exp=qlora
     plumbline plan +exp=qlora                what that would do, and what it would cost: plan=true
-    plumbline list                           the experiments, one line each
+    plumbline list                           the experiments, by folder
     plumbline deliver DIR base=DIR out=DIR   merge, convert and prove a checkpoint made elsewhere
     plumbline audit DIR                      find what is wrong with a checkpoint
     plumbline verify url=URL source=DIR      ask a running server whether it is the trained model
@@ -54,7 +54,9 @@ def main() -> NoReturn:
         sys.exit(0 if words else 2)
     command, rest = words[0], words[1:]
     if command == "list":
-        print("\n".join(_experiments()))
+        from flows.cli.usage import experiment_lines
+
+        print("\n".join(experiment_lines()))
         sys.exit(0)
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, [*COMMANDS, "list"], n=1)
@@ -70,19 +72,6 @@ def main() -> NoReturn:
     # Help and errors name the command by this; Hydra puts it into no file.
     sys.argv = [f"plumbline {command}", *rest, *(["plan=true"] if command == "plan" else [])]
     start(f"flows.commands.{COMMANDS[command]}")
-
-
-def _experiments() -> list[str]:
-    """Return a line for each experiment: what follows `plumbline train`, and its description."""
-    from flows.cli.config import CONF
-    from flows.cli.usage import experiment_line
-
-    files = sorted((CONF / "exp").glob("**/*.yaml"))
-    names = [f"+exp={file.relative_to(CONF / 'exp').with_suffix('')}" for file in files]
-    width = max(map(len, names))
-    return [
-        f"{name:<{width}}  {experiment_line(file)}" for name, file in zip(names, files, strict=True)
-    ]
 
 
 if __name__ == "__main__":

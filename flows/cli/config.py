@@ -19,7 +19,7 @@ from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from flows.cli.config_errors import as_config_error, missing_value, refuse_unknown
-from flows.cli.vocabulary import Vocabulary
+from flows.cli.vocabulary import EXPERIMENTS, Vocabulary, short_names
 from flows.servers.services import TRACKING, client_settings, services_of
 from tasks.config import Rlhf
 from tasks.config.audit_flow import Audit
@@ -91,6 +91,10 @@ OmegaConf.register_new_resolver("toy", _toy, replace=True)
 for _program, _schema in SCHEMAS.items():
     _name = "schema" if _program == "rlhf" else f"{_program}_schema"
     ConfigStore.instance().store(name=_name, node=_schema)
+for _short, _experiment in short_names(CONF).items():
+    ConfigStore.instance().store(
+        group=EXPERIMENTS, name=_short, node={"defaults": [_experiment]}, package="_global_"
+    )
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import textwrap
 import tokenize
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from flows.cli.config import CONF, composed_as_is, vocabulary
 from flows.cli.config_errors import written
-from flows.cli.vocabulary import EXPERIMENTS, Vocabulary
+from flows.cli.vocabulary import EXPERIMENTS, OLDER, TOY, Vocabulary, experiments
 from tasks.core.terminal import plain
 
 FLAGS = (
@@ -79,11 +80,20 @@ def _description(program: str) -> str:
 
 
 def _experiments(names: Vocabulary) -> list[str]:
-    if EXPERIMENTS not in names.groups:
-        return []
-    files = [CONF / EXPERIMENTS / f"{name}.yaml" for name in names.groups[EXPERIMENTS]]
-    lines = [f"  {f'+exp={file.stem}':<{_COLUMN}}{experiment_line(file)}" for file in files]
-    return ["", "Experiments:", *lines]
+    return ["", *experiment_lines()] if EXPERIMENTS in names.groups else []
+
+
+def experiment_lines() -> list[str]:
+    """Return a line for each experiment below a heading for its folder, and how names shorten."""
+    entries = [(f"+exp={name}", CONF / EXPERIMENTS / f"{name}.yaml") for name in experiments(CONF)]
+    width = max(len(name) for name, _ in entries)
+    lines = []
+    for folder, group in groupby(entries, lambda entry: entry[1].parent):
+        name = folder.relative_to(CONF / EXPERIMENTS).as_posix()
+        about = " (+exp=NAME alone works too)" if name == TOY else ""
+        lines += [f"Experiments in {name}{about}:"]
+        lines += [f"  {typed:<{width}}  {experiment_line(file)}" for typed, file in group]
+    return [*lines, *_entry("+exp=qlora", f"another name of {OLDER['qlora']}")]
 
 
 def experiment_line(file: Path) -> str:

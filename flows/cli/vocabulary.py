@@ -22,6 +22,19 @@ from tasks.core.terminal import command
 
 EXPERIMENTS = "exp"
 """Group of the experiments, chosen with `+exp=`; it has no default."""
+TOY = "toy"
+"""Folder of the experiments that run on the embedded model, whose names work without it too."""
+OLDER = {
+    "qlora": "toy/rlhf_qlora",
+    "lora_zero3": "toy/sft_lora_zero3",
+    "qlora_qwen7b": "recipes/qwen2.5-7b/sft_qlora",
+    "grpo_qwen7b_qlora": "recipes/qwen2.5-7b/grpo",
+    "ppo_qwen7b_lora": "recipes/qwen2.5-7b/ppo_lora",
+    "reward_qwen14b_lora_zero3": "recipes/qwen2.5-14b/reward_lora_zero3",
+    "dpo_qwen72b_lora": "recipes/qwen2.5-72b/dpo_lora",
+    "sft_llama8b_lora_zero3": "recipes/llama-3.1-8b/sft_lora_zero3",
+}
+"""Other names of experiments that work, and the name in `conf/exp`."""
 _CALLED = ("experiment", "experiments", "recipe", "preset", "config", "config_file")
 VALUE = "<value>"
 _TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -130,12 +143,16 @@ class Vocabulary:
     def groups(self) -> dict[str, list[str]]:
         """Options by group, of the groups that this program uses."""
         names = [*self.defaults, *([EXPERIMENTS] if self.program == "rlhf" else [])]
-        return {
+        groups = {
             name: sorted(
                 {f.stem for folder in self.folders for f in (folder / name).glob("*.yaml")}
             )
             for name in names
         }
+        if EXPERIMENTS in groups:
+            more = {name for folder in self.folders for name in experiments(folder)}
+            groups[EXPERIMENTS] = [*sorted(short_names(self.folders[0])), *sorted(more)]
+        return groups
 
     @cached_property
     def defaults(self) -> dict[str, str]:
@@ -199,6 +216,18 @@ class Vocabulary:
             if word in self.groups[group]:
                 return self.choose(group, word)
         return ""
+
+
+def experiments(conf: Path) -> list[str]:
+    """Return the names of the experiments in a folder of configuration files."""
+    files = (conf / EXPERIMENTS).rglob("*.yaml")
+    return sorted(file.relative_to(conf / EXPERIMENTS).with_suffix("").as_posix() for file in files)
+
+
+def short_names(conf: Path) -> dict[str, str]:
+    """Return the other names that work, each with the name in `conf/exp`."""
+    toys = (name for name in experiments(conf) if name.startswith(f"{TOY}/"))
+    return {name.removeprefix(f"{TOY}/"): name for name in toys} | OLDER
 
 
 def nearest(word: str, words: Sequence[str], n: int = 3) -> list[str]:

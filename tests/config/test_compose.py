@@ -6,6 +6,7 @@ After a wanted change: `REGENERATE=1 python -m pytest tests/config`, then read t
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from flows.cli.config import CONF, Composed, compose_config
+from flows.cli.vocabulary import short_names
 from tasks.core.errors import ConfigError
 from tests.machines import with_gpus
 
@@ -21,12 +23,26 @@ FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
 EXPERIMENTS = [file for file in FILES if file.parts[0] == "exp"]
 OPTIONS = [file for file in FILES if len(file.parts) == 2 and file.parts[0] not in ("exp", "hydra")]
 
+SHORT = short_names(CONF)
+BEFORE = {
+    *("dpo", "dpo_lora_zero3", "dpo_qwen72b_lora", "grpo", "grpo_qlora", "grpo_qwen7b_qlora"),
+    *("kto", "lora_zero3", "orpo", "ppo_full", "ppo_lora_zero3", "ppo_qwen7b_lora", "qlora"),
+    *("qlora_qwen7b", "reinforce_pp", "reward", "reward_lora_zero3", "reward_qwen14b_lora_zero3"),
+    *("rloo", "sft_full", "sft_llama8b_lora_zero3", "sft_qlora", "simpo"),
+}
+"""Experiments before they had folders; commands of those days work."""
+
+
+def named(file: Path) -> str:
+    """Return what follows `+exp=`."""
+    return file.relative_to("exp").with_suffix("").as_posix()
+
 
 def test_globs_find_files() -> None:
     assert {file.stem for file in EXPERIMENTS} >= {
-        "qlora",
+        "rlhf_qlora",
         "sft_qlora",
-        "lora_zero3",
+        "sft_lora_zero3",
         "sft_full",
         "grpo",
         "ppo_full",
@@ -61,12 +77,13 @@ def test_option_composes_and_reaches_the_settings(file: Path) -> None:
 def test_experiment_opens_with_its_package_command_and_description(file: Path) -> None:
     lines = (CONF / file).read_text().splitlines()
     assert lines[0] == "# @package _global_"
-    assert lines[1] == f"# python flows/rlhf.py +exp={file.stem}"
+    assert lines[1] == f"# python flows/rlhf.py +exp={named(file)}"
     assert lines[2].startswith("# ")
     assert lines[2].endswith("."), "one line that says what it trains, for --help"
     head = "\n".join(line for line in lines if line.startswith("#"))
-    assert "# Needs: " in head
-    assert "# Costs: " in head
+    kinds = re.findall(r"^# (\w+): +\S", head, flags=re.M)
+    assert kinds == ["Needs", "Costs", "Hours", "Data"]
+    assert re.search(r"measured", head), "hours say whether they were measured"
 
 
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=str)
@@ -74,11 +91,27 @@ def test_experiment_composes_to_the_golden_file(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_gpus(monkeypatch, 0)
-    composed = compose_config([f"+exp={file.stem}"])
-    golden = GOLDEN / file.name
+    composed = compose_config([f"+exp={named(file)}"])
+    golden = GOLDEN / file.relative_to("exp")
     if os.environ.get("REGENERATE"):
+        golden.parent.mkdir(parents=True, exist_ok=True)
         golden.write_text(composed.text)
     assert composed.text == golden.read_text()
+
+
+def test_every_golden_file_has_its_experiment() -> None:
+    golden = {path.relative_to(GOLDEN) for path in GOLDEN.rglob("*.yaml")}
+    assert golden == {file.relative_to("exp") for file in EXPERIMENTS}
+
+
+def test_every_name_of_before_is_known_and_every_toy_has_a_short_one() -> None:
+    assert set(SHORT) >= BEFORE
+    assert set(SHORT.values()) <= {named(file) for file in EXPERIMENTS}
+
+
+@pytest.mark.parametrize("short", SHORT)
+def test_a_short_name_is_the_experiment(short: str) -> None:
+    assert compose_config([f"+exp={short}"]).text == compose_config([f"+exp={SHORT[short]}"]).text
 
 
 def test_relative_runs_are_taken_from_the_working_directory(

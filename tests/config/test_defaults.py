@@ -13,6 +13,7 @@ from flows.chain.steps import chain_steps, compose
 from flows.cli.config import CONF, Composed, compose_config
 from flows.cli.entry import run_main
 from flows.cli.plan import check, render
+from flows.cli.vocabulary import experiments
 from flows.orchestration.summary import Summary
 from tasks.config.checks.unread import LOSS, unread
 from tasks.config.choices import Objective
@@ -21,9 +22,7 @@ from tasks.core.errors import ConfigError
 from tests.machines import with_gpus
 
 MINE = ["model.path=owner/name", "data.path=rows.jsonl"]
-TOY_EXPERIMENTS = sorted(
-    path.stem for path in (CONF / "exp").glob("*.yaml") if "/model: hf" not in path.read_text()
-)
+TOY_EXPERIMENTS = [name for name in experiments(CONF) if name.startswith("toy/")]
 
 
 def kinds(composed: Composed) -> tuple[str, str, str | None]:

@@ -9,6 +9,7 @@ import pytest
 
 from flows.cli.config import Composed, compose_config
 from flows.cli.entry import run_main
+from tests.conftest import PROJECT
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +125,22 @@ def test_config_dir_becomes_an_override_that_a_worker_can_use(tmp_path: Path) ->
     composed, overrides = job.seen[0]
     assert composed.settings["tag"] == "from a folder"
     assert compose_config(overrides).settings["tag"] == "from a folder"
+
+
+def test_the_documented_experiment_of_ones_own_composes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (PROJECT / "docs" / "training.md").read_text()
+    text = page.split("## Your own experiments")[1].split("```yaml\n")[1].split("```")[0]
+    folder = tmp_path / "mine" / "exp"
+    folder.mkdir(parents=True)
+    (folder / "support.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    job = Job()
+    assert run_main("rlhf", job, argv=["--config-dir", "mine", "+exp=support"]) == 2
+    settings = job.seen[0][0].settings
+    assert (settings["peft"]["kind"], settings["peft"]["rank"]) == ("qlora", 64)
+    assert (settings["train"]["lr"], settings["data"]["path"]) == (1e-4, "chats.jsonl")
 
 
 def test_cfg_job_prints_and_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from flows.cli.config import CONF, SCHEMAS, vocabulary
 from flows.cli.entry import run_main
 from flows.cli.peer_names import PEERS, translate
 from flows.cli.usage import experiment_line, setting_help
+from flows.cli.vocabulary import experiments
 from tests.conftest import PROJECT
 
 PROGRAMS = sorted(SCHEMAS)
@@ -33,11 +34,12 @@ def test_help_has_every_setting(program: str, capsys: pytest.CaptureFixture[str]
 
 def test_help_has_every_experiment_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(capsys, "rlhf", "-h").splitlines()
-    files = sorted((CONF / "exp").glob("*.yaml"))
-    assert len(files) > 20
-    for file in files:
-        (line,) = [line for line in lines if line.split()[:1] == [f"+exp={file.stem}"]]
-        assert line.endswith(experiment_line(file))
+    assert len(experiments(CONF)) > 20
+    for name in experiments(CONF):
+        (line,) = [line for line in lines if line.split()[:1] == [f"+exp={name}"]]
+        assert line.endswith(experiment_line(CONF / "exp" / f"{name}.yaml"))
+    headings = [line for line in lines if line.startswith("Experiments in ")]
+    assert len(headings) == len({Path(name).parent for name in experiments(CONF)})
 
 
 def test_help_shows_values_of_the_command_line_and_narrows(

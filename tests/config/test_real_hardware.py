@@ -13,6 +13,7 @@ from flows.chain.steps import Step, chain_steps
 from flows.chain.steps import compose as compose_run
 from flows.cli.config import CONF, Composed, compose_config
 from flows.cli.plan import forecast, render
+from flows.cli.vocabulary import experiments, short_names
 from tasks.config.checks import findings, phases
 from tasks.config.checks.engine import engine_memory, shareable
 from tasks.config.checks.phases import memory_of, training_settings
@@ -44,7 +45,7 @@ def compose(tmp_path: Path, experiment: str) -> Composed:
     return compose_config(arguments)
 
 
-EVERY = sorted(path.stem for path in (CONF / "exp").glob("*.yaml"))
+EVERY = experiments(CONF)
 
 
 @pytest.mark.parametrize("experiment", EVERY)
@@ -88,14 +89,15 @@ def test_experiments_fit_the_hardware_that_they_name(
 def arguments_of(experiment: str, tmp_path: Path) -> list[str]:
     """Return the command line of an experiment, with rows, and rewards if it needs them."""
     arguments = [f"+exp={experiment}", f"paths.runs={tmp_path / 'runs'}"]
+    experiment = short_names(CONF).get(experiment, experiment)
     if "/model: hf" not in (CONF / "exp" / f"{experiment}.yaml").read_text():
         return arguments
     rows = tmp_path / "rows.jsonl"
     rows.write_text(f"{json.dumps(PAIR | CHAT | {'answer': '4'})}\n" * 3)
     arguments += [f"data.path={rows}"]
-    if experiment.startswith("grpo"):
+    if experiment.endswith("/grpo"):
         arguments += ["reward.function=exact_match"]
-    if experiment.startswith("ppo"):
+    if experiment.endswith("/ppo_lora"):
         reward = tmp_path / "reward"
         reward.mkdir()
         names = {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -41,8 +42,10 @@ def refusal(status: int, message: str, **headers: str) -> Reply:
 
 
 @contextmanager
-def answering(answers: Mapping[str, Answer]) -> Iterator[Requests]:
-    """Start a server that answers by path, and with 404 elsewhere."""
+def answering(
+    answers: Mapping[str, Answer], tls: ssl.SSLContext | None = None
+) -> Iterator[Requests]:
+    """Start a server that answers by path, and with 404 elsewhere; of HTTPS with a certificate."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -77,7 +80,9 @@ def answering(answers: Mapping[str, Answer]) -> Iterator[Requests]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    requests = Requests(f"http://127.0.0.1:{server.server_port}")
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    requests = Requests(f"http{'s' * bool(tls)}://127.0.0.1:{server.server_port}")
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:

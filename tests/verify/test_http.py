@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from tasks.core.errors import ConfigError
 from tasks.core.terminal import plain
@@ -167,6 +174,36 @@ def test_tls_where_there_is_none_says_http() -> None:
     with answering({"/x": lambda _: {}}) as server, pytest.raises(ServerError) as caught:
         Http(server.url.replace("http://", "https://")).get("/x")
     assert caught.value.hint == "http://"
+
+
+def own_certificate(folder: Path) -> Path:
+    """Write a key and its self-signed certificate for 127.0.0.1 into one file."""
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "own")])
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), True)
+        .sign(key, hashes.SHA256())
+    )
+    form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    private = key.private_bytes(serialization.Encoding.PEM, *form)
+    file = folder / "own.pem"
+    file.write_bytes(private + certificate.public_bytes(serialization.Encoding.PEM))
+    return file
+
+
+def test_a_servers_own_certificate_is_trusted_if_it_is_named(tmp_path: Path) -> None:
+    file = own_certificate(tmp_path)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(file)
+    with answering({"/x": lambda _: {"a": 1}}, tls) as server:
+        assert Http(server.url, ca=str(file)).get("/x") == {"a": 1}
+        with pytest.raises(ServerError, match="its certificate is not trusted") as caught:
+            Http(server.url, key=KEY).get("/x")
+    assert caught.value.hint.startswith("ca=")
+    assert len(server.seen) == 1
 
 
 def test_all_results_come_in_order_and_the_first_error_ends_the_rest() -> None:

@@ -149,6 +149,35 @@ def test_a_record_that_fails_does_not_end_a_training(
     assert not list(tmp_path.iterdir())
 
 
+def test_the_users_own_prompts_and_rows(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Variables of the training's environment. A text is recorded only if one says so."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    (tmp_path / "prompts").write_text("3 plus 4?\n\n12 plus 9?\n")
+    monkeypatch.setenv("PLUMBLINE_WITNESS_PROMPTS", str(tmp_path / "prompts"))
+    model, tokenizer = (
+        kind.from_pretrained(base) for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
+    args = SimpleNamespace(output_dir=str(tmp_path), bf16=False, fp16=False)
+    loader = SimpleNamespace(dataset=[{"input_ids": [5, 6, 7]}] * 3)
+
+    def recorded(rows: str, texts: str) -> list[tuple[str, str | None]]:
+        monkeypatch.setenv("PLUMBLINE_WITNESS_ROWS", rows)
+        monkeypatch.setenv("PLUMBLINE_WITNESS_TEXTS", texts)
+        WitnessCallback().on_save(
+            args, SimpleNamespace(global_step=1, epoch=0.1), None,
+            model=model, processing_class=tokenizer, train_dataloader=loader,
+        )  # fmt: skip
+        probes = Trained(tmp_path).facts("checkpoint-1")["probes"]
+        return [(p["kind"], p["text"]) for p in probes if p["kind"] in ("prompt", "row")]
+
+    assert recorded("0", "0") == [("prompt", None)] * 2
+    texts = [("prompt", "3 plus 4?"), ("prompt", "12 plus 9?")]
+    assert recorded("2", "1") == [*texts, ("row", None), ("row", None)]
+
+
 @pytest.mark.parametrize(
     ("row", "ids"),
     [

@@ -143,11 +143,13 @@ def test_kill_9_and_then_ctrl_c(start: Start, runs: Path) -> None:
     assert flow_states(runs, "long-killed") == ["CRASHED"]  # the next one on this folder did
 
 
-def test_a_server_that_no_flow_needs_opens_nothing_and_ends(runs: Path) -> None:
+def test_a_server_that_no_flow_needs_opens_nothing_and_ends(runs: Path, tmp_path: Path) -> None:
     """It is started before the checks of a run, which may refuse it."""
-    database = runs / "prefect/prefect.db"
+    mine = tmp_path / "runs"  # a server of an earlier test may still be writing in the other
+    shutil.copytree(runs, mine)
+    database = mine / "prefect/prefect.db"
     before = {path.name: path.stat().st_mtime_ns for path in database.parent.glob("prefect.db*")}
-    script = [sys.executable, str(HERE / "flow_script.py"), str(runs), "refuse"]
+    script = [sys.executable, str(HERE / "flow_script.py"), str(mine), "refuse"]
     with subprocess.Popen(
         script, cwd="/", env={**os.environ, "PYTHONPATH": str(PROJECT)}, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,

@@ -82,6 +82,7 @@ for process in (psutil.Process(), psutil.Process(os.getppid())):
             sys.stdout.write(f"listens on {socket.laddr.ip}\\n")  # in one piece: two ranks write
 sys.stdout.write(f"counted {ranks.all_objects(ranks.rank)}\\n")
 sys.stdout.flush()
+ranks.leave()  # or Gloo's threads may abort the process as it ends
 """
 
 

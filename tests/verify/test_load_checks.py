@@ -24,7 +24,7 @@ from tests.verify.test_prompt_checks import codes, reference
 
 MODELS = {"base": 0, "tuned": 1, "other": 2}
 Choose = Callable[[str, bool, bool, int], int]
-"""From the name, "is generation", "others are under way" and the prompt's length to a model."""
+"""From the name, "is generation", "such requests have met" and the prompt's length to a model."""
 
 
 def honest(name: str, generates: bool, crowded: bool, length: int) -> int:
@@ -40,13 +40,16 @@ def serving(choose: Choose = honest, *, cached: int = 0, streamed: int = 0) -> d
         streamed: model that answers streamed requests for model 0.
     """
     lock, under_way, seen = threading.Lock(), [0], Counter[tuple[int, ...]]()
+    met: set[bool] = set()  # kinds of requests; of a crowd whose threads are slow, only some meet
 
     def answer(body: Any) -> Any:
         with lock:
             under_way[0] += 1
+            if under_way[0] > 1:
+                met.add("prompt_logprobs" in body)
         time.sleep(0.005)  # requests of a crowd meet here
         try:
-            return made(body, under_way[0] > 1)
+            return made(body, ("prompt_logprobs" in body) in met)
         finally:
             with lock:
                 under_way[0] -= 1

@@ -20,7 +20,7 @@ from tests.commands import environment
 from tests.conftest import PROJECT
 from tests.infra.test_action import Runner
 from tests.verify.conftest import ADAPTERS, Answer
-from tests.verify.serving import Running
+from tests.verify.serving import Running, gateway
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 Verify = Callable[..., Answer]
@@ -108,28 +108,48 @@ def test_junit_and_json_on_standard_output(
 
 def test_watch_until_a_signal(server: Running, models: Path, tmp_path: Path) -> None:
     """The file for Prometheus changes with the server, and SIGTERM ends the command."""
-    metrics = tmp_path / "verify.prom"
-    process = subprocess.Popen(
-        [sys.executable, str(PROJECT / "flows" / "verify.py"), f"url={server.url}", "name=zeros",
-         f"source={models / 'lora-0'}", "watch=1", f"tracking.prometheus={metrics}",
-         f"paths.runs={tmp_path / 'runs'}"],
-        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    try:
+    metrics = tmp_path / "runs" / "verify.prom"
+
+    def until(counted: str) -> str:
+        """Return the file once it counts two checks with this verdict."""
         end = time.monotonic() + 240
-        pattern = re.compile(r'^plumbline_verify_checks_total\{.*verdict="fault".*\} 2', re.M)
-        while not (metrics.is_file() and pattern.search(metrics.read_text())):
+        pattern = rf'^plumbline_verify_checks_total\{{.*verdict="{counted}".*\}} 2'
+        while not (metrics.is_file() and re.search(pattern, metrics.read_text(), re.MULTILINE)):
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < end
             time.sleep(0.2)
+        return metrics.read_text()
+
+    with gateway(server.url, lambda *_: None) as url:
+        process = subprocess.Popen(
+            [sys.executable, str(PROJECT / "flows" / "verify.py"), f"url={url}", "name=zeros",
+             f"source={models / 'lora-0'}", "watch=1", f"paths.runs={metrics.parent}"],
+            env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        try:
+            text = until("fault")
+        except BaseException:
+            process.kill()
+            raise
+    try:
+        gone = until("unverified")
     finally:
         process.send_signal(signal.SIGTERM)
         out = process.communicate(timeout=60)[0]
     assert process.returncode == 143, out
     assert len(re.findall(r"FAULT: zeros at", out)) >= 2
-    text = metrics.read_text()
-    assert re.search(r"^plumbline_verify_verdict\{.*\} 0\.0$", text, re.MULTILINE)
-    assert re.search(r'^plumbline_verify_cause\{cause="base-served".*\} 1\.0$', text, re.M), text
+    # The whole report once, and once more after each check that the server was too slow for.
+    wholes = [part.count("check           verdict  measured") for part in out.split("NOT VERIFIED")]
+    assert max(wholes) == 1, out
+    for line in (
+        r"verdict\{.*\} 0\.0", r'cause\{cause="base-served".*\} 1\.0',
+        r'check\{check="distribution".*\} 0\.0', r'check\{check="template".*\} 1\.0',
+        r'measured\{check="distribution".*name="mean_kl".*\} 0\.[1-9]',
+    ):  # fmt: skip
+        assert re.search(rf"^plumbline_verify_{line}", text, re.MULTILINE), text
+    assert re.search(r"^plumbline_verify_verdict\{.*\} -1\.0$", gone, re.MULTILINE), gone
+    (ended,) = re.findall(r"^plumbline_verify_last_timestamp_seconds\{.*\} (\S+)$", gone, re.M)
+    assert abs(time.time() - float(ended)) < 120
 
 
 def test_the_action_is_a_gate(server: Running, models: Path, tmp_path: Path) -> None:

@@ -6,22 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.infra.servers.site import Site
+from tests.infra.servers.site import Site, deployed
 
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Run the services, with the deployments of infra/prefect.yaml."""
-    site = Site.at(tmp_path_factory.mktemp("site"))
-    try:
-        site.require("up")
-        site.require("deploy")
+    with deployed(tmp_path_factory.mktemp("site")) as site:
         yield site
-    finally:
-        down = site.command("down")
-    states = dict(line.split(maxsplit=1) for line in down.stdout.splitlines())
-    states.pop("runs", "")  # of the schedule that a test made
-    assert states == dict.fromkeys(("worker", "mlflow", "prefect"), "stopped")
 
 
 @pytest.fixture(scope="module")

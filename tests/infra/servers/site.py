@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,3 +121,18 @@ class Site:
     def worker_log(self) -> str:
         """Return the worker's log."""
         return (self.services.home / "worker.log").read_text(errors="replace")
+
+
+@contextmanager
+def deployed(runs: Path) -> Iterator[Site]:
+    """Run the services in a folder, with the deployments of infra/prefect.yaml."""
+    site = Site.at(runs)
+    try:
+        site.require("up")
+        site.require("deploy")
+        yield site
+    finally:
+        down = site.command("down")
+    states = dict(line.split(maxsplit=1) for line in down.stdout.splitlines())
+    states.pop("runs", "")  # of the schedule that a test made
+    assert states == dict.fromkeys(("worker", "mlflow", "prefect"), "stopped")

@@ -10,6 +10,7 @@
     plumbline promote models:/NAME/3         let `champion` name a registered model; roll back
     plumbline lineage models:/NAME@champion  from a served model back to its rows
     plumbline serve models:/NAME@champion    check every byte, then vllm serve
+    plumbline compare A B                    two runs: settings, drift, which model is better
     plumbline status                         what runs and what ran
     plumbline open                           the pages of runs in Prefect and MLflow
     plumbline prune keep=10                  remove what no run needs any more
@@ -36,6 +37,7 @@ COMMANDS = {
     "promote": "promote",
     "lineage": "lineage",
     "serve": "serve",
+    "compare": "compare",
     "status": "status",
     "open": "open_pages",
     "prune": "prune",

@@ -20,8 +20,11 @@ from flows.cli.config_errors import Problem, config_error
 from flows.cli.vocabulary import EXPERIMENTS, VALUE, Vocabulary
 from tasks.core.errors import ConfigError
 
-POSITIONAL = dict.fromkeys(("deliver", "audit", "verify", "promote", "lineage", "serve"), "source")
-"""Setting that a folder, or the name of a registered model, sets without `key=`, by program."""
+POSITIONAL: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("deliver", "audit", "verify", "promote", "lineage", "serve"), ("source",)),
+    "compare": ("a", "b"),
+}
+"""Settings that folders, or names of models and runs, set without `key=`, by program."""
 _HYDRA_ONLY = ("--shell-completion", "-sc", "--hydra-help", "--version")
 _ASSIGN = ("=", ":", ":=")
 _FOR_STEP = re.compile(r"([a-z][a-z0-9_]*):(?!/)([+~]{0,2}[\w./@]+(=.*)?)", re.DOTALL)
@@ -187,13 +190,16 @@ def _without_equals(words: Sequence[str], names: Vocabulary) -> tuple[list[str],
             folders.append(word)
         else:
             problems.append(Problem(f"{word}: {_what(word)}", hint=_meant(word, names)))
-    key = POSITIONAL.get(names.program, "")
-    sources = [o for o in overrides if o.startswith((f"{key}=", "adapters="))] if key else []
-    if len(folders) + len(sources) > 1 and folders:
-        rule = f"{folders[-1]}: one folder is taken, as {key}"
-        problems.append(Problem(rule, hint=f"{key}={folders[0]} base=<folder>"))
-    elif folders:
-        overrides.insert(0, f"{key}={quoted(folders[0])}")
+    keys = POSITIONAL.get(names.program, ())
+    free = [k for k in keys if not any(o.startswith((f"{k}=", "adapters=")) for o in overrides)]
+    if len(folders) > len(free):
+        some = "one folder is" if len(keys) == 1 else "two runs are"
+        rule = f"{folders[-1]}: {some} taken, as {' and '.join(keys)}"
+        typed = " ".join(f"{key}={folder}" for key, folder in zip(keys, folders, strict=False))
+        problems.append(Problem(rule, hint=f"{typed} base=<folder>" if len(keys) == 1 else typed))
+    else:
+        pairs = zip(free, folders, strict=False)
+        overrides = [*(f"{key}={quoted(folder)}" for key, folder in pairs), *overrides]
     return overrides, problems
 
 

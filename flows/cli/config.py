@@ -27,7 +27,7 @@ from tasks.config.bisect_flow import Bisect
 from tasks.config.checks.model import look
 from tasks.config.defaults import ONLINE, RULES, default
 from tasks.config.deliver_flow import Deliver
-from tasks.config.places import Lineage, Promote, Serve, Status
+from tasks.config.places import Compare, Lineage, Promote, Serve, Status
 from tasks.config.prune_flow import Prune
 from tasks.config.section import hydra_schema
 from tasks.config.verify_flow import Verify
@@ -45,6 +45,7 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 
 SCHEMAS: dict[str, type] = {
     "rlhf": hydra_schema(Rlhf),
+    "compare": hydra_schema(Compare),
     "deliver": hydra_schema(Deliver),
     "audit": hydra_schema(Audit),
     "bisect": hydra_schema(Bisect),

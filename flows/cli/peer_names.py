@@ -226,6 +226,12 @@ PEERS: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("b.adapter", "adapter_b", "adapter"), "b_adapter={}"),
         **dict.fromkeys(("output", "output_path", "report", "json"), "out={}"),
     },
+    "compare": {
+        **dict.fromkeys(("run_a", "first", "baseline"), "a={}"),
+        **dict.fromkeys(("run_b", "second", "candidate"), "b={}"),
+        **dict.fromkeys(("output", "output_path", "report", "html"), "out={}"),
+        "runs": "paths.runs={}",
+    },
     "prune": {
         **dict.fromkeys(("keep_last", "keep_runs"), "keep={}"),
         **dict.fromkeys(("days", "max_age", "older"), "older_than={}"),

@@ -2,5 +2,6 @@
 
 collect   reads what the run has left: summary, progress, contracts, curves, samples
 figures   draws the curves as SVG; imports matplotlib when it draws
-page      fills `report.html.jinja`, and writes the page
+compare   differences of two runs; `bootstrap` has the intervals
+page      fills `report.html.jinja` and `compare.html.jinja`
 """

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from flows.report.collect import Collected, Stage, collect
-from flows.report.figures import draw
+from flows.report.compare import Comparison
+from flows.report.figures import draw, overlay
 
 REPORT = "report.html"
 TEMPLATE = "report.html.jinja"
@@ -94,16 +95,10 @@ def write_report(runs: Path, run_id: str, log: Any) -> Path | None:
 
 def page(collected: Collected) -> str:
     """Return the report as HTML."""
-    from jinja2 import Environment, FileSystemLoader
-    from markupsafe import Markup
-
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"number": number, "duration": duration}
     summary = collected.summary
     plots = {stage: draw(stage, curves) for stage, curves in collected.curves.items()}
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    return environment.get_template(TEMPLATE).render(
+    return _render(
+        TEMPLATE,
         run=collected,
         summary=summary,
         serve=f"vllm serve {shlex.quote(summary['served'])}" if summary.get("served") else "",
@@ -114,9 +109,26 @@ def page(collected: Collected) -> str:
         has_pictures=all(plot.svg for drawn in plots.values() for plot in drawn),
         timeline=_timeline(collected.stages),
         failed_checks=sum(not check["ok"] for check in collected.checks),
-        Markup=Markup,
-        script=Markup(SCRIPT),
-        script_hash=f"'sha256-{digest}'",
+    )
+
+
+def compare_page(comparison: Comparison) -> str:
+    """Return the comparison of two runs as HTML, in the style of the report."""
+    plots = {stage: overlay(stage, *curves) for stage, curves in comparison.curves.items()}
+    plots = {stage: drawn for stage, drawn in plots.items() if drawn}
+    return _render("compare.html.jinja", c=comparison, plots=plots)
+
+
+def _render(template: str, **values: Any) -> str:
+    from jinja2 import Environment, FileSystemLoader
+    from markupsafe import Markup
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"number": number, "duration": duration}
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    return environment.get_template(template).render(
+        **values, Markup=Markup, script=Markup(SCRIPT), script_hash=f"'sha256-{digest}'"
     )
 
 

@@ -58,6 +58,16 @@ class Status:
 
 
 @dataclass(frozen=True)
+class Compare:
+    """The whole configuration of `flows/compare.py`."""
+
+    a: str = "???"  # the first run: its folder, its name in paths.runs, its summary or report
+    b: str = "???"  # the second run, likewise
+    out: str | None = None  # file for a page with the curves of both, such as compare.html
+    paths: Paths = field(default_factory=Paths)
+
+
+@dataclass(frozen=True)
 class Promote:
     """The whole configuration of `flows/promote.py`."""
 

@@ -1,0 +1,212 @@
+"""`plumbline compare`: differences of two runs, their intervals, and a user's mistakes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flows.commands import compare as command
+from flows.report.bootstrap import paired, unpaired
+from flows.report.collect import collect
+from flows.report.compare import compare
+from tests.infra.servers.browser import browser, find_chromium
+from tests.report.recorded import NAME, recorded, refused
+
+Typed = Callable[..., tuple[int, str]]
+HOSTILE = "<script>document.title='owned'</script>"
+
+
+@pytest.fixture
+def typed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Typed:
+    def run(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["plumbline compare", *words])
+        status = command.main()
+        return status, "".join(capsys.readouterr())
+
+    return run
+
+
+def answers(folder: Path, right: Sequence[bool], *, first: int = 0) -> None:
+    """Replace the evaluation rows of a run."""
+    (path,) = folder.parents[1].glob("artifacts/report/*/generations.jsonl")
+    rows = [
+        {"id": str(first + i), "messages": [], "expected": "k", "before": "",
+         "after": " k" if ok else "x"}
+        for i, ok in enumerate(right)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def two(tmp_path: Path, *, hostile: str = "") -> tuple[Path, Path]:
+    """Write two runs: B has another seed, and 30 more of the same 200 rows right."""
+    a, b = recorded(tmp_path / "a"), recorded(tmp_path / "b")
+    (a / "config.yaml").write_text("seed: 0\ntrain: {lr: 0.1, betas: [1, 2]}\nlog: x\n")
+    text = json.dumps(hostile or "y")
+    (b / "config.yaml").write_text(
+        f"seed: 1\ntrain: {{lr: 0.1, betas: [1, 3]}}\nnew: {text}\nlog: x\n"
+    )
+    answers(a, [i < 100 for i in range(200)])
+    answers(b, [i < 130 for i in range(200)])
+    return a, b
+
+
+def test_settings_drift_evaluation_and_metrics_side_by_side(tmp_path: Path) -> None:
+    a, b = two(tmp_path)
+    compared = compare(collect(a), collect(b))
+    assert compared.config == [
+        ("new", "(not set)", "y"), ("seed", "0", "1"), ("train.betas", "[1, 2]", "[1, 3]"),
+    ]  # fmt: skip
+    (drift,) = compared.drift
+    assert (drift.name, drift.a, drift.b) == ("merge mean KL", 8.857e-05, 8.857e-05)
+    (row,) = compared.evaluation
+    assert (row.name, row.a, row.b) == ("smoke_eval: exact match", 0.5, 0.65)
+    assert row.interval is not None
+    assert 0.09 < row.interval.low < row.interval.value < row.interval.high < 0.21
+    assert (row.method, row.verdict) == ("paired, 200 rows", "B is better")
+    metrics = {pair.name: (pair.a, pair.b) for pair in compared.metrics}
+    assert metrics["train loss"] == (0.2, 0.2)
+    assert metrics["eval/after"] == (0.53125, 0.53125)
+
+
+def test_rows_in_another_order_are_paired_and_other_rows_are_not(tmp_path: Path) -> None:
+    a, b = two(tmp_path)
+    (path,) = b.parents[1].glob("artifacts/report/*/generations.jsonl")
+    path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
+    (row,) = compare(collect(a), collect(b)).evaluation
+    assert row.method == "paired, 200 rows"
+    narrow = row.interval
+    answers(b, [i < 130 for i in range(200)], first=1)
+    (row,) = compare(collect(a), collect(b)).evaluation
+    assert row.method.startswith("unpaired, 200 and 200 rows")
+    assert row.interval is not None
+    assert narrow is not None
+    assert row.interval.high - row.interval.low > 1.5 * (narrow.high - narrow.low)
+
+
+def test_a_run_without_results_per_row_is_not_comparable(tmp_path: Path) -> None:
+    a, b = two(tmp_path)
+    (path,) = b.parents[1].glob("artifacts/report/*/generations.jsonl")
+    path.unlink()
+    (row,) = compare(collect(a), collect(b)).evaluation
+    assert (row.interval, row.verdict) == (None, "not comparable: B has no results per row")
+
+
+def test_a_failed_run_and_a_completed_one(tmp_path: Path, typed: Typed) -> None:
+    a, b = recorded(tmp_path / "a"), refused(tmp_path / "b")
+    status, text = typed(str(a), str(b))
+    assert status == 0, text
+    assert "failed" in text
+    assert "B has no results per row" in " ".join(text.split())
+
+
+def test_pairs_of_a_reward_model_are_paired_by_the_same_dataset(tmp_path: Path) -> None:
+    folders = two(tmp_path)
+    for folder, right in zip(folders, (10, 30), strict=True):
+        (path,) = folder.parents[1].glob("artifacts/report/*/generations.jsonl")
+        scores = [{"chosen": float(i < right), "rejected": 0.5} for i in range(40)]
+        path.with_name("pairs.jsonl").write_text("".join(json.dumps(s) + "\n" for s in scores))
+        path.unlink()
+    (row,) = compare(*map(collect, folders)).evaluation
+    assert (row.name, row.a, row.b) == ("smoke_eval: pairs in the right order", 0.25, 0.75)
+    assert row.method == "paired, 40 rows"
+
+
+def test_the_command_prints_a_table_of_100_columns_and_writes_a_page(
+    tmp_path: Path, typed: Typed
+) -> None:
+    a, _b = two(tmp_path, hostile=HOSTILE)
+    out = tmp_path / "compare.html"
+    status, text = typed(str(a / "summary.json"), str(tmp_path / "b"), f"out={out}")
+    assert status == 0, text
+    assert max(map(len, text.replace(str(out), "").splitlines())) <= 100
+    assert "B is better" in " ".join(text.split())
+    assert "train.betas" in text
+    html = out.read_text()
+    assert HOSTILE not in html
+    assert "&lt;script&gt;" in html
+    assert ">A</text>" in html
+    assert ">B</text>" in html
+    assert typed(str(a), str(a))[0] == 0
+
+
+def test_a_run_is_named_by_its_name_or_an_end_of_it(tmp_path: Path, typed: Typed) -> None:
+    recorded(tmp_path)
+    place = f"paths.runs={tmp_path}"
+    for name in (NAME, NAME[:13], NAME[-8:], "latest"):
+        status, text = typed("latest", name, place)
+        assert status == 0, text
+        assert "configuration: the same" in text
+
+
+def test_all_mistakes_are_reported_at_once(tmp_path: Path, typed: Typed) -> None:
+    folder = recorded(tmp_path)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "summary.json").write_text("{")
+    place = f"paths.runs={tmp_path}"
+    status, text = typed(NAME[:-1] + "x", str(broken), f"out={tmp_path}", place)
+    assert status == 2
+    assert f"-> a={folder.name}" in text
+    assert "cannot be read" in text
+    assert "out=compare.html" in text
+    status, text = typed("a1", "b2", "c3", place)
+    assert status == 2
+    assert "c3: two runs are taken, as a and b -> a=a1 b=b2" in " ".join(text.split())
+    assert typed(NAME, place)[0] == 2
+
+
+@pytest.mark.parametrize("same_rows", [True, False])
+def test_an_interval_covers_the_true_difference_in_95_of_100_cases(same_rows: bool) -> None:
+    """Simulated exact matches: difficulty of a row is common to both models."""
+    generator = np.random.default_rng(0)
+    cases, rows, covered, true = 600, 100, 0, 0.1
+    for case in range(cases):
+        ease = generator.uniform(0.1, 0.9, (2, rows))
+        ease = ease[[0, 0]] if same_rows else ease
+        a = generator.random(rows) < ease[0] - true / 2
+        b = generator.random(rows) < ease[1] + true / 2
+        interval = (paired if same_rows else unpaired)(
+            a.astype(float).tolist(), b.astype(float).tolist(), resamples=1000, seed=case
+        )
+        covered += interval.low <= true <= interval.high
+    # Three standard errors of a share of 600 are 2.7 points.
+    assert 0.92 <= covered / cases <= 0.98
+
+
+def test_the_same_results_give_the_same_interval_and_none_gives_an_error() -> None:
+    a, b = [0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 0.0, 1.0]
+    assert paired(a, b) == paired(a, b)
+    assert paired(a, a).is_significant is False
+    assert paired([0.0] * 5, [1.0] * 5).is_significant is True
+    with pytest.raises(ValueError, match="no results"):
+        unpaired([], [1.0])
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed")
+def test_a_browser_shows_the_page_without_errors(tmp_path: Path, typed: Typed) -> None:
+    a, b = two(tmp_path, hostile=HOSTILE)
+    out = tmp_path / "compare.html"
+    assert typed(str(a), str(b), f"out={out}")[0] == 0
+    with browser(tmp_path / "browser") as tab:
+        listen = (
+            "window.problems = [];"
+            "addEventListener('error', event => problems.push(event.message));"
+            "addEventListener('securitypolicyviolation', event => problems.push(event.blockedURI))"
+        )
+        tab.call("Page.enable")
+        tab.call("Page.addScriptToEvaluateOnNewDocument", source=listen)
+        tab.open(out.as_uri(), "B is better", "Final metrics", "train.betas")
+        assert tab.evaluate("problems") == []
+        assert tab.evaluate("document.title") == f"{NAME} and {NAME}"
+        tab.evaluate("document.querySelectorAll('#config th button')[0].click()")
+        tab.evaluate("document.querySelectorAll('#config th button')[0].click()")
+        assert (
+            tab.evaluate("document.querySelector('#config tbody td').textContent") == "train.betas"
+        )

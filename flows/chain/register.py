@@ -12,12 +12,14 @@ from typing import Any
 from flows.orchestration.evaluation import evaluation, evaluation_lines, step_of
 from flows.orchestration.flow_run import FlowRun
 from flows.orchestration.summary import candidate_line, stage_entry
+from flows.report.card import chain_card
 from tasks.core.errors import TrackingError
-from tasks.pipeline.artifact import Artifact, hash_of
+from tasks.pipeline.artifact import Artifact, hash_of, remember
 from tasks.pipeline.report import RegisteredModel, StageResult
 from tasks.pipeline.signature import is_signed, key_file
 from tasks.register import Registry, register, require_passed
 from tasks.release.gate import Gate, conditions, judge, table
+from tasks.release.model_card import write_card
 from tasks.release.numbers import measured, run_kinds
 from tasks.tracking.mlflow_registry import CHAMPION, EVALUATED_ON, GATE, NUMBERS
 
@@ -48,7 +50,7 @@ def register_served(
             _log_gate(flow_run, gate)
             unsigned = last["register"]["verify"] is not None and not is_signed(served.path)
             if gate.passed or not unsigned:
-                write_version = partial(_write_version, flow_run, served, gate, registry)
+                write_version = partial(_write_version, flow_run, served, gate, registry, last)
                 inputs = {"served": served, **read}
                 flow_run.summary.gate |= flow_run.host.last("register", write_version, inputs)
     except TrackingError as error:  # the model is complete: only the register has to be repeated
@@ -107,9 +109,15 @@ def _log_gate(flow_run: FlowRun, gate: Gate) -> None:
 
 
 def _write_version(
-    flow_run: FlowRun, served: Artifact, gate: Gate, registry: Registry
+    flow_run: FlowRun,
+    served: Artifact,
+    gate: Gate,
+    registry: Registry,
+    last: Mapping[str, Any],
 ) -> dict[str, str]:
     results, settings = flow_run.mechanism.results, flow_run.composed.settings
+    if write_card(served.path, chain_card(results, served, last, flow_run.summary.command or "")):
+        remember(served, flow_run.mechanism.store / ".seen")
     model = RegisteredModel(
         settings["tracking"]["model_name"],
         served,

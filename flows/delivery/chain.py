@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.delivery.stages import DeliveryStages
+from flows.report.card import delivery_card
 from tasks.audit.run import Report
 from tasks.delivery import examination
 from tasks.delivery.plan.adapters import Weighted, role, weights_of
@@ -27,9 +28,10 @@ from tasks.delivery.side_files import Tokens
 from tasks.delivery.texts import PROBE_TOKENS, SHORTEST
 from tasks.drift.witness import Witness, find_witness
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
-from tasks.pipeline.artifact import remember
+from tasks.pipeline.artifact import CARD, remember
 from tasks.pipeline.report import StageResult, StageRunner
 from tasks.pipeline.signature import key_file
+from tasks.release.model_card import beside
 from tasks.serving.vllm.job import HEADROOM
 from tasks.weights.quantized.quantize import quantized_size
 
@@ -136,9 +138,12 @@ class Delivery:
         is_reward = self.work.is_reward
         return compare_bases(model, self.quantization, rows, scorer=scorer, is_reward=is_reward)
 
-    def put(self, served: StageResult, mechanism: StageRunner) -> None:
-        """Copy the served artifact to OUT, and sign it there."""
-        put(served.artifact, self.out, key_file(self.settings["register"]["sign"]))
+    def put(self, served: StageResult, mechanism: StageRunner, command: str) -> None:
+        """Copy the served artifact to OUT, with a model card, and sign it there."""
+        root = self.given.root
+        text = delivery_card(mechanism.results, served.artifact, root, self.base, command)
+        key = key_file(self.settings["register"]["sign"])
+        put(served.artifact, self.out, key, beside(text, root / CARD))
         for result in mechanism.results:  # convert's hard links changed ctimes
             remember(result.artifact, self.store / ".seen")
 

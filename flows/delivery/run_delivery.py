@@ -179,7 +179,7 @@ def _run_stages(flow_run: FlowRun, delivery: Delivery) -> None:
         with flow_run.scorer(threads) as scorer:
             scorer.warm()
             served = delivery.run(mechanism, scorer)
-    delivery.put(served, mechanism)
+    delivery.put(served, mechanism, flow_run.summary.command or "")
     flow_run.summary.served = str(delivery.out)
 
 

@@ -121,7 +121,7 @@ def collect(folder: Path) -> Collected:
     for entry in summary["stages"]:
         artifact = Path(entry["artifact"])
         checks = _checks(artifact)
-        stage = _stage(entry, checks)
+        stage = stage_of(entry, checks)
         collected.stages.append(stage)
         collected.checks += [{"stage": entry["name"], **check} for check in checks]
         collected.versions |= _document(artifact / "manifest.json").get("versions", {})
@@ -151,7 +151,8 @@ def cleaned(value: Any) -> Any:
     return value
 
 
-def _stage(entry: Mapping[str, Any], checks: list[dict[str, Any]]) -> Stage:
+def stage_of(entry: Mapping[str, Any], checks: list[dict[str, Any]]) -> Stage:
+    """Return a stage from its entry in the summary and its checks."""
     step, _, name = entry["name"].rpartition(".")
     state = "reused" if entry["reused"] else "ran"
     stage = Stage(name, step, entry["seconds"], state, checks=entry["tensors_checked"])

@@ -14,6 +14,7 @@ from tasks.core.private import open_up
 from tasks.pipeline.artifact import SIGNATURE, Artifact, open_artifact
 from tasks.pipeline.signature import sign
 from tasks.pipeline.staging import staging
+from tasks.release.model_card import write_card
 from tasks.weights.files.documents import read_manifest
 from tasks.weights.files.reader import MANIFEST
 
@@ -49,7 +50,7 @@ def out_findings(
         yield f"out={out} is not a folder: name another one"
 
 
-def put(served: Artifact, out: Path, private_key: Path | None = None) -> None:
+def put(served: Artifact, out: Path, private_key: Path | None = None, card: str = "") -> None:
     """Publish a copy of the served artifact as `out`.
 
     Its files share their blocks with the artifact's until one side is written, if the file system
@@ -61,6 +62,7 @@ def put(served: Artifact, out: Path, private_key: Path | None = None) -> None:
     Args:
         served: the served artifact.
         out: the folder to write.
+        card: model card of the copy; empty for none.
         private_key: key that signs the copy (`register.sign`); None leaves it unsigned.
 
     Raises:
@@ -80,6 +82,8 @@ def put(served: Artifact, out: Path, private_key: Path | None = None) -> None:
                 flush(target)
         _copy(served.path / MANIFEST, work / MANIFEST)
         flush(work / MANIFEST)
+        if card:
+            write_card(work, card)
         if private_key is not None:
             sign(work, private_key)
             flush(work / SIGNATURE)

@@ -36,6 +36,9 @@ from tasks.weights.files.header import Header, read_header
 MANIFEST = "manifest.json"
 SIGNATURE = "model.sig"
 """Written after the manifest, which it signs, too; so the manifest does not list it."""
+CARD = "README.md"
+"""Model card of a served folder, written after its evaluation. The manifest has its hash under
+`card`; the digest names the model alone, so that evaluating it again does not change it."""
 _CHUNK = 8 << 20
 
 
@@ -204,6 +207,8 @@ def verify(artifact: Artifact) -> list[str]:
     for name, entry in document["files"].items():
         if files[name] != entry:
             problems.append(f"{name}: contents changed")
+    if (card := document.get("card")) and files.pop(CARD) != card:
+        problems.append(f"{CARD}: contents changed")
     for file, entries in document["tensors"].items():
         for name, entry in entries.items():
             if tensors[file].get(name) != entry:
@@ -251,7 +256,7 @@ def _stats(root: Path) -> dict[str, list[int]]:
 
 def _surface_problems(root: Path, document: Mapping[str, Any]) -> list[str]:
     problems = []
-    listed = document["files"]
+    listed = document["files"] | ({CARD: document["card"]} if "card" in document else {})
     for name, entry in listed.items():
         path = root / name
         if not path.is_file():

@@ -119,7 +119,8 @@ def manifest_problem(document: Mapping[str, Any]) -> str:
     sections = [document[key] for key in ("tensors", "files", "inputs", "notes")]
     if not all(isinstance(section, dict) for section in sections):
         return "tensors, files, inputs or notes is not an object"
-    for name, entry in document["files"].items():
+    card = {"card": document["card"]} if "card" in document else {}
+    for name, entry in {**document["files"], **card}.items():
         if not (_has_hash(entry) and isinstance(entry.get("size"), int)):
             return f"the entry of file {name!a} has no size or no hash"
     for name, entries in document["tensors"].items():

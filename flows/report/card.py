@@ -1,0 +1,158 @@
+"""Write what a run knows about its served model into a model card (`README.md`).
+
+Same artifacts and settings give the same bytes: no time of day, no id of a run.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flows.orchestration.summary import stage_entry
+from flows.report.collect import stage_of
+from tasks.pipeline.artifact import Artifact
+from tasks.pipeline.report import StageResult
+from tasks.release.model_card import card, hub_id, license_of
+from tasks.release.numbers import NUMBERS, interval, measured
+
+_NOT_OF_THE_MODEL = (
+    "paths.",
+    "tracking.",
+    "register.",
+    "timeouts.",
+    "force=",
+    "out=",
+    "overwrite=",
+)
+"""Overrides that do not change the model."""
+_ROLES = ("base", "dataset", "shards", "adapter", "weights")
+"""Kinds of artifacts whose digests the card lists."""
+
+
+def chain_card(
+    results: Sequence[StageResult], served: Artifact, settings: Mapping[str, Any], command: str
+) -> str:
+    """Return the card of a model that was trained.
+
+    Args:
+        results: results of the stages of the run.
+        served: the served model.
+        settings: configuration of the step that trained it.
+        command: what started the run; empty if unknown.
+    """
+    model, data, train = settings["model"], settings["data"], settings["train"]
+    names = [data["name"]] if data["kind"] == "hub" else []
+    names += [each["path"] for each in data["sources"] if each["kind"] == "hub"]
+    peft = settings["peft"]["kind"]
+    header = {
+        "base_model": hub_id(model["path"]),
+        "datasets": [name for name in names if name],
+        "library_name": "transformers",
+        "license": license_of(model["path"]),
+        "tags": ["plumbline", "vllm", train["objective"], *([peft] if peft != "none" else [])],
+    }
+    base = Path(model["path"]).name if model["path"] else f"{model['kind']} model"
+    steps = [int(r.metrics["steps"]) for r in results if "steps" in r.metrics]
+    rows = [int(r.metrics["data/train_rows"]) for r in results if "data/train_rows" in r.metrics]
+    trained = [
+        f"- method: `{train['objective']}`, {'all weights' if peft == 'none' else f'`{peft}`'}",
+        *(f"- optimizer steps: {number}" for number in steps[-1:]),
+        *(f"- training rows: {number}" for number in rows[-1:]),
+        *(f"- `{word}`" for word in _changed(command)),
+    ]
+    return card(header, f"{base} after {train['objective']}", _sections(results, served, trained))
+
+
+def delivery_card(
+    results: Sequence[StageResult], served: Artifact, source: Path, base: Path | None, command: str
+) -> str:
+    """Return the card of a checkpoint that was made elsewhere.
+
+    Args:
+        results: results of the stages of the delivery.
+        served: the served model.
+        source: SOURCE.
+        base: folder of the base; None if none was needed.
+        command: what started the delivery; empty if unknown.
+    """
+    header = {
+        "library_name": "transformers",
+        "license": license_of(str(base or source)),
+        "tags": ["plumbline", "vllm"],
+    }
+    made = [
+        f"- made elsewhere, as `{source.name}`",
+        *([f"- base: `{base.name}`"] if base is not None else []),
+        *(f"- `{word}`" for word in _changed(command)),
+    ]
+    return card(header, source.name, _sections(results, served, made))
+
+
+def _sections(
+    results: Sequence[StageResult], served: Artifact, trained: Sequence[str]
+) -> dict[str, Sequence[str]]:
+    return {
+        "Training": trained,
+        "Evaluation": list(_evaluation(results)),
+        "Proof": list(_proof(results, served)),
+        "Serve": ["```bash", "vllm serve <this folder>", "```"],
+        "Verify": [
+            "The manifest lists the hash of every tensor and file. `model.sig`, if the folder has",
+            "one, signs all of them. A running server is compared with this folder by:",
+            "",
+            "```bash",
+            "plumbline verify url=http://localhost:8000 source=<this folder>",
+            "```",
+        ],
+    }
+
+
+def _changed(command: str) -> list[str]:
+    """Return the overrides of a command that change the model."""
+    words = [word for word in shlex.split(command) if "=" in word]
+    # A path names a folder of this machine, which means nothing elsewhere.
+    return [w for w in words if not w.startswith(_NOT_OF_THE_MODEL) and "=/" not in w]
+
+
+def _evaluation(results: Sequence[StageResult]) -> Iterator[str]:
+    """Yield a table of the evaluation of the last step, before and after training."""
+    last = results[-1].name.rpartition(".")[0]
+    metrics: dict[str, float] = {}
+    for result in results:
+        if result.name.rpartition(".")[0] == last:
+            metrics |= result.metrics
+    numbers = measured(metrics, {})
+    names = [n for n in NUMBERS if n.startswith(("eval.", "quantize.")) and n in numbers]
+    names = [
+        n for n in names if not n.endswith(("_s", ".samples", ".left_out"))
+    ]  # not of the model
+    if names:
+        yield "| measure | before | after | 95 % interval |"
+        yield "|---|---|---|---|"
+    for name in names:
+        before = numbers.get(f"base:{name}")
+        ends = interval(name, numbers[name], metrics)
+        shown = "" if ends is None else f"{ends[0]:.4g} to {ends[1]:.4g}"
+        first = "" if before is None else f"{before:.4g}"
+        yield f"| `{name}` | {first} | {numbers[name]:.4g} | {shown} |"
+
+
+def _proof(results: Sequence[StageResult], served: Artifact) -> Iterator[str]:
+    """Yield the drift of every hand-off with its limit, and the digests."""
+    compared = [result for result in results if result.drift]
+    if compared:
+        yield "| hand-off | measure | drift | limit |"
+        yield "|---|---|---|---|"
+    for result in compared:
+        checks = [check.as_dict() for check in result.checks]
+        if (drift := stage_of(stage_entry(result), checks).drift) is not None:
+            limit = "" if drift.limit is None else f"{drift.limit:.2g}"
+            yield f"| {result.name} | {drift.measure} | {drift.value:.2g} | {limit} |"
+    if compared:
+        yield ""
+    yield f"- digest of this model: `{served.digest}`"
+    for result in results:
+        if result.artifact.kind in _ROLES:
+            yield f"- {result.name}: `{result.artifact.digest}`"

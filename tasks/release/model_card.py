@@ -1,0 +1,117 @@
+"""Model cards: `README.md` of a served folder, in the format of the Hugging Face Hub.
+
+    write_card(folder, text)                       a published folder, or one that is being made
+    beside(text, Path("ckpt/README.md"))           a card that the folder of the user already has
+
+The manifest lists the card under `card`, not among its files: the digest names the model, and the
+card says how it was measured. A signature covers both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tasks.core.disk import flush
+from tasks.core.terminal import plain
+from tasks.pipeline.artifact import CARD, HASHES, MANIFEST, hash_of, read_manifest
+from tasks.pipeline.signature import is_signed
+
+_FENCE = "---\n"
+_HEADING = "# Delivered by Plumbline"
+
+
+def write_card(folder: Path, text: str) -> bool:
+    """Write the card of a served folder, and list it in the manifest.
+
+    A folder that is signed already is left as it is.
+
+    Args:
+        folder: folder with a manifest.
+        text: the card.
+
+    Returns:
+        True if the folder has changed.
+    """
+    document = read_manifest(folder)
+    data = text.encode()
+    function = hash_of(next(iter(document["files"].values()), {}))
+    entry = {"size": len(data), function: _hash(function, data)}
+    if is_signed(folder) or document.get("card") == entry:
+        return False
+    listed = json.dumps({**document, "card": entry}, indent=1, sort_keys=True) + "\n"
+    for name, content in ((CARD, data), (MANIFEST, listed.encode())):
+        partial = folder / f".{name}.tmp"
+        partial.write_bytes(content)
+        flush(partial)
+        partial.rename(folder / name)
+    flush(folder)
+    return True
+
+
+def _hash(function: str, data: bytes) -> str:
+    digest = HASHES[function]()
+    digest.update(data)
+    return str(digest.hexdigest())
+
+
+def card(header: Mapping[str, Any], title: str, sections: Mapping[str, Sequence[str]]) -> str:
+    """Return a card.
+
+    Args:
+        header: fields of the YAML header; empty ones are left out.
+        title: the heading.
+        sections: lines by heading; sections without lines are left out.
+    """
+    fields = {name: value for name, value in header.items() if value}
+    lines = [f"# {title}", ""]
+    for heading, content in sections.items():
+        if content:
+            lines += [f"## {heading}", "", *content, ""]
+    front = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
+    return plain(f"{_FENCE}{front}{_FENCE}\n" + "\n".join(lines))
+
+
+def beside(text: str, existing: Path) -> str:
+    """Return a card, after the card that the user's folder already has; that one keeps its header.
+
+    Args:
+        text: the card.
+        existing: `README.md` of the folder; may be absent.
+    """
+    if not existing.is_file():
+        return text
+    theirs = plain(existing.read_text(errors="replace")).rstrip()
+    if f"\n{_HEADING}" in theirs:  # delivered before: that section describes another folder
+        theirs = theirs.partition(f"\n{_HEADING}")[0].rstrip()
+    body = text.split(_FENCE, 2)[2].strip().partition("\n")[2].strip()
+    return f"{theirs}\n\n{_HEADING}\n\n{body}\n"
+
+
+def license_of(folder: str | None) -> str:
+    """Return the license that the card of a local base states; empty if there is none.
+
+    Args:
+        folder: `model.path`, which may also be a Hub id.
+    """
+    path = Path(folder or "").expanduser() / CARD
+    if not folder or not path.is_file():
+        return ""
+    parts = path.read_text(errors="replace").split(_FENCE, 2)
+    try:
+        header = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0] else {}
+    except yaml.YAMLError:
+        return ""
+    stated = header.get("license") if isinstance(header, dict) else None
+    return stated if isinstance(stated, str) else ""
+
+
+def hub_id(name: str | None) -> str:
+    """Return a name if it is a Hub id such as `Qwen/Qwen3-8B`, else an empty text."""
+    if not name or name[0] in "./~" or name.count("/") != 1 or Path(name).exists():
+        return ""
+    return name

@@ -1,0 +1,66 @@
+"""Model cards: what the manifest and a signature make of them, and cards that exist already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import ModelCard
+
+from tasks.pipeline.artifact import Artifact, Origin, open_artifact, publish, verify
+from tasks.pipeline.signature import faults, sign
+from tasks.release.model_card import beside, card, hub_id, license_of, write_card
+from tests.keys import make_pair
+
+TEXT = card(
+    {"base_model": "a/b", "datasets": [], "license": "mit", "tags": ["plumbline"]},
+    "b after sft",
+    {"Training": ["- method: `sft`"], "Evaluation": []},
+)
+
+
+def served(tmp_path: Path) -> Artifact:
+    work = tmp_path / ".work"
+    work.mkdir()
+    (work / "config.json").write_text("{}")
+    return publish(work, tmp_path / "served", Origin("served", "convert", "k"))
+
+
+def test_hugging_face_reads_the_card() -> None:
+    read = ModelCard(TEXT)
+    assert (read.data.base_model, read.data.license, read.data.tags) == (
+        "a/b",
+        "mit",
+        ["plumbline"],
+    )
+    assert read.data.datasets is None
+    assert read.text.strip() == "# b after sft\n\n## Training\n\n- method: `sft`"
+
+
+def test_the_manifest_and_the_signature_cover_the_card(tmp_path: Path) -> None:
+    made = served(tmp_path)
+    assert write_card(made.path, TEXT)
+    assert not write_card(made.path, TEXT)
+    assert open_artifact(made.path) == made  # the digest names the model alone
+    assert verify(made) == []
+    private, public = make_pair(tmp_path / "keys")
+    sign(made.path, private)
+    assert not write_card(made.path, TEXT + "other")
+    assert faults(made.path, public) == []
+    (made.path / "README.md").write_text(TEXT.replace("sft", "dpo"))
+    assert verify(made) == ["README.md: contents changed"]
+    assert [fault.file for fault in faults(made.path, public)] == ["README.md"]
+    (made.path / "README.md").unlink()
+    assert verify(made) == ["README.md: missing"]
+
+
+def test_a_card_that_exists_is_kept(tmp_path: Path) -> None:
+    theirs = tmp_path / "README.md"
+    assert beside(TEXT, theirs) == TEXT
+    theirs.write_text("---\nlicense: apache-2.0\n---\n\n# Mine\n")
+    assert license_of(str(tmp_path)) == "apache-2.0"
+    both = beside(TEXT, theirs)
+    assert ModelCard(both).data.license == "apache-2.0"
+    assert "# Mine\n\n# Delivered by Plumbline\n\n## Training" in both
+    theirs.write_text(both)
+    assert beside(TEXT, theirs) == both  # delivered again
+    assert (hub_id("Qwen/Qwen3-8B"), hub_id("/models/x"), hub_id(None)) == ("Qwen/Qwen3-8B", "", "")

@@ -188,4 +188,5 @@ def _register_entry(version: str, before: float) -> dict[str, Any]:
         "artifact": version,
         "tensors_checked": 0,
         "drift": None,
+        "handoff": None,
     }

@@ -29,7 +29,7 @@ from flows.orchestration.summary import Summary, stage_entry
 from flows.report.page import REPORT, write_report
 from flows.servers.services import mlflow_page
 from tasks.core.disk import disk_full_named
-from tasks.core.errors import PlumblineError, TrackingError
+from tasks.core.errors import ContractError, PlumblineError, TrackingError
 from tasks.core.redaction import redact, redact_error
 from tasks.evaluation.scoring import REQUEST_S, ReferenceScorer
 from tasks.pipeline.artifact import Artifact, sweep
@@ -217,6 +217,8 @@ class FlowRun:
         except PlumblineError as error:
             self.summary.error, self.summary.error_report = error.message, error.report()
             self.summary.exit_status = error.exit_code
+            if isinstance(error, ContractError) and error.bound is not None:
+                self.summary.refused = {"stage": error.stage, **error.bound, "ok": False}
             self._end_badly("failed")
             raise
         except BaseException as error:

@@ -36,6 +36,7 @@ class Summary:
         eval: evaluation results, see `evaluation`.
         error: message of the error that ended the run.
         error_report: the error as on the terminal: message, details, what to type, log.
+        refused: the hand-off that moved too far, as `handoff` in `stage_entry`, with its `stage`.
         exit_status: of the command that ran it.
         tracking: what MLflow has not recorded, and when it will; None if it has everything.
         prefect: what Prefect has not recorded; None if it has everything.
@@ -66,6 +67,7 @@ class Summary:
     run: str = ""
     unquantized: str | None = None
     error_report: str | None = None
+    refused: dict[str, Any] | None = None
     command: str | None = None
 
     def write(self, runs: Path, run_id: str, texts: dict[str, str]) -> Path:
@@ -95,13 +97,16 @@ class Summary:
     def table(self) -> str:
         """Return the summary as a plain-text table for a terminal."""
         rows: list[tuple[str, ...]] = [
-            ("stage", "seconds", "", "checks", *self._titles()[::2], "artifact")
+            ("stage", "seconds", "", "checks", "drift", "", "limit", "", "artifact")
         ]
         rows += [_row(stage) for stage in self.stages]
+        if self.refused:
+            handoff = _handoff_cells(self.refused)
+            rows.append((self.refused["stage"], "", "", "", *handoff, "refused"))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         aligned = [
             "  ".join(
-                cell.ljust(w) if i in (0, 2, 6) else cell.rjust(w)
+                cell.rjust(w) if i in (1, 3) else cell.ljust(w)
                 for i, (cell, w) in enumerate(zip(row, widths, strict=True))
             ).rstrip()
             for row in rows
@@ -176,8 +181,21 @@ def stage_entry(result: StageResult) -> dict[str, Any]:
         "artifact": str(result.artifact.path),
         "tensors_checked": len(result.checks),
         "drift": result.drift,
+        "handoff": _handoff(result),
         "rows": _rows(result.metrics),
     }
+
+
+def _handoff(result: StageResult) -> dict[str, Any] | None:
+    """Return measure, unit, value, limit and verdict of the distance that is closest to its limit.
+
+    None if the stage has measured no distance.
+    """
+    checks = [(check, check.bound) for check in result.checks if check.bound is not None]
+    if not checks:
+        return None
+    check, bound = max(checks, key=lambda pair: pair[1].value - pair[1].limit)
+    return {**asdict(bound), "ok": check.ok}
 
 
 def _rows(metrics: Mapping[str, float]) -> dict[str, dict[str, int]]:
@@ -189,6 +207,13 @@ def _rows(metrics: Mapping[str, float]) -> dict[str, dict[str, int]]:
     }
 
 
+DIGITS = 8
+"""Digits of a digest in the table; a folder is found by them."""
+_SHORT = {
+    "mean KL": ("KL", "nats"),
+    "p95 KL": ("p95 KL", "nats"),
+    "mean difference": ("score", "std"),
+}
 _COUNTS = ("rows", "truncated", "tokens_cut", "too_long")
 
 
@@ -212,15 +237,25 @@ def _columns(drift: Mapping[str, float]) -> tuple[str, str, str]:
 
 
 def _row(stage: dict[str, Any]) -> tuple[str, ...]:
-    drift = stage["drift"] or {}
+    kind, digest = Path(stage["artifact"]).parts[-2:] if stage["artifact"] else ("", "")
     return (
         stage["name"],
         f"{stage['seconds']:.1f}",
         "reused" if stage["reused"] else "",
         str(stage["tensors_checked"] or ""),
-        *(_number(drift.get(key)) for key in _columns(drift)[::2]),
-        "/".join(Path(stage["artifact"]).parts[-2:]) if stage["artifact"] else "",
+        *_handoff_cells(stage["handoff"]),
+        f"{kind}/{digest[:DIGITS]}" if kind else "",
     )
+
+
+def _handoff_cells(handoff: Mapping[str, Any] | None) -> tuple[str, str, str, str]:
+    """Return distance, unit, limit and verdict of a hand-off, for the terminal."""
+    if handoff is None:
+        return "", "", "", ""
+    sign = "<=" if handoff["value"] <= handoff["limit"] else "> "
+    measure, unit = _SHORT.get(handoff["measure"], (handoff["measure"], handoff["unit"]))
+    value, limit = (f"{handoff[name]:.1e}" for name in ("value", "limit"))
+    return f"{measure} {value}", unit, f"{sign} {limit}", "ok" if handoff["ok"] else "NO"
 
 
 def _count(number: int, what: str) -> str:

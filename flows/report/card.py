@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from flows.orchestration.summary import stage_entry
-from flows.report.collect import stage_of
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.report import StageResult
 from tasks.release.model_card import card, hub_id, license_of
@@ -141,16 +140,13 @@ def _evaluation(results: Sequence[StageResult]) -> Iterator[str]:
 
 def _proof(results: Sequence[StageResult], served: Artifact) -> Iterator[str]:
     """Yield the drift of every hand-off with its limit, and the digests."""
-    compared = [result for result in results if result.drift]
-    if compared:
-        yield "| hand-off | measure | drift | limit |"
-        yield "|---|---|---|---|"
-    for result in compared:
-        checks = [check.as_dict() for check in result.checks]
-        if (drift := stage_of(stage_entry(result), checks).drift) is not None:
-            limit = "" if drift.limit is None else f"{drift.limit:.2g}"
-            yield f"| {result.name} | {drift.measure} | {drift.value:.2g} | {limit} |"
-    if compared:
+    entries = [stage_entry(result) for result in results]
+    if compared := [(entry["name"], entry["handoff"]) for entry in entries if entry["handoff"]]:
+        yield "| hand-off | measure | unit | drift | limit |"
+        yield "|---|---|---|---|---|"
+        for name, drift in compared:
+            numbers = f"{drift['value']:.2g} | {drift['limit']:.2g}"
+            yield f"| {name} | {drift['measure']} | {drift['unit']} | {numbers} |"
         yield ""
     yield f"- digest of this model: `{served.digest}`"
     for result in results:

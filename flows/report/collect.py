@@ -24,9 +24,6 @@ TEXT_SHOWN = 1200
 """Most characters of a prompt or a response."""
 CHECKS_SHOWN = 500
 """Most passed checks on the page; failed ones are shown without a limit."""
-_LIMIT = re.compile(r"(mean KL|mean difference) <= ([0-9][0-9.e+-]*)")
-_NOISE = re.compile(r"on average <= twice the repeat noise ([0-9][0-9.e+-]*)")
-_VALUE = re.compile(r"found (mean KL|mean difference) ([0-9][0-9.e+-]*)")
 _TRAINING = re.compile(r"(.*\.)?train")
 
 Curves = dict[str, list[tuple[int, float]]]
@@ -38,16 +35,24 @@ class Handoff:
     """Drift of one hand-off and its limit.
 
     Attributes:
-        measure: "mean KL" in nats per token, or "mean difference" in std of the reference scores.
+        measure: "mean KL" or "mean difference" of scores.
+        unit: unit of both numbers.
         value: the drift.
-        limit: the largest drift that is allowed; None if it is not recorded.
+        limit: the largest drift that is allowed.
         ok: False if the hand-off was refused.
     """
 
     measure: str
+    unit: str
     value: float
-    limit: float | None
+    limit: float
     ok: bool = True
+
+    @classmethod
+    def read(cls, entry: Mapping[str, Any]) -> Handoff | None:
+        """Return the hand-off of an entry in the summary; None if it has none."""
+        names = ("measure", "unit", "value", "limit", "ok")
+        return cls(**{name: entry[name] for name in names}) if entry else None
 
 
 @dataclass
@@ -121,7 +126,7 @@ def collect(folder: Path) -> Collected:
     for entry in summary["stages"]:
         artifact = Path(entry["artifact"])
         checks = _checks(artifact)
-        stage = stage_of(entry, checks)
+        stage = _stage(entry)
         collected.stages.append(stage)
         collected.checks += [{"stage": entry["name"], **check} for check in checks]
         collected.versions |= _document(artifact / "manifest.json").get("versions", {})
@@ -151,27 +156,13 @@ def cleaned(value: Any) -> Any:
     return value
 
 
-def stage_of(entry: Mapping[str, Any], checks: list[dict[str, Any]]) -> Stage:
-    """Return a stage from its entry in the summary and its checks."""
+def _stage(entry: Mapping[str, Any]) -> Stage:
     step, _, name = entry["name"].rpartition(".")
     state = "reused" if entry["reused"] else "ran"
     stage = Stage(name, step, entry["seconds"], state, checks=entry["tensors_checked"])
     stage.artifact = entry["artifact"]
-    if drift := entry["drift"]:
-        measure = "mean difference" if "mean_difference" in drift else "mean KL"
-        limits = [limit for check in checks if (limit := _limit(check["expected"], drift))]
-        stage.drift = Handoff(measure, drift[measure.replace(" ", "_").lower()], None)
-        stage.drift.limit = min(limits, default=None)
+    stage.drift = Handoff.read(entry.get("handoff") or {})  # an older release wrote none
     return stage
-
-
-def _limit(expected: str, drift: Mapping[str, float]) -> float | None:
-    """Return the limit of the mean drift that a check names, if it is a check of drift."""
-    if (limit := _LIMIT.search(expected)) is None:
-        return None
-    noise = _NOISE.search(expected)  # of scores, it has their unit
-    by_noise = 2 * float(noise[1]) / drift.get("unit", 1.0) if noise else float("inf")
-    return min(float(limit[2]), by_noise)
 
 
 def _add_progress(collected: Collected, progress: Mapping[str, Any]) -> None:
@@ -184,19 +175,12 @@ def _add_progress(collected: Collected, progress: Mapping[str, Any]) -> None:
         elif entry["failed"]:
             step, _, name = entry["name"].rpartition(".")
             stage = Stage(name, step, entry["seconds"], "failed")
-            stage.drift = _refused(collected.summary.get("error") or "")
+            refused = collected.summary.get("refused") or {}
+            stage.drift = Handoff.read(refused if refused.get("stage") == entry["name"] else {})
             collected.stages.append(stage)
         else:
             continue
         stage.started = max(began, 0.0)
-
-
-def _refused(error: str) -> Handoff | None:
-    """Return the drift that an error names; None if it is about something else."""
-    limit, value = _LIMIT.search(error), _VALUE.search(error)
-    if limit is None or value is None:
-        return None
-    return Handoff(value[1], float(value[2]), float(limit[2]), ok=False)
 
 
 def _checks(artifact: Path) -> list[dict[str, Any]]:

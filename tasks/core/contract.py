@@ -8,8 +8,8 @@ returns one `Check` per tensor; `require` raises one `ContractError` that names 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
 from tasks.core.errors import ContractError
 
@@ -27,6 +27,23 @@ class Expected:
 
 
 @dataclass(frozen=True)
+class Bound:
+    """A measured distance and its limit.
+
+    Attributes:
+        measure: what was measured: "mean KL", "mean difference".
+        unit: its unit.
+        value: the distance.
+        limit: the largest distance that is allowed.
+    """
+
+    measure: str
+    unit: str
+    value: float
+    limit: float
+
+
+@dataclass(frozen=True)
 class Check:
     """One assertion and its verdict.
 
@@ -36,6 +53,7 @@ class Check:
         found: the value, as text.
         ok: True if the value meets the condition.
         hint: advice for a failed check; not part of the stored verdict.
+        bound: the numbers, if the condition is a limit of a distance.
     """
 
     name: str
@@ -43,10 +61,18 @@ class Check:
     found: str
     ok: bool
     hint: str = field(default="", compare=False)
+    bound: Bound | None = None
 
-    def as_dict(self) -> dict[str, str | bool]:
-        """Return the verdict as plain JSON; `Check(**verdict)` reads it."""
-        return {"name": self.name, "expected": self.expected, "found": self.found, "ok": self.ok}
+    def as_dict(self) -> dict[str, Any]:
+        """Return the verdict as plain JSON; `Check.read` reads it."""
+        text = {"name": self.name, "expected": self.expected, "found": self.found, "ok": self.ok}
+        return text if self.bound is None else {**text, "bound": asdict(self.bound)}
+
+    @classmethod
+    def read(cls, verdict: Mapping[str, Any]) -> Check:
+        """Return the check of a stored verdict."""
+        bound = Bound(**verdict["bound"]) if "bound" in verdict else None
+        return cls(**{**verdict, "bound": bound})
 
 
 class TensorLike(Protocol):
@@ -111,9 +137,11 @@ def require(checks: Iterable[Check], *, stage: str, hint: str = "") -> None:
     if len(failed) > len(shown):
         shown.append(f"... and {len(failed) - len(shown)} more")
     first = failed[0]
-    raise ContractError(
+    raised = ContractError(
         f"{stage}: contract not met: {len(failed)} failed, first {first.name}: "
         f"expected {first.expected}, found {first.found}",
         details=shown,
         hint=hint or next((check.hint for check in failed if check.hint), ""),
     )
+    raised.bound = next((asdict(check.bound) for check in failed if check.bound), None)
+    raise raised

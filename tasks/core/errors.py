@@ -20,7 +20,8 @@ errors survive pickling, since Prefect pickles them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tasks.core.terminal import plain
 
@@ -89,6 +90,9 @@ class ArtifactError(PlumblineError):
 
 class ContractError(PlumblineError):
     """The output of a stage does not meet its contract; details name every tensor."""
+
+    bound: Mapping[str, Any] | None = None
+    """The first distance that exceeds its limit, as in a stored verdict; None if none does."""
 
 
 class DriftError(PlumblineError):

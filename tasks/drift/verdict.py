@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tasks.core.contract import Check
+from tasks.core.contract import Bound, Check
 from tasks.core.errors import ArtifactError, DriftError
 from tasks.drift.fingerprint import PROFILES, Drift, DriftLimit, Fingerprint, drift, within
 from tasks.drift.reward_drift import RewardDrift, RewardLimit, exceeds
@@ -20,6 +20,9 @@ NOISE_FACTOR = 4.0
 Measured: 0.4 between two kinds of CPU kernels, 0.8 from bf16 to fp32."""
 TAIL = 5.0
 """Ratio of the limits of the 95th percentile and of the mean KL, as in all drift profiles."""
+
+KL_UNIT = "nats per token"
+SCORE_UNIT = "std of scores"
 
 Print = Fingerprint | ScorePrint
 Moved = Drift | RewardDrift
@@ -129,7 +132,20 @@ def verdict(
         expected += f", on average <= twice the repeat noise {noise:.2e}"
     exceeded = too_far(drifted, limit, noise)
     hint = "; ".join(filter(None, (cause, _wider_profile(drifted) if noise is None else "")))
-    return Check(name, expected, _drift_text(drifted), ok=not exceeded, hint=hint)
+    text, bound = _drift_text(drifted), _bound(drifted, limit, noise)
+    return Check(name, expected, text, ok=not exceeded, hint=hint, bound=bound)
+
+
+def _bound(drifted: Moved, limit: DriftLimit, noise: float | None) -> Bound:
+    """Return the mean drift and its limit; the tail's if the mean is within its limit."""
+    twice = float("inf") if noise is None else 2 * noise
+    if isinstance(drifted, RewardDrift):
+        most = min(limit.rewards.difference, twice / drifted.unit)
+        return Bound("mean difference", SCORE_UNIT, drifted.mean_difference, most)
+    most = min(limit.mean_kl, twice)
+    if drifted.mean_kl <= most and drifted.p95_kl > limit.p95_kl:
+        return Bound("p95 KL", KL_UNIT, drifted.p95_kl, limit.p95_kl)
+    return Bound("mean KL", KL_UNIT, drifted.mean_kl, most)
 
 
 def _wider_profile(drifted: Moved) -> str:

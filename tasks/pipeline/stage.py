@@ -287,7 +287,7 @@ class Mechanism:
 def _recall(name: str, artifact: Artifact) -> StageResult:
     notes = artifact.notes
     verdicts = json.loads((artifact.path / CONTRACT).read_text())
-    checks = tuple(Check(**verdict) for verdict in verdicts)
+    checks = tuple(map(Check.read, verdicts))
     return StageResult(name, artifact, True, 0.0, checks, notes["drift"], notes["metrics"])
 
 

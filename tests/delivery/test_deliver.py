@@ -55,6 +55,7 @@ def loads(folder: Path) -> Any:
 def is_served(out: Path) -> None:
     """Check the artifact, and that no hidden file is left beside it."""
     assert verify(open_artifact(out, "served")) == []
+    assert "## Proof" in (out / "README.md").read_text()
     assert not [path.name for path in out.parent.iterdir() if path.name.startswith(".")]
 
 

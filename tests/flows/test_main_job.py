@@ -12,6 +12,7 @@ from uuid import UUID
 
 import mlflow
 import pytest
+from huggingface_hub import ModelCard
 from mlflow import MlflowClient
 
 from tasks.drift.fingerprint import PROFILES, Fingerprint
@@ -57,9 +58,25 @@ def check_chain(run: Run, stages: list[str]) -> None:
     assert gathered["mean_kl"] <= 2 * trained.noise
     for name in set(stages) & {"merge", "convert", "smoke_eval"}:
         assert run.stage(name)["drift"]["mean_kl"] <= PROFILES["standard"].mean_kl, name
+        handoff = run.stage(name)["handoff"]
+        assert handoff["value"] == run.stage(name)["drift"]["mean_kl"]
+        assert (handoff["ok"], handoff["unit"]) == (True, "nats per token")
+        assert handoff["limit"] == PROFILES["standard"].mean_kl
+        assert f"KL {handoff['value']:.1e}  nats  <= 1.0e-03  ok" in run.output
     for stage in summary["stages"][:-1]:
         assert verify(open_artifact(Path(stage["artifact"]))) == []
     assert summary["served"] == run.stage("convert")["artifact"]
+    check_card(run)
+
+
+def check_card(run: Run) -> None:
+    """Assert that the Hub can read the served model's card, and that it has the run's numbers."""
+    card = ModelCard.load(Path(run.summary["served"]) / "README.md")
+    assert {"plumbline", "vllm"} <= set(card.data.tags)
+    drift = run.stage("convert")["handoff"]["value"]
+    for text in (f"| {drift:.2g} | 0.001 |", "eval.exact_match", "vllm serve"):
+        assert text in card.text, text
+    assert str(run.runs) not in card.text  # no path of this machine
 
 
 class TestQlora:

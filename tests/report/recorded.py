@@ -90,6 +90,8 @@ def refused(runs: Path, **changes: Any) -> Path:
         except ValueError:
             pass
         summary = Summary("failed", "rlhf", "qlora", 12.5, run=NAME, error=error, exit_status=1)
+        bound = check.as_dict()["bound"]
+        summary.refused = {"stage": "merge", **bound, "ok": check.ok}
         summary.error_report = f"merge failed: {error}\n  -> gate=loose"
         summary.write(runs, NAME, {})
     return runs / "reports" / NAME

@@ -19,7 +19,7 @@ from flows.chain.context import Delivered
 from flows.chain.register import register_served
 from flows.chain.steps import Step, chain_steps, compose
 from flows.cli.config import Composed
-from flows.cli.plan import check, render
+from flows.cli.plan import check, forecast, render
 from flows.orchestration.deployment import check_overrides, check_settings, hold_runs
 from flows.orchestration.flow_run import FlowRun, tracker_of
 from flows.orchestration.prefect_tasks import in_prefect
@@ -74,7 +74,10 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
         exp = experiment_of(overrides)
         tracker = tracker_of(composed)
         host = in_prefect(name, patience)
-        flow_run = FlowRun.begin(name, composed, host, tracker=tracker, exp=exp, overrides=typed)
+        stages = sum(len(forecast(step)) - 1 for step in steps)  # without registration
+        flow_run = FlowRun.begin(
+            name, composed, host, tracker=tracker, exp=exp, overrides=typed, stages=stages
+        )
         flow_run.summary.defaults = [line for step in steps for line in defaults_of(step)]
         title = _describe(flow_run, steps, exp or name)
         return flow_run.run(title, partial(_run_stages, steps=steps, registry=tracker))

@@ -58,6 +58,8 @@ def bootstrap(project: Path, runs: Path) -> None:
             Prefect's settings are left alone.
     """
     offer(QUIET)
+    if level := os.environ.get("PLUMBLINE_LOG_LEVEL"):
+        offer({"PREFECT_LOGGING_LEVEL": level})
     offer({name: str(project / ".cache" / folder) for name, folder in CACHES.items()})
     stay_off_proxies()
     if "PREFECT_API_URL" not in os.environ:
@@ -116,14 +118,15 @@ _FAILED = "Finished in state Failed"
 
 
 class ShortTracebacks(logging.Filter):
-    """Remove Prefect's own frames from tracebacks, and the report from the final state's line."""
+    """Remove Prefect's own frames from tracebacks, and all but the report of an error of ours."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if str(record.msg).startswith(_FAILED):
             record.msg = _FAILED  # the report is printed or logged once, with its line breaks
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, PlumblineError) or is_full(error):
-            # Its report is printed at the end; a traceback would explain nothing more.
+        if isinstance(error, PlumblineError):
+            return False
+        if is_full(error):  # its report is printed at the end; a traceback explains nothing more
             record.exc_info = record.exc_text = None
         elif error is not None:
             frames = [

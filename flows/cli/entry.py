@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -46,13 +45,10 @@ from flows.cli.config import (
     vocabulary,
 )
 from flows.cli.usage import brief, full
-from flows.servers.services import pages
 from tasks.core.disk import has_no_space, is_full, write_refused
-from tasks.core.errors import PlumblineError, TrackingError
+from tasks.core.errors import PlumblineError
 from tasks.core.redaction import hide_interpolated, redact, redacted
 from tasks.core.terminal import plain
-
-PROJECT = Path(__file__).resolve().parents[2]
 
 Job = Callable[[Composed, list[str]], int]
 _RAISE = "HYDRA_FULL_ERROR"
@@ -197,76 +193,9 @@ def _arguments(arguments: list[str]) -> Iterator[None]:
         sys.argv = before
 
 
-def exit_status(state: Any, runs: Path) -> int:
-    """Print the summary of a flow run, or the error that ended it.
-
-    Args:
-        state: Prefect's final state of the flow run.
-        runs: `paths.runs`.
-
-    Returns:
-        The exit status: 0, that of the error's class, or 1 for an unexpected error.
-    """
-    if state.is_completed():
-        status = completed(runs, state.result(raise_on_failure=False))
-        print(pages(runs, PROJECT, _own_pages(state, runs)))
-        return status
-    error = state.result(raise_on_failure=False)
-    if is_full(error):
-        error = write_refused(Path(error.filename or runs), error)
-    ours = isinstance(error, PlumblineError)
-    text = error.report() if ours else f"{type(error).__name__}: {error}"
-    shown = pages(runs, PROJECT, _own_pages(state, runs))
-    if own := _own_folder(state, runs):
-        shown = f"{_report_line(own)}{shown}"
-    logs = "" if ours and error.log else f"\n  logs: {runs / 'logs'}"
-    print(f"\n{plain(text)}{logs}\n{shown}", file=sys.stderr)
-    return error.exit_code if ours else 1
-
-
-def _own_pages(state: Any, runs: Path) -> dict[str, str]:
-    """Return the pages of the flow run that ended in this state, from its summary."""
-    with suppress(OSError, ValueError):
-        if folder := _own_folder(state, runs):
-            own: dict[str, str] = json.loads((folder / "summary.json").read_text())["pages"]
-            return own
-    return {}
-
-
-def _own_folder(state: Any, runs: Path) -> Path | None:
-    """Return the folder of the flow run that ended in this state; None if it wrote no summary.
-
-    `<runs>/latest` may be that of another run by now.
-    """
-    number = str(state.state_details.flow_run_id)[:8]
-    return next((path.parent for path in (runs / "reports").glob(f"*-{number}/summary.json")), None)
-
-
-def _report_line(folder: Path) -> str:
-    """Return the line that names the report in a run's folder; empty if there is none."""
-    report = folder / "report.html"
-    return f"report: {report}\n" if report.is_file() else ""
-
-
 def to_stderr(line: str) -> None:
     """Print a line about the command itself."""
     print(line, file=sys.stderr, flush=True)
-
-
-def completed(runs: Path, summary: Mapping[str, Any]) -> int:
-    """Print the summary's table of a run that has just ended.
-
-    Args:
-        runs: `paths.runs`.
-        summary: the summary. `<runs>/latest` may be that of another run by now.
-
-    Returns:
-        The exit status: 0, or 3 if the model could not be registered.
-    """
-    folder = runs / "reports" / summary["run"]
-    print((folder / "summary.txt").read_text())
-    print(_report_line(folder), end="")
-    return TrackingError.exit_code if summary["unregistered"] else 0
 
 
 class _Received:

@@ -7,6 +7,7 @@ runs a Prefect flow, as `flows/rlhf.py` does.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -16,7 +17,8 @@ from pathlib import Path
 
 from flows.cli.bootstrap import bootstrap
 from flows.cli.config import Composed
-from flows.cli.entry import completed, exit_on_signals, exit_status, run_main, to_stderr
+from flows.cli.entry import exit_on_signals, run_main, to_stderr
+from flows.cli.outcome import completed, exit_status
 from flows.delivery.run_delivery import Planned, compare, direct, plan, reuse_plan
 from tasks.core.redaction import without_passwords
 from tasks.delivery.plan.quantization import COMPARE
@@ -68,11 +70,18 @@ def _in_prefect(planned: Planned, overrides: list[str], held: Hold) -> int:
         return exit_status(final_state(run), composed.runs)
 
 
+class _StandardError(io.TextIOBase):
+    """Standard error of the moment: a live line on the terminal redirects it."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+
 def _log() -> logging.Logger:
     """Return a logger to standard error; without Prefect nothing else configures logging."""
     log = logging.getLogger("plumbline.deliver")
     if not log.handlers:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = logging.StreamHandler(_StandardError())
         handler.setFormatter(logging.Formatter("%(asctime)s | %(message)s", "%H:%M:%S"))
         log.addHandler(handler)
         log.setLevel(os.environ.get("PLUMBLINE_LOG_LEVEL", "INFO"))

@@ -14,7 +14,8 @@ from pathlib import Path
 from flows.chain.steps import Step, chain_steps
 from flows.cli.bootstrap import bootstrap
 from flows.cli.config import Composed
-from flows.cli.entry import exit_on_signals, exit_status, run_main, to_stderr
+from flows.cli.entry import exit_on_signals, run_main, to_stderr
+from flows.cli.outcome import exit_status
 from flows.cli.plan import check, render
 from flows.servers.prefect_server import prefect_server, preload, warm_up
 from flows.servers.prefect_watch import final_state

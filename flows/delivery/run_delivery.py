@@ -161,8 +161,9 @@ def _run(
 ) -> dict[str, Any]:
     delivery = planned.delivery
     flow_run = FlowRun.begin(
-        "deliver", planned.composed, host, tracker=tracker, overrides=overrides
-    )
+        "deliver", planned.composed, host, tracker=tracker, overrides=overrides,
+        stages=len(planned.forecast),
+    )  # fmt: skip
     title = f"deliver {delivery.given.root.name}"
     return flow_run.run(title, lambda run: _run_stages(run, delivery))
 

@@ -25,6 +25,7 @@ from flows.monitoring.prometheus import MetricsFile
 from flows.monitoring.run_record import RunRecord
 from flows.orchestration.devices import reserve
 from flows.orchestration.evaluation import evaluation
+from flows.orchestration.progress import Screen
 from flows.orchestration.summary import Summary, stage_entry
 from flows.report.page import REPORT, write_report
 from flows.servers.services import mlflow_page
@@ -112,6 +113,11 @@ def provenance() -> dict[str, str]:
     return tags
 
 
+def _to_all(observers: Sequence[Callable[[Any], None]], event: dict[str, Any]) -> None:
+    for see in observers:
+        see(event)
+
+
 @dataclass
 class FlowRun:
     """One run of a flow.
@@ -123,6 +129,7 @@ class FlowRun:
         summary: the summary; the code that runs the stages adds to it.
         run_id: name of the run's folders under `<paths.runs>/logs` and `reports`.
         record: what the run does, on disk while it goes on.
+        screen: what the run does, on a terminal.
         started: start time (`time.monotonic`).
         tags: further tags of the tracked run.
     """
@@ -133,6 +140,7 @@ class FlowRun:
     summary: Summary
     run_id: str
     record: RunRecord
+    screen: Screen
     started: float = field(default_factory=time.monotonic)
     tags: dict[str, str] = field(default_factory=dict)
 
@@ -146,6 +154,7 @@ class FlowRun:
         tracker: FlowTracker,
         exp: str | None = None,
         overrides: Sequence[str] = (),
+        stages: int = 0,
     ) -> FlowRun:
         """Create the folder for logs, and remove the staging folders of dead runs.
 
@@ -156,6 +165,7 @@ class FlowRun:
             tracker: records the flow and its stages.
             exp: the chosen experiment, if there is one.
             overrides: what was typed after the command, without passwords; empty if unknown.
+            stages: number of stages that will run.
         """
         store = composed.runs / "artifacts"
         run_id = f"{datetime.now():%Y%m%d-%H%M%S}-{host.run_id[:8]}"
@@ -165,15 +175,17 @@ class FlowRun:
         force = frozenset(composed.settings["force"])
         metrics = MetricsFile(composed.runs, composed.settings["tracking"]["prometheus"])
         about = {"flow": flow, "exp": exp}
-        record = RunRecord(composed.runs / "reports" / run_id, about, host.call, metrics.write)
+        screen = Screen(stages)
+        folder, call = composed.runs / "reports" / run_id, screen.showing(host.call)
+        record = RunRecord(folder, about, call, metrics.write)
         mechanism = Mechanism(store, logs, tracker, record.call, force, host.patience)
         mechanism.timeouts = composed.settings["timeouts"]
         mechanism.devices = partial(reserve, composed, patience=host.patience)
-        mechanism.on_event = record.on_event
+        mechanism.on_event = partial(_to_all, (record.on_event, screen.on_event))
         summary = Summary("running", flow, exp, 0.0, run=run_id)
         if overrides:
             summary.command = f"python flows/{flow}.py {shlex.join(overrides)}"
-        return cls(composed, host, mechanism, summary, run_id, record)
+        return cls(composed, host, mechanism, summary, run_id, record, screen)
 
     def scorer(self, threads: int | None) -> ReferenceScorer:
         """Return the scorer of the run's stages; no request ends before the limit of its stage.
@@ -200,7 +212,7 @@ class FlowRun:
         Returns:
             The summary.
         """
-        with self.record:
+        with self.record, self.screen:
             return self._run(title, stages)
 
     def _run(self, title: str, stages: Callable[[FlowRun], None]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sys
 import time
 from pathlib import Path
@@ -45,6 +46,24 @@ def emit(event: str, /, **fields: Any) -> None:
             with contextlib.suppress(OSError):
                 file.write(line + "\n")
                 file.flush()
+
+
+def say(text: str) -> None:
+    """Send a line for the log of the run; ordinary output only reaches the stage's log file."""
+    emit("log", level="INFO", text=text)
+
+
+class _Sent(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        emit("log", level=record.levelname, text=record.getMessage())
+
+
+def send_warnings() -> None:
+    """Send the warnings of this project's own loggers to the parent, from now on."""
+    for name in ("tasks", "plumbline"):
+        logger = logging.getLogger(name)
+        if not any(isinstance(handler, _Sent) for handler in logger.handlers):
+            logger.addHandler(_Sent(logging.WARNING))
 
 
 def rewind(folder: Path, step: int, source: Path | None = None) -> list[dict[str, Any]]:

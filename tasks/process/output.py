@@ -1,7 +1,8 @@
 """Split the output of a child process into log lines, events and last lines.
 
-All lines go to a file, and a limited number per second to the logger. The last lines stay in memory
-for the error message. `feed` returns the events (`tasks/core/events.py`) in order. Values of
+All lines go to a file, and a limited number per second to the logger at DEBUG: most are those of
+libraries. The last lines stay in memory for the error message. `feed` returns the events
+(`tasks/core/events.py`) in order, but for those that are lines of our own for the log. Values of
 environment variables with a secret's name (TOKEN, PASSWORD, ...) are replaced by `***`, as in all
 texts (`tasks/core/redaction.py`).
 """
@@ -38,7 +39,7 @@ class Output:
 
     Args:
         stage: prefix of the lines in `log`.
-        log: gets lines at INFO, at most about 50 per second, without torchrun's epilogue.
+        log: gets lines at DEBUG, at most about 50 per second, without torchrun's epilogue.
         log_path: file that gets every line except events.
     """
 
@@ -79,7 +80,18 @@ class Output:
             before = line[: line.find(events.PREFIX)]  # text of another process in the same line
             if before.strip():
                 self._text(before)
-            yield event
+            if event["event"] == "log":
+                self._say(event)
+            else:
+                yield event
+
+    def _say(self, event: dict[str, Any]) -> None:
+        """Log a line that the child wants its user to see."""
+        line = plain(str(event.get("text", "")))
+        self._write(line.encode("utf-8", "replace") + b"\n")
+        self._tail.append(line[:TAIL_LINE_CHARACTERS])
+        level = logging.getLevelNamesMapping().get(str(event.get("level")), logging.INFO)
+        self._log.log(level, "[%s] %s", self._stage, line)
 
     def _text(self, line: str) -> None:
         line = plain(line)
@@ -92,7 +104,7 @@ class Output:
             return
         if self._budget.take():
             self._log_suppressed()
-            self._log.info("[%s] %s", self._stage, line)
+            self._log.debug("[%s] %s", self._stage, line)
 
     def _write(self, line: bytes) -> None:
         """Write a line. On a full disk the log ends; the child's own error is the one to report."""
@@ -110,7 +122,7 @@ class Output:
         count = self._budget.suppressed
         if count:
             self._budget.suppressed = 0
-            self._log.info("[%s] ... %d more lines, see %s", self._stage, count, self._path)
+            self._log.debug("[%s] ... %d more lines, see %s", self._stage, count, self._path)
 
 
 class _Lines:

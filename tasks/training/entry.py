@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tasks.core.errors import PlumblineError
-from tasks.core.events import emit
+from tasks.core.events import emit, send_warnings
 from tasks.process.block_unused_imports import compiles, start_lean
 from tasks.process.exit_process import end_process
 from tasks.training.job import TrainJob
@@ -34,6 +34,7 @@ def enter(job_path: str, module: str) -> NoReturn:
     """
     # If a library aborts the process, its lines of Python are the only trace.
     faulthandler.enable(all_threads=False)
+    send_warnings()
     try:
         status = _run(job_path, module)
     except Exception:  # the edge of a process: the parent shows the last lines

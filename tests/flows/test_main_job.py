@@ -159,16 +159,20 @@ class TestQlora:
             (row,) = re.findall(rf"^{stage['name']} .*$", qlora.output, re.MULTILINE)
             cells = row.split()
             assert cells[1] == f"{stage['seconds']:.1f}"
-            if stage["drift"]:
-                assert float(cells[-3]) == pytest.approx(stage["drift"]["mean_kl"], rel=0.05)
-                assert float(cells[-2]) == pytest.approx(stage["drift"]["top1_agreement"], abs=1e-4)
+            if stage["handoff"]:
+                drift, limit = (f"{stage['handoff'][name]:.1e}" for name in ("value", "limit"))
+                assert f"KL {drift}  nats  <= {limit}  ok  " in row
             if stage["artifact"]:
-                assert stage["artifact"].endswith(f"/{cells[-1]}")
+                assert f"/{cells[-1]}" in stage["artifact"]
         before, after = (100 * qlora.summary["eval"][when] for when in ("before", "after"))
         gain = f"({after - before:+.1f} points)"
         assert f"exact match {before:.1f}% -> {after:.1f}% {gain}" in qlora.output
-        serve = f"pages: make -C {PROJECT} up PLUMBLINE_RUNS={qlora.runs}"
-        assert qlora.output.splitlines()[-1] == serve  # no server of `make up` runs
+        report = qlora.runs / "reports" / qlora.summary["run"] / "report.html"
+        assert qlora.output.splitlines()[-3:] == [
+            f"next: vllm serve {qlora.summary['served']}",
+            f"pages: make -C {PROJECT} up PLUMBLINE_RUNS={qlora.runs}",  # no server runs
+            f"report: {report}",
+        ]
 
     def test_transformers_loads_what_is_served_with_no_key_left_over(self, qlora: Run) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer

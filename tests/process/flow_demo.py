@@ -12,7 +12,12 @@ from prefect import flow, get_run_logger, task
 from flows.orchestration.failure import reported
 from tasks.process.launch import launch
 
-SLEEPER = "import os, time; print('child', os.getpid(), flush=True); time.sleep(600)"
+SLEEPER = """
+import os, time
+from tasks.core.events import say
+say(f'child {os.getpid()}')
+time.sleep(600)
+"""
 
 
 @task

@@ -116,7 +116,7 @@ def test_an_exception_of_the_listener_ends_the_child(run: Run) -> None:
 def test_five_thousand_lines_are_all_in_the_file(
     run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG, logger="test.process"):
         run("for i in range(5000): print('line', i)")
     kept = (tmp_path / "logs/demo.log").read_text().splitlines()
     assert kept == [f"line {i}" for i in range(5000)]
@@ -200,7 +200,7 @@ def test_abort_ends_children_of_other_threads(run: Run, tmp_path: Path) -> None:
 PARENT = f"""
 import logging, pathlib, sys
 from tasks.process.launch import launch
-logging.basicConfig(level=logging.INFO, format="%(message)s")
+logging.basicConfig(level=logging.DEBUG, format="%(message)s")
 argv = [sys.executable, "-c", {FAMILY!r}]
 launch(argv, stage="demo", log=logging.getLogger(), log_path=pathlib.Path(sys.argv[1]))
 """

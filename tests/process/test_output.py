@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -51,6 +53,28 @@ def test_text_in_front_of_an_event_is_kept(tmp_path: Path) -> None:
         parsed = list(output.feed(b'half a line @plumbline {"event": "step", "step": 1}\n'))
     assert parsed == [{"event": "step", "step": 1}]
     assert output.tail == ["half a line "]
+
+
+def test_what_a_child_says_is_logged_and_what_its_libraries_print_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    code = (
+        "import logging; from tasks.core.events import emit, say, send_warnings\n"
+        "print('Loading shards: 100%'); send_warnings(); say('waiting for a build')\n"
+        "logging.getLogger('tasks.training').warning('made again: %s', 'x'); emit('step', step=1)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    log = logging.getLogger("test.process")
+    with (
+        caplog.at_level(logging.INFO),
+        Output(stage="train", log=log, log_path=tmp_path / "x.log") as output,
+    ):
+        assert list(output.feed(done.stdout)) == [{"event": "step", "step": 1}]
+    said = [(record.levelname, record.message) for record in caplog.records]
+    assert said == [("INFO", "[train] waiting for a build"), ("WARNING", "[train] made again: x")]
+    lines = ["Loading shards: 100%", "waiting for a build", "made again: x"]
+    assert (tmp_path / "x.log").read_text().splitlines() == lines
+    assert output.tail == lines
 
 
 def test_a_full_disk_ends_the_log_and_not_the_run(

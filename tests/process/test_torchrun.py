@@ -62,7 +62,8 @@ def test_torchruns_epilogue_is_only_in_the_file(
     path, log_path = tmp_path / "rank.py", tmp_path / "train.log"
     path.write_text("raise RuntimeError('an accident')\n")
     argv = python_child("torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(path))
-    with pytest.raises(StageProcessError) as caught:
+    log.setLevel(logging.DEBUG)
+    with pytest.raises(StageProcessError) as caught, caplog.at_level(logging.DEBUG):
         launch(argv, stage="train", log=log, log_path=log_path)
     assert caught.value.details[-1] == "RuntimeError: an accident"
     assert "RuntimeError: an accident" in caplog.text

@@ -19,7 +19,7 @@ import traceback
 from typing import IO, Any, NoReturn
 
 from tasks.core.errors import PlumblineError
-from tasks.core.events import emit
+from tasks.core.events import emit, send_warnings
 from tasks.process.block_unused_imports import on_gpu, start_lean
 from tasks.serving import forks
 from tasks.serving.bf16_linear import use_fp32_where_faster
@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--answer-to", type=int, default=None, help="file descriptor")
     args = parser.parse_args()
+    send_warnings()
     _warm_up()
     if args.answer_to is not None:
         _send(json.load(sys.stdin), args.threads, args.answer_to)

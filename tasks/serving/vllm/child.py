@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from tasks.core.events import send_warnings
 from tasks.drift.fingerprint import Fingerprint
 from tasks.process.block_unused_imports import compiles, start_lean
 from tasks.process.exit_process import end_process
@@ -32,6 +33,7 @@ ALONE = "--alone"
 
 def main() -> None:
     """Run the jobs on the command line, each in a fork; after `ALONE` one job in this process."""
+    send_warnings()
     _import_vllm()
     if sys.argv[1] == ALONE:
         _child(Path(sys.argv[2]))

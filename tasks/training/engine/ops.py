@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tasks.core.events import say
+
 LOOKS = 3
 LOOK_S = 1.0
 """A `lock` has to be closed in three looks: torch closes the file a moment before it removes it."""
@@ -55,7 +57,7 @@ def wait_for_others(lock: Path) -> None:
     while lock.exists():
         idle = 0 if is_open(lock) else idle + 1
         if idle == LOOKS:
-            print(f"removing {lock}: left behind by a build that was killed", flush=True)
+            say(f"removing {lock}: left behind by a build that was killed")
             lock.unlink(missing_ok=True)
             return
         time.sleep(LOOK_S)
@@ -86,7 +88,7 @@ def _alone(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print("waiting for another run's build of DeepSpeed's CPUAdam", flush=True)
+            say("waiting for another run's build of DeepSpeed's CPUAdam")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

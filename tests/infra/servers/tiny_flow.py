@@ -12,7 +12,8 @@ from typing import Any
 
 from flows.cli.bootstrap import bootstrap
 from flows.cli.config import compose_config
-from flows.cli.entry import exit_on_signals, exit_status, to_stderr
+from flows.cli.entry import exit_on_signals, to_stderr
+from flows.cli.outcome import exit_status
 from flows.orchestration.deployment import hold_runs
 from flows.servers.prefect_server import prefect_server
 from tasks.pipeline.locks import Patience, hold

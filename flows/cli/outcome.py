@@ -1,0 +1,85 @@
+"""Print how a run of a flow ended, and what to type next; return the command's exit status."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from flows.servers.services import pages
+from tasks.core.disk import is_full, write_refused
+from tasks.core.errors import PlumblineError, TrackingError
+from tasks.core.terminal import plain
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+def exit_status(state: Any, runs: Path) -> int:
+    """Print the summary of a flow run, or the error that ended it.
+
+    Args:
+        state: Prefect's final state of the flow run.
+        runs: `paths.runs`.
+
+    Returns:
+        The exit status: 0, that of the error's class, or 1 for an unexpected error.
+    """
+    if state.is_completed():
+        summary = state.result(raise_on_failure=False)
+        return completed(runs, summary, pages(runs, PROJECT, summary["pages"]))
+    folder = _own_folder(state, runs)
+    error = state.result(raise_on_failure=False)
+    if is_full(error):
+        error = write_refused(Path(error.filename or runs), error)
+    ours = isinstance(error, PlumblineError)
+    text = error.report() if ours else f"{type(error).__name__}: {error}"
+    logs = [] if ours and error.log else [f"  logs: {runs / 'logs'}"]
+    lines = [plain(text), *logs, pages(runs, PROJECT, _own_pages(folder)), *_report_line(folder)]
+    print("", *lines, sep="\n", file=sys.stderr)
+    return error.exit_code if ours else 1
+
+
+def completed(runs: Path, summary: Mapping[str, Any], shown: str = "") -> int:
+    """Print the summary's table of a run that has just ended, and what to type next.
+
+    Args:
+        runs: `paths.runs`.
+        summary: the summary. `<runs>/latest` may be that of another run by now.
+        shown: line about the pages in Prefect and MLflow; empty for none.
+
+    Returns:
+        The exit status: 0, or 3 if the model could not be registered.
+    """
+    folder = runs / "reports" / summary["run"]
+    lines = [f"next: vllm serve {shlex.quote(summary['served'])}"] if summary["served"] else []
+    lines += [line for line in (shown, *_report_line(folder)) if line]
+    print((folder / "summary.txt").read_text(), *map(plain, lines), sep="\n")
+    return TrackingError.exit_code if summary["unregistered"] else 0
+
+
+def _own_folder(state: Any, runs: Path) -> Path | None:
+    """Return the folder of the flow run that ended in this state; None if it wrote no summary.
+
+    `<runs>/latest` may be that of another run by now.
+    """
+    number = str(state.state_details.flow_run_id)[:8]
+    return next((path.parent for path in (runs / "reports").glob(f"*-{number}/summary.json")), None)
+
+
+def _own_pages(folder: Path | None) -> dict[str, str]:
+    """Return the pages of a run, from the summary in its folder."""
+    with suppress(OSError, ValueError):
+        if folder is not None:
+            own: dict[str, str] = json.loads((folder / "summary.json").read_text())["pages"]
+            return own
+    return {}
+
+
+def _report_line(folder: Path | None) -> list[str]:
+    """Return the line that names the report in a run's folder, if there is one."""
+    report = None if folder is None else folder / "report.html"
+    return [f"report: {report}"] if report is not None and report.is_file() else []

@@ -72,7 +72,7 @@ def test_log_records_of_every_logger(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_output_of_child_processes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     log = tmp_path / "log"
     with Output(stage="train", log=logging.getLogger("child"), log_path=log) as output:
         list(output.feed(f"{HOSTILE.replace(chr(13), '')}\n".encode()))

@@ -68,7 +68,7 @@ class Screen:
             self._begun += 1
             if self._line is not None:
                 number = f"stage {self._begun}/{max(self._begun, self._stages)}"
-                self._task = self._line.add_task(f"{number} {name}", total=None, said="")
+                self._task = self._line.add_task(f"{number} {name}", total=None, numbers="")
             try:
                 return call(name, work, inputs)
             finally:
@@ -86,8 +86,8 @@ class Screen:
             self._line.update(self._task, total=int(event["steps"]), completed=taken)
         elif event["event"] in ("step", "progress") and "replayed" not in event:
             known = {"total": int(event["total"])} if "total" in event else {}
-            said = _words(event)
-            self._line.update(self._task, completed=int(event["step"]), said=said, **known)
+            numbers = _words(event)
+            self._line.update(self._task, completed=int(event["step"]), numbers=numbers, **known)
 
 
 def _line() -> Any:
@@ -122,7 +122,7 @@ def _line() -> Any:
         progress.TextColumn("{task.description}", markup=False),
         progress.BarColumn(bar_width=None),
         Steps(),
-        progress.TextColumn("{task.fields[said]}", markup=False),
+        progress.TextColumn("{task.fields[numbers]}", markup=False),
         console=console,
         transient=True,
         expand=True,

@@ -70,8 +70,8 @@ def test_what_a_child_says_is_logged_and_what_its_libraries_print_is_not(
         Output(stage="train", log=log, log_path=tmp_path / "x.log") as output,
     ):
         assert list(output.feed(done.stdout)) == [{"event": "step", "step": 1}]
-    said = [(record.levelname, record.message) for record in caplog.records]
-    assert said == [("INFO", "[train] waiting for a build"), ("WARNING", "[train] made again: x")]
+    logged = [(record.levelname, record.message) for record in caplog.records]
+    assert logged == [("INFO", "[train] waiting for a build"), ("WARNING", "[train] made again: x")]
     lines = ["Loading shards: 100%", "waiting for a build", "made again: x"]
     assert (tmp_path / "x.log").read_text().splitlines() == lines
     assert output.tail == lines

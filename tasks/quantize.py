@@ -1,4 +1,4 @@
-"""quantize: `served` -> a second `served` folder, with its linear layers in fewer bits.
+"""quantize: `served` -> a second `served` folder, with fewer bits, or for llama.cpp.
 
 The folder in 16 bits stays as it is; the quantised one is a hand-off of its own, with its own
 contract, manifest and drift limit. Its layers are also compared one by one on training rows, so
@@ -12,11 +12,12 @@ import logging
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tasks.core.contract import Check, judge
+from tasks.core.errors import ConfigError
 from tasks.core.files import copy_file
 from tasks.drift.fingerprint import DriftLimit
 from tasks.drift.verdict import FINGERPRINT
@@ -35,6 +36,7 @@ from tasks.pipeline.artifact import MANIFEST, SIGNATURE, inventory
 from tasks.pipeline.report import StageReport
 from tasks.pipeline.stage import CONTRACT
 from tasks.process.launch import launch
+from tasks.serving.llama_cpp import find_programs
 from tasks.weights.execute.verdicts import finite
 from tasks.weights.execute.worker import ask_execute, ask_facts, ask_quantization_config
 from tasks.weights.execute.writer import parse_size
@@ -45,11 +47,18 @@ from tasks.weights.plan.layout import as_is
 from tasks.weights.plan.validate import validate
 from tasks.weights.quantized import gptq
 from tasks.weights.quantized.encode import SCHEMES
-from tasks.weights.quantized.quantize import left_alone, quantized_contract, quantized_plan
+from tasks.weights.quantized.quantize import (
+    GGUF,
+    left_alone,
+    quantized_contract,
+    quantized_plan,
+)
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 ENVIRONMENT = Path(f"{sys.prefix}-quantize", "bin", "python")
 """Interpreter of the environment of `make setup-quantize`."""
+CONVERTED = ("f16", "bf16", "q8_0")
+"""Types of GGUF that llama.cpp's converter writes; its quantiser makes all others from bf16."""
 _SHOWN = 10
 """Layers that the manifest names."""
 
@@ -69,6 +78,7 @@ def quantize(
     log_path: Path,
     data: Path | None = None,
     attn_implementation: str = "sdpa",
+    llama_cpp: str | None = None,
 ) -> StageReport:
     """Write the quantised version of a served folder, and measure what it loses.
 
@@ -83,10 +93,11 @@ def quantize(
         profile: drift that is allowed between the quantised and the trained model.
         scorer: the transformers child, which also quantises to 8 bits.
         log: progress.
-        log_path: file for the output of llm-compressor.
+        log_path: file for the output of llm-compressor or llama.cpp.
         data: dataset artifact; without one the fingerprint's probes take the place of its rows,
             training and held-out.
         attn_implementation: attention of the measurements, by transformers' name.
+        llama_cpp: folder of llama.cpp, for GGUF; None for its programs on PATH.
 
     Returns:
         Report of kind `served`. Its notes name the rows, and the layers that lost most.
@@ -94,13 +105,62 @@ def quantize(
     Raises:
         ContractError: this model cannot be quantised in this way.
         DataError: the training or held-out rows cannot be read.
-        StageProcessError: llm-compressor failed.
+        StageProcessError: llm-compressor or llama.cpp failed.
     """
+    tokens = row_tokens(scorer, served, data, TRAINING_ROWS, rows, reference=reference)
+    if scheme.startswith(GGUF):
+        made = by_llama_cpp(out, served, scheme.removeprefix(GGUF), llama_cpp, log, log_path)
+    else:
+        limit = parse_size(max_shard_size)
+        made = _compressed(out, served, scheme, tokens, limit, group, scorer, log, log_path)
+    notes = {"scheme": scheme, "calibration": provenance(tokens, data), **made.notes}
+    report = StageReport("served", tuple(made.checks), made.metrics, notes)
+    log.info("quantize: %s, %.0f %% of the size", scheme, 100 * made.metrics["size_ratio"])
+    if not all(check.ok for check in report.checks):
+        return report
+    model = ModelRef(served, dtype=dtype_of(served), attn_implementation=attn_implementation)
+    layers = scorer.layer_errors(model, out, tokens)
+    worst, error = layers[0]
+    lost = f"{worst} lost most: its outputs are off by {error:.1%} on {len(tokens)} rows"
+    log.info("quantize: %s", lost)
+    measuring = Measuring(scorer.measure, reference, profile, attn_implementation)
+    drift, check = measuring.take(replace(model, path=out), out)
+    heldout = row_tokens(scorer, served, data, HELDOUT_ROWS, rows, reference=reference)
+    losses, loss_check = heldout_loss(scorer, model, replace(model, path=out), heldout, profile)
+    hint = f"{lost}; convert.quantize=none, or convert.quantize_profile=<a wider one>"
+    verdicts = [each if each.ok else replace(each, hint=hint) for each in (check, loss_check)]
+    numbers = {**losses, "layers/worst": error, "layers/mean": _mean(layers)}
+    return replace(
+        report,
+        checks=(*report.checks, *verdicts),
+        metrics={**report.metrics, **numbers},
+        notes={**notes, "layers": layers[:_SHOWN]},
+        drift=drift,
+    )
+
+
+def _mean(layers: Sequence[tuple[str, float]]) -> float:
+    return sum(error for _, error in layers) / len(layers)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Checks and numbers of a written folder, before it is measured."""
+
+    checks: Sequence[Check]
+    metrics: dict[str, float]
+    notes: dict[str, Any]
+
+
+def _compressed(
+    out: Path, served: Path, scheme: str, tokens: Sequence[Sequence[int]], limit: int, group: int,
+    scorer: ReferenceScorer, log: Log, log_path: Path,
+) -> _Made:  # fmt: skip
+    """Write the model in the format of compressed-tensors, and check every tensor."""
     source = read_checkpoint(served)
     disk = {name: tuple(info.shape) for name, info in source.tensors.items()}
     facts = ask_facts(scorer.perform, served, dtype_of(served), disk)
-    limit, ignore = parse_size(max_shard_size), left_alone(facts)
-    tokens = row_tokens(scorer, served, data, TRAINING_ROWS, rows, reference=reference)
+    ignore = left_alone(facts)
     if scheme in SCHEMES:
         plan = replace(as_is(source), max_shard_bytes=limit)
         plan = quantized_plan(plan, facts, scheme)
@@ -118,35 +178,55 @@ def quantize(
     named = {name: info for name, info in made.tensors.items() if name not in facts.tied}
     checks = [*judge(quantized_contract(facts, scheme, group=group), named)]
     checks += [check for check in values if not check.ok]
-    ratio = made.nbytes / source.nbytes
-    log.info("quantize: %s, %.0f %% of the size", scheme, 100 * ratio)
-    metrics = {"size_ratio": ratio, "bytes": float(made.nbytes), "tensors": float(len(named))}
-    notes = {"scheme": scheme, "left_alone": ignore, "calibration": provenance(tokens, data)}
-    report = StageReport("served", tuple(checks), metrics, notes)
-    if not all(check.ok for check in checks):
-        return report
-    model = ModelRef(served, dtype=dtype_of(served), attn_implementation=attn_implementation)
-    layers = scorer.layer_errors(model, out, tokens)
-    worst, error = layers[0]
-    lost = f"{worst} lost most: its outputs are off by {error:.1%} on {len(tokens)} rows"
-    log.info("quantize: %s", lost)
-    measuring = Measuring(scorer.measure, reference, profile, attn_implementation)
-    drift, check = measuring.take(replace(model, path=out), out)
-    heldout = row_tokens(scorer, served, data, HELDOUT_ROWS, rows, reference=reference)
-    losses, loss_check = heldout_loss(scorer, model, replace(model, path=out), heldout, profile)
-    hint = f"{lost}; convert.quantize=none, or convert.quantize_profile=<a wider one>"
-    verdicts = [each if each.ok else replace(each, hint=hint) for each in (check, loss_check)]
-    return replace(
-        report,
-        checks=(*checks, *verdicts),
-        metrics={**metrics, **losses, "layers/worst": error, "layers/mean": _mean(layers)},
-        notes={**notes, "layers": layers[:_SHOWN]},
-        drift=drift,
-    )
+    metrics = {
+        "size_ratio": made.nbytes / source.nbytes,
+        "bytes": float(made.nbytes),
+        "tensors": float(len(named)),
+    }
+    return _Made(checks, metrics, {"left_alone": ignore})
 
 
-def _mean(layers: Sequence[tuple[str, float]]) -> float:
-    return sum(error for _, error in layers) / len(layers)
+def by_llama_cpp(
+    out: Path, served: Path, kind: str, folder: str | None, log: Log, log_path: Path
+) -> _Made:
+    """Write one GGUF file by llama.cpp's own converter, and its quantiser for the smaller types.
+
+    Args:
+        out: empty staging directory.
+        served: folder of the model in 16 bits.
+        kind: type of the file, such as "q8_0".
+        folder: folder of llama.cpp; None for its programs on PATH.
+        log: progress.
+        log_path: file for the programs' output.
+
+    Raises:
+        ConfigError: a program was not found.
+        StageProcessError: a program failed; llama.cpp does not know every model and tokenizer.
+    """
+    programs = find_programs(folder)
+    file = out / f"{WEIGHTS}-{kind}.gguf"
+    direct = kind in CONVERTED
+    first = file if direct else out / f".{WEIGHTS}-bf16.gguf"
+    if programs.converter is None or not (direct or programs.quantizer):
+        raise ConfigError(
+            f"convert.quantize={GGUF}{kind}: llama.cpp was not found",
+            hint="convert.llama_cpp=<folder of llama.cpp, built>",
+        )
+    converter = programs.converter.resolve()
+    command = [sys.executable, str(converter), str(served), "--outfile", str(first)]
+    env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+    env["PYTHONPATH"] = str(converter.parent)  # it imports modules beside it
+    steps = [[*command, "--outtype", kind if direct else "bf16"]]
+    steps += [] if direct else [[str(programs.quantizer), str(first), str(file), kind]]
+    for argv in steps:
+        launch(argv, stage="quantize", log=log, log_path=log_path, env=env)
+    if not direct:
+        first.unlink()
+    _copy_other_files(served, out)
+    write_json(out / CONFIG, read_json(served / CONFIG))
+    size = file.stat().st_size
+    ratio = size / read_checkpoint(served).nbytes
+    return _Made((), {"size_ratio": ratio, "bytes": float(size)}, {"file": file.name})
 
 
 def _by_gptq(out: Path, job: dict[str, Any], log: Log, log_path: Path) -> dict[str, Any]:

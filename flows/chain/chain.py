@@ -39,6 +39,7 @@ from tasks.quantize import quantize, smoke_quantized
 from tasks.rl.rewards.exact import EXACT_MATCH
 from tasks.rl.rewards.identity import model_digest
 from tasks.smoke_eval import smoke_eval
+from tasks.weights.quantized.quantize import GGUF
 
 
 class Chain(ChainRun):
@@ -135,7 +136,11 @@ class Chain(ChainRun):
                 "group": convert_to["group_size"],
                 "profile": self.quantized_profile,
             },
-            context={"scorer": self.scorer, "log_path": self.log_path("quantize")},
+            context={
+                "scorer": self.scorer,
+                "log_path": self.log_path("quantize"),
+                "llama_cpp": convert_to["llama_cpp"],
+            },
         )
 
     @property
@@ -179,6 +184,9 @@ def smoke_stage(run: ChainRun, *, quantized: bool = False, **inputs: Artifact) -
     config: dict[str, Any] = {"engine": settings.engine, "settings": settings, "profile": profile}
     config |= sampling
     if quantized:
+        if run.settings["convert"]["quantize"].startswith(GGUF):
+            config["engine"] = "server"
+            context["llama_cpp"] = run.settings["convert"]["llama_cpp"]
         context["test"], function = function, smoke_quantized
         config["most"] = run.settings["convert"]["max_eval_drop"]
     run.mechanism.run(stage, function, inputs=inputs, config=config, context=context)

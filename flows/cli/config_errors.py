@@ -21,12 +21,6 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from flows.cli.vocabulary import EXPERIMENTS, VALUE, Vocabulary
 from tasks.core.errors import ConfigError
 
-GGUF = (
-    "convert.quantize=none, then llama.cpp's convert_hf_to_gguf.py on the served folder; "
-    "python flows/verify.py url=<llama-server> source=<served folder> compares the two"
-)
-"""Command for a format that no stage makes yet."""
-
 
 @dataclass(frozen=True)
 class Problem:
@@ -208,8 +202,6 @@ def wrong_value(key: str, cause: Exception, place: str, names: Vocabulary, defau
     text = written(default)
     near = names.near_word(key, value[1]) if value else ""
     allowed = f"{key} is {names.kind(key)}; its default is {text}"
-    if key == "convert.quantize" and value and value[1].lower().startswith("gguf"):
-        return Problem(f"{message} ({place})", allowed, GGUF)
     return Problem(f"{message} ({place})", allowed, f"{key}={near or text}")
 
 

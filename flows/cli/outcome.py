@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,6 +13,7 @@ from flows.servers.services import pages
 from tasks.core.disk import is_full, write_refused
 from tasks.core.errors import PlumblineError, TrackingError
 from tasks.core.terminal import plain
+from tasks.serving.llama_cpp import serve_line
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -55,7 +55,7 @@ def completed(runs: Path, summary: Mapping[str, Any], shown: str = "") -> int:
         The exit status: 0, or 3 if the model could not be registered.
     """
     folder = runs / "reports" / summary["run"]
-    lines = [f"next: vllm serve {shlex.quote(summary['served'])}"] if summary["served"] else []
+    lines = [f"next: {serve_line(Path(summary['served']))}"] if summary["served"] else []
     lines += [line for line in (shown, *_report_line(folder)) if line]
     print((folder / "summary.txt").read_text(), *map(plain, lines), sep="\n")
     return TrackingError.exit_code if summary["unregistered"] else 0

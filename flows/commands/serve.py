@@ -1,4 +1,4 @@
-"""Run `python flows/serve.py MODEL ...`: check every byte of a model, then become `vllm serve`."""
+"""Run `python flows/serve.py MODEL ...`: check every byte of a model, then become its server."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from flows.cli.config import Composed
 from flows.cli.entry import exit_on_signals, run_main
 from flows.commands.registry import named, verified
 from tasks.core.terminal import plain
+from tasks.serving import llama_cpp
+from tasks.serving.llama_cpp import gguf_file
 from tasks.serving.vllm.server import serve_command
 
 
 def main() -> int:
-    """Run the command of this process; `vllm serve` takes its place. Returns the exit status."""
+    """Run the command of this process; the server takes its place. Returns the exit status."""
     words = sys.argv[1:]
     # `--help` alone is ours; after a model it belongs to vLLM.
     end = next((i for i, word in enumerate(words) if i and word.startswith("-")), len(words))
@@ -22,16 +24,19 @@ def main() -> int:
 
     def job(composed: Composed, overrides: list[str]) -> int:
         folder, version = named(composed)
-        program = serve_command(folder)
+        file = gguf_file(folder)
+        program = serve_command(folder) if file is None else llama_cpp.serve_command(file)
         artifact = verified(composed, folder, version)
         command.extend([*program, *words[end:]])
-        shown = shlex.join([str(folder), *words[end:]])
-        shown = f"digest verified: {artifact.digest}\nvllm serve {shown}"
+        shown = shlex.join(words[end:])
+        shown = (
+            f"digest verified: {artifact.digest}\n{llama_cpp.serve_line(folder)} {shown}".rstrip()
+        )
         print(plain(shown), flush=True)
         return 0
 
     with exit_on_signals():
         status = run_main("serve", job, argv=words[:end])
     if command and not status:
-        os.execv(command[0], command)
+        os.execvp(command[0], command)
     return status

@@ -33,7 +33,7 @@ from tasks.pipeline.report import StageResult, StageRunner
 from tasks.pipeline.signature import key_file
 from tasks.release.model_card import beside
 from tasks.serving.vllm.job import HEADROOM
-from tasks.weights.quantized.quantize import quantized_size
+from tasks.weights.quantized.quantize import GGUF, quantized_size
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,8 @@ class Delivery:
             yield f"merge into: the {self.choice.mode} base{bits} ({self.choice.reason})"
         if self.settings["convert"]["quantize"] != "none":
             scheme = self.settings["convert"]["quantize"]
-            yield f"quantize: linear layers to {scheme}, in OUT; the model in 16 bits is kept"
+            what = "all weights" if scheme.startswith(GGUF) else "linear layers"
+            yield f"quantize: {what} to {scheme}, in OUT; the model in 16 bits is kept"
         yield f"smoke test: {self.engine or 'none'}"
         if self.settings["register"]["sign"] is not None:
             yield f"sign: with {self.settings['register']['sign']}"

@@ -27,6 +27,7 @@ from tasks.pipeline.report import StageResult, StageRunner
 from tasks.pipeline.stage import Stage
 from tasks.quantize import quantize
 from tasks.weights.execute.writer import parse_size
+from tasks.weights.quantized.quantize import GGUF
 
 if TYPE_CHECKING:
     from flows.delivery.chain import Delivery
@@ -169,7 +170,11 @@ class DeliveryStages:
                 "profile": self._quantized_profile,
                 "attn_implementation": self.delivery.attention,
             },
-            context={"scorer": self.scorer, "log_path": self.mechanism.logs / "quantize.log"},
+            context={
+                "scorer": self.scorer,
+                "log_path": self.mechanism.logs / "quantize.log",
+                "llama_cpp": convert_to["llama_cpp"],
+            },
         )
         self._smoke(SMOKE_QUANTIZED, quantized.artifact, before, inputs)
         return quantized
@@ -186,12 +191,15 @@ class DeliveryStages:
         own = PROFILES[settings["profile"]]
         names = {each.name for each in fields(Smoke)} & settings.keys()
         shared = {name: settings[name] for name in names}
+        engine, convert_to = settings["engine"], self.delivery.settings["convert"]
+        if stage is SMOKE_QUANTIZED and convert_to["quantize"].startswith(GGUF):
+            engine = "server"
         self.mechanism.run(
             stage,
             reward_smoke if self.delivery.work.is_reward else smoke,
             inputs={"served": served, "reference": before},
             config={
-                "engine": settings["engine"],
+                "engine": engine,
                 "settings": Smoke(**shared, max_new_tokens=settings["greedy_tokens"]),
                 "profile": self._quantized_profile if stage is SMOKE_QUANTIZED else own,
                 "attn_implementation": self.delivery.attention,
@@ -202,6 +210,7 @@ class DeliveryStages:
                 "history": {r.name: r.drift for r in self.mechanism.results if r.drift},
                 "before": self._before(inputs),
                 "explain": self._explain,
+                "llama_cpp": convert_to["llama_cpp"],
             },
         )
 

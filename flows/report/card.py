@@ -15,6 +15,7 @@ from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.report import StageResult
 from tasks.release.model_card import card, hub_id, license_of
 from tasks.release.numbers import NUMBERS, interval, measured
+from tasks.serving.llama_cpp import serve_line
 
 _NOT_OF_THE_MODEL = (
     "paths.",
@@ -96,7 +97,11 @@ def _sections(
         "Training": trained,
         "Evaluation": list(_evaluation(results)),
         "Proof": list(_proof(results, served)),
-        "Serve": ["```bash", "vllm serve <this folder>", "```"],
+        "Serve": [
+            "```bash",
+            serve_line(served.path).replace(str(served.path), "<this folder>"),
+            "```",
+        ],
         "Verify": [
             "The manifest lists the hash of every tensor and file. `model.sig`, if the folder has",
             "one, signs all of them. A running server is compared with this folder by:",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,6 +19,7 @@ from typing import Any
 from flows.report.collect import Collected, Stage, collect
 from flows.report.compare import Comparison
 from flows.report.figures import draw, overlay
+from tasks.serving.llama_cpp import serve_line
 
 REPORT = "report.html"
 TEMPLATE = "report.html.jinja"
@@ -101,7 +101,7 @@ def page(collected: Collected) -> str:
         TEMPLATE,
         run=collected,
         summary=summary,
-        serve=f"vllm serve {shlex.quote(summary['served'])}" if summary.get("served") else "",
+        serve=serve_line(Path(summary["served"])) if summary.get("served") else "",
         pages={name: url for name, url in summary.get("pages", {}).items() if _is_web(url)},
         steps=_steps(collected.stages),
         measured=_measured(summary["eval"]),

@@ -25,6 +25,7 @@ class Convert:
     quantize_profile: QuantizeProfile = "auto"  # drift limits of that version; auto: by format
     group_size: int = 128  # w4a16: numbers of a row that share a scale; 32, 64 or 128
     calibration_rows: int = 128  # training rows that its layers are calibrated and compared on
+    llama_cpp: str | None = None  # gguf: folder of llama.cpp, built; null: its programs on PATH
     max_eval_drop: float | None = 5.0  # points of exact match that it may lose; null: no limit
 
 

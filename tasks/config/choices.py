@@ -3,8 +3,11 @@
 from typing import Literal
 
 Dtype = Literal["bfloat16", "float16", "float32"]
-Quantize = Literal["none", "w8a8", "fp8", "w4a16"]
-"""Number formats of the linear layers that are served."""
+Quantize = Literal[
+    "none", "w8a8", "fp8", "w4a16",
+    "gguf:f16", "gguf:bf16", "gguf:q8_0", "gguf:q6_k", "gguf:q5_k_m", "gguf:q4_k_m",
+]  # fmt: skip
+"""Number formats of the linear layers that are served; `gguf:` for llama.cpp, all its weights."""
 QuantizeProfile = Literal["auto", "int8", "fp8", "int4", "relaxed", "standard"]
 """Drift limits of quantised models, see `tasks/drift/fingerprint.py`."""
 Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]

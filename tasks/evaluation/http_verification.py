@@ -1,8 +1,9 @@
-"""Serve a folder with `vllm serve`, verify the server as `flows/verify.py` does, and evaluate it.
+"""Serve a folder as its users do, verify the server as `flows/verify.py` does, and evaluate it.
 
-The engine of `serve.py` gets token ids inside of one process. This one is what users reach: the
-HTTP server with its own tokenizer, chat template, EOS and default sampling settings. Everything
-that the smoke test needs comes from its answers, so that reports and metrics keep their names.
+`vllm serve` serves it, or llama.cpp's server a GGUF file. The engine of `serve.py` gets token ids
+inside of one process. This one is what users reach: the HTTP server with its own tokenizer, chat
+template, EOS and default sampling settings. Everything that the smoke test needs comes from its
+answers, so that reports and metrics keep their names.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from tasks.drift.verdict import FINGERPRINT
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.evaluation.serve import Question, Responses, Served, ending_ids, longest_sequence
 from tasks.process.output import Log
-from tasks.serving.vllm.job import time_limit
-from tasks.serving.vllm.server import AT_ONCE, NAME, running
+from tasks.serving import http_server
+from tasks.serving.http_server import NAME
+from tasks.serving.llama_cpp import find_programs, gguf_file, serve_command
+from tasks.serving.vllm.job import STAGE, time_limit
+from tasks.serving.vllm.server import AT_ONCE, running
 from tasks.verify import check as verdict
 from tasks.verify.alignment import Aligned
 from tasks.verify.answers import Answers
@@ -31,12 +35,15 @@ from tasks.verify.reference import Probe, Reference, token_facts
 from tasks.verify.run import Target, run_checks
 from tasks.verify.servers.completions import VllmServer
 from tasks.verify.servers.http import Http
-from tasks.verify.servers.server import Generated
+from tasks.verify.servers.llama_cpp import LlamaCppServer
+from tasks.verify.servers.server import Generated, Server
 from tasks.witness.plumbline_witness.probes import CHATS
 
 TEXTS = 16
 """Texts that the server has to split into the same tokens, and conversations it has to render."""
 _TEXT_TOKENS = 256
+_SLOTS = 4
+"""Requests that llama.cpp's server computes at the same time."""
 _TINY = 1e-9
 """Mass below which what a list leaves is rounding of its numbers."""
 _NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -52,6 +59,7 @@ def serve_over_http(
     out: Path,
     log: Log,
     log_path: Path,
+    llama_cpp: str | None = None,
 ) -> Served:
     """Serve and verify the model under test, and sample its responses; then those of the base.
 
@@ -63,6 +71,7 @@ def serve_over_http(
         out: folder that gets `fingerprint.fp`.
         log: gets the servers' output.
         log_path: file for their whole output.
+        llama_cpp: folder of llama.cpp, which serves a GGUF file; None for its programs on PATH.
 
     Raises:
         StageProcessError: a server did not start, crashed, or took too long.
@@ -70,15 +79,30 @@ def serve_over_http(
     """
 
     @contextmanager
-    def server_of(folder: Path) -> Iterator[VllmServer]:
+    def server_of(folder: Path) -> Iterator[Server]:
         length = settings.max_model_len or longest_sequence(question, settings.max_new_tokens)
         dtype, limit = question.dtype, settings.timeout_s or time_limit([folder])
-        with running(
-            folder, settings, limit, dtype=dtype, max_model_len=length, log=log, log_path=log_path
-        ) as url:
+        file = gguf_file(folder)
+        if file is None:
+            server = running(
+                folder, settings, limit,
+                dtype=dtype, max_model_len=length, log=log, log_path=log_path,
+            )  # fmt: skip
+        else:
+            port = http_server.free_port()
+            argv = serve_command(file, find_programs(llama_cpp).server)
+            argv += ["--host", http_server.HOST, "--port", str(port), "--alias", NAME]
+            argv += ["--parallel", str(_SLOTS), "--ctx-size", str(_SLOTS * length)]
+            if settings.threads:
+                argv += ["--threads", str(settings.threads)]
+            server = http_server.running(argv, port, limit, stage=STAGE, log=log, log_path=log_path)
+        with server as url:
             http = Http(url, timeout_s=limit)
             try:
-                yield VllmServer(http, kind="vllm")
+                if file is None:
+                    yield VllmServer(http, kind="vllm")
+                else:
+                    yield LlamaCppServer(http, http.get("/props"), sampled=length)
             finally:
                 http.close()
 
@@ -189,7 +213,7 @@ def fingerprint_of(reference: Fingerprint, served: Aligned) -> Fingerprint:
 
 
 def responses(
-    server: VllmServer,
+    server: Server,
     question: Question,
     prompts: Sequence[Sequence[int]],
     tokens: int,
@@ -204,6 +228,8 @@ def responses(
         tokens: token limit of each response.
         stops: ids that end a response besides the folder's own.
     """
+    assert isinstance(server, VllmServer | LlamaCppServer)
+    http = server.http
     options: dict[str, Any] = {"stop_token_ids": list(stops), **_NEUTRAL}
 
     def generate(temperature: float) -> Responses:
@@ -214,7 +240,7 @@ def responses(
             return made
 
         began = time.perf_counter()
-        made = server.http.parallel(respond, list(enumerate(prompts)), AT_ONCE)
+        made = http.parallel(respond, list(enumerate(prompts)), AT_ONCE)
         seconds = time.perf_counter() - began
         stopped = [response.finish == "stop" for response in made]
         return Responses([list(response.ids or ()) for response in made], stopped, seconds)

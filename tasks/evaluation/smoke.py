@@ -101,6 +101,7 @@ class SmokeTest:
         public_key: a signed folder is served only if this key signed it; None for any folder.
         before: the model that the served one has to be, for transformers; None if unknown.
         explain: says where two models part, after a failed drift check.
+        llama_cpp: folder of llama.cpp, which serves a GGUF file; None for its programs on PATH.
     """
 
     served: Path
@@ -115,6 +116,7 @@ class SmokeTest:
     public_key: Path | None = None
     before: ModelRef | None = None
     explain: Explain | None = None
+    llama_cpp: str | None = None
 
     @property
     def engine(self) -> str:
@@ -247,6 +249,7 @@ class SmokeTest:
             return serve_over_http(
                 question, self.settings, self.profile,
                 scorer=self.scorer, out=out, log=self.log, log_path=self.log_path,
+                llama_cpp=self.llama_cpp,
             )  # fmt: skip
         return serve_with_vllm(
             question, self.settings, out=out, log=self.log, log_path=self.log_path

@@ -83,7 +83,7 @@ MISTAKES = [
     Mistake("rlhf", f"{RUN};train.epochs=two", "-> train.epochs=1.0"),
     Mistake("rlhf", f"{RUN};smoke.engine=sglang", "is one of vllm, server, transformers"),
     Mistake("rlhf", f"{RUN};train.nproc=-1", "-> train.nproc="),
-    Mistake("deliver", "source=a;out=b;convert.quantize=gguf:q4_k_m", "convert_hf_to_gguf.py"),
+    Mistake("deliver", "source=a;out=b;convert.quantize=gguf:q4_0", "-> convert.quantize=gguf:q"),
     Mistake("rlhf", f"{RUN};train.epochs=1,2", "--multirun train.epochs=1,2"),
     Mistake("rlhf", f"{RUN};train.loss=dpo", "-> train.loss.<key>=<value>"),
     # grammar

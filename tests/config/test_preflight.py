@@ -219,13 +219,23 @@ def test_quantising_reports_all_its_problems_at_once(tmp_path: Path) -> None:
         is_reward=True, engine="none", environment=tmp_path / "bin" / "python",
     )  # fmt: skip
     assert [(finding.found, finding.override) for finding in problems] == [
-        ("w4a16 without compressed-tensors", "pip install compressed-tensors"),
         ("w4a16 of a reward model", "convert.quantize=none"),
         ("w4a16 of a mixture of experts (num_local_experts 8)", "convert.quantize=none"),
         ("w4a16 without a smoke test", "smoke.engine=vllm"),
+        ("w4a16 without compressed-tensors", "pip install compressed-tensors"),
         ("w4a16 without llm-compressor", "make setup-quantize"),
         ("w4a16 of hidden_size 576", "convert.group_size=64"),
         ("w4a16 of intermediate_size 100", "convert.quantize=w8a8"),
+    ]
+    gguf = {"quantize": "gguf:q4_k_m", "llama_cpp": str(tmp_path)}
+    problems = quantizing(gguf, {"model_type": "gpt2"}, lambda name: "0", engine="none")
+    names = "convert_hf_to_gguf.py, llama-server, llama-quantize"
+    assert [(finding.found, finding.override) for finding in problems] == [
+        ("gguf:q4_k_m of gpt2, whose layers are convolutions", "convert.quantize=none"),
+        ("gguf:q4_k_m without a smoke test", "smoke.engine=vllm"),
+        (f"gguf:q4_k_m without {names} in {tmp_path}", "convert.llama_cpp=<its folder, built>"),
+        ("gguf:q4_k_m without gguf", "pip install gguf"),
+        ("gguf:q4_k_m of gpt2", "convert.quantize=none"),
     ]
     (odd,) = quantizing(
         {**convert, "group_size": 48}, {}, lambda name: "1", environment=Path(__file__)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make the environments of tests with mark `peers`: one per project, under $PLUMBLINE_PEERS.
-#   PLUMBLINE_PEERS=~/peers tests/delivery/peers.sh [llamafactory swift verl openrlhf llamacpp]
+#   PLUMBLINE_PEERS=~/peers tests/delivery/peers.sh [llamafactory swift verl openrlhf llamacpp ggml]
 # Each holds a trainer and the packages that it wants in another version than this project; the rest
 # (torch among them) comes from .venv, which stays as it is.
 set -euo pipefail
@@ -27,6 +27,7 @@ declare -A PACKAGES=(
     [transformers440]="transformers==4.40.2 tokenizers==0.19.1 huggingface-hub<1 peft==0.10.0
         accelerate==0.30.1 datasets==2.21.0 fsspec==2024.6.1 multiprocess==0.70.16 dill==0.3.8"
     [llamacpp]="xllamacpp==2026.10.11549 gguf==0.19.0"
+    [ggml]="scikit-build-core pathspec"
 )
 
 stub() { # stub ENVIRONMENT FILE TEXT: a module that has no CPU build, and that text alone never calls
@@ -36,6 +37,13 @@ stub() { # stub ENVIRONMENT FILE TEXT: a module that has no CPU build, and that 
     echo "$3" >"$file"
 }
 
+build_llama_cpp() { # build_llama_cpp FOLDER: from the sources in the package of its Python binding
+    .venv/bin/python -m pip download -q --no-deps --no-binary :all: -d "$1" llama-cpp-python==0.3.36
+    tar -xzf "$1"/llama_cpp_python-*.tar.gz -C "$1" --strip-components=2 --wildcards '*/vendor/llama.cpp/*'
+    cmake -S "$1/llama.cpp" -B "$1/llama.cpp/build" -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF
+    cmake --build "$1/llama.cpp/build" -j "$(nproc)" --target llama-quantize llama-server
+}
+
 for name in "${@:-llamafactory swift verl openrlhf}"; do for peer in $name; do
     echo "peers: $peer"
     .venv/bin/python -m venv --without-pip "$PLUMBLINE_PEERS/$peer"
@@ -43,6 +51,7 @@ for name in "${@:-llamafactory swift verl openrlhf}"; do for peer in $name; do
     read -r -d '' -a wanted <<<"${PACKAGES[$peer]}" || true
     .venv/bin/python -m pip --python "$PLUMBLINE_PEERS/$peer/bin/python" install -q --no-deps "${wanted[@]}"
     case $peer in
+    ggml) build_llama_cpp "$PLUMBLINE_PEERS/ggml" ;;
     llamafactory) stub "$peer" torchaudio.py '"""Stub: audio alone needs it."""' ;;
     openrlhf)
         stub "$peer" flash_attn/__init__.py '"""Stub: packed samples alone need it."""'

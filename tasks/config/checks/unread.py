@@ -104,7 +104,7 @@ def _rules(settings: Mapping[str, Any], rewarded: bool) -> Iterator[Unread]:
         yield from _online(settings["rl"], settings["rollout"])
         yield from _reward(settings["reward"], rewarded)
     if settings["convert"]["quantize"] == "none":
-        own = ("quantize_profile", "group_size", "calibration_rows", "max_eval_drop")
+        own = ("quantize_profile", "group_size", "calibration_rows", "llama_cpp", "max_eval_drop")
         keys = " ".join(f"convert.{name}" for name in own)
         readers, override = "only a quantised version reads it", "convert.quantize=w8a8"
         yield Unread(keys, "convert.quantize=none", readers, override)

@@ -23,14 +23,17 @@ def layer_errors(
 
     Args:
         original: a causal model by transformers, in eval mode.
-        quantized: its version from a compressed-tensors folder.
+        quantized: its version, from a compressed-tensors folder or from a GGUF file.
         rows: token ids of each row.
     """
+    named = dict(quantized.named_modules())
     layers = {
         name: module
-        for name, module in quantized.named_modules()
+        for name, module in named.items()
         if getattr(module, "quantization_scheme", None) is not None
     }
+    if not layers:  # from GGUF, where every linear layer is quantised and already decoded
+        layers = {name: m for name, m in named.items() if isinstance(m, torch.nn.Linear)}
     device = input_device(quantized)
     quantized(torch.tensor([list(rows[0][:2])], device=device))  # decompresses the weights
     sums = {name: [0.0, 0.0] for name in layers}

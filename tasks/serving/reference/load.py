@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import ArtifactError
+from tasks.serving.llama_cpp import gguf_file
 from tasks.serving.reference.peft_adapters import first_lines, with_adapters
 from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
 
@@ -86,6 +87,9 @@ def from_folder(
     _require(path, "config.json")
     if quantization is not None:
         extra["quantization_config"] = quantization_config(quantization)
+    elif (file := gguf_file(path)) is not None:
+        extra["gguf_file"] = file.name
+        extra["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
         model, info = getattr(transformers, auto).from_pretrained(
             path,
@@ -116,7 +120,7 @@ def placement(path: Path, device: str, *, quantized: bool) -> Any:
         return {"": "cpu"} if quantized else None
     import torch
 
-    files = (file for kind in ("*.safetensors", "*.bin") for file in path.glob(kind))
+    files = (file for kind in ("*.safetensors", "*.bin", "*.gguf") for file in path.glob(kind))
     needed = sum(file.stat().st_size for file in files) * (FOUR_BITS if quantized else 1.0)
     free, _ = torch.cuda.mem_get_info(0)
     return {"": "cuda:0"} if needed <= FILLED * free else "auto"

@@ -2,39 +2,29 @@
 
     with running(folder, settings, ...) as url:     http://127.0.0.1:<a free port>
 
-The server listens on loopback only. It belongs to the supervised children of the flow
-(`tasks/process/child.py`), so that it ends with the flow, whatever happens to the flow.
+The server listens on loopback only, and ends with the flow; see `tasks/serving/http_server.py`.
 """
 
 from __future__ import annotations
 
-import http.client
-import math
-import socket
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tasks.config.after_training import Smoke
-from tasks.core.errors import ConfigError, PlumblineError, StageProcessError
+from tasks.core.errors import ConfigError
 from tasks.process.block_unused_imports import compiles
-from tasks.process.child import Child, live
-from tasks.process.output import Log, Output
+from tasks.process.output import Log
+from tasks.serving import http_server
+from tasks.serving.http_server import HOST, NAME
 from tasks.serving.vllm.job import STAGE, environment
 
-NAME = "model"
-"""Name under which the folder is served."""
 ALTERNATIVES = 100
 """Token ids per position that a request may ask for."""
 AT_ONCE = 64
 """Requests that the server computes at the same time."""
-_POLL_S = 0.25
-_LAST_WORDS_S = 10.0
-"""Seconds in which a server that stopped answering may end and say why."""
 
 
 def serve_command(folder: Path) -> list[str]:
@@ -81,9 +71,9 @@ def running(
     Raises:
         StageProcessError: the server ended, or the time is over; with its last lines of output.
     """
-    port, sharing = _free_port(), settings.tensor_parallel
+    port, sharing = http_server.free_port(), settings.tensor_parallel
     options = {
-        "--host": "127.0.0.1",
+        "--host": HOST,
         "--port": str(port),
         "--served-model-name": NAME,
         "--dtype": dtype,
@@ -98,57 +88,7 @@ def running(
     argv += [] if compiles() else ["--enforce-eager"]
     env = environment(settings.kv_cache_gib, settings.threads, sharing=sharing)
     env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_API_KEY": ""}
-    with Output(stage=STAGE, log=log, log_path=log_path) as output, live(Child(argv, env=env)) as c:
-        reader = threading.Thread(target=_read, args=(c, output), daemon=True)
-        reader.start()
-        late = threading.Timer(timeout_s, c.cancel)
-        late.daemon = True
-        late.start()
-        try:
-            _wait(c, port)
-            yield f"http://127.0.0.1:{port}"
-        except (PlumblineError, _Ended) as error:
-            if not isinstance(error, _Ended) and not c.wait(_LAST_WORDS_S):
-                raise
-            reader.join(_LAST_WORDS_S)
-            reason = "exit"
-            if c.cancelled:  # by the timer, or by an abort of the flow
-                reason = "timeout" if late.finished.is_set() else "cancelled"
-            raise StageProcessError(STAGE, c.poll(), output.tail, reason) from error
-        finally:
-            late.cancel()
-            c.end()
-            reader.join(_LAST_WORDS_S)
-
-
-class _Ended(Exception):
-    """The server ended before it was healthy."""
-
-
-def _read(child: Child, output: Output) -> None:
-    """Pass the server's output on to its end."""
-    while chunk := child.read(math.inf):
-        for _ in output.feed(chunk):
-            pass  # a server has no events
-
-
-def _wait(child: Child, port: int) -> None:
-    """Wait until the server is healthy; the caller's timer ends one that never is."""
-    while child.poll() is None:
-        with suppress(OSError, http.client.HTTPException):
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-            try:
-                connection.request("GET", "/health")
-                if connection.getresponse().status == http.client.OK:
-                    return
-            finally:
-                connection.close()
-        time.sleep(_POLL_S)
-    raise _Ended
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    with http_server.running(
+        argv, port, timeout_s, stage=STAGE, log=log, log_path=log_path, env=env
+    ) as url:
+        yield url

@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from tasks.verify.servers.http import Http
-from tasks.verify.servers.scoring import entry, score_next
+from tasks.verify.servers.scoring import SAMPLED, entry, score_next
 from tasks.verify.servers.server import (
     Abilities,
     Entry,
@@ -35,10 +35,16 @@ class LlamaCppServer(Server):
     Its model's name is what a client gets: with the adapters of the command line at their default
     scales. With adapters there are two kinds of names more, which `lora` of each request selects:
     the adapters' file names without ending, and the base as `<model>@base`.
+
+    Args:
+        http: the connection.
+        props: answer of `/props`.
+        sampled: positions of a sequence that `score` measures, at most; each is a request.
     """
 
-    def __init__(self, http: Http, props: Mapping[str, Any]) -> None:
+    def __init__(self, http: Http, props: Mapping[str, Any], sampled: int = SAMPLED) -> None:
         self.http = http
+        self._sampled = sampled
         self.url = http.url
         self.kind = "llama.cpp"
         self.version = str(props.get("build_info", ""))
@@ -68,6 +74,7 @@ class LlamaCppServer(Server):
         return score_next(
             lambda prefixes: self._next_tokens(model, prefixes, workers, cache_prompt=False),
             sequences,
+            self._sampled,
         )
 
     def next_tokens(

@@ -54,14 +54,16 @@ def positions(length: int, most: int = SAMPLED) -> tuple[int, ...]:
 def score_next(
     next_tokens: Callable[[Sequence[Sequence[int]]], Sequence[Entry]],
     sequences: Sequence[Sequence[int]],
+    most: int = SAMPLED,
 ) -> list[Scores]:
     """Score a sample of positions by the next tokens after each prefix; the others are empty.
 
     Args:
         next_tokens: returns the most likely next tokens after each prefix.
         sequences: token ids, at least two each.
+        most: positions of a sequence, at most.
     """
-    chosen = [positions(len(ids)) for ids in sequences]
+    chosen = [positions(len(ids), most) for ids in sequences]
     prefixes = [
         ids[: at + 1] for ids, places in zip(sequences, chosen, strict=True) for at in places
     ]

@@ -25,6 +25,10 @@ from tasks.weights.quantized.encode import SCALE_DTYPE, SCHEMES, library_scheme
 
 SCALE = "_scale"
 """Suffix of the key of a weight's scales, after the weight's own key."""
+GGUF = "gguf:"
+"""Beginning of the formats that llama.cpp writes and serves."""
+GGUF_BITS = {"f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q6_k": 6.6, "q5_k_m": 5.7, "q4_k_m": 4.9}
+"""Bits per weight of GGUF types, all weights and scales included, about."""
 _SHOWN = 50
 
 
@@ -93,7 +97,10 @@ def quantized_size(nbytes: int, linear: int, convert: Mapping[str, Any]) -> int:
         linear: number of weights in its quantised layers.
         convert: section `convert`.
     """
-    bits = 8.0 if convert["quantize"] in SCHEMES else 4 + 16 / convert["group_size"]
+    scheme = convert["quantize"]
+    if scheme.startswith(GGUF):  # embeddings and head, too
+        return int(nbytes * GGUF_BITS[scheme.removeprefix(GGUF)] / 16)
+    bits = 8.0 if scheme in SCHEMES else 4 + 16 / convert["group_size"]
     return nbytes - int(linear * (2 - bits / 8))
 
 

@@ -1,0 +1,111 @@
+"""Run a model server as a child process on loopback, for as long as a block needs it.
+
+    with running(argv, port, timeout_s, log=log, log_path=path) as url:    http://127.0.0.1:<port>
+
+The server belongs to the supervised children of the flow (`tasks/process/child.py`), so that it
+ends with the flow, whatever happens to the flow. `vllm/server.py` and `llama_cpp.py` make commands.
+"""
+
+from __future__ import annotations
+
+import http.client
+import math
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tasks.core.errors import PlumblineError, StageProcessError
+from tasks.process.child import Child, live
+from tasks.process.output import Log, Output
+
+HOST = "127.0.0.1"
+NAME = "model"
+"""Name under which a folder is served."""
+_POLL_S = 0.25
+_LAST_WORDS_S = 10.0
+"""Seconds in which a server that stopped answering may end and say why."""
+
+
+@contextmanager
+def running(
+    argv: Sequence[str],
+    port: int,
+    timeout_s: float,
+    *,
+    stage: str,
+    log: Log,
+    log_path: Path,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[str]:
+    """Start a server, wait until it is healthy, and yield its address.
+
+    Args:
+        argv: command that listens on `HOST` and `port`, and answers `/health`.
+        port: a free port.
+        timeout_s: seconds for the start and the whole block.
+        stage: name for log lines and errors.
+        log: gets the server's output.
+        log_path: file for its whole output.
+        env: additions to the environment.
+
+    Raises:
+        StageProcessError: the server ended, or the time is over; with its last lines of output.
+    """
+    with Output(stage=stage, log=log, log_path=log_path) as output, live(Child(argv, env=env)) as c:
+        reader = threading.Thread(target=_read, args=(c, output), daemon=True)
+        reader.start()
+        late = threading.Timer(timeout_s, c.cancel)
+        late.daemon = True
+        late.start()
+        try:
+            _wait(c, port)
+            yield f"http://{HOST}:{port}"
+        except (PlumblineError, _Ended) as error:
+            if not isinstance(error, _Ended) and not c.wait(_LAST_WORDS_S):
+                raise
+            reader.join(_LAST_WORDS_S)
+            reason = "exit"
+            if c.cancelled:  # by the timer, or by an abort of the flow
+                reason = "timeout" if late.finished.is_set() else "cancelled"
+            raise StageProcessError(stage, c.poll(), output.tail, reason) from error
+        finally:
+            late.cancel()
+            c.end()
+            reader.join(_LAST_WORDS_S)
+
+
+def free_port() -> int:
+    """Return a port of loopback that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class _Ended(Exception):
+    """The server ended before it was healthy."""
+
+
+def _read(child: Child, output: Output) -> None:
+    """Pass the server's output on to its end."""
+    while chunk := child.read(math.inf):
+        for _ in output.feed(chunk):
+            pass  # a server has no events
+
+
+def _wait(child: Child, port: int) -> None:
+    """Wait until the server is healthy; the caller's timer ends one that never is."""
+    while child.poll() is None:
+        with suppress(OSError, http.client.HTTPException):
+            connection = http.client.HTTPConnection(HOST, port, timeout=5)
+            try:
+                connection.request("GET", "/health")
+                if connection.getresponse().status == http.client.OK:
+                    return
+            finally:
+                connection.close()
+        time.sleep(_POLL_S)
+    raise _Ended

@@ -1,0 +1,112 @@
+"""`convert.quantize=gguf:TYPE` with llama.cpp's own converter, quantiser and server.
+
+PLUMBLINE_PEERS=~/peers tests/delivery/peers.sh ggml        downloads and builds it, ten minutes
+PLUMBLINE_PEERS=~/peers .venv/bin/python -m pytest -m peers tests/delivery/test_gguf.py
+
+The converter refuses a tokenizer that it does not know, so the model has Qwen2's: 152,000 tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tasks.drift.fingerprint import quantized_profile
+from tests.delivery.conftest import Done
+
+pytestmark = [pytest.mark.peers, pytest.mark.timeout(1800)]
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def llama_cpp() -> Path:
+    """Return the folder of llama.cpp."""
+    root = os.environ.get("PLUMBLINE_PEERS")
+    if not root:
+        pytest.skip("PLUMBLINE_PEERS is not set; tests/delivery/peers.sh makes the environments")
+    return Path(root).expanduser() / "ggml" / "llama.cpp"
+
+
+@pytest.fixture(scope="module")
+def qwen2(llama_cpp: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a Qwen2 of random weights with the real tokenizer, from llama.cpp's own test files."""
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+    folder = tmp_path_factory.mktemp("models") / "qwen2"
+    tokenizer = AutoTokenizer.from_pretrained(
+        llama_cpp / "models", gguf_file="ggml-vocab-qwen2.gguf"
+    )
+    tokenizer.chat_template = CHATML
+    tokenizer.eos_token = "<|im_end|>"
+    config = Qwen2Config(
+        vocab_size=151_936, hidden_size=256, intermediate_size=512, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6}, initializer_range=0.05,
+        eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "profile"), [("q8_0", "auto"), ("q6_k", "int4")])
+def test_a_gguf_file_is_measured_and_served_by_llama_cpp(
+    kind: str, profile: str, qwen2: Path, llama_cpp: Path, deliver, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    done: Done = deliver(
+        f"source={qwen2}", f"out={out}", f"convert.quantize=gguf:{kind}",
+        f"convert.llama_cpp={llama_cpp}", f"convert.quantize_profile={profile}",
+        engine="vllm", timeout=900,
+    )  # fmt: skip
+    assert done.code == 0, done.output
+    assert f"next: llama-server -m {out}/model-{kind}.gguf --temp 1.0" in done.output
+    assert not list(out.glob("*.safetensors"))
+    stages = {stage["name"]: stage for stage in done.summary["stages"]}
+    limit = quantized_profile(f"gguf:{kind}", profile).mean_kl
+    for name in ("quantize", "smoke_quantized"):
+        assert 0 <= stages[name]["drift"]["mean_kl"] < limit
+    assert "lost most: its outputs are off by" in done.output
+
+
+def test_a_layer_that_suffers_is_named(
+    qwen2: Path, llama_cpp: Path, deliver, tmp_path: Path
+) -> None:
+    """A weight that nothing multiplies makes the scales of its blocks useless."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(qwen2 / "model.safetensors")
+    tensors["model.layers.1.post_attention_layernorm.weight"][::32] = 0
+    tensors["model.layers.1.mlp.up_proj.weight"][:, ::32] = 2000
+    folder = tmp_path / "outlier"
+    folder.mkdir()
+    for path in qwen2.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    done: Done = deliver(
+        f"source={folder}", f"out={tmp_path / 'out'}", "convert.quantize=gguf:q8_0",
+        f"convert.llama_cpp={llama_cpp}", engine="transformers", timeout=900,
+    )  # fmt: skip
+    assert done.code == 1, done.output
+    assert "model.layers.1.mlp.up_proj lost most" in done.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_that_llama_cpp_does_not_know_is_its_own_error(
+    base: Path, llama_cpp: Path, deliver, tmp_path: Path
+) -> None:
+    done: Done = deliver(
+        f"source={base}", f"out={tmp_path / 'out'}", "convert.quantize=gguf:q8_0",
+        f"convert.llama_cpp={llama_cpp}", engine="transformers", timeout=900,
+    )  # fmt: skip
+    assert done.code == 1, done.output
+    assert "quantize failed" in done.output
+    assert "pre-tokenizer was not recognized" in done.output

@@ -1,0 +1,49 @@
+"""llama.cpp's programs: where they are looked for, and the command that serves a GGUF file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tasks.serving.llama_cpp import Programs, find_programs, gguf_file, serve_command, serve_line
+
+
+@pytest.mark.parametrize("place", ["", "bin", "build/bin"])
+def test_programs_are_found_where_a_build_or_an_archive_puts_them(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bin_folder = tmp_path / place
+    bin_folder.mkdir(parents=True, exist_ok=True)
+    server, converter = bin_folder / "llama-server", tmp_path / "convert_hf_to_gguf.py"
+    for path in (server, converter):
+        path.touch(mode=0o755)
+    assert find_programs(str(tmp_path)) == Programs(converter, None, server)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{bin_folder}")
+    assert find_programs(None) == Programs(converter, None, server)
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert find_programs(None) == Programs(None, None, None)
+
+
+def test_a_folder_of_safetensors_is_served_by_vllm(tmp_path: Path) -> None:
+    folder = tmp_path / "a model"
+    folder.mkdir()
+    (folder / "model.gguf").touch()
+    assert gguf_file(folder) == folder / "model.gguf"
+    (folder / "model.safetensors").touch()
+    assert gguf_file(folder) is None
+    assert serve_line(folder) == f"vllm serve '{folder}'"
+
+
+def test_the_server_gets_the_sampling_defaults_of_the_folder(tmp_path: Path) -> None:
+    file = tmp_path / "model-q8_0.gguf"
+    file.touch()
+    neutral = ["--temp", "1.0", "--top-p", "1.0", "--top-k", "0", "--min-p", "0.0"]
+    neutral += ["--repeat-penalty", "1.0"]
+    assert serve_command(file) == ["llama-server", "-m", str(file), *neutral]
+    config = {"temperature": 0.6, "top_k": 20, "top_p": None, "eos_token_id": [7]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    assert serve_line(tmp_path) == (
+        f"llama-server -m {file} --temp 0.6 --top-p 1.0 --top-k 20 --min-p 0.0 --repeat-penalty 1.0"
+    )

@@ -25,7 +25,7 @@ TEXT = "\n".join((PROJECT / page).read_text() for page in PAGES)
 
 def blocks() -> list[str]:
     fenced = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, flags=re.M | re.S)
-    return [text for language, text in fenced if language == "sh"]
+    return [text.replace("\\\n", " ") for language, text in fenced if language == "sh"]
 
 
 def commands() -> list[str]:

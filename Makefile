@@ -10,7 +10,7 @@ PY := $(VENV)/bin/python
 # Three at a time on two cores, since many tests wait; which stay together, tests/conftest.py says.
 WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup setup-sign setup-quantize setup-dev demo test test-all test-gpu test-gpus check \
+.PHONY: help setup setup-sign setup-quantize setup-dev demo test test-all test-gpu test-gpus check docs \
   format bench-weights bench-training bench-rl bench-gpu lock sbom up deploy down status backup \
   restore
 
@@ -44,12 +44,16 @@ test-gpu: setup-dev  ## everything that needs a GPU, on one, in 25 minutes (ARGS
 test-gpus: setup-dev  ## what needs two GPUs or more
 	$(PY) -m pytest tests/gpu -m gpus -p no:randomly $(ARGS)
 
-check: setup-dev  ## lint, format, types, import rules, English
+check: setup-dev  ## lint, format, types, import rules, English, documentation
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(PY) infra/words.py
+	@$(MAKE) --no-print-directory docs
+
+docs: setup-dev  ## the documentation as a site in build/site, every link checked
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet -f infra/docs/mkdocs.yml
 
 format: setup-dev  ## format and fix what can be fixed
 	$(VENV)/bin/ruff check --fix .

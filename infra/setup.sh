@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Create the environment: `infra/setup.sh` for running, `infra/setup.sh sign` to sign models too,
-# `infra/setup.sh quantize` to quantise them to 4 bits, `infra/setup.sh dev` with the test tools.
+# `infra/setup.sh quantize` to quantise them to 4 bits, `infra/setup.sh dev` with the test tools,
+# `infra/setup.sh tools` for uv alone, in .cache/tools.
 #
 # Steps: venv, build tools, torch, the profile's lock, the project itself, the test tools. Each step
 # leaves a stamp with the checksum of its inputs: a second call takes milliseconds and needs no
@@ -14,10 +15,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV=${VENV:-.venv}
 STAMPS=$VENV/.plumbline
+TOOLS=.cache/tools
 PYTHONS="python3.11 python3.12 python3.13 python3"
 DRIVER=580 # the first with CUDA 13, which torch 2.13 is built for
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
-export PIP_CACHE_DIR="$PWD/.cache/pip" PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+export PIP_CACHE_DIR="$PWD/.cache/pip" UV_CACHE_DIR="$PWD/.cache/uv" PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
 fail() {
     printf 'setup: %s\n' "$1" >&2
@@ -93,12 +95,39 @@ step() {
     [[ -f $STAMPS/$name && $(<"$STAMPS/$name") == "$wanted" ]] && return
     echo "setup: $name"
     "$@"
+    worked=$name
     mkdir -p "$STAMPS"
     printf '%s\n' "$wanted" >"$STAMPS/$name"
 }
 
-pip_install() { "$VENV/bin/python" -m pip install -qq --no-deps --no-compile "$@"; }
+# On a terminal both installers draw bars; in a log they say nothing.
+quiet=(-qq)
+[[ ! -t 2 ]] || quiet=()
+pip_install() { "$VENV/bin/python" -m pip install "${quiet[@]}" --no-deps --no-compile "$@"; }
 pip_locked() { pip_install --no-build-isolation --require-hashes "${@:2}" -r "$1"; }
+
+# install_uv PYTHON: the release of its lock, never into $VENV.
+install_uv() {
+    local wanted
+    wanted=$(sha256sum requirements/tools.lock)
+    [[ -f $TOOLS/stamp && $(<"$TOOLS/stamp") == "$wanted" ]] && return
+    "$1" -m venv --clear "$TOOLS" &&
+        "$TOOLS/bin/python" -m pip install -qq --no-deps --require-hashes -r requirements/tools.lock &&
+        printf '%s\n' "$wanted" >"$TOOLS/stamp"
+}
+
+# uv installs the same files, by the same hashes, in a quarter of pip's time (12 s instead of 49 s
+# for cpu.lock). It does not read pip's configuration, so where it fails pip tries with that.
+locked() {
+    local index
+    index=${PIP_INDEX_URL:-$("$VENV/bin/python" -m pip config get global.index-url 2>/dev/null || true)}
+    [[ -z $index ]] || export UV_DEFAULT_INDEX=$index
+    install_uv "$VENV/bin/python" &&
+        "$TOOLS/bin/uv" pip install "${quiet[@]}" --python "$VENV/bin/python" --no-deps \
+            --no-build-isolation --require-hashes -r "$1" && return
+    echo "setup: uv cannot install $1; trying pip" >&2
+    pip_locked "$1"
+}
 
 install_torch() {
     pip_locked requirements/torch.lock 2>/dev/null && return
@@ -124,6 +153,11 @@ install_quantize() {
         -r requirements/quantize.lock
 }
 
+if [[ ${1:-} == tools ]]; then
+    install_uv "$(find_python)"
+    exit
+fi
+worked=
 installed=$(cat "$STAMPS/profile" 2>/dev/null || true)
 PROFILE=${PROFILE:-${installed:-cpu}}
 [[ $PROFILE == cpu || $PROFILE == cuda ]] || fail "PROFILE=$PROFILE: it is cpu or cuda"
@@ -133,18 +167,25 @@ make_venv
 step build requirements/build.lock -- pip_locked requirements/build.lock
 mkdir -p "$STAMPS" && printf '%s\n' "$PROFILE" >"$STAMPS/profile"
 [[ $PROFILE == cuda ]] || step torch requirements/torch.lock -- install_torch
-step "$PROFILE" "requirements/$PROFILE.lock" -- pip_locked "requirements/$PROFILE.lock"
+step "$PROFILE" "requirements/$PROFILE.lock" -- locked "requirements/$PROFILE.lock"
 step project pyproject.toml -- install_project
 case ${1:-} in
     "") extras=() ;;
     sign) extras=(sign) ;;
     quantize) extras=(quantize) ;;
     dev) extras=(sign dev) ;;
-    *) fail "unknown argument $1: nothing, sign, quantize or dev" ;;
+    *) fail "unknown argument $1: nothing, sign, quantize, dev or tools" ;;
 esac
 for name in "${extras[@]}"; do
     [[ $name == quantize ]] && step quantize requirements/quantize.lock -- install_quantize && continue
-    step "$name" "requirements/$name.lock" -- pip_locked "requirements/$name.lock"
+    step "$name" "requirements/$name.lock" -- locked "requirements/$name.lock"
 done
 mapfile -t made < <(find "$STAMPS" -type f ! -name bytecode | sort)
 step bytecode "${made[@]}" -- compile_all
+if [[ -n $worked ]]; then
+    echo "setup: done in $SECONDS s. What to type next:
+  make demo                                 SFT, reward model and PPO of a toy, 3 to 6 minutes
+  $VENV/bin/plumbline audit DIR             what is wrong with a checkpoint
+  $VENV/bin/plumbline deliver DIR base=DIR out=DIR
+  $VENV/bin/plumbline help                  every command"
+fi

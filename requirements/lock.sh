@@ -12,15 +12,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export UV_CACHE_DIR="$PWD/.cache/uv" PIP_CACHE_DIR="$PWD/.cache/pip"
 tools=.cache/tools
 
-install_resolver() {
-    local wanted
-    wanted=$(sha256sum requirements/tools.lock)
-    [[ -f $tools/stamp && $(<"$tools/stamp") == "$wanted" ]] && return
-    python3 -m venv "$tools"
-    "$tools/bin/python" -m pip install --quiet --require-hashes --no-deps -r requirements/tools.lock
-    printf '%s\n' "$wanted" >"$tools/stamp"
-}
-
 lock() {
     local name=$1
     local -a args=()
@@ -50,7 +41,7 @@ lock() {
         -e "s/^(whenever==[^ ]+) /\\1 ; python_version >= '3.13' /" "requirements/$name.lock"
 }
 
-install_resolver
+infra/setup.sh tools
 names=("$@")
 ((${#names[@]})) || names=(cpu cuda server gate sign quantize dev build tools torch)
 for name in "${names[@]}"; do lock "$name"; done

@@ -34,7 +34,6 @@ QUIET = {
 }
 
 CACHES = {
-    "HF_HOME": "huggingface",
     "TORCH_HOME": "torch",
     "TORCH_EXTENSIONS_DIR": "torch_extensions",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -60,11 +59,22 @@ def bootstrap(project: Path, runs: Path) -> None:
     offer(QUIET)
     if level := os.environ.get("PLUMBLINE_LOG_LEVEL"):
         offer({"PREFECT_LOGGING_LEVEL": level})
+    offer({"HF_HOME": str(hugging_face_home(project))})
     offer({name: str(project / ".cache" / folder) for name, folder in CACHES.items()})
     stay_off_proxies()
     if "PREFECT_API_URL" not in os.environ:
         offer(prefect_settings(runs))
     quiet_logging()
+
+
+def hugging_face_home(project: Path) -> Path:
+    """Return the user's own Hugging Face cache if there is one, else a folder of the project.
+
+    What has been downloaded for another program is not downloaded again.
+    """
+    users = "" if "XDG_CACHE_HOME" in _set_here else os.environ.get("XDG_CACHE_HOME")
+    own = Path(users or Path.home() / ".cache") / "huggingface"
+    return own if (own / "hub").is_dir() else project / ".cache" / "huggingface"
 
 
 def prefect_settings(runs: Path) -> dict[str, str]:

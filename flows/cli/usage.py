@@ -124,18 +124,23 @@ def _settings(names: Vocabulary, config: DictConfig, topics: Sequence[str]) -> l
         if parent != section:
             section = parent
             lines += ["", _title(parent, names)]
-        lines += _entry(f"{key}={_value(config, key)}", _about(key, names))
+        lines += _entry(f"{key}={setting_value(config, key)}", _about(key, names))
     return lines
 
 
 def _title(section: str, names: Vocabulary) -> str:
     if not section:
         return "Settings (key=value):"
-    about = " ".join((inspect.getdoc(names.type_at(section)) or "").split("\n\n")[0].split())
-    return f"{section}: {about}"
+    return f"{section}: {section_help(names, section)}"
 
 
-def _value(config: DictConfig, key: str) -> str:
+def section_help(names: Vocabulary, section: str) -> str:
+    """Return the first paragraph of a section's docstring, in one line."""
+    return " ".join((inspect.getdoc(names.type_at(section)) or "").split("\n\n")[0].split())
+
+
+def setting_value(config: DictConfig, key: str) -> str:
+    """Return the value of a setting as it is typed; `<required>` if it has none."""
     if OmegaConf.is_missing(config, key):
         return "<required>"
     value: Any = OmegaConf.select(config, key)

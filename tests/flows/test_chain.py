@@ -15,7 +15,7 @@ from tasks.pipeline.artifact import open_artifact, verify
 from tests.flows.conftest import Run
 from tests.flows.test_online import OF_CRITICS, keys_of
 from tests.flows.tracked import children, curve
-from tests.test_readme import TEXT
+from tests.test_docs import TEXT
 
 pytestmark = pytest.mark.slow
 STEPS = ("sft", "reward", "ppo")

@@ -1,4 +1,4 @@
-"""infra/setup.sh: which steps run when. The interpreter of the environment is a recorder here,
+"""infra/setup.sh: which steps run when. The environment's interpreter and uv are recorders here,
 since the real steps take minutes; `make test` itself has gone through them."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ exit 0
 
 
 class Checkout:
-    """A copy of what setup.sh reads, with a recording interpreter in its environment."""
+    """A copy of what setup.sh reads, with recorders for the environment's interpreter and uv."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -31,9 +31,13 @@ class Checkout:
         shutil.copy(PROJECT / "pyproject.toml", root)
         shutil.copytree(PROJECT / "requirements", root / "requirements")
         python = root / ".venv" / "bin" / "python"
-        python.parent.mkdir(parents=True)
-        python.write_text(RECORDER.format(log=self.log))
-        python.chmod(0o755)
+        self.uv = root / ".cache" / "tools" / "bin" / "uv"
+        for program in (python, self.uv):
+            program.parent.mkdir(parents=True)
+            program.write_text(RECORDER.format(log=self.log))
+            program.chmod(0o755)
+        stamp = subprocess.check_output(["sha256sum", "requirements/tools.lock"], cwd=root)
+        (root / ".cache" / "tools" / "stamp").write_bytes(stamp)
 
     def setup(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Run setup.sh; calls of the interpreter are in `calls()`."""
@@ -49,12 +53,12 @@ class Checkout:
         )
 
     def calls(self) -> list[str]:
-        """Return the installed files in order: the last word of each call of pip."""
-        return [line.split()[-1] for line in self.pip_calls()]
+        """Return the installed files in order: the last word of each installation."""
+        return [line.split()[-1] for line in self.installs()]
 
-    def pip_calls(self) -> list[str]:
-        """Return the arguments of each call of pip."""
-        return [line for line in self.log.read_text().splitlines() if line.startswith("-m pip")]
+    def installs(self) -> list[str]:
+        """Return the arguments of each installation, by pip ("-m pip install") or uv."""
+        return [line for line in self.log.read_text().splitlines() if " install " in line]
 
 
 @pytest.fixture
@@ -79,7 +83,7 @@ def test_test_tools_come_on_top(checkout: Checkout) -> None:
     assert checkout.calls() == ["requirements/dev.lock"]
     refused = checkout.setup("test")
     assert (refused.returncode, checkout.calls()) == (1, [])
-    assert "unknown argument test: nothing, sign, quantize or dev" in refused.stderr
+    assert "unknown argument test: nothing, sign, quantize, dev or tools" in refused.stderr
 
 
 def test_llm_compressor_gets_an_environment_above_the_first_one(checkout: Checkout) -> None:
@@ -92,7 +96,7 @@ def test_llm_compressor_gets_an_environment_above_the_first_one(checkout: Checko
     above.chmod(0o755)
     assert checkout.setup("quantize").returncode == 0
     assert checkout.calls()[-1] == "requirements/quantize.lock"
-    installed = checkout.pip_calls()[-1]
+    installed = checkout.installs()[-1]
     assert installed.startswith("-m pip --python .venv-quantize/bin/python install")
     assert "--require-hashes" in installed
     assert (packages / "below.pth").is_file()
@@ -109,7 +113,7 @@ def test_an_edited_lock_is_installed_again_and_alone(checkout: Checkout) -> None
 
 def test_everything_is_hash_checked_and_nothing_is_resolved(checkout: Checkout) -> None:
     checkout.setup("dev")
-    calls = checkout.pip_calls()
+    calls = checkout.installs()
     assert len(calls) == 6
     for call in calls:
         assert "--no-deps" in call
@@ -127,13 +131,29 @@ def test_torch_falls_back_to_its_own_index(checkout: Checkout) -> None:
 
 
 def test_a_failed_step_is_tried_again(checkout: Checkout) -> None:
-    python = checkout.root / ".venv" / "bin" / "python"
-    good = python.read_text()
-    python.write_text(good.replace("exit 0", '[[ "$*" == *cpu.lock* ]] && exit 3\nexit 0'))
+    programs = (checkout.root / ".venv" / "bin" / "python", checkout.uv)
+    good = programs[0].read_text()
+    for program in programs:
+        program.write_text(good.replace("exit 0", '[[ "$*" == *cpu.lock* ]] && exit 3\nexit 0'))
     assert checkout.setup().returncode != 0
-    python.write_text(good)
+    for program in programs:
+        program.write_text(good)
     assert checkout.setup().returncode == 0
     assert checkout.calls() == ["requirements/cpu.lock", "."]
+
+
+def test_pip_tries_what_uv_cannot_get(checkout: Checkout) -> None:
+    """pip may know a mirror that uv does not."""
+    checkout.uv.write_text("#!/bin/sh\necho no such index >&2\nexit 2\n")
+    done = checkout.setup(PIP_INDEX_URL="https://mirror/simple")
+    assert done.returncode == 0
+    assert "uv cannot install requirements/cpu.lock; trying pip" in done.stderr
+    assert [line.split()[1] for line in checkout.installs() if "cpu.lock" in line] == ["pip"]
+
+
+def test_the_last_lines_say_what_to_type(checkout: Checkout) -> None:
+    assert "make demo" in checkout.setup().stdout
+    assert checkout.setup().stdout == ""
 
 
 def test_the_cuda_profile_needs_an_environment_of_its_own(checkout: Checkout) -> None:

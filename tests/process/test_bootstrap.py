@@ -44,6 +44,16 @@ def test_all_files_are_inside_and_telemetry_is_off(tmp_path: Path) -> None:
     assert env["NO_PROXY"] == "127.0.0.1,localhost"
 
 
+def test_models_of_the_hub_are_not_downloaded_twice(tmp_path: Path) -> None:
+    """A Hugging Face cache that the user has is used; without one, nothing is written at home."""
+    home = {"HOME": str(tmp_path)}
+    assert environment(tmp_path / "runs", **home)["HF_HOME"] == "/somewhere/.cache/huggingface"
+    (tmp_path / ".cache/huggingface/hub").mkdir(parents=True)
+    env = environment(tmp_path / "runs", **home)
+    assert env["HF_HOME"] == str(tmp_path / ".cache/huggingface")
+    assert env["XDG_CACHE_HOME"] == "/somewhere/.cache/xdg"
+
+
 def test_prefects_home_is_under_runs(tmp_path: Path) -> None:
     env = environment(tmp_path / "runs")
     home = tmp_path / "runs/prefect"

@@ -1,0 +1,171 @@
+"""Write the pages of the documentation that are made from code; `make docs` runs it.
+
+mkdocs calls the two hooks at the end. What is generated lies in build/site only: settings,
+experiments, numbers of the gate, names from other trainers and the front pages of the packages.
+Pages that lie outside `docs/` (README.md, SECURITY.md and others) become pages of the site too.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+PROJECT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(PROJECT))  # mkdocs imports this file by its path
+
+from flows.cli.config import CONF, composed_as_is, vocabulary  # noqa: E402
+from flows.cli.peer_names import PEERS  # noqa: E402
+from flows.cli.usage import experiment_line, section_help, setting_help, setting_value  # noqa: E402
+from flows.cli.vocabulary import EXPERIMENTS, OLDER, experiments  # noqa: E402
+from tasks.release.numbers import NUMBERS  # noqa: E402
+
+OUTSIDE = {
+    "README.md": "index.md",
+    "SECURITY.md": "security.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "tasks/witness/README.md": "witness.md",
+}
+"""Files outside `docs/`, and their pages."""
+PROGRAMS = tuple(PEERS)
+_LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def settings() -> Iterator[str]:
+    """Yield the lines of the page with every setting of every program."""
+    yield "# Settings"
+    yield "\nEach is typed as `key=value`. Defaults are those of a command line with nothing else."
+    for program in PROGRAMS:
+        names = vocabulary(program)
+        config = composed_as_is([], program)
+        yield f"\n## {program}"
+        section = None
+        for key in names.settings:
+            parent = key.rpartition(".")[0]
+            if parent != section:
+                section = parent
+                yield f"\n### {program}: {parent or 'top level'}"
+                yield f"\n{section_help(names, parent)}" if parent else ""
+                yield from _head("setting", "default", "values", "meaning")
+            default = setting_value(config, key)
+            yield _row(f"`{key}`", f"`{default}`", names.kind(key), setting_help(key, names))
+
+
+def experiment_pages() -> Iterator[str]:
+    """Yield the lines of the page with every file of `conf/exp`."""
+    older: dict[str, list[str]] = {}
+    for name, new in OLDER.items():
+        older.setdefault(new, []).append(f"`+exp={name}`")
+    yield "# Experiments"
+    for name in experiments(CONF):
+        file = CONF / EXPERIMENTS / f"{name}.yaml"
+        yield f"\n## {name}\n\n{experiment_line(file)}"
+        if name in older:
+            yield f"\nAnother name: {', '.join(older[name])}."
+        yield f"\n```yaml\n{file.read_text(encoding='utf-8').rstrip()}\n```"
+
+
+def numbers() -> Iterator[str]:
+    """Yield the lines of the page with the numbers that a condition of the gate can name."""
+    yield "# Numbers of the gate"
+    yield "\nConditions on them: [training](../training.md#the-gate)."
+    yield from _head("number", "metric in MLflow", "before training", "measured by")
+    for name, number in NUMBERS.items():
+        before = f"`{number.base}`" if number.base else ""
+        yield _row(f"`{name}`", f"`{number.key}`", before, ", ".join(number.kinds) or "all")
+
+
+def peer_names() -> Iterator[str]:
+    """Yield the lines of the page that maps other trainers' names to ours."""
+    yield "# Names from other trainers"
+    yield "\nThey are not settings: a command line with one is refused, and the error names ours."
+    yield "`{}` stands for the value."
+    for program, names in PEERS.items():
+        yield f"\n## {program}"
+        yield from _head("theirs", "ours")
+        yield from (_row(f"`{theirs}`", f"`{ours}`") for theirs, ours in sorted(names.items()))
+
+
+def packages() -> Iterator[str]:
+    """Yield the lines of the page with the front page of every package."""
+    yield "# Python packages"
+    yield "\nEvery package's docstring, which is its front page: what its modules hold."
+    for folder in ("flows", "tasks"):
+        for file in sorted((PROJECT / folder).rglob("__init__.py")):
+            text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+            if text:
+                name = ".".join(file.parent.relative_to(PROJECT).parts)
+                yield f"\n## {name}\n\n```text\n{text}\n```"
+
+
+def decisions() -> Iterator[str]:
+    """Yield the lines of the index of decisions."""
+    yield "# Decisions\n"
+    for file in sorted((PROJECT / "docs/decisions").glob("*.md")):
+        title = file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+        yield f"- [{title}]({file.name})"
+
+
+def _head(*titles: str) -> Iterator[str]:
+    yield "\n" + _row(*titles)
+    yield "|" + "---|" * len(titles)
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+GENERATED = {
+    "reference/settings.md": settings,
+    "reference/experiments.md": experiment_pages,
+    "reference/numbers.md": numbers,
+    "reference/peer-names.md": peer_names,
+    "reference/packages.md": packages,
+    "decisions/index.md": decisions,
+}
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the generated pages, and those whose files lie outside `docs/`."""
+    for page, lines in GENERATED.items():
+        files.append(File.generated(config, page, content="\n".join(lines()) + "\n"))
+    wide = ".md-grid { max-width: 84rem }"  # commands are up to 120 characters wide
+    files.append(File.generated(config, "stylesheets/wide.css", content=wide))
+    for name, page in OUTSIDE.items():
+        text = (PROJECT / name).read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Point the links between files of the project to the pages of the site.
+
+    A link to a file that has no page loses its address and keeps its text.
+    """
+    address = page.file.src_uri
+    if address in GENERATED:
+        return markdown
+    sources = {target: source for source, target in OUTSIDE.items()}
+    folder = PurePosixPath(sources.get(address, f"docs/{address}")).parent
+
+    def rewritten(match: re.Match[str]) -> str:
+        path = os.path.normpath(folder / match[1])
+        if path == "docs/decisions":
+            path = "docs/decisions/index.md"
+        if path in OUTSIDE:
+            target = OUTSIDE[path]
+        elif path.startswith("docs/"):
+            target = path.removeprefix("docs/")
+        else:
+            return "]" if not (PROJECT / path).exists() else "]()"
+        return f"]({os.path.relpath(target, PurePosixPath(address).parent)}{match[2] or ''})"
+
+    linked = _LINK.sub(rewritten, markdown)
+    return re.sub(r"\[([^\]]*)\]\(\)", r"\1", linked)

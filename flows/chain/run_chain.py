@@ -23,6 +23,7 @@ from flows.cli.plan import check, forecast, render
 from flows.orchestration.deployment import check_overrides, check_settings, hold_runs
 from flows.orchestration.flow_run import FlowRun, tracker_of
 from flows.orchestration.prefect_tasks import in_prefect
+from tasks.config.checks.phases import memory_of
 from tasks.core.redaction import with_passwords
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
@@ -79,6 +80,11 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
             name, composed, host, tracker=tracker, exp=exp, overrides=typed, stages=stages
         )
         flow_run.summary.defaults = [line for step in steps for line in defaults_of(step)]
+        flow_run.summary.memory = {
+            f"{step.name}.train".lstrip("."): {"planned": rank.total}
+            for step in steps
+            if (rank := memory_of(step.composed.settings, rewarded=step.rewarded)) is not None
+        }
         title = _describe(flow_run, steps, exp or name)
         return flow_run.run(title, partial(_run_stages, steps=steps, registry=tracker))
 

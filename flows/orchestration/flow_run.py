@@ -217,33 +217,45 @@ class FlowRun:
 
     def _run(self, title: str, stages: Callable[[FlowRun], None]) -> dict[str, Any]:
         settings, text = self.composed.recorded, self.composed.text
+        full_disk, tracker = partial(disk_full_named, self.composed.runs), self.mechanism.tracker
+        noted: Exception | None = None
         try:
-            with (
-                disk_full_named(self.composed.runs),
-                self.mechanism.tracker.flow(title, settings, text, self._tags) as run_id,
-            ):
+            with full_disk(), tracker.flow(title, settings, text, self._tags) as run_id:
                 self.summary.mlflow_run_id = run_id or None
                 self._link()
-                stages(self)
+                try:
+                    with full_disk():
+                        stages(self)
+                except Exception as error:  # MLflow gets the page while its run is open
+                    noted = error
+                    self._fail(error)
+                    raise
                 self._end("completed")
-        except PlumblineError as error:
-            self.summary.error, self.summary.error_report = error.message, error.report()
-            self.summary.exit_status = error.exit_code
-            if isinstance(error, ContractError) and error.bound is not None:
-                self.summary.refused = {"stage": error.stage, **error.bound, "ok": False}
-            self._end_badly("failed")
-            raise
         except BaseException as error:
-            redact_error(error)
-            failed = isinstance(error, Exception)
-            text = redact(f"{type(error).__name__}: {error}")
-            self.summary.error = text if failed else "interrupted"
-            # The handlers of flows/cli/entry.py raise the status; Prefect has its own for SIGTERM.
-            ours = isinstance(error, KeyboardInterrupt | SystemExit) and error.args
-            self.summary.exit_status = 1 if failed else error.args[0] if ours else 143
-            self._end_badly("failed" if failed else "cancelled")
+            if error is not noted:
+                self._fail(error)
             raise
         return asdict(self.summary)
+
+    def _fail(self, error: BaseException) -> None:
+        """Write the summary of a run that this error ends."""
+        status, summary = "failed", self.summary
+        if isinstance(error, PlumblineError):
+            summary.error, summary.error_report = error.message, error.report()
+            summary.exit_status = error.exit_code
+            if isinstance(error, ContractError) and error.bound is not None:
+                summary.refused = {"stage": error.stage, **error.bound, "ok": False}
+        elif isinstance(error, Exception):
+            redact_error(error)
+            summary.error = redact(f"{type(error).__name__}: {error}")
+            summary.exit_status = 1
+        else:
+            redact_error(error)
+            status, summary.error = "cancelled", "interrupted"
+            # The handlers of flows/cli/entry.py raise the status; Prefect has its own for SIGTERM.
+            ours = isinstance(error, KeyboardInterrupt | SystemExit) and error.args
+            summary.exit_status = error.args[0] if ours else 143
+        self._end_badly(status)
 
     @property
     def _tags(self) -> dict[str, str]:
@@ -280,6 +292,10 @@ class FlowRun:
         summary.eval = evaluation(self.mechanism.results)
         if not summary.stages:
             summary.stages = [stage_entry(result) for result in self.mechanism.results]
+        for result in self.mechanism.results:
+            if "peak_memory" in result.metrics:
+                peak = {"peak": int(result.metrics["peak_memory"])}
+                summary.memory[result.name] = summary.memory.get(result.name, {}) | peak
         if status != "cancelled":  # an interrupted process has seconds left: no request
             self._link()
             summary.tracking = self.mechanism.tracker.settle() or None
@@ -287,14 +303,14 @@ class FlowRun:
         written = summary.write(
             self.composed.runs, self.run_id, {"config.yaml": self.composed.text}
         )
+        report = write_report(self.composed.runs, self.run_id, self.host.log)
         if status == "cancelled":
             return
-        report = write_report(self.composed.runs, self.run_id, self.host.log)
-        self.host.show(summary.markdown())
-        if status == "completed":
-            scores = {f"eval/{k}": v for k, v in summary.eval.items() if v is not None}
-            numbers = {**scores, "seconds": summary.seconds}
-            files = {"summary.json": written.read_text()}
-            if report is not None:
-                files[REPORT] = report.read_text()
-            self.mechanism.tracker.log_parent(numbers, files, summary.markdown())
+        page = [f"- report: {report}"] if report is not None else []
+        self.host.show("\n".join([summary.markdown(), *page]))
+        scores = {f"eval/{k}": v for k, v in summary.eval.items() if v is not None}
+        numbers = {**scores, "seconds": summary.seconds}
+        files = {"summary.json": written.read_text()}
+        if report is not None:
+            files[REPORT] = report.read_text()
+        self.mechanism.tracker.log_parent(numbers, files, summary.markdown())

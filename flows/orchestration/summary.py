@@ -45,6 +45,8 @@ class Summary:
         defaults: lines about computed defaults.
         run: name of the run's folders under `<paths.runs>/logs` and `reports`.
         command: what repeats the run; None if it was not started by a command.
+        memory: bytes of one rank by name of the training stage: `planned` (without libraries) and
+            `peak`, as far as they are known.
     """
 
     status: str
@@ -69,6 +71,7 @@ class Summary:
     error_report: str | None = None
     refused: dict[str, Any] | None = None
     command: str | None = None
+    memory: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def write(self, runs: Path, run_id: str, texts: dict[str, str]) -> Path:
         """Write the summary to `<runs>/reports/<run_id>/` and make `<runs>/latest` a link to it.

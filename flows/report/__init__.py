@@ -1,7 +1,8 @@
 """Write `<paths.runs>/reports/<run>/report.html`: one page about one run, without a network.
 
 collect   reads what the run has left: summary, progress, contracts, curves, samples
-figures   draws the curves as SVG; imports matplotlib when it draws
+figures   draws curves and histograms as SVG; imports matplotlib when it draws
+results   results of the evaluation row by row
 compare   differences of two runs; `bootstrap` has the intervals
 page      fills `report.html.jinja` and `compare.html.jinja`
 """

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from flows.report.bootstrap import Interval, paired, unpaired
 from flows.report.collect import Collected, Curves, Stage
-from tasks.serving.text import matches
+from flows.report.results import (
+    EXACT,
+    PAIRS,
+    REWARD,
+    SAMPLED,
+    Results,
+    Scores,
+    full_name,
+    results,
+)
 
 ABSENT = "(not set)"
-Scores = dict[str, float]
-"""Result of each evaluation row by a key that tells whether two rows are the same."""
-_MEASURES = ("exact match", "sampled exact match", "pairs in the right order")
+_MEASURES = (EXACT, SAMPLED, REWARD, PAIRS)
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ def compare(a: Collected, b: Collected) -> Comparison:
     comparison = Comparison(a, b, config=_config(a.config, b.config))
     drifts = [{_drift_name(s): s.drift.value for s in run.stages if s.drift} for run in (a, b)]
     comparison.drift.extend(_pairs(*drifts))
-    for name, first, second in _matched(_results(a), _results(b)):
+    for name, first, second in _matched(results(a), results(b)):
         comparison.evaluation.extend(_evaluated(name, first, second))
     comparison.metrics.extend(_pairs(_numbers(a.summary), _numbers(b.summary)))
     for name, first, second in _matched(a.curves, b.curves):
@@ -129,13 +134,9 @@ def _pairs(a: Mapping[str, float | None], b: Mapping[str, float | None]) -> Iter
             yield pair
 
 
-def _full_name(stage: Stage) -> str:
-    return f"{stage.step}.{stage.name}".lstrip(".")
-
-
 def _drift_name(stage: Stage) -> str:
     assert stage.drift is not None
-    return f"{_full_name(stage)} {stage.drift.measure}"
+    return f"{full_name(stage)} {stage.drift.measure}"
 
 
 def _matched(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -148,67 +149,11 @@ def _matched(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, 
         yield name, a.get(name), b.get(name)
 
 
-def _results(run: Collected) -> dict[str, dict[str, Scores]]:
-    """Return results per row by the name of the stage, then by measure."""
-    results = {}
-    for stage in run.stages:
-        if stage.name.startswith("smoke") and stage.state != "failed":
-            folder = Path(stage.artifact)
-            answers, sampled = _answered(folder)
-            scores = (answers, sampled, _ordered(folder, _heldout(run, stage.step)))
-            results[_full_name(stage)] = dict(zip(_MEASURES, scores, strict=True))
-    return results
-
-
-def _answered(folder: Path) -> tuple[Scores, Scores]:
-    """Return exact matches of greedy and of sampled responses, of rows with an answer."""
-    sampled = {row.get("id"): row.get("after") for row in _rows(folder / "drawn.jsonl")}
-    seen: Counter[str] = Counter()
-    greedy_scores, sampled_scores = Scores(), Scores()
-    for row in _rows(folder / "generations.jsonl"):
-        if row.get("expected") is None or not isinstance(row.get("after"), str):
-            continue
-        key = json.dumps([row.get("id"), row.get("messages"), row["expected"]], sort_keys=True)
-        seen[key] += 1
-        key = f"{key} {seen[key]}"
-        greedy_scores[key] = float(matches(row["after"], str(row["expected"])))
-        if isinstance(text := sampled.get(row.get("id")), str):
-            sampled_scores[key] = float(matches(text, str(row["expected"])))
-    return greedy_scores, sampled_scores
-
-
-def _ordered(folder: Path, heldout: str) -> Scores:
-    """Return which pairs a reward model puts in the right order; the rows are known by number."""
-    rows = [row for row in _rows(folder / "pairs.jsonl") if {"chosen", "rejected"} <= set(row)]
-    return {
-        f"{heldout} {len(rows)} {number}": float(row["chosen"] > row["rejected"])
-        for number, row in enumerate(rows)
-    }
-
-
-def _heldout(run: Collected, step: str) -> str:
-    """Return the digest of the evaluation rows of a step; the dataset's path if it is gone."""
-    folders = [s.artifact for s in run.stages if (s.step, s.name) == (step, "prepare_data")]
-    for folder in folders:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            manifest = json.loads((Path(folder) / "manifest.json").read_text())
-            return str(manifest["files"]["heldout.jsonl"]["blake3"])
-    return folders[0] if folders else run.summary.get("run", "")
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    with suppress(OSError, ValueError), path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            row = json.loads(line)
-            if isinstance(row, dict):
-                yield row
-
-
 def _evaluated(
-    stage: str, a: Mapping[str, Scores] | None, b: Mapping[str, Scores] | None
+    stage: str, a: Mapping[str, Results] | None, b: Mapping[str, Results] | None
 ) -> Iterator[Evaluated]:
     for measure in _MEASURES:
-        first, second = (each.get(measure) if each else None for each in (a, b))
+        first, second = ((each or {}).get(measure, Results()).after for each in (a, b))
         if not first and not second:
             continue
         name = f"{stage}: {measure}"
@@ -229,5 +174,5 @@ def _evaluated(
         yield Evaluated(name, mean_a, mean_b, interval, method, verdict)
 
 
-def _mean(scores: Scores | None) -> float | None:
+def _mean(scores: Scores) -> float | None:
     return sum(scores.values()) / len(scores) if scores else None

@@ -1,11 +1,12 @@
-"""Draw the curves of training as SVG, in colours that the page chooses."""
+"""Draw curves of training and histograms as SVG, in colours that the page chooses."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import StringIO
+from statistics import median
 from typing import Any
 
 from flows.report.collect import Curves
@@ -15,6 +16,8 @@ _COLOURS = {INK: "currentColor", GRID: "var(--grid)", LINE: "var(--line)", SECON
 _UNUSED_ID = re.compile(
     r' id="(?:figure|axes|patch|matplotlib|text|line2d|xtick|ytick|legend)[^"]*"'
 )
+
+_BINS = 24
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def draw(stage: str, curves: Curves) -> list[Drawn]:
     for plot in PLOTS:
         points, validation = curves.get(plot.metric, []), curves.get(plot.validation, [])
         if len(points) > 1 or len(validation) > 1:
-            svg = _svg(plot, points, validation, salt=f"{stage}/{plot.metric}")
+            svg = _svg(plot, points, validation, f"{stage}/{plot.metric}")
             drawn.append(Drawn(plot, points, validation, svg))
     return drawn
 
@@ -98,6 +101,55 @@ def overlay(stage: str, a: Curves, b: Curves) -> list[Drawn]:
     return drawn
 
 
+@dataclass(frozen=True)
+class Histogram:
+    """Values before and after training.
+
+    Attributes:
+        stage: name of the stage that measured them.
+        title: its title.
+        unit: label of the horizontal axis.
+        before: values before training; may be empty.
+        after: values after it.
+    """
+
+    stage: str
+    title: str
+    unit: str
+    before: Sequence[float]
+    after: Sequence[float]
+
+    @property
+    def svg(self) -> str:
+        """Return the picture; empty without matplotlib."""
+        return _picture(self.title, f"{self.stage}/{self.title}", self._draw)
+
+    def _draw(self, axes: Any) -> None:
+        values = [*self.before, *self.after]
+        low, high = min(values), max(values)
+        whole = all(value == int(value) for value in values) and high - low < _BINS
+        count = int(high - low) + 1 if whole else _BINS
+        edges = [low - 0.5, high + 0.5] if whole or low == high else [low, high]
+        for numbers, colour, label, dashes in (
+            (self.before, SECOND, "before", "--"),
+            (self.after, LINE, "after", "-"),
+        ):
+            if numbers:
+                axes.hist(
+                    numbers, bins=count, range=edges, histtype="step", color=colour, label=label,
+                    linewidth=1.5, linestyle=dashes,
+                )  # fmt: skip
+        axes.set_xlabel(self.unit)
+        axes.set_ylabel("responses")
+        if self.before:
+            axes.legend()
+
+    def rows(self) -> list[tuple[str, float, float, float]]:
+        """Return (when, least, median, most): what is shown without matplotlib."""
+        both = (("before", self.before), ("after", self.after))
+        return [(when, min(v), median(v), max(v)) for when, v in both if v]
+
+
 def _svg(
     plot: Plot,
     points: Any,
@@ -105,21 +157,9 @@ def _svg(
     salt: str,
     labels: tuple[str, str] = ("training", "validation"),
 ) -> str:
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
+    def lines(axes: Any) -> None:
         from matplotlib.ticker import MaxNLocator
-    except ImportError:
-        return ""
-    style = {
-        "svg.hashsalt": salt, "svg.fonttype": "none", "font.size": 9, "text.color": INK,
-        "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "axes.edgecolor": GRID,
-        "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "grid.color": GRID,
-        "legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False,
-    }  # fmt: skip
-    with rc_context(style):  # type: ignore[arg-type]
-        figure = Figure(figsize=(4.4, 2.7), layout="constrained")
-        axes = figure.add_subplot()
+
         for pairs, colour, label, marker, dashes in (
             (points, LINE, labels[0], "." if len(points) <= 40 else "", "-"),
             (validation, SECOND, labels[1], "o" if len(validation) <= 40 else "", "--"),
@@ -131,9 +171,30 @@ def _svg(
         axes.set_xlabel("optimizer step" if plot.metric in ("loss", "lr") else "step")
         axes.set_ylabel(plot.unit)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axes.grid(linewidth=0.6)
         if points and validation:
             axes.legend()
+
+    return _picture(f"{plot.title} by step", salt, lines)
+
+
+def _picture(label: str, salt: str, draw_on: Callable[[Any], None]) -> str:
+    """Return one pair of axes as SVG; empty without matplotlib."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        return ""
+    style = {
+        "svg.hashsalt": salt, "svg.fonttype": "none", "font.size": 9, "text.color": INK,
+        "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "axes.edgecolor": GRID,
+        "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "grid.color": GRID,
+        "legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False,
+    }  # fmt: skip
+    with rc_context(style):  # type: ignore[arg-type]
+        figure = Figure(figsize=(4.4, 2.7), layout="constrained")
+        axes = figure.add_subplot()
+        draw_on(axes)
+        axes.grid(linewidth=0.6)
         file = StringIO()
         metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(file, format="svg", transparent=True, metadata=metadata)
@@ -141,5 +202,4 @@ def _svg(
     text = _UNUSED_ID.sub("", text[text.index("<svg") :])
     for colour, variable in _COLOURS.items():
         text = text.replace(colour, variable)
-    label = f"{plot.title} by step"
     return text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)

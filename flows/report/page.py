@@ -16,9 +16,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from flows.report.bootstrap import Interval
 from flows.report.collect import Collected, Stage, collect
 from flows.report.compare import Comparison
-from flows.report.figures import draw, overlay
+from flows.report.figures import Histogram, draw, overlay
+from flows.report.results import EXACT, PAIRS, REWARD, SAMPLED, Results, full_name, lengths, results
+from tasks.config.checks.phases import in_words
 from tasks.serving.llama_cpp import serve_line
 
 REPORT = "report.html"
@@ -55,12 +58,14 @@ class Measured:
         before: its value before training.
         after: its value after training.
         percent: True for a fraction, which is shown in percent.
+        interval: the change with its 95 % interval; None if there are no results per row.
     """
 
     name: str
     before: float
     after: float
     percent: bool = False
+    interval: Interval | None = None
 
     def shown(self, value: float) -> str:
         """Return a value as text."""
@@ -69,8 +74,33 @@ class Measured:
     @property
     def change(self) -> str:
         """Difference between after and before, with its sign."""
-        change = self.after - self.before
-        return f"{100 * change:+.1f} points" if self.percent else f"{change:+.4f}"
+        return self._difference(self.after - self.before)
+
+    @property
+    def spread(self) -> str:
+        """The 95 % interval of the change; empty if it is not known."""
+        if self.interval is None:
+            return ""
+        low, high = self._difference(self.interval.low), self._difference(self.interval.high)
+        return f"{low.removesuffix(' points')} to {high}"
+
+    def _difference(self, value: float) -> str:
+        return f"{100 * value:+.1f} points" if self.percent else f"{value:+.4f}"
+
+
+@dataclass(frozen=True)
+class Responses:
+    """Responses of one smoke test.
+
+    Attributes:
+        histograms: of rewards and lengths.
+        count: number of greedy responses of the served model.
+        cut: number of those that did not stop.
+    """
+
+    histograms: list[Histogram]
+    count: int
+    cut: int
 
 
 def write_report(runs: Path, run_id: str, log: Any) -> Path | None:
@@ -104,7 +134,9 @@ def page(collected: Collected) -> str:
         serve=serve_line(Path(summary["served"])) if summary.get("served") else "",
         pages={name: url for name, url in summary.get("pages", {}).items() if _is_web(url)},
         steps=_steps(collected.stages),
-        measured=_measured(summary["eval"]),
+        measured=_measured(summary["eval"], results(collected)),
+        responses=responses_of(collected),
+        memory={k: v for k, v in summary.get("memory", {}).items() if "peak" in v},
         plots={stage: drawn for stage, drawn in plots.items() if drawn},
         has_pictures=all(plot.svg for drawn in plots.values() for plot in drawn),
         timeline=_timeline(collected.stages),
@@ -125,7 +157,7 @@ def _render(template: str, **values: Any) -> str:
 
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"number": number, "duration": duration}
+    environment.filters |= {"number": number, "duration": duration, "size": in_words}
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     return environment.get_template(template).render(
         **values, Markup=Markup, script=Markup(SCRIPT), script_hash=f"'sha256-{digest}'"
@@ -165,14 +197,17 @@ def _steps(stages: list[Stage]) -> list[tuple[str, list[Stage]]]:
     return [(step, list(each)) for step, each in groupby(stages, key=lambda stage: stage.step)]
 
 
-def _measured(values: Mapping[str, float | None]) -> list[Measured]:
-    rate = "pairs in the right order" if "pairs" in values else "exact match"
+def _measured(
+    values: Mapping[str, float | None], by_row: Mapping[str, Mapping[str, Results]]
+) -> list[Measured]:
+    rate = PAIRS if "pairs" in values else EXACT
+    last = [measures for stage, measures in by_row.items() if stage.endswith("smoke_eval")][-1:]
     rows = (
         (rate, "before", "after", True),
         ("evaluation loss", "loss_before", "loss_after", False),
         ("evaluation reward", "reward_before", "reward_after", False),
-        ("sampled exact match", "drawn_before", "drawn_after", True),
-        ("sampled reward (std)", "scored_before", "scored_after", False),
+        (SAMPLED, "drawn_before", "drawn_after", True),
+        (REWARD, "scored_before", "scored_after", False),
         ("held-out loss, 16 bits to quantised", "quantized_loss_before", "quantized_loss_after",
          False),
         (f"{rate}, 16 bits to quantised", "after", "quantized", True),
@@ -181,8 +216,25 @@ def _measured(values: Mapping[str, float | None]) -> list[Measured]:
     for name, first, second, percent in rows:
         before, after = values.get(first), values.get(second)
         if before is not None and after is not None:
-            measured.append(Measured(name, before, after, percent))
+            rows_of = last[0].get(name) if last else None
+            change = rows_of.change() if rows_of else None
+            measured.append(Measured(name, before, after, percent, change))
     return measured
+
+
+def responses_of(run: Collected) -> dict[str, Responses]:
+    """Return the responses of each smoke test of a language model, by the stage's name."""
+    by_row, responses = results(run), {}
+    for stage in run.stages:
+        name = full_name(stage)
+        before, after, cut = lengths(Path(stage.artifact))
+        if name in by_row and after:
+            drawn = [Histogram(name, "Length of greedy responses", "tokens", before, after)]
+            if rewards := by_row[name].get(REWARD):
+                values = list(rewards.before.values()), list(rewards.after.values())
+                drawn.insert(0, Histogram(name, "Reward of sampled responses", "reward", *values))
+            responses[name] = Responses(drawn, len(after), cut)
+    return responses
 
 
 def _timeline(stages: list[Stage]) -> list[tuple[Stage, float, float]]:

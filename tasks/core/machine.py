@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import resource
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -189,6 +190,11 @@ def gpu_count() -> int:
 def gpu_memory(device: str = "auto") -> int | None:
     """Return the memory of the smallest visible GPU in bytes; None if torch can use none."""
     return min(gpu.memory for gpu in gpus()) if has_gpu(device) else None
+
+
+def resident_peak() -> int:
+    """Return the most memory that was resident in this process so far, in bytes."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 OLDEST_DRIVER = {12: 525, 13: 580}

@@ -52,6 +52,9 @@ def read_sampled(
 ) -> dict[str, float]:
     """Write `drawn.jsonl`, and measure exact match and rewards of the sampled responses.
 
+    A row of the file has `id`, `before` and `after`, and if a reward model scored both,
+    `reward_before` and `reward_after`.
+
     Args:
         out: staging directory.
         rows: conversations of the prompts, with their answers if they have any.
@@ -70,14 +73,17 @@ def read_sampled(
     texts = measured.texts(scorer, sampled=True)
     prompts = (question.base_prompts.tokens, question.prompts.tokens)
     sampled = Sampled(rows, prompts, (before.tokens, after.tokens), texts)
+    metrics = exact_matches(*texts, [answer_of(row) for row in rows], "drawn")
+    metrics |= distance(question, after.tokens, scorer)
+    scored, rewards = ({}, {}) if reward is None else score(reward, sampled, scorer)
     with (out / SAMPLED).open("w", encoding="utf-8") as file:
         for number, row in enumerate(rows):
             line = {"id": row.get("id", str(number)), "before": texts[0][number],
                     "after": texts[1][number]}  # fmt: skip
+            if number in rewards:
+                line |= dict(zip(("reward_before", "reward_after"), rewards[number], strict=True))
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    metrics = exact_matches(*texts, [answer_of(row) for row in rows], "drawn")
-    metrics |= distance(question, after.tokens, scorer)
-    return metrics if reward is None else metrics | score(reward, sampled, scorer)
+    return metrics | scored
 
 
 def distance(question: Question, responses: Tokens, scorer: ReferenceScorer) -> dict[str, float]:
@@ -108,8 +114,10 @@ def distance(question: Question, responses: Tokens, scorer: ReferenceScorer) -> 
     return {"drawn/kl": float(sums_S.sum()) / count, "drawn/kl_error": error}
 
 
-def score(reward: Path, sampled: Sampled, scorer: ReferenceScorer) -> dict[str, float]:
-    """Return the mean rewards of both models' responses.
+def score(
+    reward: Path, sampled: Sampled, scorer: ReferenceScorer
+) -> tuple[dict[str, float], dict[int, tuple[float, float]]]:
+    """Return metrics of the rewards of both models' responses, and the rewards.
 
     If the reward model renders the prompts to the same token ids, it gets the responses as token
     ids. Otherwise it gets them as texts, in its own chat template.
@@ -123,23 +131,25 @@ def score(reward: Path, sampled: Sampled, scorer: ReferenceScorer) -> dict[str, 
         `scored/before` and `scored/after`: mean rewards, normalised if the reward model's files
         have mean and standard deviation; `scored/spread`: standard deviation of the rewards
         before training; `scored/left_out`: prompts with a response that exceeds the reward model's
-        context. If no prompt is left, `scored/left_out` alone.
+        context. If no prompt is left, `scored/left_out` alone. The rewards (before, after) of the
+        others, by number of the prompt.
     """
     pairs = list(zip(*_conversations(reward, sampled, scorer), strict=True))
     context = context_of(reward)
-    fitting = [pair for pair in pairs if max(map(len, pair)) <= context]
+    fitting = {n: pair for n, pair in enumerate(pairs) if max(map(len, pair)) <= context}
     left_out = {"scored/left_out": float(len(pairs) - len(fitting))}
     if not fitting:
-        return left_out
-    conversations = [ids for pair in fitting for ids in pair]
+        return left_out, {}
+    conversations = [ids for pair in fitting.values() for ids in pair]
     rewards = scorer.rewards(ModelRef(reward, dtype=dtype_of(reward)), conversations)
     rewards_S2 = np.array(rewards).reshape(-1, 2)
-    return {
+    metrics = {
         "scored/before": float(rewards_S2[:, 0].mean()),
         "scored/after": float(rewards_S2[:, 1].mean()),
         "scored/spread": float(rewards_S2[:, 0].std()),
         **left_out,
     }
+    return metrics, {n: (float(a), float(b)) for n, (a, b) in zip(fitting, rewards_S2, strict=True)}
 
 
 def _conversations(

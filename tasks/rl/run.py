@@ -113,8 +113,9 @@ def _leave(trainer: OnlineTrainer, tokenizer: Any, after: dict[str, float]) -> N
     texts = [np.concatenate([r.prompt.ids, r.generated.ids]) for r in responses]
     probes = choose_probes(Examples.of_texts(texts), job.settings.probes)
     fingerprint = fingerprint_of(engine, probes, ranks.device)
+    peak = float(ranks.peak_memory())
     if ranks.first:
-        metrics = _metrics(trainer, after)
+        metrics = {**_metrics(trainer, after), "peak_memory": peak}
         write_common(
             job,
             model=engine.module,

@@ -17,7 +17,6 @@ from tasks.drift.verdict import NAMES as PRINTS
 from tasks.pipeline.artifact import MANIFEST, Artifact
 from tasks.tracking.event_files import EventFile
 from tasks.tracking.journal import now
-from tasks.tracking.metric_plots import draw
 from tasks.tracking.outbox import Outbox
 
 _NAME = re.compile(r"[^A-Za-z0-9_\-./: ]+")
@@ -59,7 +58,6 @@ class StageRun:
         self._outbox, self._id, self._event_file = outbox, local_id, event_file
         self._datasets = {} if datasets is None else datasets
         self._tables: dict[str, list[Mapping[str, Any]]] = {}
-        self._series: dict[str, list[tuple[int, float]]] = {}
         self._flushed = time.monotonic()
 
     @property
@@ -77,9 +75,6 @@ class StageRun:
         }
         if numbers:
             self._outbox.put(do="metrics", run=self._id, values=numbers, step=step, at=at)
-        for name, value in values.items():
-            if name.startswith("train/"):
-                self._series.setdefault(name.removeprefix("train/"), []).append((step, value))
         if self._event_file is not None:
             self._event_file.scalars(values, step, at / 1000)
             if time.monotonic() - self._flushed > _FLUSH_EVERY_S:
@@ -110,7 +105,7 @@ class StageRun:
             dataset = self._datasets[digest]
             self._outbox.put(do="input", run=self._id, context=context, **dataset)
 
-    def _log_tables_and_plots(self) -> None:
+    def _log_tables(self) -> None:
         for name, rows in self._tables.items():
             columns = list(dict.fromkeys(key for row in rows for key in row))
             data = [[row.get(column) for column in columns] for row in rows]
@@ -118,7 +113,6 @@ class StageRun:
             self.text(f"{name}.json", json.dumps({"columns": columns, "data": data}, indent=2))
             tag = [{"path": f"{name}.json", "type": "table"}]
             self.tags({"mlflow.loggedArtifacts": json.dumps(tag)})
-        self._outbox.put_file(self._id, "curves.png", partial(draw, self._series))
 
     def contract(self, verdicts: list[dict[str, Any]]) -> None:
         """Log the checks, failed or not: name, expected, found, verdict."""
@@ -135,7 +129,7 @@ class StageRun:
         self.metrics(metrics)
         drift = artifact.notes.get("drift") or {}
         self.metrics({f"drift/{name}": value for name, value in drift.items()})
-        self._log_tables_and_plots()
+        self._log_tables()
         if artifact.kind == "dataset":
             self._datasets[artifact.digest] = dataset_record(artifact)
             self.read(artifact.digest, "training")

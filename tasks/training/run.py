@@ -70,8 +70,9 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     measured = measure_fingerprint(
         engine, heldout, head=chosen.head, count=settings.probes, device=ranks.device
     )
+    peak = float(ranks.peak_memory())
     if ranks.first:
-        metrics = _metrics(progress, after)
+        metrics = {**_metrics(progress, after), "peak_memory": peak}
         write_common(
             job,
             model=engine.module,

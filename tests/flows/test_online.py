@@ -58,14 +58,14 @@ def require_delivered(done: Run, experiment: str) -> None:
 
 
 def require_tracked(done: Run, iterations: int) -> None:
-    """Assert that MLflow has the metrics, samples and plots of training."""
+    """Assert that MLflow has the metrics and samples of training."""
     runs = children(done)
     assert {child.info.status for child in runs.values()} == {"FINISHED"}
     train = runs["train"].info.run_id
     assert len(curve(done, "train/reward")) == iterations
     assert max(curve(done, "train/mismatch/mean_abs")) <= 0.01
     files = {file.path for file in client(done).list_artifacts(train)}
-    assert {"samples.json", "curves.png"} <= files
+    assert "samples.json" in files
     table: dict[str, Any] = json.loads(
         Path(client(done).download_artifacts(train, "samples.json")).read_text()
     )

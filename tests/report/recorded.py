@@ -20,6 +20,7 @@ NAME = "20261123-140000-0a1b2c3d"
 EVAL = {
     "before": 0.34375, "after": 0.53125, "loss_before": None, "loss_after": None,
     "reward_before": 0.3769116495228512, "reward_after": 1.2641759593410464, "kl": 0.00788497836,
+    "drawn_before": 0.0, "drawn_after": 1.0, "scored_before": -0.5, "scored_after": 0.875,
 }  # fmt: skip
 DRIFT = Drift(mean_kl=8.857e-05, p95_kl=2.88e-04, max_kl=1.2e-03, top1_agreement=1.0, cosine=1.0)
 REFUSED = Drift(mean_kl=1.62e-02, p95_kl=2.79e-02, max_kl=0.4, top1_agreement=0.57, cosine=0.9)
@@ -42,11 +43,21 @@ def generations(*rows: tuple[str, str, str]) -> str:
     """Return generations.jsonl: prompt, response before, response after."""
     return "".join(
         json.dumps({
-            "messages": [{"role": "user", "content": prompt}],
-            "expected": "k", "before": before, "after": after,
+            "id": str(number), "messages": [{"role": "user", "content": prompt}],
+            "expected": "k", "before": before, "after": after, "stopped": number != 1,
+            "tokens_before": [5] * len(before), "tokens_after": [5] * len(after),
         }) + "\n"
-        for prompt, before, after in rows
+        for number, (prompt, before, after) in enumerate(rows)
     )  # fmt: skip
+
+
+def drawn(*rewards: tuple[float, float]) -> str:
+    """Return drawn.jsonl: rewards of the sampled responses before and after."""
+    rows = [
+        {"id": str(number), "before": " p", "after": " k", "reward_before": a, "reward_after": b}
+        for number, (a, b) in enumerate(rewards)
+    ]
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def recorded(runs: Path, *, tensor: str = "model.norm.weight", response: str = " k") -> Path:
@@ -69,11 +80,13 @@ def recorded(runs: Path, *, tensor: str = "model.norm.weight", response: str = "
         moved = verdict(DRIFT, PROFILES["standard"])
         run("merge", publish(runs, "weights", {}, good, moved), good, moved, drift=DRIFT)
         texts = generations(("Same?", " yes", " yes"), ("Last letter: e p i k", " p", response))
-        run("smoke_eval", publish(runs, "report", {"generations.jsonl": texts}))
+        files = {"generations.jsonl": texts, "drawn.jsonl": drawn((-1.0, 0.5), (0.0, 1.25))}
+        run("smoke_eval", publish(runs, "report", files))
         summary = Summary("completed", "rlhf", "qlora", 61.25, run=NAME)
         summary.stages = [stage_entry(result) for result in results]
         summary.served, summary.eval, summary.exit_status = SERVED, dict(EVAL), 0
         summary.gate = {"passed": True, "reasons": [], "version": "models:/m/1", "candidate": ""}
+        summary.memory = {"train": {"planned": 3 << 30, "peak": 7 << 29}}
         summary.command = "python flows/rlhf.py +exp=qlora"
         summary.write(runs, NAME, {"config.yaml": "seed: 0\n"})
     return runs / "reports" / NAME

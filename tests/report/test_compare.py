@@ -32,8 +32,9 @@ def typed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 
 
 def answers(folder: Path, right: Sequence[bool], *, first: int = 0) -> None:
-    """Replace the evaluation rows of a run."""
+    """Replace the evaluation rows of a run; nothing was sampled."""
     (path,) = folder.parents[1].glob("artifacts/report/*/generations.jsonl")
+    path.with_name("drawn.jsonl").unlink(missing_ok=True)
     rows = [
         {"id": str(first + i), "messages": [], "expected": "k", "before": "",
          "after": " k" if ok else "x"}

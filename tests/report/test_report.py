@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import sys
+from base64 import b64decode
 from html import unescape
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from flows.commands.open_pages import _pages
 from flows.delivery.run_delivery import Untracked
 from flows.orchestration.flow_run import FlowRun, in_this_process
 from flows.report.collect import collect
-from flows.report.page import REPORT, number, page, write_report
+from flows.report.page import REPORT, number, page, responses_of, write_report
 from tasks.core.errors import ArtifactError
 from tasks.tracking.tracker import Tracker
 from tests.infra.servers.browser import browser, find_chromium
@@ -56,7 +57,8 @@ def test_sections_come_in_order_and_those_without_data_are_left_out(tmp_path: Pa
     html = written(recorded(tmp_path))
     heads = re.findall(r"<h2>(.*?)</h2>", html)
     assert heads == [
-        "The chain", "Evaluation", "Training", "Samples", "Timeline", "Contract", "To do it again",
+        "The chain", "Evaluation", "Training", "Responses", "Samples", "Timeline", "Memory",
+        "Contract", "To do it again",
     ]  # fmt: skip
     assert html.index('id="verdict"') < html.index("<h2>")
     assert html.index("Last letter: e p i k") < html.index("Same?")  # what changed comes first
@@ -80,6 +82,30 @@ def test_curves_have_the_steps_of_training_and_no_nan(tmp_path: Path) -> None:
     html = written(folder)
     for label in ("optimizer step", "nats per token", "training", "validation"):
         assert f">{label}</text>" in html
+
+
+def test_changes_have_intervals_where_rows_are_known(tmp_path: Path) -> None:
+    """Rewards rise by 1.5 and 1.25: resampled, the mean lies between these two."""
+    html = written(recorded(tmp_path))
+    rows = dict(re.findall(r'<tr><td>([^<]*)</td>.*<td class="n">([^<]*)</td></tr>', html))
+    assert rows["sampled reward (std)"] == "+1.2500 to +1.5000"
+    assert rows["sampled exact match"] == "+100.0 to +100.0 points"
+    assert rows["evaluation reward"] == ""
+    assert "not the seed of the training" in html
+
+
+def test_rewards_lengths_and_memory_are_shown(tmp_path: Path) -> None:
+    folder = recorded(tmp_path)
+    shown = responses_of(collect(folder))["smoke_eval"]
+    rewards, tokens = shown.histograms
+    assert (rewards.before, rewards.after) == ([-1.0, 0.0], [0.5, 1.25])
+    assert (tokens.before, tokens.after) == ([4.0, 2.0], [4.0, 2.0])
+    assert (shown.count, shown.cut) == (2, 1)
+    html = written(folder)
+    assert "1 of 2 greedy responses of the served model did not stop" in html
+    assert html.count('aria-label="Reward of sampled responses"') == 1
+    assert {3 << 30, 7 << 29} <= values(html)
+    assert "3.5 GiB" in html
 
 
 def test_a_reused_training_shows_the_curves_of_the_run_that_trained(tmp_path: Path) -> None:
@@ -113,6 +139,7 @@ def test_without_matplotlib_there_are_tables(
     html = written(recorded(tmp_path))
     assert "matplotlib is not installed" in html
     assert "<svg" not in html
+    assert '<td>after</td><td class="n">0.5</td><td class="n">0.875</td>' in html
     assert {1 / step for step in range(1, 6)} <= values(html)
 
 
@@ -180,6 +207,29 @@ def test_the_page_of_a_failed_run_says_what_to_type(tmp_path: Path) -> None:
     assert "tensor a is missing\n  b &lt;too&gt;\n  -&gt; force=[merge]" in html
 
 
+@pytest.mark.slow
+def test_mlflow_gets_the_page_of_a_failed_run(tmp_path: Path) -> None:
+    def stages(run: FlowRun) -> None:
+        raise ArtifactError("tensor a is missing")
+
+    files = tmp_path / "files"
+    tracker = Tracker(f"sqlite:///{tmp_path / 'db'}", "e", files, tmp_path / "outbox")
+    with pytest.raises(ArtifactError):
+        begin(tmp_path, tracker).run("title", stages)
+    (logged,) = files.rglob(REPORT)
+    assert "tensor a is missing" in logged.read_text()
+
+
+def test_a_cancelled_run_has_its_page(tmp_path: Path) -> None:
+    def stages(run: FlowRun) -> None:
+        raise KeyboardInterrupt(130)
+
+    with pytest.raises(KeyboardInterrupt):
+        begin(tmp_path, Untracked()).run("title", stages)
+    html = (tmp_path / "runs" / "latest" / REPORT).read_text()
+    assert "<strong>Cancelled</strong>" in html
+
+
 def test_a_run_completes_without_its_page(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def stages(run: FlowRun) -> None:
         (tmp_path / "runs" / "reports" / run.run_id / REPORT).mkdir(parents=True)
@@ -223,3 +273,66 @@ def test_a_browser_shows_it_without_errors_and_sorts_and_filters(tmp_path: Path)
             "box.dispatchEvent(new Event('input'))"
         )
         assert tab.evaluate(shown + ".length") == 1
+
+
+CONTRAST = """
+(() => {
+  const rgb = text => text.match(/[\\d.]+/g).map(Number);
+  const bright = ([r, g, b]) => [r, g, b].map(v => v / 255)
+    .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = node => {
+    for (; node; node = node.parentElement) {
+      const colour = rgb(getComputedStyle(node).backgroundColor);
+      if (colour.length === 3 || colour[3] > 0) return colour;
+    }
+    return [255, 255, 255];
+  };
+  const ratios = [];
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) {
+    const at = walk.currentNode.parentElement;
+    if (!walk.currentNode.data.trim() || ['style', 'script'].includes(at.localName)) continue;
+    const style = getComputedStyle(at);
+    const colour = at instanceof SVGElement ? style.fill : style.color;
+    if (!colour.startsWith('rgb')) continue;
+    const [a, b] = [bright(rgb(colour)), bright(behind(at))].sort((x, y) => y - x);
+    ratios.push([(a + 0.05) / (b + 0.05), walk.currentNode.data.trim().slice(0, 40)]);
+  }
+  return ratios.sort((x, y) => x[0] - y[0]);
+})()
+"""
+"""Contrast of every text with what is behind it, the least first; WCAG 2.2 asks for 4.5."""
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed")
+def test_it_is_readable_works_by_keyboard_and_prints(tmp_path: Path) -> None:
+    folder = recorded(tmp_path)
+    written(folder)
+    with browser(tmp_path / "browser") as tab:
+        for scheme, media in (("light", ""), ("dark", ""), ("dark", "print")):
+            feature = {"name": "prefers-color-scheme", "value": scheme}
+            tab.call("Emulation.setEmulatedMedia", features=[feature], media=media)
+            tab.open((folder / REPORT).as_uri(), "Completed")
+            ratios = tab.evaluate(CONTRAST)
+            assert len(ratios) > 100
+            assert ratios[0][0] >= 4.5, (scheme, media, ratios[:5])
+        hidden = "getComputedStyle(document.querySelector('.tools')).display"
+        assert tab.evaluate(hidden) == "none"
+        pages = tab.call("Page.printToPDF")["data"]
+        assert b64decode(pages).startswith(b"%PDF")
+        tab.call("Emulation.setEmulatedMedia", media="")
+        order = []
+        for _ in range(9):
+            tab.call("Input.dispatchKeyEvent", type="keyDown", key="Tab", code="Tab",
+                     windowsVirtualKeyCode=9)  # fmt: skip
+            order.append(tab.evaluate("document.activeElement.textContent.trim()"))
+            if order[-1] == "stage":
+                break
+        assert "verdict" in order
+        for kind in ("keyDown", "keyUp"):
+            tab.call("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", text="\r",
+                     windowsVirtualKeyCode=13)  # fmt: skip
+        assert tab.evaluate("document.activeElement.parentElement.ariaSort") == "ascending"

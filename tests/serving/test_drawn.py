@@ -57,6 +57,7 @@ def test_distance_and_rewards_are_those_of_the_sampled_ids(
     served: Path,
     base: Path,
     judge: Path,
+    tmp_path: Path,
 ) -> None:
     metrics = run(reward=judge).metrics
     require_distance(metrics, scorer, served, base)
@@ -65,6 +66,9 @@ def test_distance_and_rewards_are_those_of_the_sampled_ids(
         texts = [[*p, *r] for p, r in zip(prompts, replies(scorer, folder), strict=True)]
         scores = scorer.rewards(ModelRef(judge), texts)
         assert metrics[f"scored/{when}"] == pytest.approx(sum(scores) / len(scores), abs=1e-6)
+        lines = (tmp_path / "out" / "drawn.jsonl").read_text().splitlines()
+        written = [json.loads(line)[f"reward_{when}"] for line in lines]
+        assert written == pytest.approx(scores, abs=1e-6)
     assert metrics["scored/before"] != metrics["scored/after"]
     assert metrics["scored/left_out"] == 0
 

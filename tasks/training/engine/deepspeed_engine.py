@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tasks.core.errors import ConfigError
-from tasks.core.machine import driver_too_old, gpu_count, has_gpu
+from tasks.core.machine import driver_too_old, gpu_count, has_gpu, resident_peak
 from tasks.process.multinode import RANKS_FILE
 from tasks.training.job import Optim
 
@@ -71,6 +71,17 @@ class Ranks:
     def first(self) -> bool:
         """Return True on rank 0."""
         return self.rank == 0
+
+    def peak_memory(self) -> int:
+        """Return the most memory that one of the ranks has held so far, in bytes; a collective.
+
+        On GPUs, what torch's allocator has reserved. On CPUs the resident memory of the process,
+        libraries and memory that ranks share included.
+        """
+        mine = torch.cuda.max_memory_reserved(self.device) if self.gpu else resident_peak()
+        most = torch.tensor(mine, device=self.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return int(most)
 
     def total(self, value: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all ranks, in place; return it."""

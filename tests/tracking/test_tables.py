@@ -1,4 +1,4 @@
-"""Curves and tables of a stage, as MLflow's own client finds them."""
+"""Tables of a stage, as MLflow's own client finds them."""
 
 from __future__ import annotations
 
@@ -9,32 +9,10 @@ from mlflow import MlflowClient
 
 from flows.orchestration.progress import Progress
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
-from tasks.tracking.metric_plots import draw
 from tasks.tracking.tracker import Tracker
 
-PNG = b"\x89PNG\r\n\x1a\n"
 
-
-def size_of(path: Path) -> tuple[int, int]:
-    """Width and height, out of a PNG's header."""
-    head = path.read_bytes()[:24]
-    assert head.startswith(PNG)
-    return int.from_bytes(head[16:20]), int.from_bytes(head[20:24])
-
-
-def test_known_series_of_two_points_are_drawn(tmp_path: Path) -> None:
-    path = tmp_path / "curves.png"
-    assert not draw({}, path)
-    assert not draw({"loss": [(1, 0.5)], "unknown": [(1, 0.0), (2, 0.0)]}, path)
-    assert not path.exists()
-    three = {name: [(1, 0.5), (2, 0.25)] for name in ("loss", "reward", "kl")}
-    assert draw(three, path)
-    assert size_of(path) == (1080, 234)  # three beside each other, 4 x 2.6 inches at 90 dpi
-    assert draw(three | {"entropy": [(1, 0.5), (2, float("nan"))]}, path)
-    assert size_of(path) == (1080, 468)
-
-
-def test_an_online_stage_leaves_its_samples_and_its_curves(tmp_path: Path) -> None:
+def test_an_online_stage_leaves_its_samples(tmp_path: Path) -> None:
     """Events as training emits them; the second row of the table has a column of its own."""
     with staging(tmp_path / "shards") as work:
         (work / "train.json").write_text("{}")
@@ -55,9 +33,8 @@ def test_an_online_stage_leaves_its_samples_and_its_curves(tmp_path: Path) -> No
         run.finish(artifact, {}, reused=False)
     client = MlflowClient(tracker.uri)
     files = {file.path for file in client.list_artifacts(run.run_id)}
-    assert {"curves.png", "samples.json"} <= files
+    assert "samples.json" in files
     folder = Path(client.download_artifacts(run.run_id, "", str(tmp_path)))
-    assert size_of(folder / "curves.png") == (1080, 234)
     table = json.loads((folder / "samples.json").read_text())
     assert table["columns"] == ["step", "id", "reply", "reward", "reward/model"]
     assert table["data"] == [[1, "a", "x", 0.5, None], [2, "a", "xx", 1.0, 1.0]]

@@ -1,0 +1,125 @@
+"""Read results of the evaluation row by row, before and after training, from what a run left.
+
+    results(collected)["smoke_eval"]["exact match"].change()     # Interval(0.61, 0.54, 0.67)
+
+Rows are known by a key that tells whether two runs evaluated the same row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flows.report.bootstrap import Interval, paired
+from flows.report.collect import Collected, Stage
+from tasks.serving.text import matches
+
+Scores = dict[str, float]
+"""Result of each row by its key."""
+EXACT, SAMPLED, PAIRS = "exact match", "sampled exact match", "pairs in the right order"
+REWARD = "sampled reward (std)"
+
+
+@dataclass
+class Results:
+    """Results of one measure; higher is better.
+
+    Attributes:
+        before: result of each row before training; empty if that was not measured.
+        after: result of each row after it.
+    """
+
+    before: Scores = field(default_factory=dict)
+    after: Scores = field(default_factory=dict)
+
+    def change(self) -> Interval | None:
+        """Return the mean change with its 95 % interval; None if it is not known row by row."""
+        if not self.after or self.before.keys() != self.after.keys():
+            return None
+        return paired(list(self.before.values()), list(self.after.values()))
+
+
+def results(run: Collected) -> dict[str, dict[str, Results]]:
+    """Return the results by the name of the stage, then by measure."""
+    measured = {}
+    for stage in run.stages:
+        if stage.name.startswith("smoke") and stage.state != "failed":
+            folder = Path(stage.artifact)
+            measures = {**_responses(folder), PAIRS: _ordered(folder, _heldout(run, stage.step))}
+            measured[full_name(stage)] = {k: v for k, v in measures.items() if v.after}
+    return measured
+
+
+def full_name(stage: Stage) -> str:
+    """Return `<step>.<stage>`; without a step, the stage."""
+    return f"{stage.step}.{stage.name}".lstrip(".")
+
+
+def lengths(folder: Path) -> tuple[list[float], list[float], int]:
+    """Return the lengths of greedy responses in tokens, and how many did not stop.
+
+    Args:
+        folder: artifact of a smoke test.
+
+    Returns:
+        Lengths before training, lengths after it, number of the latter that were cut.
+    """
+    rows = [row for row in read_lines(folder / "generations.jsonl") if "stopped" in row]
+    before, after = (
+        [float(len(row[f"tokens_{when}"])) for row in rows if row.get(f"tokens_{when}")]
+        for when in ("before", "after")
+    )
+    return before, after, sum(not row["stopped"] for row in rows)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of JSON lines, up to a damaged one; none of a missing file."""
+    with suppress(OSError, ValueError), path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            row = json.loads(line)
+            if isinstance(row, dict):
+                yield row
+
+
+def _responses(folder: Path) -> dict[str, Results]:
+    """Return exact matches of greedy and of sampled responses, and rewards of the latter."""
+    drawn = {row.get("id"): row for row in read_lines(folder / "drawn.jsonl")}
+    measures = {EXACT: Results(), SAMPLED: Results(), REWARD: Results()}
+    seen: Counter[str] = Counter()
+    for row in read_lines(folder / "generations.jsonl"):
+        key = json.dumps([row.get("id"), row.get("messages"), row.get("expected")], sort_keys=True)
+        seen[key] += 1
+        key = f"{key} {seen[key]}"
+        sampled = drawn.get(row.get("id"), {})
+        for when in ("before", "after"):
+            reward = sampled.get(f"reward_{when}")
+            if isinstance(reward, int | float):
+                getattr(measures[REWARD], when)[key] = float(reward)
+            for name, texts in ((EXACT, row), (SAMPLED, sampled)):
+                if row.get("expected") is not None and isinstance(texts.get(when), str):
+                    right = float(matches(texts[when], str(row["expected"])))
+                    getattr(measures[name], when)[key] = right
+    return measures
+
+
+def _ordered(folder: Path, heldout: str) -> Results:
+    """Return which pairs a reward model puts in the right order; the rows are known by number."""
+    rows = [r for r in read_lines(folder / "pairs.jsonl") if {"chosen", "rejected"} <= set(r)]
+    keys = [f"{heldout} {len(rows)} {number}" for number in range(len(rows))]
+    right = [float(row["chosen"] > row["rejected"]) for row in rows]
+    return Results(after=dict(zip(keys, right, strict=True)))
+
+
+def _heldout(run: Collected, step: str) -> str:
+    """Return the digest of the evaluation rows of a step; the dataset's path if it is gone."""
+    folders = [s.artifact for s in run.stages if (s.step, s.name) == (step, "prepare_data")]
+    for folder in folders:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            manifest = json.loads((Path(folder) / "manifest.json").read_text())
+            return str(manifest["files"]["heldout.jsonl"]["blake3"])
+    return folders[0] if folders else run.summary.get("run", "")

@@ -14,7 +14,7 @@ from tasks.drift.fingerprint import Fingerprint
 from tasks.drift.verdict import FINGERPRINT
 from tasks.evaluation import smoke_checks
 from tasks.evaluation.evaluation_prompts import answerable, dtype_of, question_of, read_heldout
-from tasks.evaluation.responses import describe, numbers, read_answers
+from tasks.evaluation.responses import Measure, describe, judge_of, numbers, read_answers
 from tasks.evaluation.sampled_responses import read_sampled
 from tasks.evaluation.scoring import Prompts
 from tasks.evaluation.serve import Question
@@ -31,6 +31,8 @@ def smoke_eval(
     data: Path,
     reward: Path | None = None,
     temperature: float | None = None,
+    function: Measure | None = None,
+    function_s: float = 0.0,
 ) -> StageReport:
     """Serve a chat model and compare it with the trained one.
 
@@ -41,6 +43,8 @@ def smoke_eval(
         data: dataset artifact with `heldout.jsonl`.
         reward: folder of the reward model that scored the rollouts, if there is one.
         temperature: also sample responses at this temperature, that of the rollouts.
+        function: the user's `eval.function`, which judges the greedy responses of both models.
+        function_s: seconds for a call of it.
 
     Returns:
         Report of kind `report`.
@@ -48,6 +52,7 @@ def smoke_eval(
     Raises:
         DataError: there are no evaluation prompts.
         StageProcessError: the engine did not start or crashed.
+        RewardError: `function` raised, hung, or did not return a finite number for each response.
     """
     settings, scorer = test.settings, test.scorer
     reference = Fingerprint.load(test.trained / FINGERPRINT)
@@ -76,7 +81,10 @@ def smoke_eval(
         smoke_checks.degenerate_check(served.after.tokens, settings.max_degenerate_rate),
     )
     left_out = len(rows) - len(usable)
-    metrics = read_answers(out, prompted, measured, scorer)
+    judge = None
+    if function is not None:
+        judge = judge_of(function, function_s, test.log, test.log_path.with_name("eval.log"))
+    metrics = read_answers(out, prompted, measured, scorer, judge)
     metrics |= read_sampled(out, prompted, measured, scorer, reward)
     metrics |= numbers(measured, left_out=left_out)
     report = test.report(out, checks, metrics, measured.drift, measured.notes)

@@ -27,6 +27,7 @@ from flows.orchestration.progress import progress
 from tasks.config.after_training import Smoke
 from tasks.convert import convert
 from tasks.data.kinds import PROMPTS, TEXTS
+from tasks.evaluation.responses import Measure
 from tasks.evaluation.smoke_rewards import smoke_rewards
 from tasks.evaluation.smoke_texts import smoke_texts
 from tasks.gather import gather
@@ -166,6 +167,7 @@ def smoke_stage(run: ChainRun, *, quantized: bool = False, **inputs: Artifact) -
     stage = SMOKE_QUANTIZED if quantized else SMOKE
     log_path = run.log_path(stage.name)
     sampling: dict[str, float] = {}
+    measured: dict[str, Measure] = {}
     context: dict[str, Any] = {"scorer": run.scorer, "log_path": log_path, "explain": run.explain}
     context["public_key"] = key_file(run.settings["register"]["verify"])
     if run.settings["train"]["objective"] == "reward":
@@ -179,10 +181,13 @@ def smoke_stage(run: ChainRun, *, quantized: bool = False, **inputs: Artifact) -
                 inputs["reward"] = reward
         history = {r.name: r.drift for r in run.mechanism.results if r.drift is not None}
         context["history"] = history
+        if function is smoke_eval and run.settings["eval"]["function"]:
+            measured["function"] = Measure.of(run.settings["eval"]["function"])
+            context["function_s"] = run.settings["eval"]["timeout_s"]
     settings = Smoke(**run.settings["smoke"])
     profile = run.quantized_profile if quantized else run.profile
     config: dict[str, Any] = {"engine": settings.engine, "settings": settings, "profile": profile}
-    config |= sampling
+    config |= sampling | measured
     if quantized:
         if run.settings["convert"]["quantize"].startswith(GGUF):
             config["engine"] = "server"

@@ -7,8 +7,8 @@ separated by ":", say what a deployment's run may name:
     PLUMBLINE_DEPLOY_FOLDERS  paths.runs, out, out_dir, train.resume, register.sign,
                               tracking.prometheus, a tracking.uri that is a file;
                               default: PLUMBLINE_RUNS, or runs
-    PLUMBLINE_DEPLOY_CODE     reward.function, models with trust_remote_code, hydra.searchpath;
-                              default: none
+    PLUMBLINE_DEPLOY_CODE     reward.function, eval.function, hydra.searchpath,
+                              models with trust_remote_code; default: none
 
 A third one, a list of addresses separated by blanks, says which servers may be verified:
 
@@ -143,9 +143,10 @@ def _setting_problems(settings: Mapping[str, Any]) -> Iterator[str]:
 
 def _code(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the settings whose files are run as code, with their paths."""
-    function = settings.get("reward", {}).get("function")
-    if function and function != "exact_match":
-        yield "reward.function", function.rpartition(":")[0]
+    for section in ("reward", "eval"):
+        function = settings.get(section, {}).get("function")
+        if function and function != "exact_match":
+            yield f"{section}.function", function.rpartition(":")[0]
     model = settings.get("model", {})
     if model.get("trust_remote_code"):
         yield "model.trust_remote_code=true with model.path", str(model["path"])

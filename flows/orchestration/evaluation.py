@@ -23,6 +23,11 @@ def evaluation(results: Sequence[StageResult]) -> dict[str, float | None]:
     for result in results:
         if step_of(result) == step_of(results[-1]):
             metrics |= result.metrics
+    own = {
+        f"function_{when}": metrics[f"eval/function_{when}"]
+        for when in ("before", "after")
+        if f"eval/function_{when}" in metrics
+    }
     pairs = {"pairs": metrics["eval/pairs"]} if "eval/pairs" in metrics else {}
     rewards = {
         f"reward_{when}": metrics[f"heldout_reward_{when}"]
@@ -43,6 +48,7 @@ def evaluation(results: Sequence[StageResult]) -> dict[str, float | None]:
         "after": metrics.get("eval/after"),
         "loss_before": metrics.get("heldout_loss_before"),
         "loss_after": metrics.get("heldout_loss_after"),
+        **own,
         **online,
         **quantized,
     }
@@ -76,6 +82,8 @@ def evaluation_lines(values: Mapping[str, float | None]) -> list[str]:
         lines.append(f"quantised: held-out loss {losses[1]:.4f} beside {losses[0]:.4f}")
     if (losses := _pair(values, "loss_before", "loss_after")) is not None:
         lines.append(f"evaluation loss {losses[0]:.3f} -> {losses[1]:.3f}")
+    if (own := _pair(values, "function_before", "function_after")) is not None:
+        lines.append(f"eval.function {own[0]:.4g} -> {own[1]:.4g}")
     if (rewards := _pair(values, "reward_before", "reward_after")) is not None:
         lines.append(f"evaluation reward {rewards[0]:.3f} -> {rewards[1]:.3f}")
     if (sampled := _pair(values, "drawn_before", "drawn_after")) is not None:

@@ -12,8 +12,10 @@ import yaml
 
 from flows.report.bootstrap import Interval, paired, unpaired
 from flows.report.collect import Collected, Curves, Stage
+from flows.report.figures import PLOTTED
 from flows.report.results import (
     EXACT,
+    OWN,
     PAIRS,
     REWARD,
     SAMPLED,
@@ -24,7 +26,7 @@ from flows.report.results import (
 )
 
 ABSENT = "(not set)"
-_MEASURES = (EXACT, SAMPLED, REWARD, PAIRS)
+_MEASURES = (EXACT, SAMPLED, OWN, REWARD, PAIRS)
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Comparison:
         config: key, value in a, value in b; keys that differ only.
         drift: drift of each hand-off.
         evaluation: measures of the evaluation.
-        metrics: numbers of the summary, and last values of the training metrics.
+        metrics: numbers of the summary, and last values of the curves.
         curves: curves of both runs by the name of the training stage.
     """
 
@@ -96,7 +98,10 @@ def compare(a: Collected, b: Collected) -> Comparison:
     for name, first, second in _matched(a.curves, b.curves):
         curves = (first or {}, second or {})
         comparison.curves[name] = curves
-        last = [{f"{name} {k}": v[-1][1] for k, v in each.items() if v} for each in curves]
+        last = [
+            {f"{name} {k}": v[-1][1] for k, v in each.items() if v and k in PLOTTED}
+            for each in curves
+        ]
         comparison.metrics.extend(_pairs(*last))
     return comparison
 
@@ -153,7 +158,8 @@ def _evaluated(
     stage: str, a: Mapping[str, Results] | None, b: Mapping[str, Results] | None
 ) -> Iterator[Evaluated]:
     for measure in _MEASURES:
-        first, second = ((each or {}).get(measure, Results()).after for each in (a, b))
+        of_a, of_b = ((each or {}).get(measure, Results()) for each in (a, b))
+        first, second = of_a.after, of_b.after
         if not first and not second:
             continue
         name = f"{stage}: {measure}"
@@ -161,6 +167,11 @@ def _evaluated(
         if not first or not second:
             missing = "B" if first else "A"
             reason = f"not comparable: {missing} has no results per row"
+            yield Evaluated(name, mean_a, mean_b, None, "", reason)
+            continue
+        if of_a.scale != of_b.scale:
+            judge = "reward models" if measure == REWARD else "versions of eval.function"
+            reason = f"not comparable: two {judge} gave the numbers"
             yield Evaluated(name, mean_a, mean_b, None, "", reason)
             continue
         if first.keys() == second.keys():

@@ -47,6 +47,8 @@ PLOTS = (
     Plot("Truncated responses", "fraction", "truncated", "eval/truncated"),
     Plot("Learning rate", "learning rate", "lr"),
 )
+PLOTTED = {name for plot in PLOTS for name in (plot.metric, plot.validation) if name}
+"""Names of the curves that have a plot."""
 
 
 @dataclass(frozen=True)

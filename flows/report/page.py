@@ -20,7 +20,17 @@ from flows.report.bootstrap import Interval
 from flows.report.collect import Collected, Stage, collect
 from flows.report.compare import Comparison
 from flows.report.figures import Histogram, draw, overlay
-from flows.report.results import EXACT, PAIRS, REWARD, SAMPLED, Results, full_name, lengths, results
+from flows.report.results import (
+    EXACT,
+    OWN,
+    PAIRS,
+    REWARD,
+    SAMPLED,
+    Results,
+    full_name,
+    lengths,
+    results,
+)
 from tasks.config.checks.phases import in_words
 from tasks.serving.llama_cpp import serve_line
 
@@ -204,6 +214,7 @@ def _measured(
     last = [measures for stage, measures in by_row.items() if stage.endswith("smoke_eval")][-1:]
     rows = (
         (rate, "before", "after", True),
+        (OWN, "function_before", "function_after", False),
         ("evaluation loss", "loss_before", "loss_after", False),
         ("evaluation reward", "reward_before", "reward_after", False),
         (SAMPLED, "drawn_before", "drawn_after", True),

@@ -22,7 +22,7 @@ from tasks.serving.text import matches
 Scores = dict[str, float]
 """Result of each row by its key."""
 EXACT, SAMPLED, PAIRS = "exact match", "sampled exact match", "pairs in the right order"
-REWARD = "sampled reward (std)"
+REWARD, OWN = "sampled reward (std)", "eval.function"
 
 
 @dataclass
@@ -32,10 +32,12 @@ class Results:
     Attributes:
         before: result of each row before training; empty if that was not measured.
         after: result of each row after it.
+        scale: identity of what gave the results; those of two scales cannot be compared.
     """
 
     before: Scores = field(default_factory=dict)
     after: Scores = field(default_factory=dict)
+    scale: str = ""
 
     def change(self) -> Interval | None:
         """Return the mean change with its 95 % interval; None if it is not known row by row."""
@@ -87,9 +89,15 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _responses(folder: Path) -> dict[str, Results]:
-    """Return exact matches of greedy and of sampled responses, and rewards of the latter."""
+    """Return exact matches of greedy and sampled responses, the user's numbers, and rewards."""
     drawn = {row.get("id"): row for row in read_lines(folder / "drawn.jsonl")}
-    measures = {EXACT: Results(), SAMPLED: Results(), REWARD: Results()}
+    scorer, function = _scorers(folder)
+    measures = {
+        EXACT: Results(),
+        SAMPLED: Results(),
+        OWN: Results(scale=function),
+        REWARD: Results(scale=scorer),
+    }
     seen: Counter[str] = Counter()
     for row in read_lines(folder / "generations.jsonl"):
         key = json.dumps([row.get("id"), row.get("messages"), row.get("expected")], sort_keys=True)
@@ -97,14 +105,26 @@ def _responses(folder: Path) -> dict[str, Results]:
         key = f"{key} {seen[key]}"
         sampled = drawn.get(row.get("id"), {})
         for when in ("before", "after"):
-            reward = sampled.get(f"reward_{when}")
-            if isinstance(reward, int | float):
-                getattr(measures[REWARD], when)[key] = float(reward)
+            for name, value in (
+                (REWARD, sampled.get(f"reward_{when}")),
+                (OWN, row.get(f"function_{when}")),
+            ):
+                if isinstance(value, int | float):
+                    getattr(measures[name], when)[key] = float(value)
             for name, texts in ((EXACT, row), (SAMPLED, sampled)):
                 if row.get("expected") is not None and isinstance(texts.get(when), str):
                     right = float(matches(texts[when], str(row["expected"])))
                     getattr(measures[name], when)[key] = right
     return measures
+
+
+def _scorers(folder: Path) -> tuple[str, str]:
+    """Return the digests of the reward model and of the user's function; empty without one."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        manifest = json.loads((folder / "manifest.json").read_text())
+        function = manifest["config"].get("function") or {}
+        return str(manifest["inputs"].get("reward", "")), str(function.get("digest", ""))
+    return "", ""
 
 
 def _ordered(folder: Path, heldout: str) -> Results:

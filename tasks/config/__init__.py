@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tasks.config.after_training import Convert, Gate, Merge, Register, Smoke
+from tasks.config.after_training import Convert, Eval, Gate, Merge, Register, Smoke
 from tasks.config.inputs import Data, Model
 from tasks.config.learning import Peft, Train, Zero
 from tasks.config.online import Reward, Rl, Rollout
@@ -37,6 +37,7 @@ class Rlhf:
     merge: Merge = field(default_factory=Merge)
     convert: Convert = field(default_factory=Convert)
     smoke: Smoke = field(default_factory=Smoke)
+    eval: Eval = field(default_factory=Eval)
     gate: Gate = field(default_factory=Gate)
     register: Register = field(default_factory=Register)
     tracking: Tracking = field(default_factory=Tracking)

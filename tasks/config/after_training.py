@@ -1,4 +1,4 @@
-"""Sections `merge`, `convert`, `smoke`, `gate` and `register`: from trained weights to registry."""
+"""Sections for what follows training: `merge`, `convert`, `smoke`, `eval`, `gate`, `register`."""
 
 from __future__ import annotations
 
@@ -44,6 +44,14 @@ class Smoke:
     max_degenerate_rate: float = 0.02  # share of responses caught in a loop, at most
     threads: int | None = None  # CPU threads
     tensor_parallel: int = 1  # processes that share the model, each on a GPU of its own
+
+
+@dataclass(frozen=True)
+class Eval:
+    """A measure of your own for the served model."""
+
+    function: str | None = None  # path.py:name; a number per response, higher is better
+    timeout_s: float = 600.0  # seconds for a call, which gets all responses of a model
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ _CHAT, _PROBED = ("chat", "online"), ("chat", "online", "texts")
 NUMBERS: Mapping[str, Number] = {
     "eval.exact_match": Number("eval/after", "eval/before", "eval/compared", kinds=_CHAT),
     "eval.pair_accuracy": Number("eval/after", "eval/before", "eval/pairs", kinds=("reward",)),
+    "eval.function": Number("eval/function_after", "eval/function_before", kinds=("judged",)),
     "eval.loss": Number(
         "heldout_loss_after", "heldout_loss_before", kinds=("chat", "texts", "reward")
     ),
@@ -92,6 +93,8 @@ def run_kinds(settings: Mapping[str, Any]) -> set[str]:
     kinds = {kind}
     if settings["convert"]["quantize"] != "none":
         kinds.add("quantized")
+    if settings["eval"]["function"] and kind in _CHAT:
+        kinds.add("judged")
     if settings["peft"]["kind"] != "none":
         kinds.add("adapter")
     return kinds

@@ -97,6 +97,19 @@ def test_a_run_without_results_per_row_is_not_comparable(tmp_path: Path) -> None
     assert (row.interval, row.verdict) == (None, "not comparable: B has no results per row")
 
 
+def test_numbers_of_two_judges_are_not_compared(tmp_path: Path) -> None:
+    """Rewards of two reward models lie on two scales."""
+    a, b = recorded(tmp_path / "a"), recorded(tmp_path / "b")
+    for folder, judge in ((a, "one"), (b, "another")):
+        (path,) = folder.parents[1].glob("artifacts/report/*/manifest.json")
+        path.write_text(json.dumps({"inputs": {"reward": judge}, "config": {}, "versions": {}}))
+    rows = {row.name: row for row in compare(collect(a), collect(b)).evaluation}
+    rewards = rows["smoke_eval: sampled reward (std)"]
+    assert (rewards.a, rewards.b, rewards.interval) == (0.875, 0.875, None)
+    assert rewards.verdict == "not comparable: two reward models gave the numbers"
+    assert rows["smoke_eval: exact match"].interval is not None
+
+
 def test_a_failed_run_and_a_completed_one(tmp_path: Path, typed: Typed) -> None:
     a, b = recorded(tmp_path / "a"), refused(tmp_path / "b")
     status, text = typed(str(a), str(b))

@@ -46,6 +46,7 @@ from tasks.config.defaults import ONLINE
 from tasks.core import machine as host
 from tasks.core.errors import ConfigError
 from tasks.core.finding import Finding
+from tasks.rl.rewards.reference import EVAL
 from tasks.training.engine.failure import smaller
 from tasks.training.memory.advice import Adviser, on_node
 from tasks.training.memory.estimate import LIBRARIES
@@ -119,6 +120,7 @@ def findings(
         *objective.reference_answers(settings),
         *online.online(settings, known, rewarded=rewarded, on_cpu=on_cpu),
         *objective.raw_texts(settings),
+        *online.function(settings["eval"]["function"], EVAL),
         *gate.conditions(settings),
         *unread.loss(train),
         *tracking.reachable(settings["tracking"]["uri"]),

@@ -18,7 +18,7 @@ from tasks.core.redaction import redact
 from tasks.rl.algorithms import algorithm_options
 from tasks.rl.rewards.exact import EXACT_MATCH
 from tasks.rl.rewards.folder import RewardFolder
-from tasks.rl.rewards.reference import FunctionReference
+from tasks.rl.rewards.reference import REWARD, FunctionReference
 from tasks.rl.rollout.vllm_support import unservable
 from tasks.rl.settings import Loop, Rollout
 from tasks.training.job import Settings
@@ -114,14 +114,14 @@ def reward_model(reward: Mapping[str, Any], *, longest: int) -> Iterator[Finding
         )
 
 
-def function(text: str | None) -> Iterator[Finding]:
+def function(text: str | None, setting: str = REWARD) -> Iterator[Finding]:
     """Check that `path.py:name` exists, without running the file."""
-    if not text or text == EXACT_MATCH:
+    if not text or (text == EXACT_MATCH and setting == REWARD):
         return
     try:
-        FunctionReference.of(text).require()
+        FunctionReference.of(text, setting).require()
     except ConfigError as error:
-        yield _as_finding("reward.function", error, "a function in an existing file")
+        yield _as_finding(setting, error, "a function in an existing file")
 
 
 def endpoint(url: str | None) -> Iterator[Finding]:

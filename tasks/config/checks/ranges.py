@@ -97,6 +97,7 @@ LIMITS: tuple[tuple[str, float, float, float], ...] = (
     ("reward.batch", 1, _MANY, 64),
     ("convert.calibration_rows", 1, _MANY, 128),
     ("convert.max_eval_drop", 0, 100, 5),
+    ("eval.timeout_s", _TINY, _MANY, 600),
     ("smoke.greedy_tokens", 1, _MANY, 5),
     ("smoke.max_new_tokens", 1, _MANY, 64),
     ("smoke.eval_samples", 0, _MANY, 200),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tasks.config.defaults import ONLINE
 from tasks.core.finding import Finding
-from tasks.data.kinds import kind_for, names_texts
+from tasks.data.kinds import TEXTS, kind_for, names_texts
 from tasks.data.readers import FILE_KINDS, HUB
 
 LOSS: Mapping[str, tuple[str, ...]] = {
@@ -108,6 +108,13 @@ def _rules(settings: Mapping[str, Any], rewarded: bool) -> Iterator[Unread]:
         keys = " ".join(f"convert.{name}" for name in own)
         readers, override = "only a quantised version reads it", "convert.quantize=w8a8"
         yield Unread(keys, "convert.quantize=none", readers, override)
+    chat = kind_for(settings["train"]["objective"], texts=names_texts(settings["data"]))
+    if chat is TEXTS or settings["train"]["objective"] == "reward":
+        because = "raw texts" if chat is TEXTS else "train.objective=reward"
+        yield Unread("eval.*", because, "only responses to prompts are judged", "train=sft")
+    elif not settings["eval"]["function"]:
+        override = "eval.function=<path.py>:<name>"
+        yield Unread("eval.timeout_s", "no eval.function", "nothing is called", override)
     if settings["smoke"]["engine"] == "transformers":
         keys = "smoke.kv_cache_gib smoke.tensor_parallel"
         yield Unread(keys, "smoke.engine=transformers", "only vLLM reads it", "smoke=vllm")

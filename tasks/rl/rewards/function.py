@@ -1,5 +1,7 @@
 """`reward.function=path.py:name`: a Python function of the user, with the signature of TRL.
 
+`eval.function` has the same signature.
+
     def score(prompts, completions, completion_ids, **columns) -> list[float]
 
 All arguments are lists with one element per response: `prompts` conversations (lists of messages),
@@ -51,10 +53,10 @@ class Function:
         self, reference: FunctionReference, *, timeout_s: float, log: Log, log_path: Path
     ) -> None:
         reference.require()
-        self.label = f"reward.function={reference}"
-        self._argv = python_child(
-            "tasks.rl.rewards.function_child", str(reference.path), reference.name
-        )
+        self.label = f"{reference.setting}={reference}"
+        self._section = reference.setting.partition(".")[0]
+        program = "tasks.rl.rewards.function_child"
+        self._argv = python_child(program, str(reference.path), reference.name, reference.setting)
         self._timeout_s, self._log, self._log_path = timeout_s, log, log_path
         self._child: Conversation | None = None
 
@@ -126,7 +128,7 @@ class Function:
             raise RewardError(
                 f"{self.label} {what}{status} {when}",
                 details=[*details, "its last lines of output:", *error.details],
-                hint="reward.timeout_s=<more> if it needs that long" if slow else "",
+                hint=f"{self._section}.timeout_s=<more> if it needs that long" if slow else "",
             ) from error
 
     def _raised(self, answer: dict[str, Any], responses: Sequence[Response]) -> RewardError:

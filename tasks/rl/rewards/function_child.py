@@ -1,6 +1,6 @@
-"""The process that runs a user's reward function, which may hang, crash or print anything.
+"""The process that runs a function of the user, which may hang, crash or print anything.
 
-    python -m tasks.rl.rewards.function_child path.py name
+    python -m tasks.rl.rewards.function_child path.py name reward.function
 
 Answers JSON requests of a `Conversation` from stdin, each within its `timeout_s`. The first request
 loads the function; a request with `keywords` calls it. This module imports nothing heavy.
@@ -38,7 +38,7 @@ class Refused(Exception):
 
 def main() -> None:
     """Answer requests until stdin closes."""
-    path, name = Path(sys.argv[1]), sys.argv[2]
+    path, name, setting = Path(sys.argv[1]), *sys.argv[2:]
     requests = _requests()
     for variable in [key for key in os.environ if key.startswith(RANK_VARIABLES)]:
         del os.environ[variable]
@@ -49,7 +49,7 @@ def main() -> None:
         faulthandler.dump_traceback_later(request["timeout_s"])  # shows where it hangs
         try:
             if function is None:
-                function = load(path, name)
+                function = load(path, name, setting)
             keywords = request.get("keywords")
             emit("reply", given=None if keywords is None else _call(function, keywords))
         # User code may raise anything and even call sys.exit; the parent reports all of it.
@@ -66,12 +66,13 @@ def _requests() -> IO[str]:
     return mine
 
 
-def load(path: Path, name: str) -> Callable[..., Any]:
+def load(path: Path, name: str, setting: str) -> Callable[..., Any]:
     """Import the file and return the function; it can import modules beside it.
 
     Args:
         path: the user's Python file.
         name: the function in it.
+        setting: setting that names it.
 
     Raises:
         Refused: no such name, or it is not callable.
@@ -88,7 +89,7 @@ def load(path: Path, name: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if function is None:
         names = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value))
-        raise Refused(f"no {name!r} in it", f"reward.function={path}:<one of {names or 'its own'}>")
+        raise Refused(f"no {name!r} in it", f"{setting}={path}:<one of {names or 'its own'}>")
     if not callable(function):
         kind = type(function).__name__
         raise Refused(f"{name!r} is not callable but {kind}", "name a function")

@@ -1,4 +1,4 @@
-"""`path.py:name`, the location of a user's reward function. The file is parsed, not run."""
+"""`path.py:name`, the location of a function of the user. The file is parsed, not run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tasks.core.errors import ConfigError
 
-EXAMPLE = "reward.function=<path.py>:<name of a function in it>, or exact_match"
+REWARD, EVAL = "reward.function", "eval.function"
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,15 @@ class FunctionReference:
     Attributes:
         path: absolute path of the file.
         name: name of the function.
+        setting: setting that names it.
     """
 
     path: Path
     name: str
+    setting: str = REWARD
 
     @classmethod
-    def of(cls, text: str) -> FunctionReference:
+    def of(cls, text: str, setting: str = REWARD) -> FunctionReference:
         """Parse `path.py:name`; a relative path starts at the working directory.
 
         Raises:
@@ -33,13 +35,17 @@ class FunctionReference:
         """
         path, colon, name = text.rpartition(":")
         if not colon or not path.endswith(".py") or not name.isidentifier():
-            raise ConfigError(
-                f"reward.function={text} is not of the form path.py:name", hint=EXAMPLE
-            )
-        return cls(Path(path).expanduser().absolute(), name)
+            hint = cls(Path(), "", setting)._example
+            raise ConfigError(f"{setting}={text} is not of the form path.py:name", hint=hint)
+        return cls(Path(path).expanduser().absolute(), name, setting)
 
     def __str__(self) -> str:
         return f"{self.path}:{self.name}"
+
+    @property
+    def _example(self) -> str:
+        example = f"{self.setting}=<path.py>:<name of a function in it>"
+        return f"{example}, or exact_match" if self.setting == REWARD else example
 
     def digest(self) -> str:
         """Return the SHA-256 of the file. Files that it imports are not included."""
@@ -56,14 +62,15 @@ class FunctionReference:
             tree = ast.parse(text, str(self.path))
         except (SyntaxError, ValueError) as error:
             raise ConfigError(
-                f"reward.function={self}: the file is not Python: {error}", hint=EXAMPLE
+                f"{self.setting}={self}: the file is not Python: {error}",
+                hint=self._example,
             ) from error
         names = _names(tree)
         if self.name not in names and "*" not in names:
             there = ", ".join(sorted(names)) or "nothing"
             raise ConfigError(
-                f"reward.function={self}: no {self.name!r} in the file, which has {there}",
-                hint=EXAMPLE,
+                f"{self.setting}={self}: no {self.name!r} in the file, which has {there}",
+                hint=self._example,
             )
 
     def _read(self) -> bytes:
@@ -71,7 +78,8 @@ class FunctionReference:
             return self.path.read_bytes()
         except OSError as error:
             raise ConfigError(
-                f"reward.function={self}: {error.strerror or error}: {self.path}", hint=EXAMPLE
+                f"{self.setting}={self}: {error.strerror or error}: {self.path}",
+                hint=self._example,
             ) from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from tasks.config.checks.engine import engine_memory
 from tasks.config.checks.model import look_at, why_unknown
 from tasks.config.checks.phases import RankMemory, in_words, memory_of
 from tasks.core.errors import ConfigError, PlumblineError
-from tasks.core.machine import gpu_memory, has_gpu
+from tasks.core.machine import available_memory, gpu_memory, has_gpu
 from tasks.core.terminal import plain
 from tasks.data.kinds import kind_for, names_texts
 from tasks.data.readers import FILE_KINDS
@@ -103,7 +104,6 @@ def _of_step(step: Step) -> str:
             *(f"  {line}" for line in composed.defaults or ["none"]),
             *_rows(settings),
             *_memory(settings, rank),
-            "deepspeed:",
             *_deepspeed(settings),
             "preflight:",
             *(lines or ["  nothing to report"]),
@@ -180,6 +180,9 @@ def _memory(settings: dict[str, Any], rank: RankMemory | None) -> list[str]:
     if rank is None:
         return [f"memory a rank: unknown: {why_unknown(settings['model']['path'])}"]
     lines = rank.lines()
+    ranks, gpu = settings["train"]["nproc"], gpu_memory(settings["train"]["device"])
+    has = gpu or available_memory() // max(ranks, 1)
+    lines.insert(1, f"  {bar(rank.total / has)} of {in_words(has)}, the share of a rank")
     if rank.host:
         lines.append(f"memory a rank on the host: {in_words(rank.host)} offloaded")
     known, _ = look_at(settings["model"])
@@ -203,11 +206,25 @@ def _quantized(config: dict[str, Any], convert: dict[str, Any]) -> list[str]:
     return [f"quantized: {convert['quantize']}, {size}"]
 
 
+def bar(share: float) -> str:
+    """Return a share as a bar of 20 characters with its percentage; full above 100 %."""
+    full = min(max(round(20 * share), 0), 20)
+    return f"[{'#' * full}{'-' * (20 - full)}] {share:.0%}"
+
+
 def _deepspeed(settings: dict[str, Any]) -> list[str]:
+    """Return one line about DeepSpeed; its whole configuration for PLUMBLINE_LOG_LEVEL=DEBUG."""
     training = resolved(settings)
     try:
         gpu = has_gpu(training.launch.device)
         config = deepspeed_config(training, training.world_size, gpu=gpu)
     except ConfigError as error:
-        return [f"  none: {error}"]
-    return [f"  {line}" for line in json.dumps(config, indent=2).splitlines()]
+        return [f"deepspeed: none: {error}"]
+    if os.environ.get("PLUMBLINE_LOG_LEVEL") == "DEBUG":
+        return ["deepspeed:", *(f"  {line}" for line in json.dumps(config, indent=2).splitlines())]
+    micro, steps = (
+        config[name] for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    )
+    batch = f"{micro} rows x {training.world_size} ranks x {steps} passes a step"
+    shown = "PLUMBLINE_LOG_LEVEL=DEBUG shows its configuration"
+    return [f"deepspeed: ZeRO-{training.zero.stage}, {batch} ({shown})"]

@@ -15,7 +15,7 @@ import pytest
 from flows.chain import stages as chain_stages
 from flows.chain.steps import Step
 from flows.cli.config import Composed, compose_config
-from flows.cli.plan import check, forecast, render
+from flows.cli.plan import bar, check, forecast, render
 from tasks.core.errors import ConfigError, DataError
 from tasks.pipeline.artifact import Origin, publish, staging
 from tests.training.conftest import make_tokenizer
@@ -108,9 +108,14 @@ def test_an_artifact_without_its_manifest_is_made_again(tmp_path: Path) -> None:
     assert dict(forecast(Step("", composed)))["prepare_base"].startswith("to run: ")
 
 
-def test_the_plan_as_text(tmp_path: Path) -> None:
+def test_the_plan_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = ["train.nproc=2", "train.micro_batch_size=32", "train.global_batch_size=128"]
     composed = composed_in(tmp_path, "+exp=lora_zero3", *sizes)
+    text = render([Step("", composed)])
+    assert "deepspeed: ZeRO-3, 32 rows x 2 ranks x 2 passes a step (" in text
+    assert '"zero_optimization"' not in text
+    assert re.search(r"^  \[#*-*\] \d+% of [\d.]+ GiB, the share of a rank$", text, re.M)
+    monkeypatch.setenv("PLUMBLINE_LOG_LEVEL", "DEBUG")
     text = render([Step("", composed)])
     start, end = text.index("deepspeed:\n") + len("deepspeed:\n"), text.index("preflight:")
     deepspeed = json.loads(text[start:end])
@@ -121,10 +126,19 @@ def test_the_plan_as_text(tmp_path: Path) -> None:
     assert not composed.runs.exists()
 
 
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0, "[--------------------] 0%"), (0.5, "[##########----------] 50%"),
+     (3, "[####################] 300%")],
+)  # fmt: skip
+def test_the_bar_ends_at_100_percent(share: float, text: str) -> None:
+    assert bar(share) == text
+
+
 def test_a_plan_that_is_refused_is_still_shown(tmp_path: Path) -> None:
     composed = composed_in(tmp_path, "zero=zero3", "train.global_batch_size=7", "model=hf")
     text = render([Step("", composed)])
-    assert "  none: train.global_batch_size=7 is not a multiple of" in text
+    assert "deepspeed: none: train.global_batch_size=7 is not a multiple of" in text
     assert "error: peft and zero: QLoRA with ZeRO-3" in text
     assert "memory a rank: unknown" in text
     with pytest.raises(ConfigError, match="the preflight found 3 problems; nothing was started"):

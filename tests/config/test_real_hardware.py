@@ -33,6 +33,12 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def whole_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans here show DeepSpeed's configuration."""
+    monkeypatch.setenv("PLUMBLINE_LOG_LEVEL", "DEBUG")
+
+
 @pytest.fixture(params=EXPERIMENTS)
 def composed(request: pytest.FixtureRequest, tmp_path: Path) -> Composed:
     return compose(tmp_path, request.param)

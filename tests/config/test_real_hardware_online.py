@@ -22,6 +22,12 @@ from tests.settings import Settings
 ROWS = ({"prompt": "2 + 2?", "answer": 4}, {"prompt": "who are you?", "answer": ""})
 
 
+@pytest.fixture(autouse=True)
+def whole_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans here show DeepSpeed's configuration."""
+    monkeypatch.setenv("PLUMBLINE_LOG_LEVEL", "DEBUG")
+
+
 @pytest.mark.parametrize(
     ("experiment", "stages"),
     [

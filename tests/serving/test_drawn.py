@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tasks.core.errors import RewardError
+from tasks.evaluation.responses import Measure
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.report import StageReport
 from tests.serving.models import CONVERSATIONS, END, WORDS, load
@@ -125,3 +127,29 @@ def test_vllm_samples_too(run: Callable[..., StageReport], judge: Path) -> None:
     report = run(engine="vllm", reward=judge, settings=settings)
     assert {"drawn/kl", "drawn/after", "scored/after"} <= set(report.metrics)
     assert report.metrics["drawn/kl"] > 0.1
+
+
+def test_a_function_of_the_user_judges_the_responses_of_both_models(
+    run: Callable[..., StageReport], tmp_path: Path
+) -> None:
+    judge = tmp_path / "judge.py"
+    judge.write_text(
+        "def size(completions, **_):\n    return [len(c[0]['content']) for c in completions]\n"
+    )
+    metrics = run(temperature=None, function=Measure.of(f"{judge}:size"), function_s=60.0).metrics
+    lines = (tmp_path / "out" / "generations.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    for when in ("before", "after"):
+        sizes = [len(row[when]) for row in rows]
+        assert [row[f"function_{when}"] for row in rows] == sizes
+        assert metrics[f"eval/function_{when}"] == pytest.approx(sum(sizes) / len(sizes))
+    assert metrics["eval/function_before"] != metrics["eval/function_after"]
+
+
+def test_a_function_that_raises_is_named_by_its_setting(
+    run: Callable[..., StageReport], tmp_path: Path
+) -> None:
+    (tmp_path / "judge.py").write_text("def size(completions, **_):\n    raise ValueError('no')\n")
+    function = Measure.of(f"{tmp_path}/judge.py:size")
+    with pytest.raises(RewardError, match=r"eval.function=.*judge.py:size failed .*no"):
+        run(temperature=None, function=function, function_s=60.0)

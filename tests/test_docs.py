@@ -70,6 +70,18 @@ def test_most_commands_are_executed() -> None:
     assert sum(len(executed(program)) for program in programs) >= 38
 
 
+def test_the_chinese_readme_is_in_step() -> None:
+    """It has the same commands and output, the same figures in tables, and live links."""
+    english, chinese = ((PROJECT / f"README{name}.md").read_text() for name in ("", ".zh-CN"))
+    blocks = re.compile(r"^```.*?^```", re.M | re.S)
+    assert blocks.findall(chinese) == blocks.findall(english)
+    figures = re.compile(r"\d[\d.,]* (?:s|MB|tokens/s|B|M)\b")
+    assert figures.findall(chinese) == figures.findall(english)
+    assert len(re.findall(r"^## ", chinese, re.M)) == len(re.findall(r"^## ", english, re.M))
+    links = re.findall(r"\]\(([\w./-]+)\)", chinese)
+    assert [link for link in links if not (PROJECT / link).exists()] == []
+
+
 def test_every_make_target_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (PROJECT / "Makefile").read_text(), flags=re.M))
     named = {line.split()[1] for line in commands() if line.startswith("make ")}

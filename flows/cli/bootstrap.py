@@ -74,7 +74,8 @@ def hugging_face_home(project: Path) -> Path:
     """
     users = "" if "XDG_CACHE_HOME" in _set_here else os.environ.get("XDG_CACHE_HOME")
     own = Path(users or Path.home() / ".cache") / "huggingface"
-    return own if (own / "hub").is_dir() else project / ".cache" / "huggingface"
+    used = (own / "hub").is_dir() or (own / "token").is_file()  # the token of a login
+    return own if used else project / ".cache" / "huggingface"
 
 
 def prefect_settings(runs: Path) -> dict[str, str]:

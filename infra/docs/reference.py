@@ -28,6 +28,7 @@ from tasks.release.numbers import NUMBERS  # noqa: E402
 
 OUTSIDE = {
     "README.md": "index.md",
+    "README.zh-CN.md": "index.zh-CN.md",
     "SECURITY.md": "security.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",

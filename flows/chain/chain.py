@@ -169,6 +169,7 @@ def smoke_stage(run: ChainRun, *, quantized: bool = False, **inputs: Artifact) -
     sampling: dict[str, float] = {}
     measured: dict[str, Measure] = {}
     context: dict[str, Any] = {"scorer": run.scorer, "log_path": log_path, "explain": run.explain}
+    context["vllm"] = run.vllm
     context["public_key"] = key_file(run.settings["register"]["verify"])
     if run.settings["train"]["objective"] == "reward":
         function: Any = smoke_rewards

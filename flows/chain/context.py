@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.report import StageRunner
 from tasks.process.multinode import Leader
+from tasks.serving.vllm.job import VllmChild
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class ChainRun:
         settings: the resolved configuration as plain nested dictionaries.
         mechanism: runs the stages.
         scorer: the transformers reference.
+        vllm: the vLLM process that serves the models.
         leader: asks the other nodes for their ranks; None for a run on one node.
         earlier: results of the step before; None to start from `model.path`.
         reward: the reward model that an earlier step trained.
@@ -52,6 +54,7 @@ class ChainRun:
     settings: Mapping[str, Any]
     mechanism: StageRunner
     scorer: ReferenceScorer
+    vllm: VllmChild = field(default_factory=VllmChild)
     leader: Leader | None = None
     earlier: Delivered | None = None
     reward: Artifact | None = None

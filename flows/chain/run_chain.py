@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from tasks.pipeline.stage import Mechanism
 from tasks.process.launch import kill_children_on_abort
 from tasks.process.multinode import Leader, Meeting
 from tasks.register import Registry
+from tasks.serving.vllm.job import VllmChild
 
 _composed: dict[tuple[str, ...], tuple[Composed, list[Step]]] = {}
 
@@ -126,8 +127,10 @@ def _run_stages(flow_run: FlowRun, *, steps: Sequence[Step], registry: Registry)
     mechanism, composed = flow_run.mechanism, flow_run.composed
     scorer = flow_run.scorer(_threads(composed))
     meeting = Meeting.from_environment(composed.settings["train"]["nodes"])
-    with Leader(meeting, composed.runs) if meeting else nullcontext() as leader, scorer:
-        delivered = _deliver(steps, mechanism, scorer, leader)
+    with ExitStack() as stack:
+        leader = stack.enter_context(Leader(meeting, composed.runs)) if meeting else None
+        children = stack.enter_context(scorer), stack.enter_context(VllmChild())
+        delivered = _deliver(steps, mechanism, *children, leader)
     served = delivered.quantized or delivered.served
     flow_run.summary.served = str(served.path)
     if delivered.quantized:
@@ -151,7 +154,11 @@ def check_signatures(steps: Sequence[Step]) -> None:
 
 
 def _deliver(
-    steps: Sequence[Step], mechanism: Mechanism, scorer: ReferenceScorer, leader: Leader | None
+    steps: Sequence[Step],
+    mechanism: Mechanism,
+    scorer: ReferenceScorer,
+    vllm: VllmChild,
+    leader: Leader | None,
 ) -> Delivered:
     """Run each step on the result of the one before it. Returns the result of the last one."""
     earlier: Delivered | None = None
@@ -159,7 +166,9 @@ def _deliver(
     for step in steps:
         with mechanism.step(step.name) as step_mechanism:
             settings = step.composed.settings
-            run = Chain(settings, step_mechanism, scorer, leader, earlier=earlier, reward=reward)
+            run = Chain(
+                settings, step_mechanism, scorer, vllm, leader, earlier=earlier, reward=reward
+            )
             delivered = run.deliver()
         if step.objective == "reward":
             reward = delivered.served

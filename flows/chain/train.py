@@ -11,9 +11,9 @@ from typing import Any
 from flows.chain.context import ChainRun
 from flows.chain.stages import REINFORCE, ROLLOUT_BASE, TRAIN
 from flows.orchestration.progress import progress
+from tasks.config.after_training import Smoke
 from tasks.core.redaction import redact_url
 from tasks.data.kinds import PROMPTS, names_texts
-from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.report import StageRecord
 from tasks.pipeline.stage import plain
@@ -55,7 +55,7 @@ def train_stage(run: ChainRun, base: Artifact, data: Artifact) -> Artifact:
             "log_path": run.log_path("train"),
             "leader": run.leader,
         },
-        observe=partial(_observe, run.scorer),
+        observe=partial(_observe, run),
     ).artifact
     if trained.digest:
         refuse_cut_rows(run.settings, trained)
@@ -100,15 +100,20 @@ def _online_inputs(run: ChainRun, base: Artifact, settings: Settings) -> dict[st
 
 
 @contextlib.contextmanager
-def _observe(
-    scorer: ReferenceScorer, run: StageRecord, log: Any
-) -> Iterator[Callable[[Any], None]]:
-    """Show progress, and let the scorer import its libraries while the ranks still train."""
-    with progress(run, log) as shown:
+def _observe(run: ChainRun, record: StageRecord, log: Any) -> Iterator[Callable[[Any], None]]:
+    """Show progress, and let the next children import their libraries.
+
+    The scorer imports while the ranks train, and vLLM while weights are gathered and merged: it
+    takes a core for longer.
+    """
+    smoke = Smoke(**run.settings["smoke"])
+    with progress(record, log) as shown:
 
         def on_event(event: dict[str, Any]) -> None:
             if event["event"] == "plan":
-                scorer.warm()
+                run.scorer.warm()
+            if event["event"] == "done" and smoke.engine == "vllm":
+                run.vllm.warm(smoke, log=log, log_path=run.log_path("smoke_eval"))
             shown(event)
 
         yield on_event

@@ -18,7 +18,7 @@ from tasks.drift.fingerprint import Fingerprint
 from tasks.drift.verdict import FINGERPRINT
 from tasks.evaluation.scoring import Generated, ModelRef, Prompts, ReferenceScorer
 from tasks.process.output import Log
-from tasks.serving.vllm.job import HEADROOM, Job, run_vllm
+from tasks.serving.vllm.job import HEADROOM, Job, VllmChild
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Served:
 
 
 def serve_with_vllm(
-    question: Question, settings: Smoke, *, out: Path, log: Log, log_path: Path
+    question: Question, settings: Smoke, *, out: Path, child: VllmChild, log: Log, log_path: Path
 ) -> Served:
     """Serve the model under test with vLLM in a child process, then the base in another engine.
 
@@ -103,6 +103,7 @@ def serve_with_vllm(
         question: the models and their prompts.
         settings: settings of the engine.
         out: folder that gets `fingerprint.fp`.
+        child: runs the engines.
         log: gets the engine's output.
         log_path: file for the engine's whole output.
 
@@ -132,7 +133,7 @@ def serve_with_vllm(
             messages=None,
         )
         jobs.append(base)
-    after, *before = _run(jobs, settings, out, log, log_path)
+    after, *before = _run(jobs, settings, out, child, log, log_path)
     return Served(
         fingerprint=Fingerprint.load(out / FINGERPRINT),
         after=_responses(after["served"]),
@@ -150,6 +151,7 @@ def score_with_vllm(
     settings: Smoke,
     *,
     out: Path,
+    child: VllmChild,
     log: Log,
     log_path: Path,
 ) -> list[float]:
@@ -166,18 +168,18 @@ def score_with_vllm(
         dtype=model.dtype,
         rewards=True,
     )
-    (result,) = _run([job], settings, out, log, log_path)
+    (result,) = _run([job], settings, out, child, log, log_path)
     scores: list[float] = result["rewards"]
     return scores
 
 
 def _run(
-    jobs: Sequence[Job], settings: Smoke, out: Path, log: Log, log_path: Path
+    jobs: Sequence[Job], settings: Smoke, out: Path, child: VllmChild, log: Log, log_path: Path
 ) -> list[dict[str, Any]]:
     """Run jobs in a temporary folder inside `out`; a fingerprint that one takes goes into `out`."""
     with tempfile.TemporaryDirectory(dir=out, prefix=".vllm-") as work:
         placed = [replace(job, out=f"{work}/{number}") for number, job in enumerate(jobs)]
-        results = run_vllm(placed, settings, log=log, log_path=log_path)
+        results = child.run(placed, settings, log=log, log_path=log_path)
         for job in placed:
             if job.reference is not None:
                 (Path(job.out) / FINGERPRINT).rename(out / FINGERPRINT)

@@ -36,6 +36,7 @@ from tasks.evaluation.serve import (
 from tasks.pipeline.report import StageReport
 from tasks.pipeline.signature import is_signed, require_signed
 from tasks.process.output import Log
+from tasks.serving.vllm.job import VllmChild
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -102,6 +103,7 @@ class SmokeTest:
         before: the model that the served one has to be, for transformers; None if unknown.
         explain: says where two models part, after a failed drift check.
         llama_cpp: folder of llama.cpp, which serves a GGUF file; None for its programs on PATH.
+        vllm: the vLLM child.
     """
 
     served: Path
@@ -117,6 +119,7 @@ class SmokeTest:
     before: ModelRef | None = None
     explain: Explain | None = None
     llama_cpp: str | None = None
+    vllm: VllmChild = field(default_factory=VllmChild)
 
     @property
     def engine(self) -> str:
@@ -210,8 +213,9 @@ class SmokeTest:
         if self.engine == "transformers":
             return self.scorer.rewards(self.model, texts, raw=True)
         return score_with_vllm(
-            self.model, texts, self.settings, out=out, log=self.log, log_path=self.log_path
-        )
+            self.model, texts, self.settings,
+            child=self.vllm, out=out, log=self.log, log_path=self.log_path,
+        )  # fmt: skip
 
     def report(
         self,
@@ -252,8 +256,9 @@ class SmokeTest:
                 llama_cpp=self.llama_cpp,
             )  # fmt: skip
         return serve_with_vllm(
-            question, self.settings, out=out, log=self.log, log_path=self.log_path
-        )
+            question, self.settings,
+            child=self.vllm, out=out, log=self.log, log_path=self.log_path,
+        )  # fmt: skip
 
     def _compare_greedy(
         self, question: Question, served: Served, reference: Fingerprint

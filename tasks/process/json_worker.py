@@ -78,6 +78,16 @@ class Conversation:
                     for _ in self._events:  # its last events
                         pass
 
+    @property
+    def is_running(self) -> bool:
+        """True while the process has not ended."""
+        return self._child.poll() is None
+
+    def log_to(self, log: Log, log_path: Path) -> None:
+        """Send the output of the next requests elsewhere, and forget the last lines so far."""
+        with self._one_at_a_time:
+            self._output.switch(log, log_path)
+
     def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Send one request and wait for its answer.
 

@@ -20,7 +20,7 @@ from tasks.process.json_worker import Conversation
 from tasks.process.output import Log, Output
 from tasks.process.torchrun_log import CLOSING_S
 
-__all__ = ["Conversation", "kill_children_on_abort", "launch", "python_child"]
+__all__ = ["Conversation", "kill_children_on_abort", "launch", "port_was_taken", "python_child"]
 
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -67,11 +67,20 @@ def launch(
     try:
         return _run(argv, env, timeout_s, note, stage=stage, log=log, log_path=log_path)
     except StageProcessError as error:
-        tail = "\n".join(error.details)
-        if heard or error.reason != "exit" or not any(word in tail for word in transient):
+        if heard or not _is_transient(error, transient):
             raise
         log.warning("%s; trying once more", error.message)
     return _run(argv, env, timeout_s, on_event, stage=stage, log=log, log_path=log_path)
+
+
+def port_was_taken(error: StageProcessError) -> bool:
+    """Return True if a child process ended because its port was taken; it may be started again."""
+    return _is_transient(error, PORT_TAKEN)
+
+
+def _is_transient(error: StageProcessError, words: Sequence[str]) -> bool:
+    tail = "\n".join(error.details)
+    return error.reason == "exit" and any(word in tail for word in words)
 
 
 def _run(

@@ -44,15 +44,12 @@ class Output:
     """
 
     def __init__(self, *, stage: str, log: Log, log_path: Path) -> None:
-        self._stage, self._log, self._path = stage, log, log_path
+        self._stage = stage
         self._tail: collections.deque[str] = collections.deque(maxlen=KEPT_LINES)
         self._lines = _Lines()
         self._budget = _Budget()
         hide_environment()
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        # Unbuffered: a buffer that a full disk refuses would raise again at the end.
-        self._file = log_path.open("ab", buffering=0)
-        self._is_full = False
+        self._open(log, log_path)
 
         self.closing: set[int] = set()
         """Process ids of the ranks that torchrun is ending because another rank failed."""
@@ -64,6 +61,18 @@ class Output:
     def __exit__(self, *_: object) -> None:
         self._log_suppressed()
         self._file.close()
+
+    def _open(self, log: Log, log_path: Path) -> None:
+        self._log, self._path, self._is_full = log, log_path, False
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        # Unbuffered: a buffer that a full disk refuses would raise again at the end.
+        self._file = log_path.open("ab", buffering=0)
+
+    def switch(self, log: Log, log_path: Path) -> None:
+        """Send further lines elsewhere, and forget the last ones."""
+        self.__exit__()
+        self._tail.clear()
+        self._open(log, log_path)
 
     @property
     def tail(self) -> list[str]:

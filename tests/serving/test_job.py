@@ -1,4 +1,4 @@
-"""Environment and time limit of the vLLM child."""
+"""The vLLM child: its environment, its time limit, and how long it stays."""
 
 from __future__ import annotations
 
@@ -13,9 +13,77 @@ from typing import Any
 import pytest
 
 from tasks.config.after_training import Smoke
+from tasks.core.errors import StageProcessError
 from tasks.rl.rollout.engines import rollout_time_limit
 from tasks.serving.vllm import guest, job
 from tests.settings import Rollout
+
+LOG = logging.getLogger("tests.serving")
+ENGINE = """
+import os
+from types import SimpleNamespace as Answer
+
+print("imported")
+
+class LLM:
+    def __init__(self, model, **_):
+        print("engine of", os.path.basename(model))
+        if "broken" in model:
+            raise ValueError("no such model")
+
+    def classify(self, inputs, use_tqdm):
+        return [Answer(outputs=Answer(probs=[len(each["prompt_token_ids"])])) for each in inputs]
+"""
+"""A stand-in for vLLM: what is tested here is the process around it."""
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Replace vLLM in child processes; return a folder with two models."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "vllm.py").write_text(ENGINE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    for name in ("good", "broken"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+def _job(model: Path, out: Path, prompt: list[int]) -> job.Job:
+    return job.Job(str(model), str(out), [prompt], 1, 8, rewards=True)
+
+
+def test_vllm_is_imported_once_in_a_block_and_each_run_has_its_log(vllm: Path) -> None:
+    with job.VllmChild() as child:
+        child.warm(Smoke(), log=LOG, log_path=vllm / "warm.log")
+        for number in (1, 2):
+            jobs = [
+                job.Job(
+                    str(vllm / "good"), str(vllm / f"{number}"), [[1] * number], 1, 8, rewards=True
+                )
+            ]
+            results = child.run(jobs, Smoke(), log=LOG, log_path=vllm / f"{number}.log")
+            assert results[0]["rewards"] == [number]
+        jobs = [job.Job(str(vllm / "good"), str(vllm / "other"), [[1]], 1, 8, rewards=True)]
+        child.run(jobs, Smoke(threads=1), log=LOG, log_path=vllm / "other.log")
+    logs = [(vllm / f"{name}.log").read_text().split("\n") for name in (1, 2, "other")]
+    assert logs == [
+        ["imported", "engine of good", ""],
+        ["engine of good", ""],
+        ["imported", "engine of good", ""],  # other threads need another process
+    ]
+    assert (vllm / "warm.log").read_text() == ""
+
+
+def test_after_a_crash_the_next_run_starts_another_process(vllm: Path) -> None:
+    broken = _job(vllm / "broken", vllm / "first", [1])
+    good = _job(vllm / "good", vllm / "second", [1])
+    with job.VllmChild() as child:
+        with pytest.raises(StageProcessError, match="vLLM ended with status 1") as raised:
+            child.run([broken], Smoke(), log=LOG, log_path=vllm / "first.log")
+        assert "ValueError: no such model" in raised.value.details
+        (result,) = child.run([good], Smoke(), log=LOG, log_path=vllm / "second.log")
+    assert result["rewards"] == [1]
+    assert (vllm / "second.log").read_text() == "imported\nengine of good\n"
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -49,15 +117,16 @@ def test_large_weights_get_more_time(
 def test_a_time_limit_that_is_set_wins(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: float | None, seconds: float
 ) -> None:
-    options: dict[str, Any] = {}
-    monkeypatch.setattr(job, "launch", lambda *_, **how: options.update(how))
-    how = Smoke(timeout_s=setting)
+    given: list[float] = []
+    child = SimpleNamespace(ask=lambda _, seconds: given.append(seconds))
+    monkeypatch.setattr(
+        job.VllmChild, "warm", lambda self, *_, **__: vars(self).update(_child=child)
+    )
+    monkeypatch.setattr(job.VllmChild, "_end", lambda *_: None)
+    jobs = [job.Job(str(tmp_path), str(tmp_path / "out"), [[1]], 1, 8)]
     with pytest.raises(FileNotFoundError):  # nothing has answered
-        job.run_vllm(
-            [job.Job(str(tmp_path), str(tmp_path / "out"), [[1]], 1, 8)], how,
-            log=logging.getLogger("test"), log_path=tmp_path / "log",
-        )  # fmt: skip
-    assert options["timeout_s"] == seconds
+        job.run_vllm(jobs, Smoke(timeout_s=setting), log=LOG, log_path=tmp_path / "log")
+    assert given == [pytest.approx(seconds, abs=1)]
     policy: Any = SimpleNamespace(job=SimpleNamespace(base=tmp_path))
     assert rollout_time_limit(Rollout(timeout_s=setting), policy) == seconds
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tasks.config.after_training import Smoke
 from tasks.drift.fingerprint import Drift, Fingerprint, drift
 from tasks.evaluation.scoring import ModelRef
-from tasks.process.launch import launch, python_child
-from tasks.serving.vllm.job import Job, environment
+from tasks.serving.vllm.job import Job, run_vllm
 from tests.weights.adapters.making import quiet
 from tests.weights.making import PROBES, ROWS, measure_here, save_tokenizer
 from tests.weights.test_quantize import BOTH, quantize
@@ -60,20 +59,10 @@ def test_vllm_serves_both_formats_and_the_drift_is_that_of_8_bits(tmp_path: Path
     reference = _reference(base, tmp_path)
     jobs, names = [], ("none", *BOTH)
     for name in names:
-        out = tmp_path / f"{name}-out"
-        out.mkdir()
-        prompts = [list(range(4, 12)), list(range(50, 70))]
-        job = Job(str(tmp_path / name), str(out), prompts, 8, 64, reference=str(reference))
-        job.save(tmp_path / f"{name}.json")
-        jobs.append(str(tmp_path / f"{name}.json"))
-    launch(
-        [*python_child("tasks.serving.vllm.child"), *jobs],
-        stage="smoke_eval",
-        log=logging.getLogger("tests.weights"),
-        log_path=tmp_path / "vllm.log",
-        env={**os.environ, **environment(1, 2)},
-        timeout_s=300,
-    )
+        out, prompts = str(tmp_path / f"{name}-out"), [list(range(4, 12)), list(range(50, 70))]
+        jobs.append(Job(str(tmp_path / name), out, prompts, 8, 64, reference=str(reference)))
+    settings, log = Smoke(threads=2, timeout_s=300), logging.getLogger("tests.weights")
+    run_vllm(jobs, settings, log=log, log_path=tmp_path / "vllm.log")
     engine = {name: Fingerprint.load(tmp_path / f"{name}-out" / "fingerprint.fp") for name in names}
     drifts: dict[str, Drift] = {name: drift(engine["none"], engine[name]) for name in BOTH}
     for name, result in drifts.items():

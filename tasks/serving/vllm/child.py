@@ -1,10 +1,9 @@
 """The vLLM child: loads folders one after the other, measures each, and writes the results.
 
-    python -m tasks.serving.vllm.child job.json [job.json ...]
-
 Importing vLLM takes longer than a small job, so it happens once, and each job runs in a fork with a
-freshly loaded engine. Prompts and results are token ids; the parent handles texts. The child reads
-a `job.Job` and writes `result.json` and `fingerprint.fp`.
+freshly loaded engine. Requests arrive on stdin (`job.VllmChild` sends them): each names the file of
+a `job.Job`, beside which the fork writes `result.json` and `fingerprint.fp`. Prompts and results
+are token ids; the parent handles texts.
 """
 
 from __future__ import annotations
@@ -21,31 +20,35 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.core.events import send_warnings
+from tasks.core.events import emit, send_warnings
 from tasks.drift.fingerprint import Fingerprint
 from tasks.process.block_unused_imports import compiles, start_lean
 from tasks.process.exit_process import end_process
 from tasks.serving import forks
-from tasks.serving.vllm.job import Job
+from tasks.serving.vllm.job import RESULT, Job
 
 ALONE = "--alone"
 
 
 def main() -> None:
-    """Run the jobs on the command line, each in a fork; after `ALONE` one job in this process."""
+    """Run the jobs that stdin names, each in a fork; with `ALONE` one job in this process."""
     send_warnings()
     _import_vllm()
-    if sys.argv[1] == ALONE:
-        _child(Path(sys.argv[2]))
-    for path in sys.argv[1:]:
+    if ALONE in sys.argv:
+        _child(Path(sys.argv[-1]))
+    emit("ready")
+    for line in sys.stdin:
+        path = json.loads(line)["job"]
         pid = os.fork()
         if pid == 0:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             if forks.cuda_is_lost():
                 forks.start_again("tasks.serving.vllm.child", ALONE, path)
             _child(Path(path))
         _, status = os.waitpid(pid, 0)
         if status:
             sys.exit(f"vLLM ended with status {os.waitstatus_to_exitcode(status)} on {path}")
+        emit("reply")
 
 
 def _import_vllm() -> None:
@@ -75,11 +78,11 @@ def _serve(job: Job) -> None:
         from tasks.serving.vllm.module_calls import write_calls
 
         write_calls(llm, job.prompts, out)
-        (out / "result.json").write_text(json.dumps(result))
+        (out / RESULT).write_text(json.dumps(result))
         return
     if job.rewards:
         result["rewards"] = rewards(llm, job.prompts)
-        (out / "result.json").write_text(json.dumps(result))
+        (out / RESULT).write_text(json.dumps(result))
         return
     if job.reference is not None:
         reference = Fingerprint.load(Path(job.reference))
@@ -88,7 +91,7 @@ def _serve(job: Job) -> None:
     result["served"] = generate(llm, job)
     if job.temperature is not None:
         result["drawn"] = generate(llm, job, temperature=job.temperature)
-    (out / "result.json").write_text(json.dumps(result))
+    (out / RESULT).write_text(json.dumps(result))
 
 
 def _engine(job: Job) -> Any:

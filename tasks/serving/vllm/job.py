@@ -1,17 +1,23 @@
-"""Jobs of the vLLM child: their fields, and the child's start, environment and time limit."""
+"""Jobs of the vLLM child: their fields, and the child's start, environment and time limit.
+
+with VllmChild() as child:          # one import of vLLM for all jobs of the block
+    child.run(jobs, settings, log=log, log_path=path)
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tasks.config.after_training import Smoke
+from tasks.core.errors import StageProcessError
 from tasks.core.machine import has_gpu
-from tasks.process.launch import PORT_TAKEN, launch, python_child
+from tasks.process.launch import Conversation, port_was_taken, python_child
 from tasks.process.output import Log
 
 STAGE = "smoke_eval"
@@ -29,6 +35,8 @@ FLASHINFER_SAMPLER = os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0")
 such requests never use it.
 """
 
+JOB, RESULT = "job.json", "result.json"
+"""Files in a job's output folder."""
 CALLS = "calls.safetensors"
 """File of recorded module calls: tensors named `<probe>/<module>/<in or out>`."""
 
@@ -116,36 +124,96 @@ def time_limit(models: Iterable[Path]) -> float:
     return LEAST_S + size / 1e9 * (GPU_S if has_gpu() else CPU_S)
 
 
+class VllmChild:
+    """One vLLM child process, which runs each job in an engine of its own; a context manager.
+
+    Within its block the process stays, so that vLLM is imported once. Outside of a block `run`
+    starts a process and ends it. Settings that change the process's environment start another one.
+    """
+
+    def __init__(self) -> None:
+        self._stays = False
+        self._child: Conversation | None = None
+        self._env: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        self._stays = True
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self._stays = False
+        self._end(error)
+
+    def warm(self, settings: Smoke, *, log: Log, log_path: Path) -> None:
+        """Start the process without waiting, so that its imports overlap with other work.
+
+        Args:
+            settings: section `smoke` of the configuration.
+            log: gets the process's output.
+            log_path: file for the process's whole output.
+        """
+        sharing = settings.tensor_parallel
+        env = environment(settings.kv_cache_gib, settings.threads, sharing=sharing)
+        if self._child is not None and self._env == env and self._child.is_running:
+            self._child.log_to(log, log_path)
+            return
+        self._end(None)
+        argv = python_child("tasks.serving.vllm.child")
+        child = Conversation(argv, stage=STAGE, log=log, log_path=log_path, env=env)
+        self._child, self._env = child.__enter__(), env
+
+    def run(
+        self, jobs: Sequence[Job], settings: Smoke, *, log: Log, log_path: Path
+    ) -> list[dict[str, Any]]:
+        """Run the jobs one after the other.
+
+        Args:
+            jobs: the jobs; the output folder of each must not exist yet.
+            settings: section `smoke` of the configuration; without a time limit, the size of all
+                weights decides it.
+            log: gets the engine's output.
+            log_path: file for the engine's whole output.
+
+        Returns:
+            The `result.json` of each job. If a job takes a fingerprint, it is in the job's folder.
+
+        Raises:
+            StageProcessError: vLLM did not start or crashed.
+        """
+        for job in jobs:
+            Path(job.out).mkdir(parents=True)
+            job.save(Path(job.out) / JOB)
+        seconds = settings.timeout_s or time_limit(Path(job.served) for job in jobs)
+        until = time.monotonic() + seconds
+        for job in jobs:
+            try:
+                self._run(job, settings, until, log, log_path)
+            except StageProcessError as error:
+                if not port_was_taken(error):
+                    raise
+                log.warning("%s; trying once more", error.message)
+                self._run(job, settings, until, log, log_path)
+        if not self._stays:
+            self._end(None)
+        return [json.loads((Path(job.out) / RESULT).read_text()) for job in jobs]
+
+    def _run(self, job: Job, settings: Smoke, until: float, log: Log, log_path: Path) -> None:
+        self.warm(settings, log=log, log_path=log_path)
+        assert self._child is not None
+        try:
+            self._child.ask({"job": str(Path(job.out) / JOB)}, max(0.0, until - time.monotonic()))
+        except BaseException as error:
+            self._end(error)
+            raise
+
+    def _end(self, error: BaseException | None) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.__exit__(None if error is None else type(error), error, None)
+
+
 def run_vllm(
     jobs: Sequence[Job], settings: Smoke, *, log: Log, log_path: Path
 ) -> list[dict[str, Any]]:
-    """Run the jobs in one child process of vLLM, each in its own engine.
-
-    Args:
-        jobs: the jobs; the output folder of each must not exist yet.
-        settings: section `smoke` of the configuration; without a time limit, the size of all
-            weights decides it.
-        log: gets the engine's output.
-        log_path: file for the engine's whole output.
-
-    Returns:
-        The `result.json` of each job. If a job takes a fingerprint, it is in the job's folder.
-
-    Raises:
-        StageProcessError: vLLM did not start or crashed.
-    """
-    paths, sharing = [], max(job.tensor_parallel for job in jobs)
-    for job in jobs:
-        Path(job.out).mkdir(parents=True)
-        paths.append(Path(job.out) / "job.json")
-        job.save(paths[-1])
-    launch(
-        python_child("tasks.serving.vllm.child", *map(str, paths)),
-        stage=STAGE,
-        log=log,
-        log_path=log_path,
-        env=environment(settings.kv_cache_gib, settings.threads, sharing=sharing),
-        timeout_s=settings.timeout_s or time_limit(Path(job.served) for job in jobs),
-        transient=PORT_TAKEN,
-    )
-    return [json.loads((Path(job.out) / "result.json").read_text()) for job in jobs]
+    """Run the jobs in a vLLM process of their own; see `VllmChild.run`."""
+    return VllmChild().run(jobs, settings, log=log, log_path=log_path)

@@ -159,7 +159,7 @@ class Child:
 
 _NOT_FOR_CHILDREN = (
     "MLFLOW_RUN_ID", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING",
-    "PLUMBLINE_SIGN_PASSWORD",
+    "PLUMBLINE_SIGN_PASSWORD", "RANK", "WORLD_SIZE",
 )  # fmt: skip
 
 
@@ -171,10 +171,16 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     - No module is imported from the working directory (`PYTHONSAFEPATH`): it may be a downloaded
       checkpoint, and a `uvicorn/` or `json.py` in it would run.
     - There is no `MLFLOW_RUN_ID`: a child's fluent MLflow calls would end the parent's run.
+    - There is nothing that Kubeflow sets for torchrun (`PET_NNODES`, `RANK`): a process on one of
+      the nodes would take itself for a rank, and a torchrun for one node would wait for others.
     - There is no login of a Prefect server but in `extra`, and no password of a signing key: a
       user's reward function runs there.
     """
-    inherited = {key: value for key, value in os.environ.items() if key not in _NOT_FOR_CHILDREN}
+    inherited = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in _NOT_FOR_CHILDREN and not key.startswith("PET_")
+    }
     env = inherited | dict(extra)
     path = [str(PROJECT), *env.get("PYTHONPATH", "").split(os.pathsep)]
     # An empty entry stands for the working directory.

@@ -27,8 +27,8 @@ SUPERVISOR = Path(__file__).with_name("supervise.py")
 GRACE_S = 5.0
 """Seconds from SIGTERM to SIGKILL; with the supervisor's wait after SIGKILL less than ten."""
 
-GONE_WITHIN_S = 9.0
-"""Seconds after which a supervisor that has not ended is killed."""
+KILL_S = 4.0
+"""Seconds from SIGKILL until a supervisor that has not ended is killed, too."""
 
 POLL_S = 0.5
 CHUNK = 1 << 16
@@ -59,6 +59,7 @@ class Child:
     ) -> None:
         self._mark = uuid.uuid4().hex
         self._lock = threading.Lock()
+        self.gone_within_s = grace_s + KILL_S
         self.cancelled = False
         read_end, self._handle = os.pipe()
         try:
@@ -137,7 +138,7 @@ class Child:
     def end(self) -> int | None:
         """End the command with all descendants and wait. Returns the exit status."""
         self._let_go()
-        if not self.wait(GONE_WITHIN_S):
+        if not self.wait(self.gone_within_s):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self.wait(1.0)
@@ -242,7 +243,7 @@ def kill_children_on_abort() -> Iterator[None]:
         children = list(_LIVE)
         for child in children:
             child.cancel()
-        deadline = time.monotonic() + GONE_WITHIN_S
+        begin = time.monotonic()
         for child in children:
-            child.wait(max(0.0, deadline - time.monotonic()))
+            child.wait(max(0.0, begin + child.gone_within_s - time.monotonic()))
         raise

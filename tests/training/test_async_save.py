@@ -21,6 +21,7 @@ from tasks.process.launch import launch, python_child
 from tasks.train import SAVE_GRACE_S
 from tasks.training.engine.async_writer import Writer, on_host
 from tasks.training.engine.checkpoint import complete, differences, last_good, work_folder
+from tasks.training.engine.saving import Saver
 from tasks.training.job import TrainJob, Zero
 from tests.settings import Batch, Optim, Settings
 from tests.training.places import LOG, Place, files, said
@@ -111,6 +112,39 @@ time.sleep(30)
         go.set()
         writer.wait()
         assert signal.getsignal(signal.SIGTERM) == usual
+
+
+class Alone:
+    """The rank of a process without process group."""
+
+    def for_thread(self) -> Alone:
+        return self
+
+
+class TestSaver:
+    @pytest.fixture
+    def saver(self, tmp_path: Path) -> Saver:
+        job = TrainJob(SETTINGS, *([tmp_path] * 5), async_save=True)  # type: ignore[arg-type]
+        return Saver(None, job, Alone())  # type: ignore[arg-type]
+
+    @staticmethod
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    def test_the_end_of_a_run_raises_the_error_of_its_last_checkpoint(self, saver: Saver) -> None:
+        with pytest.raises(OSError, match="No space left"), saver:
+            saver._writer.start(self.fail)
+
+    def test_the_error_that_ends_a_run_does_not_hide_that_of_a_checkpoint(
+        self, saver: Saver, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def train() -> None:
+            saver._writer.start(self.fail)
+            raise ValueError("the loss is NaN")
+
+        with pytest.raises(ValueError, match="the loss is NaN"), saver:
+            train()
+        assert "No space left on device" in caplog.text
 
 
 @pytest.fixture(scope="module")

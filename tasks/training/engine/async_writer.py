@@ -13,6 +13,7 @@ import copy
 import os
 import signal
 import threading
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -134,4 +135,6 @@ class Writer:
 
     def _end_after_write(self, number: int, _: object) -> None:
         self.join()
+        if self._error is not None:
+            traceback.print_exception(self._error)
         os.kill(os.getpid(), number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -32,6 +33,7 @@ from tasks.training.engine.partitions import (
 from tasks.training.job import TrainJob
 from tasks.training.outputs import write_partition_index
 
+LOG = logging.getLogger(__name__)
 Others = Mapping[str, Callable[[], AbstractContextManager[Any]]]
 """Engines beside the policy's, by the name of their folder in a checkpoint."""
 
@@ -62,11 +64,19 @@ class Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait for the checkpoint that is being written, whatever has ended the block."""
-        if self._writer is not None:
-            self._writer.join()
+        """Wait for the checkpoint that is being written, whatever has ended the block.
+
+        Its own error is raised, or logged beside the error that has ended the block.
+        """
+        if self._writer is None:
+            return
+        try:
+            self._writer.wait()
+        except Exception as error:
             if kind is None:
-                self._writer.wait()
+                raise
+            if not another_rank_failed(error):
+                LOG.warning("%s", error)
 
     def check(self) -> None:
         """Raise the error of a checkpoint that could not be written, if there is one."""

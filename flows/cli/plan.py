@@ -184,7 +184,7 @@ def _memory(settings: dict[str, Any], rank: RankMemory | None) -> list[str]:
     has = gpu or available_memory() // max(ranks, 1)
     lines.insert(1, f"  {bar(rank.total / has)} of {in_words(has)}, the share of a rank")
     if rank.host:
-        lines.append(f"memory a rank on the host: {in_words(rank.host)} offloaded")
+        lines.append(f"memory a rank on the host: {in_words(rank.host)} of states")
     known, _ = look_at(settings["model"])
     engine = engine_memory(known.config, settings, gpu_bytes=gpu_memory())
     return [

@@ -132,8 +132,9 @@ class Checkpoints(Section):
 
 @dataclass(frozen=True)
 class Resume(Section):
-    """Where a run begins, which does not change its result."""
+    """Saving and resuming, which do not change the result of a run."""
 
+    async_save: bool = COMPUTED  # write checkpoints beside training, from copies in host memory
     keep_ckpts: bool = False  # keep checkpoints after training has succeeded
     resume: str = "auto"  # auto: newest checkpoint of this run; never; or a checkpoint's folder
 

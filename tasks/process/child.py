@@ -27,8 +27,8 @@ SUPERVISOR = Path(__file__).with_name("supervise.py")
 GRACE_S = 5.0
 """Seconds from SIGTERM to SIGKILL; with the supervisor's wait after SIGKILL less than ten."""
 
-GONE_WITHIN_S = 9.0
-"""Seconds after which a supervisor that has not ended is killed."""
+KILL_S = 4.0
+"""Seconds from SIGKILL until a supervisor that has not ended is killed, too."""
 
 POLL_S = 0.5
 CHUNK = 1 << 16
@@ -59,6 +59,7 @@ class Child:
     ) -> None:
         self._mark = uuid.uuid4().hex
         self._lock = threading.Lock()
+        self.gone_within_s = grace_s + KILL_S
         self.cancelled = False
         read_end, self._handle = os.pipe()
         try:
@@ -137,7 +138,7 @@ class Child:
     def end(self) -> int | None:
         """End the command with all descendants and wait. Returns the exit status."""
         self._let_go()
-        if not self.wait(GONE_WITHIN_S):
+        if not self.wait(self.gone_within_s):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self.wait(1.0)
@@ -159,7 +160,7 @@ class Child:
 
 _NOT_FOR_CHILDREN = (
     "MLFLOW_RUN_ID", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING",
-    "PLUMBLINE_SIGN_PASSWORD",
+    "PLUMBLINE_SIGN_PASSWORD", "RANK", "WORLD_SIZE",
 )  # fmt: skip
 
 
@@ -171,10 +172,16 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     - No module is imported from the working directory (`PYTHONSAFEPATH`): it may be a downloaded
       checkpoint, and a `uvicorn/` or `json.py` in it would run.
     - There is no `MLFLOW_RUN_ID`: a child's fluent MLflow calls would end the parent's run.
+    - There is nothing that Kubeflow sets for torchrun (`PET_NNODES`, `RANK`): a process on one of
+      the nodes would take itself for a rank, and a torchrun for one node would wait for others.
     - There is no login of a Prefect server but in `extra`, and no password of a signing key: a
       user's reward function runs there.
     """
-    inherited = {key: value for key, value in os.environ.items() if key not in _NOT_FOR_CHILDREN}
+    inherited = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in _NOT_FOR_CHILDREN and not key.startswith("PET_")
+    }
     env = inherited | dict(extra)
     path = [str(PROJECT), *env.get("PYTHONPATH", "").split(os.pathsep)]
     # An empty entry stands for the working directory.
@@ -236,7 +243,7 @@ def kill_children_on_abort() -> Iterator[None]:
         children = list(_LIVE)
         for child in children:
             child.cancel()
-        deadline = time.monotonic() + GONE_WITHIN_S
+        begin = time.monotonic()
         for child in children:
-            child.wait(max(0.0, deadline - time.monotonic()))
+            child.wait(max(0.0, begin + child.gone_within_s - time.monotonic()))
         raise

@@ -11,16 +11,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import StageProcessError
-from tasks.process.child import Child, kill_children_on_abort, live, python_child
+from tasks.process.child import GRACE_S, Child, kill_children_on_abort, live, python_child
 from tasks.process.json_worker import Conversation
 from tasks.process.output import Log, Output
 from tasks.process.torchrun_log import CLOSING_S
 
-__all__ = ["Conversation", "kill_children_on_abort", "launch", "port_was_taken", "python_child"]
+__all__ = [
+    "GRACE_S",
+    "Conversation",
+    "kill_children_on_abort",
+    "launch",
+    "port_was_taken",
+    "python_child",
+]
 
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -38,6 +46,7 @@ def launch(
     timeout_s: float | None = None,
     on_event: OnEvent | None = None,
     transient: Sequence[str] = (),
+    grace_s: float = GRACE_S,
 ) -> list[str]:
     """Run a command to its end and return its last lines of output.
 
@@ -52,6 +61,7 @@ def launch(
             raises, the command is ended and the exception is passed on.
         transient: words such as `PORT_TAKEN`. A command that fails before its first event, and has
             one of them in its last lines, is started once more.
+        grace_s: seconds from SIGTERM to SIGKILL when the command is ended.
 
     Raises:
         StageProcessError: the exit status is not zero ("exit"), the command was too slow
@@ -64,13 +74,16 @@ def launch(
         if on_event is not None:
             on_event(event)
 
+    run = partial(
+        _run, argv, env, timeout_s, stage=stage, log=log, log_path=log_path, grace_s=grace_s
+    )
     try:
-        return _run(argv, env, timeout_s, note, stage=stage, log=log, log_path=log_path)
+        return run(note)
     except StageProcessError as error:
         if heard or not _is_transient(error, transient):
             raise
         log.warning("%s; trying once more", error.message)
-    return _run(argv, env, timeout_s, on_event, stage=stage, log=log, log_path=log_path)
+    return run(on_event)
 
 
 def port_was_taken(error: StageProcessError) -> bool:
@@ -92,9 +105,10 @@ def _run(
     stage: str,
     log: Log,
     log_path: Path,
+    grace_s: float,
 ) -> list[str]:
     with Output(stage=stage, log=log, log_path=log_path) as output:
-        with live(Child(argv, env=env)) as child:
+        with live(Child(argv, env=env, grace_s=grace_s)) as child:
             clock = _Clock(timeout_s)
             while chunk := _read(child, output, clock):
                 _pass_on(output, chunk, on_event)

@@ -1,8 +1,8 @@
 """One run on several machines: node 0 leads, the others follow.
 
-The same command is started on every machine; `NODE_RANK` (or the variable of SLURM or Kubernetes)
-tells the nodes apart. Node 0 runs the flow, the others only lend their ranks to training. They
-exchange files in a folder that all nodes share, `<paths.runs>/nodes/<address>_<port>`:
+The same command is started on every machine; `NODE_RANK` (or the variable of torchrun, SLURM or
+Kubernetes) tells the nodes apart. Node 0 runs the flow, the others only lend their ranks to
+training. They exchange files in a folder that all share, `<paths.runs>/nodes/<address>_<port>`:
 
     beacon.json     of the leader: a number that grows while it is alive, then its exit status
     call-0001.json  a job that needs the ranks of all nodes; removed when the job has ended
@@ -31,7 +31,8 @@ SILENT_S = 60.0
 """Seconds without a change of the beacon after which the leader counts as dead."""
 RANKS_FILE = "PLUMBLINE_RANKS_FILE"
 """Variable with the path of the file through which the ranks of a single node connect."""
-RANK_VARIABLES = ("NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
+RANK_VARIABLES = ("NODE_RANK", "PET_NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
+"""Variables with the number of a node. `PET_` begins torchrun's own, which Kubeflow sets."""
 
 
 @dataclass(frozen=True)
@@ -63,30 +64,26 @@ class Meeting:
         if nodes == 1:
             return None
         variable = next((name for name in RANK_VARIABLES if name in os.environ), None)
-        problems = [
-            f"{name} is not set"
+        master = {
+            name: os.environ.get(name, os.environ.get(f"PET_{name}"))
             for name in ("MASTER_ADDR", "MASTER_PORT")
-            if name not in os.environ
-        ]
+        }
+        address, port = master.values()
+        problems = [f"{name} is not set" for name, value in master.items() if value is None]
         if variable is None:
             problems.append(f"none of {', '.join(RANK_VARIABLES)} is set")
         elif not os.environ[variable].isdigit() or int(os.environ[variable]) >= nodes:
             problems.append(f"{variable}={os.environ[variable]} is not within 0 and {nodes - 1}")
-        if not os.environ.get("MASTER_PORT", "0").isdigit():
-            problems.append(f"MASTER_PORT={os.environ['MASTER_PORT']} is not a port")
-        if problems or variable is None:
+        if port is not None and not port.isdigit():
+            problems.append(f"MASTER_PORT={port} is not a port")
+        if problems or variable is None or address is None or port is None:
             raise ConfigError(
                 f"train.nodes={nodes}: this node does not know its place",
                 details=problems,
                 hint="on every node the same command, with MASTER_ADDR=<node 0> MASTER_PORT=29500 "
                 "NODE_RANK=<0, 1, ...>; or train.nodes=1",
             )
-        return cls(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            int(os.environ[variable]),
-            nodes,
-        )
+        return cls(address, int(port), int(os.environ[variable]), nodes)
 
     @property
     def leads(self) -> bool:

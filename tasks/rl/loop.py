@@ -101,12 +101,15 @@ class OnlineTrainer:
         self.rollout_engine.sync_weights()
         if progress.before is None:
             progress.before = self.evaluate("before")
-        while progress.step < last and not has_stopped(progress, settings.evaluate):
-            with _iteration_in_errors(progress.step + 1):
-                record = self.iterate(progress.step + 1)
-            self._note(record)
-            if evaluate_if_due(progress, settings, last, self.evaluate):
-                self._save()
+        setup = self.setup
+        with saving.Saver(setup.engine, setup.job, setup.ranks, setup.others) as saver:
+            while progress.step < last and not has_stopped(progress, settings.evaluate):
+                with _iteration_in_errors(progress.step + 1):
+                    record = self.iterate(progress.step + 1)
+                self._note(record)
+                saver.check()
+                if evaluate_if_due(progress, settings, last, self.evaluate):
+                    self._save(saver)
         return self._leave()
 
     def iterate(self, iteration: int) -> dict[str, float]:
@@ -158,10 +161,9 @@ class OnlineTrainer:
         if self.setup.ranks.first and shown:
             emit("step", **record)
 
-    def _save(self) -> None:
-        setup = self.setup
+    def _save(self, saver: saving.Saver) -> None:
         with self._states_on_device():
-            saving.save(setup.engine, setup.job, setup.ranks, self.progress, setup.others)
+            saver.save(self.progress)
         if self.states.away:
             self.rollout_engine.sync_weights()
 

@@ -126,7 +126,10 @@ def test_full_ppo_of_7b_fits_with_offloaded_optimizer_states(tmp_path: Path) -> 
     assert rank.peaks["score"] == weights + terms["pass without gradients"] + ASLEEP
     phases = {term.name: term.phases for term in rank.terms}
     assert phases["optimizer"] == phases["critic, its optimizer"] == ("train",)
-    assert rank.host == terms["optimizer"] + terms["critic, its optimizer"]
+    optimizers = terms["optimizer"] + terms["critic, its optimizer"]
+    assert rank.host == optimizers + 16 * optimizers // 12  # beside them copies for checkpoints
+    (kept, _) = planned(tmp_path, "ppo_full", "train.async_save=false")
+    assert kept.host == optimizers
     assert rank.total == rank.peaks["train"]
 
 
@@ -145,7 +148,8 @@ def test_what_an_adapter_a_reward_model_and_other_engines_add(tmp_path: Path) ->
     assert terms["critic, its optimizer"] == 12 * pairs // 8
     assert terms["reward model"] == 2 * (weights - 152064 * 3584)
     assert "reference" not in terms  # the policy without its adapter
-    assert rank.host == 2 * weights  # the base of the engine's adapters, while it sleeps
+    copies = 2 * (16 * pairs // 8)  # of the adapters of policy and critic, for checkpoints
+    assert rank.host == 2 * weights + copies  # the base of the engine's adapters, while it sleeps
     (elsewhere,) = {"reward model"} - set(
         sizes_of(planned(tmp_path, "ppo_qwen7b_lora", *rewards, "reward.engine=vllm")[0])
     )

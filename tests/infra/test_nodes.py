@@ -92,7 +92,7 @@ def kubernetes() -> tuple[Any, Any, Any]:
 
 
 def refused(kind: str, document: dict[str, Any]) -> list[str]:
-    """Return what the schema of Kubernetes, or of JobSet, refuses in a document."""
+    """Return what the schema of Kubernetes, JobSet or PyTorchJob refuses in a document."""
     schema = json.loads(SCHEMA.read_text())
     name = {"NetworkPolicy": "io.k8s.api.networking.v1.NetworkPolicy"}.get(kind, kind)
     validator = Draft7Validator({**schema, "$ref": f"#/definitions/{name}"})
@@ -110,6 +110,26 @@ def test_kubernetes_follows_the_schemas() -> None:
     assert refused("JobSet", jobset) == ["'containers' is a required property"]
     policy["spec"]["policyTypes"] = "Ingress"
     assert len(refused("NetworkPolicy", policy)) == 1
+
+
+def test_a_pytorchjob_has_the_same_pods_and_follows_its_schema() -> None:
+    """Its operator sets what tells the pods apart, and finds the container by its name."""
+    job = yaml.safe_load((NODES / "pytorchjob.yaml").read_text())
+    assert refused("PyTorchJob", job) == []
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert list(replicas) == ["Master", "Worker"]
+    pod = kubernetes()[2]["template"]["spec"]["template"]["spec"]
+    (node,) = pod["containers"]
+    node["name"] = "pytorch"
+    node["env"] = [each for each in node["env"] if not each["name"].startswith("MASTER_")]
+    del pod["restartPolicy"]  # of the replicas here
+    for replica in replicas.values():
+        assert replica["template"]["spec"] == pod
+        assert replica["restartPolicy"] == "Never"
+    count = sum(replica["replicas"] for replica in replicas.values())
+    assert f"train.nodes={count}" in node["args"]
+    replicas["Worker"]["replica"] = replicas["Worker"].pop("replicas")
+    assert "'replica' was unexpected" in refused("PyTorchJob", job)[0]
 
 
 def test_kubernetes_tells_pods_apart_and_lets_them_meet() -> None:

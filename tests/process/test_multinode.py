@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 
 from tasks.core.errors import ConfigError, StageProcessError, TrainingError
-from tasks.process.multinode import Leader, Meeting, follow, rendezvous
+from tasks.process.child import child_environment
+from tasks.process.multinode import RANK_VARIABLES, Leader, Meeting, follow, rendezvous
 
 FOLLOWER = Meeting("10.0.0.1", 29500, 1, 2)
 LEADER = Meeting("10.0.0.1", 29500, 0, 2)
 
 
 def environment(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
-    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX"):
+    names = ("MASTER_ADDR", "MASTER_PORT", "PET_MASTER_ADDR", "PET_MASTER_PORT", *RANK_VARIABLES)
+    for name in names:
         monkeypatch.delenv(name, raising=False)
     for name, value in values.items():
         monkeypatch.setenv(name, value)
@@ -27,7 +29,9 @@ def test_one_node_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Meeting.from_environment(1) is None
 
 
-@pytest.mark.parametrize("name", ["NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX"])
+@pytest.mark.parametrize(
+    "name", ["NODE_RANK", "PET_NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX"]
+)
 def test_a_node_knows_its_place(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     environment(monkeypatch, MASTER_ADDR="10.0.0.1", MASTER_PORT="29500", **{name: "1"})
     assert Meeting.from_environment(2) == FOLLOWER
@@ -37,6 +41,14 @@ def test_a_node_knows_its_place(monkeypatch: pytest.MonkeyPatch, name: str) -> N
             "--master-port", "29500",
         ]  # fmt: skip
         assert variables == {}
+
+
+def test_a_node_that_kubeflow_has_started_knows_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainer 2 sets torchrun's variables only; its torchrun gets them as arguments, once."""
+    values = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "NODE_RANK": "1", "NNODES": "2"}
+    environment(monkeypatch, **{f"PET_{name}": value for name, value in values.items()})
+    assert Meeting.from_environment(2) == FOLLOWER
+    assert not [name for name in child_environment({}) if name.startswith("PET_")]
 
 
 def test_all_missing_variables_are_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def ppo(base: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Onl
     """A PPO run, one that resumes from its second iteration, one with learning rate 0, and GRPO."""
     folder = tmp_path_factory.mktemp("ppo")
     usual = settings_with(data)
-    whole = job_of(usual, base, data, folder / "whole")
+    whole = job_of(usual, base, data, folder / "whole", async_save=True)
     half_way = whole.checkpoints / "step-00000002"
     resumed = job_of(usual, base, data, folder / "resumed", resume=half_way)
     still = settings_with(data, rl={"iterations": 2}, optim=Optim(lr=0.0, scheduler="constant"))
@@ -146,7 +146,7 @@ def test_offloaded_optimizer_states_train_the_same(
     online["rollout"]["offload_trainer"] = True
     jobs = [
         job_of(usual, base, data, tmp_path / "usual"),
-        job_of(replace(usual, online=online), base, data, tmp_path / "moved"),
+        job_of(replace(usual, online=online), base, data, tmp_path / "moved", async_save=True),
     ]
     run(tmp_path, jobs)
     files = sorted(p.relative_to(jobs[0].out) for p in jobs[0].out.rglob("rank-*"))
@@ -232,7 +232,8 @@ def test_the_best_policy_is_saved_with_its_critic(base: Path, data: Path, tmp_pa
             tmp_path / "data", rl={"iterations": iterations},
             evaluate=Evaluate(eval_steps=1, best_metric="reward", keep="best"),
         )  # fmt: skip
-        jobs.append(job_of(settings, base, tmp_path / "data", tmp_path / str(iterations)))
+        out = tmp_path / str(iterations)
+        jobs.append(job_of(settings, base, tmp_path / "data", out, async_save=True))
     run(tmp_path, jobs)
     best, first = (job.out for job in jobs)
     assert json.loads((best / "train.json").read_text())["metrics"]["best_step"] == 1

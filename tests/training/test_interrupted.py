@@ -125,8 +125,9 @@ def test_a_rank_that_is_stopped_ends_all_of_them_within_the_timeout(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
 def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one_intact(
-    tmp_path: Path, base: Path, dataset: Path
+    tmp_path: Path, base: Path, dataset: Path, async_save: bool
 ) -> None:
     """A limit of 10 kB per file stands for a full disk."""
 
@@ -134,8 +135,9 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one_intact(
         for pid in _rank_pids(tmp_path):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (10_000, 10_000))
 
+    how = {"observe": at_step(3, starve), "async_save": async_save}
     with pytest.raises(TrainingError, match="could not write the checkpoint") as caught:
-        run_train(tmp_path, base, dataset, SETTINGS, observe=at_step(3, starve))
+        run_train(tmp_path, base, dataset, SETTINGS, **how)
     (last,) = complete(tmp_path / "checkpoints")
     assert last.name == "step-00000002"
     assert str(last) in caught.value.report()

@@ -40,6 +40,8 @@ CASES = {
 }
 
 
+ASYNC = ("full-1", "8bit-2", "lora-3", "lora-0")
+"""Cases whose checkpoints are written beside training."""
 CONVERTIBLE = [name for name in CASES if CASES[name].optim.optimizer == "adamw"]
 
 
@@ -57,7 +59,10 @@ def place(tmp_path_factory: pytest.TempPathFactory, base: Path, dataset: Path) -
 @pytest.fixture(scope="module")
 def whole(place: Place) -> dict[str, TrainJob]:
     """Train every case without interruption, with checkpoints of steps 3 and 6."""
-    jobs = {name: place.job(f"whole-{name}", settings) for name, settings in CASES.items()}
+    jobs = {
+        name: place.job(f"whole-{name}", settings, async_save=name in ASYNC)
+        for name, settings in CASES.items()
+    }
     place.run(list(jobs.values()))
     return jobs
 

@@ -254,6 +254,17 @@ def test_offloaded_states_are_on_the_host() -> None:
     assert estimate(QWEN_7B, settings, 4).host == 0
 
 
+def test_copies_for_checkpoints_are_on_the_host() -> None:
+    """Of two ranks each has half of what both write; a CPU's host is its own memory."""
+    weights = 7_615_616_512 - 28 * 4_608
+    settings = Settings(zero=Zero(2))
+    found = estimate(QWEN_7B, settings, 2, gpu=True, async_save=True)
+    assert (found.host, found.checkpoint) == (16 * weights // 2, 0)
+    plain, copied = (estimate(QWEN_7B, settings, 2, async_save=on) for on in (False, True))
+    assert copied.checkpoint == copied.total - plain.total == 16 * weights // 2
+    assert copied.parts()["checkpoint"] == copied.checkpoint
+
+
 def test_a_score_head_is_a_vector_and_a_critic_does_not_train_its_output_head() -> None:
     """Neither has logits: transformers' classifier has no output head, a critic a frozen one."""
     weights, table = 7_615_616_512 - 28 * 4_608, 152064 * 3584

@@ -71,7 +71,9 @@ class Run:
         return {n: t.view(shapes[n]).bfloat16() for n, t in full.items()}
 
 
-def run_train(folder: Path, base: Path, dataset: Path, settings: Settings, observe=None) -> Run:
+def run_train(
+    folder: Path, base: Path, dataset: Path, settings: Settings, observe=None, **more: Any
+) -> Run:
     out = folder / "out"
     out.mkdir()
     events: list[dict[str, Any]] = []
@@ -92,6 +94,7 @@ def run_train(folder: Path, base: Path, dataset: Path, settings: Settings, obser
         log=LOG,
         log_path=folder / "train.log",
         on_event=on_event,
+        **more,
     )
     return Run(out, settings, report, events)
 

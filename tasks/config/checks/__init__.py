@@ -160,6 +160,8 @@ def _machine(
         estimate = estimator(known.config, settings, rewarded=rewarded)
         adviser = Adviser(known.config, gpu=gpu is not None, rank=estimate)
         less = adviser.words(training, free if gpu is None else gpu)
+        if gpu is None and train["async_save"]:
+            less = ["train.async_save=false", *less]
     return [
         *machine.disk(machine.free_bytes(runs), on_disk, runs),
         *(
@@ -174,17 +176,18 @@ def _machine(
 
 
 def _offloaded(free: int, size: int, settings: dict[str, Any]) -> list[Finding]:
-    """Check the host's memory if ranks have GPUs, of which each offloads `size` bytes.
+    """Check the host's memory if ranks have GPUs, of which each keeps `size` bytes there.
 
     Loading the base needs none of it: safetensors maps the file, whose pages all ranks share and
     the kernel can drop.
     """
     ranks, rollout = settings["train"]["nproc"], settings["rollout"]
-    less = [f"zero.{key}=none" for key, to in settings["zero"].items() if to == "cpu"]
+    less = ["train.async_save=false"] * settings["train"]["async_save"]
+    less += [f"zero.{key}=none" for key, to in settings["zero"].items() if to == "cpu"]
     if training_settings(settings).online and rollout["offload_trainer"]:
         less.append("rollout.offload_trainer=false")
     less = less or [f"train.nproc={max(1, ranks // 2)}"]
-    needs = f": {in_words(size)} offloaded by each of {ranks} ranks" if size else ""
+    needs = f": {in_words(size)} of states for each of {ranks} ranks" if size else ""
     return machine.memory(free, on_node(size, 0, ranks), 0, smaller=less, needs=needs)
 
 

@@ -62,7 +62,8 @@ class RankMemory:
             with activations, so that the peak is less than the sum.
         peaks: peak of each phase.
         least: peak of each phase with the shortest samples.
-        host: bytes offloaded from a GPU to the host; not included above.
+        host: bytes of states offloaded from a GPU, and of copies of them for checkpoints; not
+            included above.
         mapped: part of a CPU rank's weights that the ranks of a node share.
     """
 
@@ -137,7 +138,8 @@ def estimator(
     """
     reward = config if rewarded else reward_config(settings["reward"]["model"])
     gpu = gpu_memory(settings["train"]["device"])
-    return lambda training: rank_memory(config, training, gpu=gpu, reward=reward)
+    copies = settings["train"]["async_save"]
+    return lambda training: rank_memory(config, training, gpu=gpu, reward=reward, async_save=copies)
 
 
 def training_settings(settings: Mapping[str, Any]) -> Settings:
@@ -159,6 +161,7 @@ def rank_memory(
     *,
     gpu: int | None,
     reward: Mapping[str, Any] | None = None,
+    async_save: bool = False,
 ) -> RankMemory:
     """Add up the memory of a rank of a run.
 
@@ -167,18 +170,21 @@ def rank_memory(
         training: settings of the training.
         gpu: bytes of each rank's GPU; None on a CPU.
         reward: contents of the reward model's config.json; None without one.
+        async_save: `train.async_save`.
 
     Raises:
         KeyError: an architecture that names its dimensions differently.
     """
-    policy = estimate(config, training, training.world_size, gpu=gpu is not None)
+    policy = estimate(
+        config, training, training.world_size, gpu=gpu is not None, async_save=async_save
+    )
     if not training.online:
         terms = tuple(Term(name, size, PHASES[2:]) for name, size in policy.parts().items())
         whole, least = {"train": policy.total}, {"train": policy.states}
         return RankMemory(terms, whole, least, policy.host, policy.mapped)
     online = Online.of(training.online)
     engine = _engine(config, training, online, gpu=gpu)
-    critic = _critic(config, training, online, gpu=gpu is not None)
+    critic = _critic(config, training, online, gpu=gpu is not None, async_save=async_save)
     beside = (
         *_frozen(config, training, online, gpu=gpu is not None, reward=reward),
         *(_of_engine(engine, on_gpu=gpu is not None) if engine else ()),
@@ -228,12 +234,19 @@ def _as_critic(critic: MemoryEstimate | None, *, away: bool) -> Iterator[Term]:
 
 
 def _critic(
-    config: Mapping[str, Any], training: Settings, online: Online, *, gpu: bool
+    config: Mapping[str, Any],
+    training: Settings,
+    online: Online,
+    *,
+    gpu: bool,
+    async_save: bool,
 ) -> MemoryEstimate | None:
     """Return the memory of the critic: a second model, or an adapter on the policy's trunk."""
     if training.objective not in WITH_CRITIC:
         return None
-    model = estimate(config, training, training.world_size, gpu=gpu, critic=True)
+    model = estimate(
+        config, training, training.world_size, gpu=gpu, critic=True, async_save=async_save
+    )
     if online.loop.critic == "separate":
         return model
     weights = adapter_weights(Sizes.of(config), training) * ITEM[training.dtype]

@@ -191,7 +191,7 @@ def _training(train: Mapping[str, Any], rl: Mapping[str, Any]) -> Iterator[Unrea
         )
         yield Unread("train.warmup_ratio", "train.scheduler=constant", readers, override)
     if not train["save_steps"] and not train["eval_steps"]:
-        keys = "train.max_ckpt_num train.max_ckpt_gb train.keep_ckpts"
+        keys = "train.max_ckpt_num train.max_ckpt_gb train.keep_ckpts train.async_save"
         yield Unread(
             keys, "train.save_steps=0", "no checkpoints are written", "train.save_steps=50"
         )

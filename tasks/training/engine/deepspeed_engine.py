@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from datetime import timedelta
@@ -61,6 +62,8 @@ class Ranks:
         )
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
+        self._timeout = timedelta(seconds=timeout_s)
+        self._group: dist.ProcessGroup | None = None
 
     @property
     def gpu(self) -> bool:
@@ -91,12 +94,18 @@ class Ranks:
     def all_objects(self, value: T) -> list[T]:
         """Return the values of all ranks, in order of rank."""
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self._group)
         return values
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        dist.barrier()
+        dist.barrier(group=self._group)
+
+    def for_thread(self) -> Ranks:
+        """Return the same ranks with a gloo group of their own, for use in a second thread."""
+        others = copy.copy(self)
+        others._group = dist.new_group(backend="gloo", timeout=self._timeout)
+        return others
 
     def leave(self) -> None:
         """Leave the process group."""

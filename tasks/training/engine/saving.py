@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,10 +18,12 @@ from safetensors import SafetensorError
 from tasks.core.disk import flush_tree
 from tasks.core.errors import TrainingError
 from tasks.training.engine import checkpoint
+from tasks.training.engine.async_writer import States, Writer, host_copies
 from tasks.training.engine.checkpoint import ENGINE, SHARDS, Progress
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.engine.failure import another_rank_failed
 from tasks.training.engine.partitions import (
+    Partition,
     SavedPartitions,
     not_finite,
     own_partitions,
@@ -28,73 +33,149 @@ from tasks.training.engine.partitions import (
 from tasks.training.job import TrainJob
 from tasks.training.outputs import write_partition_index
 
+LOG = logging.getLogger(__name__)
 Others = Mapping[str, Callable[[], AbstractContextManager[Any]]]
 """Engines beside the policy's, by the name of their folder in a checkpoint."""
 
 
-def save(
-    engine: Any,
-    job: TrainJob,
-    ranks: Ranks,
-    progress: Progress,
-    others: Others = MappingProxyType({}),
-) -> Path:
-    """Write a checkpoint of the current step, and delete old ones. All ranks take part.
+class Saver:
+    """Writes the checkpoints of a run. All ranks make the same calls.
+
+    With `train.async_save` training waits only until the states are copied to host memory, and a
+    thread writes them. The thread has collectives of its own, and at most one checkpoint is being
+    written. The context waits for it at its end.
 
     Args:
         engine: the DeepSpeed engine that the run trains.
         job: settings and paths of the run.
         ranks: the process group.
-        progress: progress of the run.
         others: further engines (a critic), by folder name. Each is used within its context, in
             which the parameters that it trains require gradients.
-
-    Returns:
-        The folder of the checkpoint.
-
-    Raises:
-        TrainingError: a weight is not finite (raised on every rank), or a file could not be written
-            (raised on that rank; torchrun ends the others). Older checkpoints stay in both cases.
     """
-    partitions = own_partitions(engine.module, rank=ranks.rank, world_size=ranks.world_size)
-    _require_finite(not_finite(partitions), job, ranks, progress.step)
-    work = checkpoint.work_folder(job.checkpoints, progress.step)
-    if ranks.first:
-        checkpoint.sweep(job.checkpoints)
-        work.mkdir()
-    ranks.barrier()
-    try:
-        write_partitions(partitions, work / SHARDS, rank=ranks.rank, world_size=ranks.world_size)
-        frozen = job.settings.peft.kind != "none"
-        _save(engine, work, ENGINE, without_frozen=frozen)
-        for name, context in others.items():
+
+    def __init__(
+        self, engine: Any, job: TrainJob, ranks: Ranks, others: Others = MappingProxyType({})
+    ) -> None:
+        self._engine, self._job, self._ranks, self._others = engine, job, ranks, others
+        self._writer = Writer() if job.async_save else None
+        self._writing_ranks = ranks if self._writer is None else ranks.for_thread()
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait for the checkpoint that is being written, whatever has ended the block.
+
+        Its own error is raised, or logged beside the error that has ended the block.
+        """
+        if self._writer is None:
+            return
+        try:
+            self._writer.wait()
+        except Exception as error:
+            if kind is None:
+                raise
+            if not another_rank_failed(error):
+                LOG.warning("%s", error)
+
+    def check(self) -> None:
+        """Raise the error of a checkpoint that could not be written, if there is one."""
+        if self._writer is not None:
+            self._writer.check()
+
+    def save(self, progress: Progress) -> None:
+        """Write a checkpoint of the current step, and delete old ones.
+
+        Args:
+            progress: progress of the run; may change after the call.
+
+        Raises:
+            TrainingError: a weight is not finite (raised on every rank), or a file of this or, with
+                `train.async_save`, of the previous checkpoint could not be written (raised on that
+                rank; torchrun ends the others). Older checkpoints stay in both cases.
+        """
+        if self._writer is not None:
+            self._writer.wait()
+        job, ranks, model = self._job, self._ranks, self._engine.module
+        partitions = own_partitions(model, rank=ranks.rank, world_size=ranks.world_size)
+        _require_finite(not_finite(partitions), job, ranks, progress.step)
+        work = checkpoint.work_folder(job.checkpoints, progress.step)
+        with _as_training_error(work, ranks):
+            if ranks.first:
+                checkpoint.sweep(job.checkpoints)
+                work.mkdir()
+            ranks.barrier()
+            states = self._save_engines(work)
+            if ranks.first:
+                write_partition_index(job, model, work / checkpoint.PARTITIONS)
+        write = partial(self._write, work, partitions, states, copy.deepcopy(progress))
+        if self._writer is None:
+            write()
+        else:
+            self._writer.start(write)
+
+    def _save_engines(self, work: Path) -> States:
+        """Let DeepSpeed write the states of all engines; or return copies of them to be written."""
+        states = self._save_engine(self._engine, work, ENGINE)
+        for name, context in self._others.items():
             with context() as extra:
-                _save(extra, work, name, without_frozen=frozen)
-        flush_tree(work)  # on each rank: one node cannot flush the pages of another
-        if ranks.first:
-            write_partition_index(job, engine.module, work / checkpoint.PARTITIONS)
-        ranks.barrier()
-        # Not each rank's own list: on a network disk one may not see yet what another has written.
-        names = sorted({n for seen in ranks.all_objects(checkpoint.file_names(work)) for n in seen})
-        share = names[ranks.rank :: ranks.world_size]
-        hashed = ranks.all_objects(checkpoint.hash_files(work, share))
-        if ranks.first:
-            checkpoint.describe(
-                work,
-                world_size=ranks.world_size,
-                identity=dict(job.identity),
-                progress=progress,
-                files={name: entry for part in hashed for name, entry in part.items()},
+                states += self._save_engine(extra, work, name)
+        return states
+
+    def _save_engine(self, engine: Any, work: Path, tag: str) -> States:
+        save = partial(
+            engine.save_checkpoint,
+            str(work),
+            tag=tag,
+            save_latest=False,
+            exclude_frozen_parameters=self._job.settings.peft.kind != "none",
+        )
+        if self._writer is not None:
+            return host_copies(engine, save)
+        save()
+        return []
+
+    def _write(
+        self, work: Path, partitions: dict[str, Partition], states: States, progress: Progress
+    ) -> None:
+        """Write and flush this rank's files; then rank 0 makes the checkpoint visible."""
+        job, ranks = self._job, self._writing_ranks
+        with _as_training_error(work, ranks):
+            for path, state in states:
+                torch.save(state, path)
+            write_partitions(
+                partitions, work / SHARDS, rank=ranks.rank, world_size=ranks.world_size
             )
-            checkpoint.publish(work)
+            ranks.barrier()  # a file has another name until it is complete
+            flush_tree(work)  # on each rank: one node cannot flush the pages of another
+            # Not each rank's own list: on a network disk one may not see yet what another wrote.
+            listed = ranks.all_objects(checkpoint.file_names(work))
+            names = sorted({name for seen in listed for name in seen})
+            share = names[ranks.rank :: ranks.world_size]
+            hashed = ranks.all_objects(checkpoint.hash_files(work, share))
+            if ranks.first:
+                checkpoint.describe(
+                    work,
+                    world_size=ranks.world_size,
+                    identity=dict(job.identity),
+                    progress=progress,
+                    files={name: entry for part in hashed for name, entry in part.items()},
+                )
+                checkpoint.publish(work)
+        if ranks.first:
+            _prune(job, progress)
+        ranks.barrier()
+
+
+@contextmanager
+def _as_training_error(work: Path, ranks: Ranks) -> Iterator[None]:
+    """Raise a TrainingError if a file cannot be written; pass on the failure of another rank."""
+    try:
+        yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError
         if another_rank_failed(error):
             raise
         raise _not_written(error, work, ranks) from error
-    if ranks.first:
-        _prune(job, progress)
-    ranks.barrier()
-    return job.checkpoints / checkpoint.name_of(progress.step)
 
 
 def restore(
@@ -103,7 +184,7 @@ def restore(
     """Load the checkpoint `job.resume` into new engines, and return the progress stored in it.
 
     Without a checkpoint the engines stay as they are and the progress is that of a new run.
-    Arguments are those of `save`.
+    Arguments are those of `Saver`.
 
     Raises:
         TrainingError: the loaded weights differ from the saved ones.
@@ -116,12 +197,6 @@ def restore(
     load_others(others, folder)
     _require_same_weights(engine, job.resume, ranks)
     return saved.progress
-
-
-def _save(engine: Any, work: Path, tag: str, *, without_frozen: bool) -> None:
-    engine.save_checkpoint(
-        str(work), tag=tag, save_latest=False, exclude_frozen_parameters=without_frozen
-    )
 
 
 def _load(engine: Any, folder: Path, tag: str) -> None:

@@ -37,7 +37,7 @@ _SCALE_BYTES = {True: 1.03 / 64, False: 4 / 64}
 """Bytes of quantisation scale per 4-bit weight, with and without double quantisation."""
 _PARTS = (
     "weights", "gathered", "gradients", "optimizer", "activations", "logits", "step",
-    "communication", "allocator",
+    "communication", "allocator", "checkpoint",
 )  # fmt: skip
 _MAX_LIVE = 10**9
 """Most elements that ZeRO-3 keeps gathered (`stage3_max_live_parameters`)."""
@@ -65,7 +65,10 @@ class MemoryEstimate:
         allocator: holes in the host's heap; 0 on a GPU.
         stays: part of the activations that the heap keeps after the pass.
         released: part of the gradients that is freed before the step copies weights.
-        host: states offloaded from a GPU to the host; not part of the fields above.
+        checkpoint: copies of the states while a CPU's checkpoint is written beside training; the
+            mean of all ranks, of which the first may have more.
+        host: states offloaded from a GPU to the host, and such copies; not part of the fields
+            above.
         mapped: part of `weights` on a CPU that is a mapped file, shared by all ranks of a node.
         forward: memory of a pass without gradients; not part of the fields above.
     """
@@ -81,6 +84,7 @@ class MemoryEstimate:
     allocator: int = 0
     stays: int = 0
     released: int = 0
+    checkpoint: int = 0
     host: int = 0
     mapped: int = 0
     forward: int = 0
@@ -101,7 +105,7 @@ class MemoryEstimate:
     def lasting(self) -> int:
         """Memory between passes, gathered weights included."""
         weights = self.weights + self.gathered
-        return weights + self.gradients - self.released + self.optimizer
+        return weights + self.gradients - self.released + self.optimizer + self.checkpoint
 
     def parts(self) -> dict[str, int]:
         """Return bytes by name. They do not all exist at the same time: `total` is less."""
@@ -115,6 +119,7 @@ def estimate(
     *,
     gpu: bool = False,
     critic: bool = False,
+    async_save: bool = False,
 ) -> MemoryEstimate:
     """Estimate the peak memory of one of `world_size` ranks for one model.
 
@@ -126,6 +131,7 @@ def estimate(
             sequences, computes 16-bit products in fp32, and allocates as described above.
         critic: True for the separate critic of a policy with these settings. It contains the
             policy's output head and does not train it.
+        async_save: True if checkpoints are written beside training, from copies.
 
     Raises:
         KeyError: the architecture names its dimensions differently.
@@ -147,6 +153,7 @@ def estimate(
     if offloaded:
         states += mine * item  # the updated weights, before they are copied to the device
     gradients = int(trained * item / shared[2] + _bucket(settings, trained))
+    copies = int(trained * saved_bytes(settings) / world_size) if async_save else 0
     away = (states + step if offloaded else 0) + (weights if zero.offload_param == "cpu" else 0)
     return MemoryEstimate(
         weights=int(0 if gpu and zero.offload_param == "cpu" else weights),
@@ -161,7 +168,8 @@ def estimate(
         stays=0 if gpu else row.small,
         # Only stages 1 and 2 free gradients before the step, after a copy to fp32.
         released=gradients if zero.stage in (1, 2) else 0,
-        host=int(away) if gpu else 0,
+        checkpoint=0 if gpu else copies,
+        host=int(away) + copies if gpu else 0,
         mapped=0 if gpu else int(_mapped(sizes, settings)),
         forward=row.forward,
     )
@@ -236,6 +244,14 @@ def _optimizer_bytes(settings: Settings) -> float:
     master = 0 if settings.dtype == "float32" else 4
     moments = 8.0 if settings.optim.optimizer == "adamw" else 2 * (1 + 4 / 256)
     return master + moments
+
+
+def saved_bytes(settings: Settings) -> float:
+    """Return the bytes that all ranks together write to a checkpoint, per trained weight.
+
+    They are master weights and moments, and the weights twice: DeepSpeed's and our partitions.
+    """
+    return _optimizer_bytes(settings) + 2 * ITEM[settings.dtype]
 
 
 def _step_bytes(settings: Settings) -> int:

@@ -60,6 +60,7 @@ class Ranks(Section):
     nproc: int = COMPUTED  # ranks per node; default: number of visible GPUs, 2 without
     nodes: int = 1  # machines
     threads: int | None = None  # CPU threads per rank; null: cores / nproc
+    sequence_parallel: int = 1  # ranks that share each row's tokens, for long samples (Ulysses)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class Trainer:
         """
         settings, progress = self.job.settings, self.progress
         order = Order(
-            self.examples, settings.batch, seed=settings.seed, world_size=self.ranks.world_size
+            self.examples, settings.batch, seed=settings.seed, world_size=self.ranks.replicas
         )
         if self.ranks.first:
             epochs = order.epoch_at(order.steps)

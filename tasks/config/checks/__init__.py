@@ -110,6 +110,7 @@ def findings(
         *adapter.merged(kind, folder),
         *model.head_size(smoke["engine"], on_cpu, known),
         *model.packed(attention, known),
+        *model.shared_rows(train, attention, known),
         *adapter.targets(peft["target_modules"], kind, known),
         *objective.objective_fits(objective_, known),
         *objective.head_exists(objective_, known),

@@ -23,11 +23,12 @@ def deepspeed_config(
     Raises:
         ConfigError: the global batch is not a multiple of the micro-batches of all ranks.
     """
-    batch = settings.batch
+    batch, sharing = settings.batch, settings.launch.sequence_parallel
     config: dict[str, Any] = {
-        "train_batch_size": batch.global_batch_size,
+        # DeepSpeed counts the rows of every rank, and ranks that share a row count it each.
+        "train_batch_size": batch.global_batch_size * sharing,
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
-        "gradient_accumulation_steps": batch.accumulation(world_size),
+        "gradient_accumulation_steps": batch.accumulation(world_size // sharing),
         "gradient_clipping": settings.optim.max_grad_norm,
         "steps_per_print": 2**31 - 1,
         "bf16": {"enabled": settings.dtype == "bfloat16"},

@@ -50,7 +50,9 @@ def row_bytes(
         logits: False for a score or value head.
     """
     roles = 2 if settings.objective in PAIRS else 1  # chosen and rejected share a row
+    # Ranks that share a row have an equal part of its tokens, or all tokens of a part of the heads.
     tokens = settings.batch.micro_batch_size * longest(settings) * roles
+    tokens = -(-tokens // settings.launch.sequence_parallel)
     layer = int(tokens * _layer(sizes, settings, item=item, gpu=gpu))
     piece = tokens * sizes.hidden * item
     recomputed = 0

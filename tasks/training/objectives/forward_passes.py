@@ -78,9 +78,13 @@ class Passes:
         return (summed / count).float()
 
     def heldout(self, examples: Examples, batch: Batch) -> list[HeldOut]:
-        """Return this rank's rows of a pass over all examples; see `heldout_rounds`."""
+        """Return this rank's rows of a pass over all examples; see `heldout_rounds`.
+
+        Of ranks that share their rows, one counts them.
+        """
         ranks = self.ranks
-        return heldout_rounds(examples, batch, world_size=ranks.world_size, rank=ranks.rank)
+        rounds = heldout_rounds(examples, batch, world_size=ranks.replicas, rank=ranks.replica)
+        return rounds if ranks.leads else [HeldOut(row.chosen, counted=False) for row in rounds]
 
     def each(self, examples: Examples, batch: Batch) -> Iterator[tuple[Row, torch.Tensor, bool]]:
         """Yield each row of `heldout` with all roles, the model's output, and whether it counts.

@@ -50,6 +50,9 @@ class Goal(Section):
 
     objective: Objective = "sft"  # what training optimises
     loss: Loss = field(default_factory=Loss)
+    router_aux_loss_coef: float | None = (
+        None  # experts: weight of the load-balancing loss; null: config.json's, 0: none
+    )
 
 
 @dataclass(frozen=True)

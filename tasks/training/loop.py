@@ -38,6 +38,7 @@ class Trainer:
         examples: training examples.
         heldout: evaluation examples.
         progress: updated by every step and evaluation.
+        router: weight of the router loss of a mixture of experts.
     """
 
     engine: Any
@@ -47,6 +48,7 @@ class Trainer:
     examples: Examples
     heldout: Examples
     progress: Progress
+    router: float = 0.0
 
     def run(self) -> dict[str, float]:
         """Take all remaining steps, with evaluations and checkpoints between them.
@@ -102,7 +104,7 @@ class Trainer:
 
     @property
     def _passes(self) -> Passes:
-        return Passes(self.engine, self.ranks, self.objective)
+        return Passes(self.engine, self.ranks, self.objective, self.router)
 
     def _note(self, taken: Taken, *, last: int) -> None:
         progress, record = self.progress, taken.record

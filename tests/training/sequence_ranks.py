@@ -58,7 +58,18 @@ MORE_CASES = {
         PAIRS, objective="reward", peft=LORA, zero=Z3, optim=replace(SFT.optim, lr=0.001)
     ),
 }
+EXPERT_CASES = {
+    "experts-sft-full-zero2-checkpointed": replace(SFT, router_aux_loss_coef=0.5, **CHECKPOINTED),
+    "experts-dpo-lora-zero3": replace(DPO, peft=LORA, zero=Z3, router_aux_loss_coef=0.5),
+}
 LONG_CASE = replace(SFT, batch=Batch(2, 2, max_steps=1, max_len=8192))
+EVERY = {
+    **CASES,
+    **MORE_CASES,
+    **EXPERT_CASES,
+    "long": LONG_CASE,
+    "vocabulary": CASES["sft-full-zero2"],
+}
 
 
 def measure(job: TrainJob, ranks: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -74,6 +85,7 @@ def measure(job: TrainJob, ranks: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     from tasks.training.model.build import load_model, load_tokenizer
     from tasks.training.model.packed_model import model_of, require_same, restore_attention
     from tasks.training.model.probe import measure_fingerprint
+    from tasks.training.model.router_loss import coefficient
     from tasks.training.objectives import objective
     from tasks.training.objectives.forward_passes import HeldOut, Passes
     from tasks.training.objectives.reference_logprobs import with_reference
@@ -92,7 +104,8 @@ def measure(job: TrainJob, ranks: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     model = load_model(job, ranks, config, tokenizer=load_tokenizer(job), head=chosen.head)
     engine = start_engine(model, config, settings.optim)
     require_same(engine, trial_row(examples))
-    passes = Passes(engine, ranks, chosen)
+    router = coefficient(model_of(engine.module).config.to_dict(), settings.router_aux_loss_coef)
+    passes = Passes(engine, ranks, chosen, router)
     if chosen.needs_reference and settings.peft.kind == "none":
         examples = with_reference(examples, "train", passes=passes, job=job, begun=0)
     accumulator = Accumulator(engine, ranks, job)
@@ -148,9 +161,7 @@ def main(out: Path, sharing: int, wanted: list[str]) -> None:
     ranks = Ranks(timeout_s=90.0, sequence_parallel=sharing)
     for case in wanted:
         name, _, base = case.partition("=")
-        kind = {**CASES, **MORE_CASES, "long": LONG_CASE, "vocabulary": CASES["sft-full-zero2"]}[
-            name
-        ]
+        kind = EVERY[name]
         launch = replace(kind.launch, nproc=ranks.world_size, sequence_parallel=sharing)
         settings = replace(kind, launch=launch)
         job = TrainJob(settings, Path(base), "d", out, out, out / f"{name}-checkpoints")

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.commands import run_ranks
+from tests.tiny import tiny
 from tests.training.conftest import save_base
-from tests.training.sequence_ranks import CASES, MORE_CASES
+from tests.training.sequence_ranks import CASES, EXPERT_CASES, MORE_CASES
 
 TOLERANCE = 1e-5
 """Largest difference of a number, and of a gradient relative to its largest number."""
@@ -51,13 +54,29 @@ def bases(folder: Path, tokenizer: Any, names: Sequence[str]) -> list[str]:
     return [f"{name}={single if i % 2 else pair}" for i, name in enumerate(names)]
 
 
+def save_experts(path: Path, tokenizer: Any) -> Path:
+    """Save a tiny Qwen2-MoE with its tokenizer: four experts, two for each token, a shared one."""
+    torch.manual_seed(0)
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+             "shared_expert_intermediate_size": 40, "vocab_size": len(tokenizer)}  # fmt: skip
+    config = tiny("Qwen2Moe", max_position_embeddings=512, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
 def test_two_ranks_share_rows_exactly(tmp_path: Path, tokenizer: Any) -> None:
-    """SFT and DPO, full and LoRA, ZeRO-2 and ZeRO-3, with one key head and two."""
+    """SFT and DPO, full and LoRA, ZeRO-2 and ZeRO-3, one key head and two, a mixture of experts."""
     cases = bases(tmp_path, tokenizer, list(CASES))
+    experts = save_experts(tmp_path / "experts", tokenizer)
+    cases += [f"{name}={experts}" for name in EXPERT_CASES]
     alone = run(tmp_path / "alone", cases, ranks=1, sharing=1)
     divided = run(tmp_path / "divided", cases, ranks=2, sharing=2)
-    for name in CASES:
+    for name in (*CASES, *EXPERT_CASES):
         require_same(alone, divided, name)
+    for name in EXPERT_CASES:
+        first = json.loads((divided / f"{name}.json").read_text())["steps"][0]
+        assert first["router_loss"] > 1.0, "two of four experts: about 2 for every token"
 
 
 @pytest.mark.slow

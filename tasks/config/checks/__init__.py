@@ -114,6 +114,7 @@ def findings(
         *adapter.targets(peft["target_modules"], kind, known),
         *objective.objective_fits(objective_, known),
         *objective.head_exists(objective_, known),
+        *objective.router_loss(train, known),
         *adapter.adapter(peft, known, weight_decay=train["weight_decay"]),
         *adapter.new_tokens(model_["new_tokens"], model_["vocab_multiple"]),
         *data.readable(settings["data"], objective_),

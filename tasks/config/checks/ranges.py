@@ -30,6 +30,7 @@ LIMITS: tuple[tuple[str, float, float, float], ...] = (
     ("train.sequence_parallel", 1, _MANY, 1),
     ("train.epochs", _TINY, _MANY, 1),
     ("train.max_steps", 1, _MANY, 100),
+    ("train.router_aux_loss_coef", 0, _MANY, 0.001),
     ("train.lr", _TINY, 10, 2e-4),
     ("train.warmup_ratio", 0, 1, 0.03),
     ("train.weight_decay", 0, _MANY, 0),

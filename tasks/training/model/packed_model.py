@@ -22,6 +22,7 @@ from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.model import attention, sequence_parallel
 from tasks.training.model.head import Scaling, token_logprobs, token_logprobs_and_entropies
 from tasks.training.model.packable import unpackable
+from tasks.training.model.router_loss import load_balancing_loss
 from tasks.training.model.sequence_parallel import SequenceParallel
 from tasks.training.tokens.packing import Row
 
@@ -39,11 +40,13 @@ class TokenOutputs:
         temperature: sampling temperature of the log-probabilities.
         entropy: True to return entropies beside the log-probabilities.
         states: True to return only the hidden states that the tokens were predicted from.
+        router: True to return the router loss of the row behind the log-probabilities.
     """
 
     temperature: float = 1.0
     entropy: bool = False
     states: bool = False
+    router: bool = False
 
 
 PLAIN = TokenOutputs()
@@ -90,13 +93,18 @@ def accept_packed_rows(model: Any, ranks: Ranks | None = None) -> None:
             extra.update(attention.flash_bounds(row))
         elif not self._supports_attention_backend:
             extra["attention_mask"] = _block_mask(row, self.dtype)
+        if outputs.router:
+            extra["output_router_logits"] = True
         out = self.base_model(
             input_ids=part.ids, position_ids=part.positions, use_cache=False, **extra
         )
         results = measure(self, out.last_hidden_state[0], part, outputs)
-        if shared is None:
+        if shared is not None:
+            results = shared.join(row, row.ends if scored else row.wanted, results)
+        if not outputs.router:
             return results
-        return shared.join(row, row.ends if scored else row.wanted, results)
+        # One tensor, because DeepSpeed hooks into the backward pass of every output.
+        return torch.cat([results, _router_loss(self, out, row, shared)[None]])
 
     model.forward = types.MethodType(forward, model)
     if packs:
@@ -128,6 +136,17 @@ def _token_outputs(model: Any, hidden_TH: torch.Tensor, row: Row, outputs: Token
     scaling, head = Scaling.of(model.config, outputs.temperature), model.get_output_embeddings()
     measure = token_logprobs_and_entropies if outputs.entropy else token_logprobs
     return measure(head, hidden, row.targets, scaling)
+
+
+def _router_loss(model: Any, out: Any, row: Row, shared: SequenceParallel | None) -> torch.Tensor:
+    """Return the router loss of a row, a scalar."""
+    top_k, total = model.num_experts_per_tok, row.ids.shape[1]
+    if shared is None:
+        return load_balancing_loss(out.router_logits, top_k=top_k, real=total, total=total)
+    real = shared.real_tokens(row)
+    return load_balancing_loss(
+        out.router_logits, top_k=top_k, real=real, total=total, add_up=shared.total
+    )
 
 
 def _require_packable(model: Any) -> None:

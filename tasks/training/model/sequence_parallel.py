@@ -97,6 +97,11 @@ class SequenceParallel:
         dist.all_reduce(summed, group=self._group)
         return summed + (values - values.detach())
 
+    def real_tokens(self, row: Row) -> int:
+        """Return how many of this rank's tokens belong to the row; those behind fill it up."""
+        first, end = self._bounds(row)
+        return max(0, min(end, row.ids.shape[1]) - first)
+
     def attention(
         self,
         module: torch.nn.Module,

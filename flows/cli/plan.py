@@ -183,6 +183,10 @@ def _memory(settings: dict[str, Any], rank: RankMemory | None) -> list[str]:
     ranks, gpu = settings["train"]["nproc"], gpu_memory(settings["train"]["device"])
     has = gpu or available_memory() // max(ranks, 1)
     lines.insert(1, f"  {bar(rank.total / has)} of {in_words(has)}, the share of a rank")
+    if (sharing := settings["train"]["sequence_parallel"]) > 1:
+        lines.append(
+            f"  activations: a rank has 1/{sharing} of a row's tokens (train.sequence_parallel)"
+        )
     if rank.host:
         lines.append(f"memory a rank on the host: {in_words(rank.host)} of states")
     known, _ = look_at(settings["model"])
@@ -225,6 +229,11 @@ def _deepspeed(settings: dict[str, Any]) -> list[str]:
     micro, steps = (
         config[name] for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     )
-    batch = f"{micro} rows x {training.world_size} ranks x {steps} passes a step"
+    sharing = training.launch.sequence_parallel
+    replicas = training.world_size // sharing
+    ranks = f"{replicas} ranks"
+    if sharing > 1:
+        ranks = f"{replicas} group{'s' * (replicas > 1)} of {sharing} ranks"
+    batch = f"{micro} rows x {ranks} x {steps} passes a step"
     shown = "PLUMBLINE_LOG_LEVEL=DEBUG shows its configuration"
     return [f"deepspeed: ZeRO-{training.zero.stage}, {batch} ({shown})"]

@@ -105,12 +105,15 @@ def _global_batch_size(get: Get) -> Default:
     if _toy(get):
         return Default(128 if online else 32, _EMBEDDED)
     usual = 128 if online else 64
+    sharing = get("train.sequence_parallel")
     unit = get("train.micro_batch_size") * get("train.nproc") * get("train.nodes")
+    unit //= max(1, sharing)
     if unit < 1:
         return Default(usual, _REAL)
     size = max(1, round(usual / unit)) * unit
+    shared = " / sequence_parallel" if sharing > 1 else ""
     return Default(
-        size, f"about {usual}, in multiples of micro_batch_size x nproc x nodes = {unit}"
+        size, f"about {usual}, in multiples of micro_batch_size x nproc x nodes{shared} = {unit}"
     )
 
 

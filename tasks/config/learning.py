@@ -50,6 +50,9 @@ class Goal(Section):
 
     objective: Objective = "sft"  # what training optimises
     loss: Loss = field(default_factory=Loss)
+    router_aux_loss_coef: float | None = (
+        None  # experts: weight of the load-balancing loss; null: config.json's, 0: none
+    )
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Ranks(Section):
     nproc: int = COMPUTED  # ranks per node; default: number of visible GPUs, 2 without
     nodes: int = 1  # machines
     threads: int | None = None  # CPU threads per rank; null: cores / nproc
+    sequence_parallel: int = 1  # ranks that share each row's tokens, for long samples (Ulysses)
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,8 @@ class Accumulator:
             loss_of: returns a row's part of the loss of the whole step.
         """
         # DeepSpeed divides by accumulation steps and averages over ranks; the loss already is a
-        # part of the whole step's.
+        # part of the whole step's. Ranks that share a row have its whole loss, and each the
+        # gradient of its own tokens.
         undo = len(rows) * self._ranks.world_size
         sums = Sums(self._ranks)
         for place, chosen in enumerate(rows):
@@ -63,7 +64,7 @@ class Accumulator:
                 self._engine.step()  # counts the row before; changes no weight
             loss = loss_of(chosen)
             self._engine.backward(loss.value * undo)
-            sums.add({"loss": loss.value, **loss.measures})
+            sums.add({"loss": loss.value, **loss.measures}, counted=self._ranks.leads)
             if self._watch is not None:
                 sums.add(self._watch.broken())
         measures = sums.total()

@@ -53,7 +53,11 @@ def _run(job_path: str, module: str) -> int:
     train_with = importlib.import_module(module).train_with
     try:
         launch = job.settings.launch
-        ranks = Ranks(timeout_s=launch.collective_timeout_s, device=launch.device)
+        ranks = Ranks(
+            timeout_s=launch.collective_timeout_s,
+            device=launch.device,
+            sequence_parallel=launch.sequence_parallel,
+        )
         train_with(ranks, job, started)
         ranks.barrier()
         ranks.leave()

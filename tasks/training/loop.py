@@ -38,6 +38,7 @@ class Trainer:
         examples: training examples.
         heldout: evaluation examples.
         progress: updated by every step and evaluation.
+        router: weight of the router loss of a mixture of experts.
     """
 
     engine: Any
@@ -47,6 +48,7 @@ class Trainer:
     examples: Examples
     heldout: Examples
     progress: Progress
+    router: float = 0.0
 
     def run(self) -> dict[str, float]:
         """Take all remaining steps, with evaluations and checkpoints between them.
@@ -63,7 +65,7 @@ class Trainer:
         """
         settings, progress = self.job.settings, self.progress
         order = Order(
-            self.examples, settings.batch, seed=settings.seed, world_size=self.ranks.world_size
+            self.examples, settings.batch, seed=settings.seed, world_size=self.ranks.replicas
         )
         if self.ranks.first:
             epochs = order.epoch_at(order.steps)
@@ -104,7 +106,7 @@ class Trainer:
 
     @property
     def _passes(self) -> Passes:
-        return Passes(self.engine, self.ranks, self.objective)
+        return Passes(self.engine, self.ranks, self.objective, self.router)
 
     def _note(self, taken: Taken, *, last: int) -> None:
         progress, record = self.progress, taken.record

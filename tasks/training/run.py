@@ -16,6 +16,7 @@ from tasks.training.loop import Trainer
 from tasks.training.model.build import load_model, load_tokenizer
 from tasks.training.model.packed_model import model_of, require_same, restore_attention
 from tasks.training.model.probe import measure_fingerprint
+from tasks.training.model.router_loss import coefficient
 from tasks.training.objectives import objective
 from tasks.training.objectives.forward_passes import Passes
 from tasks.training.objectives.heldout_scores import heldout_scores
@@ -61,7 +62,8 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
         )
     if ranks.first:
         emit("ready", startup_s=time.time() - started, device=str(ranks.device))
-    after = Trainer(engine, ranks, job, chosen, train, heldout, progress).run()
+    router = coefficient(model_of(engine.module).config.to_dict(), settings.router_aux_loss_coef)
+    after = Trainer(engine, ranks, job, chosen, train, heldout, progress, router).run()
     write_shards(engine.module, job.out, ranks)
     scores = None
     if chosen.head == "score":

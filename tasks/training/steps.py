@@ -69,7 +69,7 @@ class Stepper:
         begin, rank = time.perf_counter(), self._passes.ranks.rank
         begin_random(self._job.settings.seed, step=step, rank=rank)
         lr = set_lr(self._engine, self._job.settings.optim, step=step, steps=self._order.steps)
-        todo = self._order.step(step, rank)
+        todo = self._order.step(step, self._passes.ranks.replica)
         rows = [HeldOut(row) for row in todo.rows]
         baseline = self._passes.baseline(self._examples, rows)
         measures = self._accumulate(todo, step, baseline)

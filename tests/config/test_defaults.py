@@ -127,7 +127,8 @@ def test_no_number_of_the_embedded_model_reaches_another(experiment: str) -> Non
 
 
 def known(**facts: Any) -> Any:
-    usual = {"train.nodes": 1, "train.nproc": 8, "train.micro_batch_size": 4, "model.kind": "hf"}
+    usual = {"train.nodes": 1, "train.nproc": 8, "train.micro_batch_size": 4, "model.kind": "hf",
+             "train.sequence_parallel": 1}  # fmt: skip
     return {**usual, "train.objective": "sft", "peft.kind": "qlora", **facts}.get
 
 
@@ -145,6 +146,12 @@ def known(**facts: Any) -> Any:
         ("rollout.max_new_tokens", {"model.context": 512}, 256, "a model whose context is 512"),
         ("train.global_batch_size", {"train.nproc": 6}, 72, "about 64, in multiples of"),
         ("train.global_batch_size", {"train.nproc": 128}, 512, "about 64, in multiples of"),
+        (
+            "train.global_batch_size",
+            {"train.nproc": 128, "train.sequence_parallel": 8},
+            64,
+            "about 64, in multiples of micro_batch_size x nproc x nodes / sequence_parallel = 64",
+        ),
         ("train.global_batch_size", {"model.kind": "toy"}, 32, "the embedded model"),
     ],
     ids=str,

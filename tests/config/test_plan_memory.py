@@ -103,3 +103,16 @@ def test_the_preflight_refuses_it_in_the_same_words(large: Path) -> None:
     assert "memory: " in details
     assert "peft=lora (saves " in details
     assert "smoke.kv_cache_gib=2 or smoke.max_model_len=3200" in details
+
+
+def test_ranks_that_share_rows_need_fewer_activations(large: Path) -> None:
+    def activations(*overrides: str) -> tuple[float, str]:
+        composed = composed_of(large, "peft=lora", "train.nproc=4", "train.device=cpu", *overrides)
+        text = render([Step("chain", composed)])
+        return float(re.search(r" activations +([\d.]+) GiB", text)[1]), text
+
+    whole, _ = activations()
+    part, text = activations("train.sequence_parallel=4")
+    assert whole / 4 <= part < whole / 3  # a cast weight's share does not fall
+    assert "a rank has 1/4 of a row's tokens (train.sequence_parallel)" in text
+    assert "x 1 group of 4 ranks x" in text

@@ -20,8 +20,8 @@ from tasks.core.machine import left_in_container
 SIZES = st.integers(1, 64)
 
 
-def divides(size: int, micro: int, nproc: int, nodes: int) -> list[Finding]:
-    sizes = {"global_batch_size": size, "micro_batch_size": micro}
+def divides(size: int, micro: int, nproc: int, nodes: int, sharing: int = 1) -> list[Finding]:
+    sizes = {"global_batch_size": size, "micro_batch_size": micro, "sequence_parallel": sharing}
     return ranges.divides({**sizes, "nproc": nproc, "nodes": nodes})
 
 
@@ -40,6 +40,14 @@ def test_batches_divide_or_the_offered_sizes_do(m: int, n: int, k: int, size: in
 def test_a_batch_of_nothing_is_refused(size: int) -> None:
     (finding,) = divides(size, 32, 2, 1)
     assert finding.override == "train.global_batch_size=64"
+
+
+def test_ranks_that_share_rows_count_once() -> None:
+    assert divides(4, 4, 2, 1, sharing=2) == []
+    (finding,) = divides(6, 2, 4, 2, sharing=2)
+    assert "a multiple of 2 x 4 x 2 / 2 (micro x nproc x nodes / sequence_parallel) = 8" in str(
+        finding
+    )
 
 
 def test_qlora_with_zero3() -> None:

@@ -111,3 +111,47 @@ class TestHeads:
         findings = findings_of(tmp_path, of_family("Granite"), "+exp=reward")
         assert "reward on granite" in findings["train.objective"]
         assert "or train.objective=dpo" in findings["train.objective"]
+
+
+class TestSharedRows:
+    """`train.sequence_parallel`: every reason against it, before anything starts."""
+
+    def lines(self, path: Path, config: dict[str, Any], *overrides: str) -> list[str]:
+        base = folder(path / str(config["model_type"]), config)
+        arguments = [*overrides, "model=hf", f"model.path={base}"]
+        composed = compose_config(arguments).settings
+        found = findings(composed, path / "runs")
+        return [str(f) for f in found if f.what == "train.sequence_parallel"]
+
+    def test_every_reason_is_reported_at_once(self, tmp_path: Path) -> None:
+        falcon = of_family("Falcon", num_attention_heads=4, alibi=False)
+        overrides = ("train.sequence_parallel=3", "train.nproc=4", "train=grpo", "rl=grpo")
+        eager = "model.attn_implementation=eager"
+        assert self.lines(tmp_path, falcon, *overrides, eager, "train.max_len=16") == [
+            "train.sequence_parallel: 3 with 4 ranks; a divisor of nproc x nodes "
+            "-> train.sequence_parallel=2",
+            "train.sequence_parallel: 3 with 4 heads; a divisor of the model's 4 attention heads "
+            "-> train.sequence_parallel=2",
+            "train.sequence_parallel: 3 with train.objective=grpo; responses are sampled and "
+            "scored in whole rows -> train.sequence_parallel=1",
+            "train.sequence_parallel: 3 with model.attn_implementation=eager; tokens are exchanged "
+            "for heads around sdpa alone -> model.attn_implementation=sdpa or "
+            "train.sequence_parallel=1",
+            "train.sequence_parallel: 3 with falcon; the family's attention in transformers cannot "
+            "be replaced -> train.sequence_parallel=1",
+        ]
+
+    @pytest.mark.parametrize("objective", ["sft", "dpo", "kto", "orpo", "simpo", "reward"])
+    def test_tested_objectives_pass(self, tmp_path: Path, objective: str) -> None:
+        overrides = (f"train={objective}", "train.sequence_parallel=2", "train.nproc=4")
+        assert self.lines(tmp_path, of_family("Qwen2"), *overrides) == []
+
+    def test_a_number_below_one_is_out_of_range(self, tmp_path: Path) -> None:
+        (line,) = self.lines(tmp_path, of_family("Qwen2"), "train.sequence_parallel=0")
+        assert line.endswith("at least 1 -> train.sequence_parallel=1")
+
+    def test_families_are_recognised_by_their_code(self) -> None:
+        for family in ("qwen2", "llama", "gemma3_text", "mixtral", "made-up", ""):
+            assert model.takes_own_attention(family), family
+        for family in ("falcon", "stablelm", "gptj"):
+            assert not model.takes_own_attention(family), family

@@ -183,7 +183,7 @@ def test_sizes_of_a_published_model() -> None:
 
 
 @pytest.mark.parametrize("key", ["num_local_experts", "num_experts", "n_routed_experts"])
-def test_a_mixture_of_experts_is_not_estimated(key: str) -> None:
+def test_an_unknown_mixture_of_experts_is_not_estimated(key: str) -> None:
     """A plan had better say "unknown" than count one of eight experts."""
     with pytest.raises(KeyError, match="mixture of experts"):
         Sizes.of({**QWEN_7B, key: 8})

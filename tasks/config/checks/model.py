@@ -6,9 +6,11 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
+from tasks.config.defaults import ONLINE
 from tasks.core.errors import ArtifactError
 from tasks.core.finding import Finding
 from tasks.toy.shape import CONTEXT, SHAPE
@@ -182,6 +184,57 @@ def packed(attn_implementation: str, known: Known) -> list[Finding]:
     key = "model.path" if refusal.hint.startswith("models") else "model.attn_implementation"
     allowed = "training packs sequences, and none may see its neighbour"
     return [Finding(key, refusal.problem, allowed, refusal.hint)]
+
+
+def shared_rows(train: Mapping[str, Any], attn_implementation: str, known: Known) -> list[Finding]:
+    """Refuse rows divided over ranks (Ulysses) where ranks, heads or attention do not allow it.
+
+    Args:
+        train: the section.
+        attn_implementation: `model.attn_implementation`.
+        known: facts about the base model.
+    """
+    sharing, ranks = train["sequence_parallel"], train["nproc"] * train["nodes"]
+    if sharing <= 1:
+        return []
+    key, whole = "train.sequence_parallel", "train.sequence_parallel=1"
+    text = known.config.get("text_config") or known.config
+    heads, family = text.get("num_attention_heads"), str(text.get("model_type", ""))
+    divisors = [n for n in range(sharing, 0, -1) if ranks % n == 0 and (heads or n) % n == 0]
+    fewer = f"{key}={next(iter(divisors), 1)}"
+    problems = []
+    if ranks % sharing:
+        problems.append((f"{sharing} with {ranks} ranks", "a divisor of nproc x nodes", fewer))
+    if heads and heads % sharing:
+        allowed = f"a divisor of the model's {heads} attention heads"
+        problems.append((f"{sharing} with {heads} heads", allowed, fewer))
+    if train["objective"] in ONLINE:
+        value = f"{sharing} with train.objective={train['objective']}"
+        problems.append((value, "responses are sampled and scored in whole rows", whole))
+    if attn_implementation != "sdpa":
+        value = f"{sharing} with model.attn_implementation={attn_implementation}"
+        override = f"model.attn_implementation=sdpa or {whole}"
+        problems.append((value, "tokens are exchanged for heads around sdpa alone", override))
+    if not takes_own_attention(family):
+        allowed = "the family's attention in transformers cannot be replaced"
+        problems.append((f"{sharing} with {family}", allowed, whole))
+    return [Finding(key, *problem) for problem in problems]
+
+
+def takes_own_attention(family: str) -> bool:
+    """Return False if transformers' code of a model type supports only its own attention.
+
+    The code is read as text, because importing transformers takes seconds. A family without a
+    folder of its name is accepted.
+    """
+    name = family.removesuffix("_text")
+    try:
+        source = distribution("transformers").locate_file(
+            f"transformers/models/{name}/modeling_{name}.py"
+        )
+        return "_supports_attention_backend = True" in Path(str(source)).read_text("utf-8")
+    except OSError:
+        return True
 
 
 def quantised(kind: str, known: Known) -> list[Finding]:

@@ -21,6 +21,10 @@ from tasks.data.messages import Unusable
 from tasks.data.readers import FILE_KINDS, Row, read_rows
 from tasks.rl.algorithms import algorithm_options
 from tasks.rl.rewards.exact import EXACT_MATCH
+from tasks.training.memory.sizes import experts_of
+from tasks.training.model.router_loss import OBJECTIVES as ROUTED
+from tasks.training.model.router_loss import coefficient as router_coefficient
+from tasks.training.model.router_loss import has_router_loss
 
 _SOURCE = "transformers/models/auto/modeling_auto.py"
 _TABLES = {
@@ -74,6 +78,37 @@ def head_exists(objective: str, known: Known) -> list[Finding]:
     if rewards and family in families("AutoModelForCausalLM"):
         override += " of another family, or train.objective=dpo"
     return [Finding("train.objective", f"{objective} on {family}", why, override)]
+
+
+def router_loss(train: Mapping[str, Any], known: Known) -> list[Finding]:
+    """Refuse a router loss that the objective, the family or the checkpointing does not have.
+
+    Args:
+        train: the section.
+        known: facts about the base model.
+    """
+    text = known.config.get("text_config") or known.config
+    family, wanted = str(text.get("model_type", "")), train["router_aux_loss_coef"]
+    key, without = "train.router_aux_loss_coef", "train.router_aux_loss_coef=0"
+    if wanted and text and experts_of(text) <= 1:
+        value, allowed = f"{wanted:g} with {family}", "only a mixture of experts has routers"
+        return [Finding(key, value, allowed, "train.router_aux_loss_coef=null")]
+    weight = router_coefficient(known.config, wanted)
+    if not weight:
+        return []
+    value = f"{weight:g}" if wanted is not None else f"{weight:g}, from config.json"
+    problems = []
+    if train["objective"] not in ROUTED:
+        allowed = f"train.objective={train['objective']} has no router loss: {', '.join(ROUTED)} do"
+        problems.append((f"{value} with {family}", allowed, without))
+    if not has_router_loss(family):
+        allowed = f"transformers {version('transformers')} has no such loss for {family}"
+        problems.append((value, allowed, without))
+    if train["gradient_checkpointing"] and train["gradient_checkpointing_reentrant"]:
+        allowed = "reentrant checkpointing loses the gradient of the routers' outputs"
+        override = f"train.gradient_checkpointing_reentrant=false or {without}"
+        problems.append((value, allowed, override))
+    return [Finding(key, *problem) for problem in problems]
 
 
 def _no_decoder(config: Mapping[str, object]) -> str | None:

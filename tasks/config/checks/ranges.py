@@ -27,8 +27,10 @@ LIMITS: tuple[tuple[str, float, float, float], ...] = (
     ("train.nproc", 1, _MANY, 1),
     ("train.nodes", 1, _MANY, 1),
     ("train.threads", 1, _MANY, 1),
+    ("train.sequence_parallel", 1, _MANY, 1),
     ("train.epochs", _TINY, _MANY, 1),
     ("train.max_steps", 1, _MANY, 100),
+    ("train.router_aux_loss_coef", 0, _MANY, 0.001),
     ("train.lr", _TINY, 10, 2e-4),
     ("train.warmup_ratio", 0, 1, 0.03),
     ("train.weight_decay", 0, _MANY, 0),
@@ -158,20 +160,25 @@ def divides(train: Mapping[str, Any]) -> list[Finding]:
         train: the section.
     """
     global_size, micro = train["global_batch_size"], train["micro_batch_size"]
-    nproc, nodes = train["nproc"], train["nodes"]
+    nproc, nodes, sharing = train["nproc"], train["nodes"], train["sequence_parallel"]
     if min(micro, nproc, nodes) < 1:
         override = "train.micro_batch_size=1"
         return [Finding("train.micro_batch_size", str(micro), "at least 1", override)]
-    together = micro * nproc * nodes
+    if sharing < 1 or nproc * nodes % sharing:
+        return []  # `out_of_range` and `model.shared_rows` report that
+    together = micro * nproc * nodes // sharing
     if global_size > 0 and global_size % together == 0:
         return []
+    terms, names = f"{micro} x {nproc} x {nodes}", "micro x nproc x nodes"
+    if sharing > 1:
+        terms, names = f"{terms} / {sharing}", f"{names} / sequence_parallel"
     lower = max(global_size, 0) // together * together
     near = [str(size) for size in (lower, lower + together) if size > 0]
     return [
         Finding(
             "train.global_batch_size",
             str(global_size),
-            f"a multiple of {micro} x {nproc} x {nodes} (micro x nproc x nodes) = {together}",
+            f"a multiple of {terms} ({names}) = {together}",
             " or ".join(f"train.global_batch_size={size}" for size in near),
         )
     ]

@@ -28,12 +28,19 @@ torchrun ends the others); this limit is for a rank that hangs."""
 class Ranks:
     """The process group: this process's rank and device, and a few collectives."""
 
-    def __init__(self, *, timeout_s: float = COLLECTIVE_TIMEOUT_S, device: str = "auto") -> None:
+    def __init__(
+        self,
+        *,
+        timeout_s: float = COLLECTIVE_TIMEOUT_S,
+        device: str = "auto",
+        sequence_parallel: int = 1,
+    ) -> None:
         """Join the process group that torchrun, or `RANKS_FILE`, describes in the environment.
 
         Args:
             timeout_s: longest wait within one collective, in seconds.
             device: `train.device`: auto, cpu or cuda.
+            sequence_parallel: number of neighbouring ranks that share each row.
 
         Raises:
             ConfigError: as `choose_device`.
@@ -64,6 +71,10 @@ class Ranks:
         self.world_size = dist.get_world_size()
         self._timeout = timedelta(seconds=timeout_s)
         self._group: dist.ProcessGroup | None = None
+        self.sequence_parallel = sequence_parallel
+        self.sequence_group: dist.ProcessGroup | None = None
+        if sequence_parallel > 1:
+            self.sequence_group, _ = dist.new_subgroups(sequence_parallel, timeout=self._timeout)
 
     @property
     def gpu(self) -> bool:
@@ -74,6 +85,21 @@ class Ranks:
     def first(self) -> bool:
         """Return True on rank 0."""
         return self.rank == 0
+
+    @property
+    def replicas(self) -> int:
+        """Number of groups of ranks with rows of their own; all ranks if none share a row."""
+        return self.world_size // self.sequence_parallel
+
+    @property
+    def replica(self) -> int:
+        """Number of this rank's group, 0 to `replicas` - 1."""
+        return self.rank // self.sequence_parallel
+
+    @property
+    def leads(self) -> bool:
+        """Return True on the first rank of each group, whose metrics count."""
+        return self.rank % self.sequence_parallel == 0
 
     def peak_memory(self) -> int:
         """Return the most memory that one of the ranks has held so far, in bytes; a collective.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tasks.core.errors import ConfigError
 from tasks.training.job import Optim, Settings, Zero
 
 
@@ -21,13 +22,20 @@ def deepspeed_config(
         universal: True if the engine loads a checkpoint in universal form.
 
     Raises:
-        ConfigError: the global batch is not a multiple of the micro-batches of all ranks.
+        ConfigError: the global batch is not a multiple of the micro-batches of all ranks, or
+            their number not one of `train.sequence_parallel`.
     """
-    batch = settings.batch
+    batch, sharing = settings.batch, settings.launch.sequence_parallel
+    if world_size % sharing:
+        raise ConfigError(
+            f"train.sequence_parallel={sharing} does not divide {world_size} ranks",
+            hint=f"train.nproc={sharing} or a multiple of it",
+        )
     config: dict[str, Any] = {
-        "train_batch_size": batch.global_batch_size,
+        # DeepSpeed counts the rows of every rank, and ranks that share a row count it each.
+        "train_batch_size": batch.global_batch_size * sharing,
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
-        "gradient_accumulation_steps": batch.accumulation(world_size),
+        "gradient_accumulation_steps": batch.accumulation(world_size // sharing),
         "gradient_clipping": settings.optim.max_grad_norm,
         "steps_per_print": 2**31 - 1,
         "bf16": {"enabled": settings.dtype == "bfloat16"},

@@ -50,7 +50,9 @@ def row_bytes(
         logits: False for a score or value head.
     """
     roles = 2 if settings.objective in PAIRS else 1  # chosen and rejected share a row
+    # Ranks that share a row have an equal part of its tokens, or all tokens of a part of the heads.
     tokens = settings.batch.micro_batch_size * longest(settings) * roles
+    tokens = -(-tokens // settings.launch.sequence_parallel)
     layer = int(tokens * _layer(sizes, settings, item=item, gpu=gpu))
     piece = tokens * sizes.hidden * item
     recomputed = 0
@@ -78,7 +80,7 @@ def longest(settings: Settings) -> int:
 
 def _layer(sizes: Sizes, settings: Settings, *, item: int, gpu: bool) -> float:
     """Return the bytes per token that a layer keeps for its backward pass."""
-    hidden, inner, query = sizes.hidden, sizes.intermediate, sizes.query
+    hidden, inner, query = sizes.hidden, sizes.inner, sizes.query
     full = settings.peft.kind == "none"
     # A norm keeps its input in fp32 and its output; a trained one its normalised input, too.
     norms = 2 * hidden * (4 + item + (item if full else 0))
@@ -88,7 +90,9 @@ def _layer(sizes: Sizes, settings: Settings, *, item: int, gpu: bool) -> float:
     else:
         attention = 4 * query * item
     mlp = 4 * inner * item  # gate, its activation, up, their product
-    return norms + attention + mlp + _adapter(sizes, settings, item)
+    # Each token is copied for each of its experts, and their results are weighted.
+    routed = 3 * sizes.top_k * hidden * item
+    return norms + attention + mlp + routed + _adapter(sizes, settings, item)
 
 
 def _adapter(sizes: Sizes, settings: Settings, item: int) -> int:
@@ -96,7 +100,7 @@ def _adapter(sizes: Sizes, settings: Settings, item: int) -> int:
     peft = settings.peft
     if peft.kind == "none":
         return 0
-    linears = sizes.linears().values()
+    linears = max((maps for _, maps in sizes.layouts()), key=len).values()
     narrow = len(linears) * peft.rank * item
     dropped = sum(width for width, _ in linears) * (item + 1) if peft.dropout else 0
     # DoRA's gradient needs the base's output and the adapter's.
@@ -124,8 +128,8 @@ def _through_fp32(
 
     They belong to the largest linear map of a layer and to a trained head.
     """
-    weight = 4 * max(i * o for i, o in sizes.linears().values())
-    pieces = [(weight + 4 * tokens * (sizes.hidden + sizes.intermediate), weight)]
+    weight = 4 * max(i * o for _, maps in sizes.layouts() for i, o in maps.values())
+    pieces = [(weight + 4 * tokens * (sizes.hidden + sizes.inner), weight)]
     if settings.peft.kind == "none" and logits:
         table = 4 * sizes.vocab * sizes.hidden
         pieces.append((2 * table, table))

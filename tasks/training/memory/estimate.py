@@ -205,7 +205,8 @@ def _mapped(sizes: Sizes, settings: Settings) -> int:
 
 def _layer_weight(sizes: Sizes, item: int) -> int:
     """Return the bytes of a layer's largest weight."""
-    return max(i * o for i, o in sizes.linears().values()) * item
+    fused = 2 * sizes.experts * sizes.hidden * sizes.expert_width
+    return max(fused, *(i * o for _, maps in sizes.layouts() for i, o in maps.values())) * item
 
 
 def _holes(row: RowBytes, gathered: int) -> float:
@@ -276,14 +277,16 @@ def adapter_weights(sizes: Sizes, settings: Settings, *, tables: bool = True) ->
         settings: settings of the run.
         tables: False to leave out `modules_to_save`.
     """
-    peft, linears = settings.peft, sizes.linears()
-    targets = linears if isinstance(peft.target_modules, str) else peft.target_modules
-    chosen = {n: linears[n] for n in targets if n in linears and n not in peft.exclude_modules}
+    peft = settings.peft
     double = 2 if peft.init == "pissa" else 1
     ranks = peft.rank_pattern or {}
-    layer = sum(
-        double * ranks.get(name, peft.rank) * (i + o) + (o if peft.use_dora else 0)
-        for name, (i, o) in chosen.items()
-    )
+    pairs = 0
+    for count, linears in sizes.layouts():
+        targets = linears if isinstance(peft.target_modules, str) else peft.target_modules
+        chosen = {n: linears[n] for n in targets if n in linears and n not in peft.exclude_modules}
+        pairs += count * sum(
+            double * ranks.get(name, peft.rank) * (i + o) + (o if peft.use_dora else 0)
+            for name, (i, o) in chosen.items()
+        )
     whole = sum(name in ("embed_tokens", "lm_head") for name in peft.modules_to_save)
-    return sizes.layers * layer + (whole * sizes.vocab * sizes.hidden if tables else 0)
+    return pairs + (whole * sizes.vocab * sizes.hidden if tables else 0)

@@ -3,12 +3,13 @@
 Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways", arXiv:2204.02311, appendix
 B: 6 N FLOPs per token for N weights (2 N forward, 2 N for the gradients of activations, 2 N for
 those of weights), and 12 L H Q T for attention's two products over sequences of T tokens, without a
-discount for causality. Four things differ from the formula:
+discount for causality. Five things differ from the formula:
 
     frozen weights   4 N, since they have no gradients. LoRA costs 4 N for the base and 6 per weight
                      of its own.
     packed rows      T is the length of each sequence, since attention stays within it.
     output head      counts only for supervised tokens; no others pass through it.
+    experts          N counts those that a token passes through.
     embedding        does not count; it is a lookup.
 
 Recomputed activations do not count (they would in hardware utilisation), nor do passes without
@@ -68,7 +69,7 @@ def step_flops(sizes: Sizes, settings: Settings, counts: Counts) -> float:
         settings: settings of the run.
         counts: totals of the step.
     """
-    peft, linear = settings.peft, sizes.linear_weights()
+    peft, linear = settings.peft, sizes.linear_weights() + sizes.expert_weights(active=True)
     head = 0 if settings.objective == "reward" else sizes.vocab * sizes.hidden
     attention = 12 * sizes.layers * sizes.query * counts.squares
     if peft.kind == "none":

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Keys of config.json that give the number of experts."""
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+"""Families of experts whose dimensions are read here."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Dimensions of a decoder. `tied`: the output head is the input embedding."""
+    """Dimensions of a decoder. `tied`: the output head is the input embedding.
+
+    In a mixture of experts `sparse_layers` of the layers have `experts` feed-forward blocks of
+    width `expert_width`, of which a token passes through `top_k`, and a shared one of width
+    `shared_width` (0: none). transformers stores the experts of a layer in one tensor, so that they
+    are no linear maps: no adapter trains them and QLoRA leaves them in 16 bits.
+    """
 
     hidden: int
     intermediate: int
@@ -22,17 +30,21 @@ class Sizes:
     kv_heads: int
     head_dim: int
     tied: bool
+    sparse_layers: int = 0
+    experts: int = 0
+    expert_width: int = 0
+    shared_width: int = 0
+    top_k: int = 0
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Sizes:
         """Read them from the contents of `config.json`.
 
         Raises:
-            KeyError: a family that names its dimensions differently, or a mixture of experts.
+            KeyError: a family that names its dimensions differently, or a mixture of experts that
+                is not in `MIXTURES`.
         """
         text = config.get("text_config") or config
-        if any((text.get(name) or 0) > 1 for name in EXPERTS):
-            raise KeyError("single feed-forward block per layer: it is a mixture of experts")
         heads = text["num_attention_heads"]
         return cls(
             hidden=text["hidden_size"],
@@ -43,6 +55,7 @@ class Sizes:
             kv_heads=text.get("num_key_value_heads") or heads,
             head_dim=text.get("head_dim") or text["hidden_size"] // heads,
             tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+            **(_mixture(text) if experts_of(text) > 1 else {}),
         )
 
     @property
@@ -50,27 +63,56 @@ class Sizes:
         """Total width of all query heads."""
         return self.heads * self.head_dim
 
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """Return (in, out) of every linear map of one layer, by module name."""
+    @property
+    def inner(self) -> int:
+        """Width of all feed-forward blocks that a token passes through, of the widest layer."""
+        routed = self.top_k * self.expert_width + self.shared_width
+        return max(routed, self.intermediate if self.sparse_layers < self.layers else 0)
+
+    def linears(self, *, sparse: bool = False) -> dict[str, tuple[int, int]]:
+        """Return (in, out) of every linear map of one layer, by module name.
+
+        Args:
+            sparse: True for a layer with experts, whose maps are those of the shared expert.
+        """
         q, kv = self.query, self.kv_heads * self.head_dim
-        return {
+        maps = {
             "q_proj": (self.hidden, q),
             "k_proj": (self.hidden, kv),
             "v_proj": (self.hidden, kv),
             "o_proj": (q, self.hidden),
-            "gate_proj": (self.hidden, self.intermediate),
-            "up_proj": (self.hidden, self.intermediate),
-            "down_proj": (self.intermediate, self.hidden),
         }
+        width = self.shared_width if sparse else self.intermediate
+        if width:
+            maps |= {
+                "gate_proj": (self.hidden, width),
+                "up_proj": (self.hidden, width),
+                "down_proj": (width, self.hidden),
+            }
+        if sparse and width:
+            maps["shared_expert_gate"] = (self.hidden, 1)
+        return maps
+
+    def layouts(self) -> Iterator[tuple[int, dict[str, tuple[int, int]]]]:
+        """Yield the kinds of layers: how many there are, and their linear maps."""
+        if self.sparse_layers < self.layers:
+            yield self.layers - self.sparse_layers, self.linears()
+        if self.sparse_layers:
+            yield self.sparse_layers, self.linears(sparse=True)
 
     def linear_weights(self) -> int:
         """Return the number of weights in the linear maps of all layers."""
-        return self.layers * sum(i * o for i, o in self.linears().values())
+        return sum(n * sum(i * o for i, o in maps.values()) for n, maps in self.layouts())
+
+    def expert_weights(self, *, active: bool = False) -> int:
+        """Return the number of weights in experts and routers, `active` for one token's alone."""
+        used = self.top_k if active else self.experts
+        return self.sparse_layers * self.hidden * (3 * used * self.expert_width + self.experts)
 
     def other_weights(self) -> int:
-        """Return the number of weights in embeddings, an untied output head and norms."""
+        """Return the number of weights in embeddings, an untied output head, norms and experts."""
         tables = self.vocab * self.hidden * (1 if self.tied else 2)
-        return tables + self.hidden * (2 * self.layers + 1)
+        return tables + self.hidden * (2 * self.layers + 1) + self.expert_weights()
 
     def weights(self) -> int:
         """Return the number of weights of a causal model, without biases."""
@@ -79,3 +121,29 @@ class Sizes:
     def kv_cache(self, tokens: int, item: int = 2) -> int:
         """Return the bytes of keys and values of `tokens` tokens, at `item` bytes per number."""
         return 2 * self.layers * self.kv_heads * self.head_dim * tokens * item
+
+
+def experts_of(text: Mapping[str, Any]) -> int:
+    """Return the number of experts in a layer, from a decoder's `config.json`; 0 without any."""
+    nested = text.get("ffn_config") or {}  # of DBRX
+    return max(of.get(name) or 0 for of in (text, nested) for name in EXPERTS)
+
+
+def _mixture(text: Mapping[str, Any]) -> dict[str, int]:
+    """Return the fields of `Sizes` that a mixture of experts has.
+
+    Which layers have experts: `Qwen2MoeDecoderLayer` of transformers 5.19.
+    """
+    family = text.get("model_type")
+    if family not in MIXTURES:
+        raise KeyError(f"dimensions as read here: {family} is another mixture of experts")
+    step, dense = text.get("decoder_sparse_step") or 1, text.get("mlp_only_layers") or ()
+    layers = range(text["num_hidden_layers"])
+    sparse = sum(layer not in dense and (layer + 1) % step == 0 for layer in layers)
+    return {
+        "sparse_layers": sparse,
+        "experts": experts_of(text),
+        "expert_width": text.get("moe_intermediate_size") or text["intermediate_size"],
+        "shared_width": text.get("shared_expert_intermediate_size") or 0,
+        "top_k": text["num_experts_per_tok"],
+    }

@@ -73,7 +73,7 @@ def _model(job: TrainJob, ranks: Ranks, config: dict[str, Any], tokenizer: Any, 
     settings = job.settings
     pad = padding_id(tokenizer.pad_token_id, end_ids(job.side_files, tokenizer))
     model = load_base(job, ranks, config, head=head, pad=pad)
-    accept_packed_rows(model)
+    accept_packed_rows(model, ranks)
     if settings.gradient_checkpointing:
         reentrant = settings.gradient_checkpointing_reentrant
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})

@@ -18,11 +18,15 @@ import torch
 from torch import nn
 
 from tasks.core.errors import ConfigError, TrainingError
-from tasks.training.model import attention
+from tasks.training.engine.deepspeed_engine import Ranks
+from tasks.training.model import attention, sequence_parallel
 from tasks.training.model.head import Scaling, token_logprobs, token_logprobs_and_entropies
 from tasks.training.model.packable import unpackable
+from tasks.training.model.router_loss import load_balancing_loss
+from tasks.training.model.sequence_parallel import SequenceParallel
 from tasks.training.tokens.packing import Row
 
+_OURS = (attention.NAME, sequence_parallel.NAME)
 ROUNDING = {torch.float32: 2.0**-16, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
 """Largest mean difference between two ways to compute the same numbers, relative to their size:
 four times the rounding of bf16 and fp16, to allow for all layers; more for fp32."""
@@ -36,28 +40,42 @@ class TokenOutputs:
         temperature: sampling temperature of the log-probabilities.
         entropy: True to return entropies beside the log-probabilities.
         states: True to return only the hidden states that the tokens were predicted from.
+        router: True to return the router loss of the row behind the log-probabilities.
     """
 
     temperature: float = 1.0
     entropy: bool = False
     states: bool = False
+    router: bool = False
 
 
 PLAIN = TokenOutputs()
 
 
-def accept_packed_rows(model: Any) -> None:
+def accept_packed_rows(model: Any, ranks: Ranks | None = None) -> None:
     """Let a causal model, or one with a score head, accept packed rows.
 
     Args:
         model: a transformers model, before peft and DeepSpeed wrap it.
+        ranks: the process group, which may divide rows over ranks; None: whole rows.
 
     Raises:
-        ConfigError: the model's family would mix the sequences of a row.
+        ConfigError: the model's family would mix the sequences of a row, or its attention cannot
+            be divided.
     """
     _require_packable(model)
     original = model.forward
-    measure = _scores if hasattr(model, "score") else _token_outputs
+    scored = hasattr(model, "score")
+    measure = _scores if scored else _token_outputs
+    group = None if ranks is None else ranks.sequence_group
+    shared = None if group is None else SequenceParallel(group)
+    packs = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
+    if shared is not None and not packs:
+        raise ConfigError(
+            f"the attention of {type(model).__name__} with {model.config._attn_implementation} "
+            "cannot be replaced, and train.sequence_parallel needs that",
+            hint="train.sequence_parallel=1",
+        )
 
     def forward(
         self: Any, *args: Any, row: Row | None = None, outputs: TokenOutputs = PLAIN, **kwargs: Any
@@ -67,21 +85,31 @@ def accept_packed_rows(model: Any) -> None:
         for unused in ("input_ids", "attention_mask", "inputs_embeds", "labels"):
             kwargs.pop(unused, None)
         extra: dict[str, Any] = {}
+        part = row if shared is None else shared.part(row)
         name = self.config._attn_implementation
-        if name == attention.NAME:
-            extra["buckets"] = row.buckets
+        if name in _OURS:
+            extra["buckets"] = part.buckets
         elif name.startswith("flash_attention"):
             extra.update(attention.flash_bounds(row))
         elif not self._supports_attention_backend:
             extra["attention_mask"] = _block_mask(row, self.dtype)
+        if outputs.router:
+            extra["output_router_logits"] = True
         out = self.base_model(
-            input_ids=row.ids, position_ids=row.positions, use_cache=False, **extra
+            input_ids=part.ids, position_ids=part.positions, use_cache=False, **extra
         )
-        return measure(self, out.last_hidden_state[0], row, outputs)
+        results = measure(self, out.last_hidden_state[0], part, outputs)
+        if shared is not None:
+            results = shared.join(row, row.ends if scored else row.wanted, results)
+        if not outputs.router:
+            return results
+        # One tensor, because DeepSpeed hooks into the backward pass of every output.
+        return torch.cat([results, _router_loss(self, out, row, shared)[None]])
 
     model.forward = types.MethodType(forward, model)
-    if model._supports_attention_backend and model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation(attention.register())
+    if packs:
+        register = attention.register if shared is None else shared.register
+        model.set_attn_implementation(register())
 
 
 def model_of(module: Any) -> Any:
@@ -91,7 +119,7 @@ def model_of(module: Any) -> Any:
 
 def restore_attention(model: Any, name: str) -> None:
     """Restore transformers' own attention, which fingerprints are measured with."""
-    if model.config._attn_implementation == attention.NAME:
+    if model.config._attn_implementation in _OURS:
         model.set_attn_implementation(name)
 
 
@@ -108,6 +136,17 @@ def _token_outputs(model: Any, hidden_TH: torch.Tensor, row: Row, outputs: Token
     scaling, head = Scaling.of(model.config, outputs.temperature), model.get_output_embeddings()
     measure = token_logprobs_and_entropies if outputs.entropy else token_logprobs
     return measure(head, hidden, row.targets, scaling)
+
+
+def _router_loss(model: Any, out: Any, row: Row, shared: SequenceParallel | None) -> torch.Tensor:
+    """Return the router loss of a row, a scalar."""
+    top_k, total = model.num_experts_per_tok, row.ids.shape[1]
+    if shared is None:
+        return load_balancing_loss(out.router_logits, top_k=top_k, real=total, total=total)
+    real = shared.real_tokens(row)
+    return load_balancing_loss(
+        out.router_logits, top_k=top_k, real=real, total=total, add_up=shared.total
+    )
 
 
 def _require_packable(model: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import Batch
 from tasks.training.model.adapter import initial_weights
+from tasks.training.model.packed_model import PLAIN, TokenOutputs
 from tasks.training.objectives import Loss, ModelOutput, Objective
 from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.order import Counts, HeldOut, heldout_rounds
@@ -26,11 +27,13 @@ class Passes:
         engine: the DeepSpeed engine.
         ranks: the process group.
         objective: the loss.
+        router: weight of the router loss in training; 0 for none.
     """
 
     engine: Any
     ranks: Ranks
     objective: Objective
+    router: float = 0.0
 
     def loss(
         self,
@@ -42,6 +45,8 @@ class Passes:
     ) -> Loss:
         """Return the part of some examples in the loss of a step or an evaluation.
 
+        The router loss of a mixture of experts belongs to training, not to evaluations.
+
         Args:
             examples: the split.
             chosen: numbers of the examples; they form one row.
@@ -50,12 +55,20 @@ class Passes:
         """
         row = pack(examples, chosen, roles=self._trained_roles()).to(self.ranks.device)
         reference = self._reference(row) if self.objective.needs_reference else None
-        out = self.engine(row=row)
+        balance, routed = None, bool(self.router) and torch.is_grad_enabled()
+        out = self.engine(row=row, outputs=TokenOutputs(router=True) if routed else PLAIN)
+        if routed:
+            out, balance = out[:-1], out[-1]
         if self.objective.head == "score":
             output = ModelOutput(scores=out)
         else:
             output = ModelOutput(logprobs=out, reference=reference, baseline=baseline)
-        return self.objective.loss(output, row, counts)
+        loss = self.objective.loss(output, row, counts)
+        if balance is None:
+            return loss
+        balance = balance * (row.ids.shape[1] / counts.tokens)
+        measures = {**loss.measures, "router_loss": balance.detach()}
+        return Loss(loss.value + self.router * balance, measures)
 
     def baseline(self, examples: Examples, rows: Sequence[HeldOut]) -> torch.Tensor | None:
         """Return the mean log-ratio of the baseline role's sequences, over all rows and ranks.
@@ -78,9 +91,13 @@ class Passes:
         return (summed / count).float()
 
     def heldout(self, examples: Examples, batch: Batch) -> list[HeldOut]:
-        """Return this rank's rows of a pass over all examples; see `heldout_rounds`."""
+        """Return this rank's rows of a pass over all examples; see `heldout_rounds`.
+
+        Of ranks that share their rows, one counts them.
+        """
         ranks = self.ranks
-        return heldout_rounds(examples, batch, world_size=ranks.world_size, rank=ranks.rank)
+        rounds = heldout_rounds(examples, batch, world_size=ranks.replicas, rank=ranks.replica)
+        return rounds if ranks.leads else [HeldOut(row.chosen, counted=False) for row in rounds]
 
     def each(self, examples: Examples, batch: Batch) -> Iterator[tuple[Row, torch.Tensor, bool]]:
         """Yield each row of `heldout` with all roles, the model's output, and whether it counts.

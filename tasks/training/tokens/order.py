@@ -68,7 +68,7 @@ class Order:
         examples: all training examples, the same on every rank.
         batch: batch sizes and length of the run.
         seed: seed of the order.
-        world_size: number of ranks.
+        world_size: number of ranks, or of groups of ranks that share their rows.
     """
 
     def __init__(self, examples: Examples, batch: Batch, *, seed: int, world_size: int) -> None:
@@ -166,8 +166,8 @@ def heldout_rounds(
     Args:
         examples: evaluation examples.
         batch: batch sizes of the run.
-        world_size: number of ranks.
-        rank: this rank.
+        world_size: number of ranks, or of groups of ranks that share their rows.
+        rank: this rank or group.
     """
     lengths = examples.lengths.sum(axis=1)
     size = max(HELDOUT_ROW, batch.micro_batch_size)

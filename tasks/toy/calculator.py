@@ -1,11 +1,13 @@
 """A task that needs a tool: add two numbers with a calculator.
 
     user       Add: 47 + 85
-    assistant  = 47 + 85        the policy calls the calculator
-    user       132              the environment answers
-    assistant  132              the policy answers; reward 1
+    assistant  =47+85     the policy calls the calculator
+    user       132        the environment answers
+    assistant  132        the policy answers; reward 1
 
 `Calculator` is what `rl.environment` names; `demonstration` and `question` are rows for SFT and RL.
+The demonstrations show the format but no habit: most of them answer without the calculator, which a
+small model can only guess. So a model after SFT mostly guesses, and RL has to find out what pays.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from typing import Any
 
 _CALL = re.compile(r"= *(\d+) *\+ *(\d+)")
 _HELD_OUT_IN_TEN = 2
+_CALLED_IN_TEN = 3
+"""Demonstrations out of ten that use the calculator."""
 
 
 class Calculator:
@@ -55,19 +59,36 @@ def sums(size: int, *, seed: int, held_out: bool) -> list[tuple[int, int]]:
 
 
 def demonstration(pair: tuple[int, int]) -> dict[str, Any]:
-    """Return a conversation in which the calculator is used, for SFT."""
-    a, b = pair
-    contents = (f"Add: {a} + {b}", f"= {a} + {b}", str(a + b), str(a + b))
-    roles = ("user", "assistant", "user", "assistant")
-    messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
-    return {"task": "calculator", "messages": messages}
+    """Return a conversation for SFT; a hash decides whether the calculator is used."""
+    return _row(solved(pair) if _digit("demonstration", pair) < _CALLED_IN_TEN else guessed(pair))
 
 
 def question(pair: tuple[int, int]) -> dict[str, Any]:
     """Return a prompt for online training, with the column that the environment reads."""
-    messages = demonstration(pair)["messages"][:1]
-    return {"task": "calculator", "messages": messages, "columns": {"total": str(sum(pair))}}
+    return {**_row(guessed(pair)[:1]), "columns": {"total": str(sum(pair))}}
+
+
+def solved(pair: tuple[int, int]) -> list[str]:
+    """Return the texts of a conversation with the calculator."""
+    a, b = pair
+    return [f"Add: {a} + {b}", f"={a}+{b}", str(a + b), str(a + b)]
+
+
+def guessed(pair: tuple[int, int]) -> list[str]:
+    """Return the texts of a conversation without the calculator."""
+    first, *_, last = solved(pair)
+    return [first, last]
+
+
+def _row(contents: list[str]) -> dict[str, Any]:
+    roles = ("user", "assistant") * 2
+    messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
+    return {"task": "calculator", "messages": messages}
 
 
 def _is_held_out(a: int, b: int) -> bool:
-    return hashlib.sha256(f"{a}+{b}".encode()).digest()[0] % 10 < _HELD_OUT_IN_TEN
+    return _digit("held out", (a, b)) < _HELD_OUT_IN_TEN
+
+
+def _digit(salt: str, pair: tuple[int, int]) -> int:
+    return hashlib.sha256(f"{salt} {pair[0]}+{pair[1]}".encode()).digest()[0] % 10

@@ -210,6 +210,24 @@ def test_one_rank_and_two_learn_the_same_in_an_environment(
 
 
 @pytest.mark.slow
+def test_an_environment_with_vllm(chatty: Path, data: Path, tmp_path: Path) -> None:
+    """Mismatch in bf16 is rounding; ranks with few episodes wait for none."""
+    rl = {"mismatch_limit": 0.02, "kl_coef": 0.0, "rollout_batch_size": 3, "num_generations": 4}
+    batch = Batch(micro_batch_size=2, global_batch_size=12, max_len=128)
+    settings = settings_in_game(
+        data, rl=rl, objective="grpo", dtype="bfloat16", batch=batch, save_steps=0
+    )
+    online: dict[str, Any] = json.loads(json.dumps(settings.online))
+    online["rollout"] |= {"engine": "vllm", "kv_cache_gib": 0.1, "max_num_seqs": 16}
+    job = job_of(replace(settings, online=online), chatty, data, tmp_path / "vllm")
+    steps = run(tmp_path, [job])
+    assert len(steps) == 2
+    for step in steps:
+        assert 2 < step["turns"] <= 4
+        assert step["reward"] == pytest.approx(step["reward/environment"])
+
+
+@pytest.mark.slow
 def test_one_rank_and_two_learn_the_same(base: Path, data: Path, tmp_path: Path) -> None:
     rl = {"iterations": 2, "kl_coef": 0.0}
     for ranks in (1, 2):

@@ -46,7 +46,7 @@ def reference_of(text: str) -> FunctionReference:
 
 
 class Outcome(NamedTuple):
-    """What `step` returned."""
+    """The three values that `step` returns."""
 
     observation: str | None
     reward: float

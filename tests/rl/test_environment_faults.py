@@ -150,7 +150,11 @@ def test_environments_close_and_several_episodes_do_not_mix(opened: Open, tmp_pa
     write = f"open({str(closed)!r}, 'a').write(str(self.end))"
     game = f"{GAME}\n    def close(self):\n        {write}\n"
     process = opened(game)
-    play(PROMPTS[:3], Player(), process)
-    assert not closed.exists(), "closed with the next call"
-    play(PROMPTS[3:4], Player(), process)
+    responses = play(PROMPTS[:3], Player(), process)
     assert closed.read_text() == "123"
+    assert [len(response.turns) for response in responses] == [1, 2, 3]
+    responses = play(PROMPTS[1:3], Player(), process)
+    assert closed.read_text() == "12323"
+    assert [len(response.turns) for response in responses] == [2, 3], "no state is left"
+    with pytest.raises(RewardError, match=r"close failed: ZeroDivisionError.*, for p1: 'p1'"):
+        play(PROMPTS[1:2], Player(), opened(game.replace(write, "1 / 0")))

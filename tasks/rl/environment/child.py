@@ -2,10 +2,10 @@
 
     python -m tasks.rl.environment.child path.py Class rl.environment
 
-It has one object of the class per episode. A request has the keys of episodes to `close`, those to
-`reset` with their keyword arguments, and those to `step` with their responses. The reply has a
-result for each reset or step, in order. Coroutines of a request run concurrently; their event loop
-lives as long as the process. This module imports nothing heavy.
+It has one object of the class per episode. A request names a `method` (reset, step, close) and has
+the key of each episode with its argument: columns of the row, a response, nothing. The reply has
+their results, in order. Coroutines of a request run concurrently; their event loop lives as long as
+the process. This module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import asyncio
 import inspect
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,25 +36,23 @@ class Environments:
 
         Args:
             kind: the user's class.
-            request: `timeout_s`, and `arguments` with `close`, `reset` and `step`.
+            request: `timeout_s`, and `arguments` with `method` and `calls`.
         """
-        work: Mapping[str, Any] = request["arguments"]
-        for key in work["close"]:
-            environment = self._running.pop(key, None)
-            if hasattr(environment, "close"):
-                environment.close()
-        calls: list[tuple[str, Callable[[], Any]]] = [
-            *((key, lambda key=key, offered=row: self._reset(kind, key, offered))
-              for key, row in work["reset"]),
-            *((key, lambda key=key, text=text: self._running[key].step(text))
-              for key, text in work["step"]),
-        ]  # fmt: skip
-        results = self._loop.run_until_complete(_all(calls, request["timeout_s"]))
-        return {"results": results}
+        method, calls = request["arguments"]["method"], request["arguments"]["calls"]
+        results = [
+            _result(key, partial(self._call, kind, method, key, argument), request["timeout_s"])
+            for key, argument in calls
+        ]
+        return {"results": self._loop.run_until_complete(_all(results))}
 
-    def _reset(self, kind: Callable[[], Any], key: str, offered: Mapping[str, Any]) -> Any:
+    def _call(self, kind: Callable[[], Any], method: str, key: str, argument: Any) -> Any:
+        if method == "step":
+            return self._running[key].step(argument)
+        if method == "close":
+            environment = self._running.pop(key)
+            return environment.close() if hasattr(environment, "close") else None
         environment = self._running[key] = kind()
-        return environment.reset(**taken(environment.reset, offered))
+        return environment.reset(**taken(environment.reset, argument))
 
 
 def require_methods(kind: Any) -> None:
@@ -73,13 +72,8 @@ def require_methods(kind: Any) -> None:
         )
 
 
-async def _all(
-    calls: Sequence[tuple[str, Callable[[], Any]]], timeout_s: float
-) -> list[dict[str, Any]]:
-    coroutines: list[Coroutine[Any, Any, dict[str, Any]]] = [
-        _result(key, call, timeout_s) for key, call in calls
-    ]
-    return await asyncio.gather(*coroutines)
+async def _all(results: Sequence[Coroutine[Any, Any, dict[str, Any]]]) -> list[dict[str, Any]]:
+    return await asyncio.gather(*results)
 
 
 async def _result(key: str, call: Callable[[], Any], timeout_s: float) -> dict[str, Any]:

@@ -82,7 +82,6 @@ class EnvironmentProcess(UserCode):
             on_event=self._note,
         )
         self._prompts: dict[str, Prompt] = {}
-        self._closing: list[str] = []
         self._at = ""
 
     def reset(self, prompts: Mapping[str, tuple[Prompt, int]]) -> None:
@@ -95,11 +94,11 @@ class EnvironmentProcess(UserCode):
             RewardError: `reset` failed or returned something; names the prompt.
         """
         self._prompts |= {key: prompt for key, (prompt, _) in prompts.items()}
-        offered = [
-            (key, {**prompt.row, "prompt": prompt.messages, "seed": seed})
+        offered = {
+            key: {**prompt.row, "prompt": prompt.messages, "seed": seed}
             for key, (prompt, seed) in prompts.items()
-        ]
-        for key, value in self._call(offered, [], {}):
+        }
+        for key, value in self._call("reset", offered):
             if value is not None:
                 raise self._wrong(
                     key,
@@ -116,29 +115,27 @@ class EnvironmentProcess(UserCode):
         Raises:
             RewardError: `step` failed or returned something else; names the prompt.
         """
-        results = self._call([], list(texts.items()), texts)
+        results = self._call("step", texts)
         return {key: self._outcome(key, value, texts[key]) for key, value in results}
 
     def end(self, keys: Sequence[str]) -> None:
-        """Let go of episodes; their environments close with the next call."""
-        self._closing += keys
+        """Close the environments of episodes and let go of them.
+
+        Raises:
+            RewardError: `close` failed; names the prompt.
+        """
+        list(self._call("close", dict.fromkeys(keys)))
         for key in keys:
             del self._prompts[key]
 
     def _note(self, event: Mapping[str, Any]) -> None:
         self._at = event.get("episode", "")
 
-    def _call(
-        self,
-        reset: Sequence[tuple[str, Mapping[str, Any]]],
-        step: Sequence[tuple[str, str]],
-        texts: Mapping[str, str],
-    ) -> Iterator[tuple[str, Any]]:
+    def _call(self, method: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Yield what each call returned, by key, in order; raise the first failure."""
-        closing, self._closing = self._closing, []
-        if not (closing or reset or step):
+        if not arguments:
             return
-        method = "reset" if reset else "step"
+        texts = arguments if method == "step" else {}
         self._at = ""
 
         def where() -> tuple[str, list[str]]:
@@ -146,14 +143,13 @@ class EnvironmentProcess(UserCode):
                 return f"before {method} was called", []
             return f"in {method} {self._describe(self._at)}", self._lines(self._at, texts)
 
-        answer = self.ask({"close": closing, "reset": reset, "step": step}, where)
-        if "failure" in answer:
+        answer = self.ask({"method": method, "calls": list(arguments.items())}, where)
+        if "failure" in answer:  # the file was not loaded before
             what, *trace = answer["failure"]
             raise RewardError(
                 f"{self.label} failed: {what}", details=trace, hint=answer.get("hint", "")
             )
-        keys = [key for key, _ in reset] + [key for key, _ in step]
-        for key, result in zip(keys, answer["results"], strict=True):
+        for key, result in zip(arguments, answer["results"], strict=True):
             if "failure" in result:
                 what, *trace = result["failure"]
                 raise self._wrong(

@@ -143,7 +143,7 @@ def prepare_data(
 def _toy_rows(out: Path, data: Data, rows: str) -> dict[str, Any]:
     sizes = {"train_size": data.train_size, "heldout_size": data.heldout_size}
     try:
-        return write_dataset(out, **sizes, seed=data.seed, rows=rows)
+        return write_dataset(out, **sizes, seed=data.seed, rows=rows, tasks=data.tasks)
     except ValueError as error:
         hint = "data.train_size=4000 data.heldout_size=300"
         raise DataError(str(error), hint=hint) from error

@@ -150,6 +150,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "rows.csv").write_text("question,answer\n" + "1+1,2\n" * 40)
     source = "def score(completions, **_):\n    return [float(len(c)) for c in completions]\n"
     (root / "rewards.py").write_text(source)
+    (root / "game.py").write_text(
+        "class Game:\n    def reset(self, answer): ...\n    def step(self, text): ..."
+    )
     (root / "judge.py").write_text(source.replace("score", "valid_json"))
     return root
 

@@ -47,16 +47,18 @@ def rollout(ask: Ask) -> None:
 
     start_lean()
     from tasks.serving.bf16_linear import use_fp32_where_faster
+    from tasks.serving.vllm.colocation import Colocation, Sampling
+    from tasks.serving.vllm.rollouts import Colocated
 
     use_fp32_where_faster()
     prompts, lengths = draw_prompts(SIZES[ask.size].vocabulary), draw_response_lengths()
-    engine = _of_given_lengths(Path(ask.base))
+    how = Colocation(Path(ask.base), max_model_len=256, adapter_rank=RANK)
+    engine = Colocated(how, Sampling(ends=()))
     engine.load_adapter(Path(ask.adapter), 1)
     seeds = list(range(len(prompts)))
-    engine.lengths = lengths
-    engine.generate(prompts, seeds)
+    engine.generate(prompts, seeds, limits=lengths)
     began = time.perf_counter()
-    responses = engine.generate(prompts, seeds)
+    responses = engine.generate(prompts, seeds, limits=lengths)
     spent = time.perf_counter() - began
     engine.close()
     _say_useful([len(response.ids) for response in responses], lengths, spent)
@@ -97,25 +99,6 @@ def shipped(ask: Ask) -> None:
     for name in ("use_single_adapter_products", "use_fp32_products"):
         setattr(rollouts, name, lambda: False)
     rollout(ask)
-
-
-def _of_given_lengths(base: Path) -> Any:
-    """Return the rollout engine of training, with a fixed length for each response."""
-    from tasks.serving.vllm.colocation import Colocation, Sampling
-    from tasks.serving.vllm.rollouts import Colocated
-
-    class OfGivenLengths(Colocated):
-        lengths: Sequence[int] = ()
-
-        def _params(self, seed: int, greedy: bool) -> Any:
-            # The seeds are the indices of the prompts. Training has one limit for all responses.
-            params = super()._params(seed, greedy)
-            params.max_tokens = self.lengths[seed]
-            return params
-
-    longest = max(draw_response_lengths())
-    how = Colocation(base, max_model_len=256, adapter_rank=RANK)
-    return OfGivenLengths(how, Sampling(max_new_tokens=longest, ends=()))
 
 
 def transformers_rollout(ask: Ask) -> None:

@@ -134,6 +134,6 @@ def resolved(settings: Mapping[str, Any]) -> Settings:
     online = {
         "rl": settings["rl"],
         "rollout": settings["rollout"],
-        "reward": {**reward, "digest": sources_digest(reward)},
+        "reward": {**reward, "digest": sources_digest(reward, settings["rl"]["environment"])},
     }
     return Settings.from_sections(**sections, online=online)

@@ -7,7 +7,7 @@ separated by ":", say what a deployment's run may name:
     PLUMBLINE_DEPLOY_FOLDERS  paths.runs, out, out_dir, train.resume, register.sign,
                               tracking.prometheus, a tracking.uri that is a file;
                               default: PLUMBLINE_RUNS, or runs
-    PLUMBLINE_DEPLOY_CODE     reward.function, eval.function, hydra.searchpath,
+    PLUMBLINE_DEPLOY_CODE     reward.function, eval.function, rl.environment, hydra.searchpath,
                               models with trust_remote_code; default: none
 
 A third one, a list of addresses separated by blanks, says which servers may be verified:
@@ -147,6 +147,9 @@ def _code(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         function = settings.get(section, {}).get("function")
         if function and function != "exact_match":
             yield f"{section}.function", function.rpartition(":")[0]
+    environment = settings.get("rl", {}).get("environment")
+    if environment and environment != "calculator":
+        yield "rl.environment", environment.rpartition(":")[0]
     model = settings.get("model", {})
     if model.get("trust_remote_code"):
         yield "model.trust_remote_code=true with model.path", str(model["path"])

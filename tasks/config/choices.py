@@ -14,6 +14,7 @@ Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "
 """transformers' `attn_implementation`."""
 ModelKind = Literal["toy", "hf"]
 DataKind = Literal["toy", "jsonl", "csv", "parquet", "hub"]
+ToyTasks = Literal["letters", "calculator"]
 OnBadLine = Literal["fail", "skip"]
 Mask = Literal["last_answer", "every_answer", "every_token"]
 """Tokens of a conversation that bear loss; `every_token` is for raw texts, as in pre-training."""
@@ -43,6 +44,7 @@ KlIn = Literal["reward", "loss"]
 KlEstimator = Literal["k1", "k2", "k3"]
 CriticKind = Literal["shared", "separate"]
 Correction = Literal["none", "tis", "icepop", "sequence_mask"]
+ObservationRole = Literal["user", "tool"]
 RewardEngine = Literal["process", "vllm"]
 MergeBase = Literal["auto", "dequantized", "original"]
 Engine = Literal["vllm", "transformers"]

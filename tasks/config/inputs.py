@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tasks.config.choices import Attention, DataKind, Dtype, ModelKind, OnBadLine, Stopping
+from tasks.config.choices import (
+    Attention,
+    DataKind,
+    Dtype,
+    ModelKind,
+    OnBadLine,
+    Stopping,
+    ToyTasks,
+)
 from tasks.config.defaults import COMPUTED
 
 
@@ -86,5 +94,6 @@ class Data:
     max_truncated: float = 0.2  # share of training rows that train.max_len may cut; more: an error
     chat_template: str | None = None  # Jinja file; null: the tokenizer's own
     seed: int = 0  # selects the held-out rows; kind toy: all rows
+    tasks: ToyTasks = "letters"  # kind toy; calculator: sums, for rl.environment=calculator
     train_size: int = 2240  # rows; kind toy: 70 steps of 32
     heldout_size: int = 300  # rows; kind toy

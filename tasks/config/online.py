@@ -12,6 +12,7 @@ from tasks.config.choices import (
     Engine,
     KlEstimator,
     KlIn,
+    ObservationRole,
     RewardEngine,
 )
 from tasks.config.defaults import COMPUTED
@@ -30,6 +31,10 @@ class Rl(Section):
     iterations: int | None = None  # null: train.epochs over the prompts
     ppo_epochs: int = 1  # epochs over the responses of an iteration
     eval_prompts: int = 128  # evaluation prompts, at most
+    environment: str | None = None  # path.py:Class with reset and step, for several turns
+    environment_timeout_s: float = 60.0  # seconds for all calls of a turn
+    max_turns: int = 8  # responses of an episode, at most; with an environment
+    observation_role: ObservationRole = "user"  # role of the environment's messages
     gamma: float = 1.0  # discount per token
     gae_lambda: float = 0.95  # ppo: lambda of GAE (arXiv:1506.02438)
     clip_low: float = 0.2  # the ratio is clipped at 1 - this
@@ -62,7 +67,7 @@ class Rollout(Section):
     """The engine that samples responses."""
 
     engine: Engine = "vllm"  # vllm, or the trainer's own model through transformers
-    max_new_tokens: int = COMPUTED  # tokens of a response; default 1024, or half of the context
+    max_new_tokens: int = COMPUTED  # tokens after the prompt; default 1024, or half of the context
     max_prompt_len: int = COMPUTED  # tokens of a prompt; same default; longer ones are refused
     temperature: float = 1.0  # of sampling; log-probabilities are taken at it everywhere
     top_p: float = 1.0  # nucleus sampling; 1: all tokens

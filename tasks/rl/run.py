@@ -8,9 +8,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from tasks.core.events import emit
+from tasks.rl.environment.episodes import Episodes
+from tasks.rl.environment.observation_tokens import ObservationTokens
+from tasks.rl.environment.process import EnvironmentProcess, reference_of
 from tasks.rl.experience.collect import Collector
 from tasks.rl.experience.critic import write_critic
 from tasks.rl.experience.prompts import load_prompts
@@ -18,7 +19,7 @@ from tasks.rl.experience.responses import Prompt
 from tasks.rl.loop import OnlineTrainer
 from tasks.rl.rewards import Rewards, open_rewards
 from tasks.rl.rollout.engines import open_engine
-from tasks.rl.settings import Online
+from tasks.rl.settings import Loop, Online
 from tasks.rl.setup import Setup, set_up
 from tasks.serving.bf16_linear import use_fp32_where_faster
 from tasks.training.engine.check_same_versions import require_same_versions
@@ -34,6 +35,7 @@ from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.packing import trial_row
 
 LOG = logging.getLogger("plumbline.rl")
+ENVIRONMENT_LOG = "environment.log"
 
 
 def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
@@ -52,18 +54,23 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     tokenizer = load_tokenizer(job)
     train, heldout = _prompts(job, online, tokenizer, ranks)
     trial = trial_row(Examples.of_texts([heldout[0].ids, heldout[-1].ids]))
-    setup, progress = set_up(ranks, job, online, tokenizer=tokenizer, trial=trial)
-    engines = [setup.engine] if setup.critic is None else [setup.engine, setup.critic.engine]
-    states = TrainerStates(engines, online.rollout.offload_trainer)
-    states.offload()  # the rollout engine sizes its memory by what is free when it starts
+    ends = sorted(end_ids(job.side_files, tokenizer))
     with ExitStack() as stack:
+        played = _environment(job, online.loop, ObservationTokens(tokenizer, ends), train[0], stack)
+        setup, progress = set_up(ranks, job, online, tokenizer=tokenizer, trial=trial)
+        engines = [setup.engine] if setup.critic is None else [setup.engine, setup.critic.engine]
+        states = TrainerStates(engines, online.rollout.offload_trainer)
+        states.offload()  # the rollout engine sizes its memory by what is free when it starts
         rewards = stack.enter_context(_rewards(setup, tokenizer))
-        ends = sorted(end_ids(job.side_files, tokenizer))
         rollout_engine = stack.enter_context(
             open_engine(job, online.rollout, ranks, engine=setup.engine, ends=ends)
         )
+        budget, turns = online.rollout.max_new_tokens, online.loop.max_turns
+        episodes = played and Episodes(rollout_engine, *played, ranks, turns, budget)
         train_collector, eval_collector = (
-            Collector(rollout_engine, rewards, prompts, tokenizer, ranks, job.settings.seed)
+            Collector(
+                rollout_engine, rewards, prompts, tokenizer, ranks, job.settings.seed, episodes
+            )
             for prompts in (train, heldout)
         )
         trainer = OnlineTrainer(
@@ -87,7 +94,27 @@ def _rewards(setup: Setup, tokenizer: Any) -> Rewards:
         log=LOG,
         logs=job.checkpoints,
         longest=rollout.max_prompt_len + rollout.max_new_tokens,
+        required=setup.loop.environment is None,
     )
+
+
+def _environment(
+    job: TrainJob, loop: Loop, observations: ObservationTokens, prompt: Prompt, stack: ExitStack
+) -> tuple[EnvironmentProcess, ObservationTokens] | None:
+    """Load the environment and check the chat template, before the models; None without one."""
+    if loop.environment is None:
+        return None
+    observations = replace(observations, role=loop.observation_role)
+    observations.require_stable(prompt)
+    environment = EnvironmentProcess(
+        reference_of(loop.environment),
+        timeout_s=loop.environment_timeout_s,
+        log=LOG,
+        log_path=job.checkpoints / ENVIRONMENT_LOG,
+    )
+    stack.callback(environment.close)
+    environment.load()
+    return environment, observations
 
 
 def _prompts(
@@ -110,8 +137,8 @@ def _leave(trainer: OnlineTrainer, tokenizer: Any, after: dict[str, float]) -> N
         write_critic(setup.critic, job, setup.loop, ranks)
     restore_attention(model_of(engine.module), job.settings.attn_implementation)
     responses = [scored.response for scored in trainer.eval_responses]
-    texts = [np.concatenate([r.prompt.ids, r.generated.ids]) for r in responses]
-    probes = choose_probes(Examples.of_texts(texts), job.settings.probes)
+    examples = Examples.of_texts([response.ids for response in responses])
+    probes = choose_probes(examples, job.settings.probes)
     fingerprint = fingerprint_of(engine, probes, ranks.device)
     peak = float(ranks.peak_memory())
     if ranks.first:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from tasks.toy import calculator
 from tasks.toy.splits import Payload, asked, conversation, examples, labelled, pair, prompt
 from tasks.toy.world import Example
 
@@ -16,10 +17,18 @@ ROWS: dict[str, Callable[[Example], Payload]] = {
     "labelled": labelled,
     "prompts": asked,
 }
+CALCULATOR_ROWS = {"conversations": calculator.demonstration, "prompts": calculator.question}
+"""Kinds of rows of the calculator's task."""
 
 
 def write_dataset(
-    out: Path, *, train_size: int, heldout_size: int, seed: int, rows: str = "conversations"
+    out: Path,
+    *,
+    train_size: int,
+    heldout_size: int,
+    seed: int,
+    rows: str = "conversations",
+    tasks: str = "letters",
 ) -> dict[str, Any]:
     """Write train.jsonl, heldout.jsonl and prompts.jsonl into `out`.
 
@@ -29,6 +38,7 @@ def write_dataset(
         heldout_size: number of held-out rows.
         seed: seed of the rows.
         rows: kind of the rows: `conversations`, `pairs`, `labelled` or `prompts`.
+        tasks: `letters`, or `calculator`, which has conversations and prompts.
 
     Returns:
         The contents of `dataset.json`.
@@ -36,17 +46,17 @@ def write_dataset(
     Raises:
         ValueError: a split is larger than the toy world allows.
     """
-    make, contrast = ROWS[rows], rows in ("pairs", "labelled")
     sizes = {"train": train_size, "heldout": heldout_size}
-    splits = {
-        name: examples(size, seed=seed, held_out=name == "heldout", wrong_too=contrast)
+    payloads = {
+        name: _payloads(size, rows, tasks, seed=seed, held_out=name == "heldout")
         for name, size in sizes.items()
     }
-    for name, split in splits.items():
-        _write(out / f"{name}.jsonl", (_row(make(e), name, n) for n, e in enumerate(split)))
+    for name, (split, _) in payloads.items():
+        _write(out / f"{name}.jsonl", (_row(payload, name, n) for n, payload in enumerate(split)))
+    prompts = payloads["train"][1]
     _write(
         out / "prompts.jsonl",
-        ({"id": f"prompt-{n:05}", **prompt(e)} for n, e in enumerate(splits["train"])),
+        ({"id": f"prompt-{n:05}", **payload} for n, payload in enumerate(prompts)),
     )
     return {
         "format": 1,
@@ -59,6 +69,20 @@ def write_dataset(
         "refused_examples": [],
         "unused_columns": [],
     }
+
+
+def _payloads(
+    size: int, rows: str, tasks: str, *, seed: int, held_out: bool
+) -> tuple[list[Payload], list[Payload]]:
+    """Return the rows of a split, and their prompts alone."""
+    if tasks == "calculator":
+        pairs = calculator.sums(size, seed=seed, held_out=held_out)
+        return [CALCULATOR_ROWS[rows](pair) for pair in pairs], list(
+            map(calculator.question, pairs)
+        )
+    contrast = rows in ("pairs", "labelled")
+    chosen = examples(size, seed=seed, held_out=held_out, wrong_too=contrast)
+    return [ROWS[rows](example) for example in chosen], list(map(prompt, chosen))
 
 
 def _row(payload: Payload, split: str, number: int) -> dict[str, Any]:

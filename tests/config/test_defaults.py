@@ -249,8 +249,8 @@ UNREAD: dict[str, tuple[list[str], str]] = {
     "sft": (
         ["+exp=sft_qlora", *MINE],
         "model.steps data.train_size data.split data.chosen_key data.label_key data.answer_key "
-        "data.stopping rl rl.rollout_batch_size rollout rollout.top_p reward reward.model "
-        "zero.offload_param zero.persistence_threshold model.vocab_multiple",
+        "data.stopping rl rl.rollout_batch_size rl.environment rollout rollout.top_p reward "
+        "reward.model zero.offload_param zero.persistence_threshold model.vocab_multiple",
     ),
     "dpo": (["+exp=dpo", *MINE], "data.response_key data.label_key"),
     "full": (
@@ -263,7 +263,8 @@ UNREAD: dict[str, tuple[list[str], str]] = {
     "grpo": (
         ["+exp=grpo", *MINE, "rollout=transformers", "smoke=transformers"],
         "train.max_steps rl.kl_in rl.kl_horizon rl.correction_low rollout.tensor_parallel "
-        "rollout.gpu_memory reward.normalize reward.url_weight smoke.kv_cache_gib",
+        "rollout.gpu_memory reward.normalize reward.url_weight smoke.kv_cache_gib "
+        "rl.environment_timeout_s rl.max_turns rl.observation_role data.tasks",
     ),
 }
 

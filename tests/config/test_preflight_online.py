@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.config.checks import model, online
+from tasks.config.checks import environment, model, online
 from tasks.core.finding import Finding
 from tasks.rl.algorithms import algorithm_options
 from tasks.rl.algorithms.registry import ALGORITHMS
@@ -235,3 +235,63 @@ def test_a_critic_that_warms_up_in_all_iterations_is_refused(critic: str) -> Non
     assert (finding.what, finding.found) == ("rl.critic_warmup", "3 with rl.iterations=3")
     assert finding.override == "rl.iterations=4 or more"
     assert findings_of(objective="ppo", rl={**how, "iterations": 4}) == []
+
+
+GAME = "class Game:\n    def reset(self): ...\n    def step(self, text): ..."
+DROPS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""A chat template that leaves out earlier reasoning."""
+
+
+def findings_with(name: str, *, folder: str | None = None, **data: Any) -> list[Finding]:
+    changed = settings(rl={"environment": name}, reward={"function": None})
+    section = {"kind": "jsonl", "tasks": "letters", "chat_template": None, **data}
+    changed |= {"data": section, "model": {"path": folder}}
+    return online.online(changed, model.TOY)
+
+
+def test_an_environment_and_its_chat_template(tmp_path: Path) -> None:
+    """All at once, and nothing of the user's file is run. No other source of rewards is needed."""
+    path, template = tmp_path / "game.py", tmp_path / "chat.jinja"
+    template.write_text(DROPS)
+    missing, unusable = findings_with(f"{path}:Game", chat_template=str(template))
+    assert missing.what == "rl.environment"
+    assert missing.found == f"{path}:Game: No such file or directory: {path}"
+    assert missing.override == "rl.environment=<path.py>:<name of a class in it>"
+    assert unusable.what == "data.chat_template"
+    assert "it rewrites an earlier response: '<think>" in unusable.found
+    assert "rl.observation_role=tool" in unusable.override
+    path.write_text(f"raise SystemExit('it was run')\n{GAME}")
+    assert findings_with(f"{path}:Game") == []
+    template.write_text("{% for m in messages %}{{ raise_exception('no tools') }}{% endfor %}")
+    (finding,) = findings_with(f"{path}:Game", chat_template=str(template))
+    assert "no tools" in finding.found
+    path.write_text("class Game:\n    def reset(self): ...")
+    (finding,) = findings_with(f"{path}:Game")
+    assert finding.found.endswith("class Game has no method step")
+    assert finding.override == "def step(self, ...)"
+
+
+def test_the_template_of_the_model_is_checked(tmp_path: Path) -> None:
+    (tmp_path / "game.py").write_text(GAME)
+    name = f"{tmp_path / 'game.py'}:Game"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    (tmp_path / "chat_template.jinja").write_text(DROPS)
+    (finding,) = findings_with(name, folder=str(tmp_path))
+    assert finding.what == "data.chat_template"
+    keeps = DROPS.replace(".split('</think>')[-1]", "")
+    (tmp_path / "chat_template.jinja").write_text(keeps)
+    assert findings_with(name, folder=str(tmp_path)) == []
+
+
+def test_the_calculator_needs_its_own_rows() -> None:
+    assert findings_with("calculator", kind="toy", tasks="calculator") == []
+    (finding,) = findings_with("calculator")
+    assert finding.override == "data=toy data.tasks=calculator"
+    rows = {"kind": "toy", "tasks": "calculator", "text_key": None, "sources": []}
+    assert list(environment.toy_tasks(rows, "sft")) == []
+    (finding,) = environment.toy_tasks(rows, "dpo")
+    assert finding.found == "calculator with train.objective=dpo"

@@ -200,7 +200,9 @@ def _loss_inputs(
 
 
 def test_sampling(elsewhere: None) -> None:
-    wanted = [DecodeRequest(np.array(ids, np.int32), np.full(3, 0.4)) for ids in ([3, 4, 5], [9])]
+    wanted = [
+        DecodeRequest(np.array(ids, np.int32), np.full(3, 0.4), 3) for ids in ([3, 4, 5], [9])
+    ]
 
     def compute(device: torch.device) -> list[list[int]]:
         state, tokens = DecodeBatch.of(wanted, device), []
@@ -211,7 +213,7 @@ def test_sampling(elsewhere: None) -> None:
                 tokens.append(sample(logits, state.uniform[:, step], top_k=5))
                 state.take(tokens[-1])
         together = torch.stack(tokens, 1)
-        return [response.ids.tolist() for response in cut(together, together.float(), ends)]
+        return [response.ids.tolist() for response in cut(together, together.float(), ends, [3, 3])]
 
     here, there = on_both(compute)
     assert here == there

@@ -64,6 +64,19 @@ def settings_with(
     return replace(SETTINGS, online=online, **changed)
 
 
+def settings_in_game(data: Path, **changed: Any) -> Settings:
+    """Return settings of a run with the environment of `data`: episodes of 2 to 4 turns.
+
+    Trainer and engine read the same context, observations included, or the run fails.
+    """
+    rl = {"environment": f"{data / 'game.py'}:Game", "max_turns": 4, "mismatch_limit": 1e-3}
+    settings = settings_with(data, rl={**rl, "iterations": 2, **changed.pop("rl", {})}, **changed)
+    online = json.loads(json.dumps(settings.online))
+    online["rollout"] |= {"max_prompt_len": 30, "max_new_tokens": 96}
+    online["reward"] = {}
+    return replace(settings, online=online)
+
+
 def run(folder: Path, jobs: list[TrainJob], *, ranks: int = 2) -> list[dict[str, Any]]:
     """Run jobs one after another on the same ranks; return the metrics of their iterations."""
     return started("tests.rl.online_program", folder, *map(_written, jobs), ranks=ranks)

@@ -146,6 +146,7 @@ def watch(bench: Bench) -> dict[str, Any]:
         first = answering.generate(mine)
         seen["replies"] = _ids(first)
         seen["again"] = _ids(answering.generate(mine)) == _ids(first)
+        seen["limited"] = limited(bench, answering, mine, _ids(first))
         seen["alone"] = _ids(answering.generate(mine[:1])) == _ids(first[:1])
         seen["none"] = answering.generate([]) if bench.ranks.first else _ids(
             answering.generate(mine)
@@ -172,6 +173,22 @@ def watch(bench: Bench) -> dict[str, Any]:
     after = _process()
     seen["undisturbed"] = [name for name in before if before[name] != after[name]]
     return seen
+
+
+def limited(
+    bench: Bench, answering: Engine, mine: Sequence[Request], whole: list[list[int]]
+) -> dict[str, Any]:
+    """Sample with a token limit for each request, as in later turns of an episode."""
+    limits = [1 + n % 3 for n, request in enumerate(mine) for _ in range(request.samples)]
+    short = [replace(request, limit=1 + n % 3) for n, request in enumerate(mine)]
+    context = bench.rollout.max_prompt_len + bench.rollout.max_new_tokens
+    longest = Request(np.full(context - 2, 7, dtype=np.int32), 1, 7, limit=2)
+    return {
+        "prefixes": _ids(answering.generate(short))
+        == [ids[:limit] for ids, limit in zip(whole, limits, strict=True)],
+        "longest": [len(some[0].ids) <= 2 for some in answering.generate([longest])],
+        "too long": _said(lambda: answering.generate([replace(longest, limit=3)])),
+    }
 
 
 def sleep_and_wake(answering: Any, mine: Sequence[Request]) -> dict[str, Any]:

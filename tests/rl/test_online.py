@@ -18,7 +18,15 @@ from tasks.training.engine import checkpoint
 from tasks.training.engine.universal import convert
 from tasks.training.job import Evaluate, Peft, Zero
 from tests.rl.killed_program import POINTS
-from tests.rl.online import SETTINGS, job_of, run, run_to, settings_with, stitched
+from tests.rl.online import (
+    SETTINGS,
+    job_of,
+    run,
+    run_to,
+    settings_in_game,
+    settings_with,
+    stitched,
+)
 from tests.settings import Batch, Launch, Optim
 
 FALLING = """
@@ -43,8 +51,11 @@ class Online:
 
 
 @pytest.fixture(scope="module")
-def ppo(base: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Online:
-    """A PPO run, one that resumes from its second iteration, one with learning rate 0, and GRPO."""
+def ppo(base: Path, chatty: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Online:
+    """A PPO run, one that resumes from its second iteration, one with learning rate 0, and GRPO.
+
+    One with an environment is between them.
+    """
     folder = tmp_path_factory.mktemp("ppo")
     usual = settings_with(data)
     whole = job_of(usual, base, data, folder / "whole", async_save=True)
@@ -52,6 +63,7 @@ def ppo(base: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Onl
     resumed = job_of(usual, base, data, folder / "resumed", resume=half_way)
     still = settings_with(data, rl={"iterations": 2}, optim=Optim(lr=0.0, scheduler="constant"))
     jobs = [whole, resumed, job_of(still, base, data, folder / "still")]
+    jobs.append(job_of(settings_in_game(data), chatty, data, folder / "game"))
     batch = Batch(micro_batch_size=4, global_batch_size=16, max_len=64)
     dropout = Peft(kind="lora", rank=4, alpha=8, dropout=0.1)
     for name, weight, peft in (
@@ -108,6 +120,22 @@ def test_learning_rate_0_changes_nothing(ppo: Online) -> None:
     assert any(tensor.any() for name, tensor in trained.items() if "lora_B" in name)
 
 
+def test_an_environment_of_several_turns(ppo: Online) -> None:
+    """The trainer's log-probabilities are those of sampling: it reads the same observations."""
+    steps = ppo.steps[-11:-9]
+    assert [step["step"] for step in steps] == [1, 2]
+    for step in steps:
+        assert 2 < step["turns"] <= 4
+        assert step["turns"] <= step["length"] < 26, "an observation has 26 tokens"
+        assert step["reward"] == pytest.approx(step["reward/environment"])
+        assert step["mismatch/max_abs"] < 1e-3
+        assert 0 <= step["truncated"] < 1
+        assert step["out_of_turns"] < 1
+    metrics = json.loads((ppo["game"] / "train.json").read_text())["metrics"]
+    assert metrics["heldout_reward_after"] > 0
+    assert any(tensor.any() for name, tensor in stitched(ppo["game"]).items() if "lora_B" in name)
+
+
 def test_the_reward_rises(ppo: Online) -> None:
     metrics = json.loads((ppo["whole"] / "train.json").read_text())["metrics"]
     assert metrics["steps"] == 4
@@ -153,6 +181,50 @@ def test_offloaded_optimizer_states_train_the_same(
     assert len([path for path in files if path.parts[0] in ("shards", "critic")]) == 4
     for path in files:
         assert (jobs[0].out / path).read_bytes() == (jobs[1].out / path).read_bytes(), path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_one_rank_and_two_learn_the_same_in_an_environment(
+    stage: int, chatty: Path, data: Path, tmp_path: Path
+) -> None:
+    """Under ZeRO-3 ranks decode together, and each has its own limits and number of episodes."""
+    rl = {"kl_coef": 0.0, "rollout_batch_size": 3, "num_generations": 2}
+    batch = Batch(micro_batch_size=2, global_batch_size=6, max_len=128)
+    for ranks in (1, 3):
+        launch = Launch(nproc=ranks, threads=1)
+        settings = settings_in_game(
+            data,
+            rl=rl,
+            objective="grpo",
+            launch=launch,
+            save_steps=0,
+            zero=Zero(stage),
+            batch=batch,
+        )
+        job = job_of(settings, chatty, data, tmp_path / str(ranks))
+        run(tmp_path, [job], ranks=ranks)
+    one, three = (stitched(tmp_path / str(ranks)) for ranks in (1, 3))
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, three[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_an_environment_with_vllm(chatty: Path, data: Path, tmp_path: Path) -> None:
+    """Mismatch in bf16 is rounding; ranks with few episodes wait for none."""
+    rl = {"mismatch_limit": 0.02, "kl_coef": 0.0, "rollout_batch_size": 3, "num_generations": 4}
+    batch = Batch(micro_batch_size=2, global_batch_size=12, max_len=128)
+    settings = settings_in_game(
+        data, rl=rl, objective="grpo", dtype="bfloat16", batch=batch, save_steps=0
+    )
+    online: dict[str, Any] = json.loads(json.dumps(settings.online))
+    online["rollout"] |= {"engine": "vllm", "kv_cache_gib": 0.1, "max_num_seqs": 16}
+    job = job_of(replace(settings, online=online), chatty, data, tmp_path / "vllm")
+    steps = run(tmp_path, [job])
+    assert len(steps) == 2
+    for step in steps:
+        assert 2 < step["turns"] <= 4
+        assert step["reward"] == pytest.approx(step["reward/environment"])
 
 
 @pytest.mark.slow

@@ -159,6 +159,9 @@ def require_followed(ranks: list[dict[str, Any]]) -> None:
         assert "version 1 of the policy, which has changed since" in rank["stale"]
         assert rank["stale_differs"] > 0.05, "the change was one that shows"
         assert rank["again"], "same weights, prompts and seeds"
+        assert rank["limited"]["prefixes"], "a limit cuts a response and changes nothing else"
+        assert rank["limited"]["longest"] == [True]
+        assert "has 30 tokens; rollout.max_prompt_len=16" in rank["limited"]["too long"]
         assert all(rank["ended"])
         assert all(rank["cut"])
         assert rank["left"] == []

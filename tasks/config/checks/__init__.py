@@ -3,6 +3,7 @@
     adapter     section `peft`, and QLoRA's 4-bit base
     data        the data files and their columns
     engine      memory of the engines that serve a model
+    environment the user's environment, and the chat template that it needs
     gate        conditions on the numbers of the run
     machine     GPUs, number formats, libraries, disk, memory, compiler
     model       the base model's folder
@@ -30,6 +31,7 @@ from tasks.config.checks import (
     adapter,
     data,
     engine,
+    environment,
     gate,
     machine,
     model,
@@ -118,6 +120,7 @@ def findings(
         *adapter.adapter(peft, known, weight_decay=train["weight_decay"]),
         *adapter.new_tokens(model_["new_tokens"], model_["vocab_multiple"]),
         *data.readable(settings["data"], objective_),
+        *environment.toy_tasks(settings["data"], objective_),
         *objective.mask_fits(train["mask"], objective_),
         *objective.reference_answers(settings),
         *online.online(settings, known, rewarded=rewarded, on_cpu=on_cpu),

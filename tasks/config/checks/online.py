@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tasks.config.checks.engine import shareable
+from tasks.config.checks.environment import environment
 from tasks.config.checks.model import Known, head_size
 from tasks.config.section import read_section
 from tasks.core.errors import ArtifactError, ConfigError
@@ -43,10 +44,11 @@ def online(
     if train["objective"] not in algorithm_options.USES:
         return []
     return [
-        *sources(reward, rewarded=rewarded),
+        *sources(reward, rewarded=rewarded, played=rl["environment"] is not None),
         *reward_model(reward, longest=rollout["max_prompt_len"] + rollout["max_new_tokens"]),
         *function(reward["function"]),
         *endpoint(reward["url"]),
+        *environment(settings),
         *algorithm_options.findings(train["objective"], read_section(Loop, rl, "rl")),
         *critic(train["objective"], rl, settings["peft"]["kind"], settings["zero"]["stage"]),
         *steps(rl["rollout_batch_size"], rl["num_generations"], train["global_batch_size"]),
@@ -68,14 +70,19 @@ def _served(settings: Mapping[str, Any]) -> list[Finding]:
     return unservable(Settings.from_sections(**sections), rollout)
 
 
-def sources(reward: Mapping[str, Any], *, rewarded: bool) -> Iterator[Finding]:
+def sources(
+    reward: Mapping[str, Any], *, rewarded: bool, played: bool = False
+) -> Iterator[Finding]:
     """Check that there is a reward source whose weight is not 0.
 
     Args:
         reward: the section.
         rewarded: True if an earlier step of the chain trains the reward model.
+        played: True if an environment gives rewards too.
     """
     named = [name for name in SOURCES if reward[name] or (name == "model" and rewarded)]
+    if not named and played:
+        return
     if not named:
         yield Finding("reward", "no source", "responses need a reward", _NAME_ONE)
         return
@@ -84,7 +91,7 @@ def sources(reward: Mapping[str, Any], *, rewarded: bool) -> Iterator[Finding]:
         if not math.isfinite(weight):
             key = f"reward.{name}_weight"
             yield Finding(key, str(weight), "a finite number", f"{key}=1")
-    if not any(weights.values()):
+    if not any(weights.values()) and not played:
         zeros = ", ".join(f"reward.{name}_weight=0" for name in named)
         allowed = "all responses would have the same reward"
         yield Finding("reward", zeros, allowed, f"reward.{named[0]}_weight=1")

@@ -64,6 +64,8 @@ LIMITS: tuple[tuple[str, float, float, float], ...] = (
     ("rl.iterations", 1, _MANY, 100),
     ("rl.ppo_epochs", 1, _MANY, 1),
     ("rl.eval_prompts", 1, _MANY, 128),
+    ("rl.environment_timeout_s", _TINY, _MANY, 60),
+    ("rl.max_turns", 1, _MANY, 8),
     ("rl.gamma", 0, 1, 1),
     ("rl.gae_lambda", 0, 1, 0.95),
     ("rl.clip_low", _TINY, 1, 0.2),

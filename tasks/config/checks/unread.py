@@ -148,7 +148,8 @@ def _data(data: Mapping[str, Any], objective: str) -> Iterator[Unread]:
         keys = f"{_OF_FILES} {_OF_HUB} {_OF_ROWS} data.on_bad_line"
         yield Unread(keys, because, "the embedded tasks are no file", "data.path=<file>")
         return
-    keys, readers = "data.train_size data.heldout_size", "only the embedded tasks have sizes"
+    keys = "data.train_size data.heldout_size data.tasks"
+    readers = "only the embedded tasks have them"
     yield Unread(keys, because, readers, "data.max_samples=<rows>")
     if kind in FILE_KINDS:
         yield Unread(_OF_HUB, because, "only a data set of the Hub has it", "data=hub")
@@ -230,6 +231,10 @@ def _online(rl: Mapping[str, Any], rollout: Mapping[str, Any]) -> Iterator[Unrea
         because = f"rl.correction={rl['correction']}"
         override = "rl.correction=icepop or rl.correction=sequence_mask"
         yield Unread(limits[rl["correction"]], because, "it has no such limit", override)
+    if rl["environment"] is None:
+        keys = "rl.environment_timeout_s rl.max_turns rl.observation_role"
+        override = "rl.environment=<path.py>:<Class>"
+        yield Unread(keys, "no rl.environment", "a prompt gets one response", override)
     if rollout["engine"] == "transformers":
         keys = "rollout.tensor_parallel rollout.kv_cache_gib rollout.gpu_memory"
         yield Unread(keys, "rollout.engine=transformers", "only vLLM reads it", "rollout=vllm")

@@ -21,7 +21,9 @@ def gae(
     """Generalised advantage estimation, arXiv:1506.02438, eq. 11 and 16.
 
     A_t = sum over k of (gamma lam)^k d_{t+k}, with d_t = r_t + gamma V_{t+1} - V_t. Every response
-    ends an episode: the value after its last token is 0, even if it was cut off.
+    ends an episode: the value after its last token is 0, even if it was cut off. In an episode of
+    several turns t counts sampled tokens: V_{t+1} after a turn's last token is the value before the
+    next turn's first one, which has read the observation.
 
     Args:
         rewards_N: reward of each token.
@@ -122,7 +124,7 @@ def overlong_penalty(
     limit.
 
     Args:
-        lengths_S: tokens of each response, none above the limit.
+        lengths_S: tokens of each response, observations included, none above the limit.
         limit: token limit of a response, `rollout.max_new_tokens`.
         buffer: number of tokens before the limit with a penalty; 0: no penalty.
         most: penalty at the limit.

@@ -16,6 +16,9 @@ import torch
 class Batch:
     """All responses of an iteration, over all ranks.
 
+    With an environment N are the sampled tokens of all turns: a token whose successor comes after
+    an observation is followed, here, by that successor.
+
     Attributes:
         lengths_S: int64, tokens of each response, at least 1.
         groups_S: int64, equal for responses to the same prompt.
@@ -26,6 +29,8 @@ class Batch:
         reference_N: log-probabilities by the reference, if there is one.
         values_N: values by the critic before the update, if there is one.
         kl_coef: weight of the KL to the reference in this iteration.
+        turns_N: the part of `scores_S` that an environment gave, at the last token of each turn;
+            None without one.
     """
 
     lengths_S: torch.Tensor
@@ -36,6 +41,7 @@ class Batch:
     reference_N: torch.Tensor | None = None
     values_N: torch.Tensor | None = None
     kl_coef: float = 0.0
+    turns_N: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,10 @@
 """Advantage estimation of each algorithm: functions of a `Batch` and section `rl`.
 
-The score of a response is the reward of its last token. With `rl.kl_in=reward` the KL to the
-reference is subtracted from the reward of every token.
+The score of a response is the reward of its last token. With an environment, its reward of a turn
+is that of the turn's last token, and the rest of the score that of the episode's last one; discount
+and GAE run over the sampled tokens in order, and observations between them take no time. Estimators
+by groups use the sum over the episode. With `rl.kl_in=reward` the KL to the reference is subtracted
+from the reward of every token.
 """
 
 from __future__ import annotations
@@ -68,7 +71,11 @@ def _for_all_tokens(advantages_S: torch.Tensor, batch: Batch) -> Advantages:
 
 def _token_rewards(batch: Batch, loop: Loop, scores_S: torch.Tensor) -> torch.Tensor:
     """Return the reward of every token: (N,)."""
-    rewards_N = advantages.on_last_token(scores_S, batch.lengths_S)
+    if batch.turns_N is None:
+        rewards_N = advantages.on_last_token(scores_S, batch.lengths_S)
+    else:
+        rest_S = scores_S - advantages.sums(batch.turns_N, batch.lengths_S)
+        rewards_N = batch.turns_N + advantages.on_last_token(rest_S, batch.lengths_S)
     kl_N = _kl(batch, loop)
     return rewards_N if kl_N is None else rewards_N - batch.kl_coef * kl_N
 

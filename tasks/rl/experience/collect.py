@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from tasks.rl.environment.episodes import Episodes
+from tasks.rl.environment.process import NAME
 from tasks.rl.experience.packed_rows import gather_responses
 from tasks.rl.experience.prompts import PromptOrder, request_seed
 from tasks.rl.experience.responses import Prompt, Request, Response, ScoredResponse
@@ -49,6 +51,7 @@ class Collector:
         tokenizer: decodes responses for rewards that read texts.
         ranks: this process and its peers; each rank samples for its share of the prompts.
         seed: seed of the run.
+        episodes: plays the responses' episodes; None without an environment.
     """
 
     engine: Engine
@@ -57,6 +60,7 @@ class Collector:
     tokenizer: Any
     ranks: Ranks
     seed: int
+    episodes: Episodes | None = None
 
     def collect(
         self, iteration: int, prompt_order: PromptOrder, samples: int, clock: Clock
@@ -103,7 +107,7 @@ class Collector:
             numbers: prompts of all ranks, as numbers in the dataset.
             iteration: 1, 2, ...; 0 for an evaluation.
             samples: responses per prompt.
-            clock: gets the seconds of `generate` and `score`.
+            clock: gets the seconds of `generate`, `score` and `environment`.
             first: number of the first group, for the seeds.
             greedy: take the most likely token instead of sampling.
         """
@@ -114,29 +118,47 @@ class Collector:
         requests = [
             Request(prompt.ids, samples, seed) for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        with clock.phase("generate"):
-            generated = self.engine.generate(requests, greedy=greedy)
+        by_request = self._respond(requests, prompts, clock, greedy)
         responses = [
-            (g, Response(self.prompts[numbers[g]], generation, self._text(generation.ids)))
-            for g, generations in zip(groups, generated, strict=True)
-            for generation in generations
+            (g, response)
+            for g, of_group in zip(groups, by_request, strict=True)
+            for response in of_group
         ]
         with clock.phase("score"):
             total, parts = self.rewards.score([response for _, response in responses])
         mine = [
-            (
-                numbers[g],
-                ScoredResponse(
-                    response, g, float(total[i]), {k: float(parts[k][i]) for k in parts}
-                ),
-            )
+            (numbers[g], _scored(response, g, total[i], {k: parts[k][i] for k in parts}))
             for i, (g, response) in enumerate(responses)
         ]
         return gather_responses(self.ranks, mine, self.prompts)
 
+    def _respond(
+        self, requests: Sequence[Request], prompts: Sequence[Prompt], clock: Clock, greedy: bool
+    ) -> list[list[Response]]:
+        """Return the responses to each request; with an environment, whole episodes."""
+        if self.episodes is not None:
+            return self.episodes.play(requests, prompts, clock, greedy=greedy)
+        with clock.phase("generate"):
+            generated = self.engine.generate(requests, greedy=greedy)
+        return [
+            [Response(prompt, generation, self._text(generation.ids)) for generation in generations]
+            for prompt, generations in zip(prompts, generated, strict=True)
+        ]
+
     def _text(self, ids: Any) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text
+
+
+def _scored(
+    response: Response, group: int, total: float, parts: Mapping[str, float]
+) -> ScoredResponse:
+    """Add the environment's rewards of all turns to those of the sources."""
+    plain = {name: float(value) for name, value in parts.items()}
+    if not response.turns:
+        return ScoredResponse(response, group, float(total), plain)
+    own = sum(turn.reward for turn in response.turns)
+    return ScoredResponse(response, group, float(total) + own, {NAME: own, **plain})
 
 
 def groups_without_signal(collected: Collected) -> list[int]:

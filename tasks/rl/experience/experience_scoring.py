@@ -77,7 +77,7 @@ class ExperienceScorer:
         loop, rollout = self.setup.loop, self.setup.rollout
         record = {} if experience.old is None else self.compare(experience, iteration)
         penalties = advantages.overlong_penalty(
-            experience.lengths,
+            experience.spent,
             limit=rollout.max_new_tokens,
             buffer=loop.overlong_buffer,
             most=loop.overlong_penalty,
@@ -91,6 +91,7 @@ class ExperienceScorer:
             reference_N=experience.reference,
             values_N=experience.values,
             kl_coef=kl_coef,
+            turns_N=experience.turn_rewards,
         )
         estimated = self.setup.recipe.advantages(batch, loop)
         inputs = UpdateInputs(experience, estimated, kl_coef)

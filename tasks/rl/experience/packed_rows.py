@@ -7,32 +7,36 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from tasks.rl.experience.responses import Prompt, Response, ScoredResponse
+from tasks.rl.experience.responses import Prompt, ScoredResponse
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.order import deal
 from tasks.training.tokens.packing import Row, pack
 
-MARKS = np.array([0, 1], np.uint8)
-"""Loss marks of prompt tokens and of response tokens."""
+_UNSENT = Prompt({}, np.zeros(0, np.int32))
 
 
 @dataclass(frozen=True)
 class Experience:
-    """S responses with N tokens in all, ordered by group; the same on every rank.
+    """S responses with N sampled tokens in all, ordered by group; the same on every rank.
+
+    Observations of an environment are part of the sequences and of nothing else: N, `lengths` and
+    every (N,) tensor skip them, so two tokens that follow each other there may have an observation
+    between them.
 
     Attributes:
         scored: the responses and their rewards.
-        examples: prompt and response as one sequence, response tokens marked.
-        lengths: (S,) int64, tokens per response.
+        examples: prompt and response as one sequence, sampled tokens marked.
+        lengths: (S,) int64, sampled tokens per response.
         groups: (S,) int64, number of the response's prompt within the iteration.
         rewards: (S,) float32.
         sampled: (N,) log-probabilities by the rollout engine.
         old: (N,) log-probabilities by the trainer, before the update.
         reference: (N,) log-probabilities by the reference; None without one.
         values: (N,) values by the critic; None without one.
+        turn_rewards: (N,) float32, the part of `rewards` that an environment gave, at the last
+            token of each turn; None without one.
     """
 
     scored: tuple[ScoredResponse, ...]
@@ -44,6 +48,13 @@ class Experience:
     old: torch.Tensor | None = None
     reference: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    turn_rewards: torch.Tensor | None = None
+
+    @property
+    def spent(self) -> torch.Tensor:
+        """(S,) int64, tokens after the prompt, observations included."""
+        prompts = [len(scored.response.prompt.ids) for scored in self.scored]
+        return torch.from_numpy(self.examples.lengths[:, 0] - np.array(prompts))
 
     @property
     def owner(self) -> torch.Tensor:
@@ -111,13 +122,12 @@ def gather_responses(
         prompts: all prompts of the dataset.
     """
     sent = [
-        (number, s.group, s.response.generated, s.response.text, s.reward, dict(s.parts))
-        for number, s in mine
+        (number, replace(s, response=replace(s.response, prompt=_UNSENT))) for number, s in mine
     ]
     gathered = [
-        (n, ScoredResponse(Response(prompts[n], generated, text), group, reward, parts))
+        (n, replace(s, response=replace(s.response, prompt=prompts[n])))
         for part in ranks.all_objects(sent)
-        for n, group, generated, text, reward, parts in part
+        for n, s in part
     ]
     return sorted(gathered, key=lambda pair: pair[1].group)
 
@@ -125,11 +135,11 @@ def gather_responses(
 def pack_experience(scored: Sequence[ScoredResponse]) -> Experience:
     """Lay the responses end to end. `scored` is ordered by group."""
     responses = [response.response for response in scored]
-    marks: list[NDArray[np.uint8]] = [
-        np.repeat(MARKS, [len(r.prompt.ids), len(r.generated.ids)]) for r in responses
-    ]
-    texts = [np.concatenate([r.prompt.ids, r.generated.ids]) for r in responses]
-    examples = Examples.of_texts(texts, np.concatenate(marks))
+    examples = Examples.of_texts(
+        [r.ids for r in responses], np.concatenate([r.marks for r in responses])
+    )
+    by_turns = any(r.turns for r in responses)
+    turn_rewards = np.concatenate([r.turn_rewards for r in responses]) if by_turns else None
     return Experience(
         scored=tuple(scored),
         examples=examples,
@@ -137,6 +147,7 @@ def pack_experience(scored: Sequence[ScoredResponse]) -> Experience:
         groups=torch.tensor([response.group for response in scored]),
         rewards=torch.tensor([response.reward for response in scored], dtype=torch.float32),
         sampled=torch.from_numpy(np.concatenate([r.generated.logprobs for r in responses])).float(),
+        turn_rewards=None if turn_rewards is None else torch.from_numpy(turn_rewards),
     )
 
 

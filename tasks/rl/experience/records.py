@@ -14,7 +14,7 @@ from tasks.rl.algorithms.correction import Mismatch
 from tasks.rl.algorithms.value_loss import explained_variance
 from tasks.rl.experience.collect import Clock, groups_without_signal
 from tasks.rl.experience.packed_rows import Experience
-from tasks.rl.experience.responses import ScoredResponse
+from tasks.rl.experience.responses import Response, ScoredResponse
 
 SHOWN = 4
 """Responses per iteration in the table of samples."""
@@ -32,18 +32,29 @@ def collected(scored: Sequence[ScoredResponse]) -> dict[str, float]:
 
 
 def evaluated(scored: Sequence[ScoredResponse]) -> dict[str, float]:
-    """Return metrics of responses to evaluation prompts."""
+    """Return metrics of responses to evaluation prompts.
+
+    Lengths count sampled tokens. With an environment also `turns`, their mean, and `out_of_turns`,
+    the share of episodes that `rl.max_turns` ended.
+    """
     lengths = np.array([len(response.response.generated.ids) for response in scored])
     parts = {
         f"reward/{name}": float(np.mean([response.parts[name] for response in scored]))
         for name in scored[0].parts
     }
+    responses = [response.response for response in scored]
+    turns = {}
+    if any(response.turns for response in responses):
+        turns["turns"] = float(np.mean([len(response.turns) for response in responses]))
+        unfinished = [not response.done and response.generated.ended for response in responses]
+        turns["out_of_turns"] = float(np.mean(unfinished))
     return {
         "reward": float(np.mean([response.reward for response in scored])),
         **parts,
+        **turns,
         "length": float(lengths.mean()),
         "length_max": float(lengths.max()),
-        "truncated": float(np.mean([not response.response.generated.ended for response in scored])),
+        "truncated": float(np.mean([not response.generated.ended for response in responses])),
     }
 
 
@@ -96,14 +107,15 @@ def speeds(clock: Clock, experience: Experience, begin: float) -> dict[str, floa
     """
     response_tokens, all_tokens = int(experience.lengths.sum()), len(experience.examples.ids)
     tokens = {"generate": response_tokens, "measure": all_tokens, "update": all_tokens}
-    phases = [name for name in (*tokens, "score") if name in clock.seconds]
+    working = (*tokens, "score", "environment")
+    phases = [name for name in working if name in clock.seconds]
     total = time.perf_counter() - begin
     metrics = {f"seconds/{name}": spent for name, spent in clock.seconds.items()}
     for name in (phase for phase in phases if phase in tokens):
         metrics[f"tokens_per_s/{name}"] = tokens[name] / max(clock.seconds[name], 1e-9)
-    working = sum(clock.seconds[name] for name in phases)
+    worked = sum(clock.seconds[name] for name in phases)
     metrics["seconds/other"] = total - sum(clock.seconds.values())
-    return {**metrics, "overhead": 1.0 - working / total, "step_s": total}
+    return {**metrics, "overhead": 1.0 - worked / total, "step_s": total}
 
 
 def samples_of(scored: Sequence[ScoredResponse]) -> list[Mapping[str, Any]]:
@@ -114,12 +126,19 @@ def samples_of(scored: Sequence[ScoredResponse]) -> list[Mapping[str, Any]]:
         {
             "id": str(scored[i].response.prompt.row.get("id", "")),
             "prompt": _question(scored[i].response.prompt.row["messages"]),
-            "response": scored[i].response.text,
+            "response": _shown(scored[i].response),
             "reward": scored[i].reward,
             **{f"reward/{name}": value for name, value in scored[i].parts.items()},
         }
         for i in picked
     ]
+
+
+def _shown(response: Response) -> str:
+    """Return the response; with an environment, the conversation after the prompt."""
+    if not response.turns:
+        return response.text
+    return "\n".join(f"{m['role']}: {m['content'].strip()}" for m in response.messages)
 
 
 def _question(messages: Sequence[Mapping[str, str]]) -> str:

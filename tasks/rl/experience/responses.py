@@ -40,26 +40,96 @@ class Request:
         ids: (P,) token ids of the prompt.
         samples: number of responses.
         seed: sampling seed. The same prompt, weights and seed give the same responses.
+        limit: token limit of a response; None: `rollout.max_new_tokens`.
     """
 
     ids: NDArray[np.int32]
     samples: int
     seed: int
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One response of an episode, and the environment's answer to it.
+
+    Attributes:
+        text: the decoded response, without special tokens.
+        tokens: number of sampled tokens, at least 1.
+        reward: by the environment.
+        observation: the message that follows; None after the last turn.
+        ids: (o,) token ids between the response and the next one: the rendered observation and the
+            generation prompt; empty after the last turn.
+    """
+
+    text: str
+    tokens: int
+    reward: float
+    observation: Mapping[str, str] | None = None
+    ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
 @dataclass(frozen=True)
 class Response:
-    """A response with everything a reward may need.
+    """A response with everything a reward may need; with an environment, all of an episode.
 
     Attributes:
         prompt: the prompt.
-        generated: token ids and log-probabilities.
-        text: the decoded response, without special tokens.
+        generated: token ids and log-probabilities of the sampled tokens of all turns, in order.
+            `ended` is False if the token limit ended the response or episode.
+        text: the decoded response, without special tokens; the last one of an episode.
+        turns: turns of an episode; empty without an environment.
+        done: True unless the environment waited for another response.
     """
 
     prompt: Prompt
     generated: Generated
     text: str
+    turns: tuple[Turn, ...] = ()
+    done: bool = True
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        """(L,) token ids of the whole conversation: prompt, sampled tokens, observations."""
+        return np.concatenate([self.prompt.ids, *self._pieces])
+
+    @property
+    def marks(self) -> NDArray[np.uint8]:
+        """(L,) 1 for sampled tokens, which bear loss; 0 for the prompt and observations."""
+        lengths = [len(self.prompt.ids), *map(len, self._pieces)]
+        return np.repeat(np.arange(len(lengths)) % 2, lengths).astype(np.uint8)
+
+    @property
+    def turn_rewards(self) -> NDArray[np.float32]:
+        """(n,) the environment's rewards, each at the last sampled token of its turn; else 0."""
+        rewards: NDArray[np.float32] = np.zeros(len(self.generated.ids), np.float32)
+        ends = np.cumsum([turn.tokens for turn in self.turns], dtype=np.int64) - 1
+        rewards[ends] = [turn.reward for turn in self.turns]
+        return rewards
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation after the prompt: responses and observations by turns."""
+        if not self.turns:
+            return [{"role": "assistant", "content": self.text}]
+        messages: list[dict[str, str]] = []
+        for turn in self.turns:
+            messages.append({"role": "assistant", "content": turn.text})
+            messages += [dict(turn.observation)] if turn.observation is not None else []
+        return messages
+
+    @property
+    def _pieces(self) -> list[NDArray[np.int32]]:
+        """Sampled tokens and observations by turns; an observation follows every response."""
+        if not self.turns:
+            return [self.generated.ids]
+        ends = np.cumsum([turn.tokens for turn in self.turns])[:-1]
+        sampled = np.split(self.generated.ids, ends)
+        return [
+            piece
+            for ids, turn in zip(sampled, self.turns, strict=True)
+            for piece in (ids, turn.ids)
+        ]
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Rewards:
     """All reward sources of a run. Use it as a context manager, or call `close`.
 
     Args:
-        sources: at least one.
+        sources: at least one, unless an environment gives the rewards.
     """
 
     def __init__(self, sources: Sequence[Weighted]) -> None:
@@ -90,6 +90,7 @@ def open_rewards(
     log: Log,
     logs: Path,
     longest: int | None = None,
+    required: bool = True,
 ) -> Rewards:
     """Open all configured sources, so that errors show before the first rollout.
 
@@ -101,6 +102,7 @@ def open_rewards(
         logs: folder for complete outputs.
         longest: tokens of the longest possible prompt plus response, which limits the context of
             a reward model in vLLM; None: the model's full context.
+        required: False if there may be no source, as beside an environment.
 
     Raises:
         ConfigError: no source, or the function does not exist.
@@ -124,7 +126,7 @@ def open_rewards(
         if isinstance(function, Function):
             function.load()
         opened.pop_all()
-    if not sources:
+    if required and not sources:
         raise ConfigError(
             "no reward source: reward.model, reward.function and reward.url are all unset",
             hint="reward.model=<folder>, reward.function=<path.py>:<name> or reward.url=<URL>",

@@ -92,8 +92,9 @@ class Encoding:
 
     def _text(self, response: Response) -> list[int]:
         if self.tokenizer is None:
-            return [*response.prompt.ids.tolist(), *response.generated.ids.tolist()]
-        messages = [*response.prompt.messages, {"role": "assistant", "content": response.text}]
+            ids: list[int] = response.ids.tolist()
+            return ids
+        messages = [*response.prompt.messages, *response.messages]
         try:
             ids = whole_ids(self.tokenizer, messages, self.stops)
         except TemplateError as error:

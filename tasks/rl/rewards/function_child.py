@@ -3,7 +3,7 @@
     python -m tasks.rl.rewards.function_child path.py name reward.function
 
 Answers JSON requests of a `Conversation` from stdin, each within its `timeout_s`. The first request
-loads the function; a request with `keywords` calls it. This module imports nothing heavy.
+loads the function; a request with `arguments` calls it. This module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -38,23 +38,36 @@ class Refused(Exception):
 
 def main() -> None:
     """Answer requests until stdin closes."""
+    serve(lambda function, request: {"given": _call(function, request["arguments"])})
+
+
+def serve(
+    call: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]],
+    check: Callable[[Any], None] = lambda loaded: None,
+) -> None:
+    """Answer requests with `call(what was loaded, request)` until stdin closes.
+
+    Args:
+        call: returns the fields of a reply.
+        check: called once with what was loaded; raises Refused if it cannot be used.
+    """
     path, name, setting = Path(sys.argv[1]), *sys.argv[2:]
     requests = _requests()
     for variable in [key for key in os.environ if key.startswith(RANK_VARIABLES)]:
         del os.environ[variable]
     emit("ready")
-    function: Callable[..., Any] | None = None
+    loaded: Any = None
     for line in requests:
         request = json.loads(line)
         faulthandler.dump_traceback_later(request["timeout_s"])  # shows where it hangs
         try:
-            if function is None:
-                function = load(path, name, setting)
-            keywords = request.get("keywords")
-            emit("reply", given=None if keywords is None else _call(function, keywords))
+            if loaded is None:
+                loaded = load(path, name, setting)
+                check(loaded)
+            emit("reply", **({} if request["arguments"] is None else call(loaded, request)))
         # User code may raise anything and even call sys.exit; the parent reports all of it.
         except (Exception, SystemExit) as error:
-            emit("reply", failure=_error_lines(error, path), hint=getattr(error, "hint", ""))
+            emit("reply", **failure(error, path))
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -157,12 +170,17 @@ def plain(value: Any) -> Any:
     return f"{type(value).__name__}: {value}"
 
 
+def failure(error: BaseException, path: Path) -> dict[str, Any]:
+    """Return the fields of a reply about an exception of the user's code in a file."""
+    return {"failure": _error_lines(error, path), "hint": getattr(error, "hint", "")}
+
+
 def _error_lines(error: BaseException, path: Path) -> list[str]:
     """Return the error and its traceback, from the user's code on."""
     if isinstance(error, Refused):
         return [str(error)]
     trace = traceback.TracebackException.from_exception(error)
-    ours = str(Path(__file__).resolve().parent)
+    ours = str(Path(__file__).resolve().parents[1])
     while trace.stack and trace.stack[0].filename.startswith((ours, "<frozen")):
         trace.stack.pop(0)
     lines = "".join(trace.format()).rstrip().splitlines()

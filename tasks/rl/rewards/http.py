@@ -118,10 +118,7 @@ class Endpoint:
         decode = self._tokenizer.decode
         rows = [dict(response.prompt.row) for response in responses]
         body = {
-            "query": [
-                decode([*response.prompt.ids.tolist(), *response.generated.ids.tolist()])
-                for response in responses
-            ],
+            "query": [decode(response.ids.tolist()) for response in responses],
             "prompts": [decode(response.prompt.ids.tolist()) for response in responses],
             "completions": [response.text for response in responses],
             "labels": [row.get("answer") for row in rows],

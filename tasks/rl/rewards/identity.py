@@ -8,21 +8,28 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.disk import file_stats
+from tasks.rl.environment.process import reference_of
 from tasks.rl.rewards.exact import EXACT_MATCH
 from tasks.rl.rewards.reference import FunctionReference
 
 MANIFEST = "manifest.json"
 
 
-def sources_digest(reward: Mapping[str, Any]) -> str:
+def sources_digest(reward: Mapping[str, Any], environment: str | None = None) -> str:
     """Return the digest of the function's file and the reward model's folder; empty without either.
 
     A folder without a manifest is identified by sizes, times and inodes of its files.
 
+    Args:
+        reward: the section.
+        environment: `rl.environment`, whose file is a part too.
+
     Raises:
-        ConfigError: the function's file cannot be read.
+        ConfigError: the file of the function or environment cannot be read.
     """
     parts = []
+    if environment:
+        parts.append(reference_of(environment).digest())
     if reward["function"] and reward["function"] != EXACT_MATCH:
         parts.append(FunctionReference.of(reward["function"]).digest())
     if reward["model"]:

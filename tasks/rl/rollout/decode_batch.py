@@ -19,16 +19,18 @@ class DecodeRequest:
 
     Attributes:
         ids: (P,) token ids.
-        uniform: (limit,) random numbers in [0, 1).
+        uniform: random numbers in [0, 1), at least `limit`, equally many in all of a batch.
+        limit: token limit of the response.
     """
 
     ids: NDArray[np.int32]
     uniform: NDArray[np.float64]
+    limit: int
 
     @classmethod
     def nothing(cls, limit: int) -> DecodeRequest:
         """Return a request of one token, for a rank that decodes only to join collective calls."""
-        return cls(np.zeros(1, np.int32), np.zeros(limit))
+        return cls(np.zeros(1, np.int32), np.zeros(limit), limit)
 
 
 @dataclass
@@ -38,7 +40,7 @@ class DecodeBatch:
     Attributes:
         ids: (B, t) input of the next forward pass: the prompts first, then the last tokens.
         mask: (B, T) 1 for tokens, 0 for padding.
-        uniform: (B, limit) random numbers in [0, 1).
+        uniform: (B, U) random numbers in [0, 1).
         cache: keys and values so far.
     """
 
@@ -81,20 +83,23 @@ class DecodeBatch:
         self.mask = torch.cat([self.mask, torch.ones_like(self.ids)], dim=1)
 
 
-def cut(tokens_BT: torch.Tensor, logprobs_BT: torch.Tensor, ends: torch.Tensor) -> list[Generated]:
-    """Return each response up to and including its first end token.
+def cut(
+    tokens_BT: torch.Tensor, logprobs_BT: torch.Tensor, ends: torch.Tensor, limits: Sequence[int]
+) -> list[Generated]:
+    """Return each response up to and including its first end token, or up to its limit.
 
     Args:
         tokens_BT: sampled tokens.
         logprobs_BT: their log-probabilities.
         ends: ids of end tokens.
+        limits: token limit of each response.
     """
     is_end = torch.isin(tokens_BT, ends).cpu().numpy()
     tokens = tokens_BT.cpu().numpy().astype(np.int32)
     logprobs = logprobs_BT.float().cpu().numpy()
     responses = []
-    for row in range(len(tokens)):
-        ended = bool(is_end[row].any())
-        count = int(is_end[row].argmax()) + 1 if ended else tokens.shape[1]
+    for row, limit in enumerate(limits):
+        ended = bool(is_end[row, :limit].any())
+        count = int(is_end[row].argmax()) + 1 if ended else min(limit, tokens.shape[1])
         responses.append(Generated(tokens[row, :count], logprobs[row, :count], ended))
     return responses

@@ -127,8 +127,16 @@ def response_seeds(request: Request) -> list[int]:
     return [int(state >> np.uint64(1)) for state in states]
 
 
+def new_tokens(request: Request, rollout: Rollout) -> int:
+    """Return the token limit of a request's responses."""
+    return rollout.max_new_tokens if request.limit is None else request.limit
+
+
 def require_prompts_fit(requests: Sequence[Request], rollout: Rollout, rank: int) -> None:
     """Refuse prompts that are empty or longer than `rollout.max_prompt_len`.
+
+    A request with a lower limit of new tokens may have a prompt that is longer by the difference:
+    later turns of an episode do.
 
     Args:
         requests: prompts of this rank.
@@ -138,12 +146,12 @@ def require_prompts_fit(requests: Sequence[Request], rollout: Rollout, rank: int
     Raises:
         ConfigError: names each of them.
     """
-    limit = rollout.max_prompt_len
+    limit, context = rollout.max_prompt_len, rollout.max_prompt_len + rollout.max_new_tokens
     long = [
         f"prompt {number} of rank {rank} ({' '.join(map(str, request.ids[:8]))} ...) has "
         f"{len(request.ids)} tokens"
         for number, request in enumerate(requests)
-        if not 0 < len(request.ids) <= limit
+        if not 0 < len(request.ids) <= context - new_tokens(request, rollout)
     ]
     if long:
         raise ConfigError(

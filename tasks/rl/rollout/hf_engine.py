@@ -20,6 +20,7 @@ from tasks.rl.experience.responses import Request
 from tasks.rl.rollout.decode_batch import DecodeBatch, DecodeRequest, cut
 from tasks.rl.rollout.engines import (
     SyncResult,
+    new_tokens,
     require_prompts_fit,
     response_seeds,
     rollout_time_limit,
@@ -68,7 +69,11 @@ class HfEngine:
         require_prompts_fit(requests, self._rollout, self._policy.ranks.rank)
         most = self._rollout.max_new_tokens
         to_decode = [
-            DecodeRequest(request.ids, np.random.default_rng(seed).random(most))
+            DecodeRequest(
+                request.ids,
+                np.random.default_rng(seed).random(most),
+                new_tokens(request, self._rollout),
+            )
             for request in requests
             for seed in response_seeds(request)
         ]
@@ -147,6 +152,8 @@ class HfEngine:
         limit = self._rollout.max_new_tokens
         state = DecodeBatch.of(batch or [DecodeRequest.nothing(limit)], self._policy.ranks.device)
         done = torch.full((len(state.ids),), not batch, device=state.ids.device)
+        limits = [request.limit for request in batch]
+        limit_B = torch.tensor(limits or [limit], device=state.ids.device)
         tokens: list[torch.Tensor] = []
         logprobs: list[torch.Tensor] = []
         while len(tokens) < limit and self._unfinished(not bool(done.all())):
@@ -154,12 +161,12 @@ class HfEngine:
             token, logprob = self._sample(logits, state.uniform[:, len(tokens)], greedy)
             tokens.append(token)
             logprobs.append(logprob)
-            done = done | torch.isin(token, self._ends)
+            done = done | torch.isin(token, self._ends) | (limit_B <= len(tokens))
             state.take(token)
             self._require_time()
         if not batch:
             return []
-        return cut(torch.stack(tokens, 1), torch.stack(logprobs, 1), self._ends)
+        return cut(torch.stack(tokens, 1), torch.stack(logprobs, 1), self._ends, limits)
 
     def _unfinished(self, mine: bool) -> bool:
         """Return True if a response is unfinished here or on a rank that needs this one."""

@@ -21,6 +21,7 @@ from tasks.core.errors import ConfigError, PlumblineError, TrainingError
 from tasks.rl.experience.responses import Request
 from tasks.rl.rollout.engines import (
     SyncResult,
+    new_tokens,
     require_prompts_fit,
     response_seeds,
     rollout_time_limit,
@@ -214,8 +215,9 @@ class VllmEngine:
     def _generate(self, requests: Sequence[Request], greedy: bool) -> list[Generated]:
         prompts = [request.ids.tolist() for request in requests for _ in range(request.samples)]
         seeds = [seed for request in requests for seed in response_seeds(request)]
+        limits = [new_tokens(r, self._rollout) for r in requests for _ in range(r.samples)]
         self._running.wake()
-        return self._running.generate(prompts, seeds, greedy=greedy)
+        return self._running.generate(prompts, seeds, limits=limits, greedy=greedy)
 
 
 def _error_of(work: Callable[[], None]) -> PlumblineError | None:

@@ -112,27 +112,35 @@ class Colocated:
         self.version = version
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, greedy: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        *,
+        limits: Sequence[int] | None = None,
+        greedy: bool = False,
     ) -> list[Generated]:
         """Sample one response per prompt.
 
         Args:
             prompts: token ids; repeat a prompt to get several responses.
             seeds: sampling seeds, one per prompt.
+            limits: token limits of the responses, one per prompt; None: that of `sampling`.
             greedy: take the most likely token instead of sampling.
 
         Raises:
             TrainingError: timeout, or the weights are not those that were synced.
         """
         core = self._llm.llm_engine
+        limits = limits or [self.sampling.max_new_tokens] * len(prompts)
         self._loaded.require_unchanged()
         with undisturbed():
             self._llm.reset_prefix_cache()
-            for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            numbered = enumerate(zip(prompts, seeds, limits, strict=True))
+            for number, (prompt, seed, limit) in numbered:
                 core.add_request(
                     str(number),
                     {"prompt_token_ids": list(map(int, prompt))},
-                    self._params(seed, greedy),
+                    self._params(seed, limit, greedy),
                     lora_request=self._adapter,
                 )
             try:
@@ -159,7 +167,7 @@ class Colocated:
                 )
         return [responses[number] for number in range(count)]
 
-    def _params(self, seed: int, greedy: bool) -> Any:
+    def _params(self, seed: int, limit: int, greedy: bool) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -168,7 +176,7 @@ class Colocated:
         return SamplingParams(
             **({"temperature": 0.0} if greedy else parameters),
             seed=None if greedy else seed,
-            max_tokens=how.max_new_tokens,
+            max_tokens=limit,
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,

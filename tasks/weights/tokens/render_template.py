@@ -12,7 +12,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -50,29 +50,57 @@ def after_answer(template: str, tokens: Mapping[str, str]) -> str:
         TemplateError: it does not render, or drops the response.
         TemplateLimitError: it exceeds a limit.
     """
-    reply = _reply(template, json.dumps(dict(tokens), sort_keys=True))
+    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
+    (text,) = rendered(template, tokens, [messages])
+    _, answer, ending = text.rpartition(_ANSWER)
+    if not answer:
+        raise TemplateError("the chat template drops the assistant's answer")
+    return ending.strip()
+
+
+def rendered(
+    template: str,
+    tokens: Mapping[str, str],
+    conversations: Sequence[Sequence[Mapping[str, str]]],
+    *,
+    prompt: bool = False,
+) -> list[str]:
+    """Return conversations as a template writes them.
+
+    Args:
+        template: source text of the template.
+        tokens: values of `bos_token` and `eos_token`.
+        conversations: lists of messages.
+        prompt: True to add the generation prompt.
+
+    Raises:
+        TemplateError: it does not render.
+        TemplateLimitError: it exceeds a limit.
+    """
+    job = {"tokens": dict(tokens), "conversations": conversations, "prompt": prompt}
+    reply = _reply(template, json.dumps(job, sort_keys=True))
     if "limit" in reply:
         raise TemplateLimitError(reply["limit"])
     if "error" in reply:
         raise TemplateError(reply["error"])
-    return reply["ending"]
+    return list(reply["texts"])
 
 
 @lru_cache(maxsize=16)
-def _reply(template: str, tokens: str) -> dict[str, str]:
+def _reply(template: str, job: str) -> dict[str, Any]:
     if len(template) > MAX_CHARACTERS:
         return {"limit": f"{len(template)} characters, at most {MAX_CHARACTERS} are read"}
-    job = json.dumps({"template": template, "tokens": json.loads(tokens)})
+    request = json.dumps({"template": template, **json.loads(job)})
     try:
         done = subprocess.run(
             [sys.executable, "-I", __file__],
-            input=job.encode(), capture_output=True, timeout=_WAIT_S, check=False,
+            input=request.encode(), capture_output=True, timeout=_WAIT_S, check=False,
             env={name: os.environ[name] for name in _VARIABLES if name in os.environ},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return {"limit": f"rendering does not end within {SECONDS} s"}
     try:
-        reply: dict[str, str] = json.loads(done.stdout)
+        reply: dict[str, Any] = json.loads(done.stdout)
     except ValueError:  # SIGXCPU, or jinja2 out of memory where it cannot say so
         return {"limit": f"rendering takes more than {SECONDS} s or {MEMORY >> 30} GiB of memory"}
     return reply
@@ -100,8 +128,13 @@ def template_environment() -> Any:
     )
 
 
-def _render(template: str, tokens: Mapping[str, str]) -> dict[str, str]:
-    """Render a template for a question and an answer; runs in the child."""
+def _render(
+    template: str,
+    tokens: Mapping[str, str],
+    conversations: Sequence[Sequence[Mapping[str, str]]],
+    prompt: bool,
+) -> dict[str, Any]:
+    """Render a template for conversations; runs in the child."""
     import jinja2
 
     def refuse(message: str) -> NoReturn:
@@ -109,19 +142,17 @@ def _render(template: str, tokens: Mapping[str, str]) -> dict[str, str]:
 
     environment = template_environment()
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda _: "2000-01-01"}
-    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
     try:
-        text = environment.from_string(template).render(
-            messages=messages, add_generation_prompt=False, **tokens
-        )
+        compiled = environment.from_string(template)
+        texts = [
+            compiled.render(messages=messages, add_generation_prompt=prompt, **tokens)
+            for messages in conversations
+        ]
     except MemoryError:
         return {"limit": f"rendering takes more than {MEMORY >> 30} GiB of memory"}
     except (jinja2.TemplateError, *_ANY) as error:
         return {"error": f"the chat template does not render: {error}"[:MAX_CHARACTERS]}
-    _, answer, ending = text.rpartition(_ANSWER)
-    if not answer:
-        return {"error": "the chat template drops the assistant's answer"}
-    return {"ending": ending.strip()[:MAX_CHARACTERS]}
+    return {"texts": [text[-MAX_CHARACTERS:] for text in texts]}
 
 
 if __name__ == "__main__":

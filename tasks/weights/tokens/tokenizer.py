@@ -6,7 +6,7 @@ takes milliseconds and needs no model library.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from tasks.weights.tokens.render_template import (
     TemplateError,
     TemplateLimitError,
     after_answer,
+    rendered,
 )
 
 
@@ -157,14 +158,38 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str:
 
 def _after_answer(folder: Path, template: str, settings: Mapping[str, Any]) -> str:
     """Return the text that the template writes after an assistant's response."""
-    names = {role: _text(settings.get(role)) or "" for role in ("bos_token", "eos_token")}
     try:
-        return after_answer(template, names)
+        return after_answer(template, _tokens(settings))
     except TemplateError as error:
         raise ArtifactError(
             f"{template_file(folder)}: {error}",
             hint="correct the chat template, or copy that of the model's first release",
         ) from error
+
+
+def _tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    return {role: _text(settings.get(role)) or "" for role in ("bos_token", "eos_token")}
+
+
+def prompts_of(
+    folder: Path,
+    conversations: Sequence[Sequence[Mapping[str, str]]],
+    template: str | None = None,
+) -> list[str]:
+    """Return conversations with the generation prompt, as the chat template writes them.
+
+    Args:
+        folder: tokenizer folder.
+        conversations: lists of messages.
+        template: source text; None: that of the folder.
+
+    Raises:
+        TemplateError: it does not render.
+    """
+    path = folder / "tokenizer_config.json"
+    settings = read_json(path) if path.is_file() else {}
+    text = _template(folder, settings) if template is None else template
+    return rendered(text, _tokens(settings), conversations, prompt=True)
 
 
 def template_file(folder: Path) -> Path:

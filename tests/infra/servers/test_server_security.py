@@ -170,12 +170,15 @@ def test_a_run_may_not_name_other_folders_or_code(site: Site, tmp_path: Path) ->
     run_id = site.start_run(
         "rlhf-qlora",
         ["+exp=grpo", "plan=true", f"paths.runs={tmp_path / 'elsewhere'}"]
-        + [f"reward.function={reward}:f", "model.path=/m", "model.trust_remote_code=true"],
+        + [f"reward.function={reward}:f", "model.path=/m", "model.trust_remote_code=true"]
+        + [f"rl.environment={reward}:Game"],
     )
     run = site.finished_run(run_id)
     assert run["state_type"] == "FAILED"
     text = run["state"]["message"]
-    for key in ("paths.runs=", "reward.function=", "model.trust_remote_code=true"):
+    for key in (
+        "paths.runs=", "reward.function=", "rl.environment=", "model.trust_remote_code=true"
+    ):  # fmt: skip
         assert f"{key}" in text, text
     assert not (tmp_path / "elsewhere").exists()
     assert not (tmp_path / "owned").exists()

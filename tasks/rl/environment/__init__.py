@@ -1,0 +1,6 @@
+"""Episodes of several turns: the policy responds, the user's environment answers, until it is done.
+
+episodes             sample and step all episodes of a rank, turn by turn
+observation_tokens   the tokens between two responses, by the chat template
+process, child       `rl.environment=path.py:Class`, in a process of its own
+"""

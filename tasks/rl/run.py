@@ -60,7 +60,14 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
         rewards = stack.enter_context(_rewards(setup, tokenizer))
         ends = sorted(end_ids(job.side_files, tokenizer))
         rollout_engine = stack.enter_context(
-            open_engine(job, online.rollout, ranks, engine=setup.engine, ends=ends)
+            open_engine(
+                job,
+                online.rollout,
+                ranks,
+                engine=setup.engine,
+                ends=ends,
+                probes=[prompt.ids.tolist() for prompt in heldout[:8]],
+            )
         )
         train_collector, eval_collector = (
             Collector(rollout_engine, rewards, prompts, tokenizer, ranks, job.settings.seed)

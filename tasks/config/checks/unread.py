@@ -230,9 +230,16 @@ def _online(rl: Mapping[str, Any], rollout: Mapping[str, Any]) -> Iterator[Unrea
         because = f"rl.correction={rl['correction']}"
         override = "rl.correction=icepop or rl.correction=sequence_mask"
         yield Unread(limits[rl["correction"]], because, "it has no such limit", override)
+    keys = "rollout.tensor_parallel rollout.kv_cache_gib rollout.gpu_memory"
     if rollout["engine"] == "transformers":
-        keys = "rollout.tensor_parallel rollout.kv_cache_gib rollout.gpu_memory"
         yield Unread(keys, "rollout.engine=transformers", "only vLLM reads it", "rollout=vllm")
+    if rollout["engine"] != "server":
+        because = f"rollout.engine={rollout['engine']}"
+        mine = "rollout.servers rollout.urls rollout.sync_dir"
+        yield Unread(mine, because, "there is no server", "rollout=server")
+    elif rollout["urls"]:
+        readers = "servers at rollout.urls have settings of their own"
+        yield Unread(keys, "rollout.urls", readers, "rollout.servers=2")
 
 
 def _reward(reward: Mapping[str, Any], rewarded: bool) -> Iterator[Unread]:

@@ -107,13 +107,8 @@ class Collector:
             first: number of the first group, for the seeds.
             greedy: take the most likely token instead of sampling.
         """
-        world, rank = self.ranks.world_size, self.ranks.rank
-        groups = range(rank, len(numbers), world)
-        prompts = [self.prompts[numbers[g]] for g in groups]
-        seeds = [request_seed(self.seed, iteration, first + g) for g in groups]
-        requests = [
-            Request(prompt.ids, samples, seed) for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
+        groups = range(self.ranks.rank, len(numbers), self.ranks.world_size)
+        requests = self.requests(numbers, iteration, samples, first=first)
         with clock.phase("generate"):
             generated = self.engine.generate(requests, greedy=greedy)
         responses = [
@@ -133,6 +128,19 @@ class Collector:
             for i, (g, response) in enumerate(responses)
         ]
         return gather_responses(self.ranks, mine, self.prompts)
+
+    def requests(
+        self, numbers: Sequence[int], iteration: int, samples: int, *, first: int = 0
+    ) -> list[Request]:
+        """Return this rank's share of the requests of `sample`, whose arguments it has."""
+        return [
+            Request(
+                self.prompts[numbers[g]].ids,
+                samples,
+                request_seed(self.seed, iteration, first + g),
+            )
+            for g in range(self.ranks.rank, len(numbers), self.ranks.world_size)
+        ]
 
     def _text(self, ids: Any) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)

@@ -18,8 +18,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tasks.core.machine import gpu_count
 from tasks.rl.experience.responses import Request
 from tasks.rl.rollout.ahead import Ahead
@@ -243,8 +241,7 @@ class ServerEngine:
             return []
 
         def verify(server: RemoteServer) -> None:
-            parts = [p.of_response(server.score(p.sequence)) for p in self._proof.probes]
-            self._proof.require_same(server.url, version, np.concatenate(parts))
+            self._proof.require_same(server, version)
 
         return self._fleet.generate(bodies, version, verify)
 

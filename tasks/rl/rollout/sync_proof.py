@@ -27,6 +27,7 @@ from tasks.core.errors import TrainingError
 from tasks.rl.rollout.policy_sync import Policy
 from tasks.serving.vllm.colocation import Generated
 from tasks.serving.vllm.fleet import Fleet
+from tasks.serving.vllm.remote import RemoteServer
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.model.packed_model import TokenOutputs
 from tasks.training.tokens.examples import Examples
@@ -205,9 +206,16 @@ class SyncProof:
                 continue
             self._require_new(url, version, trainer - self.trainer, now - before)
 
-    def require_same(self, url: str, version: int, scores: Numbers) -> None:
-        """Check a server that joined after the sync against the trainer's scores of that sync."""
-        self._require_near(url, version, np.abs(scores - self.trainer).mean())
+    def require_same(self, server: RemoteServer, version: int) -> None:
+        """Check a server that joined after the last sync.
+
+        Raises:
+            TrainingError: it samples from something else.
+        """
+        scores = server.score([probe.sequence for probe in self.probes])
+        parts = [p.of_response(s) for p, s in zip(self.probes, scores, strict=True)]
+        distance = np.abs(np.concatenate(parts) - self.trainer).mean()
+        self._require_near(server.url, version, float(distance))
 
     def require_sampled(
         self, version: int, sampled: Mapping[str, Numbers], trainer: Mapping[str, Numbers]

@@ -87,12 +87,13 @@ class Fleet:
         Raises:
             ConfigError: names every problem of every server, and the command of one without any.
         """
-        adapter, length = self.how.adapter_rank is not None, self.how.max_model_len
-        answers = self._each(lambda server: server.problems(adapter=adapter, max_model_len=length))
+        answers = self._each(self._problems)
         problems = [problem for answer in answers for problem in answer or ()]
         if problems:
             raise ConfigError(
-                f"rollout.urls: {problems[0]}", details=problems, hint=f"start it there: {self}"
+                f"rollout servers: {problems[0]}",
+                details=problems,
+                hint=f"a server for this run: {self}",
             )
 
     def publish(self, name: str, folder: Path) -> None:
@@ -117,7 +118,7 @@ class Fleet:
     def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[NDArray[np.float64]]]:
         """Return the log-probabilities of sequences by each server, by its address."""
         asked = self.present
-        scores = self._each(lambda server: [server.score(sequence) for sequence in sequences])
+        scores = self._each(lambda server: server.score(sequences))
         return {server.url: some for server, some in zip(asked, scores, strict=True) if some}
 
     def sample_each(
@@ -185,21 +186,22 @@ class Fleet:
         for lost in again:
             LOG.warning("a rollout server ended (%s); starting it again", lost.remote.lost)
             lost.restart()
-        joined = []
         for server in again:
             try:
                 wait_for_all([server], self.how.timeout_s)
-                server.remote.problems(adapter=True, max_model_len=0)
-                joined.append(server.remote)
             except TrainingError as error:
                 server.remote.lost = error.message
                 LOG.warning("it does not start again: %s", error.message)
-        adapter, length = self.how.adapter_rank is not None, self.how.max_model_len
-        for remote in self._given:
-            if remote.lost and not remote.problems(adapter=adapter, max_model_len=length):
-                remote.lost = ""
-                joined.append(remote)
+        candidates = [s.remote for s in again if not s.remote.lost]
+        candidates += [remote for remote in self._given if remote.lost]
+        joined = [remote for remote in candidates if not self._problems(remote)]
+        for remote in joined:
+            remote.lost = ""
         return joined
+
+    def _problems(self, server: RemoteServer) -> list[str]:
+        adapter, length = self.how.adapter_rank is not None, self.how.max_model_len
+        return server.problems(adapter=adapter, max_model_len=length)
 
     def close(self) -> None:
         """Unload the policy from servers of others, and end those of this run."""

@@ -138,18 +138,26 @@ class RemoteServer:
             "return_tokens_as_token_ids": True,
         }
 
-    def score(self, sequence: Sequence[int]) -> NDArray[np.float64]:
-        """Return the log-probability of every token but the first, (T-1,), at temperature 1."""
-        body = {"model": self.model, "prompt": list(map(int, sequence)), "max_tokens": 1}
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[NDArray[np.float64]]:
+        """Return the log-probability of every token but the first of each sequence, (T-1,).
+
+        They are at temperature 1, whatever the temperature of sampling is.
+        """
+        prompts = [list(map(int, ids)) for ids in sequences]
+        body: dict[str, Any] = {"model": self.model, "prompt": prompts, "max_tokens": 1}
         body |= {"temperature": 0.0, "prompt_logprobs": 0}
-        answer = self._json("POST", "/v1/completions", body)
-        listed = answer["choices"][0].get("prompt_logprobs") or []
-        if len(listed) != len(sequence):
+        choices = self._json("POST", "/v1/completions", body)["choices"]
+        by_index = sorted(choices, key=lambda choice: int(choice["index"]))
+        listed = [choice.get("prompt_logprobs") or [] for choice in by_index]
+        if list(map(len, listed)) != list(map(len, sequences)):
             raise ArtifactError(
-                f"{self.url}: log-probabilities of {len(listed)} of {len(sequence)} tokens"
+                f"{self.url}: log-probabilities of {sum(map(len, listed))} of "
+                f"{sum(map(len, sequences))} tokens"
             )
-        pairs = zip(sequence[1:], listed[1:], strict=True)
-        return np.array([place[str(int(token))]["logprob"] for token, place in pairs])
+        return [
+            np.array([places[i][str(ids[i])]["logprob"] for i in range(1, len(ids))])
+            for ids, places in zip(prompts, listed, strict=True)
+        ]
 
     def load_adapter(self, name: str, folder: Path) -> None:
         """Load an adapter and sample from it from now on.

@@ -68,6 +68,7 @@ class Rollout(Section):
     sync_dir: str | None = (
         None  # server: folder that they read weights from; null: memory, if local
     )
+    threads: int | None = None  # server: CPU threads per started server; null: equal parts of all
     max_new_tokens: int = COMPUTED  # tokens of a response; default 1024, or half of the context
     max_prompt_len: int = COMPUTED  # tokens of a prompt; same default; longer ones are refused
     temperature: float = 1.0  # of sampling; log-probabilities are taken at it everywhere

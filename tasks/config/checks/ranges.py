@@ -89,6 +89,7 @@ LIMITS: tuple[tuple[str, float, float, float], ...] = (
     ("rollout.top_p", _TINY, 1, 1),
     ("rollout.top_k", 0, _MANY, 0),
     ("rollout.servers", 0, 1024, 2),
+    ("rollout.threads", 1, _MANY, 1),
     ("rollout.tensor_parallel", 1, _MANY, 1),
     ("rollout.kv_cache_gib", 0.01, _MANY, 1),
     ("rollout.gpu_memory", 0.01, 1, 0.5),

@@ -235,11 +235,11 @@ def _online(rl: Mapping[str, Any], rollout: Mapping[str, Any]) -> Iterator[Unrea
         yield Unread(keys, "rollout.engine=transformers", "only vLLM reads it", "rollout=vllm")
     if rollout["engine"] != "server":
         because = f"rollout.engine={rollout['engine']}"
-        mine = "rollout.servers rollout.urls rollout.sync_dir"
+        mine = "rollout.servers rollout.urls rollout.sync_dir rollout.threads"
         yield Unread(mine, because, "there is no server", "rollout=server")
     elif rollout["urls"]:
         readers = "servers at rollout.urls have settings of their own"
-        yield Unread(keys, "rollout.urls", readers, "rollout.servers=2")
+        yield Unread(f"{keys} rollout.threads", "rollout.urls", readers, "rollout.servers=2")
 
 
 def _reward(reward: Mapping[str, Any], rewarded: bool) -> Iterator[Unread]:

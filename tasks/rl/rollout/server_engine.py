@@ -190,6 +190,7 @@ class ServerEngine:
                 gpus=gpu_count() if ranks.gpu else 0,
                 ranks=launch.nproc,
                 busy_threads=launch.nproc * (launch.threads or 1) if self._overlaps else 0,
+                threads=self._rollout.threads,
             )
             self._fleet.start(here, self._policy.job.checkpoints)
         self._fleet.require_able()

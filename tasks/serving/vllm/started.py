@@ -84,7 +84,9 @@ class Place:
     threads: int = 1
 
 
-def places(count: int, how: Colocation, *, gpus: int, ranks: int, busy_threads: int) -> list[Place]:
+def places(
+    count: int, how: Colocation, *, gpus: int, ranks: int, busy_threads: int, threads: int | None
+) -> list[Place]:
     """Return a place for each server: GPUs after those of the ranks, or equal parts of the cores.
 
     Args:
@@ -93,13 +95,14 @@ def places(count: int, how: Colocation, *, gpus: int, ranks: int, busy_threads: 
         gpus: visible GPUs; 0 on a CPU.
         ranks: ranks on this machine, which use the first GPUs.
         busy_threads: CPU threads of the ranks while servers generate.
+        threads: CPU threads of each server; None: equal parts of the other cores.
 
     Raises:
         TrainingError: there are fewer GPUs.
     """
     if not gpus:
         cores = max(1, len(os.sched_getaffinity(0)) - busy_threads)
-        return [Place(threads=max(1, cores // count))] * count
+        return [Place(threads=threads or max(1, cores // count))] * count
     needed, size = ranks + count * how.tensor_parallel, how.tensor_parallel
     if gpus < needed:
         raise TrainingError(

@@ -39,6 +39,7 @@ class FakeVllm:
     asked: list[dict[str, Any]] = field(default_factory=list)
     served: list[int] = field(default_factory=list)
     most: int = 0
+    gate: threading.Event = field(default_factory=threading.Event)
     _now: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     server: Any = None
@@ -85,11 +86,13 @@ def start() -> Iterator[Callable[..., FakeVllm]]:
 
         def started(react: Any = lambda _, __: None) -> FakeVllm:
             fake = FakeVllm(react)
+            fake.gate.set()
 
             class Handler(BaseHTTPRequestHandler):
                 protocol_version = "HTTP/1.1"
 
                 def do_GET(self) -> None:
+                    fake.gate.wait()
                     self._send((200, {}))
 
                 def do_POST(self) -> None:
@@ -114,6 +117,7 @@ def start() -> Iterator[Callable[..., FakeVllm]]:
             thread.start()
             stack.callback(fake.server.server_close)
             stack.callback(fake.server.shutdown)
+            stack.callback(fake.gate.set)
             return fake
 
         yield started
@@ -198,6 +202,29 @@ def test_a_connection_that_breaks_is_tried_again(start: Any) -> None:
     assert len(dealt(20).run([server])) == 20
     assert once([fake])
     assert server.lost == ""
+
+
+def test_a_server_that_hangs_leaves_its_prompts_to_the_others(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing closes its connections, as when its machine has no power."""
+    monkeypatch.setattr(dealing, "WATCH_S", 0.1)
+    monkeypatch.setattr(dealing, "_HEALTH_S", 0.2)
+    hanging = start()
+
+    def hang(number: int, _: Any) -> None:
+        if number >= 5:
+            hanging.gate.clear()
+            hanging.gate.wait()
+
+    hanging.react = hang
+    good = start(lambda _, __: time.sleep(0.01))
+    servers = [remote(hanging), remote(good)]
+    responses = dealt(40).run(servers)
+    assert [int(r.ids[0]) for r in responses] == list(range(40))
+    assert servers[0].lost == f"{hanging.url} hangs"
+    hanging.gate.set()
+    assert set(good.served) >= set(range(40)) - set(hanging.served[:5])
 
 
 def test_all_servers_dead_is_an_error_and_what_was_answered_is_kept(start: Any) -> None:

@@ -28,6 +28,8 @@ from tasks.serving.vllm.remote import (
 
 PAUSES_S = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 """Pauses before each question after a server's health; then it is lost."""
+WATCH_S = 10.0
+"""Seconds between questions after the health of a server that has work."""
 TRIES = 4
 """Attempts at a prompt on servers that are healthy."""
 _BUSY = (429, 503)
@@ -85,19 +87,18 @@ class Dealing:
         if queue.empty():
             complete.set()
         lines = [_Line(server, self.timeout_s) for server in servers if not server.lost]
-        workers = {  # in turns, so that few requests are spread over all servers
-            asyncio.create_task(self._work(line, queue, complete))
-            for _ in range(min(self.at_once, len(self.bodies)))
-            for line in lines
-        }
+        for _ in range(min(self.at_once, len(self.bodies))):
+            for line in lines:  # in turns, so that few requests are spread over all servers
+                line.workers.append(asyncio.create_task(self._work(line, queue, complete)))
+        workers = {worker for line in lines for worker in line.workers}
         waiting = asyncio.create_task(complete.wait())
+        watching = [asyncio.create_task(_watch(line, queue)) for line in lines]
         try:
             await self._wait(waiting, workers, servers)
         finally:
-            waiting.cancel()
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(waiting, *workers, return_exceptions=True)
+            for task in (waiting, *watching, *workers):
+                task.cancel()
+            await asyncio.gather(waiting, *watching, *workers, return_exceptions=True)
             for line in lines:
                 await line.client.aclose()
 
@@ -126,13 +127,18 @@ class Dealing:
                     hint="rollout.timeout_s=<more>, or shorter: rollout.max_new_tokens=<less>",
                 )
             for task in done - {waiting}:
-                task.result()
+                if not task.cancelled():  # by the watch of a server that hangs
+                    task.result()
             pending = left - {waiting}
 
     async def _work(self, line: _Line, queue: asyncio.Queue[int], complete: asyncio.Event) -> None:
         """Answer requests with one server until it is lost."""
         while not line.server.lost:
             number = await queue.get()
+            if line.server.lost:
+                queue.put_nowait(number)
+                return
+            line.under_way.add(number)
             try:
                 body = self.bodies[number](line.server)
                 answer = generated(await line.complete(body), body["model"], self.version)
@@ -143,10 +149,12 @@ class Dealing:
                         hint="start it without a limit of its own (max_new_tokens)",
                     )
             except UnavailableError as error:
+                line.under_way.discard(number)
                 queue.put_nowait(number)
                 if await line.is_healthy(error.message):
                     self._count_try(number, error)
                 continue
+            line.under_way.discard(number)
             assert number not in self.answers, f"request {number} was answered twice"
             self.answers[number] = answer
             self.answered[line.server.url] = self.answered.get(line.server.url, 0) + 1
@@ -163,11 +171,25 @@ class Dealing:
             )
 
 
+async def _watch(line: _Line, queue: asyncio.Queue[int]) -> None:
+    """Give back the requests of a server that hangs, as after a power failure: no error comes."""
+    while not line.server.lost:
+        await asyncio.sleep(WATCH_S)
+        if not await line.is_healthy(f"{line.server.url} hangs"):
+            for worker in line.workers:
+                worker.cancel()
+            for number in line.under_way:
+                queue.put_nowait(number)
+            return
+
+
 class _Line:
     """The connections to one server."""
 
     def __init__(self, server: RemoteServer, timeout_s: float) -> None:
         self.server = server
+        self.workers: list[asyncio.Task[None]] = []
+        self.under_way: set[int] = set()
         self.client = httpx.AsyncClient(
             base_url=server.url,
             headers=headers(server.key),

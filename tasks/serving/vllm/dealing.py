@@ -133,7 +133,7 @@ class Dealing:
 
     async def _work(self, line: _Line, queue: asyncio.Queue[int], complete: asyncio.Event) -> None:
         """Answer requests with one server until it is lost."""
-        while not line.server.lost:
+        while True:
             number = await queue.get()
             if line.server.lost:
                 queue.put_nowait(number)

@@ -11,9 +11,9 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +29,9 @@ from tasks.training.job import TrainJob
 from tests.rl.rollout_program import Bench, _ids, _said, requests
 
 MANY = 24
-"""Requests of each rank while a server is killed."""
+"""Responses to each of five requests while a server is killed."""
+ENGINE_SEQS = 32
+"""`rollout.max_num_seqs` of the jobs."""
 
 
 def watch(bench: Bench) -> dict[str, Any]:
@@ -157,28 +159,24 @@ def _killed(bench: Bench, engine: Any) -> dict[str, Any]:
 
 @contextmanager
 def _killing(bench: Bench, engine: Any, count: int) -> Iterator[None]:
-    """Send SIGKILL to servers, the first of `count`, as soon as requests are on their way."""
+    """Send SIGKILL to each of `count` servers with its 33rd request: 32 are under way at once."""
     if not bench.ranks.first:
         yield
         return
-    right, began = RemoteServer.body, threading.Event()
+    right = RemoteServer.body
+    doomed = {server.remote.url: server.pid for server in engine._fleet.started[:count]}
+    asked: Counter[str] = Counter()
 
     def body(self: RemoteServer, *args: Any, **kwargs: Any) -> Any:
-        began.set()
+        asked[self.url] += 1
+        if asked[self.url] == ENGINE_SEQS + 1 and self.url in doomed:
+            for pid in _descendants(doomed[self.url]):
+                os.kill(pid, signal.SIGKILL)
         return right(self, *args, **kwargs)
 
-    def kill() -> None:
-        began.wait()
-        time.sleep(0.02)
-        for server in engine._fleet.started[:count]:
-            for pid in _descendants(server.pid):
-                os.kill(pid, signal.SIGKILL)
-
-    thread = threading.Thread(target=kill)
     with patch.object(RemoteServer, "body", body):
-        thread.start()
         yield
-    thread.join()
+    assert all(asked[url] > ENGINE_SEQS for url in doomed), "nothing was killed"
 
 
 def _descendants(pid: int) -> list[int]:

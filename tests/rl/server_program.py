@@ -164,7 +164,8 @@ def _killing(bench: Bench, engine: Any, count: int) -> Iterator[None]:
         yield
         return
     right = RemoteServer.body
-    doomed = {server.remote.url: server.pid for server in engine._fleet.started[:count]}
+    alive = [server for server in engine._fleet.started if not server.remote.lost]
+    doomed = {server.remote.url: server.pid for server in alive[:count]}
     asked: Counter[str] = Counter()
 
     def body(self: RemoteServer, *args: Any, **kwargs: Any) -> Any:

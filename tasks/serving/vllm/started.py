@@ -39,6 +39,12 @@ _OF_RANKS = (
 """Variables of a rank that a server must not inherit: it would take itself for one."""
 
 
+_PLUGINS = """[vllm.general_plugins]
+plumbline_lora = tasks.serving.vllm.lora_ops:use_single_adapter_products
+plumbline_linear = tasks.serving.vllm.cpu_linear:use_fp32_products
+"""
+
+
 def switches(how: Colocation, sampling: Sampling) -> dict[str, str]:
     """Return the environment variables that let a server take new weights."""
     name = (
@@ -190,6 +196,9 @@ class StartedServer:
             words += ["--kv-cache-memory-bytes", nbytes, "--gpu-memory-utilization", "0.01"]
             # vLLM 0.32 rewinds the generator of a half-read prompt, which a CPU's cannot do.
             words += ["--no-enable-chunked-prefill", "--enforce-eager"]
+            env["PYTHONPATH"] = os.pathsep.join(
+                filter(None, (str(_plugin(self._log_path)), os.environ.get("PYTHONPATH")))
+            )
             env["TORCHDYNAMO_DISABLE"] = "1"
         unset = [word for name in _OF_RANKS if name not in env for word in ("-u", name)]
         argv = ["env", *unset, *serve_command(self._how.model), *words]
@@ -204,6 +213,19 @@ class StartedServer:
         return RemoteServer(
             f"http://{HOST}:{port}", key=self._key, has_ended=lambda: child.poll() is not None
         )
+
+
+def _plugin(log_path: Path) -> Path:
+    """Return a folder for PYTHONPATH that names our products for CPUs to vLLM, as its plugins.
+
+    They are those of the engine inside a rank (`lora_ops.py`, `cpu_linear.py`).
+    """
+    folder = log_path.parent / "vllm-plugins"
+    about = folder / "plumbline_products-1.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    (about / "METADATA").write_text("Name: plumbline-products\nVersion: 1\n")
+    (about / "entry_points.txt").write_text(_PLUGINS)
+    return folder
 
 
 def wait_for_all(servers: Sequence[StartedServer], timeout_s: float) -> None:

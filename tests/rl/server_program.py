@@ -99,8 +99,8 @@ def _old_adapter(answering: Any) -> Iterator[None]:
     old = answering._folder / answering._named(answering.version)
     servers = answering._fleet.servers
 
-    def load(self: RemoteServer, name: str, folder: Path) -> None:
-        right(self, name, old if self is servers[-1] else folder)
+    def load(self: RemoteServer, name: str, folder: Path, timeout_s: float) -> None:
+        right(self, name, old if self is servers[-1] else folder, timeout_s)
 
     with patch.object(RemoteServer, "load_adapter", load):
         yield
@@ -112,8 +112,8 @@ def _base_alone(answering: Any) -> Iterator[None]:
     right = RemoteServer.load_adapter
     servers = answering._fleet.servers
 
-    def load(self: RemoteServer, name: str, folder: Path) -> None:
-        right(self, name, folder)
+    def load(self: RemoteServer, name: str, folder: Path, timeout_s: float) -> None:
+        right(self, name, folder, timeout_s)
         if self is servers[-1]:
             self.model = self.base
 
@@ -127,9 +127,9 @@ def _no_reload(answering: Any) -> Iterator[None]:
     right = RemoteServer.load_weights
     servers = answering._fleet.servers
 
-    def load(self: RemoteServer, folder: Path) -> None:
+    def load(self: RemoteServer, folder: Path, timeout_s: float) -> None:
         if self is not servers[-1]:
-            right(self, folder)
+            right(self, folder, timeout_s)
 
     with patch.object(RemoteServer, "load_weights", load):
         yield

@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from tasks.core.errors import TrainingError
 from tasks.core.machine import gpu_count
 from tasks.rl.experience.responses import Request
 from tasks.rl.rollout.ahead import Ahead
@@ -154,9 +155,12 @@ class ServerEngine:
             requests: those of the next call of `generate`.
 
         Raises:
-            TrainingError: the policy has changed since the last sync.
+            TrainingError: the policy has changed since the last sync, or nobody has collected the
+                responses of the last call.
             ConfigError: a prompt is longer than the engine's context.
         """
+        if self._ahead is not None:
+            raise TrainingError("responses that were sampled ahead have not been collected")
         self._policy.require_current(self._version)
         require_prompts_fit(requests, self._rollout, self._policy.ranks.rank)
         everyone = self._policy.ranks.all_objects(list(requests))

@@ -221,9 +221,9 @@ class Fleet:
         assert self.published is not None
         name, folder = self.published
         if self.how.adapter_rank is None:
-            server.load_weights(folder)
+            server.load_weights(folder, self.how.timeout_s)
         else:
-            server.load_adapter(name, folder)
+            server.load_adapter(name, folder, self.how.timeout_s)
 
     def _each(self, work: Callable[[RemoteServer], T]) -> list[T | None]:
         """Return the results of all present servers, asked at the same time; None of a lost one.

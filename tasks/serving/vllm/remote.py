@@ -22,8 +22,6 @@ from tasks.serving.vllm.colocation import Generated, Sampling
 
 KEY_VARIABLE = "PLUMBLINE_API_KEY"
 """Variable with the API key of the servers. Keys of other services are never sent."""
-LOAD_S = 600.0
-"""Seconds for a server to read new weights."""
 _ASK_S = 60.0
 _EXCERPT = 300
 _TRIAL = [1, 2, 3]
@@ -159,19 +157,20 @@ class RemoteServer:
             for ids, places in zip(prompts, listed, strict=True)
         ]
 
-    def load_adapter(self, name: str, folder: Path) -> None:
+    def load_adapter(self, name: str, folder: Path, timeout_s: float) -> None:
         """Load an adapter and sample from it from now on.
 
         Args:
             name: unused so far.
             folder: PEFT folder that the server can read; has to stay while the adapter is used.
+            timeout_s: seconds for the server to load it.
 
         Raises:
             ArtifactError: the server refuses it.
             UnavailableError: the server is lost.
         """
         body = {"lora_name": name, "lora_path": str(folder)}
-        response = self._request("POST", "/v1/load_lora_adapter", body, LOAD_S)
+        response = self._request("POST", "/v1/load_lora_adapter", body, timeout_s)
         if not response.is_success:
             raise self._refused(response, folder)
         listed = {str(card.get("id")) for card in self._json("GET", "/v1/models")["data"]}
@@ -183,11 +182,12 @@ class RemoteServer:
         """Unload an adapter; one that is not there is no error."""
         self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
-    def load_weights(self, folder: Path) -> None:
+    def load_weights(self, folder: Path, timeout_s: float) -> None:
         """Load full weights in the place of the present ones, and forget all cached prefixes.
 
         Args:
             folder: HF folder that the server can read.
+            timeout_s: seconds for the server to load it.
 
         Raises:
             ArtifactError: the server refuses it.
@@ -196,7 +196,7 @@ class RemoteServer:
         kwargs = {"weights_path": str(folder)}
         body = {"method": "reload_weights", "kwargs": kwargs}
         for path, content in (("/collective_rpc", body), ("/reset_prefix_cache", {})):
-            response = self._request("POST", path, content, LOAD_S)
+            response = self._request("POST", path, content, timeout_s)
             if not response.is_success:
                 raise self._refused(response, folder)
 

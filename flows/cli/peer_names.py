@@ -151,6 +151,8 @@ _REWARDS = {
     "max_completion_length": "rollout.max_new_tokens={}",
     "response_length": "rollout.max_new_tokens={}",
     "use_vllm": "rollout=vllm",
+    "vllm_num_engines": "rollout=server rollout.servers={}",
+    "vllm_server_base_url": "rollout=server rollout.urls=[{}]",
     "tensor_parallel_size": "rollout.tensor_parallel={}",
     "vllm_tensor_parallel_size": "rollout.tensor_parallel={}",
     "gpu_memory_utilization": "rollout.gpu_memory={}",

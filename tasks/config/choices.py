@@ -47,7 +47,8 @@ Correction = Literal["none", "tis", "icepop", "sequence_mask"]
 ObservationRole = Literal["user", "tool"]
 RewardEngine = Literal["process", "vllm"]
 MergeBase = Literal["auto", "dequantized", "original"]
-Engine = Literal["vllm", "transformers"]
+Engine = Literal["vllm", "server", "transformers"]
+"""`server`: vLLM servers over HTTP."""
 SmokeEngine = Literal["vllm", "server", "transformers"]
 """`server` is `vllm serve`, verified over HTTP as a user reaches it."""
 Profile = Literal["strict", "standard", "relaxed"]

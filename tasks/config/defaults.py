@@ -191,7 +191,7 @@ def _offload_trainer(get: Get) -> Default:
     if not has_gpu(get("train.device")):
         return Default(False, "ranks on CPUs")
     if get("rollout.engine") != "vllm":
-        return Default(False, "rollouts by the trainer's own model")
+        return Default(False, "no vLLM beside the trainer")
     if get("peft.kind") != "none":
         return Default(False, "an adapter, whose optimizer states are small")
     if get("zero.stage") < 1 or get("zero.offload_optimizer") != "none":

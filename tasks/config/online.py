@@ -29,6 +29,7 @@ class Rl(Section):
     rollout_batch_size: int = 32  # prompts per iteration
     num_generations: int = 4  # responses per prompt, a group
     iterations: int | None = None  # null: train.epochs over the prompts
+    staleness: int = 0  # 1: sample for the next iteration while this one trains (rollout=server)
     ppo_epochs: int = 1  # epochs over the responses of an iteration
     eval_prompts: int = 128  # evaluation prompts, at most
     environment: str | None = None  # path.py:Class with reset and step, for several turns
@@ -66,13 +67,17 @@ class Rl(Section):
 class Rollout(Section):
     """The engine that samples responses."""
 
-    engine: Engine = "vllm"  # vllm, or the trainer's own model through transformers
+    engine: Engine = "vllm"  # vllm in each rank, vLLM servers, or the trainer's own model
+    servers: int = 0  # server: vLLM servers to start on free GPUs, or on CPU cores
+    urls: tuple[str, ...] = ()  # server: addresses of running vLLM servers
+    sync_dir: str | None = None  # server: folder they read weights from; null: memory, if local
+    threads: int | None = None  # server: CPU threads per started server; null: equal parts of all
     max_new_tokens: int = COMPUTED  # tokens after the prompt; default 1024, or half of the context
     max_prompt_len: int = COMPUTED  # tokens of a prompt; same default; longer ones are refused
     temperature: float = 1.0  # of sampling; log-probabilities are taken at it everywhere
     top_p: float = 1.0  # nucleus sampling; 1: all tokens
     top_k: int = 0  # sample among the k most likely tokens; 0: all
-    tensor_parallel: int = 1  # ranks per engine
+    tensor_parallel: int = 1  # ranks per engine; server: GPUs per started server
     kv_cache_gib: float = 1.0  # GiB of KV cache per engine, on CPU
     gpu_memory: float = 0.5  # share of a GPU that the engine may take
     max_num_seqs: int = 256  # responses that an engine decodes at once

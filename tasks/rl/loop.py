@@ -18,13 +18,13 @@ from tasks.core.errors import PlumblineError
 from tasks.core.events import emit, keep_in
 from tasks.rl.algorithms.correction import MismatchLimits
 from tasks.rl.algorithms.kl import Controller
-from tasks.rl.experience.collect import Clock, Collector
+from tasks.rl.experience.collect import Clock, Collected, Collector
 from tasks.rl.experience.experience_scoring import ExperienceScorer
 from tasks.rl.experience.packed_rows import pack_experience
 from tasks.rl.experience.prompts import PromptOrder
 from tasks.rl.experience.records import collected, evaluated, samples_of, speeds
 from tasks.rl.experience.responses import ScoredResponse
-from tasks.rl.rollout.engines import Engine
+from tasks.rl.rollout.engines import Engine, SamplesAhead
 from tasks.rl.settings import Loop
 from tasks.rl.setup import Setup
 from tasks.rl.update import Updater
@@ -32,7 +32,7 @@ from tasks.training.engine import checkpoint, saving
 from tasks.training.engine.checkpoint import Progress
 from tasks.training.engine.offload import TrainerStates
 from tasks.training.job import Batch
-from tasks.training.selection import best_to_load, due, evaluate_if_due, has_stopped
+from tasks.training.selection import best_to_load, due, evaluate_if_due, has_stopped, may_save
 
 CONTROLLER = "kl_controller"
 MISMATCH = "first_mismatches"
@@ -77,7 +77,9 @@ class OnlineTrainer:
         self._controller = Controller.of(loop, self.progress.kept.get(CONTROLLER))
         limits = MismatchLimits(loop.mismatch_limit, loop.mismatch_factor)
         limits.first = list(self.progress.kept.get(MISMATCH, []))
-        self._scorer, self._updater = ExperienceScorer(self.setup, limits), Updater(self.setup)
+        probed = (lambda: self._ahead.mismatch) if loop.staleness else None
+        self._scorer = ExperienceScorer(self.setup, limits, probed)
+        self._updater = Updater(self.setup)
         self._order = PromptOrder(count, loop.rollout_batch_size, loop.refill, settings.seed)
         self._last = iterations(loop, settings.batch, count)
 
@@ -117,6 +119,7 @@ class OnlineTrainer:
         begin, clock = time.perf_counter(), Clock()
         samples = self.setup.loop.num_generations
         numbered = self.train.collect(iteration, self._order, samples, clock)
+        record = self._start_ahead(iteration, numbered)
         self.rollout_engine.sleep()  # frees GPU memory for training; the next sync wakes it
         scored = [response for _, response in numbered]
         batch = pack_experience(scored)
@@ -124,18 +127,43 @@ class OnlineTrainer:
             with clock.phase("measure"):
                 batch = self._scorer.measure(batch)
         with clock.phase("estimate"):
-            inputs, record = self._scorer.estimate(batch, self._controller.coef, iteration)
+            inputs, estimated = self._scorer.estimate(batch, self._controller.coef, iteration)
+        record |= estimated
         if "kl" in record:
             self._controller = self._controller.after(record["kl"], len(scored))
         with clock.phase("update"), self.states.on_device():
             compare = partial(self._scorer.compare, iteration=iteration)
             record |= self._updater.update(iteration, inputs, compare, of=self._last)
+        if self.setup.loop.staleness:
+            with clock.phase("wait"):
+                self._ahead.finish_ahead()
         with clock.phase("sync_weights"):
             self.rollout_engine.sync_weights()
         record |= collected(scored) | speeds(clock, batch, begin)
         if self.setup.ranks.first and due(self.setup.job.settings.log_every, iteration):
             emit("samples", step=iteration, rows=samples_of(scored))
         return {"step": iteration, **record, "epoch": self._order.epoch_at(iteration)}
+
+    @property
+    def _ahead(self) -> SamplesAhead:
+        """The engine, which can sample in the background: the preflight has checked it."""
+        assert isinstance(self.rollout_engine, SamplesAhead)
+        return self.rollout_engine
+
+    def _start_ahead(self, iteration: int, numbered: Collected) -> dict[str, float]:
+        """Begin to sample the next iteration's responses; return how old this iteration's are.
+
+        Nothing is sampled ahead over a checkpoint, so that a resumed run samples the same.
+        """
+        loop = self.setup.loop
+        if not loop.staleness:
+            return {}
+        if iteration < self._last and not may_save(self.setup.job.settings, iteration):
+            numbers = self._order.numbers(iteration + 1).tolist()
+            following = self.train.requests(numbers, iteration + 1, loop.num_generations)
+            self._ahead.start_ahead(following)
+        versions = [response.response.generated.version for _, response in numbered]
+        return {"staleness": self.rollout_engine.version - sum(versions) / len(versions)}
 
     def evaluate(self, when: str) -> dict[str, float]:
         """Return metrics of greedy responses to the evaluation prompts; emits the event "eval"."""

@@ -63,7 +63,14 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
         states.offload()  # the rollout engine sizes its memory by what is free when it starts
         rewards = stack.enter_context(_rewards(setup, tokenizer))
         rollout_engine = stack.enter_context(
-            open_engine(job, online.rollout, ranks, engine=setup.engine, ends=ends)
+            open_engine(
+                job,
+                online.rollout,
+                ranks,
+                engine=setup.engine,
+                ends=ends,
+                probes=[prompt.ids.tolist() for prompt in heldout[:8]],
+            )
         )
         budget, turns = online.rollout.max_new_tokens, online.loop.max_turns
         episodes = played and Episodes(rollout_engine, *played, ranks, turns, budget)

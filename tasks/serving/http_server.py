@@ -55,16 +55,16 @@ def running(
         StageProcessError: the server ended, or the time is over; with its last lines of output.
     """
     with Output(stage=stage, log=log, log_path=log_path) as output, live(Child(argv, env=env)) as c:
-        reader = threading.Thread(target=_read, args=(c, output), daemon=True)
+        reader = threading.Thread(target=pass_on, args=(c, output), daemon=True)
         reader.start()
         late = threading.Timer(timeout_s, c.cancel)
         late.daemon = True
         late.start()
         try:
-            _wait(c, port)
+            wait_until_healthy(c, port)
             yield f"http://{HOST}:{port}"
-        except (PlumblineError, _Ended) as error:
-            if not isinstance(error, _Ended) and not c.wait(_LAST_WORDS_S):
+        except (PlumblineError, EndedError) as error:
+            if not isinstance(error, EndedError) and not c.wait(_LAST_WORDS_S):
                 raise
             reader.join(_LAST_WORDS_S)
             reason = "exit"
@@ -85,20 +85,29 @@ def free_port() -> int:
         return port
 
 
-class _Ended(Exception):
+class EndedError(Exception):
     """The server ended before it was healthy."""
 
 
-def _read(child: Child, output: Output) -> None:
+def pass_on(child: Child, output: Output) -> None:
     """Pass the server's output on to its end."""
     while chunk := child.read(math.inf):
         for _ in output.feed(chunk):
             pass  # a server has no events
 
 
-def _wait(child: Child, port: int) -> None:
-    """Wait until the server is healthy; the caller's timer ends one that never is."""
-    while child.poll() is None:
+def wait_until_healthy(child: Child, port: int, until: float = math.inf) -> None:
+    """Wait until the server is healthy.
+
+    Args:
+        child: the server.
+        port: its port.
+        until: a time of `time.monotonic()`.
+
+    Raises:
+        EndedError: the server has ended, or the time is over.
+    """
+    while child.poll() is None and time.monotonic() < until:
         with suppress(OSError, http.client.HTTPException):
             connection = http.client.HTTPConnection(HOST, port, timeout=5)
             try:
@@ -108,4 +117,4 @@ def _wait(child: Child, port: int) -> None:
             finally:
                 connection.close()
         time.sleep(_POLL_S)
-    raise _Ended
+    raise EndedError

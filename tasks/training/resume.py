@@ -21,6 +21,8 @@ FREE = (
     "save_steps", "max_ckpt_num", "max_ckpt_gb", "probes", "batch.micro_batch_size",
     "gradient_checkpointing", "gradient_checkpointing_reentrant", "zero.bucket_size",
     "zero.overlap_comm", "trust_remote_code",
+    "online.rollout.servers", "online.rollout.urls", "online.rollout.threads",
+    "online.rollout.sync_dir",
 )  # fmt: skip
 """Settings that may differ in a resumed run: they leave the result as it is, up to the order of
 sums. `train.best_metric` may not: values before and after the interruption are compared."""

@@ -104,6 +104,18 @@ def evaluate_if_due(
     return progress.step < last and (wanted or due(settings.save_steps, progress.step))
 
 
+def may_save(settings: Settings, step: int) -> bool:
+    """Return True if a checkpoint may follow a step: one is due, or an evaluation may be the best.
+
+    Args:
+        settings: of the run.
+        step: 1, 2, ...
+    """
+    how = settings.evaluate
+    judged = due(how.eval_steps, step) and (how.keep == "best" or settings.save_steps > 0)
+    return judged or due(settings.save_steps, step)
+
+
 def best_to_load(progress: Progress, how: Evaluate) -> Best | None:
     """Return the best evaluation if its weights are delivered and are not the current ones."""
     best = progress.best

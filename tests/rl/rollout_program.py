@@ -84,7 +84,10 @@ class Bench:
     @contextmanager
     def answering(self, **changes: Any) -> Iterator[Engine]:
         how = replace(self.rollout, **changes)
-        with open_engine(self.job, how, self.ranks, engine=self.engine, ends=[END]) as engine:
+        probes = [request.ids.tolist() for request in requests(0)]
+        with open_engine(
+            self.job, how, self.ranks, engine=self.engine, ends=[END], probes=probes
+        ) as engine:
             yield engine
 
     def perturb(self, scale: float) -> None:

@@ -11,6 +11,7 @@
     online      sections `rl`, `rollout` and `reward`
     phases      memory of a rank, by phase
     ranges      numbers, batch sizes, ZeRO options, schedule, stage names
+    servers     vLLM servers of rollouts: addresses, GPUs, and what they can do
     signing     keys of signatures
     tracking    the servers of MLflow and Prefect answer; the file of metrics can be written
     unread      settings on the command line that have no effect
@@ -38,6 +39,7 @@ from tasks.config.checks import (
     objective,
     online,
     ranges,
+    servers,
     signing,
     tracking,
     unread,
@@ -124,6 +126,7 @@ def findings(
         *objective.mask_fits(train["mask"], objective_),
         *objective.reference_answers(settings),
         *online.online(settings, known, rewarded=rewarded, on_cpu=on_cpu),
+        *_servers(settings, known, on_cpu=on_cpu),
         *objective.raw_texts(settings),
         *online.function(settings["eval"]["function"], EVAL),
         *gate.conditions(settings),
@@ -230,7 +233,7 @@ def _engines(
         gpu: bytes of a rank's GPU; None without GPUs.
     """
     problems: list[Finding] = []
-    if settings["train"]["objective"] in ONLINE and settings["rollout"]["engine"] == "vllm":
+    if settings["train"]["objective"] in ONLINE and settings["rollout"]["engine"] != "transformers":
         taken = engine.rollout_memory(known.config, settings, gpu_bytes=gpu)
         problems += engine.rollouts_fit(taken, gpu)
     return problems + _smoke_engine(settings, known, free=free)
@@ -248,6 +251,13 @@ def _smoke_engine(settings: dict[str, Any], known: model.Known, *, free: int) ->
         return [*engine.cache_fits(taken, on_gpu=False), *problems]
     more = max(n for n in range(1, gpus + 1) if engine.heads_of(known.config) % n == 0)
     return engine.cache_fits(taken, on_gpu=True, more=more if more > sharing else 1)
+
+
+def _servers(settings: dict[str, Any], known: model.Known, *, on_cpu: bool) -> list[Finding]:
+    """Check the servers of rollouts; ask those at `rollout.urls` if nothing else is wrong."""
+    if settings["train"]["objective"] not in ONLINE:
+        return []
+    return servers.servers(settings, known, on_cpu=on_cpu) or list(servers.able(settings))
 
 
 def installed(name: str) -> str:

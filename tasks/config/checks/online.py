@@ -63,7 +63,7 @@ def online(
 
 def _served(settings: Mapping[str, Any]) -> list[Finding]:
     """Refuse policies that vLLM cannot sample from."""
-    if settings["rollout"]["engine"] != "vllm":
+    if settings["rollout"]["engine"] == "transformers":
         return []
     sections = {name: settings[name] for name in ("train", "peft", "zero", "model", "seed")}
     rollout = read_section(Rollout, settings["rollout"], "rollout")

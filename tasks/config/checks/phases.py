@@ -273,11 +273,19 @@ def _frozen(
 def _engine(
     config: Mapping[str, Any], training: Settings, online: Online, *, gpu: int | None
 ) -> EngineMemory | None:
-    """Return the memory of vLLM beside a rank; None without vLLM."""
-    if online.rollout.engine != "vllm":
+    """Return the memory of vLLM beside a rank, a share of servers on its CPU; None without."""
+    rollout = online.rollout
+    if rollout.engine == "transformers":
         return None
-    settings = {"rollout": asdict(online.rollout), "model": {"dtype": training.dtype}}
-    return rollout_memory(config, settings, gpu_bytes=gpu)
+    settings = {"rollout": asdict(rollout), "model": {"dtype": training.dtype}}
+    engine = rollout_memory(config, settings, gpu_bytes=gpu)
+    if rollout.engine == "vllm":
+        return engine
+    if gpu is not None or not rollout.servers:
+        return None  # servers have GPUs, or machines, of their own
+    share = rollout.servers / training.launch.nproc  # of the servers' memory, for each rank
+    parts = {"weights": int(engine.weights * share), "cache": int(engine.cache * share)}
+    return replace(engine, **parts)
 
 
 def _of_engine(engine: EngineMemory, *, on_gpu: bool) -> Iterator[Term]:

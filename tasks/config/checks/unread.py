@@ -235,9 +235,16 @@ def _online(rl: Mapping[str, Any], rollout: Mapping[str, Any]) -> Iterator[Unrea
         keys = "rl.environment_timeout_s rl.max_turns rl.observation_role"
         override = "rl.environment=<path.py>:<Class>"
         yield Unread(keys, "no rl.environment", "a prompt gets one response", override)
+    keys = "rollout.tensor_parallel rollout.kv_cache_gib rollout.gpu_memory"
     if rollout["engine"] == "transformers":
-        keys = "rollout.tensor_parallel rollout.kv_cache_gib rollout.gpu_memory"
         yield Unread(keys, "rollout.engine=transformers", "only vLLM reads it", "rollout=vllm")
+    if rollout["engine"] != "server":
+        because = f"rollout.engine={rollout['engine']}"
+        mine = "rollout.servers rollout.urls rollout.sync_dir rollout.threads"
+        yield Unread(mine, because, "there is no server", "rollout=server")
+    elif rollout["urls"]:
+        readers = "servers at rollout.urls have settings of their own"
+        yield Unread(f"{keys} rollout.threads", "rollout.urls", readers, "rollout.servers=2")
 
 
 def _reward(reward: Mapping[str, Any], rewarded: bool) -> Iterator[Unread]:

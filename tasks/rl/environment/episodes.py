@@ -83,6 +83,7 @@ class _Episode:
                 np.concatenate([generated.ids for generated in self.generated]),
                 np.concatenate([generated.logprobs for generated in self.generated]),
                 self.generated[-1].ended,
+                min(generated.version for generated in self.generated),
             ),
             self.turns[-1].text,
             tuple(self.turns),

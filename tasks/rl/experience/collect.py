@@ -111,13 +111,9 @@ class Collector:
             first: number of the first group, for the seeds.
             greedy: take the most likely token instead of sampling.
         """
-        world, rank = self.ranks.world_size, self.ranks.rank
-        groups = range(rank, len(numbers), world)
+        groups = range(self.ranks.rank, len(numbers), self.ranks.world_size)
         prompts = [self.prompts[numbers[g]] for g in groups]
-        seeds = [request_seed(self.seed, iteration, first + g) for g in groups]
-        requests = [
-            Request(prompt.ids, samples, seed) for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
+        requests = self.requests(numbers, iteration, samples, first=first)
         by_request = self._respond(requests, prompts, clock, greedy)
         responses = [
             (g, response)
@@ -131,6 +127,19 @@ class Collector:
             for i, (g, response) in enumerate(responses)
         ]
         return gather_responses(self.ranks, mine, self.prompts)
+
+    def requests(
+        self, numbers: Sequence[int], iteration: int, samples: int, *, first: int = 0
+    ) -> list[Request]:
+        """Return this rank's share of the requests of `sample`, whose arguments it has."""
+        return [
+            Request(
+                self.prompts[numbers[g]].ids,
+                samples,
+                request_seed(self.seed, iteration, first + g),
+            )
+            for g in range(self.ranks.rank, len(numbers), self.ranks.world_size)
+        ]
 
     def _respond(
         self, requests: Sequence[Request], prompts: Sequence[Prompt], clock: Clock, greedy: bool

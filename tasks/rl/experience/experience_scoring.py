@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,7 +11,7 @@ from tasks.core.errors import TrainingError
 from tasks.rl.algorithms import advantages, correction
 from tasks.rl.algorithms.batch import Batch
 from tasks.rl.experience.packed_rows import Experience, measure_tokens
-from tasks.rl.experience.records import compared, estimates
+from tasks.rl.experience.records import compared, estimates, off_policy
 from tasks.rl.setup import Setup
 from tasks.rl.update import UpdateInputs
 from tasks.training.engine import checkpoint
@@ -25,10 +26,13 @@ class ExperienceScorer:
     Attributes:
         setup: models and settings of the run.
         mismatch_limits: limits of the train-inference mismatch.
+        probed: returns the mismatch of the engine's current version, in nats per token. Needed if
+            responses come from an older version, since their difference is not only mismatch.
     """
 
     setup: Setup
     mismatch_limits: correction.MismatchLimits
+    probed: Callable[[], float] | None = None
 
     @property
     def needs_policy_only(self) -> bool:
@@ -107,9 +111,13 @@ class ExperienceScorer:
             TrainingError: as `estimate`.
         """
         assert experience.old is not None
-        mismatch = correction.mismatch(experience.old, experience.sampled)
-        self.mismatch_limits.require_within(mismatch, iteration)
-        return compared(experience.old, mismatch)
+        measured = correction.mismatch(experience.old, experience.sampled)
+        if self.probed is None:
+            self.mismatch_limits.require_within(measured, iteration)
+            return compared(experience.old, measured)
+        mismatch = self.probed()
+        self.mismatch_limits.require_within(replace(measured, mean_abs=mismatch), iteration)
+        return off_policy(experience, measured, mismatch)
 
     def _require_near(self, kl_now: float, iteration: int) -> None:
         limit = self.setup.loop.kl_limit

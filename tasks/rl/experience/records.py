@@ -76,6 +76,24 @@ def compared(old_N: torch.Tensor, mismatch: Mismatch) -> dict[str, float]:
     }
 
 
+def off_policy(experience: Experience, measured: Mismatch, mismatch: float) -> dict[str, float]:
+    """Return metrics of responses that an older version of the policy may have sampled.
+
+    Args:
+        experience: the responses, with the trainer's log-probabilities.
+        measured: their difference from those of sampling: the policy's move, and mismatch.
+        mismatch: mean absolute difference of trainer and engine at the same version.
+    """
+    assert experience.old is not None
+    return {
+        "mismatch/mean_abs": mismatch,
+        "off_policy/mean_abs": measured.mean_abs,
+        "off_policy/max_abs": measured.max_abs,
+        "off_policy/kl": measured.kl,
+        "entropy": float(-experience.old.mean()),
+    }
+
+
 def estimates(experience: Experience, advantages: Advantages) -> dict[str, float]:
     """Return metrics of advantages and values.
 

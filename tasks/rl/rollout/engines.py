@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -83,9 +83,41 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class SamplesAhead(Engine, Protocol):
+    """An engine that samples in the background, beside an update."""
+
+    @property
+    def mismatch(self) -> float:
+        """Trainer-engine log-prob difference of the version that was synced last, in nats."""
+        ...
+
+    def start_ahead(self, requests: Sequence[Request]) -> None:
+        """Begin to sample responses; `generate` with the same requests collects them.
+
+        Args:
+            requests: prompts of this rank; may be empty.
+
+        Raises:
+            TrainingError: the policy has changed since the last sync.
+            ConfigError: a prompt is longer than the engine's context.
+        """
+        ...
+
+    def finish_ahead(self) -> None:
+        """Wait until all of them are there: a sync replaces what the engine samples from."""
+        ...
+
+
 @contextlib.contextmanager
 def open_engine(
-    job: TrainJob, rollout: Rollout, ranks: Ranks, *, engine: Any, ends: Sequence[int]
+    job: TrainJob,
+    rollout: Rollout,
+    ranks: Ranks,
+    *,
+    engine: Any,
+    ends: Sequence[int],
+    probes: Sequence[Sequence[int]] = (),
 ) -> Iterator[Engine]:
     """Yield the rollout engine of section `rollout`, and close it afterwards. All ranks take part.
 
@@ -95,6 +127,7 @@ def open_engine(
         ranks: this process and its peers.
         engine: the DeepSpeed engine of the policy.
         ends: ids of end tokens.
+        probes: prompts by which servers prove what they sample from.
 
     Raises:
         ConfigError: vLLM cannot sample from this policy; names every reason.
@@ -106,6 +139,10 @@ def open_engine(
         from tasks.rl.rollout.hf_engine import HfEngine
 
         rollout_engine = HfEngine(policy, rollout, ends=tuple(ends))
+    elif rollout.engine == "server":
+        from tasks.rl.rollout.server_engine import ServerEngine
+
+        rollout_engine = ServerEngine(policy, rollout, ends=tuple(ends), probes=probes)
     else:
         from tasks.rl.rollout.vllm_engine import VllmEngine
 

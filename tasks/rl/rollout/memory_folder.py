@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ def writes_here() -> bool:
 
 
 @contextlib.contextmanager
-def memory_folder(ranks: Ranks, nbytes: int) -> Iterator[Path]:
+def memory_folder(ranks: Ranks, nbytes: int, *, root: str | None = None) -> Iterator[Path]:
     """Yield a new folder, the same for all ranks of a node, and delete it afterwards.
 
     A folder left by a killed run is deleted when the next one begins: its name has the process id.
@@ -31,12 +32,19 @@ def memory_folder(ranks: Ranks, nbytes: int) -> Iterator[Path]:
     Args:
         ranks: all ranks enter and leave together.
         nbytes: size of the content. If memory is too small, the folder is on disk.
+        root: parent of the folder instead, which other machines can read, too.
     """
     mine = None
     if writes_here():
-        root = place_for(nbytes)
-        sweep(root)
-        mine = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=root)
+        if root is None:
+            parent, owner = place_for(nbytes), f"{os.getpid()}"
+            sweep(parent)
+        else:  # a process of another machine may have the same id
+            parent, owner = Path(root).expanduser(), f"{socket.gethostname()}.{os.getpid()}"
+            parent.mkdir(parents=True, exist_ok=True)
+        mine = tempfile.mkdtemp(prefix=f"{PREFIX}{owner}-", dir=parent)
+        if root is not None:
+            os.chmod(mine, 0o755)  # the servers may belong to another user
     try:
         node = os.environ.get("GROUP_RANK", "0")
         by_node = {name: path for name, path in ranks.all_objects((node, mine)) if path is not None}

@@ -7,11 +7,14 @@ norm of each row, computed in fp32 and rounded once. A 4-bit weight is dequantis
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from tasks.core.contract import Expected, judge, require
@@ -23,6 +26,9 @@ from tasks.training.model.fused_lora import ADAPTER
 from tasks.training.model.gather_params import whole
 from tasks.training.model.packed_model import model_of
 from tasks.weights.plan.contracts import ModelFacts
+
+SHARD = 2 << 30
+"""Bytes after which `write_merged` begins another file."""
 
 
 def merged_tensors(module: nn.Module, facts: ModelFacts) -> Iterator[tuple[str, torch.Tensor]]:
@@ -60,6 +66,45 @@ def merged_tensors(module: nn.Module, facts: ModelFacts) -> Iterator[tuple[str, 
             yielded[key] = TensorSpec(tuple(tensor.shape), SAFETENSORS_DTYPES[tensor.dtype])
             yield key, tensor
     require(judge(_contract(facts), yielded), stage="weight sync")
+
+
+def write_merged(module: nn.Module, facts: ModelFacts, folder: Path | None, *, base: Path) -> int:
+    """Write the policy as a checkpoint with the base's config.json. All ranks take part.
+
+    Args:
+        module: as of `merged_tensors`.
+        facts: of its base.
+        folder: existing folder; None on ranks that do not write.
+        base: folder of the base.
+
+    Returns:
+        Number of tensors.
+
+    Raises:
+        ConfigError: as `merged_tensors`.
+        ContractError: as `merged_tensors`; nothing must be loaded from the folder then.
+    """
+    shard: dict[str, torch.Tensor] = {}
+    count = written = size = 0
+
+    def save() -> None:
+        nonlocal written, size
+        if folder is not None and shard:
+            save_file(shard, folder / f"model-{written:05d}.safetensors")
+        written, size = written + 1, 0
+        shard.clear()
+
+    for key, tensor in merged_tensors(module, facts):
+        count += 1
+        if folder is not None:
+            shard[key] = tensor.cpu().clone().contiguous()
+            size += tensor.nbytes
+        if size > SHARD:
+            save()
+    save()
+    if folder is not None:
+        shutil.copy(base / "config.json", folder)
+    return count
 
 
 def disk_keys(facts: ModelFacts) -> Mapping[str, list[str]]:

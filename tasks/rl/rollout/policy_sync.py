@@ -136,17 +136,25 @@ class Policy:
         All ranks take part; one rank of each node writes.
         """
         with memory_folder(self.ranks, self.nbytes) as folder:
-            tensors: dict[str, torch.Tensor] = {}
-            for name, parameter in self.parameters.items():
-                with whole([parameter]):
-                    if writes_here():
-                        tensors[self.keys[name]] = parameter.detach().cpu().clone().contiguous()
-            if writes_here():
-                save_file(tensors, folder / "adapter_model.safetensors")
-                write_adapter_config(self.engine.module, folder)
+            self.write_adapter(folder if writes_here() else None)
             self.ranks.barrier()
             yield folder
             self.ranks.barrier()
+
+    def write_adapter(self, folder: Path | None) -> None:
+        """Write the adapter as a PEFT folder. All ranks take part.
+
+        Args:
+            folder: existing folder; None on ranks that do not write.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        for name, parameter in self.parameters.items():
+            with whole([parameter]):
+                if folder is not None:
+                    tensors[self.keys[name]] = parameter.detach().cpu().clone().contiguous()
+        if folder is not None:
+            save_file(tensors, folder / "adapter_model.safetensors")
+            write_adapter_config(self.engine.module, folder)
 
     @property
     def largest_rank(self) -> int:

@@ -72,7 +72,7 @@ class VllmEngine:
             rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens, ends
         )
         self._colocation = Colocation(
-            model=_folder(policy.job),
+            model=rollout_folder(policy.job),
             dtype=settings.dtype,
             max_model_len=rollout.max_prompt_len + rollout.max_new_tokens,
             max_num_seqs=rollout.max_num_seqs,
@@ -249,13 +249,13 @@ def _by_request(
     return [list(islice(remaining, request.samples)) for request in requests]
 
 
-def _folder(job: TrainJob) -> Path:
+def rollout_folder(job: TrainJob) -> Path:
     """Return the folder that vLLM loads: the base, or a QLoRA policy's dequantised base."""
     if job.rollout_base is not None:
         return job.rollout_base
     if job.settings.peft.quantization() is not None:
         raise ConfigError(
-            "rollout.engine=vllm needs a QLoRA policy's dequantised base, and the job has none",
+            "rollouts by vLLM need a QLoRA policy's dequantised base, and the job has none",
             hint="flows/rlhf.py makes it in its stage rollout_base; or rollout=transformers",
         )
     return job.base

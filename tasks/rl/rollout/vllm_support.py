@@ -23,6 +23,13 @@ def goes_as_adapter(settings: Settings) -> bool:
     return peft.kind != "none" and not peft.use_dora
 
 
+def served_rank(settings: Settings) -> int:
+    """Return the largest rank of the adapter as it is served; PiSSA's has twice the trained one."""
+    peft = settings.peft
+    double = 2 if peft.init == "pissa" else 1
+    return double * max([peft.rank, *(peft.rank_pattern or {}).values()])
+
+
 def unservable(settings: Settings, rollout: Rollout) -> list[Finding]:
     """Return every reason why `rollout.engine=vllm` cannot sample from this policy."""
     return [*_adapter_findings(settings), *_sampling_findings(rollout)]
@@ -33,7 +40,7 @@ def require_servable(settings: Settings, rollout: Rollout) -> None:
     problems = unservable(settings, rollout)
     if problems:
         raise ConfigError(
-            f"rollout.engine=vllm cannot sample from this policy: {problems[0]}",
+            f"vLLM cannot sample from this policy: {problems[0]}",
             details=[str(problem) for problem in problems],
         )
 
@@ -42,8 +49,7 @@ def _adapter_findings(settings: Settings) -> Iterator[Finding]:
     peft = settings.peft
     if peft.kind == "none":
         return
-    double = 2 if peft.init == "pissa" else 1
-    rank = double * max([peft.rank, *(peft.rank_pattern or {}).values()])
+    double, rank = 2 if peft.init == "pissa" else 1, served_rank(settings)
     most = RANKS_OF_ADAPTERS[-1]
     if goes_as_adapter(settings) and rank > most:
         shown = f"{rank // double}" + (" with peft.init=pissa, which doubles it" * (double - 1))

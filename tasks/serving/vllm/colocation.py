@@ -86,11 +86,13 @@ class Generated:
         ids: (n,) token ids, n >= 1, including the end token if there is one.
         logprobs: (n,) float32, natural logarithm, at the temperature and before top-p and top-k.
         ended: True if an end token was sampled, False if the token limit cut it off.
+        version: of the policy that sampled it; 0 if the engine always has the current one.
     """
 
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     ended: bool
+    version: int = 0
 
 
 def room_for_rank(rank: int) -> int:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import logging
 import os
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tasks.core.errors import ConfigError
+from tasks.core.errors import ConfigError, PlumblineError
 from tasks.core.machine import driver_too_old, gpu_count, has_gpu, resident_peak
 from tasks.process.multinode import RANKS_FILE
 from tasks.training.job import Optim
@@ -122,6 +123,27 @@ class Ranks:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def on_first(self, work: Callable[[], T]) -> T:
+        """Run a function on rank 0; return its result, or raise its error, on every rank.
+
+        Args:
+            work: its result can be pickled.
+
+        Raises:
+            PlumblineError: from `work`.
+        """
+        result: T | None = None
+        error: PlumblineError | None = None
+        if self.first:
+            try:
+                result = work()
+            except PlumblineError as raised:
+                error = raised
+        result, error = self.all_objects((result, error))[0]
+        if error is not None:
+            raise error
+        return cast(T, result)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -14,10 +14,9 @@ import httpx
 
 from tasks.core.errors import ConfigError
 from tasks.core.redaction import redact_url
+from tasks.serving.vllm.remote import KEY_VARIABLE
 from tasks.verify.servers.server import ServerError
 
-KEY_VARIABLE = "PLUMBLINE_API_KEY"
-"""Variable with the API key of the server. Keys of other services are never sent."""
 EXCERPT = 300
 """Characters of a response that an error shows."""
 # vLLM grants a prompt as long as the context no token: "max_tokens must be at least 1, got 0".

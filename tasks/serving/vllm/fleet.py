@@ -1,0 +1,266 @@
+"""All rollout servers of a run: publish a policy to each, score with each, sample with all of them.
+
+A server that does not answer is lost, and the run goes on with the others. At the next sync, or at
+once if none is left, a server that this run started is started once more, and one at an address is
+used again if it answers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasks.core.errors import ArtifactError, ConfigError, PlumblineError, TrainingError
+from tasks.serving.vllm.colocation import Colocation, Generated, Sampling
+from tasks.serving.vllm.dealing import Body, Dealing
+from tasks.serving.vllm.remote import RefusedError, RemoteServer, UnavailableError
+from tasks.serving.vllm.started import (
+    Place,
+    StartedServer,
+    typed_command,
+    wait_for_all,
+)
+
+T = TypeVar("T")
+LOG = logging.getLogger("plumbline.rl")
+
+
+@dataclass
+class Fleet:
+    """The rollout servers of a run.
+
+    Attributes:
+        how: settings of a server.
+        sampling: sampling parameters of responses.
+        urls: addresses of servers that somebody else has started.
+        started: servers that this run has started.
+        published: name and folder of the policy that the servers have; None before the first.
+    """
+
+    how: Colocation
+    sampling: Sampling
+    urls: Sequence[str] = ()
+    started: list[StartedServer] = field(default_factory=list)
+    published: tuple[str, Path] | None = None
+    _given: list[RemoteServer] = field(init=False, repr=False)
+    _closed: bool = field(default=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._given = [RemoteServer(url.rstrip("/")) for url in self.urls]
+
+    def start(self, places: Sequence[Place], logs: Path) -> None:
+        """Start a server at each place, and wait until all are ready.
+
+        Args:
+            places: GPUs or threads.
+            logs: folder for their logs.
+
+        Raises:
+            TrainingError: a server does not start.
+        """
+        for number, place in enumerate(places):
+            path = logs / f"rollout-server-{number}.log"
+            self.started.append(StartedServer(self.how, self.sampling, place, log_path=path))
+        wait_for_all(self.started, self.how.timeout_s)
+
+    @property
+    def servers(self) -> list[RemoteServer]:
+        """Return all servers, lost ones too."""
+        return [*self._given, *(server.remote for server in self.started)]
+
+    @property
+    def present(self) -> list[RemoteServer]:
+        """Return the servers that are not lost."""
+        return [server for server in self.servers if not server.lost]
+
+    def require_able(self) -> None:
+        """Check that every server can sample responses of the policy.
+
+        Raises:
+            ConfigError: names every problem of every server, and the command of one without any.
+        """
+        answers = self._each(self._problems)
+        problems = [problem for answer in answers for problem in answer or ()]
+        if problems:
+            raise ConfigError(
+                f"rollout servers: {problems[0]}",
+                details=problems,
+                hint=f"a server for this run: {self}",
+            )
+
+    def publish(self, name: str, folder: Path) -> None:
+        """Load a policy into every server that is not lost.
+
+        Args:
+            name: of the adapter, which contains its version; unused for full weights.
+            folder: adapter or full weights; has to stay until the next policy is published.
+
+        Raises:
+            ArtifactError: servers refuse it; details name each.
+            TrainingError: no server is left.
+        """
+        self.published = (name, folder)
+        self._each(self._publish_to)
+        self._require_present()
+
+    def forget(self, name: str) -> None:
+        """Unload an adapter that is not used any more."""
+        self._each(lambda server: server.unload_adapter(name))
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[NDArray[np.float64]]]:
+        """Return the log-probabilities of sequences by each server, by its address."""
+        asked = self.present
+        scores = self._each(lambda server: server.score(sequences))
+        return {server.url: some for server, some in zip(asked, scores, strict=True) if some}
+
+    def sample_each(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, version: int
+    ) -> dict[str, list[Generated]]:
+        """Return one response to each prompt by each server, by its address."""
+
+        def sample(server: RemoteServer) -> list[Generated]:
+            bodies: list[Body] = [
+                lambda of, p=prompt, s=seed + number: of.body(p, sampling, s)  # type: ignore[misc]
+                for number, prompt in enumerate(prompts)
+            ]
+            dealing = Dealing(bodies, version, self.how.max_num_seqs, self.how.timeout_s)
+            return dealing.run([server])
+
+        asked = self.present
+        samples = self._each(sample)
+        return {server.url: some for server, some in zip(asked, samples, strict=True) if some}
+
+    def generate(
+        self, bodies: Sequence[Body], version: int, verify: Callable[[RemoteServer], None]
+    ) -> list[Generated]:
+        """Return the responses to requests, in order.
+
+        Args:
+            bodies: the requests.
+            version: of the policy.
+            verify: called with each server that joins meanwhile; raises if it has another policy.
+
+        Raises:
+            TrainingError: no server is left, or the time is over.
+            ArtifactError: a server does not return what is needed.
+        """
+        dealing = Dealing(bodies, version, self.how.max_num_seqs, self.how.timeout_s)
+        before = self.present
+        while True:
+            try:
+                responses = dealing.run(self.present)
+                break
+            except UnavailableError as error:
+                LOG.warning("all rollout servers are lost: %s", error.message)
+                joined = self.revive()
+                for server in joined:
+                    self._publish_to(server)
+                    verify(server)
+                self._require_present()
+        for server in before:
+            if server.lost:
+                LOG.warning(
+                    "rollout server lost (%s); the others took its prompts: %s",
+                    server.lost,
+                    ", ".join(f"{url} {count}" for url, count in dealing.answered.items()),
+                )
+        return responses
+
+    def revive(self) -> list[RemoteServer]:
+        """Start lost servers of this run once more, and use addresses that answer again.
+
+        Returns:
+            The servers that have joined. They have no policy yet.
+        """
+        if self._closed:
+            return []
+        again = [s for s in self.started if s.remote.lost and not s.restarted]
+        for lost in again:
+            LOG.warning("a rollout server ended (%s); starting it again", lost.remote.lost)
+            lost.restart()
+        for server in again:
+            try:
+                wait_for_all([server], self.how.timeout_s)
+            except TrainingError as error:
+                server.remote.lost = error.message
+                LOG.warning("it does not start again: %s", error.message)
+        candidates = [s.remote for s in again if not s.remote.lost]
+        candidates += [remote for remote in self._given if remote.lost]
+        joined = [remote for remote in candidates if not self._problems(remote)]
+        for remote in joined:
+            remote.lost = ""
+        return joined
+
+    def _problems(self, server: RemoteServer) -> list[str]:
+        adapter, length = self.how.adapter_rank is not None, self.how.max_model_len
+        return server.problems(adapter=adapter, max_model_len=length)
+
+    def close(self) -> None:
+        """Unload the policy from servers of others, and end those of this run."""
+        self._closed = True
+        for server in self._given:
+            if self.published is not None and not server.lost:
+                with suppress(PlumblineError):
+                    server.unload_adapter(self.published[0])
+            server.close()
+        for started in self.started:
+            started.end()
+
+    def __str__(self) -> str:
+        return typed_command(self.how, self.sampling)
+
+    def _publish_to(self, server: RemoteServer) -> None:
+        assert self.published is not None
+        name, folder = self.published
+        if self.how.adapter_rank is None:
+            server.load_weights(folder, self.how.timeout_s)
+        else:
+            server.load_adapter(name, folder, self.how.timeout_s)
+
+    def _each(self, work: Callable[[RemoteServer], T]) -> list[T | None]:
+        """Return the results of all present servers, asked at the same time; None of a lost one.
+
+        Raises:
+            ArtifactError: servers refuse; details name each.
+        """
+        refused: list[PlumblineError] = []
+
+        def attempt(server: RemoteServer) -> T | None:
+            try:
+                return work(server)
+            except UnavailableError as error:
+                server.lost = error.message
+            except (ArtifactError, RefusedError) as error:
+                refused.append(error)
+            return None
+
+        present = self.present
+        if not present:
+            return []
+        with ThreadPoolExecutor(len(present)) as pool:
+            results = list(pool.map(attempt, present))
+        if refused:
+            raise ArtifactError(
+                refused[0].message,
+                details=[error.message for error in refused],
+                hint=f"a server for this run: {self}",
+            )
+        return results
+
+    def _require_present(self) -> None:
+        if not self.present:
+            lost = [server.lost for server in self.servers]
+            raise TrainingError(
+                f"no rollout server is left: {lost[0] if lost else 'none was named'}",
+                details=lost,
+                hint="the servers' logs say why; start them again and run the same command: it "
+                "goes on from the last checkpoint",
+            )

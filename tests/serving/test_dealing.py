@@ -1,0 +1,299 @@
+"""Prompts are dealt to real HTTP servers that fail in every way; each is answered exactly once."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from tasks.core.errors import ArtifactError, TrainingError
+from tasks.serving.vllm import dealing
+from tasks.serving.vllm.colocation import Sampling
+from tasks.serving.vllm.dealing import Dealing
+from tasks.serving.vllm.remote import RefusedError, RemoteServer, UnavailableError
+
+SAMPLING = Sampling(temperature=0.7, max_new_tokens=4, ends=(9,))
+Answer = tuple[int, Any]
+
+
+@dataclass
+class FakeVllm:
+    """A server that answers as vLLM does; `react` may answer, or break off, in its place.
+
+    Attributes:
+        react: gets the number of the request here and its body; None for the usual answer.
+        asked: bodies in order of arrival.
+        served: first prompt ids of the requests that were answered as usual.
+    """
+
+    react: Callable[[int, dict[str, Any]], Answer | None] = lambda _, __: None
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    served: list[int] = field(default_factory=list)
+    most: int = 0
+    gate: threading.Event = field(default_factory=threading.Event)
+    _now: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    server: Any = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    def die(self) -> None:
+        """Stop listening, as a killed process does."""
+        threading.Thread(target=self.server.shutdown).start()
+        self.server.socket.close()
+
+    def answer(self, body: dict[str, Any]) -> Answer:
+        with self._lock:
+            self._now += 1
+            self.most = max(self.most, self._now)
+            number = len(self.asked)
+            self.asked.append(body)
+        try:
+            special = self.react(number, body)
+        finally:
+            with self._lock:
+                self._now -= 1
+        if special is not None:
+            return special
+        self.served.append(body["prompt"][0])
+        return 200, usual(body)
+
+
+def usual(body: dict[str, Any]) -> dict[str, Any]:
+    ids = [body["prompt"][0], body["seed"], 9]
+    choice = {
+        "token_ids": ids,
+        "logprobs": {"token_logprobs": [-0.5] * 3},
+        "finish_reason": "stop",
+    }
+    return {"model": body["model"], "choices": [choice]}
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., FakeVllm]]:
+    with ExitStack() as stack:
+
+        def started(react: Any = lambda _, __: None) -> FakeVllm:
+            fake = FakeVllm(react)
+            fake.gate.set()
+
+            class Handler(BaseHTTPRequestHandler):
+                protocol_version = "HTTP/1.1"
+
+                def do_GET(self) -> None:
+                    fake.gate.wait()
+                    self._send((200, {}))
+
+                def do_POST(self) -> None:
+                    length = int(self.headers["Content-Length"])
+                    try:
+                        self._send(fake.answer(json.loads(self.rfile.read(length))))
+                    except ConnectionAbortedError:  # no answer: the client sees a closed connection
+                        self.close_connection = True
+
+                def _send(self, answer: Answer) -> None:
+                    content = json.dumps(answer[1]).encode()
+                    self.send_response(answer[0])
+                    self.send_header("Content-Length", str(len(content)))
+                    self.end_headers()
+                    self.wfile.write(content)
+
+                def log_message(self, *_: Any) -> None:
+                    pass
+
+            fake.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+            thread = threading.Thread(target=fake.server.serve_forever, args=(0.01,), daemon=True)
+            thread.start()
+            stack.callback(fake.server.server_close)
+            stack.callback(fake.server.shutdown)
+            stack.callback(fake.gate.set)
+            return fake
+
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dealing, "PAUSES_S", (0.0, 0.02, 0.05))
+
+
+def body_of(server: RemoteServer, number: int) -> dict[str, Any]:
+    return server.body([number, 7], SAMPLING, 1000 + number)
+
+
+def dealt(count: int, at_once: int = 4, timeout_s: float = 20.0) -> Dealing:
+    bodies = [partial(body_of, number=number) for number in range(count)]
+    return Dealing(bodies, version=3, at_once=at_once, timeout_s=timeout_s)
+
+
+def remote(fake: FakeVllm) -> RemoteServer:
+    return RemoteServer(fake.url, base="model", model="policy-v3")
+
+
+def once(fakes: list[FakeVllm]) -> bool:
+    return all(n == 1 for n in Counter(n for fake in fakes for n in fake.served).values())
+
+
+def test_each_prompt_is_answered_once_in_order_with_its_seed(start: Any) -> None:
+    fakes = [start(lambda _, __: time.sleep(0.01)), start(lambda _, __: time.sleep(0.03))]
+    dealing_ = dealt(60)
+    responses = dealing_.run([remote(fake) for fake in fakes])
+    assert [r.ids.tolist() for r in responses] == [[n, 1000 + n, 9] for n in range(60)]
+    assert all(r.ended and r.version == 3 for r in responses)
+    assert once(fakes)
+    assert max(fake.most for fake in fakes) == 4, "requests under way at one server"
+    assert len(fakes[0].served) > len(fakes[1].served), "the faster server takes more"
+    assert dealing_.answered == {fake.url: len(fake.served) for fake in fakes}
+
+
+def test_a_body_says_everything_that_a_models_folder_could_say_otherwise(start: Any) -> None:
+    fake = start()
+    dealt(1).run([remote(fake)])
+    (body,) = fake.asked
+    assert body["model"] == "policy-v3"
+    assert (body["temperature"], body["top_p"], body["top_k"], body["min_p"]) == (0.7, 1.0, 0, 0.0)
+    assert body["repetition_penalty"] == 1.0
+    assert (body["ignore_eos"], body["stop_token_ids"]) == (True, [9])
+
+
+def test_few_prompts_are_spread_over_all_servers(start: Any) -> None:
+    fakes = [start(), start(), start()]
+    dealt(3, at_once=64).run([remote(fake) for fake in fakes])
+    assert [len(fake.served) for fake in fakes] == [1, 1, 1]
+
+
+def test_a_server_that_dies_leaves_its_prompts_to_the_others(start: Any) -> None:
+    dying = start()
+
+    def die(number: int, _: Any) -> None:
+        if number >= 5:
+            dying.die()
+            raise ConnectionAbortedError
+
+    dying.react = die
+    good = start(lambda _, __: time.sleep(0.01))
+    servers = [remote(dying), remote(good)]
+    responses = dealt(40).run(servers)
+    assert [int(r.ids[0]) for r in responses] == list(range(40))
+    assert once([dying, good])
+    assert len(dying.served) <= 5
+    assert "does not answer" in servers[0].lost
+    assert servers[1].lost == ""
+
+
+def test_a_connection_that_breaks_is_tried_again(start: Any) -> None:
+    def react(number: int, _: Any) -> None:
+        if number % 3 == 0:
+            raise ConnectionAbortedError
+
+    fake = start(react)
+    server = remote(fake)
+    assert len(dealt(20).run([server])) == 20
+    assert once([fake])
+    assert server.lost == ""
+
+
+def test_a_server_that_hangs_leaves_its_prompts_to_the_others(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing closes its connections, as when its machine has no power."""
+    monkeypatch.setattr(dealing, "WATCH_S", 0.1)
+    monkeypatch.setattr(dealing, "_HEALTH_S", 0.2)
+    hanging = start()
+
+    def hang(number: int, _: Any) -> None:
+        if number >= 5:
+            hanging.gate.clear()
+            hanging.gate.wait()
+
+    hanging.react = hang
+    good = start(lambda _, __: time.sleep(0.01))
+    servers = [remote(hanging), remote(good)]
+    responses = dealt(40).run(servers)
+    assert [int(r.ids[0]) for r in responses] == list(range(40))
+    assert servers[0].lost == f"{hanging.url} hangs"
+    hanging.gate.set()
+    assert set(good.served) >= set(range(40)) - set(hanging.served[:5])
+
+
+def test_all_servers_dead_is_an_error_and_what_was_answered_is_kept(start: Any) -> None:
+    fake = start()
+
+    def die(number: int, _: Any) -> None:
+        if number >= 6:
+            fake.die()
+            raise ConnectionAbortedError
+
+    fake.react = die
+    dealing_ = dealt(20)
+    with pytest.raises(UnavailableError, match="does not answer"):
+        dealing_.run([remote(fake)])
+    kept = len(dealing_.answers)
+    assert 0 < kept <= 6
+    other = start()
+    assert len(dealing_.run([remote(other)])) == 20
+    assert len(other.served) == 20 - kept, "only what is missing"
+
+
+def test_a_busy_server_is_waited_for(start: Any) -> None:
+    fake = start(lambda number, _: (503, {"error": {"message": "full"}}) if number < 1 else None)
+    server = remote(fake)
+    assert len(dealt(3, at_once=1).run([server])) == 3
+    assert server.lost == ""
+
+
+def test_a_request_that_no_healthy_server_answers_ends_the_run(start: Any) -> None:
+    fake = start(
+        lambda _, body: (500, {"error": {"message": "assert"}}) if body["prompt"][0] == 2 else None
+    )
+    with pytest.raises(TrainingError, match="request 2 failed 4 times .* 500 assert"):
+        dealt(6).run([remote(fake)])
+
+
+def test_a_refusal_is_an_error_at_once(start: Any) -> None:
+    fake = start(lambda _, __: (404, {"error": {"message": "no model policy-v3"}}))
+    with pytest.raises(RefusedError, match="404 no model policy-v3"):
+        dealt(6).run([remote(fake)])
+    assert len(fake.asked) <= 4
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model": "base"}, "base answered instead of policy-v3"),
+        ({"choices": [{"token_ids": None, "logprobs": None}]}, "0 token ids and 0 log-prob"),
+        (
+            {
+                "choices": [
+                    {
+                        "token_ids": [5],
+                        "logprobs": {"token_logprobs": [-1.0]},
+                        "finish_reason": "length",
+                    }
+                ]
+            },
+            "cuts responses after 1 of 4 tokens",
+        ),
+    ],
+)
+def test_a_response_that_cannot_be_trained_on(start: Any, changed: Any, message: str) -> None:
+    fake = start(lambda _, body: (200, {**usual(body), **changed}))
+    with pytest.raises(ArtifactError, match=message):
+        dealt(2).run([remote(fake)])
+
+
+def test_a_server_that_hangs_is_named_by_the_time_limit(start: Any) -> None:
+    fake = start(lambda number, _: time.sleep(2.0) if number == 3 else None)
+    with pytest.raises(TrainingError, match=r"1 of 8 responses are missing after 0\.5 s"):
+        dealt(8, timeout_s=0.5).run([remote(fake)])

@@ -35,12 +35,25 @@ ELSEWHERE = (
     "node_exporter",
     "register.sign",
     "verify=",
+    "push=",
     "gguf:",
     "--config-dir",
     "KEY",
     "global_step",
 )
 """In commands that need what a test of their own provides, or hardware; they are composed here."""
+
+
+TRAINERS = {
+    "trl/checkpoint-60": ("", ""),
+    "llamafactory": ("training_args.yaml", "stage: sft\nfinetuning_type: lora\n"),
+    "ms-swift/checkpoint-60": ("args.json", '{"tuner_type": "lora", "quant_bits": null}'),
+    "axolotl": ("axolotl.yaml", "adapter: qlora\nload_in_4bit: true\nload_in_8bit: false\n"),
+    "unsloth": ("", ""),
+    "openrlhf": ("", ""),
+    "verl/actor/lora_adapter": ("", ""),
+}
+"""Folders of adapters by trainer, and the file that says how the base was held."""
 
 
 def commands() -> list[str]:
@@ -133,6 +146,14 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / "models" / name).symlink_to(base)
     (root / "ckpt").mkdir()
     trained_model(base, Spread(), seed=1).save_pretrained(root / "ckpt/adapter")
+    for trainer, (file, text) in TRAINERS.items():
+        shutil.copytree(root / "ckpt/adapter", root / "ckpt" / trainer)
+        if file:
+            (root / "ckpt" / trainer / file).write_text(text)
+    unsloth = root / "ckpt/unsloth/adapter_config.json"
+    named = {"base_model_name_or_path": "unsloth/Qwen3-8B-bnb-4bit"}
+    unsloth.write_text(json.dumps(json.loads(unsloth.read_text()) | named))
+    shutil.copytree(base, root / "ckpt/full")
     shutil.copytree(base, root / "ckpt/ppo")
     save_file(
         {"v_head.summary.weight": torch.ones(1, 64)}, root / "ckpt/ppo/value_head.safetensors"

@@ -1,4 +1,4 @@
-"""Apply the gate to a finished run, and register the model that it serves."""
+"""Apply the gate to a finished run, register the model that it serves, and push it to the Hub."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from tasks.register import Registry, register, require_passed
 from tasks.release.gate import Gate, conditions, judge, table
 from tasks.release.model_card import write_card
 from tasks.release.numbers import measured, run_kinds
+from tasks.release.push import push
 from tasks.tracking.mlflow_registry import CHAMPION, EVALUATED_ON, GATE, NUMBERS
 
 
 def register_served(
     flow_run: FlowRun, served: Artifact, registry: Registry, last: Mapping[str, Any]
 ) -> None:
-    """Apply the gate and register. Never cached: the registry may have been emptied since.
+    """Apply the gate, register and push. Never cached: the registry may have been emptied since.
 
     Args:
         flow_run: the run.
@@ -60,6 +61,24 @@ def register_served(
         entry = _register_entry(version, before)
         flow_run.summary.stages = [*map(stage_entry, results), entry]
     require_passed(gate)
+    push_served(flow_run, served)
+
+
+def push_served(flow_run: FlowRun, served: Artifact) -> None:
+    """Push a model that has passed everything to the repository of `push`, if that is set.
+
+    Args:
+        flow_run: the run. A failure is a line of its summary: the model itself is complete.
+        served: the folder.
+    """
+    if (repo := flow_run.composed.settings["push"]) is None:
+        return
+    try:
+        with flow_run.record.stage("push"):
+            work = partial(push, served, repo)
+            flow_run.summary.pushed = flow_run.host.last("push", work, {"served": served})
+    except TrackingError as error:
+        flow_run.summary.unpushed = "; ".join([error.message, *error.details, error.hint])
 
 
 def _judge(

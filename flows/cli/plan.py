@@ -127,7 +127,8 @@ def forecast(step: Step) -> list[tuple[str, str]]:
         earlier=Delivered(unknown, unknown, unknown, before) if before else None,
         reward=unknown if step.rewarded else None,
     ).deliver()
-    return [*dry_run.states, ("register", "to run")]
+    push = [("push", f"to {settings['push']}, if the gate passes")] if settings["push"] else []
+    return [*dry_run.states, ("register", "to run"), *push]
 
 
 def _rows(settings: dict[str, Any]) -> list[str]:

@@ -6,13 +6,19 @@ import os
 import shlex
 import sys
 
+from flows.cli.bootstrap import bootstrap, offer
 from flows.cli.config import Composed
 from flows.cli.entry import exit_on_signals, run_main
+from flows.commands.prune import PROJECT
 from flows.commands.registry import named, verified
+from tasks.core import machine
 from tasks.core.terminal import plain
 from tasks.serving import llama_cpp
 from tasks.serving.llama_cpp import gguf_file
 from tasks.serving.vllm.server import serve_command
+
+_KV_CACHE_GIB = 4
+"""Most memory of vLLM's KV cache on a CPU, where it would otherwise ask for 92 % of the machine."""
 
 
 def main() -> int:
@@ -23,16 +29,17 @@ def main() -> int:
     command: list[str] = []
 
     def job(composed: Composed, overrides: list[str]) -> int:
+        bootstrap(PROJECT, composed.runs)
         folder, version = named(composed)
         file = gguf_file(folder)
         program = serve_command(folder) if file is None else llama_cpp.serve_command(file)
         artifact = verified(composed, folder, version)
         command.extend([*program, *words[end:]])
-        shown = shlex.join(words[end:])
-        shown = (
-            f"digest verified: {artifact.digest}\n{llama_cpp.serve_line(folder)} {shown}".rstrip()
-        )
+        shown = f"digest verified: {artifact.digest}\n{shlex.join(command)}"
         print(plain(shown), flush=True)
+        if not machine.has_gpu():
+            quarter = machine.available_memory() // 2**32
+            offer({"VLLM_CPU_KVCACHE_SPACE": str(min(max(quarter, 1), _KV_CACHE_GIB))})
         return 0
 
     with exit_on_signals():

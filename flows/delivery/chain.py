@@ -169,6 +169,8 @@ class Delivery:
         yield f"smoke test: {self.engine or 'none'}"
         if self.settings["register"]["sign"] is not None:
             yield f"sign: with {self.settings['register']['sign']}"
+        if self.settings["push"] is not None:
+            yield f"push: to {self.settings['push']}, if every check passes"
         yield from examination.lines(self.reports)
         yield from (f"warning: {warning}" for warning in self.warnings)
 

@@ -12,7 +12,13 @@ from tasks.config.checks import installed, preflight, ranges
 from tasks.config.checks.machine import smoke_engine
 from tasks.config.checks.quantizing import quantizing
 from tasks.config.checks.signing import signing
-from tasks.config.checks.tracking import metrics_file, prefect_reachable, public, reachable
+from tasks.config.checks.tracking import (
+    hub,
+    metrics_file,
+    prefect_reachable,
+    public,
+    reachable,
+)
 from tasks.core.errors import ConfigError, PlumblineError, first_and_more
 from tasks.delivery.examination import examine
 from tasks.delivery.plan.adapters import given_adapters
@@ -49,7 +55,10 @@ def _prepare(composed: Composed) -> Delivery:
     prefect = [] if settings["smoke"]["engine"] == "none" else prefect_reachable()
     tracking = settings["tracking"]
     others = [*public(tracking), *signing(settings["register"]), *ranges.out_of_range(settings)]
-    metrics = metrics_file(tracking["prometheus"])
+    metrics = [
+        *metrics_file(tracking["prometheus"]),
+        *hub(settings["push"], settings["smoke"]["engine"]),
+    ]
     preflight([*reachable(tracking["uri"]), *prefect, *others, *metrics])
     target = _target(settings["convert"])
     given, adapters = given_adapters(settings["source"], settings["adapters"])

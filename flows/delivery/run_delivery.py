@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.chain.dry_run import DryRun
+from flows.chain.register import push_served
 from flows.cli.config import Composed, compose_config
 from flows.delivery.chain import Delivery
 from flows.delivery.prepare import prepare_delivery
@@ -30,7 +31,7 @@ from tasks.delivery import examination
 from tasks.delivery.publish_output import out_findings
 from tasks.delivery.verify_inputs import require_intact
 from tasks.evaluation.scoring import ReferenceScorer
-from tasks.pipeline.artifact import Artifact, Origin
+from tasks.pipeline.artifact import Artifact, Origin, open_artifact
 from tasks.pipeline.locks import Patience
 from tasks.pipeline.report import FlowTracker, StageRecord
 from tasks.process.launch import kill_children_on_abort
@@ -182,6 +183,7 @@ def _run_stages(flow_run: FlowRun, delivery: Delivery) -> None:
             served = delivery.run(mechanism, scorer)
     delivery.put(served, mechanism, flow_run.summary.command or "")
     flow_run.summary.served = str(delivery.out)
+    push_served(flow_run, open_artifact(delivery.out, "served"))
 
 
 class Untracked:

@@ -167,7 +167,7 @@ def state_of(folder: Path, now: float, here: str) -> RunState:
         started=started,
         seconds=seconds,
         exit_status=_whole(summary, "exit_status") if state in FINAL else None,
-        message=message or _text(summary, "unregistered"),
+        message=message or _text(summary, "unregistered") or _text(summary, "unpushed"),
         stages=stages,
     )
 

@@ -10,9 +10,10 @@ separated by ":", say what a deployment's run may name:
     PLUMBLINE_DEPLOY_CODE     reward.function, eval.function, rl.environment, hydra.searchpath,
                               models with trust_remote_code; default: none
 
-A third one, a list of addresses separated by blanks, says which servers may be verified:
+Two more are lists separated by blanks:
 
     PLUMBLINE_DEPLOY_SERVERS  url; default: those of this machine. They get the API key.
+    PLUMBLINE_DEPLOY_REPOS    push; default: none. The worker's token of the Hub writes there.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tasks.core.redaction import redact
 from tasks.pipeline.locks import Patience, hold
 
 FOLDERS, CODE = "PLUMBLINE_DEPLOY_FOLDERS", "PLUMBLINE_DEPLOY_CODE"
-SERVERS = "PLUMBLINE_DEPLOY_SERVERS"
+SERVERS, REPOS = "PLUMBLINE_DEPLOY_SERVERS", "PLUMBLINE_DEPLOY_REPOS"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -136,6 +137,9 @@ def _setting_problems(settings: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key}={path}: outside of {FOLDERS}={_listed(FOLDERS)}"
     if (url := settings.get("url")) and not _may_be_asked(url):
         yield f"url={redact(url)}: not in {SERVERS}={os.environ.get(SERVERS) or 'this machine'}"
+    repo, repos = settings.get("push"), os.environ.get(REPOS, "").split()
+    if repo and repo not in repos:
+        yield f"push={repo}: not in {REPOS}={' '.join(repos) or 'none'}"
     for key, path in _code(settings):
         if not _inside(path, CODE):
             yield f"{key}={path}: outside of {CODE}={_listed(CODE)}"

@@ -288,7 +288,8 @@ class FlowRun:
         summary.status = status
         summary.seconds = round(time.monotonic() - self.started, 1)
         if status == "completed":
-            summary.exit_status = TrackingError.exit_code if summary.unregistered else 0
+            incomplete = summary.unregistered or summary.unpushed
+            summary.exit_status = TrackingError.exit_code if incomplete else 0
         summary.eval = evaluation(self.mechanism.results)
         if not summary.stages:
             summary.stages = [stage_entry(result) for result in self.mechanism.results]

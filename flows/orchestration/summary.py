@@ -41,6 +41,8 @@ class Summary:
         tracking: what MLflow has not recorded, and when it will; None if it has everything.
         prefect: what Prefect has not recorded; None if it has everything.
         unregistered: why the model is not registered though the run is complete, and what to type.
+        pushed: `repo`, `url` and `commit` of the copy on the Hub; None if nothing was pushed.
+        unpushed: why the model is not on the Hub though the run is complete, and what to type.
         findings: findings of the audit that a delivery starts with.
         defaults: lines about computed defaults.
         run: name of the run's folders under `<paths.runs>/logs` and `reports`.
@@ -64,6 +66,8 @@ class Summary:
     tracking: str | None = None
     prefect: str | None = None
     unregistered: str | None = None
+    pushed: dict[str, str] | None = None
+    unpushed: str | None = None
     findings: list[dict[str, Any]] = field(default_factory=list)
     defaults: list[str] = field(default_factory=list)
     run: str = ""
@@ -148,7 +152,7 @@ class Summary:
     def _closing(self) -> list[str]:
         lines = evaluation_lines(self.eval)
         lines += [line for line in self.defaults if "train." in line]
-        lines += [line for stage in self.stages for line in _truncation_lines(stage)]
+        lines += [line for stage in self.stages for line in truncation_lines(stage)]
         if self.findings:
             handled = sum(bool(finding["handled"]) for finding in self.findings)
             rest = len(self.findings) - handled
@@ -159,7 +163,10 @@ class Summary:
             lines.append(f"in 16 bits: {self.unquantized}")
         if self.gate and self.gate.get("version"):
             lines.append(f"registered: {candidate_line(self.gate)}")
-        lines += [line for line in (self.unregistered, self.tracking, self.prefect) if line]
+        if self.pushed:
+            lines.append(f"pushed: {self.pushed['url']} commit {self.pushed['commit'][:DIGITS]}")
+        notes = (self.unregistered, self.unpushed, self.tracking, self.prefect)
+        lines += [line for line in notes if line]
         if self.error:
             lines.append(f"failed: {self.error}")
         lines.append(f"{self.status} in {self.seconds:.1f} s")
@@ -220,7 +227,8 @@ _SHORT = {
 _COUNTS = ("rows", "truncated", "tokens_cut", "too_long")
 
 
-def _truncation_lines(stage: Mapping[str, Any]) -> list[str]:
+def truncation_lines(stage: Mapping[str, Any]) -> list[str]:
+    """Return lines about the rows of a training stage that were cut or left out."""
     lines = []
     for split, rows in stage.get("rows", {}).items():
         where, of = f"{stage['name']}: {split}.jsonl", f"of {_count(rows['rows'], 'row')}"

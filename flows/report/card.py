@@ -25,6 +25,7 @@ _NOT_OF_THE_MODEL = (
     "force=",
     "out=",
     "overwrite=",
+    "push=",
 )
 """Overrides that do not change the model."""
 _ROLES = ("base", "dataset", "shards", "adapter", "weights")

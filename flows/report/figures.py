@@ -175,6 +175,8 @@ def _svg(
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         if points and validation:
             axes.legend()
+        if {value for _, value in [*points, *validation]} == {0.0}:
+            axes.set_ylim(0, 1)  # matplotlib would centre it, and show fractions below zero
 
     return _picture(f"{plot.title} by step", salt, lines)
 

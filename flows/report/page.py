@@ -16,6 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from flows.orchestration.summary import truncation_lines
 from flows.report.bootstrap import Interval
 from flows.report.collect import Collected, Stage, collect
 from flows.report.compare import Comparison
@@ -149,6 +150,7 @@ def page(collected: Collected) -> str:
         memory={k: v for k, v in summary.get("memory", {}).items() if "peak" in v},
         plots={stage: drawn for stage, drawn in plots.items() if drawn},
         has_pictures=all(plot.svg for drawn in plots.values() for plot in drawn),
+        truncated=[line for entry in summary["stages"] for line in truncation_lines(entry)],
         timeline=_timeline(collected.stages),
         failed_checks=sum(not check["ok"] for check in collected.checks),
     )

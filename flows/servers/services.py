@@ -10,6 +10,8 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,6 +151,14 @@ def pages(runs: Path, project: Path, known: Mapping[str, str]) -> str:
             urls.append(runs_page(Api(f"http://{LOOPBACK}:{mlflow.port}")))
     if urls:
         return f"pages: {'  '.join(urls)}"
-    here = [f"-C {shlex.quote(str(project))}"] if Path.cwd() != project else []
-    other = [f"PLUMBLINE_RUNS={shlex.quote(str(runs))}"] if runs != project / "runs" else []
-    return f"pages: {' '.join(['make', *here, 'up', *other])}"
+    other = [f"paths.runs={runs}"] if runs != project / "runs" else []
+    return f"pages: {shlex.join([program(), 'open', *other])}"
+
+
+def program() -> str:
+    """Return how to type `plumbline`: the one of this environment, which may not be on PATH."""
+    own = Path(sys.executable).parent / "plumbline"
+    if not own.is_file() or shutil.which("plumbline") == str(own):
+        return "plumbline"
+    here = Path.cwd()
+    return str(own.relative_to(here) if own.is_relative_to(here) else own)

@@ -47,16 +47,16 @@ def settings() -> Iterator[str]:
         names = vocabulary(program)
         config = composed_as_is([], program)
         yield f"\n## {program}"
-        section = None
+        sections: dict[str, list[str]] = {}
         for key in names.settings:
-            parent = key.rpartition(".")[0]
-            if parent != section:
-                section = parent
-                yield f"\n### {program}: {parent or 'top level'}"
-                yield f"\n{section_help(names, parent)}" if parent else ""
-                yield from _head("setting", "default", "values", "meaning")
-            default = setting_value(config, key)
-            yield _row(f"`{key}`", f"`{default}`", names.kind(key), setting_help(key, names))
+            sections.setdefault(key.rpartition(".")[0], []).append(key)
+        for parent, keys in sections.items():
+            yield f"\n### {program}: {parent or 'top level'}"
+            yield f"\n{section_help(names, parent)}" if parent else ""
+            yield from _head("setting", "default", "values", "meaning")
+            for key in keys:
+                about = names.kind(key), setting_help(key, names).replace("<", "&lt;")
+                yield _row(f"`{key}`", f"`{setting_value(config, key)}`", *about)
 
 
 def experiment_pages() -> Iterator[str]:
@@ -94,6 +94,41 @@ def peer_names() -> Iterator[str]:
         yield from (_row(f"`{theirs}`", f"`{ours}`") for theirs, ours in sorted(names.items()))
 
 
+def commands() -> Iterator[str]:
+    """Yield the lines of the page with every command, its usage and its exit statuses."""
+    yield "# Commands and exit statuses"
+    yield "\n`plumbline <command>` and `python flows/<command>.py` are the same; `train` is `rlhf`."
+    yield "What to do about a status: [runbook](../runbook.md#exit-statuses)."
+    for file in sorted((PROJECT / "flows").glob("*.py")):
+        text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+        if text and file.name != "__init__.py":
+            name = "plumbline" if file.stem == "program" else file.stem
+            yield f"\n## {name}\n\n```text\n{text}\n```"
+
+
+def manifest() -> Iterator[str]:
+    """Yield the lines of the page about `manifest.json`, from the classes that write it."""
+    module = ast.parse((PROJECT / "tasks/pipeline/artifact.py").read_text(encoding="utf-8"))
+    origin = next(n for n in module.body if isinstance(n, ast.ClassDef) and n.name == "Origin")
+    about = (ast.get_docstring(origin) or "").partition("Attributes:")[2]
+    fields = re.findall(r"^ +(\w+): (.*(?:\n {8}.*)*)$", about, flags=re.M)
+    yield "# manifest.json\n"
+    yield "Every artifact has one: each stage's folder, the served folder, OUT of a delivery. It is"
+    yield "written last, so a folder that has it is complete."
+    yield from _head("field", "content")
+    yield _row("`format`", "1")
+    for name, text in fields:
+        yield _row(f"`{name}`", " ".join(text.split()))
+    yield _row("`created`", "time, ISO 8601 in UTC")
+    yield _row("`tensors`", "by file, then by name: `shape`, `dtype` and the hash of the bytes")
+    yield _row("`files`", "by path: `size` and hash; of a safetensors file the hash of its header")
+    yield _row("`card`", "`size` and hash of `README.md`, which is written after the evaluation")
+    yield _row("`digest`", "SHA-256 of `kind`, `tensors` and `files`: the name of the artifact")
+    yield "\nHashes are BLAKE3; folders of earlier releases have SHA-256 and stay valid."
+    yield "A [signature](../delivery.md#signed-models) covers the manifest and every file."
+    yield "Next to it, `contract.json` lists every check: name, expected, found, verdict."
+
+
 def packages() -> Iterator[str]:
     """Yield the lines of the page with the front page of every package."""
     yield "# Python packages"
@@ -129,6 +164,8 @@ GENERATED = {
     "reference/numbers.md": numbers,
     "reference/peer-names.md": peer_names,
     "reference/packages.md": packages,
+    "reference/commands.md": commands,
+    "reference/manifest.md": manifest,
     "decisions/index.md": decisions,
 }
 
@@ -137,7 +174,8 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages, and those whose files lie outside `docs/`."""
     for page, lines in GENERATED.items():
         files.append(File.generated(config, page, content="\n".join(lines()) + "\n"))
-    wide = ".md-grid { max-width: 84rem }"  # commands are up to 120 characters wide
+    # Commands are up to 120 characters wide; a setting's name is not broken.
+    wide = ".md-grid { max-width: 84rem } td:first-child code { white-space: nowrap }"
     files.append(File.generated(config, "stylesheets/wide.css", content=wide))
     for name, page in OUTSIDE.items():
         text = (PROJECT / name).read_text(encoding="utf-8")

@@ -24,6 +24,7 @@ class Rlhf:
     plan: bool = False  # true: print what would be done, start nothing
     force: list[str] = field(default_factory=list)  # stages to run again, by name
     tag: str = ""  # free text that tells runs apart
+    push: str | None = None  # <owner>/<name> on the Hub, for a model that passed the gate
     seed: int = 0  # of training
     chain: dict[str, list[str]] = field(default_factory=dict)  # steps, see flows/chain/steps.py
     model: Model = field(default_factory=Model)

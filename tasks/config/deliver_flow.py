@@ -61,6 +61,7 @@ class Deliver:
     plan: bool = False  # true: print what would be done, write nothing
     force: list[str] = field(default_factory=list)  # stages to run again, by name
     tag: str = ""  # free text that tells runs apart
+    push: str | None = None  # <owner>/<name> on the Hub, for a model that passed every check
     merge: DeliverMerge = field(default_factory=DeliverMerge)
     convert: Convert = field(default_factory=Convert)
     smoke: DeliverSmoke = field(default_factory=DeliverSmoke)

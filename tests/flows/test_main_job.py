@@ -15,9 +15,9 @@ import pytest
 from huggingface_hub import ModelCard
 from mlflow import MlflowClient
 
+from flows.servers.services import program
 from tasks.drift.fingerprint import PROFILES, Fingerprint
 from tasks.pipeline.artifact import open_artifact, verify
-from tests.conftest import PROJECT
 from tests.flows.conftest import Run
 from tests.flows.tracked import children
 from tests.monitoring.records import status_json
@@ -169,8 +169,8 @@ class TestQlora:
         assert f"exact match {before:.1f}% -> {after:.1f}% {gain}" in qlora.output
         report = qlora.runs / "reports" / qlora.summary["run"] / "report.html"
         assert qlora.output.splitlines()[-3:] == [
-            f"next: vllm serve {qlora.summary['served']}",
-            f"pages: make -C {PROJECT} up PLUMBLINE_RUNS={qlora.runs}",  # no server runs
+            f"next: {program()} serve {qlora.summary['served']}",  # the vLLM of CPUs
+            f"pages: {program()} open paths.runs={qlora.runs}",  # no server runs
             f"report: {report}",
         ]
 

@@ -13,7 +13,7 @@
     ranges      numbers, batch sizes, ZeRO options, schedule, stage names
     servers     vLLM servers of rollouts: addresses, GPUs, and what they can do
     signing     keys of signatures
-    tracking    the servers of MLflow and Prefect answer; the file of metrics can be written
+    tracking    servers answer: MLflow, Prefect, the Hub; the file of metrics can be written
     unread      settings on the command line that have no effect
 
 Each check is a function of plain values; none imports torch. `findings` runs all of them, and
@@ -135,6 +135,7 @@ def findings(
         *tracking.prefect_reachable(),
         *tracking.public(settings["tracking"]),
         *signing.signing(settings["register"]),
+        *tracking.hub(settings["push"]),
         *tracking.metrics_file(settings["tracking"]["prometheus"]),
         *model.embedded(model_, settings["data"]),
     ]

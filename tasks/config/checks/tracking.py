@@ -1,4 +1,4 @@
-"""Check section `tracking`: servers answer within five seconds, metrics can be written."""
+"""Check section `tracking` and `push`: servers answer in five seconds, metrics can be written."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from tasks.core.finding import Finding
 from tasks.core.redaction import HIDDEN, redact
+from tasks.release.push import LOGIN, owner_problem
 
 LIMIT_S = 5.0
 FRESH_S = 30.0
@@ -57,6 +58,38 @@ def prefect_reachable() -> Iterator[Finding]:
             "unset PREFECT_API_URL (a server of its own), or "
             + (login if reason.startswith(_REFUSES) else "start that server"),
         )
+
+
+def hub(repo: str | None, engine: str = "") -> Iterator[Finding]:
+    """Yield a finding if nothing can be pushed to the repository of `push`.
+
+    Args:
+        repo: `push`; None pushes nothing.
+        engine: `smoke.engine`.
+    """
+    if repo is None:
+        return
+    from huggingface_hub import get_token
+    from huggingface_hub.constants import is_offline_mode
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(repo)
+        named = repo.count("/") == 1
+    except HFValidationError:
+        named = False
+    if not named:
+        yield Finding("push", redact(repo), "<owner>/<name> on the Hub", "push=me/my-model")
+    elif engine == "none":
+        proven = "only what an engine has loaded and measured is pushed"
+        yield Finding("push", f"{repo} with smoke.engine=none", proven, "smoke.engine=vllm")
+    elif is_offline_mode():
+        yield Finding("push", repo, "HF_HUB_OFFLINE forbids it", "unset HF_HUB_OFFLINE")
+    elif get_token() is None:
+        yield Finding("push", repo, "there is no token of the Hub", LOGIN)
+    elif reason := _why_unreachable(repo, owner_problem):
+        yield Finding("push", repo, reason, LOGIN)
 
 
 def metrics_file(path: str | None) -> Iterator[Finding]:

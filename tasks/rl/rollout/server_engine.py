@@ -241,9 +241,7 @@ class ServerEngine:
             partial(
                 _body,
                 request=request,
-                sampling=replace(
-                    self._sampling, max_new_tokens=new_tokens(request, self._rollout)
-                ),
+                sampling=replace(self._sampling, max_new_tokens=new_tokens(request, self._rollout)),
                 seed=seed,
                 greedy=greedy,
             )

@@ -27,7 +27,6 @@ LENGTHS = (7, 200, 17, 61, 6, 41, 5, 97, 30, 6, 12, 9, 160, 8, 8, 77)
 """Tokens of the sequences; some rows have an odd number of them."""
 LONG = (8191, 11)
 LORA = Peft("lora", rank=4)
-ATTENTION = Peft("lora", rank=4, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
 SFT = Settings(
     dtype="float32",
     # A large epsilon makes AdamW follow the gradient, as SGD does.
@@ -46,8 +45,9 @@ CASES = {
     "experts-sft-full-zero2": replace(SFT, router_aux_loss_coef=0.5, **CHECKPOINTED),
 }
 MORE_CASES = {
-    "experts-dpo-lora-zero3": replace(DPO, peft=ATTENTION, zero=Z3, router_aux_loss_coef=0.5),
+    "experts-dpo-lora-zero3": replace(DPO, peft=LORA, zero=Z3, router_aux_loss_coef=0.5),
     "dpo-full-zero3": replace(DPO, zero=Z3),
+    "window-sft-full-zero2": SFT,
     "sft-full-zero3-checkpointed": replace(SFT, zero=Z3, **CHECKPOINTED),
     "sft-full-zero0": replace(SFT, zero=Zero(0)),
     "sft-lora-zero2-reentrant": replace(

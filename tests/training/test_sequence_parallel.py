@@ -47,14 +47,19 @@ def require_same(alone: Path, divided: Path, name: str) -> None:
 
 
 def bases(folder: Path, tokenizer: Any, names: Sequence[str]) -> list[str]:
-    """Return the cases with a base each: with two key heads, with one, or with experts."""
+    """Return the cases with a base each: two key heads, one, experts, or a sliding window."""
     sizes = {"num_hidden_layers": 2, "max_position_embeddings": 512}
     pair = save_base(folder / "two-key-heads", tokenizer, **sizes)
     single = save_base(folder / "one-key-head", tokenizer, num_key_value_heads=1, **sizes)
-    experts = save_experts(folder / "experts", tokenizer)
-    plain = [name for name in names if not name.startswith("experts")]
-    cases = [f"{name}={single if i % 2 else pair}" for i, name in enumerate(plain)]
-    return [*cases, *(f"{name}={experts}" for name in names if name not in plain)]
+    window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    special = {
+        "experts": save_experts(folder / "experts", tokenizer),
+        "window": save_base(folder / "window", tokenizer, **sizes, **window),
+    }
+    usual = [single if i % 2 else pair for i in range(len(names))]
+    kinds = (name.partition("-")[0] for name in names)
+    chosen = (special.get(kind, base) for kind, base in zip(kinds, usual, strict=True))
+    return [f"{name}={base}" for name, base in zip(names, chosen, strict=True)]
 
 
 def save_experts(path: Path, tokenizer: Any) -> Path:

@@ -20,6 +20,9 @@ from tests.training.sequence_ranks import CASES, MORE_CASES
 TOLERANCE = 1e-5
 """Largest difference of a number, and of a gradient relative to its largest number."""
 
+RATIO = 1e-4
+"""Largest difference of a log-ratio: both of its sums are hundreds of nats in fp32."""
+
 
 def run(folder: Path, cases: Sequence[str], *, ranks: int, sharing: int) -> Path:
     """Train these cases in one launch; return the folder of their measurements."""
@@ -36,14 +39,15 @@ def require_same(alone: Path, divided: Path, name: str) -> None:
     for before, after in [*pairs, (expected["evaluated"], measured["evaluated"])]:
         assert before.keys() == after.keys()
         for key, value in before.items():
-            assert after[key] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), (name, key)
+            apart = TOLERANCE if key in ("loss", "norm") else RATIO
+            assert after[key] == pytest.approx(value, rel=TOLERANCE, abs=apart), (name, key)
     assert measured["print"] == pytest.approx(expected["print"], rel=TOLERANCE, abs=TOLERANCE)
     one, two = (load_file(folder / f"{name}.safetensors") for folder in (alone, divided))
     assert one.keys() == two.keys()
-    assert sum(float(gradient.abs().max()) > 1e-4 for gradient in one.values()) > len(one) / 2
+    assert sum(bool(gradient.any()) for gradient in one.values()) > len(one) / 2
     for key, gradient in one.items():
         apart = float((two[key] - gradient).abs().max())
-        assert apart <= TOLERANCE * max(float(gradient.abs().max()), 1e-3), (name, key, apart)
+        assert apart <= TOLERANCE * max(float(gradient.abs().max()), 1e-6), (name, key, apart)
 
 
 def bases(folder: Path, tokenizer: Any, names: Sequence[str]) -> list[str]:

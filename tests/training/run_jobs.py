@@ -14,15 +14,16 @@ from tasks.training.job import TrainJob
 
 
 def main(paths: list[str]) -> None:
-    """Train all jobs in this process group."""
+    """Train all jobs in this process group; the first says how many ranks share a row."""
     start_lean()
     from tasks.process.exit_process import end_process
     from tasks.training.engine.deepspeed_engine import Ranks
     from tasks.training.run import train_with
 
-    ranks = Ranks()
-    for path in paths:
-        train_with(ranks, TrainJob.read(Path(path)), time.time())
+    jobs = [TrainJob.read(Path(path)) for path in paths]
+    ranks = Ranks(sequence_parallel=jobs[0].settings.launch.sequence_parallel)
+    for job in jobs:
+        train_with(ranks, job, time.time())
         ranks.barrier()
     ranks.leave()
     end_process()

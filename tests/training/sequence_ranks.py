@@ -31,7 +31,7 @@ SFT = Settings(
     dtype="float32",
     # A large epsilon makes AdamW follow the gradient, as SGD does.
     optim=Optim(lr=0.03, eps=1.0, weight_decay=0.01, scheduler="constant", max_grad_norm=1e9),
-    batch=Batch(4, 8, max_steps=3, max_len=256),
+    batch=Batch(4, 8, max_steps=2, max_len=256),
     launch=Launch(nproc=1, threads=1),
 )
 PAIRS = replace(SFT, batch=replace(SFT.batch, micro_batch_size=2, global_batch_size=4))
@@ -42,9 +42,12 @@ CASES = {
     "sft-full-zero2": SFT,
     "sft-lora-zero3-checkpointed": replace(SFT, peft=LORA, zero=Z3, **CHECKPOINTED),
     "dpo-lora-zero2": replace(DPO, peft=LORA, loss=Loss(nll=0.5)),
-    "dpo-full-zero3": replace(DPO, zero=Z3),
+    "experts-sft-full-zero2": replace(SFT, router_aux_loss_coef=0.5, **CHECKPOINTED),
 }
 MORE_CASES = {
+    "experts-dpo-lora-zero3": replace(DPO, peft=LORA, zero=Z3, router_aux_loss_coef=0.5),
+    "dpo-full-zero3": replace(DPO, zero=Z3),
+    "window-sft-full-zero2": SFT,
     "sft-full-zero3-checkpointed": replace(SFT, zero=Z3, **CHECKPOINTED),
     "sft-full-zero0": replace(SFT, zero=Zero(0)),
     "sft-lora-zero2-reentrant": replace(
@@ -58,15 +61,10 @@ MORE_CASES = {
         PAIRS, objective="reward", peft=LORA, zero=Z3, optim=replace(SFT.optim, lr=0.001)
     ),
 }
-EXPERT_CASES = {
-    "experts-sft-full-zero2-checkpointed": replace(SFT, router_aux_loss_coef=0.5, **CHECKPOINTED),
-    "experts-dpo-lora-zero3": replace(DPO, peft=LORA, zero=Z3, router_aux_loss_coef=0.5),
-}
 LONG_CASE = replace(SFT, batch=Batch(2, 2, max_steps=1, max_len=8192))
 EVERY = {
     **CASES,
     **MORE_CASES,
-    **EXPERT_CASES,
     "long": LONG_CASE,
     "vocabulary": CASES["sft-full-zero2"],
 }

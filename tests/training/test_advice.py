@@ -50,6 +50,24 @@ def test_only_settings_that_the_preflight_accepts_are_advised() -> None:
     assert "zero.offload_optimizer=cpu" not in smaller(eight)
 
 
+def test_long_rows_are_shared_where_ranks_and_heads_allow_it() -> None:
+    long = replace(FULL, batch=Batch(micro_batch_size=1, max_len=131_072), peft=Peft("lora"))
+    adviser = Adviser(QWEN_72B, gpu=True)
+
+    def advised(settings: Settings) -> set[str]:
+        names = [knob.override for knob in adviser.knobs(settings)]
+        return {name for name in names if name.startswith("train.sequence_parallel")}
+
+    assert advised(long) == {"train.sequence_parallel=2"}
+    shared = replace(long, launch=replace(long.launch, sequence_parallel=2))
+    assert advised(shared) == {"train.sequence_parallel=4"}
+    assert advised(replace(long, launch=replace(long.launch, nproc=3))) == set()
+    assert advised(replace(long, attn_implementation="flash_attention_2")) == set()
+    assert advised(replace(long, objective="grpo")) == set()
+    odd = Adviser({**QWEN_72B, "num_attention_heads": 7, "head_dim": 128}, gpu=True)
+    assert not any("sequence" in knob.override for knob in odd.knobs(long))
+
+
 def test_settings_named_together_are_enough() -> None:
     adviser = Adviser(QWEN_72B, gpu=True)
     limit = 80 * GIB

@@ -144,3 +144,20 @@ class TestOtherRanks:
         expected, found = weights(whole["fp32-2"]), weights(alone["fp32-2"])
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-5)
+
+
+def test_ranks_that_share_rows_after_the_interruption(
+    place: Place, whole: dict[str, TrainJob]
+) -> None:
+    """`train.sequence_parallel` may change: losses and weights are the same in fp32."""
+    settings, before = CASES["fp32-2"], whole["fp32-2"]
+    sharing = replace(settings, launch=replace(settings.launch, sequence_parallel=2))
+    job = place.job("shared", sharing, resume=step_3(before))
+    assert job.identity == before.identity
+    place.run([job])
+    expected, resumed = said(before)["losses"], said(job)["losses"]
+    assert resumed[:3] == expected[:3]
+    assert resumed == pytest.approx(expected, rel=1e-5)
+    stored, found = weights(before), weights(job)
+    for name, tensor in stored.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-5)

@@ -13,13 +13,17 @@ import torch
 
 from tasks.config.checks.model import Known
 from tasks.config.checks.objective import families, router_loss
+from tasks.training.job import Peft
+from tasks.training.memory.estimate import adapter_weights
 from tasks.training.memory.sizes import MIXTURES, Sizes
+from tasks.training.model.adapter import add_adapter
 from tasks.training.model.packed_model import TokenOutputs, accept_packed_rows
 from tasks.training.model.router_loss import coefficient, has_router_loss
 from tasks.training.objectives.forward_passes import Passes
 from tasks.training.objectives.sft import Sft
 from tasks.training.tokens.order import Counts
 from tasks.training.tokens.packing import pack
+from tests.settings import Settings
 from tests.training.datasets import make_examples
 from tests.training.test_packed_families import make_model
 
@@ -199,4 +203,17 @@ def test_the_memory_plan_counts_every_expert(name: str) -> None:
     sizes = Sizes.of(config.to_dict())
     assert config.model_type in MIXTURES
     assert (sizes.weights(), sizes.linear_weights()) == (counted, linear)
-    assert sizes.expert_weights() > 20 * sizes.linear_weights() / 10
+    assert sizes.expert_weights() > sizes.linear_weights()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_the_memory_plan_counts_adapters_as_peft_makes_them(family: str) -> None:
+    """All-linear has adapters on experts and routers of some families, and not of others."""
+    peft = Peft("lora", rank=4)
+    model = make_model(family, "sdpa")
+    sizes = Sizes.of(model.config.to_dict())
+    ranks: Any = None
+    adapted = add_adapter(model, peft, head="tokens", dtype=torch.float32, ranks=ranks)
+    trained = {n: p.numel() for n, p in adapted.named_parameters() if p.requires_grad}
+    assert any(".experts." in name for name in trained) == sizes.adapted
+    assert adapter_weights(sizes, Settings(peft=peft)) == sum(trained.values())

@@ -15,10 +15,13 @@ from transformers import AutoModelForCausalLM
 from tests.commands import run_ranks
 from tests.tiny import tiny
 from tests.training.conftest import save_base
-from tests.training.sequence_ranks import CASES, EXPERT_CASES, MORE_CASES
+from tests.training.sequence_ranks import CASES, MORE_CASES
 
 TOLERANCE = 1e-5
 """Largest difference of a number, and of a gradient relative to its largest number."""
+
+RATIO = 1e-4
+"""Largest difference of a log-ratio: both of its sums are hundreds of nats in fp32."""
 
 
 def run(folder: Path, cases: Sequence[str], *, ranks: int, sharing: int) -> Path:
@@ -36,22 +39,31 @@ def require_same(alone: Path, divided: Path, name: str) -> None:
     for before, after in [*pairs, (expected["evaluated"], measured["evaluated"])]:
         assert before.keys() == after.keys()
         for key, value in before.items():
-            assert after[key] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), (name, key)
+            apart = TOLERANCE if key in ("loss", "norm") else RATIO
+            assert after[key] == pytest.approx(value, rel=TOLERANCE, abs=apart), (name, key)
     assert measured["print"] == pytest.approx(expected["print"], rel=TOLERANCE, abs=TOLERANCE)
     one, two = (load_file(folder / f"{name}.safetensors") for folder in (alone, divided))
     assert one.keys() == two.keys()
-    assert sum(float(gradient.abs().max()) > 1e-4 for gradient in one.values()) > len(one) / 2
+    assert sum(bool(gradient.any()) for gradient in one.values()) > len(one) / 2
     for key, gradient in one.items():
         apart = float((two[key] - gradient).abs().max())
-        assert apart <= TOLERANCE * max(float(gradient.abs().max()), 1e-3), (name, key, apart)
+        assert apart <= TOLERANCE * max(float(gradient.abs().max()), 1e-6), (name, key, apart)
 
 
 def bases(folder: Path, tokenizer: Any, names: Sequence[str]) -> list[str]:
-    """Return the cases with a base: with two key heads for half of them, one for the rest."""
+    """Return the cases with a base each: two key heads, one, experts, or a sliding window."""
     sizes = {"num_hidden_layers": 2, "max_position_embeddings": 512}
     pair = save_base(folder / "two-key-heads", tokenizer, **sizes)
     single = save_base(folder / "one-key-head", tokenizer, num_key_value_heads=1, **sizes)
-    return [f"{name}={single if i % 2 else pair}" for i, name in enumerate(names)]
+    window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    special = {
+        "experts": save_experts(folder / "experts", tokenizer),
+        "window": save_base(folder / "window", tokenizer, **sizes, **window),
+    }
+    usual = [single if i % 2 else pair for i in range(len(names))]
+    kinds = (name.partition("-")[0] for name in names)
+    chosen = (special.get(kind, base) for kind, base in zip(kinds, usual, strict=True))
+    return [f"{name}={base}" for name, base in zip(names, chosen, strict=True)]
 
 
 def save_experts(path: Path, tokenizer: Any) -> Path:
@@ -68,15 +80,12 @@ def save_experts(path: Path, tokenizer: Any) -> Path:
 def test_two_ranks_share_rows_exactly(tmp_path: Path, tokenizer: Any) -> None:
     """SFT and DPO, full and LoRA, ZeRO-2 and ZeRO-3, one key head and two, a mixture of experts."""
     cases = bases(tmp_path, tokenizer, list(CASES))
-    experts = save_experts(tmp_path / "experts", tokenizer)
-    cases += [f"{name}={experts}" for name in EXPERT_CASES]
     alone = run(tmp_path / "alone", cases, ranks=1, sharing=1)
     divided = run(tmp_path / "divided", cases, ranks=2, sharing=2)
-    for name in (*CASES, *EXPERT_CASES):
+    for name in CASES:
         require_same(alone, divided, name)
-    for name in EXPERT_CASES:
-        first = json.loads((divided / f"{name}.json").read_text())["steps"][0]
-        assert first["router_loss"] > 1.0, "two of four experts: about 2 for every token"
+    first = json.loads((divided / "experts-sft-full-zero2.json").read_text())["steps"][0]
+    assert first["router_loss"] > 1.0, "two experts of four a token: about 2"
 
 
 @pytest.mark.slow

@@ -199,7 +199,8 @@ def shared_rows(train: Mapping[str, Any], attn_implementation: str, known: Known
         return []
     key, whole = "train.sequence_parallel", "train.sequence_parallel=1"
     text = known.config.get("text_config") or known.config
-    heads, family = text.get("num_attention_heads"), str(text.get("model_type", ""))
+    heads = text.get("num_attention_heads") or text.get("n_head")
+    family = str(text.get("model_type", ""))
     divisors = [n for n in range(sharing, 0, -1) if ranks % n == 0 and (heads or n) % n == 0]
     fewer = f"{key}={next(iter(divisors), 1)}"
     problems = []

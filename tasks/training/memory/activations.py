@@ -54,6 +54,10 @@ def row_bytes(
     tokens = settings.batch.micro_batch_size * longest(settings) * roles
     tokens = -(-tokens // settings.launch.sequence_parallel)
     layer = int(tokens * _layer(sizes, settings, item=item, gpu=gpu))
+    peft = settings.peft
+    if sizes.adapted and peft.kind != "none" and isinstance(peft.target_modules, str):
+        # peft computes the sum of a layer's experts and their update, and keeps it.
+        layer += 2 * 3 * sizes.experts * sizes.hidden * sizes.expert_width * item
     piece = tokens * sizes.hidden * item
     recomputed = 0
     if settings.gradient_checkpointing:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from tasks.config.defaults import ONLINE
 from tasks.training.job import Peft, Settings
 from tasks.training.memory.estimate import LIBRARIES, estimate
 
@@ -77,6 +78,7 @@ class Adviser:
         rank: Callable[[Settings], Rank] | None = None,
     ) -> None:
         self._gpu = gpu
+        self._heads = int((config.get("text_config") or config).get("num_attention_heads") or 0)
         self._rank = rank or (lambda s: estimate(config, s, s.world_size, gpu=gpu))
 
     def need(self, settings: Settings) -> int:
@@ -134,6 +136,9 @@ class Adviser:
             yield "train.gradient_checkpointing=true", "gradient_checkpointing", True
         if batch.max_len > 2:
             yield f"train.max_len={batch.max_len // 2}", "batch.max_len", batch.max_len // 2
+        sharing = 2 * settings.launch.sequence_parallel
+        if self._may_share(settings, sharing):
+            yield f"train.sequence_parallel={sharing}", "launch.sequence_parallel", sharing
         yield from _partitioned(settings)
         yield from _other_training(settings)
         if self._gpu:
@@ -142,6 +147,12 @@ class Adviser:
             yield f"train.nproc={ranks // 2}", "launch.nproc", ranks // 2
         if zero.stage and zero.bucket_size > _SMALL_BUCKET and settings.peft.kind == "none":
             yield f"zero.bucket_size={_SMALL_BUCKET}", "zero.bucket_size", _SMALL_BUCKET
+
+    def _may_share(self, settings: Settings, sharing: int) -> bool:
+        """Return True if `sharing` ranks could share each row; see `checks/model.shared_rows`."""
+        divides = settings.world_size % sharing == 0 and self._heads % sharing == 0
+        able = settings.attn_implementation == "sdpa" and settings.objective not in ONLINE
+        return divides and able
 
 
 def _partitioned(settings: Settings) -> Iterator[Change]:

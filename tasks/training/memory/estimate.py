@@ -270,7 +270,7 @@ def adapter_weights(sizes: Sizes, settings: Settings, *, tables: bool = True) ->
     """Return the number of trained weights of an adapter.
 
     They are LoRA pairs of rank x (in + out) weights (twice that for PiSSA, `model/pissa.py`),
-    DoRA's magnitudes, and embeddings or head in `modules_to_save`.
+    DoRA's magnitudes, pairs for every expert, and embeddings or head in `modules_to_save`.
 
     Args:
         sizes: dimensions of the model.
@@ -280,9 +280,17 @@ def adapter_weights(sizes: Sizes, settings: Settings, *, tables: bool = True) ->
     peft = settings.peft
     double = 2 if peft.init == "pissa" else 1
     ranks = peft.rank_pattern or {}
-    pairs = 0
+    pairs, everything = 0, isinstance(peft.target_modules, str)
+    if everything and sizes.adapted:
+        # peft doubles the rank of `gate_up_proj`, which holds two maps.
+        wide, experts = sizes.expert_width, sizes.experts
+        stacked = 2 * (sizes.hidden + 2 * wide) + wide + sizes.hidden
+        router = sizes.hidden + experts
+        pairs = sizes.sparse_layers * double * peft.rank * (experts * stacked + router)
     for count, linears in sizes.layouts():
-        targets = linears if isinstance(peft.target_modules, str) else peft.target_modules
+        targets = set(linears) if everything else {*peft.target_modules}
+        if everything and sizes.adapted:
+            targets -= {"gate_proj", "up_proj", "down_proj"}
         chosen = {n: linears[n] for n in targets if n in linears and n not in peft.exclude_modules}
         pairs += count * sum(
             double * ranks.get(name, peft.rank) * (i + o) + (o if peft.use_dora else 0)

@@ -10,6 +10,9 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 """Keys of config.json that give the number of experts."""
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 """Families of experts whose dimensions are read here."""
+ADAPTED = ("mixtral", "qwen3_moe", "olmoe")
+"""Families whose experts and routers peft 0.21 adapts for `all-linear`, in place of the maps of
+dense feed-forward blocks (`_convert_peft_config_moe`)."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class Sizes:
     In a mixture of experts `sparse_layers` of the layers have `experts` feed-forward blocks of
     width `expert_width`, of which a token passes through `top_k`, and a shared one of width
     `shared_width` (0: none). transformers stores the experts of a layer in one tensor, so that they
-    are no linear maps: no adapter trains them and QLoRA leaves them in 16 bits.
+    are no linear maps: QLoRA leaves them in 16 bits. `adapted`: LoRA on all maps trains them, too.
     """
 
     hidden: int
@@ -35,6 +38,7 @@ class Sizes:
     expert_width: int = 0
     shared_width: int = 0
     top_k: int = 0
+    adapted: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Sizes:
@@ -129,7 +133,7 @@ def experts_of(text: Mapping[str, Any]) -> int:
     return max(of.get(name) or 0 for of in (text, nested) for name in EXPERTS)
 
 
-def _mixture(text: Mapping[str, Any]) -> dict[str, int]:
+def _mixture(text: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `Sizes` that a mixture of experts has.
 
     Which layers have experts: `Qwen2MoeDecoderLayer` of transformers 5.19.
@@ -146,4 +150,5 @@ def _mixture(text: Mapping[str, Any]) -> dict[str, int]:
         "expert_width": text.get("moe_intermediate_size") or text["intermediate_size"],
         "shared_width": text.get("shared_expert_intermediate_size") or 0,
         "top_k": text["num_experts_per_tok"],
+        "adapted": family in ADAPTED,
     }

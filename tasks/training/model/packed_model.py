@@ -76,6 +76,13 @@ def accept_packed_rows(model: Any, ranks: Ranks | None = None) -> None:
             "cannot be replaced, and train.sequence_parallel needs that",
             hint="train.sequence_parallel=1",
         )
+    heads = model.config.get_text_config().num_attention_heads
+    if ranks is not None and heads % ranks.sequence_parallel:
+        raise ConfigError(
+            f"train.sequence_parallel={ranks.sequence_parallel} does not divide the model's "
+            f"{heads} attention heads",
+            hint="train.sequence_parallel=<a divisor of both heads and ranks>",
+        )
 
     def forward(
         self: Any, *args: Any, row: Row | None = None, outputs: TokenOutputs = PLAIN, **kwargs: Any

@@ -26,7 +26,10 @@ REPLIES = ("ok-reply", "<think>\nhm\n</think>\n\nok-reply")
 """Responses of the probes: some templates drop reasoning once the conversation goes on."""
 FIRST, SECOND = "first-observation", "second-observation"
 HINT = "data.chat_template=<Jinja file> that renders earlier messages always the same"
-TOOL_HINT = f"rl.observation_role=tool if the template keeps reasoning before it, or {HINT}"
+OTHER_ROLE = {
+    "user": f"rl.observation_role=tool if the template keeps reasoning before it, or {HINT}",
+    "tool": f"rl.observation_role=user, or {HINT}",
+}
 
 
 def probes(prompt: Messages, role: str) -> list[list[dict[str, str]]]:
@@ -73,7 +76,7 @@ def refused(reason: str, role: str) -> ConfigError:
     """
     return ConfigError(
         f"rl.environment: the chat template cannot be used for several turns: {reason}",
-        hint=TOOL_HINT if role == "user" else HINT,
+        hint=OTHER_ROLE[role],
     )
 
 

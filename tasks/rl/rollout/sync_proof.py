@@ -37,6 +37,8 @@ PROBES = 16
 """Responses of each server per sync."""
 PROMPT_TOKENS, NEW_TOKENS = 64, 16
 """Longest prompt and response of a probe."""
+RECENT = 5
+"""Syncs whose mean is the mismatch."""
 _CHANGED = 16
 """Numbers of the trainer that must have changed before a frozen server is refused."""
 _FROZEN = 0.1
@@ -159,7 +161,8 @@ def prove(
         url: np.concatenate([of_probe[tuple(probe.sequence)] for probe in some])
         for url, some in probes.items()
     }
-    proof.mismatch = ranks.on_first(lambda: proof.require_sampled(version, sampled, trainer))
+    apart = ranks.on_first(lambda: proof.require_sampled(version, sampled, trainer))
+    proof.recent = [*proof.recent, apart][-RECENT:]
     proof.remember(new, plain, ranks.on_first(lambda: _by_server(fleet, new)))
 
 
@@ -182,7 +185,7 @@ class SyncProof:
         probes: sampled after the last sync, by all servers.
         trainer: their log-probabilities by the trainer then.
         servers: the same by each server, by its address.
-        mismatch: mean absolute difference at the last sync, nats per token.
+        recent: mean absolute differences at the last syncs, nats per token.
         noise: 95 % quantile of trainer-server differences, the largest of all syncs so far.
     """
 
@@ -190,8 +193,13 @@ class SyncProof:
     probes: list[Probe] = field(default_factory=list)
     trainer: Numbers = field(default_factory=lambda: np.zeros(0))
     servers: Mapping[str, Numbers] = field(default_factory=dict)
-    mismatch: float = 0.0
+    recent: list[float] = field(default_factory=list)
     noise: float = 0.0
+
+    @property
+    def mismatch(self) -> float:
+        """Mean of `recent`, nats per token: a single sync has few tokens."""
+        return sum(self.recent) / max(len(self.recent), 1)
 
     def remember(
         self, probes: list[Probe], trainer: Numbers, servers: Mapping[str, Numbers]

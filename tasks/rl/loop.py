@@ -140,6 +140,8 @@ class OnlineTrainer:
         with clock.phase("sync_weights"):
             self.rollout_engine.sync_weights()
         record |= collected(scored) | speeds(clock, batch, begin)
+        if record.get("staleness"):  # they were sampled during the last iteration
+            del record["tokens_per_s/generate"]
         if self.setup.ranks.first and due(self.setup.job.settings.log_every, iteration):
             emit("samples", step=iteration, rows=samples_of(scored))
         return {"step": iteration, **record, "epoch": self._order.epoch_at(iteration)}

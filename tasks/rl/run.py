@@ -69,7 +69,7 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
                 ranks,
                 engine=setup.engine,
                 ends=ends,
-                probes=[prompt.ids.tolist() for prompt in heldout[:8]],
+                probes=[prompt.ids.tolist() for prompt in heldout[:16]],
             )
         )
         budget, turns = online.rollout.max_new_tokens, online.loop.max_turns

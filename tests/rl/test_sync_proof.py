@@ -9,8 +9,8 @@ from tasks.core.errors import TrainingError
 from tasks.rl.rollout.sync_proof import NEW_TOKENS, PROBES, Numbers, SyncProof, probe_prompts
 
 URL = "http://127.0.0.1:8000"
-SIZE = 2 * PROBES * NEW_TOKENS
-"""Numbers of two servers whose responses differ."""
+SIZE = 6 * PROBES
+"""Numbers of responses of six tokens, the same of all servers."""
 
 
 def measured(
@@ -27,7 +27,8 @@ def measured(
     """
     before = -np.abs(draw.normal(2, 1, SIZE))
     apart, moved = draw.normal(0, noise, SIZE), draw.normal(0, step, SIZE)
-    proof = SyncProof(0.1, trainer=before, servers={URL: before + apart})
+    proof = SyncProof(0.1)
+    proof.remember([], before, {URL: before + apart})
     server = before + apart + share * moved + draw.normal(0, repeat, SIZE)
     return proof, before + moved, server
 
@@ -41,7 +42,7 @@ def test_a_server_with_the_new_version_is_never_refused(step: float, noise: floa
         proof.require_moved(2, trainer, {URL: server})
 
 
-@pytest.mark.parametrize(("step", "noise"), [(0.01, 0.002), (0.05, 0.01), (0.02, 0.005)])
+@pytest.mark.parametrize(("step", "noise"), [(0.012, 0.002), (0.06, 0.01), (0.03, 0.005)])
 def test_a_server_with_the_old_version_is_refused(step: float, noise: float) -> None:
     for seed in range(50):
         draw = np.random.default_rng(seed)
@@ -54,8 +55,22 @@ def test_a_server_without_any_change_is_refused_below_the_noise() -> None:
     proof, trainer, server = measured(
         np.random.default_rng(0), step=1e-4, noise=1e-2, share=0, repeat=0
     )
-    with pytest.raises(TrainingError, match="followed by 0 %"):
+    with pytest.raises(TrainingError, match="96 log-prob.* changed in the trainer and 0 in the s"):
         proof.require_moved(2, trainer, {URL: server})
+
+
+def test_a_few_large_roundings_are_no_old_version() -> None:
+    """A confident policy: nearly all tokens keep their numbers, and a few flip by a bit of bf16.
+
+    By least squares over all moves, one in twelve of these would be refused for nothing.
+    """
+    for seed in range(300):
+        draw = np.random.default_rng(seed)
+        flips = [draw.standard_t(2, 18) * 1e-3 for _ in range(4)]
+        before = -np.abs(draw.standard_t(2, 18))
+        proof = SyncProof(0.1)
+        proof.remember([], before + flips[0], {URL: before + flips[1]})
+        proof.require_moved(2, before + flips[2], {URL: before + flips[3]})
 
 
 def test_a_policy_that_did_not_move_leaves_nothing_to_prove() -> None:

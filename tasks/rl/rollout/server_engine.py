@@ -113,7 +113,7 @@ class ServerEngine:
 
     @property
     def mismatch(self) -> float:
-        """Trainer-server log-prob difference at the last sync, in nats per token."""
+        """Trainer-server log-prob difference at the last syncs, in nats per token."""
         return self._proof.mismatch
 
     def sync_weights(self) -> SyncResult:

@@ -4,13 +4,13 @@ A server's weights cannot be read back over HTTP, but its distribution can. At e
 server samples short responses to a few prompts. The trainer scores them at once, at the rollout
 temperature: that is the train-inference mismatch of this server and this version. Server and
 trainer score them again after the next sync. Both then know the log-probabilities of the same
-tokens before and after, and the server must have moved as the trainer did:
+tokens before and after. An old version is refused by either of two signs:
 
-    share = sum(server's move * trainer's move) / sum(trainer's move ^ 2)
+    frozen   the trainer's numbers changed, and the server's are bit by bit those of before
+    behind   where the trainer moved clearly, by three times the noise, the server did not follow
 
-is 1 for the new version and 0 for the old one. It decides when the trainer's move exceeds the noise
-between the two. For smaller moves, a server whose numbers are bit by bit the old ones while the
-trainer's changed is refused.
+The noise is the 95 % quantile of the differences of trainer and server at equal versions so far.
+Single tokens decide nothing: rounding flips a few by more than a small step moves the others.
 """
 
 from __future__ import annotations
@@ -33,14 +33,20 @@ from tasks.training.model.packed_model import TokenOutputs
 from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.packing import pack
 
-PROBES = 4
+PROBES = 16
 """Responses of each server per sync."""
 PROMPT_TOKENS, NEW_TOKENS = 64, 16
 """Longest prompt and response of a probe."""
+RECENT = 5
+"""Syncs whose mean is the mismatch."""
 _CHANGED = 16
-"""Numbers of the trainer that must have changed before a server without any change is refused."""
-_ABOVE_NOISE = 2.0
-_HALF = 0.5
+"""Numbers of the trainer that must have changed before a frozen server is refused."""
+_FROZEN = 0.1
+"""Share of a server's numbers that may change though its weights did not: batches differ."""
+_CLEAR, _CLEARLY = 8, 3.0
+"""Number of tokens with a clear move that decide, and how many times the noise is clear."""
+_FOLLOWED = 0.25
+"""Share of them that a server with the new version follows at least."""
 Numbers: TypeAlias = NDArray[np.float64]
 
 
@@ -155,9 +161,9 @@ def prove(
         url: np.concatenate([of_probe[tuple(probe.sequence)] for probe in some])
         for url, some in probes.items()
     }
-    proof.mismatch = ranks.on_first(lambda: proof.require_sampled(version, sampled, trainer))
-    proof.probes, proof.trainer = new, plain
-    proof.servers = ranks.on_first(lambda: _by_server(fleet, new))
+    apart = ranks.on_first(lambda: proof.require_sampled(version, sampled, trainer))
+    proof.recent = [*proof.recent, apart][-RECENT:]
+    proof.remember(new, plain, ranks.on_first(lambda: _by_server(fleet, new)))
 
 
 def _by_server(fleet: Fleet, probes: Sequence[Probe]) -> dict[str, Numbers]:
@@ -179,14 +185,29 @@ class SyncProof:
         probes: sampled after the last sync, by all servers.
         trainer: their log-probabilities by the trainer then.
         servers: the same by each server, by its address.
-        mismatch: mean absolute difference at the last sync, nats per token.
+        recent: mean absolute differences at the last syncs, nats per token.
+        noise: 95 % quantile of trainer-server differences, the largest of all syncs so far.
     """
 
     limit: float
     probes: list[Probe] = field(default_factory=list)
     trainer: Numbers = field(default_factory=lambda: np.zeros(0))
     servers: Mapping[str, Numbers] = field(default_factory=dict)
-    mismatch: float = 0.0
+    recent: list[float] = field(default_factory=list)
+    noise: float = 0.0
+
+    @property
+    def mismatch(self) -> float:
+        """Mean of `recent`, nats per token: a single sync has few tokens."""
+        return sum(self.recent) / max(len(self.recent), 1)
+
+    def remember(
+        self, probes: list[Probe], trainer: Numbers, servers: Mapping[str, Numbers]
+    ) -> None:
+        """Keep the probes of a proven sync, for the next one. Arguments are the attributes."""
+        self.probes, self.trainer, self.servers = probes, trainer, servers
+        for scores in servers.values():
+            self.noise = max(self.noise, float(np.quantile(np.abs(scores - trainer), 0.95)))
 
     def require_moved(self, version: int, trainer: Numbers, servers: Mapping[str, Numbers]) -> None:
         """Check that each server moved from the last version to this one as the trainer did.
@@ -246,18 +267,20 @@ class SyncProof:
             )
 
     def _require_new(self, url: str, version: int, moved: Numbers, server: Numbers) -> None:
-        noise = float(np.sqrt(np.mean((self.servers[url] - self.trainer) ** 2)))
-        size = float(np.sqrt(np.mean(moved**2)))
-        share = float(server @ moved) / max(float(moved @ moved), 1e-30)
-        unmoved = not server.any() and np.count_nonzero(moved) >= _CHANGED
-        if unmoved or (size > _ABOVE_NOISE * noise and share < _HALF):
+        changed, changed_there = np.count_nonzero(moved), np.count_nonzero(server)
+        frozen = changed >= max(_CHANGED, moved.size / 2) and changed_there <= _FROZEN * moved.size
+        clear = np.abs(moved) > _CLEARLY * self.noise
+        followed = (server * np.sign(moved) > np.abs(moved) / 2)[clear]
+        behind = clear.sum() >= _CLEAR and followed.mean() < _FOLLOWED
+        if frozen or behind:
             raise TrainingError(
                 f"{url} answers with an old version of the policy instead of version {version}: "
-                f"the trainer's log-probabilities moved by {size:.3g} nats per token, and the "
-                f"server's followed by {100 * share:.0f} %",
+                f"{changed} of {moved.size} log-probabilities changed in the trainer and "
+                f"{changed_there} in the server, which followed {followed.sum()} of "
+                f"{clear.sum()} clear moves",
                 details=[
-                    f"{np.count_nonzero(moved)} of {moved.size} numbers of the trainer changed, "
-                    f"{np.count_nonzero(server)} of the server"
+                    f"the trainer moved by {np.abs(moved).mean():.3g} nats per token, the server "
+                    f"by {np.abs(server).mean():.3g}; noise {self.noise:.3g}"
                 ],
                 hint="restart the server; is another run using it?",
             )

@@ -36,6 +36,7 @@ ELSEWHERE = (
     "register.sign",
     "verify=",
     "push=",
+    "lm_eval",
     "gguf:",
     "--config-dir",
     "KEY",

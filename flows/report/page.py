@@ -16,6 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from flows.orchestration.evaluation import harness_names
 from flows.orchestration.summary import truncation_lines
 from flows.report.bootstrap import Interval
 from flows.report.collect import Collected, Stage, collect
@@ -224,6 +225,7 @@ def _measured(
         ("held-out loss, 16 bits to quantised", "quantized_loss_before", "quantized_loss_after",
          False),
         (f"{rate}, 16 bits to quantised", "after", "quantized", True),
+        *((name, f"{name}_before", f"{name}_after", False) for name in harness_names(values)),
     )  # fmt: skip
     measured = []
     for name, first, second, percent in rows:

@@ -3,7 +3,7 @@
     adapter     section `peft`, and QLoRA's 4-bit base
     data        the data files and their columns
     engine      memory of the engines that serve a model
-    gate        conditions on the numbers of the run
+    gate        conditions on the numbers of the run, tasks of lm-evaluation-harness
     machine     GPUs, number formats, libraries, disk, memory, compiler
     model       the base model's folder
     objective   the model's head, raw texts, reference answers
@@ -121,6 +121,7 @@ def findings(
         *online.online(settings, known, rewarded=rewarded, on_cpu=on_cpu),
         *objective.raw_texts(settings),
         *online.function(settings["eval"]["function"], EVAL),
+        *gate.lm_eval_tasks(settings["eval"], objective_, installed),
         *gate.conditions(settings),
         *unread.loss(train),
         *tracking.reachable(settings["tracking"]["uri"]),

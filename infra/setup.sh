@@ -94,8 +94,10 @@ step() {
     shift
     wanted=$(sha256sum "${inputs[@]}")
     [[ -f $STAMPS/$name && $(<"$STAMPS/$name") == "$wanted" ]] && return
+    local began=$SECONDS
     echo "setup: $name"
     "$@"
+    ((SECONDS - began < 5)) || echo "setup: $name took $((SECONDS - began)) s"
     worked=$name
     mkdir -p "$STAMPS"
     printf '%s\n' "$wanted" >"$STAMPS/$name"

@@ -135,9 +135,10 @@ def _metrics(results: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _check(task: str, metrics: Mapping[str, float]) -> Check:
-    names = [name for name in metrics if name.startswith(f"lm_eval/{task}")]
-    found = ", ".join(f"{name} {metrics[name]:.4g}" for name in names if name.endswith("/after"))
-    return Check(task, "a finite score", found or "none", ok=bool(found))
+    own = (f"lm_eval/{task}/", f"lm_eval/{task}_")  # a group has scores of its members
+    names = [name for name in metrics if name.startswith(own)]
+    scores = ", ".join(f"{name} {metrics[name]:.4g}" for name in names if name.endswith("/after"))
+    return Check(task, "a finite score", scores or "none", ok=bool(scores))
 
 
 def main(job_path: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -143,7 +144,7 @@ def page(collected: Collected) -> str:
         TEMPLATE,
         run=collected,
         summary=summary,
-        serve=serve_line(Path(summary["served"])) if summary.get("served") else "",
+        serve=_serve_lines(summary.get("served")),
         pages={name: url for name, url in summary.get("pages", {}).items() if _is_web(url)},
         steps=_steps(collected.stages),
         measured=_measured(summary["eval"], results(collected)),
@@ -199,6 +200,13 @@ def duration(seconds: float | None) -> str:
     if minutes < 100:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _serve_lines(served: str | None) -> str:
+    """Return what to type to serve a folder; empty if there is none."""
+    if not served:
+        return ""
+    return f"{serve_line(Path(served))}\n{shlex.join(['plumbline', 'serve', served])}"
 
 
 def _is_web(url: str) -> bool:

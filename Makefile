@@ -10,7 +10,7 @@ PY := $(VENV)/bin/python
 # Three at a time on two cores, since many tests wait; which stay together, tests/conftest.py says.
 WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup setup-sign setup-quantize setup-dev demo test test-all test-gpu test-gpus check docs \
+.PHONY: help setup setup-sign setup-quantize setup-lm-eval setup-dev demo test test-all test-gpu test-gpus check docs \
   format bench-weights bench-training bench-rl bench-gpu lock sbom up deploy down status backup \
   restore
 
@@ -25,6 +25,9 @@ setup-sign:  ## the environment, and what signs models (register.sign)
 
 setup-quantize:  ## the environment, and one beside it that quantises to 4 bits (convert.quantize)
 	@infra/setup.sh quantize
+
+setup-lm-eval:  ## the environment, and lm-evaluation-harness (eval.lm_eval)
+	@infra/setup.sh lm-eval
 
 setup-dev:  ## the environment with the test tools
 	@infra/setup.sh dev

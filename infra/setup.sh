@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Create the environment: `infra/setup.sh` for running, `infra/setup.sh sign` to sign models too,
-# `infra/setup.sh quantize` to quantise them to 4 bits, `infra/setup.sh dev` with the test tools,
+# `infra/setup.sh quantize` to quantise them to 4 bits, `infra/setup.sh lm-eval` to evaluate them with
+# lm-evaluation-harness, `infra/setup.sh dev` with the test tools,
 # `infra/setup.sh tools` for uv alone, in .cache/tools.
 #
 # Steps: venv, build tools, torch, the profile's lock, the project itself, the test tools. Each step
@@ -93,8 +94,10 @@ step() {
     shift
     wanted=$(sha256sum "${inputs[@]}")
     [[ -f $STAMPS/$name && $(<"$STAMPS/$name") == "$wanted" ]] && return
+    local began=$SECONDS
     echo "setup: $name"
     "$@"
+    ((SECONDS - began < 5)) || echo "setup: $name took $((SECONDS - began)) s"
     worked=$name
     mkdir -p "$STAMPS"
     printf '%s\n' "$wanted" >"$STAMPS/$name"
@@ -172,9 +175,9 @@ step project pyproject.toml -- install_project
 case ${1:-} in
     "") extras=() ;;
     sign) extras=(sign) ;;
-    quantize) extras=(quantize) ;;
+    quantize | lm-eval) extras=("$1") ;;
     dev) extras=(sign dev) ;;
-    *) fail "unknown argument $1: nothing, sign, quantize, dev or tools" ;;
+    *) fail "unknown argument $1: nothing, sign, quantize, lm-eval, dev or tools" ;;
 esac
 for name in "${extras[@]}"; do
     [[ $name == quantize ]] && step quantize requirements/quantize.lock -- install_quantize && continue

@@ -18,7 +18,7 @@ lock() {
     case $name in
         cpu) args=(--override requirements/overrides-cpu.txt) ;;
         dev) args=(--constraint requirements/cpu.lock --override requirements/overrides-dev.txt) ;;
-        sign) # only what the profiles lack
+        sign | lm-eval) # only what the profiles lack
             args=(--constraint requirements/cpu.lock)
             mapfile -t -O 2 args < <(sed -nE 's/^([^ #=]+)==.*/--no-emit-package=\1/p' requirements/cpu.lock)
             ;;
@@ -43,5 +43,5 @@ lock() {
 
 infra/setup.sh tools
 names=("$@")
-((${#names[@]})) || names=(cpu cuda server gate sign quantize dev build tools torch)
+((${#names[@]})) || names=(cpu cuda server gate sign lm-eval quantize dev build tools torch)
 for name in "${names[@]}"; do lock "$name"; done

@@ -36,6 +36,7 @@ ELSEWHERE = (
     "register.sign",
     "verify=",
     "push=",
+    "lm_eval",
     "gguf:",
     "--config-dir",
     "KEY",
@@ -78,9 +79,9 @@ def executed(program: str) -> list[list[str]]:
 
 
 def test_most_commands_are_executed() -> None:
-    """The others: `make` and servers in tests/infra, `verify` in tests/verify."""
+    """Trainings up to their plan. The others: `make` in tests/infra, `verify` in tests/verify."""
     programs = ("rlhf", "deliver", "audit", "status", "prune")
-    assert sum(len(executed(program)) for program in programs) >= 38
+    assert sum(len(executed(program)) for program in programs) >= 44
 
 
 def test_the_chinese_readme_is_in_step() -> None:

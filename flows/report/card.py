@@ -14,7 +14,7 @@ from flows.orchestration.summary import stage_entry
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.report import StageResult
 from tasks.release.model_card import card, hub_id, license_of
-from tasks.release.numbers import NUMBERS, interval, measured
+from tasks.release.numbers import LM_EVAL, NUMBERS, interval, measured
 from tasks.serving.llama_cpp import serve_line
 
 _NOT_OF_THE_MODEL = (
@@ -130,6 +130,7 @@ def _evaluation(results: Sequence[StageResult]) -> Iterator[str]:
             metrics |= result.metrics
     numbers = measured(metrics, {})
     names = [n for n in NUMBERS if n.startswith(("eval.", "quantize.")) and n in numbers]
+    names += [n for n in numbers if n.startswith(LM_EVAL)]
     names = [
         n for n in names if not n.endswith(("_s", ".samples", ".left_out"))
     ]  # not of the model

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from flows.orchestration.evaluation import harness_names
 from flows.orchestration.summary import truncation_lines
 from flows.report.bootstrap import Interval
 from flows.report.collect import Collected, Stage, collect
@@ -142,7 +144,7 @@ def page(collected: Collected) -> str:
         TEMPLATE,
         run=collected,
         summary=summary,
-        serve=serve_line(Path(summary["served"])) if summary.get("served") else "",
+        serve=_serve_lines(summary.get("served")),
         pages={name: url for name, url in summary.get("pages", {}).items() if _is_web(url)},
         steps=_steps(collected.stages),
         measured=_measured(summary["eval"], results(collected)),
@@ -200,6 +202,13 @@ def duration(seconds: float | None) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def _serve_lines(served: str | None) -> str:
+    """Return what to type to serve a folder; empty if there is none."""
+    if not served:
+        return ""
+    return f"{serve_line(Path(served))}\n{shlex.join(['plumbline', 'serve', served])}"
+
+
 def _is_web(url: str) -> bool:
     return url.startswith(("http://", "https://"))
 
@@ -224,6 +233,7 @@ def _measured(
         ("held-out loss, 16 bits to quantised", "quantized_loss_before", "quantized_loss_after",
          False),
         (f"{rate}, 16 bits to quantised", "after", "quantized", True),
+        *((name, f"{name}_before", f"{name}_after", False) for name in harness_names(values)),
     )  # fmt: skip
     measured = []
     for name, first, second, percent in rows:

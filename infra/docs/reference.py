@@ -174,8 +174,9 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages, and those whose files lie outside `docs/`."""
     for page, lines in GENERATED.items():
         files.append(File.generated(config, page, content="\n".join(lines()) + "\n"))
-    # Commands are up to 120 characters wide; a setting's name is not broken.
+    # Commands are up to 120 characters wide and wrap; a setting's name does not.
     wide = ".md-grid { max-width: 84rem } td:first-child code { white-space: nowrap }"
+    wide += " .md-typeset .language-sh pre > code { white-space: pre-wrap }"
     files.append(File.generated(config, "stylesheets/wide.css", content=wide))
     for name, page in OUTSIDE.items():
         text = (PROJECT / name).read_text(encoding="utf-8")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tasks.config.choices import Dtype, MergeBase, Profile, Quantize, QuantizeProfile, SmokeEngine
 from tasks.config.defaults import COMPUTED
@@ -48,10 +48,12 @@ class Smoke:
 
 @dataclass(frozen=True)
 class Eval:
-    """A measure of your own for the served model."""
+    """Further measures of the served model, beside those of section `smoke`."""
 
     function: str | None = None  # path.py:name; a number per response, higher is better
     timeout_s: float = 600.0  # seconds for a call, which gets all responses of a model
+    lm_eval: list[str] = field(default_factory=list)  # tasks of lm-evaluation-harness: names, files
+    lm_eval_limit: int | None = None  # rows of each of them; null: all
 
 
 @dataclass(frozen=True)

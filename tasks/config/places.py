@@ -35,6 +35,7 @@ class Timeouts:
     merge_s: float | None = None  # seconds for the merge; null: no limit
     convert_s: float | None = None  # seconds for the served files; null: no limit
     quantize_s: float | None = None  # seconds for the quantised files; null: no limit
+    lm_eval_s: float | None = None  # seconds for lm-evaluation-harness; null: no limit
 
 
 @dataclass(frozen=True)

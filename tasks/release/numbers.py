@@ -69,6 +69,8 @@ NUMBERS: Mapping[str, Number] = {
         "quantized/loss/after", "quantized/loss/before", kinds=("quantized",)
     ),
 }  # fmt: skip
+LM_EVAL = "lm_eval."
+"""Beginning of the names `lm_eval.<task>.<metric>`, which the tasks of `eval.lm_eval` decide."""
 _DRIFT = {
     "reward": ("mean_difference", "max_difference", "same_order"),
     "": ("mean_kl", "p95_kl", "max_kl", "top1_agreement", "cosine"),
@@ -127,9 +129,19 @@ def measured(
             values[name] = now
         if number.base in metrics:
             values[f"base:{name}"] = metrics[number.base]
+    for key, value in metrics.items():
+        if key.startswith(LM_EVAL.replace(".", "/")) and not key.endswith("/error"):
+            name, _, when = key.replace("/", ".").rpartition(".")
+            values[name if when == "after" else f"base:{name}"] = value
     for stage, drift in drifts.items():
         values |= {f"drift.{stage}.{measure}": value for measure, value in drift.items()}
     return {name: float(value) for name, value in values.items() if math.isfinite(value)}
+
+
+def _metric(name: str) -> str:
+    """Return the beginning of the metrics of a number `lm_eval.<task>.<metric>`."""
+    task, _, metric = name.removeprefix(LM_EVAL).partition(".")
+    return f"lm_eval/{task}/{metric}"
 
 
 def interval(name: str, value: float, metrics: Mapping[str, float]) -> tuple[float, float] | None:
@@ -139,6 +151,8 @@ def interval(name: str, value: float, metrics: Mapping[str, float]) -> tuple[flo
     and Statistical Inference".
     """
     number = NUMBERS.get(name)
+    if name.startswith(LM_EVAL):
+        number = Number("", error=f"{_metric(name)}/error")
     if number is None:
         return None
     if count := metrics.get(f"quantized/{number.count}", metrics.get(number.count, 0.0)):

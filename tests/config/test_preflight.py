@@ -166,7 +166,7 @@ def test_stage_names_are_the_chains() -> None:
         chain_stages.GATHER_ADAPTER,
     ]
     stages += [chain_stages.MERGE, chain_stages.CONVERT, chain_stages.SMOKE]
-    stages += [chain_stages.QUANTIZE, chain_stages.SMOKE_QUANTIZED]
+    stages += [chain_stages.QUANTIZE, chain_stages.SMOKE_QUANTIZED, chain_stages.LM_EVAL]
     assert tuple(stage.name for stage in stages) == ranges.STAGES
 
 

@@ -1,4 +1,4 @@
-"""A run on a terminal: a real one of 100 x 30 characters, and what stands on it at the end."""
+"""A run on a terminal of 100 or 200 columns, and what stands on it at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flows.orchestration.progress import LONGEST_S, Progress
 from tests.commands import environment
 from tests.conftest import PROJECT
 
-COLUMNS, LINES = 100, 30
+LINES = 30
 NOISE = ("Triton", "NUMA", "safetensors checkpoint shards", "MISSING", "it/s]", "Traceback")
 
 
@@ -46,10 +46,10 @@ class Terminal:
                 self.column += len(part)
 
 
-def on_terminal(*words: str) -> tuple[int, str]:
+def on_terminal(columns: int, *words: str) -> tuple[int, str]:
     """Run a command on a terminal. Returns its exit status and all that it wrote."""
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, columns, 0, 0))
     env = {**environment(), "TERM": "xterm-256color"}
     written = b""
     with subprocess.Popen(words, env=env, stdin=theirs, stdout=theirs, stderr=theirs) as process:
@@ -64,9 +64,11 @@ def on_terminal(*words: str) -> tuple[int, str]:
     return process.returncode, written.decode(errors="replace")
 
 
-def test_a_run_on_a_terminal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("columns", [100, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_run_on_a_terminal(columns: int, tmp_path: Path) -> None:
     status, text = on_terminal(
-        sys.executable, str(PROJECT / "flows/rlhf.py"), "+exp=sft_qlora", f"paths.runs={tmp_path}",
+        columns, sys.executable, str(PROJECT / "flows/rlhf.py"), "+exp=sft_qlora",
+        f"paths.runs={tmp_path}",
         "model.steps=20", "train.epochs=1", "smoke.engine=transformers", "smoke.min_stop_rate=0",
         "smoke.max_degenerate_rate=1",
     )  # fmt: skip
@@ -85,7 +87,7 @@ def test_a_run_on_a_terminal(tmp_path: Path) -> None:
     assert len(logged) >= 5
     assert not [line for line in terminal.lines if re.match(r".?:?\d:\d\d ", line)]  # none is cut
     table = shown[shown.index("\nstage  ") :]
-    assert max(len(line) for line in table.split("served model:")[0].splitlines()) <= COLUMNS
+    assert max(len(line) for line in table.split("served model:")[0].splitlines()) <= columns
     assert re.search(r"^merge .* KL \d\.\de-\d\d  nats  <= 1\.0e-03  ok  weights/", table, re.M)
     assert [line.split(":")[0] for line in table.strip().splitlines()[-3:]] == [
         "next", "pages", "report",

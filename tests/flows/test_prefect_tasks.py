@@ -182,6 +182,9 @@ def test_the_pages_of_a_run_in_prefect_and_mlflow_are_linked(tmp_path: Path) -> 
     query = {"artifacts": {"flow_run_id": {"any_": [run_id]}, "key": {"any_": ["rlhf-mlflow"]}}}
     (link,) = answer("/artifacts/filter", query)
     assert pages["mlflow"] in link["data"]
+    query["artifacts"]["key"] = {"any_": ["rlhf-checks"]}
+    (table,) = answer("/artifacts/filter", query)
+    assert f"[in MLflow]({pages['mlflow']}/artifacts/report.html), " in table["data"]
 
 
 def test_an_mlflow_server_of_the_users_is_linked_without_its_password(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_test_tools_come_on_top(checkout: Checkout) -> None:
     assert checkout.calls() == ["requirements/dev.lock"]
     refused = checkout.setup("test")
     assert (refused.returncode, checkout.calls()) == (1, [])
-    assert "unknown argument test: nothing, sign, quantize, dev or tools" in refused.stderr
+    assert "unknown argument test: nothing, sign, quantize, lm-eval, dev or tools" in refused.stderr
 
 
 def test_llm_compressor_gets_an_environment_above_the_first_one(checkout: Checkout) -> None:

@@ -1,4 +1,4 @@
-"""A Hub on loopback: as much of huggingface.co's API as huggingface_hub needs for a push."""
+"""A Hub on loopback: as much of the Hub's API as huggingface_hub needs for a push."""
 
 from __future__ import annotations
 

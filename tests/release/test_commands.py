@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -156,6 +157,24 @@ def test_a_folder_that_was_altered_is_not_served(registry: Path, typed: Command)
     (served / "more.txt").unlink()
     assert status == 1
     assert "more.txt: not in the manifest" in text
+
+
+def test_serve_leaves_memory_to_others_and_shows_the_command_that_it_becomes(
+    registry: Path, typed: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU vLLM would ask for 92 % of the machine, and fail where a browser runs beside it."""
+    became: list[list[str]] = []
+    monkeypatch.setattr("os.execvp", lambda program, words: became.append(words))
+    monkeypatch.setattr("tasks.core.machine.has_gpu", lambda: False)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "")  # so that it is restored
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    status, text = typed("serve", "models:/toy/2", f"paths.runs={registry}", "--port", "1")
+    assert status == 0, text
+    (words,) = became
+    assert words[-2:] == ["--port", "1"]
+    assert shlex.join(words) in text
+    assert os.environ["VLLM_CPU_KVCACHE_SPACE"] in ("1", "2", "3", "4")
+    assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
 
 
 @pytest.mark.slow

@@ -321,9 +321,15 @@ def test_it_is_readable_works_by_keyboard_and_prints(tmp_path: Path) -> None:
             assert ratios[0][0] >= 4.5, (scheme, media, ratios[:5])
         hidden = "getComputedStyle(document.querySelector('.tools')).display"
         assert tab.evaluate(hidden) == "none"
+        row = "getComputedStyle(document.querySelector('#contract tr.passed')).display"
+        assert tab.evaluate(row) == "none"  # on paper failures are enough
         pages = tab.call("Page.printToPDF")["data"]
         assert b64decode(pages).startswith(b"%PDF")
         tab.call("Emulation.setEmulatedMedia", media="")
+        sizes = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        tab.call("Emulation.setDeviceMetricsOverride", **sizes)
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 420
+        tab.call("Emulation.clearDeviceMetricsOverride")
         order = []
         for _ in range(9):
             tab.call("Input.dispatchKeyEvent", type="keyDown", key="Tab", code="Tab",

@@ -4,7 +4,7 @@
     data        the data files and their columns
     engine      memory of the engines that serve a model
     environment the user's environment, and the chat template that it needs
-    gate        conditions on the numbers of the run
+    gate        conditions on the numbers of the run, tasks of lm-evaluation-harness
     machine     GPUs, number formats, libraries, disk, memory, compiler
     model       the base model's folder
     objective   the model's head, raw texts, reference answers
@@ -129,6 +129,7 @@ def findings(
         *_servers(settings, known, on_cpu=on_cpu),
         *objective.raw_texts(settings),
         *online.function(settings["eval"]["function"], EVAL),
+        *gate.lm_eval_tasks(settings["eval"], objective_, installed),
         *gate.conditions(settings),
         *unread.loss(train),
         *tracking.reachable(settings["tracking"]["uri"]),

@@ -105,6 +105,7 @@ LIMITS: tuple[tuple[str, float, float, float], ...] = (
     ("convert.calibration_rows", 1, _MANY, 128),
     ("convert.max_eval_drop", 0, 100, 5),
     ("eval.timeout_s", _TINY, _MANY, 600),
+    ("eval.lm_eval_limit", 1, _MANY, 200),
     ("smoke.greedy_tokens", 1, _MANY, 5),
     ("smoke.max_new_tokens", 1, _MANY, 64),
     ("smoke.eval_samples", 0, _MANY, 200),
@@ -119,6 +120,7 @@ LIMITS: tuple[tuple[str, float, float, float], ...] = (
     ("timeouts.merge_s", _TINY, _MANY, 3600),
     ("timeouts.convert_s", _TINY, _MANY, 3600),
     ("timeouts.quantize_s", _TINY, _MANY, 3600),
+    ("timeouts.lm_eval_s", _TINY, _MANY, 3600),
     ("smoke.min_stop_rate", 0, 1, 0.9),
     ("smoke.max_degenerate_rate", 0, 1, 0.02),
     ("smoke.threads", 1, _MANY, 1),
@@ -135,7 +137,7 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
 """Schedules that read an option."""
 STAGES = (
     "prepare_data", "prepare_base", "rollout_base", "train", "gather", "merge", "convert",
-    "smoke_eval", "quantize", "smoke_quantized",
+    "smoke_eval", "quantize", "smoke_quantized", "lm_eval",
 )  # fmt: skip
 """Names of the chain's stages, as `flows/chain/chain.py` runs them."""
 

@@ -111,10 +111,20 @@ def _rules(settings: Mapping[str, Any], rewarded: bool) -> Iterator[Unread]:
     chat = kind_for(settings["train"]["objective"], texts=names_texts(settings["data"]))
     if chat is TEXTS or settings["train"]["objective"] == "reward":
         because = "raw texts" if chat is TEXTS else "train.objective=reward"
-        yield Unread("eval.*", because, "only responses to prompts are judged", "train=sft")
+        keys = "eval.function eval.timeout_s"
+        yield Unread(keys, because, "only responses to prompts are judged", "train=sft")
     elif not settings["eval"]["function"]:
         override = "eval.function=<path.py>:<name>"
         yield Unread("eval.timeout_s", "no eval.function", "nothing is called", override)
+    if settings["train"]["objective"] == "reward":
+        because, readers = "train.objective=reward", "lm-evaluation-harness needs texts"
+        yield Unread(
+            "eval.lm_eval eval.lm_eval_limit timeouts.lm_eval_s", because, readers, "train=sft"
+        )
+    elif not settings["eval"]["lm_eval"]:
+        override = "eval.lm_eval=[<task>]"
+        keys = "eval.lm_eval_limit timeouts.lm_eval_s"
+        yield Unread(keys, "eval.lm_eval=[]", "no task is run", override)
     if settings["smoke"]["engine"] == "transformers":
         keys = "smoke.kv_cache_gib smoke.tensor_parallel"
         yield Unread(keys, "smoke.engine=transformers", "only vLLM reads it", "smoke=vllm")

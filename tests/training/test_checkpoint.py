@@ -18,7 +18,6 @@ from tasks.core.errors import ArtifactError, ConfigError
 from tasks.data.kinds import PROMPTS
 from tasks.training.engine import checkpoint
 from tasks.training.engine.checkpoint import Best, Progress
-from tasks.training.engine.universal import workers
 from tasks.training.job import Evaluate, Loss, Zero
 from tasks.training.objectives import _MODULES
 from tasks.training.resume import choose, identity
@@ -271,27 +270,3 @@ class TestSelection:
         ]  # fmt: skip
         assert progress.best == Best(5, 1.0)
         assert [e["step"] for e in progress.evaluations] == [1, 2, 3, 4, 5]
-
-
-class TestUniversal:
-    @pytest.mark.parametrize(
-        ("cores", "memory", "wanted"),
-        [
-            (8, 10**9, (2, 8)),  # two ranks have written two files
-            (1, 10**9, (1, 1)),
-            (8, 1_500, (1, 1)),  # a file of 1,000 bytes; a tensor of 100 numbers and its parts
-            (8, 2_500, (2, 3)),
-            (8, 0, (1, 1)),
-        ],
-    )
-    def test_workers_are_limited_by_files_cores_and_memory(
-        self, tmp_path: Path, cores: int, memory: int, wanted: tuple[int, int]
-    ) -> None:
-        engine = tmp_path / "engine"
-        engine.mkdir()
-        shapes = {"a": {"shape": [10, 10]}, "b": {"shape": [3]}}
-        (tmp_path / checkpoint.PARTITIONS).write_text(json.dumps({"parameters": shapes}))
-        for rank, size in enumerate((1_000, 900)):
-            path = engine / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-            path.write_bytes(bytes(size))
-        assert workers(engine, cores=cores, memory=memory) == wanted

@@ -67,22 +67,8 @@ def accept_packed_rows(model: Any, ranks: Ranks | None = None) -> None:
     original = model.forward
     scored = hasattr(model, "score")
     measure = _scores if scored else _token_outputs
-    group = None if ranks is None else ranks.sequence_group
-    shared = None if group is None else SequenceParallel(group)
     packs = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
-    if shared is not None and not packs:
-        raise ConfigError(
-            f"the attention of {type(model).__name__} with {model.config._attn_implementation} "
-            "cannot be replaced, and train.sequence_parallel needs that",
-            hint="train.sequence_parallel=1",
-        )
-    heads = model.config.get_text_config().num_attention_heads
-    if ranks is not None and heads % ranks.sequence_parallel:
-        raise ConfigError(
-            f"train.sequence_parallel={ranks.sequence_parallel} does not divide the model's "
-            f"{heads} attention heads",
-            hint="train.sequence_parallel=<a divisor of both heads and ranks>",
-        )
+    shared = _shared(model, ranks, packs=packs)
 
     def forward(
         self: Any, *args: Any, row: Row | None = None, outputs: TokenOutputs = PLAIN, **kwargs: Any
@@ -128,6 +114,27 @@ def restore_attention(model: Any, name: str) -> None:
     """Restore transformers' own attention, which fingerprints are measured with."""
     if model.config._attn_implementation in _OURS:
         model.set_attn_implementation(name)
+
+
+def _shared(model: Any, ranks: Ranks | None, *, packs: bool) -> SequenceParallel | None:
+    """Return the division of rows over ranks; None if every rank has whole rows.
+
+    Raises:
+        ConfigError: the model's attention or its heads cannot be divided.
+    """
+    if ranks is None or ranks.sequence_group is None:
+        return None
+    heads, sharing = model.config.get_text_config().num_attention_heads, ranks.sequence_parallel
+    problem = ""
+    if not packs:
+        name = model.config._attn_implementation
+        problem = f"the attention of {type(model).__name__} with {name} cannot be replaced"
+    elif heads % sharing:
+        problem = f"the model has {heads} attention heads"
+    if problem:
+        hint = "train.sequence_parallel=1"
+        raise ConfigError(f"train.sequence_parallel={sharing}: {problem}", hint=hint)
+    return SequenceParallel(ranks.sequence_group)
 
 
 def _scores(model: Any, hidden_TH: torch.Tensor, row: Row, outputs: TokenOutputs) -> torch.Tensor:

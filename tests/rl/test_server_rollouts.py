@@ -155,7 +155,8 @@ def test_a_resumed_run_samples_what_the_whole_one_did(online: Any, data: Path) -
     assert [step["step"] for step in again] == [5, 6]
     for ours, theirs in zip(again, steps[4:], strict=True):
         assert ours["staleness"] == theirs["staleness"]
-        assert ours["reward"] == pytest.approx(theirs["reward"], abs=1e-6)
+        # Servers compute in batches of their own: rounding may change a token.
+        assert ours["reward"] == pytest.approx(theirs["reward"], abs=0.02)
     first, second = stitched(whole.out), stitched(out)
     assert max(float((first[n] - second[n]).abs().max()) for n in first) < 1e-3
     assert os.listdir(out)

@@ -256,10 +256,13 @@ def _smoke_engine(settings: dict[str, Any], known: model.Known, *, free: int) ->
 
 
 def _servers(settings: dict[str, Any], known: model.Known, *, on_cpu: bool) -> list[Finding]:
-    """Check the servers of rollouts; ask those at `rollout.urls` if nothing else is wrong."""
+    """Check the servers of rollouts, and ask those at `rollout.urls` if they are addresses."""
     if settings["train"]["objective"] not in ONLINE:
         return []
-    return servers.servers(settings, known, on_cpu=on_cpu) or list(servers.able(settings))
+    problems = servers.servers(settings, known, on_cpu=on_cpu)
+    if {"rollout.servers", "rollout.urls"} & {finding.what for finding in problems}:
+        return problems
+    return [*problems, *servers.able(settings)]
 
 
 def installed(name: str) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sqlite3
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,6 @@ import pytest
 from huggingface_hub import ModelCard
 from mlflow import MlflowClient
 
-from flows.servers.services import program
 from tasks.drift.fingerprint import PROFILES, Fingerprint
 from tasks.pipeline.artifact import open_artifact, verify
 from tests.flows.conftest import Run
@@ -168,9 +169,11 @@ class TestQlora:
         gain = f"({after - before:+.1f} points)"
         assert f"exact match {before:.1f}% -> {after:.1f}% {gain}" in qlora.output
         report = qlora.runs / "reports" / qlora.summary["run"] / "report.html"
+        own = str(Path(sys.executable).with_name("plumbline"))
+        program = "plumbline" if shutil.which("plumbline") == own else own
         assert qlora.output.splitlines()[-3:] == [
-            f"next: {program()} serve {qlora.summary['served']}",  # the vLLM of CPUs
-            f"pages: {program()} open paths.runs={qlora.runs}",  # no server runs
+            f"next: {program} serve {qlora.summary['served']}",  # the vLLM of CPUs
+            f"pages: {program} open paths.runs={qlora.runs}",  # no server runs
             f"report: {report}",
         ]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 _CALL = re.compile(r"= *(\d+) *\+ *(\d+)")
 _HELD_OUT_IN_TEN = 2
-_CALLED_IN_TEN = 3
+_CALLED_IN_TEN = 4
 """Demonstrations out of ten that use the calculator."""
 
 

@@ -23,7 +23,7 @@ from unittest.mock import patch
 from tasks.process.exit_process import end_process
 from tasks.rl.experience.responses import Request
 from tasks.serving.bf16_linear import use_fp32_where_faster
-from tasks.serving.vllm.remote import RemoteServer
+from tasks.serving.rollout_servers.remote import RemoteServer
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
 from tests.rl.rollout_program import Bench, _ids, _said, requests

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from tasks.core.errors import ArtifactError, TrainingError
+from tasks.serving.rollout_servers.dealing import Dealing
+from tasks.serving.rollout_servers.remote import RefusedError, RemoteServer, UnavailableError
 from tasks.serving.vllm import dealing
 from tasks.serving.vllm.colocation import Sampling
-from tasks.serving.vllm.dealing import Dealing
-from tasks.serving.vllm.remote import RefusedError, RemoteServer, UnavailableError
 
 SAMPLING = Sampling(temperature=0.7, max_new_tokens=4, ends=(9,))
 Answer = tuple[int, Any]

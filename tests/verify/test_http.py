@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from tasks.core.errors import ConfigError
 from tasks.core.terminal import plain
-from tasks.serving.vllm.remote import KEY_VARIABLE
+from tasks.serving.rollout_servers.remote import KEY_VARIABLE
 from tasks.verify.servers import http as http_module
 from tasks.verify.servers.connect import connect
 from tasks.verify.servers.http import Http

@@ -18,9 +18,9 @@ from tasks.core.finding import Finding
 from tasks.core.redaction import redact
 from tasks.rl.rollout.vllm_support import goes_as_adapter, served_rank
 from tasks.rl.settings import Rollout
+from tasks.serving.rollout_servers.remote import RemoteServer
+from tasks.serving.rollout_servers.started import typed_command
 from tasks.serving.vllm.colocation import RANKS_OF_ADAPTERS, Colocation, Sampling
-from tasks.serving.vllm.remote import RemoteServer
-from tasks.serving.vllm.started import typed_command
 from tasks.training.job import Settings
 
 _EITHER = "rollout.servers=2, or rollout.urls=[http://<host>:8000]"

@@ -37,11 +37,11 @@ from tasks.rl.rollout.sync_proof import SyncProof, probe_prompts, prove
 from tasks.rl.rollout.vllm_engine import rollout_folder
 from tasks.rl.rollout.vllm_support import require_servable
 from tasks.rl.settings import Online, Rollout
+from tasks.serving.rollout_servers.dealing import Body
+from tasks.serving.rollout_servers.fleet import Fleet
+from tasks.serving.rollout_servers.remote import RemoteServer
+from tasks.serving.rollout_servers.started import places
 from tasks.serving.vllm.colocation import Colocation, Generated, Sampling
-from tasks.serving.vllm.dealing import Body
-from tasks.serving.vllm.fleet import Fleet
-from tasks.serving.vllm.remote import RemoteServer
-from tasks.serving.vllm.started import places
 from tasks.weights.plan.contracts import ModelFacts, model_facts
 
 

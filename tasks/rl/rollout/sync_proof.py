@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 
 from tasks.core.errors import TrainingError
 from tasks.rl.rollout.policy_sync import Policy
+from tasks.serving.rollout_servers.fleet import Fleet
+from tasks.serving.rollout_servers.remote import RemoteServer
 from tasks.serving.vllm.colocation import Generated
-from tasks.serving.vllm.fleet import Fleet
-from tasks.serving.vllm.remote import RemoteServer
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.model.packed_model import TokenOutputs
 from tasks.training.tokens.examples import Examples

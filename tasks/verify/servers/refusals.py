@@ -14,7 +14,7 @@ import httpx
 
 from tasks.core.errors import ConfigError
 from tasks.core.redaction import redact_url
-from tasks.serving.vllm.remote import KEY_VARIABLE
+from tasks.serving.rollout_servers.remote import KEY_VARIABLE
 from tasks.verify.servers.server import ServerError
 
 EXCERPT = 300

@@ -19,15 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError, ConfigError, PlumblineError, TrainingError
-from tasks.serving.vllm.colocation import Colocation, Generated, Sampling
-from tasks.serving.vllm.dealing import Body, Dealing
-from tasks.serving.vllm.remote import RefusedError, RemoteServer, UnavailableError
-from tasks.serving.vllm.started import (
+from tasks.serving.rollout_servers.dealing import Body, Dealing
+from tasks.serving.rollout_servers.remote import RefusedError, RemoteServer, UnavailableError
+from tasks.serving.rollout_servers.started import (
     Place,
     StartedServer,
     typed_command,
     wait_for_all,
 )
+from tasks.serving.vllm.colocation import Colocation, Generated, Sampling
 
 T = TypeVar("T")
 LOG = logging.getLogger("plumbline.rl")

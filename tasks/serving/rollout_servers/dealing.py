@@ -16,8 +16,7 @@ from typing import Any
 import httpx
 
 from tasks.core.errors import ArtifactError, TrainingError
-from tasks.serving.vllm.colocation import Generated
-from tasks.serving.vllm.remote import (
+from tasks.serving.rollout_servers.remote import (
     RefusedError,
     RemoteServer,
     UnavailableError,
@@ -25,6 +24,7 @@ from tasks.serving.vllm.remote import (
     headers,
     reason,
 )
+from tasks.serving.vllm.colocation import Generated
 
 PAUSES_S = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 """Pauses before each question after a server's health; then it is lost."""

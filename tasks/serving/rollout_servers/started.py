@@ -22,9 +22,9 @@ from tasks.process.child import Child, live
 from tasks.process.output import Output
 from tasks.serving import http_server
 from tasks.serving.http_server import HOST, NAME
+from tasks.serving.rollout_servers.remote import RemoteServer
 from tasks.serving.vllm.colocation import Colocation, Sampling, room_for_rank
 from tasks.serving.vllm.job import environment
-from tasks.serving.vllm.remote import RemoteServer
 from tasks.serving.vllm.server import serve_command
 
 STAGE = "rollout"

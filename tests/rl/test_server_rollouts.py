@@ -110,11 +110,12 @@ def test_a_killed_server_costs_no_response(seen: Any) -> None:
     for rank in seen[1]:
         killed = rank["killed"]
         assert killed["one"] is True, "the other answered everything, each prompt once"
-        assert killed["back"] == 2, "started again at the next sync"
-        assert killed["both"] is True, "started again at once"
-        assert killed["left"] == 1, "each server is started once more, not twice"
+        assert killed["both"] is True, "one is started again at once"
         assert "TrainingError: no rollout server is left" in killed["all"]
-    assert seen[1][0]["killed"]["lost"] == 1
+    killed = seen[1][0]["killed"]  # rank 0 has the servers
+    assert killed["lost"] == 1
+    assert killed["back"] == 2, "started again at the next sync"
+    assert killed["left"] == 1, "each server is started once more, not twice"
 
 
 def test_nothing_is_left_behind(seen: Any) -> None:

@@ -61,6 +61,8 @@ class Ahead:
             self._error = error
 
 
-def _key(everyone: Sequence[Sequence[Request]]) -> list[list[tuple[bytes, int, int]]]:
+def _key(everyone: Sequence[Sequence[Request]]) -> list[list[tuple[bytes, int, int, int | None]]]:
     """Return what tells requests apart from others."""
-    return [[(r.ids.tobytes(), r.samples, r.seed) for r in requests] for requests in everyone]
+    return [
+        [(r.ids.tobytes(), r.samples, r.seed, r.limit) for r in requests] for requests in everyone
+    ]

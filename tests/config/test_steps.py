@@ -22,6 +22,7 @@ from tasks.core.errors import ConfigError
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.report import StageResult
 from tasks.pipeline.stage import Mechanism, Stage
+from tasks.serving.vllm.job import VllmChild
 from tests.config.test_plan import CHAIN, publish_planned
 
 ONLINE_CHAIN = [*CHAIN[:2], "rollout_base", *CHAIN[2:], "register"]
@@ -208,7 +209,7 @@ def inputs_of(tmp_path: Path, *overrides: str) -> dict[str, dict[str, str]]:
     recording = Recording()
     chain = list(linked(tmp_path, *overrides).values())
     nobody = DryRun(Path("/nowhere/artifacts"), frozenset()).scorer
-    _deliver(chain, cast(Mechanism, recording), nobody, None)
+    _deliver(chain, cast(Mechanism, recording), nobody, VllmChild(), None)
     return recording.inputs
 
 

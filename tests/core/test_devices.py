@@ -99,8 +99,9 @@ def ranks(device: torch.device) -> Any:
         return value
 
     return SimpleNamespace(
-        device=device, rank=0, world_size=1, total=total, all_objects=lambda value: [value]
-    )
+        device=device, rank=0, world_size=1, replica=0, replicas=1, leads=True, total=total,
+        all_objects=lambda value: [value],
+    )  # fmt: skip
 
 
 def on_both(compute: Callable[[torch.device], Any]) -> tuple[Any, Any]:

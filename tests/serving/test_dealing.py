@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from tasks.core.errors import ArtifactError, TrainingError
+from tasks.serving.rollout_servers import dealing
 from tasks.serving.rollout_servers.dealing import Dealing
 from tasks.serving.rollout_servers.remote import RefusedError, RemoteServer, UnavailableError
-from tasks.serving.vllm import dealing
 from tasks.serving.vllm.colocation import Sampling
 
 SAMPLING = Sampling(temperature=0.7, max_new_tokens=4, ends=(9,))

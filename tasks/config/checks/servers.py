@@ -18,8 +18,6 @@ from tasks.core.finding import Finding
 from tasks.core.redaction import redact
 from tasks.rl.rollout.vllm_support import goes_as_adapter, served_rank
 from tasks.rl.settings import Rollout
-from tasks.serving.rollout_servers.remote import RemoteServer
-from tasks.serving.rollout_servers.started import typed_command
 from tasks.serving.vllm.colocation import RANKS_OF_ADAPTERS, Colocation, Sampling
 from tasks.training.job import Settings
 
@@ -131,6 +129,10 @@ def able(settings: Mapping[str, Any]) -> Iterator[Finding]:
     rollout = read_section(Rollout, settings["rollout"], "rollout")
     if rollout.engine != "server" or not rollout.urls:
         return
+    # An HTTP client takes a tenth of a second to import, and few runs have servers.
+    from tasks.serving.rollout_servers.remote import RemoteServer
+    from tasks.serving.rollout_servers.started import typed_command
+
     sections = {name: settings[name] for name in ("train", "peft", "zero", "model", "seed")}
     training = Settings.from_sections(**sections)
     if training.peft.quantization() is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError
@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from tasks.core.errors import DataError
 from tasks.rl.experience.responses import Prompt
-from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.tokens.rows import RowFile
+
+if TYPE_CHECKING:
+    from tasks.training.engine.deepspeed_engine import Ranks
 
 CHUNK = 512
 """Prompts tokenised at once."""

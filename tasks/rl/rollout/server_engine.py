@@ -28,20 +28,18 @@ from tasks.rl.rollout.engines import (
     new_tokens,
     require_prompts_fit,
     response_seeds,
-    rollout_time_limit,
 )
 from tasks.rl.rollout.memory_folder import memory_folder
 from tasks.rl.rollout.merged import write_merged
 from tasks.rl.rollout.policy_sync import Policy
 from tasks.rl.rollout.sync_proof import SyncProof, probe_prompts, prove
-from tasks.rl.rollout.vllm_engine import rollout_folder
-from tasks.rl.rollout.vllm_support import require_servable
+from tasks.rl.rollout.vllm_engine import engine_settings
 from tasks.rl.settings import Online, Rollout
 from tasks.serving.rollout_servers.dealing import Body
 from tasks.serving.rollout_servers.fleet import Fleet
 from tasks.serving.rollout_servers.remote import RemoteServer
 from tasks.serving.rollout_servers.started import places
-from tasks.serving.vllm.colocation import Colocation, Generated, Sampling
+from tasks.serving.vllm.colocation import Generated, Sampling
 from tasks.weights.plan.contracts import ModelFacts, model_facts
 
 
@@ -68,28 +66,10 @@ class ServerEngine:
         ends: tuple[int, ...],
         probes: Sequence[Sequence[int]],
     ) -> None:
-        settings = policy.job.settings
-        require_servable(settings, rollout)
+        how, self._sampling = engine_settings(policy, rollout, ends)
         self._policy, self._rollout = policy, rollout
-        self._prompts = probe_prompts(
-            probes, context=rollout.max_prompt_len + rollout.max_new_tokens
-        )
-        self._sampling = Sampling(
-            rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens, ends
-        )
-        how = Colocation(
-            model=rollout_folder(policy.job),
-            dtype=settings.dtype,
-            max_model_len=rollout.max_prompt_len + rollout.max_new_tokens,
-            max_num_seqs=rollout.max_num_seqs,
-            tensor_parallel=rollout.tensor_parallel,
-            kv_cache_gib=rollout.kv_cache_gib,
-            gpu_memory=rollout.gpu_memory,
-            adapter_rank=policy.largest_rank if policy.as_adapter else None,
-            trust_remote_code=settings.trust_remote_code,
-            timeout_s=rollout_time_limit(rollout, policy),
-        )
-        online = Online.of(settings.online)
+        self._prompts = probe_prompts(probes, context=how.max_model_len)
+        online = Online.of(policy.job.settings.online)
         self._proof = SyncProof(online.loop.mismatch_limit)
         self._overlaps = online.loop.staleness > 0
         self._fleet = Fleet(how, self._sampling, rollout.urls if policy.ranks.first else ())

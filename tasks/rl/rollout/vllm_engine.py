@@ -63,26 +63,10 @@ class VllmEngine:
     """
 
     def __init__(self, policy: Policy, rollout: Rollout, *, ends: tuple[int, ...]) -> None:
-        settings = policy.job.settings
-        require_servable(settings, rollout)
         self._policy = policy
         self._rollout = rollout
         self._restarted = False
-        self._sampling = Sampling(
-            rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens, ends
-        )
-        self._colocation = Colocation(
-            model=rollout_folder(policy.job),
-            dtype=settings.dtype,
-            max_model_len=rollout.max_prompt_len + rollout.max_new_tokens,
-            max_num_seqs=rollout.max_num_seqs,
-            tensor_parallel=rollout.tensor_parallel,
-            kv_cache_gib=rollout.kv_cache_gib,
-            gpu_memory=rollout.gpu_memory,
-            adapter_rank=policy.largest_rank if policy.as_adapter else None,
-            trust_remote_code=settings.trust_remote_code,
-            timeout_s=rollout_time_limit(rollout, policy),
-        )
+        self._colocation, self._sampling = engine_settings(policy, rollout, ends)
         self._engine: Colocated | None = None
         self._start()
 
@@ -249,7 +233,38 @@ def _by_request(
     return [list(islice(remaining, request.samples)) for request in requests]
 
 
-def rollout_folder(job: TrainJob) -> Path:
+def engine_settings(
+    policy: Policy, rollout: Rollout, ends: tuple[int, ...]
+) -> tuple[Colocation, Sampling]:
+    """Return the settings of a vLLM engine for a policy, inside a rank or in a server.
+
+    Args:
+        policy: the policy.
+        rollout: section `rollout`.
+        ends: ids of end tokens.
+
+    Raises:
+        ConfigError: vLLM cannot sample from this policy.
+    """
+    settings = policy.job.settings
+    require_servable(settings, rollout)
+    how = Colocation(
+        model=_folder(policy.job),
+        dtype=settings.dtype,
+        max_model_len=rollout.max_prompt_len + rollout.max_new_tokens,
+        max_num_seqs=rollout.max_num_seqs,
+        tensor_parallel=rollout.tensor_parallel,
+        kv_cache_gib=rollout.kv_cache_gib,
+        gpu_memory=rollout.gpu_memory,
+        adapter_rank=policy.largest_rank if policy.as_adapter else None,
+        trust_remote_code=settings.trust_remote_code,
+        timeout_s=rollout_time_limit(rollout, policy),
+    )
+    limits = (rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
+    return how, Sampling(*limits, ends)
+
+
+def _folder(job: TrainJob) -> Path:
     """Return the folder that vLLM loads: the base, or a QLoRA policy's dequantised base."""
     if job.rollout_base is not None:
         return job.rollout_base

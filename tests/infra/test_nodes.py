@@ -113,7 +113,7 @@ def test_kubernetes_follows_the_schemas() -> None:
 
 
 def test_a_pytorchjob_has_the_same_pods_and_follows_its_schema() -> None:
-    """Its operator sets what tells the pods apart, and finds the container by its name."""
+    """The operator sets the variables that tell pods apart, and finds the container by name."""
     job = yaml.safe_load((NODES / "pytorchjob.yaml").read_text())
     assert refused("PyTorchJob", job) == []
     replicas = job["spec"]["pytorchReplicaSpecs"]

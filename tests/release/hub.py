@@ -17,7 +17,7 @@ TOKEN = "hf_" + "AbCdEfGhIjKlMnOpQrStUv"
 
 @dataclass
 class Hub:
-    """What the Hub holds, and how it behaves.
+    """State and behaviour of the Hub.
 
     Attributes:
         url: its address, for `HF_ENDPOINT`.

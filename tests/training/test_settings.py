@@ -255,7 +255,7 @@ def test_offloaded_states_are_on_the_host() -> None:
 
 
 def test_copies_for_checkpoints_are_on_the_host() -> None:
-    """Of two ranks each has half of what both write; a CPU's host is its own memory."""
+    """Each of two ranks copies half of what both write; a CPU's host is its own memory."""
     weights = 7_615_616_512 - 28 * 4_608
     settings = Settings(zero=Zero(2))
     found = estimate(QWEN_7B, settings, 2, gpu=True, async_save=True)

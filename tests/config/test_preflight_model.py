@@ -120,8 +120,8 @@ class TestSharedRows:
         base = folder(path / str(config["model_type"]), config)
         arguments = [*overrides, "model=hf", f"model.path={base}"]
         composed = compose_config(arguments).settings
-        found = findings(composed, path / "runs")
-        return [str(f) for f in found if f.what == "train.sequence_parallel"]
+        problems = findings(composed, path / "runs")
+        return [str(f) for f in problems if f.what == "train.sequence_parallel"]
 
     def test_every_reason_is_reported_at_once(self, tmp_path: Path) -> None:
         falcon = of_family("Falcon", num_attention_heads=4, alibi=False)

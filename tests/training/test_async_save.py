@@ -204,9 +204,9 @@ class TestFaults:
 
     @pytest.mark.parametrize("name", KILLS)
     def test_a_resumed_run_ends_with_the_same_bytes(self, name, resumed) -> None:
-        expected, found = files(resumed["whole"].out), files(resumed[name].out)
+        expected, written = files(resumed["whole"].out), files(resumed[name].out)
         assert said(resumed[name])["losses"] == said(resumed["whole"])["losses"]
-        assert [path for path in expected if expected[path] != found.get(path)] == ["train.json"]
+        assert [path for path in expected if expected[path] != written.get(path)] == ["train.json"]
 
     def test_the_end_of_a_run_waits_for_its_last_checkpoint(self, resumed) -> None:
         job = resumed["rank"]

@@ -158,6 +158,6 @@ def test_ranks_that_share_rows_after_the_interruption(
     expected, resumed = said(before)["losses"], said(job)["losses"]
     assert resumed[:3] == expected[:3]
     assert resumed == pytest.approx(expected, rel=1e-5)
-    stored, found = weights(before), weights(job)
+    stored, loaded = weights(before), weights(job)
     for name, tensor in stored.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-5)
+        torch.testing.assert_close(loaded[name], tensor, rtol=0, atol=2e-5)

@@ -258,8 +258,8 @@ def test_copies_for_checkpoints_are_on_the_host() -> None:
     """Each of two ranks copies half of what both write; a CPU's host is its own memory."""
     weights = 7_615_616_512 - 28 * 4_608
     settings = Settings(zero=Zero(2))
-    found = estimate(QWEN_7B, settings, 2, gpu=True, async_save=True)
-    assert (found.host, found.checkpoint) == (16 * weights // 2, 0)
+    on_gpu = estimate(QWEN_7B, settings, 2, gpu=True, async_save=True)
+    assert (on_gpu.host, on_gpu.checkpoint) == (16 * weights // 2, 0)
     plain, copied = (estimate(QWEN_7B, settings, 2, async_save=on) for on in (False, True))
     assert copied.checkpoint == copied.total - plain.total == 16 * weights // 2
     assert copied.parts()["checkpoint"] == copied.checkpoint

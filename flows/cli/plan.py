@@ -179,7 +179,7 @@ def _first_rows(settings: dict[str, Any], folder: Path) -> None:
 def _memory(settings: dict[str, Any], rank: RankMemory | None) -> list[str]:
     """Return lines about the memory of a training rank and of the serving engine."""
     if rank is None:
-        return [f"memory a rank: unknown: {why_unknown(settings['model']['path'])}"]
+        return [f"memory a rank: unknown: {why_unknown(settings['model'])}"]
     lines = rank.lines()
     ranks, gpu = settings["train"]["nproc"], gpu_memory(settings["train"]["device"])
     has = gpu or available_memory() // max(ranks, 1)

@@ -17,6 +17,8 @@ from tasks.config.checks.phases import in_words
 from tasks.core.errors import ConfigError
 from tasks.training.memory.estimate import LIBRARIES
 from tasks.training.memory.sizes import Sizes
+from tests.config.test_plan import program
+from tests.release.hub import TOKEN, hub_on_loopback
 
 QWEN_72B = {
     "model_type": "qwen2",
@@ -116,3 +118,41 @@ def test_ranks_that_share_rows_need_fewer_activations(large: Path) -> None:
     assert whole / 4 <= part < whole / 3  # a cast weight's share does not fall
     assert "a rank has 1/4 of a row's tokens (train.sequence_parallel)" in text
     assert "x 1 group of 4 ranks x" in text
+
+
+def test_a_model_on_the_hub_is_estimated_from_its_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the program, against a Hub on loopback: config.json is downloaded, and nothing else."""
+    arguments = ["+exp=sft_qlora", "model=hf", "model.path=me/model", "plan=true"]
+    arguments += ["data=jsonl", "data.path=rows.jsonl", "train.nproc=8", "train.device=cpu"]
+    arguments += [f"paths.runs={tmp_path / 'runs'}"]
+    env = {"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+
+    def planned(*more: str) -> str:
+        return next(
+            line for line in program(tmp_path, *arguments, *more).stdout.splitlines()
+            if line.startswith("memory a rank: ")
+        )  # fmt: skip
+
+    with hub_on_loopback() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        assert planned().endswith("me/model has no config.json; another model.path")
+        hub.files["config.json"] = json.dumps(QWEN_72B).encode()
+        for flag, reason in (("gated", "me/model is gated; ask for"), ("down", "the Hub failed (")):
+            setattr(hub, flag, True)
+            assert f"in the Hugging Face cache: {reason}" in planned()
+            setattr(hub, flag, False)
+        refused = planned("model.revision=v9")
+        assert refused.endswith("me/model has no revision v9; another model.revision")
+        refused = planned("model.path=me/other")
+        assert "no model me/other for this token; another model.path, or hf auth" in refused
+
+        hub.asked.clear()
+        assert peak_gib(planned()) > 40  # 72 B parameters in 4 bits
+        assert {request.rpartition("/")[2] for request in hub.asked} == {"config.json"}
+        asked = len(hub.asked)
+        assert peak_gib(planned()) > 40
+        assert len(hub.asked) == asked, "the cache has it"

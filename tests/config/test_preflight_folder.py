@@ -137,7 +137,7 @@ def test_the_description_of_the_embedded_model_is_true() -> None:
 def test_a_hub_id_is_known_once_its_config_is_in_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Defaults, memory and context are computed from it; nothing is downloaded."""
+    """Defaults, memory and context are computed from it."""
     experts = QWEN_7B | {"num_experts": 8}
     with_hub(monkeypatch, tmp_path, {"owner/seven": QWEN_7B, "owner/experts": experts})
     known, problems = model.look("hf", "owner/seven")
@@ -157,9 +157,9 @@ def test_a_hub_id_is_known_once_its_config_is_in_the_cache(
     )
     assert lr[1] == lr[2]
     assert "of unknown size, 0.0002 once config.json is at hand and says up to 20B" in lr[2]
-    assert model.why_unknown("owner/absent") == (
-        "no config.json of owner/absent in the Hugging Face cache; "
-        "hf download owner/absent config.json puts it there"
+    assert model.why_unknown({"path": "owner/absent", "revision": None}) == (
+        "no config.json of owner/absent in the Hugging Face cache: HF_HUB_OFFLINE is set; "
+        "hf download owner/absent config.json on a machine with network"
     )
 
 

@@ -1,4 +1,4 @@
-"""A Hub on loopback: as much of the Hub's API as huggingface_hub needs for a push."""
+"""A Hub on loopback: as much of the Hub's API as a push and the download of a file need."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class Hub:
         role: role of the token.
         damage: path of a file that is stored with other bytes than were sent.
         down: True to answer every request with status 503.
+        gated: True to refuse its files.
         asked: methods and paths of all requests.
     """
 
@@ -37,6 +38,7 @@ class Hub:
     role: str = "write"
     damage: str = ""
     down: bool = False
+    gated: bool = False
     asked: list[str] = field(default_factory=list)
     uploads: dict[str, bytes] = field(default_factory=dict)
 
@@ -85,6 +87,8 @@ def hub_on_loopback() -> Iterator[Hub]:
             hub.asked.append(f"{self.command} {path}")
             if hub.down:
                 self.answer({"error": "out of order"}, 503)
+            elif self.command == "HEAD" or "/resolve/" in path:
+                self.send_file(path)
             elif path.startswith("/upload/"):  # signed addresses need no token
                 hub.uploads[path.rpartition("/")[2]] = body
                 self.answer({})
@@ -93,7 +97,32 @@ def hub_on_loopback() -> Iterator[Hub]:
             else:
                 self.answer(*reply(self.command, path, body))
 
-        do_GET = do_POST = do_PUT = handle_any
+        do_GET = do_HEAD = do_POST = do_PUT = handle_any
+
+        def send_file(self, path: str) -> None:
+            """Answer like the Hub, which names its errors in a header."""
+            repo, _, file = path.strip("/").partition("/resolve/")
+            revision, _, name = file.partition("/")
+            content = hub.files.get(name, b"")
+            if repo != "me/model" or self.headers.get("Authorization") != f"Bearer {TOKEN}":
+                status, error = 401, "RepoNotFound"
+            elif hub.gated:
+                status, error = 403, "GatedRepo"
+            elif revision not in ("main", "0" * 40):
+                status, error = 404, "RevisionNotFound"
+            elif name not in hub.files:
+                status, error = 404, "EntryNotFound"
+            else:
+                status, error = 200, ""
+            self.send_response(status)
+            if error:
+                self.send_header("X-Error-Code", error)
+            self.send_header("X-Repo-Commit", "0" * 40)
+            self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
 
         def answer(self, value: Any, status: int = 200) -> None:
             text = json.dumps(value).encode()

@@ -13,6 +13,7 @@ from typing import Any
 from tasks.config.defaults import ONLINE
 from tasks.core.errors import ArtifactError
 from tasks.core.finding import Finding
+from tasks.core.hub import hub_config
 from tasks.toy.shape import CONTEXT, SHAPE
 from tasks.training.memory.sizes import Sizes
 from tasks.training.model.packable import unpackable
@@ -73,7 +74,7 @@ TOY = Known(
 def look(kind: str, path: str | None, revision: str | None = None) -> tuple[Known, list[Finding]]:
     """Return facts about the base model, and problems with it.
 
-    Nothing is downloaded: for a Hugging Face id, config.json is read from the local cache.
+    Of a Hugging Face id only config.json is read, from the local cache or the Hub.
 
     Args:
         kind: `model.kind`.
@@ -93,7 +94,7 @@ def look(kind: str, path: str | None, revision: str | None = None) -> tuple[Know
     if folder.is_dir():
         return _read_folder(folder)
     if _HUB_ID.fullmatch(path) and not folder.exists():
-        return _cached(path, revision), []
+        return _on_hub(path, revision), []
     allowed = "give an existing folder, or a Hugging Face id like owner/name"
     return Known(), [_refused(f"no such folder: {path}", allowed)]
 
@@ -103,14 +104,8 @@ def look_at(model: Mapping[str, Any]) -> tuple[Known, list[Finding]]:
     return look(model["kind"], model["path"], model["revision"])
 
 
-def _cached(hub_id: str, revision: str | None) -> Known:
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        file = try_to_load_from_cache(hub_id, CONFIG, revision=revision)
-        config = read_json(Path(file)) if isinstance(file, str) else {}
-    except (OSError, ValueError, ArtifactError):  # the stage that downloads it reports that
-        return Known()
+def _on_hub(hub_id: str, revision: str | None) -> Known:
+    config, _ = hub_config(hub_id, revision)  # the stage that downloads it reports what fails
     text = config.get("text_config") or config
     try:
         parameters = Sizes.of(config).weights()
@@ -120,12 +115,14 @@ def _cached(hub_id: str, revision: str | None) -> Known:
     return Known(config=config, parameters=parameters, context=context)
 
 
-def why_unknown(path: str | None) -> str:
-    """Return the reason why a model's dimensions are not known."""
+def why_unknown(model: Mapping[str, Any]) -> str:
+    """Return the reason why the dimensions of the model of section `model` are not known."""
+    path = model["path"]
     if path and not Path(path).expanduser().is_dir():
-        where = f"no config.json of {path} in the Hugging Face cache"
-        return f"{where}; hf download {path} config.json puts it there"
-    return "no config.json whose dimensions can be read"
+        _, reason = hub_config(path, model["revision"])
+        if reason:
+            return f"no {CONFIG} of {path} in the Hugging Face cache: {reason}"
+    return f"no {CONFIG} whose dimensions can be read"
 
 
 def embedded(model: Mapping[str, Any], data: Mapping[str, Any]) -> list[Finding]:

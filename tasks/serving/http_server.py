@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tasks.core.errors import PlumblineError, StageProcessError
 from tasks.process.child import Child, live
@@ -54,7 +55,7 @@ def running(
     Raises:
         StageProcessError: the server ended, or the time is over; with its last lines of output.
     """
-    with Output(stage=stage, log=log, log_path=log_path) as output, live(Child(argv, env=env)) as c:
+    with Output(stage=stage, log=log, log_path=log_path) as output, started(argv, env) as c:
         reader = threading.Thread(target=pass_on, args=(c, output), daemon=True)
         reader.start()
         late = threading.Timer(timeout_s, c.cancel)
@@ -75,6 +76,25 @@ def running(
             late.cancel()
             c.end()
             reader.join(_LAST_WORDS_S)
+
+
+@contextmanager
+def started(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Iterator[Child]:
+    """Start a server as a supervised child, and end it with the block.
+
+    It has a temporary folder of its own: vLLM's processes talk over sockets in TMPDIR, which would
+    stay there when they are killed. The folder's name is short, as a socket's path may only have
+    107 characters.
+
+    Args:
+        argv: its command.
+        env: additions to the environment.
+    """
+    with (
+        TemporaryDirectory(prefix="pl-", ignore_cleanup_errors=True) as folder,
+        live(Child(argv, env={**(env or {}), "TMPDIR": folder})) as child,
+    ):
+        yield child
 
 
 def free_port() -> int:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tasks.serving.http_server import started
 from tasks.serving.llama_cpp import Programs, find_programs, gguf_file, serve_command, serve_line
 
 
@@ -47,3 +52,17 @@ def test_the_server_gets_the_sampling_defaults_of_the_folder(tmp_path: Path) -> 
     assert serve_line(tmp_path) == (
         f"llama-server -m {file} --temp 0.6 --top-p 1.0 --top-k 20 --min-p 0.0 --repeat-penalty 1.0"
     )
+
+
+def test_the_sockets_of_a_killed_server_go_with_it() -> None:
+    listens = (
+        "import socket, tempfile, time; s = socket.socket(socket.AF_UNIX)\n"
+        "s.bind(tempfile.gettempdir() + '/x'); print(s.getsockname(), flush=True); time.sleep(600)"
+    )
+    with started([sys.executable, "-c", listens]) as child:
+        printed = child.read(time.monotonic() + 60)
+        assert printed is not None
+        file = Path(printed.decode().strip())
+        assert file.is_socket()
+        os.kill(child.pid, signal.SIGKILL)
+    assert not file.parent.exists()

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.core.errors import TrainingError
-from tasks.process.child import Child, live
 from tasks.process.output import Output
 from tasks.serving import http_server
 from tasks.serving.http_server import HOST, NAME
@@ -205,7 +204,7 @@ class StartedServer:
         self._stack = stack = ExitStack()
         output = stack.enter_context(Output(stage=STAGE, log=LOG, log_path=self._log_path))
         self._output = output
-        self._child = child = stack.enter_context(live(Child(argv, env=env)))
+        self._child = child = stack.enter_context(http_server.started(argv, env))
         self._reader = threading.Thread(
             target=http_server.pass_on, args=(child, output), daemon=True
         )

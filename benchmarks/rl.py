@@ -193,6 +193,26 @@ def iteration_rows(bench: Bench) -> list[Row]:
     ]  # fmt: skip
 
 
+def staleness_rows(bench: Bench) -> list[Row]:
+    """Measure an iteration whose responses a server sampled beside the update before it.
+
+    Rank and server have a thread each, so that the machine needs two free cores.
+    """
+    base, data = bench.ending_base(bench.size), bench.prompts(bench.size)
+    ask = {"dtype": bench.dtype, "base": base, "data": data, "engine": "server", "timed": 4}
+    timed = bench.interleaved(
+        {
+            "one step off policy": _loop("ours", **ask, staleness=1),
+            "in turns": _loop("ours", **ask),
+        }
+    )
+    ours, peer = timed["one step off policy"], timed["in turns"]
+    ratio = ours.seconds / peer.seconds
+    what = f"GRPO through a server, LoRA, {bench.size}, {bench.dtype}, rl.staleness=1, vs 0"
+    met = ratio <= 0.8
+    return [Row(what, ours.text, peer.text, f"{ratio:.2f}", "<= 0.8", met, _detail(timed))]
+
+
 def _loop(name: str, **ask: Any) -> Callable[[Path], list[str]]:
     return lambda out: job("grpo", name, out, **ask)
 
@@ -205,6 +225,7 @@ ROWS: dict[str, Callable[[Bench], list[Row]]] = {
     "rollout": rollout_rows,
     "handoff": handoff_rows,
     "iteration": iteration_rows,
+    "staleness": staleness_rows,
 }
 
 
@@ -230,10 +251,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser("rl", __doc__, ROWS)
-    parser.add_argument("--size", default="110M", choices=list(SIZES), help="rollout, iteration")
+    parser.add_argument("--size", default="110M", choices=list(SIZES), help="all but handoff")
     parser.add_argument("--handed", default="1.5B", choices=list(SIZES), help="handoff")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"],
-                        help="iteration; the others are bf16")  # fmt: skip
+                        help="iteration, staleness; the others are bf16")  # fmt: skip
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="for a whole run's result")
     return parse(parser, ROWS, arguments)
 

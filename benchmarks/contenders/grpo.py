@@ -2,9 +2,9 @@
 
     python -m benchmarks.contenders.grpo ours '{"base": ..., "data": ..., "out": ...}'
 
-Both have the same number of prompts, responses per prompt and token limit, the same reward function
-and the same LoRA adapter on all linear layers. Both take one optimizer step per iteration, without
-a reference model and without gradient checkpointing. The first iteration warms up.
+All have the same number of prompts, responses per prompt and token limit, the same reward function
+and the same LoRA adapter on all linear layers. All take one optimizer step per iteration, without a
+reference model and without gradient checkpointing. The first iteration warms up.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class Ask:
         tokens: maximum number of tokens of a response.
         micro: responses per micro-batch.
         timed: iterations after the first.
+        engine: `rollout.engine` of ours; `server` is one vLLM server with a thread of its own.
+        staleness: `rl.staleness` of ours.
     """
 
     base: str
@@ -53,6 +55,8 @@ class Ask:
     tokens: int = MAX_TOKENS
     micro: int = 16
     timed: int = 1
+    engine: str = "vllm"
+    staleness: int = 0
 
     @property
     def replies(self) -> int:
@@ -105,9 +109,14 @@ def _settings(ask: Ask) -> Any:
         "num_generations": ask.samples,
         "iterations": 1 + ask.timed,
         "eval_prompts": 1,
+        "staleness": ask.staleness,
     }
     lengths = {"max_new_tokens": ask.tokens, "max_prompt_len": 128}
     rollout = {**lengths, "offload_trainer": False}
+    threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or None
+    if ask.engine == "server":
+        threads = 1
+        rollout |= {"engine": "server", "servers": 1, "kv_cache_gib": 1.0}
     return Settings(
         objective="grpo",
         dtype=ask.dtype,
@@ -118,7 +127,7 @@ def _settings(ask: Ask) -> Any:
         zero=Zero(0),
         optim=Optim(lr=LR, scheduler="constant"),
         batch=Batch(ask.micro, ask.replies, max_len=1024),
-        launch=Launch(nproc=1, threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or None),
+        launch=Launch(nproc=1, threads=threads),
         evaluate=Evaluate(best_metric="reward"),
         online={
             "rl": rl,

@@ -88,6 +88,8 @@ class Collected:
         summary: summary.json.
         stages: the stages in order, one that failed included.
         curves: curves by the name of the training stage.
+        lengths: (largest length of a bin, training rows) by the name of the training stage, and
+            `train.max_len`.
         samples: prompt, expected text, responses before and after training.
         checks: all checks: stage, name, expected, found, ok; failed ones first.
         versions: versions of libraries, from the manifests.
@@ -97,6 +99,7 @@ class Collected:
     summary: dict[str, Any]
     stages: list[Stage] = field(default_factory=list)
     curves: dict[str, Curves] = field(default_factory=dict)
+    lengths: dict[str, tuple[list[tuple[int, int]], int]] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
     checks: list[dict[str, Any]] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
@@ -129,12 +132,18 @@ def collect(folder: Path) -> Collected:
         stage = _stage(entry)
         collected.stages.append(stage)
         collected.checks += [{"stage": entry["name"], **check} for check in checks]
-        collected.versions |= _document(artifact / "manifest.json").get("versions", {})
+        manifest = _document(artifact / "manifest.json")
+        collected.versions |= manifest.get("versions", {})
         if _TRAINING.fullmatch(entry["name"]):
             source = _trained_by(folder, entry) if entry["reused"] else folder
             curves = _recorded(source, entry["name"]) or _losses(artifact)
             if curves:
                 collected.curves[entry["name"]] = curves
+            with suppress(KeyError, TypeError, ValueError):  # online, or of an older release
+                bins = manifest["notes"]["data"]["train"]["lengths"]
+                limit = manifest["config"]["settings"]["batch"]["max_len"]
+                listed = [(int(end), int(rows)) for end, rows in bins]
+                collected.lengths |= {entry["name"]: (listed, int(limit))} if listed else {}
         collected.samples = _samples(artifact / "generations.jsonl") or collected.samples
     _add_progress(collected, progress)
     collected.versions = {

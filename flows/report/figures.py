@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import StringIO
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
@@ -150,6 +151,55 @@ class Histogram:
         """Return (when, least, median, most): what is shown without matplotlib."""
         both = (("before", self.before), ("after", self.after))
         return [(when, min(v), median(v), max(v)) for when, v in both if v]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of the training rows, in tokens, before any is cut.
+
+    Attributes:
+        stage: name of the training stage.
+        bins: (largest length of the bin, rows), in ascending order; at least one.
+        max_len: `train.max_len`.
+    """
+
+    stage: str
+    bins: Sequence[tuple[int, int]]
+    max_len: int
+
+    title = "Length of training rows"
+    unit = "tokens"
+
+    @property
+    def svg(self) -> str:
+        """Return the picture; empty without matplotlib."""
+        return _picture(self.title, f"{self.stage}/{self.title}", self._draw)
+
+    def _draw(self, axes: Any) -> None:
+        from matplotlib.ticker import FuncFormatter, NullFormatter
+
+        ends = [end for end, _ in self.bins]
+        starts = [max(1, ends[0] - 1), *ends[:-1]]
+        widths = [end - start or 1 for start, end in zip(starts, ends, strict=True)]
+        rows = [count for _, count in self.bins]
+        axes.bar(starts, rows, widths, align="edge", color=LINE)
+        limit = f"train.max_len={self.max_len}"
+        axes.axvline(self.max_len, color=SECOND, linestyle="--", linewidth=1.5, label=limit)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.set_xlabel(self.unit)
+        axes.set_ylabel("rows")
+        axes.legend()
+
+    def rows(self) -> list[tuple[str, int]]:
+        """Return (share of the rows, tokens that none of them exceeds)."""
+        total, quantiles = sum(count for _, count in self.bins), []
+        for share in (0.5, 0.9, 0.99, 1.0):
+            sums = accumulate(count for _, count in self.bins)
+            end = next(e for (e, _), s in zip(self.bins, sums, strict=True) if s >= share * total)
+            quantiles.append((f"{share:.0%}", end))
+        return quantiles
 
 
 def _svg(

@@ -22,7 +22,7 @@ from flows.orchestration.summary import truncation_lines
 from flows.report.bootstrap import Interval
 from flows.report.collect import Collected, Stage, collect
 from flows.report.compare import Comparison
-from flows.report.figures import Histogram, draw, overlay
+from flows.report.figures import Histogram, Lengths, draw, overlay
 from flows.report.results import (
     EXACT,
     OWN,
@@ -151,6 +151,7 @@ def page(collected: Collected) -> str:
         responses=responses_of(collected),
         memory={k: v for k, v in summary.get("memory", {}).items() if "peak" in v},
         plots={stage: drawn for stage, drawn in plots.items() if drawn},
+        row_lengths={stage: Lengths(stage, *each) for stage, each in collected.lengths.items()},
         has_pictures=all(plot.svg for drawn in plots.values() for plot in drawn),
         truncated=[line for entry in summary["stages"] for line in truncation_lines(entry)],
         timeline=_timeline(collected.stages),

@@ -25,6 +25,13 @@ EVAL = {
 DRIFT = Drift(mean_kl=8.857e-05, p95_kl=2.88e-04, max_kl=1.2e-03, top1_agreement=1.0, cosine=1.0)
 REFUSED = Drift(mean_kl=1.62e-02, p95_kl=2.79e-02, max_kl=0.4, top1_agreement=0.57, cosine=0.9)
 SERVED = "/models/my served"
+LENGTHS = [[5, 1], [112, 60], [128, 30], [3072, 9]]
+"""Training rows by their length, as `Tally.counts` reports them."""
+TRAINED = {
+    "notes": {"data": {"train": {"lengths": LENGTHS}}},
+    "config": {"settings": {"batch": {"max_len": 1024}}},
+}
+"""Parts of the manifest of a training."""
 
 
 def publish(runs: Path, kind: str, files: Mapping[str, str], *checks: Check) -> Artifact:
@@ -32,7 +39,8 @@ def publish(runs: Path, kind: str, files: Mapping[str, str], *checks: Check) -> 
     folder = runs / "artifacts" / kind / "0123456789abcdef0123"
     folder.mkdir(parents=True)
     versions = {"torch": "2.13.0+cpu", "vllm": "absent"}
-    texts = {"manifest.json": json.dumps({"versions": versions}), **files}
+    manifest = {"versions": versions, **(TRAINED if kind == "shards" else {})}
+    texts = {"manifest.json": json.dumps(manifest), **files}
     texts["contract.json"] = json.dumps([check.as_dict() for check in checks])
     for name, text in texts.items():
         (folder / name).write_text(text)

@@ -17,6 +17,7 @@ from flows.commands.open_pages import _pages
 from flows.delivery.run_delivery import Untracked
 from flows.orchestration.flow_run import FlowRun, in_this_process
 from flows.report.collect import collect
+from flows.report.figures import Lengths
 from flows.report.page import REPORT, number, page, responses_of, write_report
 from tasks.core.errors import ArtifactError
 from tasks.tracking.tracker import Tracker
@@ -108,6 +109,18 @@ def test_rewards_lengths_and_memory_are_shown(tmp_path: Path) -> None:
     assert "3.5 GiB" in html
 
 
+def test_the_lengths_of_training_rows_are_shown_beside_the_limit(tmp_path: Path) -> None:
+    folder = recorded(tmp_path)
+    shown = Lengths("train", *collect(folder).lengths["train"])
+    assert shown.rows() == [("50%", 112), ("90%", 128), ("99%", 3072), ("100%", 3072)]
+    html = written(folder)
+    assert html.count('aria-label="Length of training rows"') == 1
+    assert "train.max_len=1024" in html
+    svg = Lengths("train", [(7, 3)], 7).svg  # rows of one length
+    assert svg.startswith("<svg")
+    assert "nan" not in svg
+
+
 def test_a_reused_training_shows_the_curves_of_the_run_that_trained(tmp_path: Path) -> None:
     first = recorded(tmp_path)
     second = first.with_name("20261124-140000-0a1b2c3d")
@@ -141,6 +154,7 @@ def test_without_matplotlib_there_are_tables(
     assert "<svg" not in html
     assert '<td>after</td><td class="n">0.5</td><td class="n">0.875</td>' in html
     assert {1 / step for step in range(1, 6)} <= values(html)
+    assert '<tr><td>90%</td><td class="n">128</td></tr>' in html
 
 
 def test_an_error_while_writing_is_one_warning(

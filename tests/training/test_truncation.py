@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tasks.core.errors import DataError
 from tasks.training.tokens.examples import Example, Tokens
-from tasks.training.tokens.truncation import Rule, Tally, refuse_truncated, truncation
+from tasks.training.tokens.truncation import Rule, Tally, refuse_truncated, rounded, truncation
 
 
 def sample(name: str, *lengths: int, prompt: int = 5, start: int = 0) -> Example:
@@ -53,6 +53,15 @@ class TestTruncation:
         assert truncation(self.account(*[10] * 99, 30), max_len=10) == ""  # 1 % is no warning
         none = self.account(10, 9)
         assert (none["fits_99"], none["fits_all"], truncation(none, max_len=10)) == (0, 0, "")
+
+    def test_lengths_are_counted_before_anything_is_cut(self) -> None:
+        assert self.account(7, 9, 10, 400)["lengths"] == [(7, 1), (10, 2), (448, 1)]
+        assert self.account(7, 12, rule="refuse")["lengths"] == [(7, 1), (12, 1)]
+
+    @given(st.integers(1, 1 << 20))
+    def test_lengths_are_rounded_up_by_a_quarter_at_most(self, length: int) -> None:
+        assert length <= rounded(length) < 1.25 * length + 1
+        assert rounded(rounded(length)) == rounded(length)
 
     def test_rows_left_out_for_their_length_are_warned_about(self) -> None:
         left = self.account(9, 9, 12, rule="refuse")

@@ -14,8 +14,9 @@ of the training rows an error. Pairs whose answers have the same tokens are left
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,8 @@ class Tally:
         tokens_cut: tokens cut off.
         long: tokens of the longest sequence of each sample above the limit, except texts cut into
             pieces.
+        lengths: number of samples by the tokens of their longest sequence before it is cut, each
+            rounded up by at most a quarter (`rounded`).
         in_pieces: texts cut into pieces.
         refused: samples left out because they are too long.
         equal: pairs left out because both answers have the same tokens.
@@ -62,13 +65,13 @@ class Tally:
     fatal: int = 0
     only_long: bool = True
     long: list[int] = field(default_factory=list)
+    lengths: Counter[int] = field(default_factory=Counter)
     left_out: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
     def __add__(self, other: Tally) -> Tally:
         """Return the sum of both accounts."""
-        mine, theirs = asdict(self), asdict(other)
-        sums = {f.name: mine[f.name] + theirs[f.name] for f in fields(self)}
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
         sums["only_long"] = self.only_long and other.only_long
         return Tally(**{**sums, **{n: sums[n][:SHOWN] for n in ("left_out", "wrong")}})
 
@@ -87,8 +90,14 @@ class Tally:
             **{name: getattr(self, name) for name in names},
             "fits_99": lengths[spared] if len(lengths) > spared else 0,
             "fits_all": lengths[0] if lengths else 0,
+            "lengths": sorted(self.lengths.items()),
             "left_out": self.left_out,
         }
+
+    def add(self, length: int) -> None:
+        """Count a sample with the tokens of its longest sequence."""
+        self.read += 1
+        self.lengths[rounded(length)] += 1
 
     def leave_out(self, name: str, why: str) -> None:
         """Record a sample that is left out."""
@@ -136,6 +145,12 @@ class Tally:
                 details=self.left_out,
                 hint=f"{keeps}, or other data",
             )
+
+
+def rounded(length: int) -> int:
+    """Return a length rounded up to three binary digits: 5 to 5, 100 to 112, 3000 to 3072."""
+    step = 1 << max(0, length.bit_length() - 3)
+    return -(-length // step) * step
 
 
 def truncation(counts: Mapping[str, Any], *, max_len: int) -> str:
@@ -234,15 +249,15 @@ class Rule:
             example._replace(name=f"{example.name}+{number}", sequences=(piece,))
             for number, piece in enumerate(pieces(whole, self.max_len))
         ]
-        tally.read += 1
+        tally.add(len(whole.ids))
         tally.in_pieces += 1
         tally.kept += len(cut)
         return cut
 
     def apply(self, example: Example, tally: Tally) -> Example | None:
         """Return the example, truncated if necessary, or None; count it in `tally`."""
-        tally.read += 1
         longest = max(len(s.ids) for s in example.sequences)
+        tally.add(longest)
         if longest > self.max_len:
             tally.long.append(longest)
         why = self._too_long(example)

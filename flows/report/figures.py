@@ -185,6 +185,7 @@ class Lengths:
         axes.bar(starts, rows, widths, align="edge", color=LINE)
         limit = f"train.max_len={self.max_len}"
         axes.axvline(self.max_len, color=SECOND, linestyle="--", linewidth=1.5, label=limit)
+        axes.set_axisbelow(True)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         axes.xaxis.set_minor_formatter(NullFormatter())

@@ -55,12 +55,12 @@ class TestTruncation:
         assert (none["fits_99"], none["fits_all"], truncation(none, max_len=10)) == (0, 0, "")
 
     def test_lengths_are_counted_before_anything_is_cut(self) -> None:
-        assert self.account(7, 9, 10, 400)["lengths"] == [(7, 1), (10, 2), (448, 1)]
-        assert self.account(7, 12, rule="refuse")["lengths"] == [(7, 1), (12, 1)]
+        assert self.account(7, 8, 9, 400)["lengths"] == [(8, 2), (9, 1), (430, 1)]
+        assert self.account(7, 12, rule="refuse")["lengths"] == [(8, 1), (13, 1)]
 
     @given(st.integers(1, 1 << 20))
-    def test_lengths_are_rounded_up_by_a_quarter_at_most(self, length: int) -> None:
-        assert length <= rounded(length) < 1.25 * length + 1
+    def test_lengths_are_counted_in_bins_of_a_quarter_octave(self, length: int) -> None:
+        assert length <= rounded(length) < 2**0.25 * length + 1
         assert rounded(rounded(length)) == rounded(length)
 
     def test_rows_left_out_for_their_length_are_warned_about(self) -> None:

@@ -43,8 +43,8 @@ class Tally:
         tokens_cut: tokens cut off.
         long: tokens of the longest sequence of each sample above the limit, except texts cut into
             pieces.
-        lengths: number of samples by the tokens of their longest sequence before it is cut, each
-            rounded up by at most a quarter (`rounded`).
+        lengths: number of samples by the tokens of their longest sequence before it is cut, in
+            four bins an octave (`rounded`).
         in_pieces: texts cut into pieces.
         refused: samples left out because they are too long.
         equal: pairs left out because both answers have the same tokens.
@@ -148,9 +148,8 @@ class Tally:
 
 
 def rounded(length: int) -> int:
-    """Return a length rounded up to three binary digits: 5 to 5, 100 to 112, 3000 to 3072."""
-    step = 1 << max(0, length.bit_length() - 3)
-    return -(-length // step) * step
+    """Return the end of a length's bin: 2^(k/4), rounded down, for the least possible k."""
+    return int(2 ** (math.ceil(4 * math.log2(max(length, 1))) / 4))
 
 
 def truncation(counts: Mapping[str, Any], *, max_len: int) -> str:

@@ -56,7 +56,8 @@ def _job(composed: Composed, overrides: list[str]) -> int:
 
 
 def _in_prefect(planned: Planned, overrides: list[str], held: Hold) -> int:
-    from flows.servers.prefect_server import prefect_server, warm_up
+    from flows.commands.in_prefect import warm_up
+    from flows.servers.prefect_server import prefect_server
     from flows.servers.prefect_watch import final_state
 
     composed = planned.composed

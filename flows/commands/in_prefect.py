@@ -1,7 +1,8 @@
-"""Run a command's work as a Prefect flow, for the commands that do without Prefect by default."""
+"""Run commands as Prefect flows: what they prepare, and those that need no Prefect by default."""
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -11,8 +12,27 @@ from flows.cli.bootstrap import bootstrap
 from flows.cli.config import Composed
 from flows.cli.entry import to_stderr
 from tasks.core.redaction import without_passwords
+from tasks.pipeline.source_closure import closure
 
 PROJECT = Path(__file__).resolve().parents[2]
+
+
+def warm_up(composed: Composed, flow: str) -> None:
+    """Import a flow, read its sources and open MLflow, while the Prefect server starts.
+
+    Args:
+        composed: the configuration.
+        flow: module of the flow.
+    """
+    import_module(flow)
+    import_module("mlflow")
+    closure([flow])  # parsed once per process, for the keys of the stages
+    if composed.settings["tracking"]["uri"]:
+        return  # the user's server has its database
+    from flows.orchestration.flow_run import tracker_of
+
+    with contextlib.suppress(Exception):  # the flow tries again and reports the error
+        _ = tracker_of(composed).experiment_id
 
 
 def run_in_prefect(name: str, composed: Composed, overrides: list[str]) -> Any:
@@ -30,7 +50,7 @@ def run_in_prefect(name: str, composed: Composed, overrides: list[str]) -> Any:
         PlumblineError: as the flow.
     """
     bootstrap(PROJECT, composed.runs)
-    from flows.servers.prefect_server import prefect_server, warm_up
+    from flows.servers.prefect_server import prefect_server
     from flows.servers.prefect_watch import final_state
     from tasks.config.checks import preflight
     from tasks.config.checks.tracking import prefect_reachable, public, reachable

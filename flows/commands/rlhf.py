@@ -17,7 +17,8 @@ from flows.cli.config import Composed
 from flows.cli.entry import exit_on_signals, run_main, to_stderr
 from flows.cli.outcome import exit_status
 from flows.cli.plan import check, render
-from flows.servers.prefect_server import prefect_server, preload, warm_up
+from flows.commands.in_prefect import warm_up
+from flows.servers.prefect_server import prefect_server, preload
 from flows.servers.prefect_watch import final_state
 from tasks.core.redaction import redact, redact_url, without_passwords
 from tasks.core.terminal import plain

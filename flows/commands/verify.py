@@ -53,7 +53,7 @@ def _job(composed: Composed, overrides: list[str]) -> int:
     if settings["watch"] is not None:
         from flows.commands.verify_watch import watch
 
-        return watch(settings, composed.runs)
+        return watch(settings, composed.runs, ask=ask, write=write)
     report = ask(settings).answer()
     show(report, settings["out"])
     return EXIT_STATUS[report.outcome]

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from flows.commands.verify import ask, write
 from flows.monitoring.run_record import replace_file
 from tasks.core.errors import ConfigError, PlumblineError
 from tasks.core.redaction import redact
@@ -28,12 +27,27 @@ VALUES: Mapping[str, float] = {
 LABELS = ("url", "model", "source")
 
 
-def watch(settings: Mapping[str, Any], runs: Path) -> int:
+class Question(Protocol):
+    """A server and the reference that it is compared with (`verify.Question`)."""
+
+    def answer(self) -> Report:
+        """Run all checks."""
+
+
+Ask = Callable[[Mapping[str, Any]], Question]
+"""Finds the server of the settings; raises for mistakes of the user and without an answer."""
+
+
+def watch(
+    settings: Mapping[str, Any], runs: Path, *, ask: Ask, write: Callable[[Report, str], None]
+) -> int:
     """Verify until a signal ends the process, which is the only end.
 
     Args:
         settings: of `conf/verify.yaml`, with `watch` in seconds.
         runs: `paths.runs`, for the file of metrics if `tracking.prometheus` is null.
+        ask: finds the server.
+        write: writes a report to `out`.
 
     Raises:
         ConfigError: the first check could not begin, or a file cannot be written.
@@ -46,7 +60,7 @@ def watch(settings: Mapping[str, Any], runs: Path) -> int:
     before = ""
     while True:
         began = time.monotonic()
-        report, line = _check(settings)
+        report, line = _check(settings, ask)
         outcome: Outcome = report.outcome if report else "unverified"
         counts[outcome] += 1
         text = report.text() if report and outcome != before and outcome != "verified" else line
@@ -62,7 +76,7 @@ def watch(settings: Mapping[str, Any], runs: Path) -> int:
         time.sleep(max(0.0, settings["watch"] - (time.monotonic() - began)))
 
 
-def _check(settings: Mapping[str, Any]) -> tuple[Report | None, str]:
+def _check(settings: Mapping[str, Any], ask: Ask) -> tuple[Report | None, str]:
     """Return the report and its line; None with the reason if the server does not answer."""
     try:
         report = ask(settings).answer()

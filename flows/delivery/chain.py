@@ -1,20 +1,19 @@
-"""A planned delivery: what SOURCE is, the plans of its weights, and the stages that run them.
+"""A planned delivery: what SOURCE is, and the plans of its weights.
 
 delivery = prepare_delivery(composed)      # reads, plans, validates; writes nothing
 print(*delivery.lines(), *delivery.plan_lines(), sep="\n")
-delivery.run(mechanism, scorer)
+DeliveryStages(delivery, mechanism, scorer).to_served()      # stages.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from flows.delivery.stages import DeliveryStages
 from flows.report.card import delivery_card
 from tasks.audit.run import Report
 from tasks.delivery import examination
@@ -29,7 +28,7 @@ from tasks.delivery.texts import PROBE_TOKENS, SHORTEST
 from tasks.drift.witness import Witness, find_witness
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.artifact import CARD, remember
-from tasks.pipeline.report import StageResult, StageRunner
+from tasks.pipeline.report import StageResult
 from tasks.pipeline.signature import key_file
 from tasks.release.model_card import beside
 from tasks.serving.vllm.job import HEADROOM
@@ -105,17 +104,6 @@ class Delivery:
         roots = [self.given.root, *adapters, self.tokens.folder]
         return tuple(dict.fromkeys([*roots, *([self.base] if self.base is not None else [])]))
 
-    def run(self, mechanism: StageRunner, scorer: ReferenceScorer | None) -> StageResult:
-        """Run the stages that apply. Returns the result of the last one that writes a model.
-
-        `put` has to follow.
-
-        Args:
-            mechanism: runs the stages, or only computes their keys.
-            scorer: the transformers child; None to measure nothing.
-        """
-        return DeliveryStages(self, mechanism, scorer).to_served()
-
     def compare(self, scorer: ReferenceScorer) -> Iterator[str]:
         """Yield lines that compare both merges of an adapter, for `merge.base=compare`."""
         assert self.base is not None
@@ -138,13 +126,19 @@ class Delivery:
         is_reward = self.work.is_reward
         return compare_bases(model, self.quantization, rows, scorer=scorer, is_reward=is_reward)
 
-    def put(self, served: StageResult, mechanism: StageRunner, command: str) -> None:
-        """Copy the served artifact to OUT, with a model card, and sign it there."""
+    def put(self, served: StageResult, results: Sequence[StageResult], command: str) -> None:
+        """Copy the served artifact to OUT, with a model card, and sign it there.
+
+        Args:
+            served: result of the last stage that wrote a model.
+            results: those of all stages.
+            command: what was typed.
+        """
         root = self.given.root
-        text = delivery_card(mechanism.results, served.artifact, root, self.base, command)
+        text = delivery_card(results, served.artifact, root, self.base, command)
         key = key_file(self.settings["register"]["sign"])
         put(served.artifact, self.out, key, beside(text, root / CARD))
-        for result in mechanism.results:  # convert's hard links changed ctimes
+        for result in results:  # convert's hard links changed ctimes
             remember(result.artifact, self.store / ".seen")
 
     def lines(self) -> Iterator[str]:

@@ -18,6 +18,7 @@ from flows.chain.register import push_served
 from flows.cli.config import Composed, compose_config
 from flows.delivery.chain import Delivery
 from flows.delivery.prepare import prepare_delivery
+from flows.delivery.stages import DeliveryStages
 from flows.orchestration.deployment import check_overrides, check_settings, hold_runs
 from flows.orchestration.flow_run import (
     FlowRun,
@@ -73,7 +74,7 @@ def plan(composed: Composed) -> Planned:
     delivery = prepare_delivery(composed)
     dry_run = DryRun(delivery.store, frozenset(composed.settings["force"]))
     scorer = None if delivery.engine is None else dry_run.scorer
-    served = delivery.run(dry_run, scorer).artifact
+    served = DeliveryStages(delivery, dry_run, scorer).to_served().artifact
     overwrite = bool(composed.settings["overwrite"])
     findings = list(
         out_findings(delivery.out, inputs=[], expected=served.digest or None, overwrite=overwrite)
@@ -175,13 +176,13 @@ def _run_stages(flow_run: FlowRun, delivery: Delivery) -> None:
     flow_run.summary.findings = examination.as_json(delivery.reports)
     mechanism = flow_run.mechanism
     if delivery.engine is None:
-        served = delivery.run(mechanism, None)
+        served = DeliveryStages(delivery, mechanism, None).to_served()
     else:
         threads = flow_run.composed.settings["smoke"]["threads"]
         with flow_run.scorer(threads) as scorer:
             scorer.warm()
-            served = delivery.run(mechanism, scorer)
-    delivery.put(served, mechanism, flow_run.summary.command or "")
+            served = DeliveryStages(delivery, mechanism, scorer).to_served()
+    delivery.put(served, mechanism.results, flow_run.summary.command or "")
     flow_run.summary.served = str(delivery.out)
     push_served(flow_run, open_artifact(delivery.out, "served"))
 

@@ -6,8 +6,10 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from flows.chain.context import StageRunner
+from flows.delivery.chain import Delivery
 from tasks.bisect.run import Explainer
 from tasks.config.after_training import Smoke
 from tasks.delivery.examination import examination
@@ -23,14 +25,11 @@ from tasks.evaluation.planned import Measuring
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.locks import Needs
-from tasks.pipeline.report import StageResult, StageRunner
+from tasks.pipeline.report import StageResult
 from tasks.pipeline.stage import Stage
 from tasks.quantize import quantize
 from tasks.weights.execute.writer import parse_size
 from tasks.weights.quantized.quantize import GGUF
-
-if TYPE_CHECKING:
-    from flows.delivery.chain import Delivery
 
 _TORCH = ("torch", "transformers", "tokenizers", "safetensors")
 _PLANNED = ("tasks.delivery.stages", "tasks.delivery.plan.planning")
@@ -51,7 +50,7 @@ SMOKE_QUANTIZED = Stage(
 
 @dataclass(frozen=True)
 class DeliveryStages:
-    """Run the stages that a delivery needs.
+    """The stages that a delivery needs; `Delivery.put` has to follow.
 
     Attributes:
         delivery: the planned delivery.

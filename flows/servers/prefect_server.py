@@ -30,11 +30,10 @@ from flows.servers.server_api import Api
 from flows.servers.services import AUTH, URL, running_server
 from tasks.core.errors import PlumblineError
 from tasks.pipeline.locks import Hold
-from tasks.pipeline.source_closure import closure
 from tasks.process.child import PROJECT, Child
 
 if TYPE_CHECKING:
-    from flows.cli.config import Composed
+    pass
 
 START_S = 300.0
 """Time limit of the start. It takes seconds on a quiet machine and minutes on a busy one."""
@@ -121,24 +120,6 @@ def prefect_server(
 def is_embedded() -> bool:
     """Return True if this process uses an embedded server."""
     return any(os.environ.get(URL) == api.url for _, api in _running.values())
-
-
-def warm_up(composed: Composed, flow: str) -> None:
-    """Import a flow, read its sources and open MLflow, while the Prefect server starts.
-
-    Args:
-        composed: the configuration.
-        flow: module of the flow.
-    """
-    importlib.import_module(flow)
-    importlib.import_module("mlflow")
-    closure([flow])  # parsed once per process, for the keys of the stages
-    if composed.settings["tracking"]["uri"]:
-        return  # the user's server has its database
-    from flows.orchestration.flow_run import tracker_of
-
-    with contextlib.suppress(Exception):  # the flow tries again and reports the error
-        _ = tracker_of(composed).experiment_id
 
 
 def _running_or_new(runs: Path, meanwhile: Callable[[], None] | None, *, alone: bool) -> Api:

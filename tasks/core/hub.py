@@ -76,7 +76,7 @@ def _download(hub_id: str, revision: str | None, folder: str) -> str:
         return f"{hub_id} has no revision {revision}; another model.revision"
     except errors.RemoteEntryNotFoundError:
         return f"{hub_id} has no {CONFIG}{at}; another model.path"
-    except (errors.HTTPError, OSError, ValueError) as error:
+    except (errors.HTTPError, OSError, ValueError) as error:  # type: ignore[attr-defined]
         first = str(error).strip().splitlines() or [type(error).__name__]
         return f"the Hub failed ({first[0]}); try again, or {by_hand}"
     return ""

@@ -1,11 +1,10 @@
-"""Types around a stage: its report and its result, and the protocols of who records and runs it."""
+"""Types around a stage: its report, its result, and the protocols of who records it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tasks.core.contract import Check
@@ -13,7 +12,6 @@ from tasks.drift.verdict import Moved
 
 if TYPE_CHECKING:
     from tasks.pipeline.artifact import Artifact, Origin
-    from tasks.pipeline.stage import Observe, Stage
 
 
 @dataclass(frozen=True)
@@ -134,32 +132,3 @@ class FlowTracker(Protocol):
 
     def settle(self) -> str:
         """Deliver what waits. Returns a line about what is not recorded; empty if all is."""
-
-
-class StageRunner(Protocol):
-    """Run stages (`Mechanism`), or only report what would run (`DryRun` in `flows/`)."""
-
-    @property
-    def store(self) -> Path:
-        """Folder of the published artifacts."""
-
-    @property
-    def logs(self) -> Path:
-        """Folder of the child processes' logs."""
-
-    @property
-    def results(self) -> list[StageResult]:
-        """Results of the stages that have run so far, in order."""
-
-    def run(
-        self,
-        stage: Stage,
-        function: Callable[..., StageReport],
-        *,
-        inputs: Mapping[str, Artifact],
-        config: Mapping[str, Any],
-        context: Mapping[str, Any] | None = None,
-        observe: Observe | None = None,
-        after: Mapping[str, Artifact] | None = None,
-    ) -> StageResult:
-        """Run one stage, or reuse what it published before; arguments as in `Mechanism.run`."""

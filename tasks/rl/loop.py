@@ -18,7 +18,8 @@ from tasks.core.errors import PlumblineError
 from tasks.core.events import emit, keep_in
 from tasks.rl.algorithms.correction import MismatchLimits
 from tasks.rl.algorithms.kl import Controller
-from tasks.rl.experience.collect import Clock, Collected, Collector
+from tasks.rl.clock import Clock
+from tasks.rl.experience.collect import Collected, Collector
 from tasks.rl.experience.experience_scoring import ExperienceScorer
 from tasks.rl.experience.packed_rows import pack_experience
 from tasks.rl.experience.prompts import PromptOrder

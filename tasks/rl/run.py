@@ -18,9 +18,8 @@ from tasks.rl.experience.prompts import load_prompts
 from tasks.rl.experience.responses import Prompt
 from tasks.rl.loop import OnlineTrainer
 from tasks.rl.rewards import Rewards, open_rewards
-from tasks.rl.rollout.engines import open_engine
 from tasks.rl.settings import Loop, Online
-from tasks.rl.setup import Setup, set_up
+from tasks.rl.setup import Setup, open_engine, set_up
 from tasks.serving.bf16_linear import use_fp32_where_faster
 from tasks.training.engine.check_same_versions import require_same_versions
 from tasks.training.engine.deepspeed_engine import Ranks

@@ -1,13 +1,17 @@
-"""The models of an online run: policy, critic and reference, as this rank holds them."""
+"""The models of an online run as this rank holds them, and its rollout engine."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tasks.rl.algorithms.registry import Recipe, recipe
 from tasks.rl.experience.critic import CRITIC, Critic, start_critic
 from tasks.rl.experience.reference import Reference, open_reference
+from tasks.rl.rollout.engines import Engine
+from tasks.rl.rollout.policy_sync import Policy
 from tasks.rl.settings import Loop, Online, Rollout
 from tasks.training.engine.checkpoint import Progress
 from tasks.training.engine.deepspeed_engine import Ranks, start_engine
@@ -55,6 +59,50 @@ class Setup:
     def others(self) -> Others:
         """Engines besides the policy's whose state is in a checkpoint."""
         return {} if self.critic is None else {CRITIC: self.critic.active}
+
+
+@contextlib.contextmanager
+def open_engine(
+    job: TrainJob,
+    rollout: Rollout,
+    ranks: Ranks,
+    *,
+    engine: Any,
+    ends: Sequence[int],
+    probes: Sequence[Sequence[int]] = (),
+) -> Iterator[Engine]:
+    """Yield the rollout engine of section `rollout`, and close it afterwards. All ranks take part.
+
+    Args:
+        job: the training job.
+        rollout: section `rollout`.
+        ranks: this process and its peers.
+        engine: the DeepSpeed engine of the policy.
+        ends: ids of end tokens.
+        probes: prompts by which servers prove what they sample from.
+
+    Raises:
+        ConfigError: vLLM cannot sample from this policy; names every reason.
+        TrainingError: the engine does not start.
+    """
+    policy = Policy(engine, job, ranks)
+    rollout_engine: Engine
+    if rollout.engine == "transformers":
+        from tasks.rl.rollout.hf_engine import HfEngine
+
+        rollout_engine = HfEngine(policy, rollout, ends=tuple(ends))
+    elif rollout.engine == "server":
+        from tasks.rl.rollout.server_engine import ServerEngine
+
+        rollout_engine = ServerEngine(policy, rollout, ends=tuple(ends), probes=probes)
+    else:
+        from tasks.rl.rollout.vllm_engine import VllmEngine
+
+        rollout_engine = VllmEngine(policy, rollout, ends=tuple(ends))
+    try:
+        yield rollout_engine
+    finally:
+        rollout_engine.close()
 
 
 def set_up(

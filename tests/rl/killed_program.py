@@ -41,7 +41,7 @@ def main(path: str, point: str, rank: str) -> None:
 
 def arm(point: str) -> None:
     """Kill this process in the call that stands for the point."""
-    from tasks.rl.experience.collect import Clock
+    from tasks.rl.clock import Clock
     from tasks.rl.loop import OnlineTrainer
     from tasks.training.engine import checkpoint
 

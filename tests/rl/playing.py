@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from tasks.rl.clock import Clock
 from tasks.rl.environment.episodes import Episodes
 from tasks.rl.environment.observation_tokens import ObservationTokens
 from tasks.rl.environment.process import EnvironmentProcess
-from tasks.rl.experience.collect import Clock
 from tasks.rl.experience.responses import Prompt, Request, Response, ScoredResponse
 from tasks.serving.vllm.colocation import Generated
 from tests.rl.making import TOKENIZER

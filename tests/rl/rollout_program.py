@@ -30,11 +30,12 @@ import torch  # noqa: E402
 from tasks.core.errors import PlumblineError  # noqa: E402
 from tasks.process.exit_process import end_process  # noqa: E402
 from tasks.rl.experience.responses import Request  # noqa: E402
-from tasks.rl.rollout.engines import Engine, open_engine  # noqa: E402
+from tasks.rl.rollout.engines import Engine  # noqa: E402
 from tasks.rl.rollout.memory_folder import MEMORY, PREFIX  # noqa: E402
 from tasks.rl.rollout.merged import merged_tensors  # noqa: E402
 from tasks.rl.rollout.policy_sync import Policy  # noqa: E402
 from tasks.rl.settings import Online, Rollout  # noqa: E402
+from tasks.rl.setup import open_engine  # noqa: E402
 from tasks.serving.bf16_linear import use_fp32_where_faster  # noqa: E402
 from tasks.serving.vllm.colocation import Generated  # noqa: E402
 from tasks.training.engine.deepspeed_engine import Ranks, start_engine  # noqa: E402

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.rl.experience.collect import Clock, Collector, groups_without_signal
+from tasks.rl.clock import Clock
+from tasks.rl.experience.collect import Collector, groups_without_signal
 from tasks.rl.experience.prompts import PromptOrder
 from tasks.rl.experience.responses import Prompt, Request, Response
 from tasks.rl.rewards import Rewards

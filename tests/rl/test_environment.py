@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from tasks.rl.algorithms.batch import Batch
 from tasks.rl.algorithms.estimators import by_critic, by_normalized_group, by_returns
+from tasks.rl.clock import Clock
 from tasks.rl.environment.process import EnvironmentProcess, reference_of
-from tasks.rl.experience.collect import Clock, Collector
+from tasks.rl.experience.collect import Collector
 from tasks.rl.experience.packed_rows import pack_experience
 from tasks.rl.experience.prompts import PromptOrder
 from tasks.rl.experience.records import collected, samples_of

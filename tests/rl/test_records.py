@@ -11,7 +11,7 @@ import torch
 
 from tasks.rl.algorithms.batch import Advantages
 from tasks.rl.algorithms.correction import mismatch
-from tasks.rl.experience.collect import Clock
+from tasks.rl.clock import Clock
 from tasks.rl.experience.packed_rows import pack_experience
 from tasks.rl.experience.records import (
     collected,

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tasks.rl.clock import Clock
 from tasks.rl.environment.observation_tokens import ObservationTokens
 from tasks.rl.environment.process import EnvironmentProcess, Outcome
 from tasks.rl.experience.prompts import request_seed
@@ -26,9 +26,6 @@ from tasks.rl.experience.responses import Prompt, Request, Response, Turn
 from tasks.rl.rollout.engines import Engine
 from tasks.serving.vllm.colocation import Generated
 from tasks.training.engine.deepspeed_engine import Ranks
-
-if TYPE_CHECKING:
-    from tasks.rl.experience.collect import Clock
 
 
 @dataclass

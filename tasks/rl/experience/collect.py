@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from tasks.rl.clock import Clock
 from tasks.rl.environment.episodes import Episodes
 from tasks.rl.environment.process import NAME
 from tasks.rl.experience.packed_rows import gather_responses
@@ -21,23 +20,6 @@ from tasks.training.engine.deepspeed_engine import Ranks
 
 Collected = list[tuple[int, ScoredResponse]]
 """Scored responses, each with the number of its prompt in the dataset."""
-
-
-@dataclass
-class Clock:
-    """Seconds by phase of the iteration."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the time spent inside to the phase of that name."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            spent = time.perf_counter() - begin
-            self.seconds[name] = self.seconds.get(name, 0.0) + spent
 
 
 @dataclass(frozen=True)

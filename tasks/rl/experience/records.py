@@ -12,7 +12,8 @@ import torch
 from tasks.rl.algorithms.batch import Advantages
 from tasks.rl.algorithms.correction import Mismatch
 from tasks.rl.algorithms.value_loss import explained_variance
-from tasks.rl.experience.collect import Clock, groups_without_signal
+from tasks.rl.clock import Clock
+from tasks.rl.experience.collect import groups_without_signal
 from tasks.rl.experience.packed_rows import Experience
 from tasks.rl.experience.responses import Response, ScoredResponse
 

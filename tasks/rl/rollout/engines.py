@@ -1,11 +1,10 @@
-"""The interface of a rollout engine, and the choice of one for a run."""
+"""The interface of a rollout engine, and what all engines do with requests."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -15,8 +14,6 @@ from tasks.rl.rollout.policy_sync import Policy
 from tasks.rl.settings import Rollout
 from tasks.serving.vllm.colocation import Generated
 from tasks.serving.vllm.job import time_limit
-from tasks.training.engine.deepspeed_engine import Ranks
-from tasks.training.job import TrainJob
 
 
 @dataclass(frozen=True)
@@ -107,50 +104,6 @@ class SamplesAhead(Engine, Protocol):
     def finish_ahead(self) -> None:
         """Wait until all of them are there: a sync replaces what the engine samples from."""
         ...
-
-
-@contextlib.contextmanager
-def open_engine(
-    job: TrainJob,
-    rollout: Rollout,
-    ranks: Ranks,
-    *,
-    engine: Any,
-    ends: Sequence[int],
-    probes: Sequence[Sequence[int]] = (),
-) -> Iterator[Engine]:
-    """Yield the rollout engine of section `rollout`, and close it afterwards. All ranks take part.
-
-    Args:
-        job: the training job.
-        rollout: section `rollout`.
-        ranks: this process and its peers.
-        engine: the DeepSpeed engine of the policy.
-        ends: ids of end tokens.
-        probes: prompts by which servers prove what they sample from.
-
-    Raises:
-        ConfigError: vLLM cannot sample from this policy; names every reason.
-        TrainingError: the engine does not start.
-    """
-    policy = Policy(engine, job, ranks)
-    rollout_engine: Engine
-    if rollout.engine == "transformers":
-        from tasks.rl.rollout.hf_engine import HfEngine
-
-        rollout_engine = HfEngine(policy, rollout, ends=tuple(ends))
-    elif rollout.engine == "server":
-        from tasks.rl.rollout.server_engine import ServerEngine
-
-        rollout_engine = ServerEngine(policy, rollout, ends=tuple(ends), probes=probes)
-    else:
-        from tasks.rl.rollout.vllm_engine import VllmEngine
-
-        rollout_engine = VllmEngine(policy, rollout, ends=tuple(ends))
-    try:
-        yield rollout_engine
-    finally:
-        rollout_engine.close()
 
 
 def rollout_time_limit(rollout: Rollout, policy: Policy) -> float:

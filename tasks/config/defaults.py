@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from tasks.core import machine
 from tasks.core.machine import gpu_count, has_gpu
 
 COMPUTED: Any = "${default:}"
@@ -28,7 +27,6 @@ PAIRS = ("reward", "dpo", "orpo", "simpo")
 """Objectives whose examples are pairs of sequences."""
 _SUFFIXES = {".csv": "csv", ".parquet": "parquet", ".pq": "parquet"}
 _LARGE = 20e9  # parameters; arXiv:2305.14314 halves the rate between 13B and 33B
-_SAVED = 16  # bytes of a checkpoint per parameter: fp32 weights, two moments, 16-bit weights twice
 _EMBEDDED, _REAL = "the embedded model", "a model from model.path"
 
 
@@ -199,23 +197,6 @@ def _offload_trainer(get: Get) -> Default:
     return Default(True, "full fine-tuning beside vLLM on GPUs")
 
 
-def _async_save(get: Get) -> Default:
-    if _toy(get):
-        return Default(False, _EMBEDDED)
-    if not has_gpu(get("train.device")):
-        return Default(False, "ranks on CPUs, which compute and write with the same cores")
-    if get("peft.kind") != "none":
-        return Default(True, "an adapter, whose states are small")
-    parameters = get("model.parameters")
-    if parameters is None:
-        return Default(False, "a model of unknown size")
-    models = 2 if get("train.objective") == "ppo" else 1  # the critic is the second
-    copies = models * _SAVED * parameters / max(1, get("train.nodes"))
-    free = machine.available_memory()
-    sizes = f"{copies / 2**30:.0f} GiB of copies, and {free / 2**30:.0f} GiB of host memory"
-    return Default(copies <= free / 2, f"{sizes}, half of which they may take")
-
-
 def _toy(get: Get) -> bool:
     return bool(get("model.kind") == "toy")
 
@@ -229,7 +210,6 @@ RULES: Mapping[str, Callable[[Get], Default]] = {
     "train.global_batch_size": _global_batch_size,
     "train.lr": _lr,
     "train.max_len": _tokens(256, 2048, "as LLaMA-Factory's examples"),
-    "train.async_save": _async_save,
     "train.gradient_checkpointing": _gradient_checkpointing,
     "rollout.max_prompt_len": _tokens(256, 1024, "as OpenRLHF", share=0.5),
     "rollout.max_new_tokens": _tokens(64, 1024, "as OpenRLHF", share=0.5),

@@ -138,7 +138,7 @@ class Checkpoints(Section):
 class Resume(Section):
     """Saving and resuming, which do not change the result of a run."""
 
-    async_save: bool = COMPUTED  # write checkpoints beside training, from copies in host memory
+    async_save: bool = False  # write checkpoints beside training, from copies in host memory
     keep_ckpts: bool = False  # keep checkpoints after training has succeeded
     resume: str = "auto"  # auto: newest checkpoint of this run; never; or a checkpoint's folder
 

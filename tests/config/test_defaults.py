@@ -199,33 +199,6 @@ def test_optimizer_states_of_full_fine_tuning_are_offloaded_on_gpus(
     assert default("rollout.offload_trainer", known(**facts)).value is wanted
 
 
-@pytest.mark.parametrize(
-    ("changed", "wanted"),
-    [
-        ({}, True),  # 16 bytes of 7 B parameters are 112 GB, in 600 GiB
-        ({"gpus": 0}, False),
-        ({"train.device": "cpu"}, False),
-        ({"model.parameters": 30 * 10**9}, False),
-        ({"model.parameters": 30 * 10**9, "train.nodes": 2}, True),
-        ({"model.parameters": 15 * 10**9}, True),
-        ({"model.parameters": 15 * 10**9, "train.objective": "ppo"}, False),  # and a critic
-        ({"model.parameters": 10**12, "peft.kind": "lora"}, True),
-        ({"model.parameters": None}, False),
-        ({"model.kind": "toy"}, False),
-    ],
-    ids=str,
-)
-def test_checkpoints_are_written_beside_training_where_their_copies_fit(
-    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], wanted: bool
-) -> None:
-    facts: dict[str, Any] = {
-        "gpus": 8, "model.kind": "hf", "model.parameters": 7 * 10**9, "train.nodes": 1,
-        "train.objective": "sft", "train.device": "auto", "peft.kind": "none", **changed,
-    }  # fmt: skip
-    with_gpus(monkeypatch, facts["gpus"])
-    assert default("train.async_save", known(**facts)).value is wanted
-
-
 def test_every_objective_has_a_rate() -> None:
     assert set(RATES) == set(get_args(Objective))
     for adapter, full in RATES.values():

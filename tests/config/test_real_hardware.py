@@ -44,11 +44,11 @@ def composed(request: pytest.FixtureRequest, tmp_path: Path) -> Composed:
     return compose(tmp_path, request.param)
 
 
-def compose(tmp_path: Path, experiment: str) -> Composed:
+def compose(tmp_path: Path, experiment: str, *overrides: str) -> Composed:
     data = tmp_path / "rows.jsonl"
     data.write_text(f"{json.dumps(EXPERIMENTS[experiment])}\n" * 2)
     arguments = [f"+exp={experiment}", f"data.path={data}", f"paths.runs={tmp_path / 'runs'}"]
-    return compose_config(arguments)
+    return compose_config([*arguments, *overrides])
 
 
 EVERY = experiments(CONF)
@@ -118,7 +118,7 @@ def test_72b_in_host_memory_and_in_the_engine_that_serves_it(
     """The base takes no memory of a rank: safetensors maps it once for all of them."""
     with_gpus(monkeypatch, 8)
     with_hub(monkeypatch, tmp_path / "hub")
-    composed = compose(tmp_path, "dpo_qwen72b_lora")
+    composed = compose(tmp_path, "dpo_qwen72b_lora", "train.async_save=true")
     settings, rank = composed.settings, memory_of(composed.settings)
     assert rank is not None
     sizes = Sizes.of(QWEN_72B)

@@ -50,7 +50,7 @@ from tasks.training.tokens.packing import trial_row
 from tests.elsewhere import DEVICE, Elsewhere
 from tests.settings import Settings
 from tests.tiny import tiny
-from tests.training.test_packing import make_examples
+from tests.training.tokens.test_packing import make_examples
 
 HERE = torch.device("cpu")
 PROBES = [[5, 9, 40, 3, 77], [8, 8, 60], [1, 2, 3, 4, 5, 6, 7]]

@@ -21,7 +21,7 @@ from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import Origin
 from tasks.tracking.tracker import Tracker
 from tests.conftest import PROJECT
-from tests.weights.test_small_disk import ALONE, WHY_NOT
+from tests.weights.execute.test_small_disk import ALONE, WHY_NOT
 
 ORIGIN = Origin("k", "s", "0")
 LOG = logging.getLogger("tests.full_disk")

@@ -183,7 +183,7 @@ def _move(policy: Any, part: str, seed: int) -> None:
 
 def followed(setting: Setting, names: Sequence[str]) -> Numbers:
     """Policies in DeepSpeed's engine, synced to vLLM and sampled: see `tests/rl`."""
-    from tests.rl import test_rollouts
+    from tests.rl.rollout import test_rollouts
     from tests.training.conftest import make_tokenizer, save_base
 
     base = setting.folder / "base32"

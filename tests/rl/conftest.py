@@ -11,7 +11,7 @@ import pytest
 
 from tasks.rl.environment.process import EnvironmentProcess
 from tasks.rl.rewards.reference import FunctionReference
-from tests.rl.playing import LOG, Open
+from tests.rl.environment.playing import LOG, Open
 from tests.training.conftest import make_tokenizer, save_base
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tasks.rl.run import train_with
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
-from tests.training.memory_program import Peaks, leave
+from tests.training.memory.memory_program import Peaks, leave
 
 
 def main(path: Path) -> None:

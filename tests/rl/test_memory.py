@@ -12,7 +12,7 @@ from tasks.training.job import Evaluate, Peft, Zero
 from tests.rl.online import job_of, settings_with, started
 from tests.settings import Batch, Optim
 from tests.training.conftest import make_tokenizer
-from tests.training.test_memory import SHAPES, random_model
+from tests.training.memory.test_memory import SHAPES, random_model
 
 TWICE = {"critic": "separate", "iterations": 2, "eval_prompts": 2}
 

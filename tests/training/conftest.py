@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.training.adapter_jobs import Adapted
+    from tests.training.model.adapter_jobs import Adapted
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -81,7 +81,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
 @pytest.fixture(scope="session")
 def adapted(tmp_path_factory: pytest.TempPathFactory, base: Path, tokenizer) -> Adapted:
     """Files of the jobs of `adapter_jobs.py`, by name."""
-    from tests.training.adapter_jobs import Adapted
+    from tests.training.model.adapter_jobs import Adapted
 
     return Adapted(tmp_path_factory.mktemp("adapters"), base, tokenizer)
 

@@ -276,7 +276,7 @@ def _rank_pids(folder: Path) -> list[int]:
     return sorted(found)
 
 
-@pytest.mark.slow  # tests/training/test_truncation.py has the error, test_bad_input.py the child's
+@pytest.mark.slow  # tokens/test_truncation.py has the error, tokens/test_bad_input.py the child's
 def test_prompts_longer_than_the_context_are_named(
     tmp_path: Path, base: Path, dataset: Path
 ) -> None:

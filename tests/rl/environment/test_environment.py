@@ -1,0 +1,312 @@
+"""Episodes of several turns: token layout, limits, ranks, templates, faults of an environment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.rl.algorithms.batch import Batch
+from tasks.rl.algorithms.estimators import by_critic, by_normalized_group, by_returns
+from tasks.rl.clock import Clock
+from tasks.rl.environment.process import EnvironmentProcess, reference_of
+from tasks.rl.experience.collect import Collector
+from tasks.rl.experience.packed_rows import pack_experience
+from tasks.rl.experience.prompts import PromptOrder
+from tasks.rl.experience.records import collected, samples_of
+from tasks.rl.experience.responses import Prompt, Request, Response, Turn
+from tasks.rl.rewards import Rewards
+from tasks.rl.rewards.reference import FunctionReference
+from tasks.rl.rewards.sources import Weighted
+from tasks.rl.settings import Loop
+from tasks.serving.vllm.colocation import Generated
+from tasks.toy import calculator
+from tasks.toy.tokenizer import train_tokenizer
+from tests.rl.environment.playing import (
+    GAME,
+    LOG,
+    PROMPTS,
+    Open,
+    Player,
+    episodes,
+    play,
+    prompt_of,
+    rendered,
+    scored,
+)
+from tests.rl.making import TOKENIZER
+from tests.rl.peers import on_ranks
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_the_context_is_what_a_server_renders(opened: Open, role: str) -> None:
+    """Prompt, responses and observations once each; marks on the sampled tokens alone."""
+    responses = play(PROMPTS[:3], Player(lambda r, n: "hello"), opened(GAME), role=role)
+    assert [len(response.turns) for response in responses] == [1, 2, 3]
+    for response in responses:
+        assert response.ids.tolist() == rendered(response)
+        assert response.done
+        assert response.generated.ended
+        sampled = response.ids[response.marks.astype(bool)]
+        assert sampled.tolist() == response.generated.ids.tolist()
+        assert TOKENIZER.decode(sampled) == "hello<|im_end|>" * len(response.turns)
+    written = TOKENIZER.decode(responses[1].ids)
+    assert written == (
+        "<|im_start|>user\np1<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n"
+        f"<|im_start|>{role}\nturn 1: hello<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>"
+    )
+    observed = TOKENIZER.decode(responses[1].ids[responses[1].marks == 0])
+    assert observed.endswith(
+        f"\n<|im_start|>{role}\nturn 1: hello<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert [turn.reward for turn in responses[2].turns] == [0.25, 0.25, 1.0]
+
+
+def test_sampled_tokens_are_never_tokenised_again(opened: Open) -> None:
+    """The policy spells a word in single letters, for which the tokenizer has one token."""
+    tokenizer = train_tokenizer(["hello hello hello turn p1"] * 50, context=64)
+    word = tokenizer("hello", add_special_tokens=False)["input_ids"]
+    letters = [i for c in "hello" for i in tokenizer(c, add_special_tokens=False)["input_ids"]]
+    assert len(word) < len(letters)
+
+    class Speller(Player):
+        def _response(self, request: Request, number: int) -> Generated:
+            ids = np.array([*letters, tokenizer.eos_token_id], np.int32)
+            return Generated(ids, np.zeros(len(ids), np.float32), True)
+
+    (response,) = play([prompt_of("p1", tokenizer)], Speller(), opened(GAME), tokenizer=tokenizer)
+    assert len(response.turns) == 2
+    assert response.turns[0].text == "hello"
+    sampled = [*letters, tokenizer.eos_token_id]
+    assert response.generated.ids.tolist() == sampled * 2
+    assert response.ids[len(response.prompt.ids) :][: len(sampled)].tolist() == sampled
+    again = tokenizer(tokenizer.decode(response.ids), add_special_tokens=False)["input_ids"]
+    assert len(again) < len(response.ids)
+
+
+def test_later_turns_are_asked_with_the_whole_context_and_seeds_of_their_own(opened: Open) -> None:
+    engine = Player(lambda r, n: "hi")
+    (response,) = play([PROMPTS[2]], engine, opened(GAME), budget=90)
+    first, second, third = (requests[0] for requests in engine.seen)
+    assert first.limit is None
+    assert second.samples == third.samples == 1
+    assert len({first.seed, second.seed, third.seed}) == 3
+    after = len(first.ids) + 3
+    np.testing.assert_array_equal(second.ids[: len(first.ids)], first.ids)
+    np.testing.assert_array_equal(third.ids, response.ids[: len(third.ids)])
+    assert second.limit == 90 - (len(second.ids) - len(first.ids))
+    assert third.limit == second.limit - (len(third.ids) - len(second.ids))
+    assert after < len(second.ids)
+
+
+def test_an_episode_ends_after_its_last_turn(opened: Open) -> None:
+    (response,) = play([PROMPTS[2]], Player(), opened(GAME), turns=2)
+    assert len(response.turns) == 2
+    assert (response.done, response.generated.ended) == (False, True)
+    assert [turn.reward for turn in response.turns] == [0.25, 0.25], "of the last turn, too"
+    assert response.turns[1].observation is None
+
+
+@pytest.mark.parametrize(
+    ("budget", "turns", "why"),
+    [
+        (3, 1, "the token limit cuts the first response, which the environment still gets"),
+        (6, 1, "the observation does not fit"),
+        (39, 1, "no room for a token after the observation"),
+        (40, 2, "a single token fits"),
+        (45, 2, "the second response ends the episode: its observation does not fit"),
+    ],
+)
+def test_the_budget_counts_sampled_and_observed_tokens(
+    opened: Open, budget: int, turns: int, why: str
+) -> None:
+    engine = Player(lambda r, n: "hello", limit=budget)
+    (response,) = play([PROMPTS[2]], engine, opened(GAME), budget=budget)
+    assert len(response.turns) == turns, why
+    assert (response.done, response.generated.ended) == (False, False)
+    assert len(response.ids) - len(response.prompt.ids) <= budget
+    assert response.turns[-1].reward == 0.25
+    assert response.turns[-1].observation is None
+    assert not len(response.turns[-1].ids)
+
+
+def test_metrics_count_sampled_tokens_and_how_episodes_end(opened: Open) -> None:
+    engine, environment = Player(lambda r, n: "hello"), opened(GAME)
+    responses = play(PROMPTS[:3], engine, environment, turns=2)
+    responses += play([PROMPTS[2]], engine, environment, budget=6)
+    metrics = collected(scored(responses))
+    assert metrics["turns"] == (1 + 2 + 2 + 1) / 4
+    assert metrics["out_of_turns"] == 1 / 4
+    assert metrics["truncated"] == 1 / 4
+    assert metrics["length"] == 6 * (1 + 2 + 2 + 1) / 4
+    shown = [row["response"] for row in samples_of(scored(responses))]
+    assert "assistant: hello\nuser: turn 1: hello\nassistant: hello" in shown
+    experience = pack_experience(scored(responses))
+    assert experience.lengths.tolist() == [6, 12, 12, 6]
+    assert (experience.spent - experience.lengths).tolist() == [0, 33, 33, 0]
+
+
+IDS = st.integers(0, 250)
+TURNS = st.lists(
+    st.tuples(st.lists(IDS, min_size=1, max_size=6), st.floats(-2, 2, width=32),
+              st.lists(IDS, min_size=1, max_size=5)),
+    min_size=1, max_size=4,
+)  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.lists(IDS, min_size=1, max_size=7), TURNS), min_size=1, max_size=6))
+def test_random_episodes_pack_and_unpack(drawn: list[tuple[list[int], Any]]) -> None:
+    """Rows predict the sampled tokens and no others, in the order of all (N,) arrays."""
+    responses, wanted, rewards = [], [], []
+    for prompt, turns in drawn:
+        made = [
+            Turn("", len(sampled), reward, {} if i + 1 < len(turns) else None,
+                 np.array(observed if i + 1 < len(turns) else [], np.int32))
+            for i, (sampled, reward, observed) in enumerate(turns)
+        ]  # fmt: skip
+        ids = np.array([i for sampled, _, _ in turns for i in sampled], np.int32)
+        logprobs = np.arange(len(ids), dtype=np.float32)
+        responses.append(
+            Response(Prompt({}, np.array(prompt, np.int32)), Generated(ids, logprobs, True), "",
+                     tuple(made))
+        )  # fmt: skip
+        wanted.append(ids)
+        rewards += [
+            r if last else 0.0
+            for sampled, r, _ in turns
+            for last in [False] * (len(sampled) - 1) + [True]
+        ]
+        whole = list(prompt)
+        for i, (sampled, _, observed) in enumerate(turns):
+            whole += [*sampled, *(observed if i + 1 < len(turns) else [])]
+        assert responses[-1].ids.tolist() == whole
+    experience = pack_experience(scored(responses))
+    assert experience.lengths.tolist() == [len(ids) for ids in wanted]
+    assert experience.examples.supervised[:, 0].tolist() == experience.lengths.tolist()
+    assert experience.turn_rewards is not None
+    assert experience.turn_rewards.tolist() == pytest.approx(rewards)
+    every = torch.from_numpy(np.concatenate(wanted)).long()
+    order = list(range(len(responses)))[::-1]
+    row = experience.row(order)
+    assert row.targets.tolist() == every[experience.places(order)].tolist()
+    assert row.owner.tolist() == [n for n, i in enumerate(order) for _ in wanted[i]]
+    before = row.ids[0, row.wanted + 1]
+    assert before.tolist() == row.targets.tolist(), "each target follows its own position"
+
+
+def test_advantages_run_over_the_sampled_tokens_of_all_turns() -> None:
+    """By hand: two turns of 2 and 1 tokens with rewards 1 and 2, and 4 from another source."""
+    gamma, lam, values = 0.5, 0.5, [0.5, 1.0, 2.0]
+    batch = Batch(
+        lengths_S=torch.tensor([3]),
+        groups_S=torch.tensor([0]),
+        scores_S=torch.tensor([7.0]),
+        old_N=None,
+        sampled_N=torch.zeros(3),
+        values_N=torch.tensor(values),
+        turns_N=torch.tensor([0.0, 1.0, 2.0]),
+    )
+    loop = Loop(gamma=gamma, gae_lambda=lam)
+    d0 = 0 + gamma * values[1] - values[0]
+    d1 = 1 + gamma * values[2] - values[1]  # the next value has read the observation
+    d2 = 2 + 4 + 0 - values[2]
+    wanted = [d0 + 0.25 * d1 + 0.0625 * d2, d1 + 0.25 * d2, d2]
+    estimated = by_critic(batch, loop)
+    assert estimated.advantages_N.tolist() == pytest.approx(wanted)
+    assert estimated.returns_N is not None
+    assert estimated.returns_N.tolist() == pytest.approx(
+        [w + v for w, v in zip(wanted, values, strict=True)]
+    )
+    returns = torch.tensor([0 + 0.5 * (1 + 0.5 * 6), 1 + 0.5 * 6, 6.0])
+    whitened = (returns - returns.mean()) / returns.std()
+    torch.testing.assert_close(by_returns(batch, loop).advantages_N, whitened)
+
+
+def test_groups_compare_the_sum_of_an_episode() -> None:
+    batch = Batch(
+        lengths_S=torch.tensor([2, 1]),
+        groups_S=torch.tensor([0, 0]),
+        scores_S=torch.tensor([3.0, 1.0]),
+        old_N=None,
+        sampled_N=torch.zeros(3),
+        turns_N=torch.tensor([1.0, 2.0, 1.0]),
+    )
+    advantages = by_normalized_group(batch, Loop()).advantages_N
+    torch.testing.assert_close(advantages, torch.tensor([1.0, 1.0, -1.0]) / 2**0.5)
+
+
+def test_episodes_do_not_depend_on_the_rank(tmp_path: Path) -> None:
+    """Ranks with short or no episodes take part in as many calls of the engine as the others."""
+    (tmp_path / "game.py").write_text(GAME)
+    reference = FunctionReference.of(f"{tmp_path / 'game.py'}:Game", "rl.environment")
+
+    def work(ranks: Any) -> tuple[list[Any], int]:
+        engine = Player()
+        process = EnvironmentProcess(
+            reference, timeout_s=60, log=LOG, log_path=tmp_path / f"log-{ranks.rank}"
+        )
+        try:
+            played = episodes(engine, process, ranks=ranks)
+            rewards = Rewards([Weighted("function", 2.0, _Letters())])
+            collector = Collector(engine, rewards, PROMPTS, TOKENIZER, ranks, 3, played)  # type: ignore[arg-type]
+            known = collector.collect(1, PromptOrder(len(PROMPTS), 4, 0, seed=1), 2, Clock())
+        finally:
+            process.close()
+        return [
+            (n, s.group, s.reward, dict(s.parts), s.response.ids.tolist(), s.response.messages)
+            for n, s in known
+        ], len(engine.seen)
+
+    ((alone, calls),) = on_ranks(1, work)
+    assert calls == 3
+    assert {len(messages) for *_, messages in alone} == {1, 3, 5}
+    for _, _, reward, parts, *_ in alone:
+        assert reward == 2 * parts["function"] + parts["environment"]
+    for world in (2, 5):  # of five ranks one has no prompt
+        for known, count in on_ranks(world, work):
+            assert known == alone
+            assert count == calls
+
+
+class _Letters:
+    label = "the test"
+
+    def __call__(self, responses: Sequence[Response]) -> list[float]:
+        return [float(len(response.messages)) for response in responses]
+
+    def close(self) -> None: ...
+
+
+def test_the_calculator_rewards_an_answer_after_a_call(tmp_path: Path) -> None:
+    pairs = calculator.sums(40, seed=0, held_out=False)
+    assert not set(pairs) & set(calculator.sums(1000, seed=0, held_out=True))
+    prompts = []
+    for pair in pairs:
+        row = calculator.question(pair)
+        prompts.append(prompt_of(row["messages"][0]["content"], **row["columns"]))
+    said = {p.row["id"]: calculator.solved(pair) for p, pair in zip(prompts, pairs, strict=True)}
+    called = [len(calculator.demonstration(pair)["messages"]) == 4 for pair in pairs]
+    assert 0 < sum(called) < len(pairs) / 2
+
+    def policy(request: Request, number: int) -> str:
+        text = TOKENIZER.decode(request.ids)
+        lines = next(lines for question, lines in said.items() if f"\n{question}<" in text)
+        return lines[3] if request.limit else lines[1]
+
+    process = EnvironmentProcess(
+        reference_of("calculator"), timeout_s=60, log=LOG, log_path=tmp_path / "output.log"
+    )
+    try:
+        responses = play(prompts, Player(policy), process)
+        guessed = play(prompts, Player(lambda r, n: policy(Request(r.ids, 1, 0, 1), n)), process)
+    finally:
+        process.close()
+    assert [sum(turn.reward for turn in r.turns) for r in responses] == [1.0] * len(pairs)
+    assert {len(response.turns) for response in responses} == {2}
+    assert {r.turns[0].reward for r in guessed} == {0.0}, "the answer counts only after a call"

@@ -1,0 +1,274 @@
+"""A reward model as a reward source: its input, its scores, its errors."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tasks.core.errors import ArtifactError, RewardError
+from tasks.process.child import python_child
+from tasks.process.launch import launch
+from tasks.rl.rewards import model, open_rewards
+from tasks.rl.rewards.encoding import Encoding
+from tasks.rl.rewards.folder import RewardFolder
+from tasks.rl.settings import Reward
+from tasks.serving.reference.rewards import load_rewarder
+from tests.rl.making import TOKENIZER, response, responses
+from tests.training.conftest import make_tokenizer
+
+LOG = logging.getLogger("tests.rl")
+MEAN, STD = 0.25, 1.5
+OTHER_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def save_reward_model(
+    folder: Path, *, tokenizer: Any = TOKENIZER, dtype: torch.dtype = torch.float32, **config: Any
+) -> Path:
+    """Save a random Qwen2 with one label, its statistics and its tokenizer."""
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    made = Qwen2ForSequenceClassification(
+        Qwen2Config(
+            vocab_size=len(tokenizer),
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=128,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+            problem_type="regression",
+            num_labels=1,
+            **sizes,
+        )
+    )
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)  # scores that lie apart
+    made.to(dtype).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    change(folder, mean=MEAN, std=STD, **config)
+    return folder
+
+
+def change(folder: Path, **values: Any) -> None:
+    """Change keys of config.json; None removes a key."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **values}
+    path.write_text(json.dumps({key: v for key, v in config.items() if v is not None}))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_reward_model(tmp_path_factory.mktemp("reward") / "model")
+
+
+def ids_of(replied: Any) -> list[int]:
+    return [*replied.prompt.ids.tolist(), *replied.generated.ids.tolist()]
+
+
+def alone(folder: Path, texts: list[list[int]], **how: Any) -> list[float]:
+    """Rewards by transformers' own forward pass, one text at a time."""
+    rewarder = load_rewarder(
+        folder,
+        adapter=None,
+        quantization=None,
+        attn_implementation="sdpa",
+        **({"dtype": "float32"} | how),
+    )
+    return rewarder.scores(texts)
+
+
+def rewards_of(folder: Path, to_score: list[Any], tokenizer: Any = TOKENIZER, **reward: Any) -> Any:
+    section = Reward(model=str(folder), **reward)
+    how = {"device": torch.device("cpu"), "log": LOG, "logs": folder}
+    with open_rewards(section, tokenizer=tokenizer, **how) as rewards:
+        return rewards.score(to_score)[1]["model"]
+
+
+def test_packed_scores_equal_those_of_each_text_alone(folder: Path) -> None:
+    to_score = [*responses(), response("copy ape", "bee", ended=False)]
+    expected = alone(folder, [ids_of(each) for each in to_score])
+    np.testing.assert_allclose(rewards_of(folder, to_score), expected, rtol=1e-4, atol=1e-4)
+    assert np.std(expected) > 0.1
+    raw = rewards_of(folder, to_score, normalize=False)
+    np.testing.assert_allclose((raw - MEAN) / STD, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_bf16_scores_differ_by_rounding(tmp_path: Path) -> None:
+    half = save_reward_model(tmp_path / "half", dtype=torch.bfloat16)
+    assert RewardFolder.read(half, normalize=True).dtype == "bfloat16"
+    to_score = responses()
+    expected = np.array(alone(half, [ids_of(each) for each in to_score], dtype="bfloat16"))
+    moved = np.abs(rewards_of(half, to_score) - expected)
+    assert moved.mean() < 2**-6 * max(1.0, np.abs(expected).mean())
+
+
+def test_scores_of_many_texts_keep_their_order(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to_score = [response(f"copy {'a' * (7 * i % 11)}", "b" * (5 * i % 13 + 1)) for i in range(24)]
+    whole = rewards_of(folder, to_score)
+    monkeypatch.setattr(model, "ROW_TOKENS", 60)  # one or two texts a row
+    np.testing.assert_allclose(rewards_of(folder, to_score), whole, rtol=1e-4, atol=1e-4)
+    assert len(set(whole.round(3))) > 12
+
+
+def test_rows_have_every_text_once_and_respect_the_limit() -> None:
+    lengths = np.random.default_rng(0).integers(1, 9000, 200).tolist()
+    rows = list(model._rows(lengths))
+    assert sorted(number for row in rows for number in row) == list(range(200))
+    full = [sum(lengths[number] for number in row) for row in rows]
+    assert all(n <= model.ROW_TOKENS or len(r) == 1 for n, r in zip(full, rows, strict=True))
+    assert len(rows) < 1.5 * sum(lengths) / model.ROW_TOKENS
+
+
+class TestEncoding:
+    def encoding(self, folder: Path, policy: Any = TOKENIZER) -> Encoding:
+        reward_folder = RewardFolder.read(folder, normalize=True)
+        return Encoding.between(policy, reward_folder, label="reward.model=it", log=LOG)
+
+    def test_equal_tokenizers_use_the_policys_ids(
+        self, folder: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        to_score = response("copy ape", "ape")
+        to_score.generated.ids[0] = TOKENIZER.pad_token_id  # what no text is tokenised to
+        with caplog.at_level(logging.INFO):
+            encoding = self.encoding(folder)
+        assert encoding.texts([to_score]) == [ids_of(to_score)]
+        assert "scores its token ids as they are" in caplog.text
+
+    def test_another_template_renders_again(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        own = make_tokenizer()
+        own.chat_template = OTHER_TEMPLATE
+        folder = save_reward_model(tmp_path / "other", tokenizer=own)
+        to_score = [response("copy ape", "ape"), response("copy bee", "be", ended=False)]
+        with caplog.at_level(logging.WARNING):
+            encoding = self.encoding(folder)
+        assert (
+            "its chat template is not the policy's; its own template renders the responses again"
+            in caplog.text
+        )
+        assert [own.decode(text) for text in encoding.texts(to_score)] == [
+            "[user] copy ape<|im_end|>[assistant] ape<|im_end|>",
+            "[user] copy bee<|im_end|>[assistant] be",  # cut off: it never said that it ends
+        ]
+        expected = alone(folder, encoding.texts(to_score))
+        np.testing.assert_allclose(rewards_of(folder, to_score), expected, rtol=1e-4, atol=1e-4)
+
+    def test_rendering_again_with_the_same_template_gives_the_same_ids(self, folder: Path) -> None:
+        to_score = [*responses(), response("copy ape", "bee", ended=False)]
+        as_they_are = self.encoding(folder)
+        again = Encoding("it", None, TOKENIZER, frozenset({TOKENIZER.eos_token_id}))
+        assert again.texts(to_score) == as_they_are.texts(to_score)
+
+    def test_another_vocabulary_renders_again(self, tmp_path: Path) -> None:
+        own = make_tokenizer()
+        own.add_tokens(["copy"])
+        folder = save_reward_model(tmp_path / "other", tokenizer=own)
+        (text,) = self.encoding(folder).texts([response("copy ape", "ape")])
+        assert own.convert_tokens_to_ids("copy") in text
+        assert own.decode(text).endswith("assistant\nape<|im_end|>")
+
+    def test_no_template(self, tmp_path: Path) -> None:
+        own = make_tokenizer()
+        own.chat_template = None
+        folder = save_reward_model(tmp_path / "other", tokenizer=own)
+        with pytest.raises(ArtifactError, match="has no chat template to render"):
+            self.encoding(folder)
+
+    def test_a_conversation_that_the_template_rejects(self, tmp_path: Path) -> None:
+        own = make_tokenizer()
+        own.chat_template = "{{ raise_exception('no bees') }}"
+        folder = save_reward_model(tmp_path / "other", tokenizer=own)
+        with pytest.raises(RewardError, match="rejects row of copy bee: 'copy bee': no bees"):
+            self.encoding(folder).texts([response("copy bee", "bee")])
+
+    def test_a_text_longer_than_the_context(self, folder: Path) -> None:
+        fits, long = response("copy ape", "a" * 100), response("copy ape", "a" * 101)
+        encoding = self.encoding(folder)
+        assert len(encoding.texts([fits])[0]) == 128
+        with pytest.raises(RewardError, match=r"129 tokens for row of copy ape.* limit of 128"):
+            encoding.texts([*responses(), fits, long])
+
+    def test_limit_in_an_engine(self) -> None:
+        as_they_are, anew = Encoding("it", 128), Encoding("it", 128, TOKENIZER)
+        assert [as_they_are.with_room(n).limit for n in (None, 40, 400)] == [128, 40, 128]
+        assert [anew.with_room(n).limit for n in (None, 40, 400)] == [128, 80, 128]
+        assert Encoding("it", None).with_room(40).limit == 40
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["Qwen2ForCausalLM"]},
+            r"is not a \*ForSequenceClassification: .*CausalLM",
+        ),
+        ({"architectures": None}, "config.json says no class"),
+        ({"id2label": None, "num_labels": None}, "has 2 labels; a reward model has one"),
+        ({"id2label": {"0": "bad", "1": "good", "2": "best"}}, "has 3 labels"),
+        ({"mean": None, "std": None}, "no mean and std of its rewards"),
+        ({"mean": None}, "std is there, the other of mean and std is not"),
+        ({"std": 0.0}, "std is 0.0: rewards cannot be divided by it"),
+    ],
+)
+def test_folders_that_are_not_reward_models(
+    folder: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    change(broken, **changes)
+    with pytest.raises(ArtifactError, match=message):
+        RewardFolder.read(broken, normalize=True)
+
+
+def test_a_model_without_statistics_needs_normalize_false(folder: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    shutil.copytree(folder, plain)
+    change(plain, mean=None, std=None)
+    scores = rewards_of(plain, responses(), normalize=False)
+    np.testing.assert_array_equal(scores, rewards_of(folder, responses(), normalize=False))
+    with pytest.raises(ArtifactError, match="no mean and std") as caught:
+        rewards_of(plain, responses())
+    assert "reward.normalize=false" in caught.value.hint
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_vllm_in_every_rank_agrees_within_rounding(tmp_path: Path) -> None:
+    """Two ranks, each with its own engine; the process group outlives the engines."""
+    half = save_reward_model(tmp_path / "half", dtype=torch.bfloat16)
+    argv = [*python_child("torch.distributed.run"), "--standalone", "--nproc-per-node", "2"]
+    launch(
+        [*argv, "-m", "tests.rl.rewards.reward_program", str(half), str(tmp_path)],
+        stage="rewards",
+        log=LOG,
+        log_path=tmp_path / "log",
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout_s=560,
+    )
+    for rank in range(2):
+        scores = json.loads((tmp_path / f"{rank}.json").read_text())
+        process, vllm = np.array(scores["process"]), np.array(scores["vllm"])
+        assert scores["again"] == scores["vllm"]
+        assert scores["sum"] == 1.0
+        moved = np.abs(process - vllm)
+        assert moved.mean() < 2**-6 * max(1.0, np.abs(process).mean())
+        assert np.std(process) > 10 * moved.mean()

@@ -1,0 +1,390 @@
+"""Program for torchrun: policies of several kinds are synced, sampled, changed and synced again.
+
+torchrun ... -m tests.rl.rollout.rollout_program JOB.json ...
+
+Each job writes `rank-<n>.json` with its observations. Jobs with another objective than `grpo` break
+something on purpose, as their function says.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from tasks.process.block_unused_imports import start_lean
+
+start_lean()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from tasks.core.errors import PlumblineError  # noqa: E402
+from tasks.process.exit_process import end_process  # noqa: E402
+from tasks.rl.experience.responses import Request  # noqa: E402
+from tasks.rl.rollout.engines import Engine  # noqa: E402
+from tasks.rl.rollout.memory_folder import MEMORY, PREFIX  # noqa: E402
+from tasks.rl.rollout.merged import merged_tensors  # noqa: E402
+from tasks.rl.rollout.policy_sync import Policy  # noqa: E402
+from tasks.rl.settings import Online, Rollout  # noqa: E402
+from tasks.rl.setup import open_engine  # noqa: E402
+from tasks.serving.bf16_linear import use_fp32_where_faster  # noqa: E402
+from tasks.serving.vllm.colocation import Generated  # noqa: E402
+from tasks.training.engine.deepspeed_engine import Ranks, start_engine  # noqa: E402
+from tasks.training.engine.zero_config import deepspeed_config  # noqa: E402
+from tasks.training.job import TrainJob  # noqa: E402
+from tasks.training.model.build import load_model, load_tokenizer  # noqa: E402
+from tasks.training.model.gather_params import gathered  # noqa: E402
+from tasks.training.model.packed_model import model_of, restore_attention  # noqa: E402
+from tests.rl.rollout.stale_faults import stale_weights  # noqa: E402
+
+END = 256
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Layers of vLLM that fuse several layers of the checkpoint."""
+CROWD = 200
+"""Number of prompts of 15 tokens that exceeds the 2048 tokens that vLLM reads at once."""
+REPLIES = 6
+"""Responses of the rank with the most; every rank runs as many passes to measure its own."""
+
+
+def requests(rank: int) -> list[Request]:
+    """Three prompts on rank 0, two on rank 1, of different lengths, with two responses each."""
+    lengths = (5, 11, 8) if rank == 0 else (7, 3)
+    return [
+        Request(np.arange(20 + rank, 20 + rank + n, dtype=np.int32), 2, 100 * rank + n)
+        for n in lengths
+    ]
+
+
+@dataclass
+class Bench:
+    """A policy in training, with measurements."""
+
+    job: TrainJob
+    ranks: Ranks
+    engine: Any
+
+    @classmethod
+    def of(cls, job: TrainJob, ranks: Ranks) -> Bench:
+        config = deepspeed_config(job.settings, ranks.world_size, gpu=ranks.gpu)
+        model = load_model(job, ranks, config, tokenizer=load_tokenizer(job))
+        return cls(job, ranks, start_engine(model, config, job.settings.optim))
+
+    @property
+    def rollout(self) -> Rollout:
+        return Online.of(self.job.settings.online).rollout
+
+    @contextmanager
+    def answering(self, **changes: Any) -> Iterator[Engine]:
+        how = replace(self.rollout, **changes)
+        probes = [request.ids.tolist() for request in requests(0)]
+        with open_engine(
+            self.job, how, self.ranks, engine=self.engine, ends=[END], probes=probes
+        ) as engine:
+            yield engine
+
+    def perturb(self, scale: float) -> None:
+        """Move every trained tensor, equally on all ranks."""
+        draw = torch.Generator().manual_seed(7)
+        for parameter in Policy(self.engine, self.job, self.ranks).parameters.values():
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            moved = torch.randn(shape, generator=draw) * scale
+            with gathered([parameter]), torch.no_grad():
+                parameter.add_(moved.to(parameter.device, parameter.dtype))
+
+    def differs(self, responses: Sequence[Sequence[Generated]]) -> float:
+        """Mean absolute difference between the trainer's and the engine's log-probabilities."""
+        differences = []
+        for logprobs, response in self._logprobs(responses):
+            mine = logprobs.gather(1, torch.tensor(response.ids).long()[:, None])[:, 0]
+            differences.append((mine - torch.tensor(response.logprobs)).abs())
+        return float(torch.cat(differences).mean())
+
+    def behind(self, responses: Sequence[Sequence[Generated]]) -> float:
+        """Largest log-probability gap between greedy and response tokens, by the trainer."""
+        gaps = [
+            (p.amax(1) - p.gather(1, torch.tensor(response.ids).long()[:, None])[:, 0]).max()
+            for p, response in self._logprobs(responses)
+        ]
+        return float(torch.stack(gaps).max())
+
+    def _logprobs(
+        self, responses: Sequence[Sequence[Generated]]
+    ) -> list[tuple[torch.Tensor, Generated]]:
+        """Log-probabilities (n, V) of every response by the model itself, one at a time."""
+        model, name = model_of(self.engine.module), self.job.settings.attn_implementation
+        packed = model.config._attn_implementation
+        restore_attention(model, name)
+        self.engine.eval()
+        prompts = requests(self.ranks.rank)
+        pairs = [(q.ids, g) for q, some in zip(prompts, responses, strict=True) for g in some]
+        measured = []
+        for ids, response in [*pairs, *[pairs[-1]] * (REPLIES - len(pairs))]:
+            both = torch.from_numpy(np.concatenate([ids, response.ids]).astype(np.int64))[None]
+            both = both.to(self.ranks.device)
+            with torch.no_grad():
+                logits = self.engine(input_ids=both, use_cache=False).logits[0].float()
+            logprobs = (logits / self.rollout.temperature).log_softmax(-1).cpu()
+            measured.append((logprobs[len(ids) - 1 : -1], response))
+        self.engine.train()
+        model.set_attn_implementation(packed)
+        return measured
+
+
+def watch(bench: Bench) -> dict[str, Any]:
+    """Sync, sample, change the policy without a sync, sync again, and record what happens."""
+    mine, seen = requests(bench.ranks.rank), {}
+    bench.perturb(0.02)
+    before = _process()
+    with bench.answering() as answering:
+        seen["unpublished"] = _said(lambda: answering.generate(mine))
+        versions = [answering.sync_weights().version]
+        first = answering.generate(mine)
+        seen["replies"] = _ids(first)
+        seen["again"] = _ids(answering.generate(mine)) == _ids(first)
+        seen["limited"] = limited(bench, answering, mine, _ids(first))
+        seen["alone"] = _ids(answering.generate(mine[:1])) == _ids(first[:1])
+        seen["none"] = answering.generate([]) if bench.ranks.first else _ids(
+            answering.generate(mine)
+        ) == _ids(first)  # fmt: skip
+        if bench.rollout.max_num_seqs >= CROWD:
+            crowd = [Request(np.full(15, n, dtype=np.int32), 1, n) for n in range(CROWD)]
+            seen["crowd"] = [len(some) for some in answering.generate(crowd)]
+        seen["ended"] = [g.ended == bool(g.ids[-1] == END) for some in first for g in some]
+        seen["cut"] = [END not in g.ids[:-1] for some in first for g in some]
+        seen["differs"] = bench.differs(first)
+        bench.perturb(0.02)
+        seen["stale"] = _said(lambda: answering.generate(mine))
+        seen["stale_differs"] = bench.differs(first)
+        versions.append(answering.sync_weights().version)
+        second = answering.generate(mine)
+        seen["differs_after"] = bench.differs(second)
+        seen["other weights"] = other_weights(bench, answering)
+        seen["behind"] = bench.behind(answering.generate(mine, greedy=True))
+        seen["versions"] = versions
+        seen["slept"] = sleep_and_wake(answering, mine)
+        if bench.ranks.device.type == "cpu":  # made in weights as vLLM packs them for a CPU
+            seen["faults"] = stale_weights(bench, answering, mine)
+        seen["left"] = sorted(path.name for path in MEMORY.glob(f"{PREFIX}{os.getppid()}*"))
+    after = _process()
+    seen["undisturbed"] = [name for name in before if before[name] != after[name]]
+    return seen
+
+
+def limited(
+    bench: Bench, answering: Engine, mine: Sequence[Request], whole: list[list[int]]
+) -> dict[str, Any]:
+    """Sample with a token limit for each request, as in later turns of an episode."""
+    limits = [1 + n % 3 for n, request in enumerate(mine) for _ in range(request.samples)]
+    short = [replace(request, limit=1 + n % 3) for n, request in enumerate(mine)]
+    context = bench.rollout.max_prompt_len + bench.rollout.max_new_tokens
+    longest = Request(np.full(context - 2, 7, dtype=np.int32), 1, 7, limit=2)
+    return {
+        "prefixes": _ids(answering.generate(short))
+        == [ids[:limit] for ids, limit in zip(whole, limits, strict=True)],
+        "longest": [len(some[0].ids) <= 2 for some in answering.generate([longest])],
+        "too long": _said(lambda: answering.generate([replace(longest, limit=3)])),
+    }
+
+
+def sleep_and_wake(answering: Any, mine: Sequence[Request]) -> dict[str, Any]:
+    """Sleep and wake as on a GPU. On a CPU no memory is freed, but the calls of vLLM are real."""
+    before = _ids(answering.generate(mine))
+    with patch("tasks.serving.vllm.rollouts.on_gpu", lambda: True):
+        answering.sleep()
+    forgot = _said(lambda: answering.generate(mine))
+    answering.sync_weights()
+    return {"forgot": forgot, "same": _ids(answering.generate(mine)) == before}
+
+
+def other_weights(bench: Bench, answering: Any) -> list[str]:
+    """Return the layers of an engine with full weights that do not compute with the policy's.
+
+    vLLM packs weights for CPU products; a layer's output for the unit matrix is exact.
+    """
+    if not hasattr(answering, "_engine") or answering._policy.as_adapter:
+        return []
+    policy = dict(merged_tensors(bench.engine.module, answering._facts))
+
+    def compare(model: Any) -> list[str]:
+        from vllm.model_executor.layers.linear import LinearBase
+
+        same: dict[str, bool] = {}
+        for name, layer in model.named_modules():
+            if isinstance(layer, LinearBase):
+                owner, _, leaf = name.rpartition(".")
+                keys = [f"{owner}.{part}" for part in FUSED.get(leaf, (leaf,))]
+                wanted = torch.cat([policy[f"{key}.weight"] for key in keys]).t()
+                if f"{keys[0]}.bias" in policy:
+                    wanted = wanted + torch.cat([policy[f"{key}.bias"] for key in keys])
+                out = layer(torch.eye(len(wanted), dtype=wanted.dtype, device=wanted.device))
+                same[name] = torch.equal(out[0] if isinstance(out, tuple) else out, wanted)
+            elif f"{name}.weight" in policy and name != "lm_head":
+                mine = policy[f"{name}.weight"]  # vLLM rounds a vocabulary's size up
+                same[name] = torch.equal(layer.weight[: len(mine)], mine)
+        return [name for name, is_so in same.items() if not is_so] if len(same) > 10 else ["few"]
+
+    with torch.no_grad():
+        told: list[list[str]] = answering._engine._llm.apply_model(compare)
+    return told[0]
+
+
+def break_it(bench: Bench) -> dict[str, Any]:
+    """Cause errors, one after another, with a LoRA policy below ZeRO-3."""
+    mine, seen = requests(bench.ranks.rank), {}
+    bench.perturb(0.02)
+    seen["no start"] = _said(lambda: bench.answering(kv_cache_gib=1e-9).__enter__())
+    with bench.answering() as answering:
+        answering.sync_weights()
+        good = _ids(answering.generate(mine))
+        long = Request(np.arange(bench.rollout.max_prompt_len + 1, dtype=np.int32), 1, 0)
+        seen["long"] = _said(lambda: answering.generate([mine[0], long]))
+        if bench.ranks.first:
+            _break_step(answering)
+        seen["restarted"] = _ids(answering.generate(mine)) == good
+        if not bench.ranks.first:
+            _break_step(answering)
+        seen["twice"] = _said(lambda: answering.generate(mine))
+    with bench.answering() as answering:
+        answering.sync_weights()
+        colocated: Any = answering._engine  # type: ignore[attr-defined]
+        with Policy(bench.engine, bench.job, bench.ranks).adapter_folder() as folder:
+            if bench.ranks.first:
+                config = json.loads((folder / "adapter_config.json").read_text())
+                (folder / "adapter_config.json").write_text(json.dumps({**config, "r": 4096}))
+            bench.ranks.barrier()
+            seen["refused"] = _said(lambda: colocated.load_adapter(folder, 2))
+        seen["after refusal"] = _said(lambda: answering.generate(mine))
+        parameter = next(iter(Policy(bench.engine, bench.job, bench.ranks).parameters.values()))
+        whole = parameter.data
+        parameter.data = whole[:, 1:]
+        seen["contract"] = _said(answering.sync_weights)
+        parameter.data = whole.clone()
+        parameter.data[0, 0] = torch.nan
+        seen["not finite"] = _said(answering.sync_weights)
+        parameter.data = whole
+    return seen
+
+
+def start_twice(bench: Bench) -> dict[str, Any]:
+    """Let the engine fail to start on one rank: late, where ranks no longer meet, and early."""
+    from vllm.v1.engine.core import EngineCore
+
+    import tasks.rl.rollout.vllm_engine as ours
+
+    mine, seen = requests(bench.ranks.rank), {}
+    bench.perturb(0.02)
+    places = (("late", EngineCore, "_initialize_kv_caches"), ("early", ours, "Colocated"))
+    for rank, (when, owner, name) in enumerate(places):
+        broken = _fails_once(owner, name, here=bench.ranks.rank == rank)
+        with broken as failed, bench.answering() as answering:
+            answering.sync_weights()
+            seen[when] = _ids(answering.generate(mine))
+        seen[f"failed {when}"] = failed
+    return seen
+
+
+def tear(bench: Bench) -> dict[str, Any]:
+    """Cause an error in one of the ranks that share an engine; the other waits for it."""
+    mine = requests(bench.ranks.rank)
+    with bench.answering() as answering:
+        answering.sync_weights()
+        answering.generate(mine)
+        if bench.ranks.first:
+            _break_step(answering)
+        failure = _said(lambda: answering.generate(mine))
+    return {"failure": failure}
+
+
+@contextmanager
+def _fails_once(owner: Any, name: str, *, here: bool) -> Iterator[list[str]]:
+    """Make the first call of a function fail on this rank; yield a list that records it."""
+    right, told = getattr(owner, name), []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if here and not told:
+            told.append(name)
+            raise RuntimeError("a port is taken")
+        return right(*args, **kwargs)
+
+    setattr(owner, name, call)
+    try:
+        yield told
+    finally:
+        setattr(owner, name, right)
+
+
+def _break_step(answering: Any) -> None:
+    """Make vLLM's next step fail like an unsupported kernel."""
+    core = answering._engine._llm.llm_engine
+
+    def step() -> None:
+        raise RuntimeError("Unsupported CPU attention configuration")
+
+    core.step = step
+
+
+def _said(work: Any) -> str:
+    try:
+        work()
+    except PlumblineError as error:
+        return f"{type(error).__name__}: {error.message} | {error.hint}"
+    return ""
+
+
+def _ids(responses: Sequence[Sequence[Generated]]) -> list[list[int]]:
+    return [response.ids.tolist() for of_request in responses for response in of_request]
+
+
+def _process() -> dict[str, Any]:
+    """Process state that an engine must not change."""
+    import logging
+    import signal
+
+    return {
+        "environment": dict(os.environ),
+        "threads": (torch.get_num_threads(), torch.set_num_threads),
+        "cores": os.sched_getaffinity(0),
+        "draws": (torch.get_rng_state().tolist(), str(np.random.get_state())),
+        "dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+        "logging": (logging.getLogger().level, list(logging.getLogger().handlers)),
+        "peers": torch.distributed.get_world_size(),
+    }
+
+
+LIVES = {"grpo": watch, "faults": break_it, "starts": start_twice, "torn": tear}
+"""Function for a policy, by its job's objective."""
+
+
+def main() -> None:
+    use_fp32_where_faster()
+    ranks = Ranks()
+    for path in map(Path, sys.argv[1:]):
+        job = TrainJob.read(path)
+        try:
+            bench = Bench.of(job, ranks)
+            seen = LIVES[job.settings.objective](bench)
+            bench.engine.destroy()
+        except Exception:
+            seen = {"failure": traceback.format_exc()}
+        (job.out / f"rank-{ranks.rank}.json").write_text(json.dumps(seen))
+        if "failure" in seen:
+            sys.exit(1)  # the other rank may wait for this one
+        gc.collect()
+        ranks.barrier()
+    ranks.leave()
+    end_process()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""A killed run leaves nothing wrong visible, and the next one continues to the same bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tasks.core.errors import ArtifactError, BusyError, ContractError
+from tasks.pipeline.artifact import Origin, open_artifact, publish, staging, sweep, verify
+from tasks.pipeline.staging import KEPT_S
+from tasks.weights.execute import journal
+from tasks.weights.execute.execute import Executed, execute
+from tasks.weights.execute.journal import JOURNAL, read_outcomes
+from tasks.weights.files.opening import SourceRef, open_sources
+from tasks.weights.plan.layout import lay_out
+from tests.weights.plans import expected, make_inputs, make_plan
+
+ROOT = Path(__file__).resolve().parents[3]
+ORIGIN = Origin("weights", "test", "made")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SourceRef]:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def _execute(inputs: dict[str, SourceRef], out: Path) -> Executed:
+    sources = open_sources(inputs)
+    return execute(make_plan(), sources, out, workers=1)
+
+
+def _publish(inputs: dict[str, SourceRef], final: Path) -> Executed:
+    with staging(final) as work:
+        done = _execute(inputs, work)
+        publish(work, final, ORIGIN)
+    return done
+
+
+def _break_off(inputs: dict[str, SourceRef], final: Path, monkeypatch, writes: int) -> Path:
+    """Run until a write fails midway; return the staging folder."""
+    real, calls = os.pwrite, []
+
+    def failing(*arguments: object) -> int:
+        calls.append(arguments)
+        if len(calls) > writes:
+            raise OSError(5, os.strerror(5))
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", failing)
+        with pytest.raises(ArtifactError, match="cannot write"):
+            _publish(inputs, final)
+    return final.parent / f".{final.name}.tmp"
+
+
+def _bytes(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "manifest.json"}
+
+
+@pytest.fixture
+def reference(inputs, tmp_path: Path) -> dict[str, bytes]:
+    _publish(inputs, tmp_path / "reference")
+    return _bytes(tmp_path / "reference")
+
+
+def test_finished_tensors_are_kept_and_verified(inputs, reference, tmp_path, monkeypatch) -> None:
+    work = _break_off(inputs, tmp_path / "made", monkeypatch, 8)
+    finished = read_outcomes(work / JOURNAL)
+    assert 0 < len(finished) < len(expected())
+    done = _publish(inputs, tmp_path / "made")
+    assert done.resumed == len(finished)
+    assert _bytes(tmp_path / "made") == reference
+    assert verify(open_artifact(tmp_path / "made")) == []
+    assert not work.exists()
+
+
+def test_a_damaged_finished_tensor_is_made_again(inputs, reference, tmp_path, monkeypatch) -> None:
+    work = _break_off(inputs, tmp_path / "made", monkeypatch, 8)
+    finished = read_outcomes(work / JOURNAL)
+    path = work / finished[0].file
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2 :] = bytes(len(raw) - len(raw) // 2)
+    path.write_bytes(raw)
+    assert _publish(inputs, tmp_path / "made").resumed < len(finished)
+    assert _bytes(tmp_path / "made") == reference
+
+
+def test_a_journal_torn_anywhere_does_no_harm(inputs, reference, tmp_path, monkeypatch) -> None:
+    work = _break_off(inputs, tmp_path / "made", monkeypatch, 8)
+    whole = (work / JOURNAL).read_bytes()
+    kept = _bytes(work)
+    for length in (0, 1, 40, len(whole) // 2, len(whole) - 1):
+        work.mkdir(exist_ok=True)
+        for name, raw in kept.items():
+            (work / name).write_bytes(raw)
+        (work / JOURNAL).write_bytes(whole[:length])
+        _publish(inputs, tmp_path / "made")
+        assert _bytes(tmp_path / "made") == reference
+
+
+def test_other_inputs_start_anew(inputs, tmp_path, monkeypatch) -> None:
+    import shutil
+
+    work = _break_off(inputs, tmp_path / "made", monkeypatch, 8)
+    assert read_outcomes(work / JOURNAL)
+    changed = shutil.copytree(inputs["adapter"].path, tmp_path / "changed")
+    path = changed / "adapter_model.safetensors"
+    save_file({name: tensor * 2 for name, tensor in load_file(path).items()}, path)
+    refs = {**inputs, "adapter": SourceRef(changed, stem="adapter_model")}
+    assert _publish(refs, tmp_path / "made").resumed == 0
+    _publish(refs, tmp_path / "alone")
+    assert _bytes(tmp_path / "made") == _bytes(tmp_path / "alone")
+
+
+def test_an_input_that_was_linked_is_never_written_to(inputs, tmp_path) -> None:
+    """The staging folder still contains a link to an input, and this run has to write that file."""
+    import shutil
+
+    folder = shutil.copytree(inputs["base"].path, tmp_path / "folder")
+    victim = folder / "model-00001-of-00002.safetensors"
+    before = victim.read_bytes()
+    out = tmp_path / "out"
+    out.mkdir()
+    sources = open_sources({**inputs, "base": SourceRef(folder)})
+    files = [file.name for file in lay_out(make_plan(), sources)]
+    os.link(victim, out / files[0])
+    (out / JOURNAL).write_text(json.dumps({"identity": "of another run"}) + "\n")
+    execute(make_plan(), sources, out)
+    assert victim.read_bytes() == before
+    assert (out / files[0]).stat().st_nlink == 1
+
+
+def test_a_failed_check_leaves_nothing_to_resume(inputs, tmp_path) -> None:
+    def judged() -> None:
+        with staging(tmp_path / "made") as work:
+            _execute(inputs, work)
+            raise ContractError("drifted")
+
+    with pytest.raises(ContractError):
+        judged()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_processes_cannot_make_the_same_artifact(tmp_path) -> None:
+    with staging(tmp_path / "made"), pytest.raises(BusyError, match="being made by another"):
+        staging(tmp_path / "made").__enter__()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sweep_keeps_folders_in_use_and_resumable_ones(inputs, tmp_path, monkeypatch) -> None:
+    store = tmp_path / "kind"
+    work = _break_off(inputs, store / "made", monkeypatch, 8)
+    (store / ".dead.tmp").mkdir()
+    (store / ".left.123.tmp").mkdir()  # as an earlier version named them
+    with staging(store / "alive") as alive:
+        assert sorted(p.name for p in sweep(tmp_path)) == [".dead.tmp", ".left.123.tmp"]
+        assert alive.is_dir()
+    assert work.is_dir()
+    assert sweep(tmp_path, now=time.time() + KEPT_S + 1) == [work]
+
+
+KILLED = """
+import os, random, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import torch
+from tasks.pipeline.artifact import Origin, publish, staging
+from tasks.weights.execute.execute import execute
+from tasks.weights.plan.layout import lay_out
+from tasks.weights.files.opening import SourceRef, open_sources
+from tests.weights.plans import make_plan
+
+root, rounds = Path(sys.argv[2]), int(sys.argv[3])
+inputs = {"base": SourceRef(root / "base"), "adapter": SourceRef(root / "adapter",
+          stem="adapter_model")}
+real, chance, resumed, kills = os.pwrite, random.Random(7), 0, 0
+
+def slow(*arguments):
+    time.sleep(0.001)
+    return real(*arguments)
+
+def make(final, pace):
+    os.pwrite = pace
+    with staging(final) as work:
+        done = execute(make_plan(), open_sources(inputs), work, workers=2)
+        publish(work, final, Origin("weights", "test", "made"))
+    return done.resumed
+
+def forked(final):
+    child = os.fork()
+    if not child:
+        try:
+            os._exit(100 + min(100, make(final, slow)))
+        except BaseException as error:
+            print(repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+    return child
+
+make(root / "store" / "reference", real)
+started = time.monotonic()
+os.waitpid(forked(root / "store" / "timed"), 0)
+span = time.monotonic() - started
+for number in range(rounds):
+    final = root / "store" / f"a{number}"
+    for attempt in range(4):
+        child = forked(final)
+        time.sleep(chance.uniform(0, span))
+        os.kill(child, 9)
+        _, status = os.waitpid(child, 0)
+        kills += os.WIFSIGNALED(status)
+    child = forked(final)
+    _, status = os.waitpid(child, 0)
+    if not final.exists() or (os.WIFEXITED(status) and os.WEXITSTATUS(status) < 100):
+        sys.exit(f"round {number}: status {status}")
+    resumed += os.WEXITSTATUS(status) > 100
+print(kills, resumed)
+"""
+
+
+@pytest.mark.parametrize("rounds", [8, pytest.param(200, marks=pytest.mark.slow)])
+def test_kill_9_at_random_moments(inputs, tmp_path: Path, rounds: int) -> None:
+    make_inputs(tmp_path)
+    command = [sys.executable, "-c", KILLED, str(ROOT), str(tmp_path), str(rounds)]
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    kills, resumed = map(int, done.stdout.split())
+    assert kills >= rounds
+    assert resumed >= 1
+    store = tmp_path / "store"
+    wanted = _bytes(store / "reference")
+    for number in range(rounds):
+        final = store / f"a{number}"
+        assert verify(open_artifact(final)) == []
+        assert _bytes(final) == wanted
+    sweep(tmp_path)
+    assert [path.name for path in store.iterdir() if path.name.startswith(".")] == []
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tasks.core.errors import ArtifactError
+from tests.weights.plans import make_plan
+from tasks.weights.execute.execute import execute
+from tasks.weights.plan.layout import lay_out
+from tasks.weights.files.opening import SourceRef, open_sources
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+root = Path(sys.argv[2])
+inputs = {"base": SourceRef(root / "base"), "adapter": SourceRef(root / "adapter",
+          stem="adapter_model")}
+try:
+    execute(make_plan(max_shard_bytes=None), open_sources(inputs), root / "out")
+except ArtifactError as error:
+    print(error.report())
+"""
+
+
+def test_a_file_size_limit_is_a_clear_error_and_leaves_no_file(tmp_path: Path) -> None:
+    make_inputs(tmp_path)
+    (tmp_path / "out").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(ROOT), str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert "cannot write: File too large" in done.stdout
+    assert "paths.runs=" in done.stdout
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_published_hashes_are_those_taken_while_writing(inputs, tmp_path, monkeypatch) -> None:
+    import tasks.pipeline.artifact as artifact
+
+    read: list[Path] = []
+    real = artifact._hash_range
+
+    def counting(path: Path, start: int, end: int, function: str) -> str:
+        read.append(path)
+        return real(path, start, end, function)
+
+    with staging(tmp_path / "made") as work:
+        done = _execute(inputs, work)
+        with monkeypatch.context() as patch:
+            patch.setattr(artifact, "_hash_range", counting)
+            made = publish(work, tmp_path / "made", ORIGIN)
+    files = {outcome.file for outcome in done.outcomes.values()}
+    assert sorted(p.name for p in read if p.name in files) == sorted(files)  # headers only
+    assert verify(made) == []
+    assert not (tmp_path / "made" / journal.JOURNAL).exists()

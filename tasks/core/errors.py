@@ -25,6 +25,9 @@ from typing import Any
 
 from tasks.core.terminal import plain
 
+DETAILS_SHOWN = 40
+"""Lines of details on a terminal; logs and reports have all of them."""
+
 
 class PlumblineError(Exception):
     """Base class of all errors that Plumbline raises on purpose.
@@ -59,7 +62,9 @@ class PlumblineError(Exception):
         prefix = f"{self.stage} failed: " if self.stage else ""
         lines = [prefix + self.message.removeprefix(f"{self.stage}: ")]
         repeated = len(self.details) == 1 and self.details[0] in self.message
-        lines += [] if repeated else [f"  {line}" for line in self.details]
+        lines += [] if repeated else [f"  {line}" for line in self.details[:DETAILS_SHOWN]]
+        if len(self.details) > DETAILS_SHOWN:
+            lines.append(f"  ... and {len(self.details) - DETAILS_SHOWN} more")
         if self.hint:
             lines.append(f"  -> {self.hint}")
         if self.log:

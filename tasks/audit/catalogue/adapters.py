@@ -62,6 +62,13 @@ class Adapters(Section, heading="Adapters, their configuration and their base"):
         "pass the base that adapter_config.json names",
         "LLaMA-Factory #4913",
     )
+    ADAPTER_MODULE_NAMES = error(
+        "LoRA pairs under other names than the base's modules have",
+        "peft finds none of its tensors in the file and only warns ('Found missing adapter keys'): "
+        "the model answers as the base. vLLM serves it the same way, or refuses it",
+        "save the adapter with save_pretrained from the model that was trained, or rename its keys",
+        "vLLM #34186, peft #2566",
+    )
     ADAPTER_SHAPE = error(
         "LoRA pairs whose sizes do not fit the base",
         "peft and vLLM refuse to load it with 'size mismatch': it was trained on another base",
@@ -125,7 +132,8 @@ class Adapters(Section, heading="Adapters, their configuration and their base"):
         "an engine that gets it as a model fails: 'No supported config format found' (unsloth), a "
         "missing config.json (vLLM), a traceback (LLaMA-Factory)",
         "serve it beside its base (vllm serve BASE --enable-lora --lora-modules NAME=DIR), or "
-        "merge it: python flows/deliver.py source=DIR base=BASE",
+        "merge it: python flows/deliver.py source=DIR base=BASE out=OUT merge.base=original, or "
+        "dequantized for QLoRA",
         "unsloth #1191, LLaMA-Factory #4896, LLaMA-Factory #7511",
     )
     CONFIG_BESIDE_ADAPTER = warning(

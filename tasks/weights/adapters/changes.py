@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from tasks.weights.adapters.findings import copy_of, hint_on, misfits
@@ -15,6 +16,9 @@ from tasks.weights.adapters.pieces import Contract
 from tasks.weights.adapters.read import Adapter
 from tasks.weights.plan.adapter_ops import Dora, Rows, Term
 from tasks.weights.plan.operations import Dropped
+
+_FIRST = 3
+"""Number of unexpected tensors to name if none of an adapter's tensors is expected."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,9 @@ def check(adapter: Adapter, weight: float, live: LiveModel) -> Checked:
     findings = [*contract.findings, *misfits(contract)]
     dropped: list[Dropped] = []
     copies: list[tuple[str, str]] = []
-    findings += _leftovers(adapter, contract, dropped, copies)
+    leftovers = _leftovers(adapter, contract, dropped, copies)
+    fits = not contract.file_tensors.keys().isdisjoint(contract.wanted())
+    findings += leftovers if fits else islice(leftovers, _FIRST)
     if not math.isfinite(weight) or weight == 0:
         findings.append(f"weight {weight} of the adapter is not a finite number other than 0")
     return Checked(

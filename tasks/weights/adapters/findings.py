@@ -41,7 +41,12 @@ def misfits(contract: Contract) -> Iterator[str]:
         yield "the adapter matches nothing: the model has none of its target modules"
         return
     if not present:
-        yield "the adapter matches nothing: it has none of the tensors that its configuration needs"
+        yield (
+            "the adapter matches nothing: it has none of the tensors that its configuration needs; "
+            f"they are {next(iter(wanted))} and {len(wanted) - 1} more, and it has "
+            f"{min(contract.file_tensors)} and {len(contract.file_tensors) - 1} more"
+        )
+        return
     elif len(present) < len(wanted):
         yield f"the adapter covers only {len(present)} of the {len(wanted)} tensors it has to hold"
     for key, shape in wanted.items():

@@ -152,6 +152,15 @@ BASES: dict[str, Broken] = {
     "modules of another base": Broken(
         "ADAPTER_NO_MODULE", "lora", by.tensors(_foreign_modules, ADAPTER), (f"{_LF} #4913",)
     ),
+    "names without model.": Broken(
+        "ADAPTER_MODULE_NAMES", "lora",
+        by.renamed(lambda k: k.replace(".model.model.", ".model."), ADAPTER), ("vLLM #34186",),
+    ),
+    "names with model. twice": Broken(
+        "ADAPTER_MODULE_NAMES", "lora",
+        by.renamed(lambda k: k.replace(".model.model.", ".model.model.model."), ADAPTER),
+        ("peft #2566",),
+    ),
     "a base of other names": Broken(
         "ADAPTER_NO_MODULE", "lora", by.as_it_is, (f"{_LF} #4913",), base="gpt2"
     ),

@@ -24,6 +24,7 @@ from tasks.audit.source import Source
 from tasks.weights.adapters.config import AdapterConfig, parse_config
 from tasks.weights.adapters.live import EMBEDDING, LINEAR, OTHER, LiveModel
 from tasks.weights.adapters.targets import targeted_modules
+from tasks.weights.files.names import PEFT_PREFIX
 from tasks.weights.quantized.config_fields import is_packed, stored
 
 _ELSEWHERE = ("expert", "moe", "router", ".gate.")
@@ -105,6 +106,8 @@ def check(source: Source) -> Iterator[Finding]:
             expected="modules of the base",
         )  # fmt: skip
     yield from _text_names(keys, source.base)
+    if raw.get("task_type") != "FEATURE_EXTRACTION":  # trained without a head: other names
+        yield from _names(keys, base)
     yield from _shapes(keys, base)
     yield from _vocabulary(keys, base, source.base)
     yield from _ties(keys, base)
@@ -137,6 +140,24 @@ def _text_names(keys: AdapterKeys, base: Source) -> Iterator[Finding]:
         yield Configuration.ADAPTER_TEXT_NAMES.at(
             keys.pairs[names[0]].file, names, found=f"{names[0]}",
             expected=f"names of the multimodal model, as {wrapped[0].rpartition('.')[0]}",
+        )  # fmt: skip
+
+
+def _names(keys: AdapterKeys, base: Base) -> Iterator[Finding]:
+    """Report pairs whose names have one `model.` less or more than the base's modules."""
+    renamed: dict[str, str] = {}
+    for name in map(plain_module, keys.pairs):
+        near = (f"model.{name}", name.removeprefix("model."))
+        right = next((each for each in near if each != name and each in base.modules), None)
+        if name in base.modules or right is None:
+            return
+        if right.startswith("model."):  # else the base may be saved without its head
+            renamed[name] = right
+    if renamed:
+        name, right = next(iter(renamed.items()))
+        yield Adapters.ADAPTER_MODULE_NAMES.at(
+            keys.pairs[name].file if name in keys.pairs else "", list(renamed),
+            found=f"{PEFT_PREFIX}{name}", expected=f"{PEFT_PREFIX}{right}",
         )  # fmt: skip
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from tasks.drift.verdict import FINGERPRINT
 from tasks.drift.witness import find_witness
 from tasks.weights.files.documents import read_manifest
 from tasks.weights.files.reader import read_json
+from tasks.weights.tokens.render_template import TemplateError
+from tasks.weights.tokens.tokenizer import prompts_of, template_of
 from tasks.witness.plumbline_witness.probes import CHATS
 
 BASE = "base.fp"
@@ -35,6 +38,8 @@ _NO_REFERENCE = (
     "server is compared with; or make a served folder: `python flows/deliver.py source={folder} "
     "base=<the base> out=<a new folder>`, and give that as source"
 )
+_DATE = re.compile(r"strftime|datetime|\bnow\b|today")
+"""Words of chat templates that write the date of the request."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
@@ -43,7 +48,7 @@ class Probe:
     """One token sequence of the reference.
 
     Attributes:
-        ids: token ids, at least two.
+        ids: token ids, at least two; none of a conversation whose text alone is known.
         kind: "text", "chat", "prompt" (of the user), "row" (of the training data), or "served" (of
             a served folder).
         number: position in its set.
@@ -234,7 +239,24 @@ def _served(folder: Path) -> Reference:
         )
     trained = _load(path)
     probes = tuple(Probe(ids, "served", number) for number, ids in enumerate(trained.probes))
-    return Reference(probes, trained, None, {"tokens": token_facts(folder)}, folder)
+    facts = {"tokens": token_facts(folder)}
+    return Reference(probes, trained, None, facts, folder, tuple(_rendered(folder)))
+
+
+def _rendered(folder: Path) -> Iterator[Probe]:
+    """Yield the public conversations as a folder's chat template writes them, without token ids.
+
+    Those that the template refuses are left out (Gemma takes no system prompt), and all of them if
+    it writes the date.
+    """
+    if _DATE.search(template_of(folder)):
+        return
+    for number, turns in enumerate(CHATS):
+        messages = [{"role": role, "content": content} for role, content in turns]
+        with suppress(TemplateError):
+            (text,) = prompts_of(folder, [messages])
+            if text:
+                yield Probe((), "chat", number, text)
 
 
 def token_facts(folder: Path) -> dict[str, Any]:

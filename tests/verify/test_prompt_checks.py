@@ -259,3 +259,22 @@ def test_kinds_of_differences(
 ) -> None:
     differs = difference(trained, served, cut=cut)
     assert (differs.kind if differs else None) == kind
+
+
+def test_conversations_whose_text_alone_is_known_are_compared_by_the_servers_tokenizer() -> None:
+    """A served folder has a chat template, and no ids of conversations."""
+    probes = tuple(Probe(tuple(toy.tokens(t))[:64], "served", n) for n, t in enumerate(TEXTS))
+    chats = tuple(
+        Probe((), "chat", number, json.dumps([{"role": r, "content": t} for r, t in chat]))
+        for number, chat in enumerate(CHATS)
+    )
+    served = Reference(probes, measured(probes), None, {}, Path(), chats)
+
+    def split(text: str) -> list[int]:
+        return toy.rendered(json.loads(text)) if text.startswith("[") else toy.tokens(text)
+
+    check = asked(template, server(split=split), served)
+    assert (check.verdict, check.measured["conversations"]) == ("ok", len(CHATS)), check.text
+    check = asked(template, server(with_system, split), served)
+    assert check.verdict == "fault"
+    assert codes(check) == ["system-prompt-added"]

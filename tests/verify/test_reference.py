@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from tasks.core.errors import ArtifactError
+from tasks.pipeline.artifact import Origin, publish
+from tasks.pipeline.staging import staging
 from tasks.verify.reference import Probe, read_reference
 from tests.verify.synthetic import world, write_witness
 
@@ -88,3 +90,36 @@ def test_what_cannot_be_compared_says_what_to_type(tmp_path: Path, fault: str) -
     assert expected[fault] in raised.value.report()
     if fault == "neither":
         assert "python -m plumbline_witness --" in raised.value.hint
+
+
+CHATML = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+WITHOUT_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        (CHATML, [0, 1, 2, 3]),
+        (WITHOUT_SYSTEM + CHATML, [0, 2, 3]),  # Gemma's
+        ("{{ strftime_now('%d %b %Y') }}" + CHATML, []),  # another text every day
+        ("{% if", []),
+        (None, []),
+    ],
+)
+def test_a_served_folder_tells_how_conversations_are_rendered(
+    tmp_path: Path, text: str | None, numbers: list[int]
+) -> None:
+    final = tmp_path / "served"
+    with staging(final) as work:
+        world().reference().trained.save(work / "fingerprint.fp")
+        if text is not None:
+            (work / "chat_template.jinja").write_text(text)
+        publish(work, final, Origin("served", "convert", "key"))
+    chats = read_reference(final).unscored
+    assert [(probe.kind, probe.number) for probe in chats] == [("chat", n) for n in numbers]
+    if numbers:
+        assert chats[0].text == "<user>What is the capital of France?<assistant>"
+        assert chats[0].messages == ({"role": "user", "content": "What is the capital of France?"},)

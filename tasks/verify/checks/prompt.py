@@ -28,8 +28,8 @@ def template(answers: Answers, model: str, base: str | None) -> Check:
     bos = _special(reference, "bos_token_id")
     differing: list[tuple[Probe, Difference]] = []
     for probe in chats:
-        rendered = server.render(model, probe.messages or ())
-        differs = difference(probe.ids, rendered, cut=len(probe.ids) >= LIMIT, bos=bos)
+        rendered, ids = server.render(model, probe.messages or ()), _ids(server, model, probe)
+        differs = difference(ids, rendered, cut=len(ids) >= LIMIT, bos=bos)
         if differs is not None:
             differing.append((probe, differs))
     measured: dict[str, float | str] = {"conversations": len(chats), "differing": len(differing)}
@@ -44,6 +44,11 @@ def template(answers: Answers, model: str, base: str | None) -> Check:
     )
     causes = {cause.code: cause for cause in _template_causes(answers, model, differing)}
     return Check("template", "fault", text, measured, causes=tuple(causes.values()))
+
+
+def _ids(server: Server, model: str, probe: Probe) -> tuple[int, ...]:
+    """Return the ids of a conversation; by the server's tokenizer if only its text is known."""
+    return probe.ids or server.tokenize(model, probe.text or "", special=False)
 
 
 def _template_causes(
@@ -64,6 +69,7 @@ def _template_causes(
 def _lengths(server: Server, model: str, chats: Sequence[Probe]) -> Check:
     """Compare numbers of tokens, where a server tells no ids: a difference is a fault."""
     for probe in chats:
+        ids = _ids(server, model, probe)
         try:
             length = server.generate(model, probe.messages or (), 1)[0].prompt_length
         except UnsupportedError:
@@ -76,13 +82,11 @@ def _lengths(server: Server, model: str, chats: Sequence[Probe]) -> Check:
         if length is None:
             reason = "the server does not tell the tokens of a conversation"
             return Check("template", "unknown", reason)
-        cut = len(probe.ids) >= LIMIT
-        if length < len(probe.ids) or (length > len(probe.ids) and not cut):
+        if length < len(ids) or (length > len(ids) and len(ids) < LIMIT):
             text = (
-                f"conversation {probe.number} has {length} tokens, and had {len(probe.ids)} in "
-                "training"
+                f"conversation {probe.number} has {length} tokens, and had {len(ids)} in training"
             )
-            measured = {"served": float(length), "trained": float(len(probe.ids))}
+            measured = {"served": float(length), "trained": float(len(ids))}
             return Check("template", "fault", text, measured, causes=(_CAUSES["template"],))
     return Check(
         "template", "unknown",
@@ -101,7 +105,7 @@ def tokens(answers: Answers, model: str, base: str | None) -> Check:
     kinds = ("text", "prompt")
     texts = [p for p in reference.tokenised if p.kind in kinds and p.text is not None]
     if not texts:
-        return Check("tokens", "unknown", "the reference has no texts")
+        return Check("tokens", "unknown", "the reference has no texts; a witness has them")
     bos, unchanged = _special(reference, "bos_token_id"), 0
     for probe in texts:
         text = probe.text or ""

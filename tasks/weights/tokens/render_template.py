@@ -145,7 +145,13 @@ def _render(
     try:
         compiled = environment.from_string(template)
         texts = [
-            compiled.render(messages=messages, add_generation_prompt=prompt, **tokens)
+            compiled.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=prompt,
+                **tokens,
+            )
             for messages in conversations
         ]
     except MemoryError:

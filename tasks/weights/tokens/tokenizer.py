@@ -186,10 +186,18 @@ def prompts_of(
     Raises:
         TemplateError: it does not render.
     """
+    text = template_of(folder) if template is None else template
+    return rendered(text, _tokens(_settings(folder)), conversations, prompt=True)
+
+
+def template_of(folder: Path) -> str:
+    """Return the chat template of a tokenizer folder; "" if it has none."""
+    return _template(folder, _settings(folder))
+
+
+def _settings(folder: Path) -> dict[str, Any]:
     path = folder / "tokenizer_config.json"
-    settings = read_json(path) if path.is_file() else {}
-    text = _template(folder, settings) if template is None else template
-    return rendered(text, _tokens(settings), conversations, prompt=True)
+    return read_json(path) if path.is_file() else {}
 
 
 def template_file(folder: Path) -> Path:
@@ -206,10 +214,8 @@ def require_bounded_template(folder: Path) -> None:
     Raises:
         ArtifactError: names the file of the template.
     """
-    path = folder / "tokenizer_config.json"
-    template = _template(folder, read_json(path) if path.is_file() else {})
     try:
-        after_answer(template, {"bos_token": "", "eos_token": ""})
+        after_answer(template_of(folder), {"bos_token": "", "eos_token": ""})
     except TemplateLimitError as error:
         raise ArtifactError(
             f"{template_file(folder)}: {error}",

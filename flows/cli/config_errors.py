@@ -218,7 +218,8 @@ def missing_value(error: OmegaConfBaseException, names: Vocabulary) -> ConfigErr
     """Return the error for a mandatory value that is missing."""
     key = str(error.full_key or error.key)
     what = {"source": "<folder of the checkpoint>", "out": "<a new folder>"}.get(key, VALUE)
-    return ConfigError(f"{key} has to be given", hint=f"{names.command} {key}={what}")
+    hint = f"{names.command} {key}={what}, beside what you typed"
+    return ConfigError(f"{key} has to be given", hint=hint)
 
 
 def refuse_unknown(config: DictConfig, names: Vocabulary) -> None:

@@ -15,6 +15,7 @@ from flows.cli.entry import exit_on_signals, run_main
 from tasks.audit.repair import repair
 from tasks.audit.run import Report, audit
 from tasks.core.errors import ConfigError, PlumblineError
+from tasks.core.files import meant
 from tasks.core.private import open_up
 from tasks.core.terminal import plain
 from tasks.pipeline.signature import key_file
@@ -83,7 +84,8 @@ def examine(settings: Mapping[str, Any]) -> Report:
     for key in ("source", "base"):
         if settings[key] and not _folder(settings[key]).is_dir():
             what = "is a file" if _folder(settings[key]).is_file() else "no such folder"
-            raise ConfigError(f"{key}={settings[key]}: {what}", hint=f"{key}=<folder>")
+            hint = f"{key}={meant(_folder(settings[key])) or '<folder>'}"
+            raise ConfigError(f"{key}={settings[key]}: {what}", hint=hint)
     if settings["verify"]:
         from tasks.config.checks import preflight
         from tasks.config.checks.signing import public_key

@@ -20,6 +20,7 @@ from tasks.config.checks import preflight
 from tasks.config.checks.signing import public_key
 from tasks.config.checks.tracking import reachable
 from tasks.core.errors import ConfigError
+from tasks.core.files import meant
 from tasks.core.redaction import redact
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.signature import key_file, require_published
@@ -90,9 +91,8 @@ def named(composed: Composed) -> tuple[Path, Version | None]:
         return Path(version.path), version
     folder = Path(name).expanduser().absolute()
     if not folder.is_dir():
-        raise ConfigError(
-            f"{name}: no such folder", hint=f"{SCHEME}<model>/<number>, or a served folder"
-        )
+        hint = meant(folder) or f"{SCHEME}<model>/<number>, or a served folder"
+        raise ConfigError(f"{name}: no such folder", hint=hint)
     return folder, None
 
 

@@ -21,6 +21,12 @@ _KV_CACHE_GIB = 4
 """Most memory of vLLM's KV cache on a CPU, where it would otherwise ask for 92 % of the machine."""
 
 
+def _memory() -> dict[str, str]:
+    """Return the variable with the size of vLLM's KV cache on a CPU."""
+    quarter = machine.available_memory() // 2**32
+    return {"VLLM_CPU_KVCACHE_SPACE": str(min(max(quarter, 1), _KV_CACHE_GIB))}
+
+
 def main() -> int:
     """Run the command of this process; the server takes its place. Returns the exit status."""
     words = sys.argv[1:]
@@ -35,11 +41,11 @@ def main() -> int:
         program = serve_command(folder) if file is None else llama_cpp.serve_command(file)
         artifact = verified(composed, folder, version)
         command.extend([*program, *words[end:]])
-        shown = f"digest verified: {artifact.digest}\n{shlex.join(command)}"
+        needed = {} if machine.has_gpu() or file is not None else _memory()
+        offer(needed)
+        variables = "".join(f"{name}={os.environ[name]} " for name in needed)
+        shown = f"digest verified: {artifact.digest}\n{variables}{shlex.join(command)}"
         print(plain(shown), flush=True)
-        if not machine.has_gpu():
-            quarter = machine.available_memory() // 2**32
-            offer({"VLLM_CPU_KVCACHE_SPACE": str(min(max(quarter, 1), _KV_CACHE_GIB))})
         return 0
 
     with exit_on_signals():

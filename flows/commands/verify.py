@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from flows.cli.config import Composed
 from flows.cli.entry import exit_on_signals, run_main
 from tasks.core.errors import ConfigError, PlumblineError
+from tasks.core.files import meant
 from tasks.core.finding import Finding
 from tasks.core.private import open_up
 from tasks.core.redaction import redact
@@ -112,7 +113,8 @@ def _local_problems(settings: Mapping[str, Any]) -> Iterator[Finding]:
     elif not _folder(source).is_dir():
         what = "a file" if _folder(source).is_file() else "no such folder"
         allowed = "the folder of what was trained"
-        yield Finding(f"source={source}", what, allowed, "source=<folder>")
+        override = f"source={meant(_folder(source)) or '<folder>'}"
+        yield Finding(f"source={source}", what, allowed, override)
     elif out not in (None, "-") and _folder(out).resolve().is_relative_to(
         _folder(source).resolve()
     ):

@@ -8,6 +8,7 @@ its user never meant to share: a private key, `/proc/self/environ`.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import fcntl
 import os
 import shutil
@@ -20,6 +21,18 @@ from tasks.core.errors import ArtifactError
 _FICLONE = 0x40049409
 """Linux ioctl: make a file share all blocks of another (btrfs, XFS)."""
 _STEP = 1 << 30
+
+
+def meant(path: Path) -> str:
+    """Return the existing path whose last part is most like that of a path that does not exist.
+
+    The result is "" if none is alike, or the folder that contains the path cannot be listed.
+    """
+    with contextlib.suppress(OSError):
+        there = [entry.name for entry in path.parent.iterdir()]
+        near = difflib.get_close_matches(path.name, there, n=1, cutoff=0.75)
+        return str(path.parent / near[0]) if near else ""
+    return ""
 
 
 def link_problem(path: Path, root: Path) -> str:

@@ -16,6 +16,7 @@ from tasks.audit import recognise as audit_recognise
 from tasks.audit.folder import Folder
 from tasks.audit.run import audit
 from tasks.core.errors import ArtifactError, ConfigError
+from tasks.core.files import meant
 from tasks.delivery.examination import refused
 
 Kind = Literal["adapter", "model", "shards", "deepspeed"]
@@ -71,7 +72,8 @@ def recognise(root: Path) -> Given:
     except ArtifactError as error:
         missing = not root.is_dir()
         message = f"source={root}: no such folder" if missing else error.message
-        raise ConfigError(message, hint="source=<folder>") from error
+        hint = f"source={(missing and meant(root)) or '<folder>'}"
+        raise ConfigError(message, hint=hint) from error
     kind = _PLANNED.get(recognised.kind)
     if kind is None:
         raise refused([audit(root)])

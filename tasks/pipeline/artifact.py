@@ -192,7 +192,11 @@ def open_artifact(path: Path, kind: str | None = None) -> Artifact:
         raise ArtifactError(f"{path} is an artifact of kind {document['kind']}, not {kind}")
     problems = _surface_problems(path, document)
     if problems:
-        raise ArtifactError(f"{path} is not what its manifest says", details=problems)
+        raise ArtifactError(
+            f"{path} is not what its manifest says",
+            details=problems,
+            hint="copy the folder again from where it was made, or make it again",
+        )
     return Artifact(document["kind"], path, document["digest"])
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from tasks.core.disk import flush
 from tasks.core.errors import ArtifactError, first_and_more
-from tasks.pipeline.artifact import SIGNATURE, Artifact, open_artifact, verify
+from tasks.pipeline.artifact import MANIFEST, SIGNATURE, Artifact, open_artifact, verify
 from tasks.weights.files.documents import read_json
 
 PASSWORD = "PLUMBLINE_SIGN_PASSWORD"
@@ -136,6 +136,12 @@ def require_published(folder: Path, digest: str | None, public_key: Path | None 
     """
     if not folder.is_dir():
         raise ArtifactError(f"no such folder on this machine: {folder}")
+    if not (folder / MANIFEST).is_file():
+        raise ArtifactError(
+            f"{folder} is no model that Plumbline served: it has no {MANIFEST}",
+            hint=f"python flows/deliver.py source={folder} out=<a new folder>, which is proven and "
+            "can be served; for an adapter also base=<its base>",
+        )
     artifact = open_artifact(folder, "served")
     problems = verify(artifact)
     if digest not in (None, artifact.digest):
@@ -145,7 +151,7 @@ def require_published(folder: Path, digest: str | None, public_key: Path | None 
             f"{folder} is not the model that was {'registered' if digest else 'published'}: "
             f"{problems[0]}",
             details=problems,
-            hint="restore the folder from its origin, or choose another version",
+            hint="copy the folder again from where it was made, or choose another version",
         )
     if public_key is not None:
         require_signed(folder, public_key)

@@ -226,15 +226,14 @@ def _rounded(evidence: Evidence) -> Cause:
 
 
 def _other_weights(evidence: Evidence) -> Cause:
-    measured = evidence.distance
+    measured, folder = evidence.distance, evidence.reference.folder
     strange = measured.mean_kl > STRANGE
-    left = (
-        "nothing of the trained model is left" if strange else "some weights are of another model"
-    )
+    left = "the server has another model" if strange else "the server has other weights"
+    read = "python flows/audit.py source=<what the server loaded> values=true"
+    if (folder / "adapter_config.json").is_file():
+        read += f" base=<the base> adapter={folder}"
     return Cause(
         "other-weights",
         f"mean KL {measured.mean_kl:.2g}, top-1 agreement {measured.top1_agreement:.2f}: {left}",
-        "compare the served folder with the trained one: python flows/audit.py source=<the served "
-        f"folder> base=<the base> adapter={evidence.reference.folder} values=true; a bad file: "
-        "copy it again",
+        f"read every byte of the server's folder: {read}; a bad file: copy it again",
     )

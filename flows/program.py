@@ -2,7 +2,7 @@
 
     plumbline train +exp=qlora               post-train a model: python flows/rlhf.py +exp=qlora
     plumbline plan +exp=qlora                what that would do, and what it would cost: plan=true
-    plumbline list                           the experiments, by folder
+    plumbline list [WORD]                    the experiments, by folder; those with a word
     plumbline deliver DIR base=DIR out=DIR   merge, convert and prove a checkpoint made elsewhere
     plumbline audit DIR                      find what is wrong with a checkpoint
     plumbline verify url=URL source=DIR      ask a running server whether it is the trained model
@@ -58,7 +58,7 @@ def main() -> NoReturn:
     if command == "list":
         from flows.cli.usage import experiment_lines
 
-        print("\n".join(experiment_lines()))
+        print("\n".join(experiment_lines(rest)))
         sys.exit(0)
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, [*COMMANDS, "list"], n=1)

@@ -83,9 +83,16 @@ def _experiments(names: Vocabulary) -> list[str]:
     return ["", *experiment_lines()] if EXPERIMENTS in names.groups else []
 
 
-def experiment_lines() -> list[str]:
-    """Return a line for each experiment below a heading for its folder, and how names shorten."""
-    entries = [(f"+exp={name}", CONF / EXPERIMENTS / f"{name}.yaml") for name in experiments(CONF)]
+def experiment_lines(words: Sequence[str] = ()) -> list[str]:
+    """Return a line for each experiment below a heading for its folder, and how names shorten.
+
+    Args:
+        words: only experiments whose names contain all of them.
+    """
+    names = [name for name in experiments(CONF) if all(word in name for word in words)]
+    if not names:
+        return [f"no experiment has {' and '.join(words)} in its name: plumbline list"]
+    entries = [(f"+exp={name}", CONF / EXPERIMENTS / f"{name}.yaml") for name in names]
     width = max(len(name) for name, _ in entries)
     lines = []
     for folder, group in groupby(entries, lambda entry: entry[1].parent):
@@ -93,7 +100,9 @@ def experiment_lines() -> list[str]:
         about = " (+exp=NAME alone works too)" if name == TOY else ""
         lines += [f"Experiments in {name}{about}:"]
         lines += [f"  {typed:<{width}}  {experiment_line(file)}" for typed, file in group]
-    return [*lines, f"  {'+exp=qlora':<{width}}  another name of {OLDER['qlora']}"]
+    if not words:
+        lines.append(f"  {'+exp=qlora':<{width}}  another name of {OLDER['qlora']}")
+    return [*lines, "", "What one would do, and what it needs: plumbline plan +exp=NAME"]
 
 
 def experiment_line(file: Path) -> str:

@@ -39,6 +39,7 @@ class Report:
         findings: all findings, the worst first.
         seconds: wall time.
         mendable: True if `fix=true` writes a copy without errors.
+        values: True if the data of the tensors was read, too.
     """
 
     source: str
@@ -47,6 +48,7 @@ class Report:
     findings: tuple[Finding, ...]
     seconds: float
     mendable: bool = False
+    values: bool = True
 
     @property
     def ok(self) -> bool:
@@ -67,7 +69,8 @@ class Report:
 
     def text(self) -> str:
         """Return the report for a terminal: kind, table of findings with explanations, counts."""
-        end = [f"\n{self.counts} in {self.seconds:.1f} s"]
+        unread = "" if self.values else "; headers only, values=true reads the weights, too"
+        end = [f"\n{self.counts} in {self.seconds:.1f} s{unread}"]
         if self.mendable:
             end.append(f"a copy without the errors: {self.mending}")
         lines = [f"{self.source}: {self.what}", *_table(self.findings), *end]
@@ -137,7 +140,10 @@ def audit(
     completed = tuple(_with_paths(finding, source, opened) for finding in findings)
     seconds = time.perf_counter() - began
     what = printable(opened.recognised.what)
-    return Report(str(source), opened.kind.value, what, completed, seconds, mendable)
+    unread = bool(opened.tensors) and not values
+    return Report(
+        str(source), opened.kind.value, what, completed, seconds, mendable, values=not unread
+    )
 
 
 def _with_paths(finding: Finding, source: Path, opened: Source) -> Finding:

@@ -23,6 +23,7 @@ from tasks.pipeline.signature import is_signed
 
 _FENCE = "---\n"
 _HEADING = "# Delivered by Plumbline"
+_ADAPTER_TAGS = ("lora", "qlora", "adapter", "peft")
 
 
 def write_card(folder: Path, text: str) -> bool:
@@ -79,17 +80,46 @@ def card(header: Mapping[str, Any], title: str, sections: Mapping[str, Sequence[
 def beside(text: str, existing: Path) -> str:
     """Return a card, after the card that the user's folder already has; that one keeps its header.
 
+    The header of an adapter's card becomes that of a model: its library, its tags and the path of
+    its base are left out.
+
     Args:
         text: the card.
         existing: `README.md` of the folder; may be absent.
     """
     if not existing.is_file():
         return text
-    theirs = plain(existing.read_text(errors="replace")).rstrip()
+    theirs = _as_model(plain(existing.read_text(errors="replace")).rstrip())
     if f"\n{_HEADING}" in theirs:  # delivered before: that section describes another folder
         theirs = theirs.partition(f"\n{_HEADING}")[0].rstrip()
     body = text.split(_FENCE, 2)[2].strip().partition("\n")[2].strip()
     return f"{theirs}\n\n{_HEADING}\n\n{body}\n"
+
+
+def _as_model(text: str) -> str:
+    """Return the card of an adapter with the header of the model that it was merged into."""
+    header = _header(text)
+    if header.get("library_name") != "peft":
+        return text
+    tags = header.pop("tags", None) or []
+    base = str(header.pop("base_model", None) or "")
+    of_model = [t for t in tags if t not in _ADAPTER_TAGS and not str(t).startswith("base_model:")]
+    fields = {"library_name": "transformers", "base_model": hub_id(base), "tags": of_model}
+    front = yaml.safe_dump(
+        {name: value for name, value in {**header, **fields}.items() if value},
+        sort_keys=False, allow_unicode=True,
+    )  # fmt: skip
+    return f"{_FENCE}{front}{_FENCE}{text.split(_FENCE, 2)[2]}"
+
+
+def _header(text: str) -> dict[str, Any]:
+    """Return the YAML header of a card; empty if there is none, or it cannot be read."""
+    parts = text.split(_FENCE, 2)
+    try:
+        header = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0] else {}
+    except yaml.YAMLError:
+        return {}
+    return header if isinstance(header, dict) else {}
 
 
 def license_of(folder: str | None) -> str:
@@ -101,12 +131,7 @@ def license_of(folder: str | None) -> str:
     path = Path(folder or "").expanduser() / CARD
     if not folder or not path.is_file():
         return ""
-    parts = path.read_text(errors="replace").split(_FENCE, 2)
-    try:
-        header = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0] else {}
-    except yaml.YAMLError:
-        return ""
-    stated = header.get("license") if isinstance(header, dict) else None
+    stated = _header(path.read_text(errors="replace")).get("license")
     return stated if isinstance(stated, str) else ""
 
 

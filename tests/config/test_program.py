@@ -57,6 +57,11 @@ def test_the_list_has_every_experiment(typed: Any) -> None:
     assert status == 0
     listed = [line.split()[0] for line in text.splitlines() if line.endswith(".")]
     assert listed == [f"+exp={name}" for name in experiments(CONF)]
+    status, text, _ = typed("list", "recipes", "dpo")
+    listed = [line.split()[0] for line in text.splitlines() if line.startswith("  ")]
+    assert listed == [f"+exp={n}" for n in experiments(CONF) if "recipes" in n and "dpo" in n]
+    assert "plumbline plan +exp=NAME" in text
+    assert "no experiment has cat in its name" in typed("list", "cat")[1]
 
 
 @pytest.mark.parametrize(

@@ -64,3 +64,18 @@ def test_a_card_that_exists_is_kept(tmp_path: Path) -> None:
     theirs.write_text(both)
     assert beside(TEXT, theirs) == both  # delivered again
     assert (hub_id("Qwen/Qwen3-8B"), hub_id("/models/x"), hub_id(None)) == ("Qwen/Qwen3-8B", "", "")
+
+
+def test_the_card_of_an_adapter_becomes_that_of_a_model(tmp_path: Path) -> None:
+    """TRL writes the folder of the base into it, and the tags of an adapter."""
+    theirs = tmp_path / "README.md"
+    theirs.write_text(
+        "---\nbase_model: /home/me/base\nlibrary_name: peft\nlicense: mit\npipeline_tag: "
+        "text-generation\ntags:\n- base_model:adapter:/home/me/base\n- lora\n- sft\n---\n\n# Mine\n"
+    )
+    data = ModelCard(both := beside(TEXT, theirs)).data
+    assert (data.library_name, data.base_model, data.tags) == ("transformers", None, ["sft"])
+    assert (data.license, data.pipeline_tag) == ("mit", "text-generation")
+    assert "/home/me" not in both
+    theirs.write_text("---\nbase_model: a/b\nlibrary_name: peft\n---\n# Mine\n")
+    assert ModelCard(beside(TEXT, theirs)).data.base_model == "a/b"

@@ -118,7 +118,7 @@ def _on_hub(hub_id: str, revision: str | None) -> Known:
 def why_unknown(model: Mapping[str, Any]) -> str:
     """Return the reason why the dimensions of the model of section `model` are not known."""
     path = model["path"]
-    if path and not Path(path).expanduser().is_dir():
+    if path and _HUB_ID.fullmatch(path) and not Path(path).expanduser().is_dir():
         _, reason = hub_config(path, model["revision"])
         if reason:
             return f"no {CONFIG} of {path} in the Hugging Face cache: {reason}"

@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,8 @@ class WitnessCallback(TrainerCallback):
             log.warning("no plumbline.witness in %s: %s: %s", folder, type(error).__name__, error)
             return
         self._last = (state.global_step, record)
+        if state.is_world_process_zero:
+            print(f"plumbline: recorded what the model computes: {record}", file=sys.stderr)
 
     def _own_prompts(self) -> Sequence[str]:
         if self._prompts is not None:

@@ -59,7 +59,7 @@ class Dose:
     @property
     def text(self) -> str:
         """The estimate for a person."""
-        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
+        return f"{self.value:z.2f} ({self.low:z.2f} to {self.high:z.2f})"
 
 
 def dose(trained: Fingerprint, base: Fingerprint, served: Aligned, noise: float) -> Dose | None:

@@ -104,7 +104,12 @@ class Report:
         }
 
     def text(self) -> str:
-        """Return the report for a terminal: the checks as a table, then the verdict."""
+        """Return the report for a terminal: the checks as a table, faults first, then the verdict.
+
+        A cause that several checks have is explained once.
+        """
+        listed = [*self.faults, *(check for check in self.checks if check not in self.faults)]
+        explained: set[str] = set()
         about = f"{self.url} ({self.server}): {self.model}"
         about += f", base {self.base}" if self.base else ""
         lines = [
@@ -113,7 +118,7 @@ class Report:
             "",
             f"{'check':<15} {'verdict':<8} measured",
             "-" * WIDTH,
-            *(line for check in self.checks for line in _rows(check)),
+            *(line for check in listed for line in _rows(check, explained)),
             "-" * WIDTH,
             f"{self.line}; {self.seconds:.1f} s",
         ]
@@ -144,7 +149,7 @@ class Report:
                 codes = ", ".join(cause.code for cause in check.causes)
                 attributes = {"message": plain(check.text), "type": codes or check.name}
                 failure = ElementTree.SubElement(case, "failure", attributes)
-                failure.text = plain("\n".join(_details(check)))
+                failure.text = plain("\n".join(_details(check, set())))
         if self.outcome == "unverified":
             suite.set("errors", "1")
             suite.set("tests", str(len(self.checks) + 1))
@@ -176,18 +181,23 @@ class Report:
 _WRAP: Mapping[str, Any] = {"break_on_hyphens": False}
 
 
-def _rows(check: Check) -> Iterator[str]:
-    """Yield the lines of one check, none wider than `WIDTH`."""
+def _rows(check: Check, explained: set[str]) -> Iterator[str]:
+    """Yield the lines of one check, none wider than `WIDTH`.
+
+    Args:
+        check: the check.
+        explained: codes of the causes that need no explanation any more; grows.
+    """
     first = f"{check.name:<15} {_WORDS[check.verdict]:<8} "
-    for line in _details(check):
+    for line in _details(check, explained):
         yield from wrap(line, WIDTH, initial_indent=first, subsequent_indent=" " * _INDENT, **_WRAP)
         first = " " * _INDENT
 
 
-def _details(check: Check) -> Iterator[str]:
+def _details(check: Check, explained: set[str]) -> Iterator[str]:
     """Yield what was measured against its limits, the likely causes, and what to type."""
     limits = ", ".join(
-        f"{name.replace('_', ' ')} {_number(check.measured[name])} (limit {_number(limit)})"
+        f"{name.replace('_', ' ')}: {_number(check.measured[name])} (limit {_number(limit)})"
         for name, limit in check.limit.items()
         if name in check.measured
     )
@@ -195,6 +205,10 @@ def _details(check: Check) -> Iterator[str]:
     if limits:
         yield limits
     for cause in check.causes:
+        if cause.code in explained:
+            yield f"cause: as above [{cause.code}]"
+            continue
+        explained.add(cause.code)
         yield f"cause: {cause.text} [{cause.code}]"
         yield f"-> {cause.hint}"
 

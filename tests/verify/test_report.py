@@ -66,9 +66,15 @@ def test_the_line_says_what_was_not_proven() -> None:
 def test_the_table_has_at_most_100_columns() -> None:
     text = report(OTHER, HIDDEN).text()
     assert max(map(len, text.splitlines())) <= WIDTH
-    assert "mean kl 0.25 (limit 0.001)" in text
+    assert "mean kl: 0.25 (limit 0.001)" in text
     assert "[base-served]" in text
     assert "-> vllm serve BASE" in text
+    # A cause is explained once; faults come first.
+    text = report(OK_PROMPT, OTHER, replace(OTHER, name="adapter")).text()
+    assert text.count("-> vllm serve BASE") == 1
+    assert "cause: as above [base-served]" in text
+    order = [text.index(f"\n{name}") for name in ("distribution", "adapter", "prompt")]
+    assert order == sorted(order)
     # What a server says may hold sequences for a terminal.
     assert "\x1b" not in report(replace(HIDDEN, text="\x1b[2Jgone")).text()
 

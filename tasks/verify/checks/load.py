@@ -42,7 +42,7 @@ def batching(answers: Answers, model: str, base: str | None) -> Check:
         moved = changes(alone * copies, scores)
         if not moved.size:
             return Check("batching", "unknown", "the server returned no log-probabilities")
-        measured[f"mean_kl_{crowd}"] = mean = float(moved.mean())
+        measured[f"mean_kl_among_{crowd}"] = mean = float(moved.mean())
         at_fault |= exceeds(moved, limit)
         if mean > worst:
             worst, worst_crowd = mean, crowd

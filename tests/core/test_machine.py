@@ -208,6 +208,15 @@ def test_more_ranks_than_gpus_and_none_at_all(monkeypatch: pytest.MonkeyPatch) -
     assert finding.override == "train.device=cpu"
 
 
+def test_a_large_model_without_a_gpu_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 0)
+    (finding,) = device("auto", 1, parameters=7_600_000_000)
+    assert finding.severity == "warning"
+    assert finding.found == "7.6 B parameters, and no GPU"
+    assert device("auto", 1, parameters=500_000_000) == []
+    assert device("cpu", 1, parameters=7_600_000_000) == []
+
+
 def test_a_rank_does_not_train_on_the_cpu_where_there_are_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

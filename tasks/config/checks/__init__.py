@@ -87,7 +87,12 @@ def findings(
     rows = known.rows if model_["path"] and not model_["new_tokens"] else None  # which add rows
     problems = [
         *problems,
-        *machine.device(train["device"], train["nproc"], embedded=model_["kind"] == "toy"),
+        *machine.device(
+            train["device"],
+            train["nproc"],
+            parameters=known.parameters or 0,
+            embedded=model_["kind"] == "toy",
+        ),
         *adapter.qlora_with_zero3(kind, stage),
         *adapter.lora_with_zero3(kind, stage, installed("deepspeed")),
         *machine.checkpointing(train["gradient_checkpointing"], installed("torch")),

@@ -14,16 +14,21 @@ from tasks.core.finding import Finding
 
 GIB = 2**30
 """Drift profiles that a small random model passes when it is quantised so."""
+_LARGE = 10**9
+_SLOW = "an optimizer step takes minutes to hours on CPUs; `nvidia-smi` should list a GPU"
 _FLASH = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"}
 """Distributions that bring attention implementations."""
 
 
-def device(wanted: str, nproc: int, *, embedded: bool = False) -> list[Finding]:
+def device(
+    wanted: str, nproc: int, *, parameters: int = 0, embedded: bool = False
+) -> list[Finding]:
     """Check that every rank gets the device that it should compute on.
 
     Args:
         wanted: `train.device`.
         nproc: ranks of this node.
+        parameters: of the base; 0 if they are not known.
         embedded: True for the embedded model, which is made for CPUs: a warning is enough.
     """
     count, (torch, cuda) = host.gpu_count(), host.torch_build()
@@ -33,7 +38,11 @@ def device(wanted: str, nproc: int, *, embedded: bool = False) -> list[Finding]:
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         seen = "cuda without a GPU" + ("" if shown is None else f": CUDA_VISIBLE_DEVICES={shown}")
         allowed = "the driver (NVML, nvidia-smi) lists none that is visible"
-        return [Finding("train.device", seen, allowed, "train.device=cpu")] * (wanted == "cuda")
+        if wanted == "cuda":
+            return [Finding("train.device", seen, allowed, "train.device=cpu")]
+        value = f"{parameters / 1e9:.1f} B parameters, and no GPU"
+        slow = Finding("train.device", value, _SLOW, "train.device=cpu, if you mean it", "warning")
+        return [slow] * (parameters > _LARGE)
     if cuda is None:
         seen = f"{count} GPU{'s' * (count > 1)}, and torch {torch} is a CPU build"
         allowed = "training would run on the CPU; a CUDA build of torch computes on them"

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -162,9 +162,7 @@ class Summary:
         lines += [line for line in self.defaults if "train." in line]
         lines += [line for stage in self.stages for line in truncation_lines(stage)]
         if self.findings:
-            handled = sum(bool(finding["handled"]) for finding in self.findings)
-            rest = len(self.findings) - handled
-            lines.append(f"audit: {_count(handled, 'error')} dealt with, {_count(rest, 'remark')}")
+            lines += _audit_lines(self.findings)
         if self.served:
             lines.append(f"served model: {self.served}")
         if self.unquantized:
@@ -246,6 +244,14 @@ def truncation_lines(stage: Mapping[str, Any]) -> list[str]:
         if rows["too_long"]:
             lines.append(f"{where}: {rows['too_long']} {of} left out, longer than train.max_len")
     return lines
+
+
+def _audit_lines(findings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield which findings of the audit the delivery has dealt with, and which it reports only."""
+    for what, handled in (("dealt with", True), ("for information", False)):
+        codes = [each["code"] for each in findings if bool(each["handled"]) is handled]
+        if codes:
+            yield f"audit, {what}: {', '.join(dict.fromkeys(codes))}"
 
 
 def _columns(drift: Mapping[str, float]) -> tuple[str, str, str]:

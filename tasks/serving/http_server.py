@@ -111,9 +111,10 @@ class EndedError(Exception):
 
 def pass_on(child: Child, output: Output) -> None:
     """Pass the server's output on to its end."""
-    while chunk := child.read(math.inf):
-        for _ in output.feed(chunk):
-            pass  # a server has no events
+    with suppress(ValueError):  # `child.end` closes it, while this thread waits for the next line
+        while chunk := child.read(math.inf):
+            for _ in output.feed(chunk):
+                pass  # a server has no events
 
 
 def wait_until_healthy(child: Child, port: int, until: float = math.inf) -> None:

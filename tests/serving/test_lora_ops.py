@@ -116,12 +116,17 @@ def test_parts_that_are_not_trained(wrapper: Any, untrained: list[int], rank: in
     check(wrapper, [0] * 7, rank=rank, untrained=untrained)
 
 
-def test_the_head(wrapper: Any) -> None:
-    """Logits have fewer columns than its matrix has rows: vLLM pads vocabularies."""
+@pytest.mark.parametrize("sampled", [5, 2])
+def test_the_head(wrapper: Any, sampled: int) -> None:
+    """Logits have fewer columns than its matrix has rows: vLLM pads vocabularies.
+
+    If the five rows are tokens of a prompt whose log-probabilities are asked for, vLLM passes the
+    adapters of the two requests that are sampled.
+    """
     (first, *_), (second, *_) = matrices(3, RANKS[1])
     hidden = torch.randn(5, WIDE, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     logits = torch.ones(5, PARTS[0] - 2)
-    set_adapters(wrapper, [1] * 5, prefill=False)
+    set_adapters(wrapper, [1] * sampled, prefill=False)
     wrapper.add_lora_logits(logits, hidden, first, second, 1.0)
     made = hidden.double() @ first[1, 0].double().t() @ second[1, 0].double().t()
     expected = 1 + made[:, : PARTS[0] - 2]

@@ -50,18 +50,21 @@ def product(
 ) -> torch.Tensor | None:
     """Multiply all tokens with the matrix of their common adapter.
 
+    For the log-probabilities of a prompt, vLLM passes the head all tokens of the prompt, and the
+    adapters of the requests that are sampled. Its own functions fail on that.
+
     Args:
         inputs: (tokens, in).
         weights: (adapters, out, in) or (adapters, 1, out, in).
-        adapters: (tokens,) index of each token's adapter.
+        adapters: index of each token's adapter; (tokens,), or as many as requests are sampled.
         dtype: of the product.
 
     Returns:
         (tokens, out), or None if the tokens use different adapters.
     """
-    first = int(adapters[0])
-    if len(adapters) != len(inputs) or not bool((adapters == first).all()):
+    if not len(adapters) or not bool((adapters == adapters[0]).all()):
         return None
+    first = int(adapters[0])
     matrix = weights[first].reshape(weights.shape[-2:])
     return torch.nn.functional.linear(inputs.to(dtype), matrix.to(dtype))
 

@@ -71,7 +71,9 @@ def watch(bench: Bench) -> dict[str, Any]:
         seen["faults"] = _faults(bench, answering)
         seen["killed"] = _killed(bench, engine)
         folder = engine._folder
+        bench.ranks.barrier()  # the first rank is the one that removes the folder
         seen["published"] = sorted(path.name.rpartition("-")[2] for path in folder.iterdir())
+        bench.ranks.barrier()
         supervisors = [server.pid for server in engine._fleet.started]
     seen["left"] = folder.exists() or [p for p in supervisors if Path(f"/proc/{p}").exists()]
     return seen

@@ -45,13 +45,23 @@ def base32(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_base(path, make_tokenizer(), hidden_size=128, intermediate_size=256)
 
 
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a head of its own, which vLLM computes with an adapter's matrices, too."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "tie_word_embeddings": False}
+    return save_base(tmp_path_factory.mktemp("untied"), make_tokenizer(), **sizes)
+
+
 @pytest.fixture(scope="module", params=list(POLICIES))
 def seen(
-    request: pytest.FixtureRequest, base32: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    base32: Path,
+    untied: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[str, list[Mapping[str, Any]]]:
     """The policy's name, and the observations of two ranks."""
     name, out = request.param, tmp_path_factory.mktemp("servers")
-    peft, stage = POLICIES[name]
+    (peft, stage), base = POLICIES[name], untied if name == "lora" else base32
     settings = Settings(
         objective="grpo",
         peft=peft,
@@ -60,7 +70,7 @@ def seen(
         launch=Launch(nproc=2),
         online={"rl": {}, "rollout": SERVERS, "reward": {}},
     )
-    TrainJob(settings, base32, "b", base32, out, out).write(out / "job.json")
+    TrainJob(settings, base, "b", base, out, out).write(out / "job.json")
     try:
         run_ranks("tests.rl.rollout.server_program", str(out / "job.json"), log_path=out / "log")
     except StageProcessError:

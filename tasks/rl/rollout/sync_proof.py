@@ -15,7 +15,8 @@ Single tokens decide nothing: rounding flips a few by more than a small step mov
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -125,6 +126,8 @@ def prove(
 ) -> None:
     """Prove that all servers sample from a version. All ranks take part.
 
+    Servers and trainer score at the same time.
+
     Args:
         proof: of the last sync; becomes that of this one.
         version: of the policy that was just published.
@@ -138,10 +141,11 @@ def prove(
     ranks, engine, old = policy.ranks, policy.engine, proof.probes
     temperature = fleet.sampling.temperature
     short = replace(fleet.sampling, max_new_tokens=_new_tokens(fleet.how.max_model_len))
-    scores, samples = ranks.on_first(
-        lambda: (_by_server(fleet, old), fleet.sample_each(prompts, short, version, version))
-    )
-    now = trainer_scores(engine, old, ranks)
+    with _Beside(
+        ranks, lambda: (_by_server(fleet, old), fleet.sample_each(prompts, short, version, version))
+    ) as asked:
+        now = trainer_scores(engine, old, ranks)
+        scores, samples = asked.result()
     ranks.on_first(lambda: proof.require_moved(version, now, scores))
     probes = {
         url: [Probe(prompt, response) for prompt, response in zip(prompts, some, strict=True)]
@@ -149,8 +153,10 @@ def prove(
     }
     unique = {tuple(probe.sequence): probe for some in probes.values() for probe in some}
     new = list(unique.values())
-    plain = trainer_scores(engine, new, ranks)
-    warm = plain if temperature == 1 else trainer_scores(engine, new, ranks, temperature)
+    with _Beside(ranks, lambda: _by_server(fleet, new)) as asked:
+        plain = trainer_scores(engine, new, ranks)
+        warm = plain if temperature == 1 else trainer_scores(engine, new, ranks, temperature)
+        servers = asked.result()
     ends = np.cumsum([len(probe.response.ids) for probe in new])[:-1]
     of_probe = dict(zip(unique, np.split(warm, ends), strict=True))
     sampled = {
@@ -163,7 +169,31 @@ def prove(
     }
     apart = ranks.on_first(lambda: proof.require_sampled(version, sampled, trainer))
     proof.recent = [*proof.recent, apart][-RECENT:]
-    proof.remember(new, plain, ranks.on_first(lambda: _by_server(fleet, new)))
+    proof.remember(new, plain, servers)
+
+
+class _Beside:
+    """Work of rank 0 beside what all ranks compute; a context that waits for its end.
+
+    Args:
+        ranks: this process and its peers.
+        work: runs in a thread of rank 0.
+    """
+
+    def __init__(self, ranks: Ranks, work: Callable[[], Any]) -> None:
+        self._ranks, self._pool = ranks, ThreadPoolExecutor(1)
+        self._future = self._pool.submit(work) if ranks.first else None
+
+    def __enter__(self) -> _Beside:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+
+    def result(self) -> Any:
+        """Return the result of rank 0 on every rank, or raise its error there."""
+        future = self._future
+        return self._ranks.on_first(lambda: None if future is None else future.result())
 
 
 def _by_server(fleet: Fleet, probes: Sequence[Probe]) -> dict[str, Numbers]:

@@ -182,6 +182,9 @@ class Fleet:
         """
         if self._closed:
             return []
+        for each in self.started:  # one may have ended while the others answered the last requests
+            if each.remote.has_ended():
+                each.remote.lost = each.remote.lost or f"{each.remote.url} ended"
         again = [s for s in self.started if s.remote.lost and not s.restarted]
         for lost in again:
             LOG.warning("a rollout server ended (%s); starting it again", lost.remote.lost)

@@ -123,7 +123,7 @@ def test_a_killed_server_costs_no_response(seen: Any) -> None:
         assert killed["both"] is True, "one is started again at once"
         assert "TrainingError: no rollout server is left" in killed["all"]
     killed = seen[1][0]["killed"]  # rank 0 has the servers
-    assert killed["lost"] == 1
+    assert killed["lost"] <= 1, "the other may have answered everything before anyone noticed"
     assert killed["back"] == 2, "started again at the next sync"
     assert killed["left"] == 1, "each server is started once more, not twice"
 

@@ -24,12 +24,12 @@ _STEP = 1 << 30
 
 
 def meant(path: Path) -> str:
-    """Return the existing path whose last part is most like that of a path that does not exist.
+    """Return the folder beside a path that has the most similar name.
 
-    The result is "" if none is alike, or the folder that contains the path cannot be listed.
+    The result is "" if none is similar, or the folder that contains the path cannot be listed.
     """
     with contextlib.suppress(OSError):
-        there = [entry.name for entry in path.parent.iterdir()]
+        there = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
         near = difflib.get_close_matches(path.name, there, n=1, cutoff=0.75)
         return str(path.parent / near[0]) if near else ""
     return ""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasks.core.errors import ArtifactError
-from tasks.core.files import copy_file, link_problem, open_regular
+from tasks.core.files import copy_file, link_problem, meant, open_regular
 
 
 @pytest.fixture
@@ -85,3 +85,11 @@ def test_a_copy_without_help_of_the_kernel(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "copy_file_range", refuse)
     copy_file(folder / "file", folder / "copy")
     assert (folder / "copy").read_bytes() == content
+
+
+def test_the_folder_that_was_meant(tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adaptor").write_text("a file")
+    assert meant(tmp_path / "adaptr") == str(tmp_path / "adapter")
+    assert meant(tmp_path / "adaptor") == str(tmp_path / "adapter")
+    assert meant(tmp_path / "base") == meant(tmp_path / "none" / "base") == ""

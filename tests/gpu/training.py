@@ -185,7 +185,7 @@ def overflow(setting: Setting) -> Numbers:
     place = Place(setting.folder / "overflow", base_of(replace(setting, tiny=True)),
                   words_of(setting))  # fmt: skip
     job = place.job("fp16", replace(_short_settings(), dtype="float16", save_steps=0))
-    events = place.run([job], nproc=1, program="half_jobs")
+    events = place.run([job], nproc=1, program="engine.half_jobs")
     skipped = [bool(one["skipped"]) for one in events if one["event"] == "step"]
     assert len(skipped) == 20
     first = skipped.index(False)

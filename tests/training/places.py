@@ -49,7 +49,7 @@ class Place:
     def run(
         self, jobs: list[TrainJob], nproc: int = 2, *, program: str = "run_jobs"
     ) -> list[dict[str, Any]]:
-        """Train all jobs by a program of this folder; return their events in order."""
+        """Train all jobs by a program below this folder; return their events in order."""
         events: list[dict[str, Any]] = []
         paths = [job.checkpoints / "job.json" for job in jobs]
         for job, path in zip(jobs, paths, strict=True):

@@ -89,7 +89,7 @@ class WitnessCallback(TrainerCallback):
             log.warning("no plumbline.witness in %s: %s: %s", folder, type(error).__name__, error)
             return
         self._last = (state.global_step, record)
-        if state.is_world_process_zero:
+        if getattr(state, "is_world_process_zero", True):
             print(f"plumbline: recorded what the model computes: {record}", file=sys.stderr)
 
     def _own_prompts(self) -> Sequence[str]:

@@ -28,8 +28,8 @@ def main(paths: list[str]) -> None:
     type(get_accelerator()).is_fp16_supported = lambda self: True
     own = run.deepspeed_config
 
-    def overflowing(settings: Settings, world_size: int) -> dict[str, Any]:
-        config = own(settings, world_size)
+    def overflowing(settings: Settings, world_size: int, **more: Any) -> dict[str, Any]:
+        config = own(settings, world_size, **more)
         config["fp16"]["initial_scale_power"] = 24
         return config
 

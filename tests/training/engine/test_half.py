@@ -56,7 +56,7 @@ def by_job(names: Iterable[str], events: list[dict[str, Any]]) -> Steps:
 @pytest.fixture(scope="module")
 def whole(place: Place) -> tuple[dict[str, TrainJob], Steps]:
     jobs = {name: place.job(f"whole-{name}", settings) for name, settings in CASES.items()}
-    return jobs, by_job(jobs, place.run(list(jobs.values()), program="half_jobs"))
+    return jobs, by_job(jobs, place.run(list(jobs.values()), program="engine.half_jobs"))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def resumed(place: Place, whole) -> tuple[dict[str, TrainJob], Steps]:
         name: place.job(f"resumed-{name}", CASES[name], resume=complete(job.checkpoints)[0])
         for name, job in whole[0].items()
     }
-    return jobs, by_job(jobs, place.run(list(jobs.values()), program="half_jobs"))
+    return jobs, by_job(jobs, place.run(list(jobs.values()), program="engine.half_jobs"))
 
 
 @pytest.mark.parametrize("name", CASES)

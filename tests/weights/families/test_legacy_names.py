@@ -207,5 +207,5 @@ def test_a_base_fused_on_disk_is_refused_with_a_hint(bases, tmp_path: Path) -> N
     train_older(bases["mixtral"], tmp_path / "adapter", {"target_modules": MIXTRAL})
     with pytest.raises(ContractError) as raised:
         merge(tmp_path / "fused", tmp_path / "adapter", tmp_path / "out")
-    assert len(raised.value.details) == 49
+    assert len(raised.value.details) == 4  # of 48 tensors the first three
     assert "use a base that stores them separately" in raised.value.report()

@@ -199,7 +199,7 @@ def staleness_rows(bench: Bench) -> list[Row]:
     Rank and server have a thread each, so that the machine needs two free cores.
     """
     base, data = bench.ending_base(bench.size), bench.prompts(bench.size)
-    ask = {"dtype": bench.dtype, "base": base, "data": data, "engine": "server", "timed": 4}
+    ask = {"dtype": bench.dtype, "base": base, "data": data, "engine": "server", "timed": 2}
     timed = bench.interleaved(
         {
             "one step off policy": _loop("ours", **ask, staleness=1),

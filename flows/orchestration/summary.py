@@ -161,8 +161,7 @@ class Summary:
         lines = evaluation_lines(self.eval)
         lines += [line for line in self.defaults if "train." in line]
         lines += [line for stage in self.stages for line in truncation_lines(stage)]
-        if self.findings:
-            lines += _audit_lines(self.findings)
+        lines += _audit_lines(self.findings)
         if self.served:
             lines.append(f"served model: {self.served}")
         if self.unquantized:

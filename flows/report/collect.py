@@ -142,8 +142,9 @@ def collect(folder: Path) -> Collected:
             with suppress(KeyError, TypeError, ValueError):  # online, or of an older release
                 bins = manifest["notes"]["data"]["train"]["lengths"]
                 limit = manifest["config"]["settings"]["batch"]["max_len"]
-                listed = [(int(end), int(rows)) for end, rows in bins]
-                collected.lengths |= {entry["name"]: (listed, int(limit))} if listed else {}
+                if bins:
+                    listed = [(int(end), int(rows)) for end, rows in bins]
+                    collected.lengths[entry["name"]] = (listed, int(limit))
         collected.samples = _samples(artifact / "generations.jsonl") or collected.samples
     _add_progress(collected, progress)
     collected.versions = {

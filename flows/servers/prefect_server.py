@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flows.cli.bootstrap import offer, prefect_settings, stay_off_proxies
 from flows.servers.prefect_app import WAITS, guard_settings
@@ -31,9 +30,6 @@ from flows.servers.services import AUTH, URL, running_server
 from tasks.core.errors import PlumblineError
 from tasks.pipeline.locks import Hold
 from tasks.process.child import PROJECT, Child
-
-if TYPE_CHECKING:
-    pass
 
 START_S = 300.0
 """Time limit of the start. It takes seconds on a quiet machine and minutes on a busy one."""

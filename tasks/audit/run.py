@@ -39,7 +39,7 @@ class Report:
         findings: all findings, the worst first.
         seconds: wall time.
         mendable: True if `fix=true` writes a copy without errors.
-        values: True if the data of the tensors was read, too.
+        values: True if the data of all tensors was read, too.
     """
 
     source: str
@@ -140,10 +140,8 @@ def audit(
     completed = tuple(_with_paths(finding, source, opened) for finding in findings)
     seconds = time.perf_counter() - began
     what = printable(opened.recognised.what)
-    unread = bool(opened.tensors) and not values
-    return Report(
-        str(source), opened.kind.value, what, completed, seconds, mendable, values=not unread
-    )
+    read = values or not opened.tensors
+    return Report(str(source), opened.kind.value, what, completed, seconds, mendable, read)
 
 
 def _with_paths(finding: Finding, source: Path, opened: Source) -> Finding:

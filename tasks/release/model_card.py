@@ -102,13 +102,16 @@ def _as_model(text: str) -> str:
     if header.get("library_name") != "peft":
         return text
     tags = header.pop("tags", None) or []
-    base = str(header.pop("base_model", None) or "")
-    of_model = [t for t in tags if t not in _ADAPTER_TAGS and not str(t).startswith("base_model:")]
-    fields = {"library_name": "transformers", "base_model": hub_id(base), "tags": of_model}
-    front = yaml.safe_dump(
-        {name: value for name, value in {**header, **fields}.items() if value},
-        sort_keys=False, allow_unicode=True,
-    )  # fmt: skip
+    base = header.pop("base_model", None)  # a list in cards of merged models
+    header |= {
+        "library_name": "transformers",
+        "base_model": hub_id(base) if isinstance(base, str) else "",
+        "tags": [
+            t for t in tags if t not in _ADAPTER_TAGS and not str(t).startswith("base_model:")
+        ],
+    }
+    fields = {name: value for name, value in header.items() if value}
+    front = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
     return f"{_FENCE}{front}{_FENCE}{text.split(_FENCE, 2)[2]}"
 
 

@@ -13,8 +13,8 @@ from tasks.core import machine as host
 from tasks.core.finding import Finding
 
 GIB = 2**30
-"""Drift profiles that a small random model passes when it is quantised so."""
 _LARGE = 10**9
+"""Parameters of a model that nobody trains on CPUs on purpose."""
 _SLOW = "an optimizer step takes minutes to hours on CPUs; `nvidia-smi` should list a GPU"
 _FLASH = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"}
 """Distributions that bring attention implementations."""

@@ -47,7 +47,7 @@ def misfits(contract: Contract) -> Iterator[str]:
             f"{min(contract.file_tensors)} and {len(contract.file_tensors) - 1} more"
         )
         return
-    elif len(present) < len(wanted):
+    if len(present) < len(wanted):
         yield f"the adapter covers only {len(present)} of the {len(wanted)} tensors it has to hold"
     for key, shape in wanted.items():
         have = contract.file_tensors.get(key)

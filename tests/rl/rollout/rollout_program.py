@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -366,14 +366,19 @@ LIVES = {"grpo": watch, "faults": break_it, "starts": start_twice, "torn": tear}
 """Function for a policy, by its job's objective."""
 
 
-def main() -> None:
+def main(lives: Mapping[str, Callable[[Bench], dict[str, Any]]]) -> None:
+    """Live through each job of the command line, and write what was seen beside it.
+
+    Args:
+        lives: function for a policy, by its job's objective.
+    """
     use_fp32_where_faster()
     ranks = Ranks()
     for path in map(Path, sys.argv[1:]):
         job = TrainJob.read(path)
         try:
             bench = Bench.of(job, ranks)
-            seen = LIVES[job.settings.objective](bench)
+            seen = lives[job.settings.objective](bench)
             bench.engine.destroy()
         except Exception:
             seen = {"failure": traceback.format_exc()}
@@ -387,4 +392,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(LIVES)

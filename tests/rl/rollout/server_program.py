@@ -7,26 +7,19 @@ Each job writes `rank-<n>.json` with its observations.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tasks.process.exit_process import end_process
 from tasks.rl.experience.responses import Request
-from tasks.serving.bf16_linear import use_fp32_where_faster
 from tasks.serving.rollout_servers.remote import RemoteServer
-from tasks.training.engine.deepspeed_engine import Ranks
-from tasks.training.job import TrainJob
-from tests.rl.rollout.rollout_program import Bench, _ids, _said, requests
+from tests.rl.rollout.rollout_program import Bench, _ids, _said, main, requests
 
 MANY = 24
 """Responses to each of five requests while a server is killed."""
@@ -191,28 +184,5 @@ def _descendants(pid: int) -> list[int]:
     return [p for child in map(int, children) for p in (child, *_descendants(child))]
 
 
-LIVES: dict[str, Callable[[Bench], dict[str, Any]]] = {"grpo": watch}
-"""Function for a policy, by its job's objective."""
-
-
-def main() -> None:
-    use_fp32_where_faster()
-    ranks = Ranks()
-    for path in map(Path, sys.argv[1:]):
-        job = TrainJob.read(path)
-        try:
-            bench = Bench.of(job, ranks)
-            seen = LIVES[job.settings.objective](bench)
-            bench.engine.destroy()
-        except Exception:
-            seen = {"failure": traceback.format_exc()}
-        (job.out / f"rank-{ranks.rank}.json").write_text(json.dumps(seen))
-        if "failure" in seen:
-            sys.exit(1)  # the other rank may wait for this one
-        ranks.barrier()
-    ranks.leave()
-    end_process()
-
-
 if __name__ == "__main__":
-    main()
+    main({"grpo": watch})

@@ -145,20 +145,23 @@ def _text_names(keys: AdapterKeys, base: Source) -> Iterator[Finding]:
 
 def _names(keys: AdapterKeys, base: Base) -> Iterator[Finding]:
     """Report pairs whose names have one `model.` less or more than the base's modules."""
-    renamed: dict[str, str] = {}
-    for name in map(plain_module, keys.pairs):
-        near = (f"model.{name}", name.removeprefix("model."))
-        right = next((each for each in near if each != name and each in base.modules), None)
-        if name in base.modules or right is None:
-            return
-        if right.startswith("model."):  # else the base may be saved without its head
-            renamed[name] = right
-    if renamed:
+    renamed = {name: _meant(plain_module(name), base) for name in keys.pairs}
+    if renamed and all(renamed.values()):
         name, right = next(iter(renamed.items()))
         yield Adapters.ADAPTER_MODULE_NAMES.at(
-            keys.pairs[name].file if name in keys.pairs else "", list(renamed),
+            keys.pairs[name].file, list(renamed),
             found=f"{PEFT_PREFIX}{name}", expected=f"{PEFT_PREFIX}{right}",
         )  # fmt: skip
+
+
+def _meant(module: str, base: Base) -> str:
+    """Return the module of the base with one `model.` more or less; "" if the name is right.
+
+    Names of a base without `model.` tell nothing: it may be saved without its head.
+    """
+    near = [f"model.{module}", module.removeprefix("model.")]
+    there = [name for name in near if name.startswith("model.") and name in base.modules]
+    return there[0] if there and module not in base.modules else ""
 
 
 def _is_elsewhere(module: str) -> bool:

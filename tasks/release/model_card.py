@@ -101,14 +101,12 @@ def _as_model(text: str) -> str:
     header = _header(text)
     if header.get("library_name") != "peft":
         return text
-    tags = header.pop("tags", None) or []
+    tags = [str(tag) for tag in header.pop("tags", None) or []]
     base = header.pop("base_model", None)  # a list in cards of merged models
     header |= {
         "library_name": "transformers",
         "base_model": hub_id(base) if isinstance(base, str) else "",
-        "tags": [
-            t for t in tags if t not in _ADAPTER_TAGS and not str(t).startswith("base_model:")
-        ],
+        "tags": [t for t in tags if t not in _ADAPTER_TAGS and t.split(":")[0] != "base_model"],
     }
     fields = {name: value for name, value in header.items() if value}
     front = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import ConfigError
-from tasks.drift.fingerprint import DriftLimit
+from tasks.drift.fingerprint import PROFILES, DriftLimit
 from tasks.evaluation.planned import Explain, Measuring, Planned
 from tasks.evaluation.scoring import ModelRef, Score
 from tasks.evaluation.trained_artifact import CONFIG, Trained, write_json
@@ -21,7 +22,13 @@ from tasks.pipeline.report import StageReport
 from tasks.weights.adapters.changes import changes
 from tasks.weights.adapters.read import Adapter, read_adapter
 from tasks.weights.adapters.values import require_values
-from tasks.weights.execute.verdicts import merge_metrics, merged, quantization_notes
+from tasks.weights.execute.verdicts import (
+    kept_checks,
+    merge_metrics,
+    merged,
+    quantization_notes,
+    rounding_notes,
+)
 from tasks.weights.execute.worker import Perform, ask_facts, perform
 from tasks.weights.execute.writer import parse_size
 from tasks.weights.families.merging import MergeSettings, merged_config, plan_merge
@@ -36,6 +43,7 @@ from tasks.weights.proof.recheck import recomputed_check
 from tasks.weights.quantized.config_fields import is_packed, stored
 from tasks.weights.quantized.nf4 import check_quantization
 from tasks.weights.quantized.source import Base, PackedCheckpoint, decoding, read_base
+from tasks.weights.rounding import Rounding
 from tasks.weights.tokens.tokenizer import read_tokenizer
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
@@ -52,6 +60,7 @@ def merge(
     base: Path,
     trained: Path,
     base_mode: str,
+    rounding: Rounding,
     score: Score,
     profile: DriftLimit,
     log: Log,
@@ -69,6 +78,7 @@ def merge(
         base_mode: "dequantized" merges into the base as 4-bit training used it, "original" into the
             base on disk; "auto" is "dequantized" if training quantised the base. A base stored in 4
             bits is always "dequantized".
+        rounding: rounding of what the adapter changes; see `weights/rounding.py`.
         score: measures fingerprints.
         profile: drift that is allowed between the merged and the trained model.
         log: progress.
@@ -91,7 +101,7 @@ def merge(
     dtype, limit = _output(output, source)
     weights = read_base(base)
     read = read_adapter(adapter, ADAPTER_INPUT)
-    plan, config = _plan(read, weights, base, source, mode, perform)
+    plan, config = _plan(read, weights, base, source, mode, rounding, perform)
     # Packed matrices have their own original dtype, which may differ from other tensors'.
     same = dtype == source.dtype and not isinstance(weights, PackedCheckpoint)
     wanted = None if same else DTYPE_NAMES[dtype]
@@ -135,8 +145,9 @@ def merge_planned(out: Path, work: Planned, *, log: Log) -> StageReport:
     log.info("merge: %d of %d tensors change", folded, len(plan.ops))
     done = work.execute(out)
     checks = [merged(op, done.outcomes[op.name]) for op in plan.ops]
-    checks.append(recomputed_check(work.recompute(out)))
-    notes = {"plan": plan.as_json(), **quantization_notes(done)}
+    limit = work.measuring.limit if work.measuring is not None else PROFILES["standard"]
+    checks += [*kept_checks(plan, done, limit.kept), recomputed_check(work.recompute(out))]
+    notes = {"plan": plan.as_json(), **rounding_notes(plan, done), **quantization_notes(done)}
     return work.report("weights", out, done, checks, metrics=merge_metrics(plan, done), notes=notes)
 
 
@@ -196,7 +207,13 @@ def _mode(base_mode: str, source: Trained, base: Path) -> str:
 
 
 def _plan(
-    read: Adapter, base: Base, folder: Path, source: Trained, mode: str, perform: Perform
+    read: Adapter,
+    base: Base,
+    folder: Path,
+    source: Trained,
+    mode: str,
+    rounding: Rounding,
+    perform: Perform,
 ) -> tuple[Plan, Mapping[str, Any]]:
     """Return the plan and the merged model's config.json.
 
@@ -206,7 +223,7 @@ def _plan(
         ContractError: the adapter does not fit the base; the error has all findings.
     """
     facts = ask_facts(perform, folder, source.dtype)
-    settings = _settings(facts, source, base, mode)
+    settings = replace(_settings(facts, source, base, mode), rounding=rounding)
     if source.is_reward:
         reward = merged_reward(
             read, base, source.config, settings, dtype=source.dtype, perform=perform,

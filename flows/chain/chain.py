@@ -110,6 +110,7 @@ class Chain(ChainRun):
             inputs={"adapter": adapter, "base": base, "trained": trained},
             config={
                 "base_mode": self.settings["merge"]["base"],
+                "rounding": self.settings["merge"]["rounding"],
                 "output": {key: convert_to[key] for key in ("dtype", "max_shard_size")},
                 "profile": self.profile,
             },

@@ -87,6 +87,7 @@ def _prepare(composed: Composed) -> Delivery:
         _folder(config) if config else None,
         perform,
         tuple(adapters),
+        settings["merge"]["rounding"],
     )
     work = prepare(request)
     preflight(

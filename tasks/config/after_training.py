@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tasks.config.choices import Dtype, MergeBase, Profile, Quantize, QuantizeProfile, SmokeEngine
+from tasks.config.choices import (
+    Dtype,
+    MergeBase,
+    Profile,
+    Quantize,
+    QuantizeProfile,
+    Rounding,
+    SmokeEngine,
+)
 from tasks.config.defaults import COMPUTED
 
 
@@ -13,6 +21,7 @@ class Merge:
     """Merging an adapter into its base weights."""
 
     base: MergeBase = "auto"  # base to merge into; auto: dequantized for QLoRA, else original
+    rounding: Rounding = "unbiased"  # nearest: as other tools; loses updates below half a step
 
 
 @dataclass(frozen=True)

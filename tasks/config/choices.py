@@ -47,6 +47,7 @@ Correction = Literal["none", "tis", "icepop", "sequence_mask"]
 ObservationRole = Literal["user", "tool"]
 RewardEngine = Literal["process", "vllm"]
 MergeBase = Literal["auto", "dequantized", "original"]
+Rounding = Literal["unbiased", "nearest"]
 Engine = Literal["vllm", "server", "transformers"]
 """`server`: vLLM servers over HTTP."""
 SmokeEngine = Literal["vllm", "server", "transformers"]

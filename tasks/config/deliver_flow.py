@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tasks.config.after_training import Convert, Signing
-from tasks.config.choices import Profile, QuantType
+from tasks.config.choices import Profile, QuantType, Rounding
 from tasks.config.places import DeliverTimeouts, Paths, Tracking
 
 MISSING = "???"
@@ -28,6 +28,7 @@ class DeliverMerge:
     """The base that an adapter is merged into."""
 
     base: BaseMode = "auto"  # compare: measure both, write nothing
+    rounding: Rounding = "unbiased"  # nearest: as other tools; loses updates below half a step
     quant_type: QuantType = "nf4"  # base=dequantized: code book, if training left no record
     double_quant: bool = True  # base=dequantized: block scales in 8 bits, likewise
 

@@ -176,12 +176,14 @@ class DriftLimit:
         p95_kl: highest 95th percentile of the KL, in nats.
         top1_agreement: lowest top-1 agreement.
         rewards: limits for a reward model, which has scores instead of log-probabilities.
+        kept: least share of an adapter's update that a merge has to keep.
     """
 
     mean_kl: float
     p95_kl: float
     top1_agreement: float
     rewards: RewardLimit = field(default_factory=lambda: RewardLimit(difference=0.03, order=0.97))
+    kept: float = 0.9
 
 
 PROFILES = {
@@ -197,6 +199,7 @@ PROFILES = {
         p95_kl=5e-2,
         top1_agreement=0.95,
         rewards=RewardLimit(difference=0.1, order=0.95),
+        kept=0.0,
     ),
 }
 

@@ -213,7 +213,8 @@ def _adapter(kind: str) -> Iterator[Unread]:
     if kind == "none":
         keys = (
             "peft.rank peft.alpha peft.dropout peft.target_modules peft.exclude_modules "
-            "peft.use_* peft.init peft.pissa_niter peft.*_pattern peft.modules_to_save merge.base "
+            "peft.use_* peft.init peft.pissa_niter peft.*_pattern peft.modules_to_save "
+            "merge.base merge.rounding "
         )
         yield Unread(keys + of_quantised, "peft.kind=none", "only adapters read it", "peft=lora")
     elif kind == "lora":

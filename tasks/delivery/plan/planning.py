@@ -170,7 +170,12 @@ def _read_base(
     base, through = open_model(request.base), request.quantization
     facts = ask_facts(request.perform, request.base, request.target.dtype)
     quantized = frozenset(facts.quantized) if through is not None else frozenset()
-    settings = MergeSettings(request.target.short, quantization=through, quantized=quantized)
+    settings = MergeSettings(
+        request.target.short,
+        quantization=through,
+        quantized=quantized,
+        rounding=request.rounding,
+    )
     return request.base, base, config, facts, settings
 
 

@@ -19,6 +19,7 @@ from tasks.weights.plan.layout import with_output
 from tasks.weights.plan.operations import Plan
 from tasks.weights.quantized.config_fields import is_packed, stored, without_quantization
 from tasks.weights.quantized.source import PackedCheckpoint, decoding
+from tasks.weights.rounding import Rounding
 
 BASE, ADAPTER, TRAINED, MODEL = "base", "adapter", "trained", WEIGHTS
 """Names of the inputs in the plans."""
@@ -50,6 +51,7 @@ class Request:
             checkpoint.
         perform: sends requests about model classes to the process that has torch.
         adapters: the adapters, if SOURCE is one or there are several.
+        rounding: `merge.rounding`.
     """
 
     given: Given
@@ -59,6 +61,7 @@ class Request:
     adapter_config: Path | None
     perform: Perform
     adapters: tuple[Weighted, ...] = ()
+    rounding: Rounding = "unbiased"
 
 
 @dataclass(frozen=True)

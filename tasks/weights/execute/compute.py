@@ -25,6 +25,7 @@ from tasks.weights.files.header import ITEM_BITS
 from tasks.weights.files.reader import torch_dtype
 from tasks.weights.files.source import extents_of, info_of
 from tasks.weights.plan.operations import Op
+from tasks.weights.rounding import GRIDS, row_keys, unbiased
 
 if TYPE_CHECKING:
     import torch
@@ -84,40 +85,51 @@ def compute(op: Op, sources: Sources, measured: Measured) -> Iterator[NDArray[np
     adapter = _Operands(sources)
     rows, columns = matrix_shape(op.read_shape)
     for first, block in _blocks(op, sources, rows, columns, measured):
-        # Copied even if it is fp32 already: terms work in place, and `block` is compared below.
-        wide = _with_terms(
-            op, block.to(torch.float32, copy=bool(op.terms)), first, adapter, measured
-        )
-        out = _stored(op, wide)
+        before = block.to(torch.float32)
+        # Copied, because terms work in place and `before` is compared below.
+        wide = _with_terms(op, before.clone(), first, adapter) if op.terms else before
+        out = _stored(op, wide, before if op.terms else None, first)
         raw = _bytes(out)
         measured.nonfinite += bits.nonfinite(raw, op.dtype)
         if op.terms:
             measured.changed += _differing(raw, _bytes(block.to(out.dtype)), op.dtype)
+            _measure_kept(out, wide, before, measured)
         yield raw
 
 
-def _stored(op: Op, wide: torch.Tensor) -> torch.Tensor:
+def _stored(op: Op, wide: torch.Tensor, before: torch.Tensor | None, first: int) -> torch.Tensor:
     """Round a block once to the output's dtype, or encode it as 8-bit weights or their scales."""
-    if op.encoding is None:
-        return wide.to(torch_dtype(op.dtype))
-    from tasks.weights.quantized.encode import encode
+    if op.encoding is not None:
+        from tasks.weights.quantized.encode import encode
 
-    return encode(op.encoding, wide)
+        return encode(op.encoding, wide)
+    dtype = torch_dtype(op.dtype)
+    if not op.unbiased or op.dtype not in GRIDS:
+        return wide.to(dtype)
+    return unbiased(wide, before, dtype, row_keys(op.name, first, len(wide)))
 
 
-def _with_terms(
-    op: Op, wide: torch.Tensor, first: int, operands: _Operands, measured: Measured
-) -> torch.Tensor:
+def _measure_kept(
+    out: torch.Tensor, wide: torch.Tensor, before: torch.Tensor, measured: Measured
+) -> None:
+    """Add a block's share of the update, and of what the output and rounding to nearest keep."""
+    change = wide - before
+    nearest = wide.to(out.dtype) if out.dtype != wide.dtype else wide
+    measured.delta += squared(change)
+    measured.kept += float(((out.float() - before) * change).sum(dtype=change.double().dtype))
+    measured.nearest += float(
+        ((nearest.float() - before) * change).sum(dtype=change.double().dtype)
+    )
+
+
+def _with_terms(op: Op, wide: torch.Tensor, first: int, operands: _Operands) -> torch.Tensor:
     from tasks.weights.execute.kernels import apply
 
-    before = wide.clone() if measured.error is not None and op.terms else None
-    vector = len(op.shape) < 2
-    wide = wide.reshape(-1) if vector else wide
+    shape = wide.shape
+    wide = wide.reshape(-1) if len(op.shape) < 2 else wide
     for term in op.terms:
         wide = apply(term, wide, start=first, operand=operands)
-    if before is not None:
-        measured.delta = (measured.delta or 0.0) + squared(wide.reshape(before.shape) - before)
-    return wide
+    return wide.reshape(shape)
 
 
 def _blocks(

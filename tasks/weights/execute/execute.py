@@ -89,6 +89,30 @@ class Executed:
         }
 
     @property
+    def kept(self) -> float | None:
+        """Share of the adapter's update that the output keeps; None if nothing was changed."""
+        return self._share("kept")
+
+    @property
+    def nearest_keeps(self) -> float | None:
+        """Share that the sums rounded to nearest would keep; None if nothing was changed."""
+        return self._share("nearest")
+
+    @property
+    def kept_by_tensor(self) -> dict[str, float]:
+        """`kept` of every tensor that the adapter changes."""
+        return {
+            name: (outcome.kept or 0.0) / outcome.delta
+            for name, outcome in self.outcomes.items()
+            if outcome.delta
+        }
+
+    def _share(self, part: str) -> float | None:
+        changed = [outcome for outcome in self.outcomes.values() if outcome.delta]
+        total = sum(outcome.delta or 0.0 for outcome in changed)
+        return sum(getattr(outcome, part) for outcome in changed) / total if total else None
+
+    @property
     def overall_error(self) -> float | None:
         """`quantization_error` over all tensors together; None if training did not quantize."""
         both = [

@@ -41,7 +41,9 @@ class Outcome:
         changed: fraction of elements that the adapter changed; None if it has no terms for it.
         error: squared Frobenius norm of the 4-bit quantization error; None if training did not
             quantize the tensor.
-        delta: squared Frobenius norm of the adapter's change; None like `error`.
+        delta: squared Frobenius norm of the adapter's change D; None like `changed`.
+        kept: `<Q - W, D>` of the base W and the written tensor Q: `delta` if all is kept.
+        nearest: the same for the sum rounded to nearest.
     """
 
     name: str
@@ -52,6 +54,8 @@ class Outcome:
     changed: float | None = None
     error: float | None = None
     delta: float | None = None
+    kept: float | None = None
+    nearest: float | None = None
 
 
 @dataclass
@@ -61,7 +65,9 @@ class Measured:
     nonfinite: int = 0
     changed: int = 0
     error: float | None = None
-    delta: float | None = None
+    delta: float = 0.0
+    kept: float = 0.0
+    nearest: float = 0.0
 
 
 class Journal:

@@ -1,8 +1,9 @@
 """Merge LoRA into bf16 matrices without torch: a C kernel does this common case in one pass.
 
-The kernel sums products in order, scales and adds in fp32, and rounds once: the result is the same
-on every CPU. torch (`kernels.py`) gives the same bits where its BLAS sums in order (MKL on Intel up
-to 384 terms, on AMD up to 192); elsewhere it differs only in sums that lie between two numbers.
+The kernel sums products in order, scales and adds in fp32, and rounds once (`rounding.py`): the
+result is the same on every CPU. torch (`kernels.py`) gives the same bits where its BLAS sums in
+order (MKL on Intel up to 384 terms, on AMD up to 192); elsewhere it differs only in sums that lie
+between two numbers.
 Operations that the kernel does not support, and machines without a compiler, use torch.
 """
 
@@ -28,6 +29,7 @@ from tasks.weights.native import library
 from tasks.weights.native.binding import MAX_RANK
 from tasks.weights.plan.adapter_ops import LowRank
 from tasks.weights.plan.operations import Op
+from tasks.weights.rounding import row_keys
 
 SLOT = 7 << 18
 """Target for the memory of one tensor in progress, in bytes: all of A, and as many rows as fit.
@@ -95,11 +97,15 @@ def fold(
             base.into(raw, first * columns * 2)
             out = slot[a_bytes : a_bytes + size]
             words = raw.view(np.uint16).reshape(-1, columns)
-            changed, nonfinite = kernels.fold(
-                words, out.view(np.uint16), a=a, b=factors, scale=term.scale
+            keys = row_keys(op.name, first, end - first) if op.unbiased else None
+            folded = kernels.fold(
+                words, out.view(np.uint16), a=a, b=factors, scale=term.scale, keys=keys
             )
-            measured.changed += changed
-            measured.nonfinite += nonfinite
+            measured.changed += folded.changed
+            measured.nonfinite += folded.nonfinite
+            measured.delta += folded.update
+            measured.kept += folded.kept
+            measured.nearest += folded.nearest
             yield out
 
 

@@ -12,6 +12,10 @@ from tasks.weights.execute.execute import Executed
 from tasks.weights.execute.journal import Outcome
 from tasks.weights.files.names import parse_peft
 from tasks.weights.plan.operations import Op, Plan
+from tasks.weights.rounding import described
+
+_NAMED = 0.99
+"""Below this share the tensors that lost most are named."""
 
 
 def gathered(op: Op, outcome: Outcome) -> Check:
@@ -48,6 +52,49 @@ def finite(name: str, outcome: Outcome) -> Check:
     return Check(name, "finite", f"{bad} elements not finite" if bad else "finite", ok=not bad)
 
 
+def kept_checks(plan: Plan, done: Executed, least: float) -> list[Check]:
+    """Check that rounding kept the adapter's update; none if no tensor was changed.
+
+    Unbiased rounding keeps it on average, so only its random part is reported; the recomputed rows
+    prove it.
+
+    Args:
+        plan: the executed plan.
+        done: its result.
+        least: share of the update that rounding to nearest has to keep.
+    """
+    kept, nearest = done.kept, done.nearest_keeps
+    if kept is None or nearest is None:
+        return []
+    unbiased = any(op.unbiased for op in plan.ops)
+    text = f"{kept:.1%}" + (f"; nearest would keep {nearest:.1%}" if unbiased else "")
+    if kept < _NAMED:
+        worst = sorted(done.kept_by_tensor.items(), key=lambda item: item[1])[:3]
+        text += "; least " + ", ".join(f"{name} {share:.1%}" for name, share in worst)
+    hint = (
+        f"rounding threw {1 - kept:.0%} of the adapter away: merge.rounding=unbiased keeps it in "
+        "the same format; or convert.dtype=float32"
+    )
+    ok = unbiased or kept >= least
+    return [Check("kept of the update", f">= {least:.0%}", text, ok=ok, hint=hint)]
+
+
+def rounding_notes(plan: Plan, done: Executed) -> dict[str, Any]:
+    """Return the rounding of a merge and what it kept, for the manifest; {} if none was needed."""
+    kept, nearest = done.kept, done.nearest_keeps
+    if kept is None or nearest is None:
+        return {}
+    unbiased = any(op.unbiased for op in plan.ops)
+    return {
+        "rounding": {
+            **described("unbiased" if unbiased else "nearest"),
+            "kept": round(kept, 5),
+            "nearest_would_keep": round(nearest, 5),
+            "by_tensor": {name: round(share, 4) for name, share in done.kept_by_tensor.items()},
+        }
+    }
+
+
 def quantization_notes(done: Executed) -> dict[str, Any]:
     """Return the quantization error relative to the adapter's change; {} if there is none."""
     errors = done.quantization_error
@@ -71,6 +118,8 @@ def merge_metrics(plan: Plan, done: Executed) -> dict[str, float]:
         "tensors": float(len(plan.ops)),
         "folded": float(sum(bool(op.terms) for op in plan.ops)),
     }
+    if done.kept is not None and done.nearest_keeps is not None:
+        metrics |= {"kept": done.kept, "nearest_would_keep": done.nearest_keeps}
     if done.overall_error is not None:
         metrics["quantization_error"] = done.overall_error
     return metrics

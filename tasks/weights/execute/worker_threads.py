@@ -112,6 +112,8 @@ class Worker:
             nonfinite=measured.nonfinite,
             changed=measured.changed / (rows * columns) if op.terms else None,
             error=measured.error if op.terms else None,
-            delta=measured.delta,
+            delta=measured.delta if op.terms else None,
+            kept=measured.kept if op.terms else None,
+            nearest=measured.nearest if op.terms else None,
         )
         return Done(outcome, read=op.nbytes, written=op.nbytes)

@@ -16,6 +16,7 @@ from tasks.weights.files.dtype_bits import is_float
 from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Term, operands
 from tasks.weights.plan.contracts import ModelFacts
 from tasks.weights.plan.operations import Op
+from tasks.weights.rounding import Rounding
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class MergeSettings:
         quantized: keys of the tensors that training stored in 4 bits.
         max_shard_bytes: limit of tensor data in one output file; None writes a single file.
         base: name of the base among the inputs of the plan.
+        rounding: rounding of what the adapters change; see `rounding.py`.
     """
 
     dtype: str | None = None
@@ -37,6 +39,7 @@ class MergeSettings:
     quantized: frozenset[str] = frozenset()
     max_shard_bytes: int | None = None
     base: str = "base"
+    rounding: Rounding = "unbiased"
 
 
 @dataclass
@@ -74,15 +77,20 @@ class MergeOps:
             if any(place.shape != tuple(info.shape) for place in key_places):
                 self.findings.append(f"{key}: is {list(info.shape)}, the model's facts differ")
                 continue
-            yield self._op(key, key_places)
+            yield self._rounded(self._op(key, key_places))
         self.findings += [f"{key}: not in the base" for key in places]
-        yield from self._stored_apart()
+        yield from map(self._rounded, self._stored_apart())
         changed = {*self.changes.terms, *self.changes.replacements}
         self.findings += [
             f"{name}: changed by the adapter, but no tensor of the base contains it"
             for name in sorted(changed - self._used)
             if not self.facts.findings  # this finding would only repeat them
         ]
+
+    def _rounded(self, op: Op) -> Op:
+        """Round what an adapter changes or replaces as the settings say."""
+        changed = bool(op.terms) or op.input != self.settings.base
+        return replace(op, unbiased=changed and self.settings.rounding == "unbiased")
 
     def _op(self, key: str, places: Sequence[Place]) -> Op:
         if len(places) == 1 and places[0].whole:

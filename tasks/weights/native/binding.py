@@ -31,6 +31,20 @@ MAX_RANK = 384
 order on Intel CPUs, as the kernel does (measured for ranks 1 to 1024; on AMD CPUs up to 192)."""
 
 
+class Folded(ctypes.Structure):
+    """Counts and sums of a block: for the update D of the base W, the output Q, and W + D rounded
+    to nearest N, they are <D, D>, <Q - W, D> and <N - W, D>.
+    """
+
+    _fields_ = (
+        ("changed", ctypes.c_int64),
+        ("nonfinite", ctypes.c_int64),
+        ("update", ctypes.c_double),
+        ("kept", ctypes.c_double),
+        ("nearest", ctypes.c_double),
+    )
+
+
 class Library:
     """Compiled kernels. Calls release the interpreter's lock."""
 
@@ -39,7 +53,7 @@ class Library:
         size, address = ctypes.c_size_t, ctypes.c_void_p
         self._declare("round_bf16", None, address, address, size)
         self._declare("widen_bf16", None, address, address, size)
-        folded = [address] * 4 + [ctypes.c_int] + [size] * 3 + [ctypes.c_float, address]
+        folded = [address] * 5 + [ctypes.c_int] + [size] * 3 + [ctypes.c_float, address]
         self._declare("fold_bf16", ctypes.c_int, *folded)
 
     def _declare(self, name: str, result: Any, *arguments: Any) -> None:
@@ -54,7 +68,8 @@ class Library:
         a: NDArray[Any],
         b: NDArray[np.float32],
         scale: float,
-    ) -> tuple[int, int]:
+        keys: NDArray[np.uint64] | None = None,
+    ) -> Folded:
         """Compute `out = bf16(base + scale * (b @ a))`.
 
         Args:
@@ -64,15 +79,15 @@ class Library:
                 `MAX_RANK`.
             b: shape (rows, rank).
             scale: factor of the product.
-
-        Returns:
-            Number of changed elements, and number of elements of `out` that are not finite.
+            keys: `rounding.row_keys` of the rows, to round without bias; None rounds to nearest.
         """
-        counts: NDArray[np.int64] = np.zeros(2, np.int64)
+        folded = Folded()
         sizes = (base.shape[0], base.shape[1], b.shape[1])
-        matrices = (_at(base), _at(out), _at(b), _at(a), int(a.dtype.itemsize == 2))
-        assert self._library.fold_bf16(*matrices, *sizes, scale, _at(counts)), "no such kernel"
-        return int(counts[0]), int(counts[1])
+        matrices = (_at(base), _at(out), _at(b), _at(a), None if keys is None else _at(keys))
+        kinds = (int(a.dtype.itemsize == 2), *sizes, scale, ctypes.addressof(folded))
+        if not self._library.fold_bf16(*matrices, *kinds):
+            raise ValueError(f"the kernel does not support rank {b.shape[1]} on this CPU")
+        return folded
 
     def round_bf16(self, wide: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
         """Round fp32 to the 16 bits of bf16: to nearest, ties to even; NaN becomes 0x7FC0."""
@@ -86,7 +101,7 @@ class Library:
     def folds(self) -> bool:
         """True if `fold` supports this CPU."""
         nothing: NDArray[np.uint64] = np.zeros(64, np.uint64)
-        where = [_at(nothing)] * 4
+        where = [_at(nothing)] * 5
         return bool(self._library.fold_bf16(*where, 0, 0, 0, 0, 0.0, _at(nothing)))
 
 

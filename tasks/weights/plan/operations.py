@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from tasks.weights.files.header import ITEM_BITS
 from tasks.weights.plan.adapter_ops import Term, term_as_json, term_from_json
+from tasks.weights.rounding import GRIDS
 
 Kind = Literal["copy", "cast", "compute"]
 
@@ -57,6 +58,7 @@ class Op:
             decode a source stored in 4 bits; as in train.json. None for neither.
         terms: changes in fp32, in order.
         encoding: storage of the result in 8 bits; None for none.
+        unbiased: round what the adapter changes without bias (`rounding.py`), not to nearest.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Op:
     quantization: Mapping[str, Any] | None = None
     terms: tuple[Term, ...] = ()
     encoding: Encoding | None = None
+    unbiased: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +90,9 @@ class Op:
         """Kind: "copy" moves bytes, "cast" changes only the dtype, "compute" is all else."""
         if self.terms or self.transpose or self.encoding or self.quantization is not None:
             return "compute"
-        return "copy" if self.dtype == self.source_dtype else "cast"
+        if self.dtype == self.source_dtype:
+            return "copy"
+        return "compute" if self.unbiased and self.dtype in GRIDS else "cast"
 
     @property
     def input(self) -> str:

@@ -4,9 +4,9 @@ Model outputs cannot show a small fault: after five steps an adapter hardly chan
 log-probability, and a module that was left out changes none. So rows of every written tensor are
 read back and recomputed from base and adapter in fp64, without the code that merges
 (`lora_merge.py`, `kernels.py`). A merge adds in fp32 and rounds once. An element is right if it is
-the rounding of a number within fp32's error of the exact one. So a correct merge has no wrong
-element; a module left out, a scale off by 2 % or another base has, unless it rounds to the same
-bytes.
+the rounding of a number within fp32's error of the exact one; where the update may be on either
+side of two steps, either rounding is right. So a correct merge has no wrong element; a module left
+out, a scale off by 2 %, another base or other random bits have.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from tasks.weights.files.source import Source
 from tasks.weights.plan.operations import Op, Plan
 from tasks.weights.proof.compare import comparable
 from tasks.weights.proof.expected import Array, BaseRows, Block, Expected
+from tasks.weights.proof.unbiased import random_parts, round_with, small
 from tasks.weights.quantized.packed import STORED
+from tasks.weights.rounding import GRIDS
 
 PIECES, PIECE_ROWS = 8, 8
 """Sampled rows of a tensor: number of evenly spaced pieces, and rows per piece."""
@@ -94,11 +96,29 @@ def _recomputed(op: Op, sources: Mapping[str, Source], merged: Source) -> Recomp
         for first, end in _pieces(expected):
             values = widened(written.read(first * item, (end - first) * item), op.dtype)
             block = expected.changed(first, base_rows(first, end))
-            exact, slack = block.base + block.change, _fp32_error(block, changed=bool(op.terms))
-            low, high = (_rounded(exact + sign * slack, op.dtype).ravel() for sign in (-1, 1))
+            low, high = _range(op, block)
             wrong += int(np.count_nonzero(~((low <= values) & (values <= high))))
             elements += values.size
     return Recomputed(op.name, elements, wrong)
+
+
+def _range(op: Op, block: Block) -> tuple[Array, Array]:
+    """Return the smallest and the largest right value of each element, 1-D."""
+    exact, slack = block.base + block.change, _fp32_error(block, changed=bool(op.terms))
+    edges = exact - slack, exact + slack
+    low, high = (_rounded(edge, op.dtype) for edge in edges)
+    if op.unbiased and op.dtype in GRIDS:
+        parts = random_parts(op.name, block.first, *exact.shape)
+        down, up = (round_with(edge, parts, op.dtype) for edge in edges)
+        # A replaced tensor has no base to compare with: every element is rounded without bias.
+        size = np.abs(block.change)
+        sure = small(size + slack, block.base, op.dtype) | (not op.terms)
+        maybe = small(size - slack, block.base, op.dtype) | (not op.terms)
+        low, high = (
+            np.where(sure, own, np.where(maybe, pick(own, near), near))
+            for own, near, pick in ((down, low, np.minimum), (up, high, np.maximum))
+        )
+    return low.ravel(), high.ravel()
 
 
 def _pieces(expected: Expected) -> Iterator[tuple[int, int]]:

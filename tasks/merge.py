@@ -60,11 +60,11 @@ def merge(
     base: Path,
     trained: Path,
     base_mode: str,
-    rounding: Rounding,
     score: Score,
     profile: DriftLimit,
     log: Log,
     output: Mapping[str, Any] | None = None,
+    rounding: Rounding = "unbiased",
     perform: Perform = perform,
     explain: Explain | None = None,
 ) -> StageReport:
@@ -78,12 +78,12 @@ def merge(
         base_mode: "dequantized" merges into the base as 4-bit training used it, "original" into the
             base on disk; "auto" is "dequantized" if training quantised the base. A base stored in 4
             bits is always "dequantized".
-        rounding: rounding of what the adapter changes; see `weights/rounding.py`.
         score: measures fingerprints.
         profile: drift that is allowed between the merged and the trained model.
         log: progress.
         output: `dtype` (torch name) and `max_shard_size` of the stage convert, which then only
             links, and tensors are rounded once. None for training's dtype.
+        rounding: rounding of what the adapter changes; see `weights/rounding.py`.
         perform: computes, in this process or in a warm child process.
         explain: says after a failed drift check where base + adapter and the merge part.
 

@@ -13,7 +13,7 @@ from peft import LoraConfig
 from tasks.weights.adapters.changes import changes
 from tasks.weights.adapters.values import require_values
 from tasks.weights.execute.execute import execute
-from tasks.weights.families.merging import plan_merge
+from tasks.weights.families.merging import MergeSettings, plan_merge
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.plan.contracts import model_facts
 from tasks.weights.plan.validate import validate
@@ -48,6 +48,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+AS_PEFT = MergeSettings(rounding="nearest")
+"""peft rounds to nearest."""
+
+
 def _merged(base: Path, folder: Path, out: Path) -> dict[str, torch.Tensor]:
     """Merge on disk and return the tensors by the base's keys."""
     adapters = opened(folder)
@@ -56,7 +60,7 @@ def _merged(base: Path, folder: Path, out: Path) -> dict[str, torch.Tensor]:
     require_values([adapter for adapter, _ in adapters], total.copies)
     operands = {f"adapter:{key}": info for key, info in adapters[0][0].tensors.tensors.items()}
     source = read_checkpoint(base)
-    plan = plan_merge(source.tensors, facts, total, operands)
+    plan = plan_merge(source.tensors, facts, total, operands, AS_PEFT)
     sources = {"base": source, "adapter": adapters[0][0].tensors}
     out.mkdir()
     validate(plan, sources, out=out)

@@ -45,10 +45,8 @@ def _kernels() -> Library:
 def _fold(w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[np.ndarray, int, int]:
     numbers = _words(a) if a.dtype == torch.bfloat16 else a.numpy()
     out = np.empty_like(_words(w))
-    changed, nonfinite = _kernels().fold(
-        _words(w), out, a=numbers, b=b.float().numpy(), scale=SCALE
-    )
-    return out, changed, nonfinite
+    folded = _kernels().fold(_words(w), out, a=numbers, b=b.float().numpy(), scale=SCALE)
+    return out, folded.changed, folded.nonfinite
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 8, 16, 31, 64, 128, 200, 256, MAX_RANK])
@@ -120,34 +118,40 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SourceRef]:
     return {name: SourceRef(root / name) for name in ("base", "adapter")}
 
 
-def _plan() -> Plan:
+def _plan(*, unbiased: bool = True) -> Plan:
     ops = tuple(
         Op(
             name, shape, "BF16", f"base:{name}", "BF16",
             terms=(LowRank(f"adapter:{name}.A", f"adapter:{name}.B", SCALE, out_start=7),),
+            unbiased=unbiased,
         )
         for name, shape in SHAPES.items()
     )  # fmt: skip
     return Plan(ops)
 
 
-def _run(inputs: dict[str, SourceRef], out: Path, workers: int = 2) -> Executed:
+def _run(
+    inputs: dict[str, SourceRef], out: Path, workers: int = 2, *, unbiased: bool = True
+) -> Executed:
     out.mkdir()
     sources = open_sources(inputs)
-    return execute(_plan(), sources, out, workers=workers)
+    return execute(_plan(unbiased=unbiased), sources, out, workers=workers)
 
 
+@pytest.mark.parametrize("unbiased", [True, False])
 @pytest.mark.parametrize("slot", [0, 20_000, 1 << 20])
 def test_execute_gives_the_same_bytes_with_kernel_and_torch(
-    inputs, tmp_path, monkeypatch, slot
+    inputs, tmp_path, monkeypatch, slot, unbiased
 ) -> None:
     monkeypatch.setattr(folding, "SLOT", slot)
     sources = open_sources(inputs)
     assert all(fold_term(op, sources) is not None for op in _plan().ops)
-    done = _run(inputs, tmp_path / "kernel")
+    done = _run(inputs, tmp_path / "kernel", unbiased=unbiased)
     monkeypatch.setattr(folding, "library", lambda: None)
-    by_torch = _run(inputs, tmp_path / "torch", workers=1)
-    assert done == by_torch
+    by_torch = _run(inputs, tmp_path / "torch", workers=1, unbiased=unbiased)
+    assert (done.checksums, done.changed) == (by_torch.checksums, by_torch.changed)
+    assert done.kept_by_tensor == pytest.approx(by_torch.kept_by_tensor, rel=1e-5)
+    assert done.nearest_keeps == pytest.approx(by_torch.nearest_keeps, rel=1e-5)
     merged, wanted = state_of(tmp_path / "kernel"), state_of(tmp_path / "torch")
     assert all(torch.equal(merged[name], wanted[name]) for name in SHAPES)
 

@@ -80,7 +80,7 @@ class TestMerge:
         from peft import PeftModel
         from transformers import AutoModelForCausalLM
 
-        report = self.merge(out, base, adapter, run)
+        report = self.merge(out, base, adapter, run, rounding="nearest")
         assert failed(report.checks) == []
         assert report.drift is not None
         assert report.notes["merge_base"] == "dequantized"

@@ -48,8 +48,12 @@ def evaluation(results: Sequence[StageResult]) -> dict[str, float | None]:
     }
     online = {**rewards, **scored, **_distance(metrics)}
     quantized = {key: metrics[name] for key, name in _QUANTIZED.items() if name in metrics}
+    kept: dict[str, float | None] = {
+        key: metrics[key] for key in ("kept", "nearest_would_keep") if key in metrics
+    }
     return {
         **pairs,
+        **kept,
         "before": metrics.get("eval/before"),
         "after": metrics.get("eval/after"),
         "loss_before": metrics.get("heldout_loss_before"),
@@ -77,6 +81,10 @@ def step_of(result: StageResult) -> str:
 def evaluation_lines(values: Mapping[str, float | None]) -> list[str]:
     """Return the result of `evaluation` as the lines below the summary's table."""
     lines = []
+    if (kept := _pair(values, "kept", "nearest_would_keep")) is not None:
+        lines.append(
+            f"merge: {kept[0]:.1%} of the update kept; to nearest it would be {kept[1]:.1%}"
+        )
     if (rates := _pair(values, "before", "after")) is not None:
         measure = "pairs in the right order" if "pairs" in values else "exact match"
         points = 100 * (rates[1] - rates[0])

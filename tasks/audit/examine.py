@@ -23,7 +23,7 @@ from tasks.audit.checks import (
     wrapper_prefixes,
     zero,
 )
-from tasks.audit.checks.adapters import adapter, adapter_base, merge_proof
+from tasks.audit.checks.adapters import adapter, adapter_base, merge_proof, rounding
 from tasks.audit.checks.text import special_tokens, templates, vocabulary
 from tasks.audit.finding import Finding
 from tasks.audit.source import Source
@@ -54,6 +54,7 @@ CHECKS: Sequence[Check] = (
     unsafe.check,
     values.check,
     merge_proof.check,
+    rounding.check,
     class_contract.check,
 )
 """In the order of the report: causes come before their consequences."""

@@ -104,7 +104,7 @@ def test_a_light_adapter_is_kept(inputs: Path, tmp_path: Path, dtype: str) -> No
     done = _merge(inputs, tmp_path / "out", _plan(dtype))
     assert done.kept == pytest.approx(1.0, abs=0.05)
     assert done.nearest_keeps is not None
-    assert done.nearest_keeps < 0.5
+    assert done.nearest_keeps < 0.8
     before = load_file(inputs / "base" / "model.safetensors")
     after = load_file(tmp_path / "out" / "model.safetensors")
     low = load_file(inputs / "adapter" / "model.safetensors")

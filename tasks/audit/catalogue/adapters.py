@@ -136,6 +136,14 @@ class Adapters(Section, heading="Adapters, their configuration and their base"):
         "dequantized for QLoRA",
         "unsloth #1191, LLaMA-Factory #4896, LLaMA-Factory #7511",
     )
+    ADAPTER_ROUNDS_AWAY = info(
+        "Merging this adapter with rounding to nearest loses part of it",
+        "peft and all tools that cast the sum round to nearest: changes below half a step of the "
+        "format vanish, and the merged model is closer to the base than the trained one",
+        "merge it with python flows/deliver.py source=DIR base=BASE out=OUT, which rounds without "
+        "bias, or serve it beside its base; with other tools save the merged model in float32",
+        "peft #2764, unsloth #3091, axolotl #3497",
+    )
     CONFIG_BESIDE_ADAPTER = warning(
         "A model's config.json in an adapter's folder",
         "engines treat the folder as a full model and find no weights, or load adapter_model as "

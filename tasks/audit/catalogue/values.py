@@ -104,6 +104,20 @@ class Merges(Section, heading="Merged models, value by value"):
         "right for an adapter that was trained with 4-bit weights (QLoRA), wrong for any other",
         "nothing, if training loaded the base in 4 bits",
     )
+    MERGE_ROUNDED_AWAY = warning(
+        "Rounding threw away part of what the adapter learned",
+        "the sum was rounded to nearest, as peft and all tools that cast it do: a change below "
+        "half a step of the format vanishes, and the served model is closer to the base",
+        f"{_AGAIN}, which rounds without bias; or serve the adapter beside its base",
+        "peft #2764, unsloth #3091, axolotl #3497",
+    )
+    MERGE_ONE_STEP = info(
+        "Few weights differ from the base's, and most of those by one step of their format",
+        "a merge of a light adapter that was rounded to nearest looks like this, and so does "
+        "training in 16 bits without fp32 master weights: most of the update is lost",
+        "pass the adapter to measure it: python flows/audit.py source=DIR base=<the base> "
+        "adapter=<the adapter> values=true",
+    )
     MERGE_PROVEN = info(
         "Every tensor is base + scale * B A, or the base's",
         "every element was compared; differences are within the rounding of the dtypes",

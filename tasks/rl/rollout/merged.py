@@ -2,7 +2,8 @@
 
 With full fine-tuning these are the trained parameters. A layer with an adapter gives
 W' = W + s B A, or with DoRA (arXiv:2402.09353, eq. 5) W' = m (W + s B A) / ||W + s B A|| with the
-norm of each row, computed in fp32 and rounded once. A 4-bit weight is dequantised.
+norm of each row, computed in fp32 and rounded once without bias (`weights/rounding.py`), so that
+the engine samples from all that was trained. A 4-bit weight is dequantised.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tasks.training.model.fused_lora import ADAPTER
 from tasks.training.model.gather_params import whole
 from tasks.training.model.packed_model import model_of
 from tasks.weights.plan.contracts import ModelFacts
+from tasks.weights.rounding import row_keys, unbiased
 
 SHARD = 2 << 30
 """Bytes after which `write_merged` begins another file."""
@@ -58,7 +60,7 @@ def merged_tensors(module: nn.Module, facts: ModelFacts) -> Iterator[tuple[str, 
         owner, _, leaf = plain.rpartition(".")
         layer = layers.get(owner)
         if layer is not None and leaf == "weight":
-            tensor = _merged_weight(layer)
+            tensor = _merged_weight(layer, plain)
         else:
             with whole([parameter]):
                 tensor = _dense(parameter).detach().clone()
@@ -151,7 +153,8 @@ def _plain(name: str) -> str | None:
     return ".".join(part for part in parts if part != "base_layer")
 
 
-def _merged_weight(layer: Any) -> torch.Tensor:
+def _merged_weight(layer: Any, name: str) -> torch.Tensor:
+    """Return W' in the base's dtype, rounded as a merge on disk rounds it."""
     a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     weight, scale = layer.get_base_layer().weight, layer.scaling[ADAPTER]
     magnitudes = layer.lora_magnitude_vector
@@ -159,10 +162,13 @@ def _merged_weight(layer: Any) -> torch.Tensor:
     parts = [weight, a, b] if magnitude is None else [weight, a, b, magnitude]
     with whole(parts), torch.no_grad():
         base = _dense(weight)
-        merged = torch.addmm(base.float(), b.float(), a.float(), alpha=scale)
+        wide = base.float()
+        merged = torch.addmm(wide, b.float(), a.float(), alpha=scale)
         if magnitude is not None:
             merged *= (magnitude.float() / merged.norm(dim=1))[:, None]
-        return merged.to(base.dtype)
+        if base.dtype == torch.float32:
+            return merged
+        return unbiased(merged, wide, base.dtype, row_keys(name, 0, len(merged)))
 
 
 def _dense(parameter: nn.Parameter) -> torch.Tensor:

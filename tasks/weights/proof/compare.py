@@ -9,7 +9,7 @@ moves no element beyond the bound and moves that factor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import prod, sqrt
 from typing import Any
@@ -71,9 +71,12 @@ class Sums:
         differing: elements that differ from the rounded expected value.
         beyond: elements further from it than rounding explains.
         same: True if every element equals the base's, rounded.
-        energy: squared norm of the expected change.
-        error: inner product of the difference with the expected change.
+        energy: squared norm of the change after rounding to nearest.
+        error: inner product of the difference from it with that change.
         spread: sum of the squared products of both.
+        update: squared norm of the exact change D.
+        kept: `<Q - W, D>` of the base W and the merged values Q.
+        scatter: sum of the squared products of D and the rounding errors `Q - W - D`.
     """
 
     elements: int = 0
@@ -84,6 +87,14 @@ class Sums:
     energy: float = 0.0
     error: float = 0.0
     spread: float = 0.0
+    update: float = 0.0
+    kept: float = 0.0
+    scatter: float = 0.0
+
+    @property
+    def kept_share(self) -> float:
+        """Share of the exact change that the merged values keep; 1 without a change."""
+        return self.kept / self.update if self.update else 1.0
 
     @property
     def factor(self) -> float:
@@ -95,15 +106,24 @@ class Sums:
         """Standard deviation of `factor` from rounding alone."""
         return sqrt(self.spread) / self.energy if self.energy else 0.0
 
+    @property
+    def closest(self) -> tuple[float, float]:
+        """Factor and its noise under the rounding that explains more: to nearest, or unbiased."""
+        scatter = sqrt(self.scatter) / self.update if self.update else 0.0
+        pairs = (self.factor, self.noise), (self.kept_share, scatter)
+        return min(pairs, key=lambda pair: abs(pair[0] - 1.0) - SIGMAS * pair[1])
+
     def is_right(self, *, dora: bool = False) -> bool:
-        """Return True if rounding explains every difference."""
-        margin = (_DORA_MARGIN if dora else SCALE_MARGIN) + SIGMAS * self.noise
-        return not self.beyond and abs(self.factor - 1.0) <= margin
+        """Return True if rounding, to nearest or without bias, explains every difference."""
+        factor, noise = self.closest
+        margin = (_DORA_MARGIN if dora else SCALE_MARGIN) + SIGMAS * noise
+        return not self.beyond and abs(factor - 1.0) <= margin
 
     def __add__(self, other: Sums) -> Sums:
         counts = {
-            name: getattr(self, name) + getattr(other, name)
-            for name in ("elements", "changed", "differing", "beyond", "energy", "error", "spread")
+            item.name: getattr(self, item.name) + getattr(other, item.name)
+            for item in fields(self)
+            if item.name != "same"
         }
         return Sums(**counts, same=self.same and other.same)
 
@@ -205,6 +225,11 @@ def _add(
         flat = change.reshape(-1)
         sums.energy += float(np.dot(flat, flat))
         sums.changed += int(np.count_nonzero(flat))
+        exact = block.change.reshape(-1)
+        gained = np.nan_to_num((merged - block.base).reshape(-1))
+        sums.update += float(np.dot(exact, exact))
+        sums.kept += float(np.dot(gained, exact))
+        sums.scatter += float(np.square((gained - exact) * exact).sum())
     if not len(at):
         return
     error = merged.reshape(-1)[at].astype(np.float64) - wanted.reshape(-1)[at]

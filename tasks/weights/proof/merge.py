@@ -76,12 +76,14 @@ class Proof:
         extra: keys of the merged model that no operation of the plan makes.
         scale: factor on the change, estimated over all right tensors.
         noise: its standard deviation.
+        kept: share of the adapter's exact change that the right tensors have after rounding.
     """
 
     verdicts: tuple[Verdict, ...]
     extra: tuple[str, ...] = ()
     scale: float = 1.0
     noise: float = 0.0
+    kept: float = 1.0
 
     @property
     def ok(self) -> bool:
@@ -148,7 +150,7 @@ def prove_merge(
     planned = {unit.key for unit in units if isinstance(unit, Unit)}
     extra = tuple(key for key in merged.tensors if key not in planned)
     total = sum((v.sums for v in verdicts if _counts(v) and v.sums), Sums())
-    return Proof(verdicts, extra, total.factor, total.noise)
+    return Proof(verdicts, extra, *total.closest, total.kept_share)
 
 
 def _counts(verdict: Verdict) -> bool:

@@ -32,8 +32,13 @@ _FAULTS: Mapping[State, Entry] = {
 }
 _OTHER_BASE = 0.5
 """Share of untouched tensors that differ, above which the base is another one."""
+_KEPT, _NAMED = 0.9, 3
+"""Share of the adapter below which rounding is reported, and number of tensors that are named."""
 _FEW = 2
 _ROWS = 16
+_SIXTEEN_BITS = ("BF16", "F16")
+_SAMPLED, _LEAST, _MOST = 64, 100, 0.5
+"""Rows of each matrix that are compared; least number, and largest share, of changed weights."""
 _ALIKE, _UNLIKE = 0.9, 0.5
 """Cosine similarity with the base's matrix: above the first it is the same matrix, below the second
 a different one."""
@@ -92,6 +97,15 @@ def _findings(source: Source, proof: Proof) -> Iterator[Finding]:
         yield Merges.MERGE_NOT_PROVEN.at(
             _file(source, left), _names(left), found=f"{len(left)} tensors: {left[0].note}",
             expected="tensors that can be compared",
+        )  # fmt: skip
+    elif proof.ok and proof.kept < _KEPT:
+        worst = sorted(
+            (verdict for verdict in proof.verdicts if verdict.touched and verdict.sums),
+            key=lambda verdict: verdict.sums.kept_share if verdict.sums else 1.0,
+        )
+        yield Merges.MERGE_ROUNDED_AWAY.at(
+            "", _names(worst[:_NAMED]), expected="all of it",
+            found=f"{proof.kept:.0%} of what the adapter learned is in these weights",
         )  # fmt: skip
     elif proof.ok:
         touched = sum(verdict.touched for verdict in proof.verdicts)
@@ -171,7 +185,38 @@ def _partial(source: Source, base: Source) -> Iterator[Finding]:
     total = sum(len(groups[True]) + len(groups[False]) for groups in mixed.values())
     count = f"{len(same)} of {total} tensors are the base's"
     yield from Merges.MERGE_PARTIAL.of(source, same, found=count, expected="all changed, or none")
-    yield from _transposed(source, base, [key for groups in kinds.values() for key in groups[True]])
+    changed = [key for groups in kinds.values() for key in groups[True]]
+    yield from _transposed(source, base, changed)
+    yield from _one_step(source, base, changed)
+
+
+def _one_step(source: Source, base: Source, keys: list[str]) -> Iterator[Finding]:
+    """Report weights of which few changed, and those by one step of their format."""
+    elements, changed, steps = 0, 0, 0
+    for key in keys:
+        if source.tensors[key].dtype not in _SIXTEEN_BITS:
+            continue
+        ours, theirs = (_words(each, key, _SAMPLED) for each in (source, base))
+        apart = np.abs(ours.astype(np.int32) - theirs)
+        elements += apart.size
+        changed += int(np.count_nonzero(apart))
+        steps += int(np.count_nonzero(apart == 1))
+    if changed > _LEAST and changed < _MOST * elements and steps > _KEPT * changed:
+        yield Merges.MERGE_ONE_STEP.at(
+            "", found=f"{changed / elements:.0%} of the weights changed, {steps / changed:.0%} of "
+            "those by exactly one step of their format",
+            expected="most weights of a trained layer changed",
+        )  # fmt: skip
+
+
+def _words(source: Source, key: str, rows: int) -> NDArray[np.int16]:
+    """Return the first rows of a 16-bit matrix as words."""
+    info = source.tensors[key]
+    count = min(rows, info.shape[0])
+    raw: NDArray[np.uint8] = np.empty(info.nbytes // info.shape[0] * count, np.uint8)
+    with Reader(source.extents(key)) as reader:
+        reader.into(raw, 0)
+    return raw.view(np.int16)
 
 
 def _transposed(source: Source, base: Source, keys: list[str]) -> Iterator[Finding]:

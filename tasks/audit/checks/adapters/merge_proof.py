@@ -201,7 +201,7 @@ def _one_step(source: Source, base: Source, keys: list[str]) -> Iterator[Finding
         elements += apart.size
         changed += int(np.count_nonzero(apart))
         steps += int(np.count_nonzero(apart == 1))
-    if changed > _LEAST and changed < _MOST * elements and steps > _KEPT * changed:
+    if changed > _LEAST and changed < _MOST * elements and steps > changed / 2:
         yield Merges.MERGE_ONE_STEP.at(
             "", found=f"{changed / elements:.0%} of the weights changed, {steps / changed:.0%} of "
             "those by exactly one step of their format",

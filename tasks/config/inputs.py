@@ -29,7 +29,7 @@ class Origin:
 class Loading:
     """Settings of the model that the ranks load."""
 
-    dtype: Dtype = "bfloat16"  # number format of weights and activations
+    dtype: Dtype = COMPUTED  # what training and engines compute in; default: what is fast here
     attn_implementation: Attention = "sdpa"  # flash_attention_2 needs flash-attn
     trust_remote_code: bool = False  # runs Python that the model's author wrote
     new_tokens: tuple[str, ...] = ()  # texts that become tokens, and are trained

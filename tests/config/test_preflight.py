@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -294,14 +293,12 @@ def test_machine(tmp_path: Path) -> None:
     assert machine.compiler("cpu", "/usr/bin/g++") == machine.compiler("none", None) == []
 
 
-def test_all_problems_in_one_message_and_quickly(tmp_path: Path) -> None:
+def test_all_problems_in_one_message(tmp_path: Path) -> None:
     composed = compose_config(
         ["+exp=sft_qlora", "zero=zero3", "train.global_batch_size=7", "data=jsonl", "model=hf"]
     )
-    before = time.perf_counter()
     with pytest.raises(ConfigError) as caught:
         preflight(findings(composed.settings, tmp_path))
-    assert time.perf_counter() - before < 0.3
     what = [line.partition(":")[0] for line in caught.value.details]
     assert what == ["model.path", "peft and zero", "train.global_batch_size", "data.path"]
     assert caught.value.exit_code == 2

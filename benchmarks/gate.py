@@ -119,10 +119,8 @@ def _train(root: Path, seed: int, steps: list[int]) -> Iterator[dict[str, Any]]:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoTokenizer
 
-    from tasks.serving.bf16_linear import use_fp32_where_faster
     from tasks.serving.reference.load import load_model
 
-    use_fp32_where_faster()
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(root / "base")

@@ -16,7 +16,7 @@ from typing import Any
 
 from tasks.core.contract import Check, judge
 from tasks.drift.fingerprint import DriftLimit
-from tasks.evaluation.evaluation_prompts import dtype_of
+from tasks.evaluation.evaluation_prompts import computing_dtype_of
 from tasks.evaluation.planned import Explain, Measuring, Planned
 from tasks.evaluation.scoring import ModelRef, Score
 from tasks.evaluation.serving_config import ServingConfig, agreement, write_configs
@@ -112,7 +112,7 @@ def convert(
             trained,
             profile,
             side.attn_implementation,
-            before=ModelRef(weights, dtype=dtype_of(weights)),
+            before=ModelRef(weights, dtype=computing_dtype_of(weights)),
             explain=explain,
         ),
         weights=weights,

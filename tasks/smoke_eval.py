@@ -13,7 +13,7 @@ from pathlib import Path
 from tasks.drift.fingerprint import Fingerprint
 from tasks.drift.verdict import FINGERPRINT
 from tasks.evaluation import smoke_checks
-from tasks.evaluation.evaluation_prompts import answerable, dtype_of, question_of, read_heldout
+from tasks.evaluation.evaluation_prompts import answerable, question_of, read_heldout
 from tasks.evaluation.responses import Measure, describe, judge_of, numbers, read_answers
 from tasks.evaluation.sampled_responses import read_sampled
 from tasks.evaluation.scoring import Prompts
@@ -68,7 +68,7 @@ def smoke_eval(
         messages=[question_of(row) for row in prompted],
         prompts=Prompts([rendered.tokens[i] for i in chosen], rendered.eos),
         base_prompts=scorer.encode(base, prompted, template_from=test.served),
-        dtype=dtype_of(test.served),
+        dtype=test.model.dtype,
         temperature=temperature,
     )
     measured = test.measure(question, out)

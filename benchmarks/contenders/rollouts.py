@@ -46,11 +46,9 @@ def rollout(ask: Ask) -> None:
     from tasks.process.block_unused_imports import start_lean
 
     start_lean()
-    from tasks.serving.bf16_linear import use_fp32_where_faster
     from tasks.serving.vllm.colocation import Colocation, Sampling
     from tasks.serving.vllm.rollouts import Colocated
 
-    use_fp32_where_faster()
     prompts, lengths = draw_prompts(SIZES[ask.size].vocabulary), draw_response_lengths()
     how = Colocation(Path(ask.base), max_model_len=256, adapter_rank=RANK)
     engine = Colocated(how, Sampling(ends=()))
@@ -175,13 +173,11 @@ def _policy(ask: Ask) -> tuple[Any, Any, Any, Any]:
 
     start_lean()
     from tasks.rl.settings import Online
-    from tasks.serving.bf16_linear import use_fp32_where_faster
     from tasks.training.engine.deepspeed_engine import Ranks, start_engine
     from tasks.training.engine.zero_config import deepspeed_config
     from tasks.training.job import Batch, Launch, Optim, Peft, Settings, TrainJob, Zero
     from tasks.training.model.build import load_model, load_tokenizer
 
-    use_fp32_where_faster()
     rollout = {
         "max_new_tokens": 64, "max_prompt_len": 256, "kv_cache_gib": 0.25, "max_num_seqs": 16,
         "offload_trainer": False,

@@ -25,7 +25,7 @@ from flows.chain.stages import (
 )
 from flows.chain.train import train_stage
 from flows.orchestration.progress import progress
-from tasks.config.after_training import Smoke
+from tasks.config.after_training import Smoke, engine_dtype
 from tasks.convert import convert
 from tasks.data.kinds import PROMPTS, TEXTS
 from tasks.evaluation.responses import Measure
@@ -204,6 +204,8 @@ def smoke_stage(run: ChainRun, *, quantized: bool = False, **inputs: Artifact) -
     profile = run.quantized_profile if quantized else run.profile
     config: dict[str, Any] = {"engine": settings.engine, "settings": settings, "profile": profile}
     config |= sampling | measured
+    if not quantized:
+        config["dtype"] = engine_dtype(run.settings)
     if quantized:
         if run.settings["convert"]["quantize"].startswith(GGUF):
             config["engine"] = "server"

@@ -88,7 +88,7 @@ def refuse_cut_rows(settings: Mapping[str, Any], trained: Artifact) -> None:
 def _online_inputs(run: ChainRun, base: Artifact, settings: Settings) -> dict[str, Artifact]:
     """Return the further inputs of online training: reward model and rollout weights."""
     inputs = {} if run.reward is None else {"reward": run.reward}
-    quantization = settings.peft.quantization()
+    quantization = settings.peft.quantization(settings.dtype)
     if quantization is not None and settings.online["rollout"]["engine"] != "transformers":
         inputs["rollout"] = run.mechanism.run(
             ROLLOUT_BASE,

@@ -19,7 +19,7 @@ from tasks.core.errors import ConfigError, StageProcessError
 from tasks.core.finding import Finding
 from tasks.core.private import open_up
 from tasks.delivery.texts import probe_texts
-from tasks.evaluation.evaluation_prompts import dtype_of
+from tasks.evaluation.evaluation_prompts import computing_dtype_of
 from tasks.evaluation.scoring import ModelRef
 from tasks.process.launch import kill_children_on_abort
 from tasks.weights.files.reader import read_json
@@ -87,7 +87,7 @@ def _model(settings: Mapping[str, Any], name: str) -> ModelRef:
     return ModelRef(
         path,
         _folder(adapter) if adapter else None,
-        dtype=settings[f"{name}_dtype"] or dtype_of(path),
+        dtype=settings[f"{name}_dtype"] or computing_dtype_of(path),
         attn_implementation=settings["attn_implementation"],
         device=None if settings["device"] == "auto" else settings["device"],
     )

@@ -13,6 +13,7 @@ from flows.commands.prune import PROJECT
 from flows.commands.registry import named, verified
 from tasks.core import machine
 from tasks.core.terminal import plain
+from tasks.evaluation.evaluation_prompts import computing_dtype_of, dtype_of
 from tasks.serving import llama_cpp
 from tasks.serving.llama_cpp import gguf_file
 from tasks.serving.vllm.server import serve_command
@@ -40,6 +41,8 @@ def main() -> int:
         file = gguf_file(folder)
         program = serve_command(folder) if file is None else llama_cpp.serve_command(file)
         artifact = verified(composed, folder, version)
+        if file is None and computing_dtype_of(folder) != dtype_of(folder):
+            program = [*program, "--dtype", "float32"]  # bf16 is slow here; a word below wins
         command.extend([*program, *words[end:]])
         needed = {} if machine.has_gpu() or file is not None else _memory()
         offer(needed)

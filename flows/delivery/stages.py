@@ -20,7 +20,7 @@ from tasks.delivery.stages import convert, gather, merge, value_head
 from tasks.delivery.texts import probe_texts
 from tasks.drift.fingerprint import PROFILES, DriftLimit, quantized_profile
 from tasks.drift.verdict import FINGERPRINT
-from tasks.evaluation.evaluation_prompts import dtype_of
+from tasks.evaluation.evaluation_prompts import computing_dtype_of
 from tasks.evaluation.planned import Measuring
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.artifact import Artifact
@@ -277,7 +277,8 @@ class DeliveryStages:
         folder = inputs["weights"].path if "weights" in inputs else None
         if folder is None or not (folder / "config.json").is_file():
             return None
-        return ModelRef(folder, dtype=dtype_of(folder), attn_implementation=self.delivery.attention)
+        dtype, attention = computing_dtype_of(folder), self.delivery.attention
+        return ModelRef(folder, dtype=dtype, attn_implementation=attention)
 
 
 def _foreign(kind: str, folder: Path) -> Artifact:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from tasks.config.choices import (
     Dtype,
@@ -14,6 +16,12 @@ from tasks.config.choices import (
     SmokeEngine,
 )
 from tasks.config.defaults import COMPUTED
+
+
+def engine_dtype(settings: Mapping[str, Any]) -> str:
+    """Return the torch name of the dtype in which the engine of the smoke test computes."""
+    dtype = "float32" if settings["model"]["dtype"] == "float32" else settings["convert"]["dtype"]
+    return str(dtype)
 
 
 @dataclass(frozen=True)
@@ -28,7 +36,7 @@ class Merge:
 class Convert:
     """The files that are served."""
 
-    dtype: Dtype = "bfloat16"  # number format of weights and activations
+    dtype: Dtype = "bfloat16"  # number format of the served files
     max_shard_size: str = "5GB"  # size of one weight file, e.g. 500MB
     quantize: Quantize = "none"  # also make a version whose linear layers have this format
     quantize_profile: QuantizeProfile = "auto"  # drift limits of that version; auto: by format

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from tasks.core.machine import gpu_count, has_gpu
+from tasks.core.machine import computing_dtype, gpu_count, has_gpu, slow_bf16
 
 COMPUTED: Any = "${default:}"
 """Marks a field of a dataclass whose default has a rule here."""
@@ -75,6 +75,19 @@ def _messages_key(get: Get) -> Default:
     if get("data.kind") == "csv":
         return Default(None, "CSV, whose cells hold no lists")
     return Default("messages", f"data.kind={get('data.kind')}")
+
+
+def _dtype(get: Get) -> Default:
+    device = get("train.device")
+    if not slow_bf16(device):
+        return Default("bfloat16", "a GPU" if has_gpu(device) else "a CPU with native bf16")
+    size = 2 * (get("model.parameters") or 0)
+    copies = get("train.nproc") + 1  # each rank's, and that of the engine that serves it
+    dtype = computing_dtype("bfloat16", size, copies=copies, device=device)
+    emulated = "a CPU without native bf16"
+    if dtype == "bfloat16":
+        emulated += f"; float32 would be faster, but {copies} copies take over half of the memory"
+    return Default(dtype, emulated)
 
 
 def _nproc(get: Get) -> Default:
@@ -203,6 +216,7 @@ def _toy(get: Get) -> bool:
 
 RULES: Mapping[str, Callable[[Get], Default]] = {
     "model.kind": _model_kind,
+    "model.dtype": _dtype,
     "data.kind": _data_kind,
     "data.messages_key": _messages_key,
     "train.nproc": _nproc,

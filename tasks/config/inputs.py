@@ -29,7 +29,7 @@ class Origin:
 class Loading:
     """Settings of the model that the ranks load."""
 
-    dtype: Dtype = "bfloat16"  # number format of weights and activations
+    dtype: Dtype = "bfloat16"  # what the ranks compute in
     attn_implementation: Attention = "sdpa"  # flash_attention_2 needs flash-attn
     trust_remote_code: bool = False  # runs Python that the model's author wrote
     new_tokens: tuple[str, ...] = ()  # texts that become tokens, and are trained
@@ -40,6 +40,7 @@ class Loading:
 class Model(Loading, Origin):
     """The base model."""
 
+    dtype: Dtype = COMPUTED  # what training and vLLM compute in; default: what this machine does
     vocab_multiple: int = 1  # rows of a vocabulary that grew are a multiple of this
     steps: int = 400  # pre-training steps; kind toy
     seed: int = 0  # corpus, weights and order; kind toy

@@ -211,14 +211,18 @@ class Peft(Section):
     quant_type: QuantType = "nf4"  # kind qlora: 4-bit code book (arXiv:2305.14314)
     double_quant: bool = True  # kind qlora: quantise the block scales too
 
-    def quantization(self) -> dict[str, Any] | None:
-        """Return the base's quantisation as `train.json` has it; None if it is not quantised."""
+    def quantization(self, dtype: str) -> dict[str, Any] | None:
+        """Return the base's quantisation as `train.json` has it; None if it is not quantised.
+
+        Args:
+            dtype: `model.dtype`, which 4-bit layers compute in.
+        """
         if self.kind != "qlora":
             return None
         return {
             "type": self.quant_type,
             "double_quant": self.double_quant,
-            "compute_dtype": "bfloat16",
+            "compute_dtype": dtype,
         }
 
 

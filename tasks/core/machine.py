@@ -271,6 +271,60 @@ def _cpu() -> str:
     return platform.machine()
 
 
+EMULATED = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
+"""Values of oneDNN's `ONEDNN_MAX_CPU_ISA` under which it emulates bf16 products."""
+
+
+def slow_bf16(device: str = "auto") -> bool:
+    """Return True if models are computed on a CPU on which oneDNN emulates bf16 products.
+
+    Args:
+        device: `train.device` for a question about the ranks: "cpu" leaves GPUs alone.
+    """
+    if has_gpu(device):
+        return False
+    if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in EMULATED:
+        return True
+    return not _cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"}  # the last is Arm's
+
+
+@cache
+def _cpu_flags() -> frozenset[str]:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("flags", "Features"):
+                return frozenset(value.split())
+    return frozenset()
+
+
+def computing_dtype(stored: str, size: int, *, copies: int = 1, device: str = "auto") -> str:
+    """Return the dtype in which this machine computes a model: float32 where bf16 is slow.
+
+    It depends on the memory that the machine has, not on what is free, so that a repeated run
+    computes the same.
+
+    Args:
+        stored: torch name of the dtype of the weights.
+        size: bytes of the weights in 16 bits; 0 if unknown.
+        copies: models in memory at once, which may take half of it together.
+        device: as of `slow_bf16`.
+    """
+    if stored != "bfloat16" or not slow_bf16(device):
+        return stored
+    return "float32" if 2 * size * copies <= total_memory() / 2 else stored
+
+
+def total_memory() -> int:
+    """Return the bytes of memory of this machine or container."""
+    total = int(psutil.virtual_memory().total)
+    for limit, *_ in _NAMES:
+        if (CGROUP / limit).is_file():
+            most = (CGROUP / limit).read_text().strip()
+            return total if most == "max" else min(total, int(most))
+    return total
+
+
 def available_memory() -> int:
     """Return the bytes of memory that are available without swapping.
 

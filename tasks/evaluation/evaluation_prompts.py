@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tasks.core import machine
 from tasks.core.errors import DataError
 from tasks.evaluation.scoring import Prompts
 from tasks.weights.files.reader import read_json
@@ -135,6 +136,12 @@ def dtype_of(folder: Path) -> str:
     """Return the torch dtype name in a model's config.json (key `torch_dtype` in older files)."""
     config = read_json(folder / "config.json")
     return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+
+
+def computing_dtype_of(folder: Path) -> str:
+    """Return the torch name of the dtype in which this machine computes a model."""
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return machine.computing_dtype(dtype_of(folder), size)
 
 
 def context_of(served: Path) -> int:

@@ -25,7 +25,7 @@ from tasks.drift.verdict import (
     same_arithmetic,
     verdict,
 )
-from tasks.evaluation.evaluation_prompts import dtype_of
+from tasks.evaluation.evaluation_prompts import computing_dtype_of
 from tasks.evaluation.scoring import ModelRef, Score
 from tasks.pipeline.report import StageReport
 from tasks.weights.execute.execute import Executed, execute
@@ -199,6 +199,8 @@ class Planned:
             drift, verdict = measuring.copy(earlier, out)
         else:
             attention = measuring.attn_implementation
-            model = model or ModelRef(out, dtype=dtype_of(out), attn_implementation=attention)
+            model = model or ModelRef(
+                out, dtype=computing_dtype_of(out), attn_implementation=attention
+            )
             drift, verdict = measuring.take(model, out)
         return replace(report, checks=(*checks, verdict), drift=drift)

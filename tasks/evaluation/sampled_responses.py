@@ -15,7 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from tasks.evaluation.evaluation_prompts import answer_of, context_of, dtype_of, question_of
+from tasks.evaluation.evaluation_prompts import (
+    answer_of,
+    computing_dtype_of,
+    context_of,
+    question_of,
+)
 from tasks.evaluation.responses import exact_matches
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.evaluation.serve import Question
@@ -141,7 +146,7 @@ def score(
     if not fitting:
         return left_out, {}
     conversations = [ids for pair in fitting.values() for ids in pair]
-    rewards = scorer.rewards(ModelRef(reward, dtype=dtype_of(reward)), conversations)
+    rewards = scorer.rewards(ModelRef(reward, dtype=computing_dtype_of(reward)), conversations)
     rewards_S2 = np.array(rewards).reshape(-1, 2)
     metrics = {
         "scored/before": float(rewards_S2[:, 0].mean()),

@@ -20,7 +20,7 @@ from tasks.core.errors import ConfigError
 from tasks.drift.fingerprint import Drift, DriftLimit, Fingerprint, drift, within
 from tasks.drift.verdict import Moved
 from tasks.evaluation import smoke_checks
-from tasks.evaluation.evaluation_prompts import context_of, dtype_of
+from tasks.evaluation.evaluation_prompts import computing_dtype_of, context_of
 from tasks.evaluation.greedy_ties import Agreement, compare_greedy, engine_noise
 from tasks.evaluation.http_verification import serve_over_http
 from tasks.evaluation.planned import Explain, located
@@ -104,6 +104,7 @@ class SmokeTest:
         explain: says where two models part, after a failed drift check.
         llama_cpp: folder of llama.cpp, which serves a GGUF file; None for its programs on PATH.
         vllm: the vLLM child.
+        dtype: torch name of the dtype that the engine computes in; None for this machine's.
     """
 
     served: Path
@@ -120,6 +121,7 @@ class SmokeTest:
     explain: Explain | None = None
     llama_cpp: str | None = None
     vllm: VllmChild = field(default_factory=VllmChild)
+    dtype: str | None = None
 
     @property
     def engine(self) -> str:
@@ -129,7 +131,7 @@ class SmokeTest:
     @property
     def model(self) -> ModelRef:
         """The served folder, for transformers."""
-        dtype, attention = dtype_of(self.served), self.attn_implementation
+        dtype, attention = self.dtype or computing_dtype_of(self.served), self.attn_implementation
         return ModelRef(self.served, dtype=dtype, attn_implementation=attention)
 
     @property

@@ -18,7 +18,7 @@ from tasks.core.contract import Check
 from tasks.core.errors import DataError
 from tasks.drift.fingerprint import Fingerprint
 from tasks.drift.verdict import FINGERPRINT
-from tasks.evaluation.evaluation_prompts import dtype_of, read_texts
+from tasks.evaluation.evaluation_prompts import read_texts
 from tasks.evaluation.responses import numbers
 from tasks.evaluation.scoring import Prompts, ReferenceScorer
 from tasks.evaluation.serve import Question
@@ -84,7 +84,7 @@ def _question(test: SmokeTest, base: Path, texts: Sequence[str]) -> Question:
         messages=None,
         prompts=prompts,
         base_prompts=prompts,  # without a template both models read the same
-        dtype=dtype_of(test.served),
+        dtype=test.model.dtype,
     )
 
 

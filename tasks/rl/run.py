@@ -20,7 +20,6 @@ from tasks.rl.loop import OnlineTrainer
 from tasks.rl.rewards import Rewards, open_rewards
 from tasks.rl.settings import Loop, Online
 from tasks.rl.setup import Setup, open_engine, set_up
-from tasks.serving.bf16_linear import use_fp32_where_faster
 from tasks.training.engine.check_same_versions import require_same_versions
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.engine.offload import TrainerStates
@@ -45,8 +44,6 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
         job: the training job.
         started: `time.time()` when the process began, for the event "ready".
     """
-    if not ranks.gpu:
-        use_fp32_where_faster()
     online = Online.of(job.settings.online)
     if job.settings.launch.nodes > 1:
         require_same_versions(ranks)

@@ -6,6 +6,5 @@ reference     fingerprints, greedy tokens and rewards by transformers
 registered_model  a registered model in MLflow's `pyfunc.load_model`
 prompts       conversations to token ids and back
 text          loops and exact match in generated text
-bf16_linear   fp32 products on CPUs without native bf16
 forks         forks that can still use a GPU
 """

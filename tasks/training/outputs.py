@@ -76,7 +76,7 @@ def write_common(
             "metrics": metrics,
             "losses": progress.losses,
             "evaluations": progress.evaluations,
-            "quantization": settings.peft.quantization(),
+            "quantization": settings.peft.quantization(settings.dtype),
             "attn_implementation": settings.attn_implementation,
             "base_digest": job.base_digest,
             "texts": holds_texts(job.data / "heldout.jsonl"),  # raw texts need no chat template

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 from tasks.core.events import emit
-from tasks.serving.bf16_linear import use_fp32_where_faster
 from tasks.training.engine.check_same_versions import require_same_versions
 from tasks.training.engine.checkpoint import Progress
 from tasks.training.engine.deepspeed_engine import Ranks, start_engine
@@ -37,8 +36,6 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     Raises:
         PlumblineError: on any problem that a user can fix; see the functions called here.
     """
-    if not ranks.gpu:
-        use_fp32_where_faster()
     settings = job.settings
     if settings.launch.nodes > 1:
         require_same_versions(ranks)

@@ -199,6 +199,33 @@ def test_optimizer_states_of_full_fine_tuning_are_offloaded_on_gpus(
     assert default("rollout.offload_trainer", known(**facts)).value is wanted
 
 
+@pytest.mark.parametrize(
+    ("isa", "flags", "gpus", "parameters", "wanted"),
+    [
+        ("", {"avx512_bf16"}, 0, 1e9, "bfloat16"),
+        ("AVX2", {"avx512_bf16"}, 0, 1e9, "float32"),
+        ("", {"avx2"}, 0, 1e9, "float32"),
+        ("", {"avx2"}, 0, None, "float32"),
+        ("", {"avx2"}, 0, 2e9, "bfloat16"),  # three copies of 8 GB in half of 32 GiB
+        ("AVX2", {"avx2"}, 1, 1e9, "bfloat16"),
+    ],
+)
+def test_the_dtype_is_what_the_machine_computes(
+    isa: str,
+    flags: set[str],
+    gpus: int,
+    parameters: float | None,
+    wanted: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", isa)
+    monkeypatch.setattr("tasks.core.machine._cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setattr("tasks.core.machine.total_memory", lambda: 32 * 2**30)
+    with_gpus(monkeypatch, gpus)
+    facts = {"train.device": "auto", "train.nproc": 2, "model.parameters": parameters}
+    assert default("model.dtype", known(**facts)).value == wanted
+
+
 def test_every_objective_has_a_rate() -> None:
     assert set(RATES) == set(get_args(Objective))
     for adapter, full in RATES.values():

@@ -23,7 +23,7 @@ WEIGHTS = 7_615_616_512 - 28 * 4_608
 
 @cache
 def _settings() -> dict[str, Any]:
-    return compose_config([]).settings
+    return compose_config(["model.dtype=bfloat16"]).settings
 
 
 def settings(**smoke: Any) -> dict[str, Any]:

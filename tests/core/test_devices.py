@@ -20,7 +20,6 @@ import torch
 
 from tasks.drift.fingerprint import drift
 from tasks.evaluation.scoring import ModelRef
-from tasks.rl import run as online_run
 from tasks.rl.algorithms import advantages
 from tasks.rl.algorithms.batch import Totals
 from tasks.rl.algorithms.policy_loss import LossInputs, PolicyLoss
@@ -34,7 +33,6 @@ from tasks.serving.reference import measure
 from tasks.serving.reference import requests as answers
 from tasks.serving.reference.rewards import _rewarder
 from tasks.serving.vllm.colocation import Generated
-from tasks.training import run
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.engine.nan_guard import Watch
 from tasks.training.engine.partitions import own_partitions
@@ -380,13 +378,3 @@ class TestPlaces:
 
 class _Loaded(Exception):
     """Loading has begun."""
-
-
-@pytest.mark.parametrize("module", [run, online_run], ids=["offline", "online"])
-def test_no_rank_on_a_gpu_emulates_bf16(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[bool] = []
-    monkeypatch.setattr(module, "use_fp32_where_faster", lambda: called.append(True))
-    for gpu in (True, False):
-        with pytest.raises(AttributeError):
-            module.train_with(SimpleNamespace(gpu=gpu), None, 0.0)
-    assert called == [True]

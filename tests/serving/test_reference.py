@@ -11,7 +11,6 @@ import pytest
 from tasks.core.errors import ArtifactError, ContractError, StageProcessError
 from tasks.drift.fingerprint import Fingerprint, drift
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
-from tasks.serving.bf16_linear import use_fp32_where_faster
 from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
 from tests.serving.models import CONVERSATIONS, END, live_fingerprint, load
 
@@ -46,13 +45,9 @@ def test_quantised_base_with_an_adapter(
     served: Path,
     probes: list[list[int]],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As in QLoRA training: NF4 base, bf16 adapter, unmerged, with the ranks' matrix products."""
+    """As in QLoRA training: NF4 base, bf16 adapter, unmerged."""
     import torch
-
-    monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)
-    use_fp32_where_faster()
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from tasks.process.exit_process import end_process
-from tasks.serving.bf16_linear import use_fp32_where_faster
 from tasks.training.engine.deepspeed_engine import Ranks, start_engine
 from tasks.training.engine.partitions import describe, own_partitions, write_partitions
 from tasks.training.engine.zero_config import deepspeed_config
@@ -118,7 +117,6 @@ def refuse_to_move_4_bits() -> None:
 
 
 def main() -> None:
-    use_fp32_where_faster()
     refuse_to_move_4_bits()
     ranks = Ranks()
     for path in map(Path, sys.argv[1:]):

@@ -98,7 +98,7 @@ def findings(
         *machine.checkpointing(train["gradient_checkpointing"], installed("torch")),
         *ranges.offload(stage, zero["offload_optimizer"], zero["offload_param"]),
         *adapter.merge_base(settings["merge"]["base"], kind),
-        *machine.dtypes(model_["dtype"], convert["dtype"], kind, half=half),
+        *machine.dtypes(model_["dtype"], convert["dtype"], half=half),
         *machine.loss_scaling(model_["dtype"], stage),
         *machine.attention(attention, model_["dtype"], installed, gpu=gpu),
         *ranges.optimizer(train["optimizer"], zero["offload_optimizer"]),

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tasks.config.after_training import engine_dtype
 from tasks.core.finding import Finding
 from tasks.training.memory.estimate import ITEM, LIBRARIES
 from tasks.training.memory.sizes import Sizes
@@ -85,8 +86,8 @@ def engine_memory(
     Raises:
         KeyError: an architecture that names its dimensions differently.
     """
-    sizes, smoke, convert = Sizes.of(config), settings["smoke"], settings["convert"]
-    item = ITEM[convert["dtype"]]
+    sizes, smoke = Sizes.of(config), settings["smoke"]
+    item = ITEM[engine_dtype(settings)]
     shared = smoke["tensor_parallel"] if smoke["engine"] != "transformers" else 1
     weights = sizes.weights() * item
     weights //= shared
@@ -106,15 +107,13 @@ def rollout_memory(
 ) -> EngineMemory:
     """Return the memory of vLLM beside each rank of an online run.
 
-    On a CPU linear layers count 4 bytes per weight, which they take if the CPU emulates bf16
-    (`tasks/serving/vllm/cpu_linear.py`). On a GPU the engine frees its memory while ranks train.
+    On a GPU the engine frees its memory while ranks train.
     Arguments and errors are those of `engine_memory`.
     """
     sizes, rollout = Sizes.of(config), settings["rollout"]
     item, shared = ITEM[settings["model"]["dtype"]], rollout["tensor_parallel"]
     weights = sizes.weights() * item
     if gpu_bytes is None:
-        weights += sizes.linear_weights() * (4 - item)
         cache = int(rollout["kv_cache_gib"] * GIB)
     else:
         cache = max(0, int(rollout["gpu_memory"] * gpu_bytes) - weights // shared - LIBRARIES)

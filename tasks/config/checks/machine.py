@@ -133,19 +133,16 @@ def parse_version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
-def dtypes(training: str, served: str, kind: str, *, half: bool) -> list[Finding]:
-    """Check number formats: 4-bit weights compute in bfloat16, float16 needs a device for it.
+def dtypes(training: str, served: str, *, half: bool) -> list[Finding]:
+    """Check number formats: float16 needs a device for it.
 
     Args:
         training: dtype of the model in training.
         served: dtype of the served model.
-        kind: `peft.kind`.
         half: True if DeepSpeed trains in float16 here, see `has_half`.
     """
     findings = []
-    if kind == "qlora" and training != "bfloat16":
-        findings.append(Finding("model.dtype", training, "bfloat16", "model.dtype=bfloat16"))
-    elif training == "float16" and not half:
+    if training == "float16" and not half:
         allowed = "DeepSpeed has it on a GPU, or a CPU with AVX-512 FP16"
         findings.append(Finding("model.dtype", training, allowed, "model.dtype=bfloat16"))
     if served == "float16" and training == "bfloat16":

@@ -135,7 +135,7 @@ def able(settings: Mapping[str, Any]) -> Iterator[Finding]:
 
     sections = {name: settings[name] for name in ("train", "peft", "zero", "model", "seed")}
     training = Settings.from_sections(**sections)
-    if training.peft.quantization() is not None:
+    if training.peft.kind == "qlora":
         return  # they serve the dequantised base, which the run makes first; the ranks ask them
     adapter = goes_as_adapter(training)
     length = rollout.max_prompt_len + rollout.max_new_tokens

@@ -268,7 +268,7 @@ def _folder(job: TrainJob) -> Path:
     """Return the folder that vLLM loads: the base, or a QLoRA policy's dequantised base."""
     if job.rollout_base is not None:
         return job.rollout_base
-    if job.settings.peft.quantization() is not None:
+    if job.settings.peft.kind == "qlora":
         raise ConfigError(
             "rollouts by vLLM need a QLoRA policy's dequantised base, and the job has none",
             hint="flows/rlhf.py makes it in its stage rollout_base; or rollout=transformers",

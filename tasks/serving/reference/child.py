@@ -22,7 +22,6 @@ from tasks.core.errors import PlumblineError
 from tasks.core.events import emit, send_warnings
 from tasks.process.block_unused_imports import on_gpu, start_lean
 from tasks.serving import forks
-from tasks.serving.bf16_linear import use_fp32_where_faster
 from tasks.serving.reference.requests import HANDLERS, Response
 
 TAIL_LINES = 20
@@ -54,7 +53,6 @@ def _warm_up() -> None:
     import transformers.models.auto.modeling_auto  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
-    use_fp32_where_faster()
     import tasks.serving.reference.measure
     import tasks.serving.reference.rewards
     import tasks.weights.execute.worker  # noqa: F401

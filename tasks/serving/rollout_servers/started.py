@@ -40,7 +40,6 @@ _OF_RANKS = (
 
 _PLUGINS = """[vllm.general_plugins]
 plumbline_lora = tasks.serving.vllm.lora_ops:use_single_adapter_products
-plumbline_linear = tasks.serving.vllm.cpu_linear:use_fp32_products
 """
 
 
@@ -217,7 +216,7 @@ class StartedServer:
 def _plugin(log_path: Path) -> Path:
     """Return a folder for PYTHONPATH that names our products for CPUs to vLLM, as its plugins.
 
-    They are those of the engine inside a rank (`lora_ops.py`, `cpu_linear.py`).
+    They are those of the engine inside a rank (`lora_ops.py`).
     """
     folder = log_path.parent / "vllm-plugins"
     about = folder / "plumbline_products-1.dist-info"

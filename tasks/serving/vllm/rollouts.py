@@ -22,7 +22,6 @@ import numpy as np
 from tasks.core.errors import ArtifactError, TrainingError
 from tasks.process.block_unused_imports import compiles, on_gpu
 from tasks.serving.vllm.colocation import Colocation, Generated, Sampling, room_for_rank
-from tasks.serving.vllm.cpu_linear import use_fp32_products
 from tasks.serving.vllm.guest import engine_class, undisturbed
 from tasks.serving.vllm.loaded_weights import LoadedWeights
 from tasks.serving.vllm.lora_ops import use_single_adapter_products
@@ -270,7 +269,6 @@ def _on_gpu(how: Colocation) -> dict[str, Any]:
 
 def _on_cpu(how: Colocation) -> dict[str, Any]:
     use_single_adapter_products()
-    use_fp32_products()
     return {
         "kv_cache_memory_bytes": int(how.kv_cache_gib * 2**30),
         # Unused here, but checked at start, when other ranks hold memory too.

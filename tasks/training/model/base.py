@@ -51,7 +51,7 @@ def load_base(
     """
     settings = job.settings
     extra: dict[str, Any] = config_of_head(pad) if head == "score" else {}
-    quantization = settings.peft.quantization()
+    quantization = settings.peft.quantization(settings.dtype)
     if quantization is not None:
         extra["quantization_config"] = quantization_config(quantization)
     if quantization is not None or (ranks.gpu and settings.zero.stage < 3):

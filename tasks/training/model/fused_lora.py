@@ -2,8 +2,7 @@
 
 Hu et al. 2021, arXiv:2106.09685. peft computes the adapter's product, scales it and adds it; each
 is a pass over an activation. Here the second product accumulates onto the first: fewer passes, less
-memory, one rounding instead of three. Where bf16 products are slow (`bf16_linear.py`), inputs are
-cast to fp32 once for all products.
+memory, one rounding instead of three.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
-from tasks.serving.bf16_linear import slow_bf16, widened_weight
 
 ADAPTER = "default"
 
@@ -92,43 +89,22 @@ class _Fused(torch.autograd.Function):
         b: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        wide = _widening(x)
-        rows = wide(x.reshape(-1, x.shape[-1]))
-        low = rows @ wide(a).t()
-        base = _weight(weight, x).t()
-        out = rows @ base if bias is None else torch.addmm(wide(bias), rows, base)
-        out.addmm_(low, wide(b).t(), alpha=scale)
-        ctx.save_for_backward(x, weight, a, b, low.to(x.dtype))
+        rows = x.reshape(-1, x.shape[-1])
+        low = rows @ a.t()
+        out = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
+        out.addmm_(low, b.t(), alpha=scale)
+        ctx.save_for_backward(x, weight, a, b, low)
         ctx.scale = scale
-        return out.to(x.dtype).view(*x.shape[:-1], len(weight))
+        return out.view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, weight, a, b, low = ctx.saved_tensors
-        wide = _widening(x)
-        grad = wide(grads[0].reshape(-1, len(weight)))
-        grad_low = (grad @ wide(b)).mul_(ctx.scale)
+        grad = grads[0].reshape(-1, len(weight))
+        grad_low = (grad @ b).mul_(ctx.scale)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad @ _weight(weight, x)).addmm_(grad_low, wide(a)).to(x.dtype).view(x.shape)
-        grad_a = (grad_low.t() @ wide(x.reshape(-1, x.shape[-1]))).to(a.dtype)
-        grad_b = (grad.t() @ wide(low)).mul_(ctx.scale).to(b.dtype)
+            grad_x = (grad @ weight).addmm_(grad_low, a).view(x.shape)
+        grad_a = grad_low.t() @ x.reshape(-1, x.shape[-1])
+        grad_b = (grad.t() @ low).mul_(ctx.scale)
         return grad_x, None, None, grad_a, grad_b, None
-
-
-def _widens(x: torch.Tensor) -> bool:
-    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and slow_bf16()
-
-
-def _weight(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return the base weight in the dtype of products with `x`; valid until the next call."""
-    return widened_weight(weight) if _widens(x) else weight
-
-
-def _widening(x: torch.Tensor) -> Any:
-    """Return the cast for the operands of products with `x`."""
-    return torch.Tensor.float if _widens(x) else _same
-
-
-def _same(operand: torch.Tensor) -> torch.Tensor:
-    return operand

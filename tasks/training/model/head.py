@@ -28,14 +28,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tasks.serving.bf16_linear import slow_bf16, widened_weight
 from tasks.training.memory.activations import PORTION
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 """Function from hidden states to logits."""
-BLOCK = 4096
-"""Rows of a bf16 weight cast to fp32 at a time where bf16 products are slow; 64 MiB at width
-4096."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +253,7 @@ class _Frozen(torch.autograd.Function):
         size = max(1, PORTION // len(weight))
         logprobs, slopes = [], []
         for h, t in zip(hidden.split(size), targets.split(size), strict=True):
-            logits = _times_transposed(h, weight)
+            logits = (h @ weight.t()).float()
             if bias is not None:
                 logits += bias
             if not scaling.none:
@@ -273,7 +269,7 @@ class _Frozen(torch.autograd.Function):
                 logits.scatter_add_(1, t[:, None], torch.ones_like(picked)[:, None])
                 if not scaling.none:
                     logits *= slope
-                slopes.append(_times(logits, weight))
+                slopes.append(logits.to(weight.dtype) @ weight)
         if wants:
             ctx.save_for_backward(torch.cat(slopes))
         return torch.cat(logprobs)
@@ -282,29 +278,3 @@ class _Frozen(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (slope,) = ctx.saved_tensors
         return (slope * grads[0][:, None]).to(slope.dtype), None, None, None, None, None
-
-
-def _widening(weight: torch.Tensor) -> bool:
-    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and slow_bf16()
-
-
-def _times_transposed(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return hidden @ weight.T as a new float32 tensor."""
-    if not _widening(weight):
-        return (hidden @ weight.t()).float()
-    out = hidden.new_empty(len(hidden), len(weight), dtype=torch.float32)
-    wide = hidden.float()
-    for start in range(0, len(weight), BLOCK):
-        block = widened_weight(weight[start : start + BLOCK])
-        torch.mm(wide, block.t(), out=out[:, start : start + BLOCK])
-    return out
-
-
-def _times(slopes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return slopes @ weight in the weight's dtype."""
-    if not _widening(weight):
-        return slopes.to(weight.dtype) @ weight
-    out = slopes.new_zeros(len(slopes), weight.shape[1])
-    for start in range(0, len(weight), BLOCK):
-        out.addmm_(slopes[:, start : start + BLOCK], widened_weight(weight[start : start + BLOCK]))
-    return out.to(weight.dtype)

@@ -75,7 +75,7 @@ def _quantised(
     from tasks.weights.quantized.nf4 import as_trained
 
     loaded = stored.to(torch_dtype(DTYPE_NAMES[quantization["loaded_dtype"]]))
-    dequantized = as_trained(loaded, quantization).to(stored.dtype)
+    dequantized = as_trained(loaded, quantization)  # not rounded to the dtype on disk
     measured.error = squared(stored.float() - dequantized.float())
     return dequantized if quantization["base"] == "dequantized" else stored
 

@@ -36,7 +36,6 @@ from tasks.rl.rollout.merged import merged_tensors  # noqa: E402
 from tasks.rl.rollout.policy_sync import Policy  # noqa: E402
 from tasks.rl.settings import Online, Rollout  # noqa: E402
 from tasks.rl.setup import open_engine  # noqa: E402
-from tasks.serving.bf16_linear import use_fp32_where_faster  # noqa: E402
 from tasks.serving.vllm.colocation import Generated  # noqa: E402
 from tasks.training.engine.deepspeed_engine import Ranks, start_engine  # noqa: E402
 from tasks.training.engine.zero_config import deepspeed_config  # noqa: E402
@@ -372,7 +371,6 @@ def main(lives: Mapping[str, Callable[[Bench], dict[str, Any]]]) -> None:
     Args:
         lives: function for a policy, by its job's objective.
     """
-    use_fp32_where_faster()
     ranks = Ranks()
     for path in map(Path, sys.argv[1:]):
         job = TrainJob.read(path)

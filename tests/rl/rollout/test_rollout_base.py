@@ -41,7 +41,7 @@ def test_values_equal_those_of_the_loaded_layers(
     from bitsandbytes.functional import dequantize_4bit
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    quantization = Peft(kind="qlora", quant_type=kind, double_quant=double).quantization()
+    quantization = Peft(kind="qlora", quant_type=kind, double_quant=double).quantization("bfloat16")
     assert quantization is not None
     folder = made(tmp_path, base, quantization)
     tensors = load_file(folder / "model.safetensors")

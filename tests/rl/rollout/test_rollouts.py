@@ -111,7 +111,7 @@ def run(
             launch=Launch(nproc=nproc),
             online={"rl": {}, "rollout": ROLLOUT | rollout, "reward": {}},
         )
-        quantization = peft.quantization()
+        quantization = peft.quantization("bfloat16")
         plain = None
         if quantization is not None:
             plain = folder / f"{name}-base"

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 
 from tasks.process.exit_process import end_process
-from tasks.serving.bf16_linear import use_fp32_where_faster
 from tasks.training.engine.deepspeed_engine import Ranks, start_engine
 from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import TrainJob
@@ -63,7 +62,6 @@ class Peaks:
 
 
 def main(path: Path) -> None:
-    use_fp32_where_faster()
     job = TrainJob.read(path)
     ranks = Ranks()
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401

@@ -7,7 +7,6 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from tasks.serving import bf16_linear
 from tasks.training.model import head as module
 from tasks.training.model.head import Scaling, token_logprobs, token_logprobs_and_entropies
 
@@ -107,26 +106,6 @@ def test_wrapped_heads_and_entropies(
         for found, right in zip(torch.autograd.grad(mine, wanted), theirs, strict=True):
             torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
     assert calls == [hidden.shape] * 2  # with the backward passes
-
-
-@pytest.mark.parametrize("portion", [97 * 7, 1 << 20])
-def test_bf16_is_rounded_once_where_its_products_are_slow(
-    monkeypatch: pytest.MonkeyPatch, portion: int
-) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(module, "PORTION", portion)
-    monkeypatch.setattr(module, "BLOCK", 10)
-    assert bf16_linear.slow_bf16()
-    head, hidden, targets, weights = make(dtype=torch.bfloat16)
-    wide = hidden.detach().double().requires_grad_()
-    expected = plain(head, wide, targets, Scaling())
-    found = token_logprobs(head, hidden, targets, Scaling())
-    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-5)
-    (mine,) = torch.autograd.grad(found @ weights, hidden)
-    (other,) = torch.autograd.grad(expected @ weights.double(), wide)
-    # Rounded before and after it is scaled.
-    torch.testing.assert_close(mine.double(), other, rtol=2**-7, atol=1e-4)
 
 
 def test_no_tensor_of_the_vocabularys_size_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from tasks.core.contract import Check
 from tasks.delivery.texts import encode_probes
 from tasks.drift.fingerprint import PROFILES, Fingerprint
 from tasks.drift.reward_scores import SCORES, ScorePrint, score_drift
-from tasks.drift.verdict import FINGERPRINT, Moved, verdict
+from tasks.drift.verdict import BASE, FINGERPRINT, Moved, verdict
 from tasks.drift.witness import ALTERED
 from tasks.evaluation import smoke_checks
 from tasks.evaluation.planned import Measuring
@@ -108,7 +108,8 @@ def reference(
         _print(probes, scorer.rewards(ref, probes), "transformers").save(out / SCORES)
         log.info("reference: rewards of %d texts", len(probes))
         return StageReport("reference", checks, {"texts": float(len(probes))}, drift=drift)
-    fingerprint = scorer.reference(ref, probes, out / FINGERPRINT)
+    base = out / BASE if ref.adapter or weighted else None
+    fingerprint = scorer.reference(ref, out / FINGERPRINT, probes=probes, base=base)
     log.info("reference: %d positions of %d texts", fingerprint.positions, len(probes))
     return StageReport(
         "reference", checks, {"positions": float(fingerprint.positions)}, drift=drift

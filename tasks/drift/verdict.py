@@ -5,21 +5,36 @@ Training writes one of the two; every hand-off is compared with it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from tasks.core.contract import Bound, Check
 from tasks.core.errors import ArtifactError, DriftError
-from tasks.drift.fingerprint import PROFILES, Drift, DriftLimit, Fingerprint, drift, within
+from tasks.drift.fingerprint import (
+    PROFILES,
+    Drift,
+    DriftLimit,
+    Fingerprint,
+    as_limit,
+    drift,
+    typical_kl,
+    within,
+)
 from tasks.drift.reward_drift import RewardDrift, RewardLimit, exceeds
 from tasks.drift.reward_scores import SCORES, ScorePrint, score_drift
 
 FINGERPRINT = "fingerprint.fp"
+BASE = "base.fp"
+"""Log-probabilities of the model without its adapter, at the same ids."""
 NAMES = (FINGERPRINT, SCORES)
 NOISE_FACTOR = 4.0
 """Allowed mean drift between two kinds of hardware, in units of the larger repeat noise.
 Measured: 0.4 between two kinds of CPU kernels, 0.8 from bf16 to fp32."""
 TAIL = 5.0
 """Ratio of the limits of the 95th percentile and of the mean KL, as in all drift profiles."""
+
+FORMAT_FACTOR = 3.0
+"""Allowed drift of a correct engine, in units of the noise of the format that it computes in."""
 
 KL_UNIT = "nats per token"
 SCORE_UNIT = "std of scores"
@@ -78,6 +93,33 @@ def by_noise(limit: DriftLimit, drifted: Moved, *noises: float | None) -> DriftL
     )
 
 
+def limit_in(profile: DriftLimit, reference: Print, dtype: str) -> DriftLimit:
+    """Return the limits for a model that is computed in a dtype: the one rule of all comparisons.
+
+    They are those of the profile, or `FORMAT_FACTOR` times the noise that this format has for this
+    model, if that is more. float32 has none, and neither has a format that was not measured.
+
+    Args:
+        profile: limits of the profile.
+        reference: the trained model in float32, with the noise of the formats.
+        dtype: torch name of the dtype that the new model is computed in.
+    """
+    if isinstance(reference, ScorePrint):
+        return profile
+    limit, noise = replace(profile, by_median=reference.routed), reference.formats.get(dtype)
+    if noise is None:
+        return limit
+    kl = FORMAT_FACTOR * (noise.median_kl if reference.routed else noise.mean_kl)
+    widened = replace(
+        limit,
+        mean_kl=max(limit.mean_kl, kl),
+        p95_kl=max(limit.p95_kl, FORMAT_FACTOR * noise.p95_kl),
+        top1_agreement=min(limit.top1_agreement, 1 - FORMAT_FACTOR * (1 - noise.top1_agreement)),
+    )
+    text = f"{FORMAT_FACTOR:g} x the noise of {dtype}"
+    return limit if widened == limit else replace(widened, measured=text)
+
+
 def too_far(drifted: Moved, limit: DriftLimit, noise: float | None = None) -> list[str]:
     """Return one text for each limit that a drift exceeds; empty if it is within all limits."""
     if isinstance(drifted, RewardDrift):
@@ -91,10 +133,12 @@ def _limit_text(drifted: Moved, limit: DriftLimit) -> str:
             f"mean difference <= {limit.rewards.difference:g} standard deviations of the "
             f"reference's scores, pairs in the same order >= {limit.rewards.order:g}"
         )
-    return (
-        f"mean KL <= {limit.mean_kl:.0e}, p95 KL <= {limit.p95_kl:.0e}, "
-        f"top-1 agreement >= {limit.top1_agreement}"
+    name = "median KL" if limit.by_median else "mean KL"
+    text = (
+        f"{name} <= {as_limit(limit.mean_kl)}, p95 KL <= {as_limit(limit.p95_kl)}, "
+        f"top-1 agreement >= {limit.top1_agreement:.3g}"
     )
+    return f"{text} ({limit.measured})" if limit.measured else text
 
 
 def _drift_text(drifted: Moved) -> str:
@@ -143,9 +187,10 @@ def _bound(drifted: Moved, limit: DriftLimit, noise: float | None) -> Bound:
         most = min(limit.rewards.difference, twice / drifted.unit)
         return Bound("mean difference", SCORE_UNIT, drifted.mean_difference, most)
     most = min(limit.mean_kl, twice)
-    if drifted.mean_kl <= most and drifted.p95_kl > limit.p95_kl:
+    name, kl = typical_kl(drifted, limit)
+    if kl <= most and drifted.p95_kl > limit.p95_kl:
         return Bound("p95 KL", KL_UNIT, drifted.p95_kl, limit.p95_kl)
-    return Bound("mean KL", KL_UNIT, drifted.mean_kl, most)
+    return Bound(name, KL_UNIT, kl, most)
 
 
 def _wider_profile(drifted: Moved) -> str:

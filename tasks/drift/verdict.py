@@ -30,11 +30,18 @@ NAMES = (FINGERPRINT, SCORES)
 NOISE_FACTOR = 4.0
 """Allowed mean drift between two kinds of hardware, in units of the larger repeat noise.
 Measured: 0.4 between two kinds of CPU kernels, 0.8 from bf16 to fp32."""
+NEARER = 4.0
+"""Ratio of the noise of two formats from which the finer one is advised."""
 TAIL = 5.0
 """Ratio of the limits of the 95th percentile and of the mean KL, as in all drift profiles."""
 
 FORMAT_FACTOR = 3.0
 """Allowed drift of a correct engine, in units of the noise of the format that it computes in."""
+
+KERNEL = (
+    "the training engine computes another model than these weights are: a fused kernel, or numbers "
+    "that overflow; model.attn_implementation=eager or model.dtype=float32, and train again"
+)
 
 KL_UNIT = "nats per token"
 SCORE_UNIT = "std of scores"
@@ -56,12 +63,19 @@ def load_print(path: Path) -> Print:
     return ScorePrint.load(path) if path.name == SCORES else Fingerprint.load(path)
 
 
-def moved(reference: Print, new: Print) -> Moved:
-    """Return the drift of `new` from `reference`. Raises DriftError if they are not comparable."""
+def moved(reference: Print, new: Print, dtype: str | None = None) -> Moved:
+    """Return the drift of `new` from `reference`. Raises DriftError if they are not comparable.
+
+    Args:
+        reference: the fingerprint to compare with.
+        new: the other one.
+        dtype: torch name of the format in which the new model is or will be computed: tokens that
+            it cannot tell apart are a tie.
+    """
     if isinstance(reference, ScorePrint) and isinstance(new, ScorePrint):
         return score_drift(reference, new)
     if isinstance(reference, Fingerprint) and isinstance(new, Fingerprint):
-        return drift(reference, new)
+        return drift(reference, new, dtype)
     raise DriftError("log-probabilities and scores are not comparable")
 
 
@@ -69,28 +83,6 @@ def same_arithmetic(reference: Print, new: Print) -> bool:
     """Return False if the two are known to be measured on different hardware or software."""
     machines = reference.measured_on, new.measured_on
     return None in machines or machines[0] == machines[1]
-
-
-def by_noise(limit: DriftLimit, drifted: Moved, *noises: float | None) -> DriftLimit:
-    """Widen a limit by the rounding differences between two kinds of hardware or software.
-
-    Args:
-        limit: limit on equal hardware and software; the result is never stricter.
-        drifted: the drift; that of a reward model has the unit of its scores.
-        noises: repeat noise of each side, as `Fingerprint.noise` or `ScorePrint.noise`.
-    """
-    noise = max((value for value in noises if value is not None), default=0.0)
-    unit = drifted.unit if isinstance(drifted, RewardDrift) else 1.0
-    standard = PROFILES["standard"]  # for the agreement, since near ties may change their order
-    return DriftLimit(
-        mean_kl=max(limit.mean_kl, NOISE_FACTOR * noise),
-        p95_kl=max(limit.p95_kl, TAIL * NOISE_FACTOR * noise),
-        top1_agreement=min(limit.top1_agreement, standard.top1_agreement),
-        rewards=RewardLimit(
-            difference=max(limit.rewards.difference, NOISE_FACTOR * noise / unit),
-            order=min(limit.rewards.order, standard.rewards.order),
-        ),
-    )
 
 
 def limit_in(profile: DriftLimit, reference: Print, dtype: str) -> DriftLimit:
@@ -106,7 +98,9 @@ def limit_in(profile: DriftLimit, reference: Print, dtype: str) -> DriftLimit:
     """
     if isinstance(reference, ScorePrint):
         return profile
-    limit, noise = replace(profile, by_median=reference.routed), reference.formats.get(dtype)
+    limit = replace(profile, by_median=reference.routed)
+    # Where float32 did not fit, both sides have the noise of the reference's own format.
+    noise = reference.formats.get(dtype) or reference.formats.get(reference.arithmetic)
     if noise is None:
         return limit
     kl = FORMAT_FACTOR * (noise.median_kl if reference.routed else noise.mean_kl)
@@ -118,6 +112,34 @@ def limit_in(profile: DriftLimit, reference: Print, dtype: str) -> DriftLimit:
     )
     text = f"{FORMAT_FACTOR:g} x the noise of {dtype}"
     return limit if widened == limit else replace(widened, measured=text)
+
+
+def limit_of_scores(live: ScorePrint, new: ScorePrint, limit: DriftLimit) -> DriftLimit:
+    """Return the limits for scores of the same weights on other hardware or software.
+
+    Args:
+        live: scores of the training engine.
+        new: scores of the same weights elsewhere, with their repeat noise.
+        limit: limits on equal hardware and software; the result is never stricter.
+    """
+    noise = FORMAT_FACTOR * max(live.noise or 0.0, new.noise or 0.0)
+    difference = max(limit.rewards.difference, noise / score_drift(live, new).unit)
+    order = min(limit.rewards.order, PROFILES["standard"].rewards.order)
+    return replace(limit, rewards=RewardLimit(difference, order))
+
+
+def advice(reference: Fingerprint) -> str:
+    """Return a line about a format that is much nearer to float32 than bfloat16; "" if none is."""
+    coarse, fine = (reference.formats.get(name) for name in ("bfloat16", "float16"))
+    if coarse is None or fine is None or coarse.mean_kl <= PROFILES["strict"].mean_kl:
+        return ""
+    times = coarse.mean_kl / max(fine.mean_kl, 1e-12)
+    if times < NEARER:
+        return ""
+    return (
+        f"float16 computes this model {times:.0f} times nearer to float32 than bfloat16 (mean KL "
+        f"{fine.mean_kl:.1e}, {coarse.mean_kl:.1e}): convert.dtype=float16"
+    )
 
 
 def too_far(drifted: Moved, limit: DriftLimit, noise: float | None = None) -> list[str]:
@@ -178,6 +200,22 @@ def verdict(
     hint = "; ".join(filter(None, (cause, _wider_profile(drifted) if noise is None else "")))
     text, bound = _drift_text(drifted), _bound(drifted, limit, noise)
     return Check(name, expected, text, ok=not exceeded, hint=hint, bound=bound)
+
+
+def engine_verdict(
+    exact: Fingerprint, live: Fingerprint, profile: DriftLimit, dtype: str, cause: str = KERNEL
+) -> tuple[Moved, Check]:
+    """Compare a training engine with the same weights in float32. Returns drift and verdict.
+
+    Args:
+        exact: fingerprint of the weights in float32, with the noise of the formats.
+        live: fingerprint of the training engine.
+        profile: limits of the profile.
+        dtype: torch name of the dtype that the engine computes in.
+        cause: most likely cause of a failure, and what to type.
+    """
+    drifted, limit = moved(exact, live, dtype), limit_in(profile, exact, dtype)
+    return drifted, verdict(drifted, limit, name="the training engine in float32", cause=cause)
 
 
 def _bound(drifted: Moved, limit: DriftLimit, noise: float | None) -> Bound:

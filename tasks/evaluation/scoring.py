@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import tasks.core.errors as errors
 from tasks.core.errors import PlumblineError, StageProcessError
@@ -65,6 +65,23 @@ class ModelRef:
 
 Score = Callable[[ModelRef, Path, Path], Print]
 """(model, reference file, file to write) -> fingerprint of the model on the same probes."""
+
+
+class Scorer(Protocol):
+    """Measures models: `ReferenceScorer`."""
+
+    def measure(self, model: ModelRef, reference: Path, out: Path) -> Print: ...
+
+    def reference(
+        self,
+        model: ModelRef,
+        out: Path,
+        *,
+        probes: Sequence[Sequence[int]] = (),
+        like: Path | None = None,
+        own: Path | None = None,
+        base: Path | None = None,
+    ) -> Fingerprint: ...
 
 
 @dataclass(frozen=True)

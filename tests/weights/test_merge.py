@@ -285,7 +285,7 @@ def test_one_pass_with_convert_and_both_verdicts(
     def never(*_: object) -> None:
         raise AssertionError("what merge has measured is carried over")
 
-    inputs = {"weights": merged, "trained": lora_run}
+    inputs = {"weights": merged, "trained": lora_run, "reference": lora_adapter}
     served = convert(tmp_path / "served", **inputs, **settings, score=never, **judged)
     assert failed(served.checks) == []
     assert served.drift == report.drift

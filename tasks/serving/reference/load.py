@@ -149,7 +149,7 @@ def widen(model: Any) -> None:
         print(f"float32 needs {more / 1e9:.0f} GB more, which do not fit: measured in 16 bits")
         return
     for module in model.modules():
-        if hasattr(getattr(module, "weight", None), "quant_state"):
+        if hasattr(module._parameters.get("weight"), "quant_state"):  # not of peft's wrapper
             _dequantise(module)
         for buffer in module.buffers(recurse=False):
             if buffer.dtype in (torch.bfloat16, torch.float16):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.contract import Check, Expected, TensorLike, judge
-from tasks.drift.fingerprint import EXACT, DriftLimit
+from tasks.drift.fingerprint import EXACT, DriftLimit, Fingerprint
 from tasks.drift.reward_scores import ScorePrint
 from tasks.drift.verdict import (
     BASE as WITHOUT_ADAPTER,
@@ -128,7 +128,6 @@ def gather(
             profile,
             source.attn_implementation,
             scorer=scorer,
-            dtype=source.dtype,
             log=log,
         ),
     )
@@ -150,12 +149,10 @@ class Live(Measuring):
 
     Attributes:
         scorer: measures fingerprints.
-        dtype: torch name of the dtype that training computed in.
         log: progress.
     """
 
     scorer: Scorer
-    dtype: str
     log: Log
 
     def take(self, model: ModelRef, out: Path) -> tuple[Moved, tuple[Check, ...]]:
@@ -176,8 +173,8 @@ class Live(Measuring):
             exact = self.scorer.reference(
                 model, out / FINGERPRINT, like=path, own=own_path, base=base
             )
-            own = load_print(own_path)
-        apart, check = engine_verdict(exact, live, self.limit, self.dtype)
+            own = Fingerprint.load(own_path)
+        apart, check = engine_verdict(exact, live, self.limit, own)
         if advised := advice(exact):
             self.log.info("gather: %s", advised)
         if not same_arithmetic(live, own):

@@ -10,6 +10,7 @@ files.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -142,16 +143,18 @@ def _against_live_model(
         folder.mkdir()
         attention = settings.attn_implementation
         measuring = Measuring(scorer.measure, live.parent, limit, attention, cause=ALTERED)
-        drift, (check,) = measuring.take(ref, folder)
+        drift, (check, *_) = measuring.take(ref, folder)
         return drift, check
     recorded = Fingerprint.load(live)
     base = None
     if settings.at_live:
         folder, base = out, out / BASE if ref.adapter is not None else None
     folder.mkdir(exist_ok=True)
-    exact = scorer.reference(ref, folder / FINGERPRINT, like=live, base=base)
-    dtype = settings.dtype if settings.at_live else recorded.arithmetic
-    return engine_verdict(exact, recorded, limit, dtype, KERNEL if settings.at_live else ALTERED)
+    with tempfile.TemporaryDirectory() as temporary:
+        own = Path(temporary) / FINGERPRINT
+        exact = scorer.reference(ref, folder / FINGERPRINT, like=live, own=own, base=base)
+        cause = KERNEL if settings.at_live else ALTERED
+        return engine_verdict(exact, recorded, limit, Fingerprint.load(own), cause)
 
 
 @smoke_test

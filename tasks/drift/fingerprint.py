@@ -224,6 +224,7 @@ class DriftLimit:
         p95_kl: highest 95th percentile of the KL, in nats.
         top1_agreement: lowest top-1 agreement.
         rewards: limits for a reward model, which has scores instead of log-probabilities.
+        share: largest distance of the share of an adapter that answers from 1.
         by_median: True for a mixture of experts, whose mean is held by the few positions where
             equal routers choose other experts: `mean_kl` then is the limit of the median.
         measured: what widened the limits; empty for those of the profile.
@@ -233,6 +234,7 @@ class DriftLimit:
     p95_kl: float
     top1_agreement: float
     rewards: RewardLimit = field(default_factory=lambda: RewardLimit(difference=0.03, order=0.97))
+    share: float = 0.1
     by_median: bool = False
     measured: str = ""
 
@@ -249,14 +251,15 @@ PROFILES = {
         mean_kl=1e-2,
         p95_kl=5e-2,
         top1_agreement=0.95,
+        share=0.5,
         rewards=RewardLimit(difference=0.1, order=0.95),
     ),
 }
 
 QUANTIZED = {
-    "int8": DriftLimit(mean_kl=1e-2, p95_kl=5e-2, top1_agreement=0.95),
-    "fp8": DriftLimit(mean_kl=2e-2, p95_kl=1e-1, top1_agreement=0.92),
-    "int4": DriftLimit(mean_kl=1e-1, p95_kl=5e-1, top1_agreement=0.85),
+    "int8": DriftLimit(mean_kl=1e-2, p95_kl=5e-2, top1_agreement=0.95, share=0.5),
+    "fp8": DriftLimit(mean_kl=2e-2, p95_kl=1e-1, top1_agreement=0.92, share=0.5),
+    "int4": DriftLimit(mean_kl=1e-1, p95_kl=5e-1, top1_agreement=0.85, share=0.5),
 }
 """Limits for `convert.quantize`, by number format: first values, from the small models in
 docs/delivery.md."""

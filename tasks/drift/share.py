@@ -9,6 +9,7 @@ base and trained model is far below the KL of that noise.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +84,9 @@ def adapter_share(
         None if too few probes were measured, or the adapter has no effect.
     """
     p = (np.exp(trained.logprobs.astype(np.float64)) + np.exp(base.logprobs)) / 2
-    weights = np.where(np.isnan(served), 0.0, p)
+    fresh = _first_of_context(trained.probes)
+    weights = np.where(np.isnan(served) | ~fresh[:, None], 0.0, p)
+    measured = measured & fresh
     moved = _centred(trained.logprobs, base.logprobs, weights)
     seen = _centred(served, base.logprobs, weights)
     products = np.stack(
@@ -103,6 +106,21 @@ def adapter_share(
     low, high = _interval(sums)
     remainder = max(0.0, other - 2 * value * product + value**2 * square) / square
     return Share(float(value), low, high, float(remainder), signal)
+
+
+def _first_of_context(probes: Sequence[Sequence[int]]) -> NDArray[np.bool_]:
+    """Return True at the first position of each context, shape (N,).
+
+    Probes that begin with the same template repeat the same noise there.
+    """
+    seen: set[tuple[int, ...]] = set()
+    fresh = []
+    for probe in probes:
+        for end in range(1, len(probe)):
+            context = tuple(probe[:end])
+            fresh.append(context not in seen)
+            seen.add(context)
+    return np.array(fresh)
 
 
 def _centred(above: NDArray[Any], below: NDArray[Any], weights: NDArray[Any]) -> NDArray[Any]:

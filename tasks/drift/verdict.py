@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from tasks.core.contract import Bound, Check
 from tasks.core.errors import ArtifactError, DriftError
 from tasks.drift.fingerprint import (
@@ -22,6 +24,7 @@ from tasks.drift.fingerprint import (
 )
 from tasks.drift.reward_drift import RewardDrift, RewardLimit, exceeds
 from tasks.drift.reward_scores import SCORES, ScorePrint, score_drift
+from tasks.drift.share import adapter_share
 
 FINGERPRINT = "fingerprint.fp"
 BASE = "base.fp"
@@ -30,6 +33,8 @@ NAMES = (FINGERPRINT, SCORES)
 NOISE_FACTOR = 4.0
 """Allowed mean drift between two kinds of hardware, in units of the larger repeat noise.
 Measured: 0.4 between two kinds of CPU kernels, 0.8 from bf16 to fp32."""
+DECIDED = 0.5
+"""Largest half of an interval's width that tells a trained model from its base."""
 NEARER = 4.0
 """Ratio of the noise of two formats from which the finer one is advised."""
 TAIL = 5.0
@@ -202,19 +207,61 @@ def verdict(
     return Check(name, expected, text, ok=not exceeded, hint=hint, bound=bound)
 
 
+def share_checks(reference: Path, new: Print, limit: DriftLimit) -> tuple[Check, ...]:
+    """Check the share of the adapter that answers: where it is light, no KL tells it from its base.
+
+    Args:
+        reference: the trained model's fingerprint, with that of its base beside it; without a base
+            there is nothing to check.
+        new: fingerprint of the model that should be the trained one.
+        limit: limits of the profile.
+    """
+    path = reference.with_name(BASE)
+    if not path.is_file() or not isinstance(new, Fingerprint):
+        return ()
+    measured = ~np.isnan(new.logprobs).all(1)
+    trained, base = Fingerprint.load(reference), Fingerprint.load(path)
+    share = adapter_share(trained, base, new.logprobs, measured)
+    if share is None:
+        text, ok = "not measured: too few probes, or no effect on them", True
+    elif share.half_width > DECIDED:
+        text, ok = f"{share.text}: not decided, smoke.texts=<what it was trained on>", True
+    else:
+        text, ok = share.text, share.is_whole or abs(share.value - 1) <= limit.share
+    return (
+        Check(
+            "share of the adapter that answers",
+            f"1 within {limit.share:g}, or its interval holds 1",
+            text,
+            ok=ok,
+            hint="the base answers, the adapter at another scale, or rounding took it away",
+        ),
+    )
+
+
 def engine_verdict(
-    exact: Fingerprint, live: Fingerprint, profile: DriftLimit, dtype: str, cause: str = KERNEL
+    exact: Fingerprint,
+    live: Fingerprint,
+    profile: DriftLimit,
+    own: Fingerprint,
+    cause: str = KERNEL,
 ) -> tuple[Moved, Check]:
     """Compare a training engine with the same weights in float32. Returns drift and verdict.
 
     Args:
-        exact: fingerprint of the weights in float32, with the noise of the formats.
+        exact: fingerprint of the weights in float32.
         live: fingerprint of the training engine.
         profile: limits of the profile.
-        dtype: torch name of the dtype that the engine computes in.
+        own: fingerprint by transformers in the engine's dtype, base and adapter apart as there: a
+            sum with a rounded product loses what is below half a step, which no merged model does.
         cause: most likely cause of a failure, and what to type.
     """
-    drifted, limit = moved(exact, live, dtype), limit_in(profile, exact, dtype)
+    dtype = own.arithmetic
+    noise = {} if dtype == "float32" else {dtype: drift(exact, own, dtype).noise}
+    drifted, limit = (
+        moved(exact, live, dtype),
+        limit_in(profile, replace(exact, formats=noise), dtype),
+    )
     return drifted, verdict(drifted, limit, name="the training engine in float32", cause=cause)
 
 

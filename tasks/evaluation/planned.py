@@ -23,6 +23,7 @@ from tasks.drift.verdict import (
     load_print,
     moved,
     print_in,
+    share_checks,
     verdict,
 )
 from tasks.evaluation.evaluation_prompts import dtype_of
@@ -103,15 +104,17 @@ class Measuring:
             new = replace(new, formats=reference.formats)  # a server of `out` is judged by it
             new.save(out / path.name)
         drift, check = self._judge(reference, new, model.dtype)
-        return drift, (located(check, self.before, model, reference.probes, self.explain),)
+        check = located(check, self.before, model, reference.probes, self.explain)
+        return drift, (check, *share_checks(path, new, self.limit))
 
     def copy(self, earlier: Path, out: Path, dtype: str) -> tuple[Moved, tuple[Check, ...]]:
         """Copy the fingerprint of `earlier`, which has the same bytes, instead of taking it."""
         known = print_in(earlier)
         shutil.copyfile(known, out / known.name)
         reference = load_print(print_in(self.reference))
-        drift, check = self._judge(reference, load_print(known), dtype)
-        return drift, (check,)
+        new = load_print(known)
+        drift, check = self._judge(reference, new, dtype)
+        return drift, (check, *share_checks(print_in(self.reference), new, self.limit))
 
     def _judge(self, reference: Print, new: Print, dtype: str) -> tuple[Moved, Check]:
         limit = self.limit

@@ -14,21 +14,17 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
 from tasks.config.after_training import Smoke
 from tasks.core.contract import Check
 from tasks.core.errors import ConfigError
 from tasks.drift.fingerprint import (
-    PROFILES,
     Drift,
     DriftLimit,
     Fingerprint,
     drift,
     within,
 )
-from tasks.drift.share import adapter_share
-from tasks.drift.verdict import BASE, Moved, limit_in
+from tasks.drift.verdict import Moved, limit_in, share_checks
 from tasks.evaluation import smoke_checks
 from tasks.evaluation.evaluation_prompts import context_of, dtype_of
 from tasks.evaluation.greedy_ties import Agreement, compare_greedy, engine_noise
@@ -170,7 +166,7 @@ class SmokeTest:
         checks = (
             smoke_checks.loaded_check(self.engine),
             self.located(check, reference.probes, in_engine=in_engine),
-            *self._share(reference, served.fingerprint, limit),
+            *share_checks(question.reference, served.fingerprint, limit),
             smoke_checks.greedy_check(agreement, self.settings.greedy_tokens),
             *served.checks,
         )
@@ -200,21 +196,6 @@ class SmokeTest:
             return text, False
         text = f"transformers finds the folder unmoved, {self.engine} computes something else"
         return f"serve: {text}", True
-
-    def _share(
-        self, reference: Fingerprint, served: Fingerprint, limit: DriftLimit
-    ) -> tuple[Check, ...]:
-        """Check the share of the adapter that answers, if no KL tells it from its base."""
-        path = self.trained / BASE
-        if not path.is_file() or self.profile not in PROFILES.values():  # quantised: no share of 1
-            return ()
-        base = Fingerprint.load(path)
-        if within(drift(reference, base), limit):
-            return ()
-        measured = ~np.isnan(served.logprobs[:, 0])
-        return (
-            smoke_checks.share_check(adapter_share(reference, base, served.logprobs, measured)),
-        )
 
     def located(
         self, check: Check, probes: Sequence[Sequence[int]], *, in_engine: bool = False

@@ -9,7 +9,6 @@ from pathlib import Path
 from tasks.core.contract import Check
 from tasks.core.errors import ArtifactError
 from tasks.drift.fingerprint import TIE_STEPS, Drift, DriftLimit, within
-from tasks.drift.share import Share
 from tasks.drift.verdict import too_far, verdict
 from tasks.evaluation.greedy_ties import Agreement
 from tasks.serving.text import is_degenerate
@@ -19,8 +18,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 """Files that vLLM loads as weights."""
-DECIDED = 0.5
-"""Largest half of an interval's width that tells a trained model from its base."""
 
 
 def stray_weights(served: Path) -> list[str]:
@@ -69,24 +66,6 @@ def first_mover(history: Mapping[str, Mapping[str, float]], limit: DriftLimit) -
         if within(Drift(**recorded), limit):
             return stage
     return None
-
-
-def share_check(share: Share | None) -> Check:
-    """Check that the adapter answers, where its base is within the limits of the KL, too.
-
-    Args:
-        share: the estimate; None if the adapter has no effect on the probes.
-    """
-    text = "not measured: too few probes, or no effect on them" if share is None else share.text
-    if share is not None and share.half_width > DECIDED:
-        text += ": not decided, smoke.probes=<more> narrows it"
-    return Check(
-        "share of the adapter that answers",
-        "1 (its KL from the base is within the noise of the engine)",
-        text,
-        ok=share is None or share.is_whole,
-        hint="the engine serves the base, or the adapter at another scale",
-    )
 
 
 def greedy_check(agreement: Agreement, tokens: int) -> Check:

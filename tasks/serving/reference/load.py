@@ -154,18 +154,47 @@ def widen(model: Any) -> None:
         for buffer in module.buffers(recurse=False):
             if buffer.dtype in (torch.bfloat16, torch.float16):
                 buffer.data = buffer.data.float()
-    compute_in(model, "float32")
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.float()
 
 
 def compute_in(model: Any, dtype: str) -> None:
-    """Cast the weights of a model; rotary frequencies and the like keep their precision."""
+    """Make a model in float32 compute in a 16-bit format, as an engine with merged weights does.
+
+    Products sum in float32 and round once. An adapter that is added to a rounded product would be
+    lost where it is below half a step, and weights that are cast would be other weights: both stay
+    in float32. Rotary frequencies and the like keep their precision.
+    """
     import torch
 
     wanted = getattr(torch, dtype)
     exempt = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    products = torch.nn.Linear, torch.nn.Embedding
+    kept: set[int] = set()
+    inner: set[int] = set()
+    for module in model.modules():
+        adapted = hasattr(module, "base_layer")
+        if id(module) in inner or not (adapted or isinstance(module, products)):
+            continue
+        inner |= {id(part) for part in module.modules()}
+        kept |= {id(parameter) for parameter in module.parameters()}
+        if not hasattr(module, "_rounded_to"):
+            module.register_forward_pre_hook(_widen_input)
+            module.register_forward_hook(_round_output)
+        module._rounded_to = wanted
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not any(each in name for each in exempt):
+        cast = parameter.is_floating_point() and id(parameter) not in kept
+        if cast and not any(each in name for each in exempt):
             parameter.data = parameter.data.to(wanted)
+
+
+def _widen_input(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(each.float() if each.is_floating_point() else each for each in inputs)
+
+
+def _round_output(module: Any, _: Any, output: Any) -> Any:
+    return output.to(module._rounded_to)
 
 
 def _full_size(parameter: Any) -> int:

@@ -54,6 +54,7 @@ def convert(
     *,
     weights: Path,
     trained: Path,
+    reference: Path,
     dtype: str,
     max_shard_size: str | int,
     score: Score,
@@ -67,7 +68,8 @@ def convert(
     Args:
         out: empty staging directory.
         weights: the `weights` artifact.
-        trained: the `shards` artifact, for its tokenizer and its fingerprint.
+        trained: the `shards` artifact, for its tokenizer.
+        reference: the output of gather, with the fingerprint that the output is compared with.
         dtype: "bfloat16", "float16" or "float32".
         max_shard_size: largest tensor data of a file: "5GB", "200MiB", or bytes.
         score: measures fingerprints.
@@ -109,7 +111,7 @@ def convert(
         perform=perform,
         measuring=Measuring(
             score,
-            trained,
+            reference,
             profile,
             side.attn_implementation,
             before=ModelRef(weights, dtype=computing_dtype_of(weights)),

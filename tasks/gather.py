@@ -8,15 +8,32 @@ tensor is refused by name.
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tasks.core.contract import Check, Expected, TensorLike, judge
-from tasks.drift.fingerprint import EXACT
+from tasks.drift.fingerprint import EXACT, DriftLimit, Fingerprint
+from tasks.drift.reward_scores import ScorePrint
+from tasks.drift.verdict import (
+    BASE as WITHOUT_ADAPTER,
+)
+from tasks.drift.verdict import (
+    FINGERPRINT,
+    Moved,
+    advice,
+    engine_verdict,
+    limit_of_scores,
+    load_print,
+    moved,
+    print_in,
+    same_arithmetic,
+    verdict,
+)
 from tasks.evaluation.planned import Measuring, Planned
-from tasks.evaluation.scoring import ModelRef, Score
+from tasks.evaluation.scoring import ModelRef, Scorer
 from tasks.evaluation.trained_artifact import Trained, write_json
 from tasks.pipeline.report import StageReport
 from tasks.weights.execute.verdicts import gathered
@@ -43,7 +60,8 @@ def gather(
     *,
     trained: Path,
     base: Path,
-    score: Score,
+    scorer: Scorer,
+    profile: DriftLimit,
     log: Log,
     perform: Perform = perform,
 ) -> StageReport:
@@ -53,7 +71,8 @@ def gather(
         out: empty staging directory.
         trained: the `shards` artifact.
         base: the `base` artifact that was trained.
-        score: measures fingerprints.
+        scorer: measures fingerprints.
+        profile: drift that is allowed between the training engine and float32.
         log: progress.
         perform: derives the contract, in this process or in a warm child process.
 
@@ -103,8 +122,13 @@ def gather(
             "world_size": parts.world_size,
             "quantization": dict(source.quantization) if source.quantization else None,
         },
-        measuring=Measuring(
-            score, trained, EXACT, source.attn_implementation, exact=True, cause=_CAUSE
+        measuring=Live(
+            scorer.measure,
+            trained,
+            profile,
+            source.attn_implementation,
+            scorer=scorer,
+            log=log,
         ),
     )
     return gather_planned(out, planned, log=log)
@@ -114,6 +138,49 @@ _CAUSE = (
     "the stitched weights do not give the training engine's numbers: force=[train], and if it "
     "fails again, report it with this log"
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Live(Measuring):
+    """Compare what was gathered with the live training engine, and make the reference of later.
+
+    The same dtype on the same machine gives the same numbers. The fingerprint in float32, which the
+    later stages are compared with, is as far from the engine's as the noise of its format explains.
+
+    Attributes:
+        scorer: measures fingerprints.
+        log: progress.
+    """
+
+    scorer: Scorer
+    log: Log
+
+    def take(self, model: ModelRef, out: Path) -> tuple[Moved, tuple[Check, ...]]:
+        """Take the fingerprint of `model` into `out`. Returns the drift and its verdicts."""
+        path = print_in(self.reference)
+        live = load_print(path)
+        model = replace(model, device=(live.measured_on or {}).get("device"))
+        if isinstance(live, ScorePrint):
+            new = self.scorer.measure(model, path, out / path.name)
+            assert isinstance(new, ScorePrint)
+            same = same_arithmetic(live, new)
+            limit = EXACT if same else limit_of_scores(live, new, EXACT)
+            drift = moved(live, new)
+            return drift, (verdict(drift, limit, live.noise if same else None, cause=_CAUSE),)
+        base = out / WITHOUT_ADAPTER if model.adapter else None
+        with tempfile.TemporaryDirectory() as folder:
+            own_path = Path(folder) / FINGERPRINT
+            exact = self.scorer.reference(
+                model, out / FINGERPRINT, like=path, own=own_path, base=base
+            )
+            own = Fingerprint.load(own_path)
+        apart, check = engine_verdict(exact, live, self.limit, own)
+        if advised := advice(exact):
+            self.log.info("gather: %s", advised)
+        if not same_arithmetic(live, own):
+            return apart, (check,)
+        drift = moved(live, own)
+        return drift, (verdict(drift, EXACT, live.noise, cause=_CAUSE), check)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,9 +72,9 @@ def merge(
 
     Args:
         out: empty staging directory.
-        adapter: the `adapter` artifact.
+        adapter: the `adapter` artifact, with the fingerprint that the output is compared with.
         base: the `base` artifact that it was trained on.
-        trained: the `shards` artifact, for the base's quantization in training and its fingerprint.
+        trained: the `shards` artifact, for the base's quantization in training.
         base_mode: "dequantized" merges into the base as 4-bit training used it, "original" into the
             base on disk; "auto" is "dequantized" if training quantised the base. A base stored in 4
             bits is always "dequantized".
@@ -119,7 +119,7 @@ def merge(
         notes={"merge_base": mode},
         measuring=Measuring(
             score,
-            trained,
+            adapter,
             profile,
             source.attn_implementation,
             cause=_cause(mode, source),
@@ -159,8 +159,8 @@ def _cause(mode: str, source: Trained) -> str:
             "merge.base=auto"
         )
     return (
-        "every sampled row is base + adapter, so rounding or the training engine's own fingerprint "
-        "differs: convert.dtype=float32 rules out rounding"
+        "every sampled row is base + adapter, so rounding took it away: convert.dtype=float32 "
+        "rounds nothing"
     )
 
 

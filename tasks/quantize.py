@@ -123,12 +123,14 @@ def quantize(
     worst, error = layers[0]
     lost = f"{worst} lost most: its outputs are off by {error:.1%} on {len(tokens)} rows"
     log.info("quantize: %s", lost)
-    measuring = Measuring(scorer.measure, reference, profile, attn_implementation)
-    drift, check = measuring.take(replace(model, path=out), out)
+    measuring = Measuring(
+        scorer.measure, reference, profile, attn_implementation, float32=False
+    )  # packed weights are decoded in the dtype that they were made for
+    drift, measured = measuring.take(replace(model, path=out), out)
     heldout = row_tokens(scorer, served, data, HELDOUT_ROWS, rows, reference=reference)
     losses, loss_check = heldout_loss(scorer, model, replace(model, path=out), heldout, profile)
     hint = f"{lost}; convert.quantize=none, or convert.quantize_profile=<a wider one>"
-    verdicts = [each if each.ok else replace(each, hint=hint) for each in (check, loss_check)]
+    verdicts = [each if each.ok else replace(each, hint=hint) for each in (*measured, loss_check)]
     numbers = {**losses, "layers/worst": error, "layers/mean": _mean(layers)}
     return replace(
         report,

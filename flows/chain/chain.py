@@ -57,13 +57,13 @@ class Chain(ChainRun):
         adapter, weights = None, gathered
         if self.settings["peft"]["kind"] != "none":
             adapter, weights = gathered, self._merge(gathered, base, trained)
-        served = self._convert(weights, trained)
+        served = self._convert(weights, trained, gathered)
         before = self.earlier.served if self.earlier else base
-        smoke_stage(self, served=served, base=before, data=data, trained=trained)
+        smoke_stage(self, served=served, base=before, data=data, trained=gathered)
         quantized = None
         if self.settings["convert"]["quantize"] != "none":
-            quantized = self._quantize(served, trained, data)
-            inputs = {"base": served, "data": data, "trained": trained}
+            quantized = self._quantize(served, gathered, data)
+            inputs = {"base": served, "data": data, "trained": gathered}
             smoke_stage(self, quantized=True, served=quantized, **inputs)
         if self.settings["eval"]["lm_eval"] and self.settings["train"]["objective"] != "reward":
             self._lm_eval(served, before)
@@ -98,7 +98,8 @@ class Chain(ChainRun):
             GATHER_WEIGHTS if full else GATHER_ADAPTER,
             gather,
             inputs={"trained": trained, "base": base},
-            context=self._measuring,
+            config={"profile": self.profile},
+            context={"scorer": self.scorer, "perform": self.scorer.perform},
         )
 
     def _merge(self, adapter: Artifact, base: Artifact, trained: Artifact) -> Artifact:
@@ -117,11 +118,11 @@ class Chain(ChainRun):
             context={**self._measuring, "explain": self.explain},
         )
 
-    def _convert(self, weights: Artifact, trained: Artifact) -> Artifact:
+    def _convert(self, weights: Artifact, trained: Artifact, gathered: Artifact) -> Artifact:
         return self._run(
             CONVERT,
             convert,
-            inputs={"weights": weights, "trained": trained},
+            inputs={"weights": weights, "trained": trained, "reference": gathered},
             config={
                 **{key: self.settings["convert"][key] for key in ("dtype", "max_shard_size")},
                 "profile": self.profile,
@@ -129,12 +130,12 @@ class Chain(ChainRun):
             context={**self._measuring, "explain": self.explain},
         )
 
-    def _quantize(self, served: Artifact, trained: Artifact, data: Artifact) -> Artifact:
+    def _quantize(self, served: Artifact, gathered: Artifact, data: Artifact) -> Artifact:
         convert_to = self.settings["convert"]
         return self._run(
             QUANTIZE,
             quantize,
-            inputs={"served": served, "reference": trained, "data": data},
+            inputs={"served": served, "reference": gathered, "data": data},
             config={
                 "scheme": convert_to["quantize"],
                 "max_shard_size": convert_to["max_shard_size"],
@@ -177,7 +178,8 @@ def smoke_stage(run: ChainRun, *, quantized: bool = False, **inputs: Artifact) -
     Args:
         run: the step.
         quantized: True if `served` is the quantised model, and `base` the one in 16 bits.
-        inputs: artifacts `served`, `base` (the model before training), `data` and `trained`.
+        inputs: artifacts `served`, `base` (the model before training), `data` and `trained` (the
+            output of gather, with the trained model's fingerprint).
     """
     stage = SMOKE_QUANTIZED if quantized else SMOKE
     log_path = run.log_path(stage.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class DeliveryStages:
         weights = source
         if work.gather is not None:
             weights = self._gather(source, with_base)
-        before = None if self.scorer is None else self._reference(source, weights, with_base)
+        before = None if self.scorer is None else self._reference(weights, with_base)
         # A reward model has no fingerprint to compare on the way, only scores at the end.
         measured = {"reference": before} if before is not None and not work.is_reward else {}
         gathered = {"weights": weights}
@@ -122,16 +122,15 @@ class DeliveryStages:
         config = {"adapter_config": hashlib.sha256(text).hexdigest()}
         return self._run(GATHER_ADAPTER, gather, inputs, config).artifact
 
-    def _reference(
-        self, source: Artifact, gathered: Artifact, with_base: dict[str, Artifact]
-    ) -> Artifact:
+    def _reference(self, gathered: Artifact, with_base: dict[str, Artifact]) -> Artifact:
         given, smoke_settings = self.delivery.given, self.delivery.settings["smoke"]
+        witness = self.delivery.witness
+        live = None if witness is None else witness.measured
         if given.kind == "shards" and (given.root / FINGERPRINT).is_file():
-            return replace(source, kind="reference")  # from the live training engine
+            live = given.root / FINGERPRINT
         inputs = {"model": gathered}
         if self.delivery.work.merge is not None:
             inputs = {"model": with_base["base"], "adapter": gathered, **self._further}
-        witness = self.delivery.witness
         settings = ReferenceSettings(
             texts=probe_texts(smoke_settings["texts"], smoke_settings["probes"]),
             limit=self.delivery.probe_tokens,
@@ -141,12 +140,13 @@ class DeliveryStages:
             weights=weights_of(self.delivery.adapters),
             is_reward=self.delivery.work.is_reward,
             profile=str(smoke_settings["profile"]),
-            witness=witness.digest if witness else "",
+            live=hashlib.sha256(live.read_bytes()).hexdigest() if live else "",
+            at_live=live is not None and witness is None,
         )
         context = {
             "tokenizer": self.delivery.tokens.folder,
             "scorer": self.scorer,
-            "witness": witness.folder if witness else None,
+            "live": live.parent if live else None,
         }
         return self.mechanism.run(
             REFERENCE, reference, inputs=inputs, config=asdict(settings), context=context,

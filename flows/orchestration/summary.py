@@ -226,6 +226,7 @@ DIGITS = 8
 """Digits of a digest in the table; a folder is found by them."""
 _SHORT = {
     "mean KL": ("KL", "nats"),
+    "median KL": ("median KL", "nats"),
     "p95 KL": ("p95 KL", "nats"),
     "mean difference": ("score", "std"),
 }

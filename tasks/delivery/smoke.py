@@ -10,6 +10,7 @@ files.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +20,16 @@ from tasks.core.contract import Check
 from tasks.delivery.texts import encode_probes
 from tasks.drift.fingerprint import PROFILES, Fingerprint
 from tasks.drift.reward_scores import SCORES, ScorePrint, score_drift
-from tasks.drift.verdict import FINGERPRINT, Moved, verdict
+from tasks.drift.verdict import (
+    BASE,
+    FINGERPRINT,
+    KERNEL,
+    Moved,
+    advice,
+    engine_verdict,
+    print_in,
+    verdict,
+)
 from tasks.drift.witness import ALTERED
 from tasks.evaluation import smoke_checks
 from tasks.evaluation.planned import Measuring
@@ -46,7 +56,8 @@ class ReferenceSettings:
         weights: weights of several adapters by role; empty for one adapter with weight 1.
         is_reward: True for a reward model, which is compared by reward.
         profile: name of the drift profile.
-        witness: SHA-256 of the witness's file; empty if there is no witness.
+        live: SHA-256 of the live model's fingerprint or scores; empty if there are none.
+        at_live: True to measure at the live model's probes and ids instead of the texts.
     """
 
     texts: list[str]
@@ -57,7 +68,8 @@ class ReferenceSettings:
     weights: Mapping[str, float]
     is_reward: bool
     profile: str
-    witness: str = ""
+    live: str = ""
+    at_live: bool = False
 
 
 def reference(
@@ -67,20 +79,21 @@ def reference(
     tokenizer: Path,
     scorer: ReferenceScorer,
     log: Any,
-    witness: Path | None,
+    live: Path | None,
     **others: Any,
 ) -> StageReport:
     """Take the fingerprint, or the rewards, of the model as SOURCE has it; a stage function.
 
-    With a witness, SOURCE is also compared with the live model of its training.
+    Fingerprints are taken in float32, with the noise of the formats that the model may be served
+    in. Where training recorded its live model, SOURCE is also compared with that.
 
     Args:
-        out: staging directory; gets `fingerprint.fp` or `scores.json`.
+        out: staging directory; gets `fingerprint.fp` (of adapters also `base.fp`) or `scores.json`.
         model: folder of a full model, or of the base of the adapters.
         tokenizer: folder of the tokenizer.
         scorer: the transformers child.
         log: gets progress.
-        witness: folder with the live model's fingerprint or scores, if training recorded them.
+        live: folder with the live model's fingerprint or scores; None if there is none.
         **others: fields of `ReferenceSettings`, and PEFT folders by role, the first as `adapter`,
             which stay unmerged.
 
@@ -88,7 +101,6 @@ def reference(
         DataError: all texts are too short.
     """
     settings = take_fields(ReferenceSettings, others)
-    probes = encode_probes(scorer, tokenizer, settings.texts, settings.limit)
     weighted = {str(others[role]): weight for role, weight in settings.weights.items()}
     ref = ModelRef(
         model,
@@ -98,34 +110,51 @@ def reference(
         settings.attn_implementation,
         weighted,
     )
-    checks: tuple[Check, ...] = ()
     drift: Moved | None = None
-    if witness is not None:
-        drift, check = _against_live_model(ref, witness, settings, scorer, out)
+    checks: tuple[Check, ...] = ()
+    if live is not None:
+        drift, check = _against_live_model(ref, print_in(live), settings, scorer, out)
         checks = (check,)
         log.info("reference: %s: %s", check.name, check.found)
+    probes = encode_probes(scorer, tokenizer, settings.texts, settings.limit)
     if settings.is_reward:
         _print(probes, scorer.rewards(ref, probes), "transformers").save(out / SCORES)
         log.info("reference: rewards of %d texts", len(probes))
         return StageReport("reference", checks, {"texts": float(len(probes))}, drift=drift)
-    fingerprint = scorer.reference(ref, probes, out / FINGERPRINT)
-    log.info("reference: %d positions of %d texts", fingerprint.positions, len(probes))
-    return StageReport(
-        "reference", checks, {"positions": float(fingerprint.positions)}, drift=drift
-    )
+    if not settings.at_live:
+        base = out / BASE if ref.adapter is not None else None
+        scorer.reference(ref, out / FINGERPRINT, probes=probes, base=base)
+    fingerprint = Fingerprint.load(out / FINGERPRINT)
+    count = len(fingerprint.probes)
+    log.info("reference: %d positions of %d texts", fingerprint.positions, count)
+    if advised := advice(fingerprint):
+        log.info("reference: %s", advised)
+    noise = {f"noise/{name}": noise.mean_kl for name, noise in fingerprint.formats.items()}
+    metrics = {"positions": float(fingerprint.positions), **noise}
+    return StageReport("reference", checks, metrics, drift=drift)
 
 
 def _against_live_model(
-    ref: ModelRef, witness: Path, settings: ReferenceSettings, scorer: ReferenceScorer, out: Path
+    ref: ModelRef, live: Path, settings: ReferenceSettings, scorer: ReferenceScorer, out: Path
 ) -> tuple[Moved, Check]:
-    """Measure SOURCE on the witness's probes. Returns the drift and its verdict."""
-    folder = out / "witness"
-    folder.mkdir()
-    limit = PROFILES[settings.profile]
-    measuring = Measuring(
-        scorer.measure, witness, limit, settings.attn_implementation, cause=ALTERED
-    )
-    return measuring.take(ref, folder)
+    """Measure SOURCE on the live model's probes. Returns the drift and its verdict."""
+    folder, limit = out / "witness", PROFILES[settings.profile]
+    if settings.is_reward:
+        folder.mkdir()
+        attention = settings.attn_implementation
+        measuring = Measuring(scorer.measure, live.parent, limit, attention, cause=ALTERED)
+        drift, (check, *_) = measuring.take(ref, folder)
+        return drift, check
+    recorded = Fingerprint.load(live)
+    base = None
+    if settings.at_live:
+        folder, base = out, out / BASE if ref.adapter is not None else None
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        own = Path(temporary) / FINGERPRINT
+        exact = scorer.reference(ref, folder / FINGERPRINT, like=live, own=own, base=base)
+        cause = KERNEL if settings.at_live else ALTERED
+        return engine_verdict(exact, recorded, limit, Fingerprint.load(own), cause)
 
 
 @smoke_test

@@ -2,5 +2,6 @@
 
 fingerprint   log-probabilities on fixed probes, and the drift between two fingerprints
 reward_scores scores of reward models on fixed probes; `reward_drift` compares two of them
-verdict       one check for both kinds
+share         share of an adapter that answers, from paired log-probabilities
+verdict       one check for both kinds, and the limits of a format
 """

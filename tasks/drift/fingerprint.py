@@ -11,8 +11,9 @@ between 16 and 32. Two engines round each of two logits by at most half a step, 
 less than `TIE_STEPS` = 2 steps (in nats, as logits and log-probabilities) may have either sign in a
 correct engine. The new engine's top token therefore *agrees* if the reference gives it a
 log-probability less than two steps below its maximum. The steps are those of the reference's dtype
-at its largest logit and are stored with it (`steps`); the new engine does not influence them. Equal
-logits are a tie in every dtype.
+at its largest logit and are stored with it (`steps`), or those of a coarser dtype that the caller
+names because the new engine is known to compute in it; the new engine does not influence them.
+Equal logits are a tie in every dtype.
 
 Probes share their first tokens (the chat template), and equal contexts have equal distributions: a
 tie after the template's last token would count once per probe. So agreement is a share of distinct
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,14 @@ TOP_K = 512
 TIE_STEPS = 2.0
 """Logits that differ by less than this many rounding steps are tied; see the module docstring."""
 
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of config.json that give the number of experts."""
+
 _TINY = 1e-12
 _PRECISION = {"bfloat16": 8, "float16": 11, "float32": 24}
 """Significant bits by dtype (torch name)."""
+_FINE = 2.0**-14
+"""A rounding step below this is of 32-bit logits."""
 
 
 def rounding_step(logits: NDArray[Any] | float, dtype: str = "bfloat16") -> NDArray[np.float32]:
@@ -80,6 +86,23 @@ def largest_steps(logits: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 @dataclass(frozen=True)
+class FormatNoise:
+    """Distance between a model computed in float32 and in a 16-bit format: weights, probes equal.
+
+    Attributes:
+        mean_kl: mean of KL(float32 || 16 bits) over positions, in nats.
+        p95_kl: its 95th percentile.
+        median_kl: its median.
+        top1_agreement: top-1 agreement, ties of the 16-bit format included.
+    """
+
+    mean_kl: float
+    p95_kl: float
+    median_kl: float
+    top1_agreement: float
+
+
+@dataclass(frozen=True)
 class Fingerprint:
     """Log-probabilities of one model on the probes.
 
@@ -96,6 +119,10 @@ class Fingerprint:
             (nats), shape (N,), float32; None in older files and from engines that do not return
             logits. Without it only equal log-probabilities are ties.
         measured_on: `machine.measured_on` of the engine; None if unknown.
+        formats: noise of each 16-bit format in which the model may be served, by torch dtype name;
+            empty if it was not measured. A format that overflows is left out.
+        dtype: torch name of the dtype that the model was computed in; None if unknown.
+        routed: True for a mixture of experts.
     """
 
     probes: tuple[tuple[int, ...], ...]
@@ -106,6 +133,15 @@ class Fingerprint:
     noise: float | None = None
     steps: NDArray[np.float32] | None = None
     measured_on: Mapping[str, str] | None = None
+    formats: Mapping[str, FormatNoise] = field(default_factory=dict)
+    dtype: str | None = None
+    routed: bool = False
+
+    @property
+    def arithmetic(self) -> str:
+        """Torch name of the dtype of the computation; inferred from the steps if unknown."""
+        fine = self.steps is not None and bool(np.median(self.steps) < _FINE)
+        return self.dtype or ("float32" if fine else "bfloat16")
 
     @property
     def positions(self) -> int:
@@ -115,8 +151,10 @@ class Fingerprint:
     def save(self, path: Path) -> None:
         """Write one safetensors file."""
         # One metadata entry: safetensors writes several in random order, which changes the digest.
-        names = ("engine", "noise", "probes", "measured_on")
-        meta = {"fingerprint": json.dumps({name: getattr(self, name) for name in names})}
+        names = ("engine", "noise", "probes", "measured_on", "dtype", "routed")
+        facts = {name: getattr(self, name) for name in names}
+        facts["formats"] = {name: asdict(noise) for name, noise in self.formats.items()}
+        meta = {"fingerprint": json.dumps(facts)}
         arrays = {"ids": self.ids, "logprobs": self.logprobs, "top1": self.top1}
         if self.steps is not None:
             arrays["steps"] = self.steps
@@ -135,6 +173,9 @@ class Fingerprint:
                 engine=meta["engine"],
                 noise=meta["noise"],
                 measured_on=meta.get("measured_on"),
+                formats={n: FormatNoise(**each) for n, each in meta.get("formats", {}).items()},
+                dtype=meta.get("dtype"),
+                routed=meta.get("routed", False),
                 **arrays,
             )
         except (OSError, KeyError, TypeError, ValueError) as error:
@@ -155,6 +196,7 @@ class Drift:
         max_kl: its maximum.
         top1_agreement: share of distinct contexts in which the top tokens agree, ties included.
         cosine: mean cosine similarity of the probabilities.
+        median_kl: median of the KL, in nats.
     """
 
     mean_kl: float
@@ -162,6 +204,12 @@ class Drift:
     max_kl: float
     top1_agreement: float
     cosine: float
+    median_kl: float = 0.0
+
+    @property
+    def noise(self) -> FormatNoise:
+        """The same as the noise of a format."""
+        return FormatNoise(self.mean_kl, self.p95_kl, self.median_kl, self.top1_agreement)
 
 
 @dataclass(frozen=True)
@@ -177,6 +225,10 @@ class DriftLimit:
         top1_agreement: lowest top-1 agreement.
         rewards: limits for a reward model, which has scores instead of log-probabilities.
         kept: least share of an adapter's update that a merge has to keep.
+        share: largest distance of the share of an adapter that answers from 1.
+        by_median: True for a mixture of experts, whose mean is held by the few positions where
+            equal routers choose other experts: `mean_kl` then is the limit of the median.
+        measured: what widened the limits; empty for those of the profile.
     """
 
     mean_kl: float
@@ -184,6 +236,9 @@ class DriftLimit:
     top1_agreement: float
     rewards: RewardLimit = field(default_factory=lambda: RewardLimit(difference=0.03, order=0.97))
     kept: float = 0.9
+    share: float = 0.1
+    by_median: bool = False
+    measured: str = ""
 
 
 PROFILES = {
@@ -198,15 +253,16 @@ PROFILES = {
         mean_kl=1e-2,
         p95_kl=5e-2,
         top1_agreement=0.95,
+        share=0.5,
         rewards=RewardLimit(difference=0.1, order=0.95),
         kept=0.0,
     ),
 }
 
 QUANTIZED = {
-    "int8": DriftLimit(mean_kl=1e-2, p95_kl=5e-2, top1_agreement=0.95),
-    "fp8": DriftLimit(mean_kl=2e-2, p95_kl=1e-1, top1_agreement=0.92),
-    "int4": DriftLimit(mean_kl=1e-1, p95_kl=5e-1, top1_agreement=0.85),
+    "int8": DriftLimit(mean_kl=1e-2, p95_kl=5e-2, top1_agreement=0.95, share=0.5),
+    "fp8": DriftLimit(mean_kl=2e-2, p95_kl=1e-1, top1_agreement=0.92, share=0.5),
+    "int4": DriftLimit(mean_kl=1e-1, p95_kl=5e-1, top1_agreement=0.85, share=0.5),
 }
 """Limits for `convert.quantize`, by number format: first values, from the small models in
 docs/delivery.md."""
@@ -241,18 +297,41 @@ def _with_rest(logprobs: NDArray[np.float32]) -> NDArray[np.float64]:
     return np.concatenate([p, rest], axis=1)
 
 
-def agreeing(reference: Fingerprint, new: Fingerprint) -> NDArray[np.bool_]:
+def steps_in(reference: Fingerprint, dtype: str | None) -> NDArray[np.float64] | None:
+    """Return the rounding steps at the largest logits (nats), shape (N,); None if unknown.
+
+    Args:
+        reference: the fingerprint.
+        dtype: torch name; if it is coarser than the reference's own dtype, its steps are returned.
+    """
+    if reference.steps is None:
+        return None
+    steps = reference.steps.astype(np.float64)
+    if dtype is None:
+        return steps
+    bits = _PRECISION[reference.arithmetic] - _PRECISION[dtype]
+    return steps * 2.0**bits if np.median(steps) < _FINE and bits > 0 else steps
+
+
+def agreeing(
+    reference: Fingerprint, new: Fingerprint, dtype: str | None = None
+) -> NDArray[np.bool_]:
     """Return, for each position, True if the top tokens agree within rounding; shape (N,).
 
     The module docstring has the rule. A token outside the reference's ids never agrees, unless it
     is the reference's own top token.
+
+    Args:
+        reference: the fingerprint to compare with.
+        new: the other one.
+        dtype: torch name of the dtype that the new engine is known to compute in.
     """
     best = reference.logprobs.max(axis=1)
     at_id = np.where(reference.ids == new.top1[:, None], reference.logprobs, -np.inf).max(axis=1)
     behind = best - at_id
     tied = behind == 0
-    if reference.steps is not None:
-        tied |= behind < TIE_STEPS * reference.steps
+    if (steps := steps_in(reference, dtype)) is not None:
+        tied |= behind < TIE_STEPS * steps
     return tied | (reference.top1 == new.top1)
 
 
@@ -275,8 +354,8 @@ def _by_context(probes: Sequence[Sequence[int]], agree: NDArray[np.bool_]) -> fl
     return float((np.bincount(contexts, weights=agree) / np.bincount(contexts)).mean())
 
 
-def drift(reference: Fingerprint, new: Fingerprint) -> Drift:
-    """Return the distance of `new` from `reference`.
+def drift(reference: Fingerprint, new: Fingerprint, dtype: str | None = None) -> Drift:
+    """Return the distance of `new` from `reference`; `dtype` as in `agreeing`.
 
     Raises:
         DriftError: they have different probes or ids, or one of them has values that are not
@@ -298,9 +377,20 @@ def drift(reference: Fingerprint, new: Fingerprint) -> Drift:
         mean_kl=float(kl.mean()),
         p95_kl=float(np.quantile(kl, 0.95)),
         max_kl=float(kl.max()),
-        top1_agreement=_by_context(reference.probes, agreeing(reference, new)),
+        top1_agreement=_by_context(reference.probes, agreeing(reference, new, dtype)),
         cosine=float(cosine.mean()),
+        median_kl=float(np.median(kl)),
     )
+
+
+def as_limit(kl: float) -> str:
+    """Return a limit as text, such as "1e-03" or "7.8e-03"."""
+    return f"{kl:.1e}".replace(".0e", "e")
+
+
+def typical_kl(measured: Drift, limit: DriftLimit) -> tuple[str, float]:
+    """Return name and value of the KL that `limit.mean_kl` limits."""
+    return ("median KL", measured.median_kl) if limit.by_median else ("mean KL", measured.mean_kl)
 
 
 def within(measured: Drift, limit: DriftLimit, noise: float | None = None) -> list[str]:
@@ -312,12 +402,13 @@ def within(measured: Drift, limit: DriftLimit, noise: float | None = None) -> li
         noise: repeat noise of the engine in nats; mean KL must then stay within twice of it.
     """
     exceeded: list[str] = []
-    if measured.mean_kl > limit.mean_kl:
-        exceeded.append(f"mean KL {measured.mean_kl:.2e} > {limit.mean_kl:.0e}")
+    name, kl = typical_kl(measured, limit)
+    if kl > limit.mean_kl:
+        exceeded.append(f"{name} {kl:.2e} > {as_limit(limit.mean_kl)}")
     if measured.p95_kl > limit.p95_kl:
-        exceeded.append(f"p95 KL {measured.p95_kl:.2e} > {limit.p95_kl:.0e}")
+        exceeded.append(f"p95 KL {measured.p95_kl:.2e} > {as_limit(limit.p95_kl)}")
     if measured.top1_agreement < limit.top1_agreement:
-        exceeded.append(f"top-1 agreement {measured.top1_agreement:.4f} < {limit.top1_agreement}")
+        exceeded.append(f"top-1 agreement {measured.top1_agreement:.4f} < {limit.top1_agreement:g}")
     if noise is not None and measured.mean_kl > 2 * noise:
         exceeded.append(f"mean KL {measured.mean_kl:.2e} > twice the repeat noise {noise:.2e}")
     return exceeded

@@ -5,21 +5,48 @@ Training writes one of the two; every hand-off is compared with it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from tasks.core.contract import Bound, Check
 from tasks.core.errors import ArtifactError, DriftError
-from tasks.drift.fingerprint import PROFILES, Drift, DriftLimit, Fingerprint, drift, within
+from tasks.drift.fingerprint import (
+    PROFILES,
+    Drift,
+    DriftLimit,
+    Fingerprint,
+    as_limit,
+    drift,
+    typical_kl,
+    within,
+)
 from tasks.drift.reward_drift import RewardDrift, RewardLimit, exceeds
 from tasks.drift.reward_scores import SCORES, ScorePrint, score_drift
+from tasks.drift.share import adapter_share
 
 FINGERPRINT = "fingerprint.fp"
+BASE = "base.fp"
+"""Log-probabilities of the model without its adapter, at the same ids."""
 NAMES = (FINGERPRINT, SCORES)
 NOISE_FACTOR = 4.0
 """Allowed mean drift between two kinds of hardware, in units of the larger repeat noise.
 Measured: 0.4 between two kinds of CPU kernels, 0.8 from bf16 to fp32."""
+DECIDED = 0.5
+"""Largest half of an interval's width that tells a trained model from its base."""
+NEARER = 4.0
+"""Ratio of the noise of two formats from which the finer one is advised."""
 TAIL = 5.0
 """Ratio of the limits of the 95th percentile and of the mean KL, as in all drift profiles."""
+
+FORMAT_FACTOR = 3.0
+"""Allowed drift of a correct engine, in units of the noise of the format that it computes in."""
+
+KERNEL = (
+    "the training engine computes another model than these weights are: a fused kernel, or numbers "
+    "that overflow; model.attn_implementation=eager or model.dtype=float32, and train again"
+)
 
 KL_UNIT = "nats per token"
 SCORE_UNIT = "std of scores"
@@ -41,12 +68,19 @@ def load_print(path: Path) -> Print:
     return ScorePrint.load(path) if path.name == SCORES else Fingerprint.load(path)
 
 
-def moved(reference: Print, new: Print) -> Moved:
-    """Return the drift of `new` from `reference`. Raises DriftError if they are not comparable."""
+def moved(reference: Print, new: Print, dtype: str | None = None) -> Moved:
+    """Return the drift of `new` from `reference`. Raises DriftError if they are not comparable.
+
+    Args:
+        reference: the fingerprint to compare with.
+        new: the other one.
+        dtype: torch name of the format in which the new model is or will be computed: tokens that
+            it cannot tell apart are a tie.
+    """
     if isinstance(reference, ScorePrint) and isinstance(new, ScorePrint):
         return score_drift(reference, new)
     if isinstance(reference, Fingerprint) and isinstance(new, Fingerprint):
-        return drift(reference, new)
+        return drift(reference, new, dtype)
     raise DriftError("log-probabilities and scores are not comparable")
 
 
@@ -56,25 +90,60 @@ def same_arithmetic(reference: Print, new: Print) -> bool:
     return None in machines or machines[0] == machines[1]
 
 
-def by_noise(limit: DriftLimit, drifted: Moved, *noises: float | None) -> DriftLimit:
-    """Widen a limit by the rounding differences between two kinds of hardware or software.
+def limit_in(profile: DriftLimit, reference: Print, dtype: str) -> DriftLimit:
+    """Return the limits for a model that is computed in a dtype: the one rule of all comparisons.
+
+    They are those of the profile, or `FORMAT_FACTOR` times the noise that this format has for this
+    model, if that is more. float32 has none, and neither has a format that was not measured.
 
     Args:
-        limit: limit on equal hardware and software; the result is never stricter.
-        drifted: the drift; that of a reward model has the unit of its scores.
-        noises: repeat noise of each side, as `Fingerprint.noise` or `ScorePrint.noise`.
+        profile: limits of the profile.
+        reference: the trained model in float32, with the noise of the formats.
+        dtype: torch name of the dtype that the new model is computed in.
     """
-    noise = max((value for value in noises if value is not None), default=0.0)
-    unit = drifted.unit if isinstance(drifted, RewardDrift) else 1.0
-    standard = PROFILES["standard"]  # for the agreement, since near ties may change their order
-    return DriftLimit(
-        mean_kl=max(limit.mean_kl, NOISE_FACTOR * noise),
-        p95_kl=max(limit.p95_kl, TAIL * NOISE_FACTOR * noise),
-        top1_agreement=min(limit.top1_agreement, standard.top1_agreement),
-        rewards=RewardLimit(
-            difference=max(limit.rewards.difference, NOISE_FACTOR * noise / unit),
-            order=min(limit.rewards.order, standard.rewards.order),
-        ),
+    if isinstance(reference, ScorePrint):
+        return profile
+    limit = replace(profile, by_median=reference.routed)
+    # Where float32 did not fit, both sides have the noise of the reference's own format.
+    noise = reference.formats.get(dtype) or reference.formats.get(reference.arithmetic)
+    if noise is None:
+        return limit
+    kl = FORMAT_FACTOR * (noise.median_kl if reference.routed else noise.mean_kl)
+    widened = replace(
+        limit,
+        mean_kl=max(limit.mean_kl, kl),
+        p95_kl=max(limit.p95_kl, FORMAT_FACTOR * noise.p95_kl),
+        top1_agreement=min(limit.top1_agreement, 1 - FORMAT_FACTOR * (1 - noise.top1_agreement)),
+    )
+    text = f"{FORMAT_FACTOR:g} x the noise of {dtype}"
+    return limit if widened == limit else replace(widened, measured=text)
+
+
+def limit_of_scores(live: ScorePrint, new: ScorePrint, limit: DriftLimit) -> DriftLimit:
+    """Return the limits for scores of the same weights on other hardware or software.
+
+    Args:
+        live: scores of the training engine.
+        new: scores of the same weights elsewhere, with their repeat noise.
+        limit: limits on equal hardware and software; the result is never stricter.
+    """
+    noise = FORMAT_FACTOR * max(live.noise or 0.0, new.noise or 0.0)
+    difference = max(limit.rewards.difference, noise / score_drift(live, new).unit)
+    order = min(limit.rewards.order, PROFILES["standard"].rewards.order)
+    return replace(limit, rewards=RewardLimit(difference, order))
+
+
+def advice(reference: Fingerprint) -> str:
+    """Return a line about a format that is much nearer to float32 than bfloat16; "" if none is."""
+    coarse, fine = (reference.formats.get(name) for name in ("bfloat16", "float16"))
+    if coarse is None or fine is None or coarse.mean_kl <= PROFILES["strict"].mean_kl:
+        return ""
+    times = coarse.mean_kl / max(fine.mean_kl, 1e-12)
+    if times < NEARER:
+        return ""
+    return (
+        f"float16 computes this model {times:.0f} times nearer to float32 than bfloat16 (mean KL "
+        f"{fine.mean_kl:.1e}, {coarse.mean_kl:.1e}): convert.dtype=float16"
     )
 
 
@@ -91,10 +160,12 @@ def _limit_text(drifted: Moved, limit: DriftLimit) -> str:
             f"mean difference <= {limit.rewards.difference:g} standard deviations of the "
             f"reference's scores, pairs in the same order >= {limit.rewards.order:g}"
         )
-    return (
-        f"mean KL <= {limit.mean_kl:.0e}, p95 KL <= {limit.p95_kl:.0e}, "
-        f"top-1 agreement >= {limit.top1_agreement}"
+    name = "median KL" if limit.by_median else "mean KL"
+    text = (
+        f"{name} <= {as_limit(limit.mean_kl)}, p95 KL <= {as_limit(limit.p95_kl)}, "
+        f"top-1 agreement >= {limit.top1_agreement:.3g}"
     )
+    return f"{text} ({limit.measured})" if limit.measured else text
 
 
 def _drift_text(drifted: Moved) -> str:
@@ -136,6 +207,64 @@ def verdict(
     return Check(name, expected, text, ok=not exceeded, hint=hint, bound=bound)
 
 
+def share_checks(reference: Path, new: Print, limit: DriftLimit) -> tuple[Check, ...]:
+    """Check the share of the adapter that answers: where it is light, no KL tells it from its base.
+
+    Args:
+        reference: the trained model's fingerprint, with that of its base beside it; without a base
+            there is nothing to check.
+        new: fingerprint of the model that should be the trained one.
+        limit: limits of the profile.
+    """
+    path = reference.with_name(BASE)
+    if not path.is_file() or not isinstance(new, Fingerprint):
+        return ()
+    measured = ~np.isnan(new.logprobs).all(1)
+    trained, base = Fingerprint.load(reference), Fingerprint.load(path)
+    share = adapter_share(trained, base, new.logprobs, measured)
+    if share is None:
+        text, ok = "not measured: too few probes, or no effect on them", True
+    elif share.half_width > DECIDED:
+        text, ok = f"{share.text}: not decided, smoke.texts=<what it was trained on>", True
+    else:
+        text, ok = share.text, share.is_whole or abs(share.value - 1) <= limit.share
+    return (
+        Check(
+            "share of the adapter that answers",
+            f"1 within {limit.share:g}, or its interval holds 1",
+            text,
+            ok=ok,
+            hint="the base answers, the adapter at another scale, or rounding took it away",
+        ),
+    )
+
+
+def engine_verdict(
+    exact: Fingerprint,
+    live: Fingerprint,
+    profile: DriftLimit,
+    own: Fingerprint,
+    cause: str = KERNEL,
+) -> tuple[Moved, Check]:
+    """Compare a training engine with the same weights in float32. Returns drift and verdict.
+
+    Args:
+        exact: fingerprint of the weights in float32.
+        live: fingerprint of the training engine.
+        profile: limits of the profile.
+        own: fingerprint by transformers in the engine's dtype, base and adapter apart as there: a
+            sum with a rounded product loses what is below half a step, which no merged model does.
+        cause: most likely cause of a failure, and what to type.
+    """
+    dtype = own.arithmetic
+    noise = {} if dtype == "float32" else {dtype: drift(exact, own, dtype).noise}
+    drifted, limit = (
+        moved(exact, live, dtype),
+        limit_in(profile, replace(exact, formats=noise), dtype),
+    )
+    return drifted, verdict(drifted, limit, name="the training engine in float32", cause=cause)
+
+
 def _bound(drifted: Moved, limit: DriftLimit, noise: float | None) -> Bound:
     """Return the mean drift and its limit; the tail's if the mean is within its limit."""
     twice = float("inf") if noise is None else 2 * noise
@@ -143,9 +272,10 @@ def _bound(drifted: Moved, limit: DriftLimit, noise: float | None) -> Bound:
         most = min(limit.rewards.difference, twice / drifted.unit)
         return Bound("mean difference", SCORE_UNIT, drifted.mean_difference, most)
     most = min(limit.mean_kl, twice)
-    if drifted.mean_kl <= most and drifted.p95_kl > limit.p95_kl:
+    name, kl = typical_kl(drifted, limit)
+    if kl <= most and drifted.p95_kl > limit.p95_kl:
         return Bound("p95 KL", KL_UNIT, drifted.p95_kl, limit.p95_kl)
-    return Bound("mean KL", KL_UNIT, drifted.mean_kl, most)
+    return Bound(name, KL_UNIT, kl, most)
 
 
 def _wider_profile(drifted: Moved) -> str:

@@ -7,7 +7,6 @@ files can be compared with that, whatever trainer wrote them.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,11 +38,6 @@ class Witness:
     folder: Path
     facts: Mapping[str, Any]
     measured: Path
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the measured file."""
-        return hashlib.sha256(self.measured.read_bytes()).hexdigest()
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:

@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.contract import Check
-from tasks.drift.fingerprint import DriftLimit
+from tasks.drift.fingerprint import DriftLimit, Fingerprint
 from tasks.drift.verdict import (
     NAMES,
     Moved,
-    by_noise,
+    Print,
+    limit_in,
     load_print,
     moved,
     print_in,
-    same_arithmetic,
+    share_checks,
     verdict,
 )
 from tasks.evaluation.evaluation_prompts import computing_dtype_of
@@ -72,59 +73,55 @@ class Measuring:
 
     Attributes:
         score: takes the fingerprint.
-        trained: folder with the fingerprint to compare with: the `shards` artifact, or the
-            reference of a delivery.
+        reference: folder with the fingerprint to compare with.
         limit: limits of the drift profile.
         attn_implementation: attention, by transformers' name.
-        exact: True if the mean drift must also stay within twice the engine's own repeat noise. If
-            the two were measured on different hardware or software, `limit` is widened to what
-            that noise explains.
         cause: the most likely cause of a failure, and what to type.
         before: the model before this stage, if transformers can load it.
         explain: says where the measured model parts from `before`, after a failure.
+        float32: True to compute in float32, which judges the weights alone.
     """
 
     score: Score
-    trained: Path
+    reference: Path
     limit: DriftLimit
     attn_implementation: str = "sdpa"
-    exact: bool = False
     cause: str = ""
     before: ModelRef | None = None
     explain: Explain | None = None
+    float32: bool = True
 
-    def take(self, model: ModelRef, out: Path) -> tuple[Moved, Check]:
-        """Take the fingerprint of `model` into `out`. Returns the drift and its verdict."""
-        drift, check = self._compare(model, out)
-        probes = load_print(print_in(self.trained)).probes
-        return drift, located(check, self.before, model, probes, self.explain)
-
-    def _compare(self, model: ModelRef, out: Path) -> tuple[Moved, Check]:
-        path = print_in(self.trained)
+    def take(self, model: ModelRef, out: Path) -> tuple[Moved, tuple[Check, ...]]:
+        """Take the fingerprint of `model` into `out`. Returns the drift and its verdicts."""
+        path = print_in(self.reference)
         reference = load_print(path)
         device = (reference.measured_on or {}).get("device")
+        if isinstance(reference, Fingerprint):
+            float32 = self.float32 and reference.arithmetic == "float32"
+            model = replace(model, float32=float32)
         new = self.score(replace(model, device=device), path, out / path.name)
-        drift, cause = moved(reference, new), self.cause
-        if not self.exact or same_arithmetic(reference, new):
-            noise = reference.noise if self.exact else None
-            return drift, verdict(drift, self.limit, noise, cause=cause)
-        limit = by_noise(self.limit, drift, reference.noise, new.noise)
-        there, here = (_shown(side.measured_on) for side in (reference, new))
-        name = f"drift from the trained model (trained on {there}, measured on {here})"
-        # A looser profile changes nothing here, so the hint to choose one would be wrong.
-        return drift, replace(verdict(drift, limit, name=name, cause=cause), hint=cause)
+        if isinstance(reference, Fingerprint) and isinstance(new, Fingerprint):
+            new = replace(new, formats=reference.formats)  # a server of `out` is judged by it
+            new.save(out / path.name)
+        drift, check = self._judge(reference, new, model.dtype)
+        check = located(check, self.before, model, reference.probes, self.explain)
+        return drift, (check, *share_checks(path, new, self.limit))
 
-    def copy(self, earlier: Path, out: Path) -> tuple[Moved, Check]:
+    def copy(self, earlier: Path, out: Path, dtype: str) -> tuple[Moved, tuple[Check, ...]]:
         """Copy the fingerprint of `earlier`, which has the same bytes, instead of taking it."""
         known = print_in(earlier)
         shutil.copyfile(known, out / known.name)
-        drift = moved(load_print(print_in(self.trained)), load_print(known))
-        return drift, verdict(drift, self.limit)
+        reference = load_print(print_in(self.reference))
+        new = load_print(known)
+        drift, check = self._judge(reference, new, dtype)
+        return drift, (check, *share_checks(print_in(self.reference), new, self.limit))
 
-
-def _shown(measured_on: Mapping[str, str] | None) -> str:
-    stack = measured_on or {}
-    return ", ".join(stack[key] for key in ("name", "attention", "torch") if key in stack)
+    def _judge(self, reference: Print, new: Print, dtype: str) -> tuple[Moved, Check]:
+        limit = self.limit
+        if isinstance(new, Fingerprint):
+            limit = limit_in(limit, reference, new.arithmetic)
+        drift = moved(reference, new, dtype)
+        return drift, verdict(drift, limit, cause=self.cause)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,11 +193,11 @@ class Planned:
         if measuring is None or not all(check.ok for check in checks):
             return report
         if earlier is not None and any((earlier / name).is_file() for name in NAMES):
-            drift, verdict = measuring.copy(earlier, out)
+            drift, verdicts = measuring.copy(earlier, out, computing_dtype_of(out))
         else:
             attention = measuring.attn_implementation
             model = model or ModelRef(
                 out, dtype=computing_dtype_of(out), attn_implementation=attention
             )
-            drift, verdict = measuring.take(model, out)
-        return replace(report, checks=(*checks, verdict), drift=drift)
+            drift, verdicts = measuring.take(model, out)
+        return replace(report, checks=(*checks, *verdicts), drift=drift)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import tasks.core.errors as errors
 from tasks.core.errors import PlumblineError, StageProcessError
@@ -40,6 +40,7 @@ class ModelRef:
         attn_implementation: attention, by transformers' name.
         weighted: weights of several adapters by folder, instead of one adapter.
         device: "cpu" or "cuda"; None for a GPU if there is one, else the CPU.
+        float32: True to compute in float32, with weights that are rounded to `dtype`.
     """
 
     path: Path
@@ -49,6 +50,7 @@ class ModelRef:
     attn_implementation: str = "sdpa"
     weighted: Mapping[str, float] | None = None
     device: str | None = None
+    float32: bool = False
 
     def as_request(self) -> dict[str, Any]:
         """Return the fields as plain JSON."""
@@ -63,6 +65,23 @@ class ModelRef:
 
 Score = Callable[[ModelRef, Path, Path], Print]
 """(model, reference file, file to write) -> fingerprint of the model on the same probes."""
+
+
+class Scorer(Protocol):
+    """Measures models: `ReferenceScorer`."""
+
+    def measure(self, model: ModelRef, reference: Path, out: Path) -> Print: ...
+
+    def reference(
+        self,
+        model: ModelRef,
+        out: Path,
+        *,
+        probes: Sequence[Sequence[int]] = (),
+        like: Path | None = None,
+        own: Path | None = None,
+        base: Path | None = None,
+    ) -> Fingerprint: ...
 
 
 @dataclass(frozen=True)
@@ -148,9 +167,30 @@ class ReferenceScorer:
         scores_print.save(out)
         return scores_print
 
-    def reference(self, model: ModelRef, probes: Sequence[Sequence[int]], out: Path) -> Fingerprint:
-        """Take a fingerprint whose token ids `model` chooses itself, and save it to `out`."""
-        self._ask("reference", model=model.as_request(), probes=_lists(probes), out=str(out))
+    def reference(
+        self,
+        model: ModelRef,
+        out: Path,
+        *,
+        probes: Sequence[Sequence[int]] = (),
+        like: Path | None = None,
+        own: Path | None = None,
+        base: Path | None = None,
+    ) -> Fingerprint:
+        """Take the fingerprint that other models are compared with: in float32, with the noise.
+
+        Args:
+            model: the model to load.
+            out: file to write.
+            probes: token ids of each probe; the model chooses the scored ids.
+            like: fingerprint with probes and ids, instead of `probes`.
+            own: file for a fingerprint in the model's own dtype, at the ids of `like`.
+            base: file for a fingerprint of the model without its adapter.
+        """
+        paths = {"like": like, "own": own, "base": base}
+        texts = {name: str(path) if path else None for name, path in paths.items()}
+        request = {"model": model.as_request(), "probes": _lists(probes), "out": str(out), **texts}
+        self._ask("reference", **request)
         return Fingerprint.load(out)
 
     def rewards(

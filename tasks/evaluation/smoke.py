@@ -17,8 +17,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tasks.config.after_training import Smoke
 from tasks.core.contract import Check
 from tasks.core.errors import ConfigError
-from tasks.drift.fingerprint import Drift, DriftLimit, Fingerprint, drift, within
-from tasks.drift.verdict import Moved
+from tasks.drift.fingerprint import (
+    Drift,
+    DriftLimit,
+    Fingerprint,
+    drift,
+    within,
+)
+from tasks.drift.verdict import Moved, limit_in, share_checks
 from tasks.evaluation import smoke_checks
 from tasks.evaluation.evaluation_prompts import computing_dtype_of, context_of
 from tasks.evaluation.greedy_ties import Agreement, compare_greedy, engine_noise
@@ -153,14 +159,16 @@ class SmokeTest:
         reference = Fingerprint.load(question.reference)
         served = self._ask_engine(question, out)
         agreement = self._compare_greedy(question, served, reference)
-        moved = drift(reference, served.fingerprint)
+        limit = limit_in(self.profile, reference, question.dtype)
+        moved = drift(reference, served.fingerprint, question.dtype)
         appeared_at, in_engine = "", False
-        if within(moved, self.profile):
+        if within(moved, limit):
             appeared_at, in_engine = self.who_moved(question)
-        check = smoke_checks.drift_check(moved, self.profile, appeared_at)
+        check = smoke_checks.drift_check(moved, limit, appeared_at)
         checks = (
             smoke_checks.loaded_check(self.engine),
             self.located(check, reference.probes, in_engine=in_engine),
+            *share_checks(question.reference, served.fingerprint, limit),
             smoke_checks.greedy_check(agreement, self.settings.greedy_tokens),
             *served.checks,
         )
@@ -179,10 +187,13 @@ class SmokeTest:
         stage = smoke_checks.first_mover(self.history, self.profile)
         if stage is not None:
             return stage, False
+        reference = Fingerprint.load(question.reference)
+        model = replace(self.model, float32=reference.arithmetic == "float32")
         with tempfile.TemporaryDirectory(prefix="plumbline-") as folder:
             path = Path(folder) / "served.fp"
-            seen = self.scorer.fingerprint(self.model, question.reference, path)
-        if within(drift(Fingerprint.load(question.reference), seen), self.profile):
+            seen = self.scorer.fingerprint(model, question.reference, path)
+        limit = limit_in(self.profile, reference, seen.arithmetic)
+        if within(drift(reference, seen, question.dtype), limit):
             text = "the served folder: transformers sees it moved too, so it changed after convert"
             return text, False
         text = f"transformers finds the folder unmoved, {self.engine} computes something else"

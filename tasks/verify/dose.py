@@ -1,65 +1,12 @@
-"""Estimate how much of an adapter answers: 0 is the base, 1 the trained model.
-
-Scaling an adapter by a shifts each logit by about a times its change in training. So, at every
-position, log p_server - log p_base is regressed on log p_trained - log p_base over the ids that the
-server returned, weighted by probability. Both differences are centred per position, which removes
-the normalisation. What the line does not explain is another merge, other weights or rounding.
-"""
+"""Estimate how much of an adapter a server applies: 0 is the base, 1 the trained model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
-
 from tasks.drift.fingerprint import Fingerprint
+from tasks.drift.share import Share, adapter_share
 from tasks.verify.alignment import Aligned
 
-DRAWS = 4000
-LEVEL = 0.99
-"""Coverage of the interval."""
-TOLERANCE = 0.1
-"""A dose this close to 1 is no fault: engines round the product of two matrices differently."""
-WIDEST = 0.25
-"""Half of an interval's width above which nothing can be said: 0.5 could be 1."""
-FEWEST_PROBES = 4
-
-
-@dataclass(frozen=True)
-class Dose:
-    """Estimated dose of an adapter.
-
-    Attributes:
-        value: 0 for the base, 1 for the trained model, 0.5 for half of its scale.
-        low: lower end of the interval, by bootstrap over probes.
-        high: upper end.
-        remainder: share of the adapter's effect that the line does not explain; 0 for the base, any
-            scaled adapter and the trained model.
-        signal: size of the adapter's effect at the returned ids, half its variance (nats).
-    """
-
-    value: float
-    low: float
-    high: float
-    remainder: float
-    signal: float
-
-    @property
-    def is_whole(self) -> bool:
-        """True if the interval, or the tolerance around 1, holds 1."""
-        return self.low <= 1 <= self.high or abs(self.value - 1) <= TOLERANCE
-
-    @property
-    def is_certain(self) -> bool:
-        """True if the interval is narrow enough to tell a whole adapter from half of it."""
-        return (self.high - self.low) / 2 <= WIDEST
-
-    @property
-    def text(self) -> str:
-        """The estimate for a person."""
-        return f"{self.value:z.2f} ({self.low:z.2f} to {self.high:z.2f})"
+Dose = Share
 
 
 def dose(trained: Fingerprint, base: Fingerprint, served: Aligned, noise: float) -> Dose | None:
@@ -75,63 +22,5 @@ def dose(trained: Fingerprint, base: Fingerprint, served: Aligned, noise: float)
     Returns:
         None if too few probes were measured, or the adapter's effect is not above the noise.
     """
-    moved = _centred(trained.logprobs, base.logprobs, trained, base, served)
-    seen = _centred(served.logprobs, base.logprobs, trained, base, served)
-    weights = _weights(trained, base, served)
-    products = np.stack(
-        [(weights * a * b).sum(1) for a, b in ((moved, moved), (moved, seen), (seen, seen))], 1
-    )
-    owner: NDArray[Any] = np.repeat(
-        np.arange(len(trained.probes)), [len(probe) - 1 for probe in trained.probes]
-    )
-    sums = np.zeros((len(trained.probes), 3))
-    np.add.at(sums, owner, products)
-    sums = sums[np.bincount(owner, weights=served.measured, minlength=len(sums)) > 0]
-    square, product, other = sums.sum(0)
-    signal = float(square / 2 / max(served.measured.sum(), 1))
-    if len(sums) < FEWEST_PROBES or signal <= max(noise, 1e-9):
-        return None
-    value = product / square
-    low, high = _interval(sums)
-    remainder = max(0.0, other - 2 * value * product + value**2 * square) / square
-    return Dose(float(value), low, high, float(remainder), signal)
-
-
-def _weights(trained: Fingerprint, base: Fingerprint, served: Aligned) -> NDArray[Any]:
-    """Return the mean probability of both models at the returned ids, shape (N, K)."""
-    p = (np.exp(trained.logprobs.astype(np.float64)) + np.exp(base.logprobs)) / 2
-    return np.where(np.isnan(served.logprobs), 0.0, p)
-
-
-def _centred(
-    above: NDArray[Any],
-    below: NDArray[Any],
-    trained: Fingerprint,
-    base: Fingerprint,
-    served: Aligned,
-) -> NDArray[Any]:
-    """Return the difference of two log-probabilities less its weighted mean by position."""
-    weights = _weights(trained, base, served)
-    difference = np.where(weights > 0, np.nan_to_num(above.astype(np.float64)) - below, 0.0)
-    mass = np.maximum(weights.sum(1, keepdims=True), 1e-300)
-    centred: NDArray[Any] = difference - (weights * difference).sum(1, keepdims=True) / mass
-    return centred
-
-
-def _interval(sums: NDArray[Any]) -> tuple[float, float]:
-    """Return the interval of product / square by bootstrap over probes.
-
-    The percentile interval of few probes is too narrow; it is widened by what Student's t adds to
-    a normal quantile at this number of probes.
-
-    Args:
-        sums: square and product in the first two columns, one row per probe.
-    """
-    count = len(sums)
-    random = np.random.default_rng(0)
-    picked = random.multinomial(count, np.full(count, 1 / count), DRAWS) @ sums
-    values = picked[:, 1] / np.maximum(picked[:, 0], 1e-300)
-    low, high = (float(np.quantile(values, level)) for level in ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
-    value = sums[:, 1].sum() / sums[:, 0].sum()
-    wider = np.sqrt(count / (count - 1)) * (1 + 2.4 / (count - 1))
-    return float(value + wider * (low - value)), float(value + wider * (high - value))
+    estimated = adapter_share(trained, base, served.logprobs, served.measured)
+    return None if estimated is None or estimated.signal <= noise else estimated

@@ -19,7 +19,7 @@ import numpy as np
 
 from tasks.core.errors import ArtifactError, PlumblineError
 from tasks.drift.fingerprint import Fingerprint
-from tasks.drift.verdict import FINGERPRINT
+from tasks.drift.verdict import BASE, FINGERPRINT
 from tasks.drift.witness import find_witness
 from tasks.weights.files.documents import read_manifest
 from tasks.weights.files.reader import read_json
@@ -27,8 +27,6 @@ from tasks.weights.tokens.render_template import TemplateError
 from tasks.weights.tokens.tokenizer import prompts_of, template_of
 from tasks.witness.plumbline_witness.probes import CHATS
 
-BASE = "base.fp"
-"""File with the log-probabilities of the model without its adapter, at the same ids."""
 SIBLINGS = 8
 """Most other models that are read."""
 COMMON = 4

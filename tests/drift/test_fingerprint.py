@@ -17,7 +17,9 @@ from tasks.drift.fingerprint import (
     EXACT,
     PROFILES,
     Drift,
+    DriftLimit,
     Fingerprint,
+    FormatNoise,
     agreeing,
     drift,
     largest_steps,
@@ -25,7 +27,8 @@ from tasks.drift.fingerprint import (
     within,
 )
 from tasks.drift.reward_drift import reward_drift
-from tasks.drift.verdict import by_noise, verdict
+from tasks.drift.reward_scores import ScorePrint
+from tasks.drift.verdict import advice, limit_in, limit_of_scores, verdict
 
 
 def fingerprint(probabilities: list[list[float]]) -> Fingerprint:
@@ -76,10 +79,12 @@ def test_nan_is_refused_not_averaged_away() -> None:
 def test_save_and_load_give_the_same_fingerprint(tmp_path: Path) -> None:
     first = replace(fingerprint([[0.5, 0.5], [0.25, 0.75]]), noise=1.5e-7)
     first = replace(first, measured_on={"device": "cuda", "name": "NVIDIA H100"})
+    first = replace(first, formats={"bfloat16": COARSE}, dtype="float32", routed=True)
     first.save(tmp_path / "f.fp")
     loaded = Fingerprint.load(tmp_path / "f.fp")
     assert (loaded.probes, loaded.engine, loaded.noise) == (first.probes, first.engine, first.noise)
     assert loaded.measured_on == first.measured_on
+    assert (loaded.formats, loaded.dtype, loaded.routed) == ({"bfloat16": COARSE}, "float32", True)
     assert loaded.logprobs.tobytes() == first.logprobs.tobytes()
     assert loaded.ids.tobytes() == first.ids.tobytes()
     assert loaded.steps is None  # as in files written before there were steps
@@ -89,13 +94,73 @@ def test_save_and_load_give_the_same_fingerprint(tmp_path: Path) -> None:
 
 
 def test_repeat_noise_widens_the_limit_of_scores_and_never_narrows_it() -> None:
-    drifted = reward_drift([0.0, 1.0, 2.0, 3.0], [0.01, 1.01, 2.01, 2.99])
+    live, new = [0.0, 1.0, 2.0, 3.0], [0.01, 1.01, 2.01, 2.99]
+    drifted = reward_drift(live, new)
+
+    def limit(*noises: float | None) -> DriftLimit:
+        prints = (
+            ScorePrint(((1, 2),) * 4, tuple(scores), "test", noise)
+            for scores, noise in zip((live, new), noises, strict=True)
+        )
+        return limit_of_scores(*prints, EXACT)
+
     assert not verdict(drifted, EXACT).ok
-    assert verdict(drifted, by_noise(EXACT, drifted, 0.01, None)).ok
-    assert not verdict(drifted, by_noise(EXACT, drifted, 0.002)).ok
-    limit = by_noise(EXACT, drifted, 0.005, 0.01).rewards
-    assert limit.difference == pytest.approx(4 * 0.01 / drifted.unit)
-    assert by_noise(EXACT, drifted, 0.0, None).rewards.difference == EXACT.rewards.difference
+    assert verdict(drifted, limit(0.01, None)).ok
+    assert not verdict(drifted, limit(0.002, None)).ok
+    wide = limit(0.005, 0.01).rewards
+    assert wide.difference == pytest.approx(3 * 0.01 / drifted.unit)
+    assert limit(0.0, None).rewards.difference == EXACT.rewards.difference
+
+
+COARSE = FormatNoise(mean_kl=2e-3, p95_kl=7e-3, median_kl=1e-3, top1_agreement=0.98)
+FINE = FormatNoise(mean_kl=3e-5, p95_kl=1e-4, median_kl=2e-5, top1_agreement=1.0)
+
+
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=PROFILES)
+def test_a_limit_is_that_of_the_profile_or_three_times_the_noise_of_the_format(profile) -> None:
+    reference = replace(
+        fingerprint([[0.5, 0.5]]), dtype="float32", formats={"bfloat16": COARSE, "float16": FINE}
+    )
+    for dtype in ("float32", "int8"):
+        limit = limit_in(profile, reference, dtype)
+        assert limit == profile, "no noise was measured: that of the profile"
+    wide = limit_in(profile, reference, "bfloat16")
+    assert wide.mean_kl == max(profile.mean_kl, 6e-3)
+    assert wide.p95_kl == max(profile.p95_kl, 21e-3)
+    assert wide.top1_agreement == pytest.approx(min(profile.top1_agreement, 0.94))
+    small = limit_in(profile, reference, "float16")
+    assert small.mean_kl == max(profile.mean_kl, 9e-5)
+    assert small == profile or profile is PROFILES["strict"]
+    routed = limit_in(profile, replace(reference, routed=True), "bfloat16")
+    assert (routed.by_median, routed.mean_kl) == (True, max(profile.mean_kl, 3e-3))
+    ties = Drift(mean_kl=1.0, p95_kl=1e-6, max_kl=9.0, top1_agreement=1.0, cosine=1.0)
+    assert within(ties, wide) != []
+    assert within(ties, routed) == [], "few positions where routers tie hold the mean"
+
+
+def test_without_float32_both_sides_have_the_noise_of_the_references_format() -> None:
+    reference = replace(fingerprint([[0.5, 0.5]]), dtype="bfloat16", formats={"bfloat16": COARSE})
+    for dtype in ("bfloat16", "float16"):
+        assert limit_in(PROFILES["standard"], reference, dtype).mean_kl == 6e-3
+
+
+def test_a_finer_format_is_advised_where_it_is_much_nearer() -> None:
+    reference = replace(
+        fingerprint([[0.5, 0.5]]), dtype="float32", formats={"bfloat16": COARSE, "float16": FINE}
+    )
+    assert advice(reference).endswith("convert.dtype=float16")
+    assert "67 times nearer" in advice(reference)
+    assert advice(replace(reference, formats={"bfloat16": COARSE})) == "", "float16 overflows"
+    near = {"bfloat16": COARSE, "float16": replace(COARSE, mean_kl=1e-3)}
+    assert advice(replace(reference, formats=near)) == ""
+
+
+def test_ties_of_the_served_format_are_ties_to_a_reference_in_float32() -> None:
+    logits = np.array([[17.0, 16.9, 1.0]], np.float32)
+    fine = of_logits(logits, torch.float32, ((5, 6),))
+    flipped = replace(fine, top1=np.array([1], np.int32))
+    wanted = {None: False, "float32": False, "float16": False, "bfloat16": True}
+    assert {dtype: bool(agreeing(fine, flipped, dtype)[0]) for dtype in wanted} == wanted
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x00" * 64, None])

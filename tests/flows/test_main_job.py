@@ -276,8 +276,8 @@ def test_prefect_draws_the_edges_of_the_stages(qlora: Run) -> None:
         "train": {"prepare_base", "prepare_data"},
         "gather": {"prepare_base", "train"},
         "merge": {"prepare_base", "train", "gather"},
-        "convert": {"train", "merge"},
-        "smoke_eval": {"prepare_base", "prepare_data", "train", "convert"},
+        "convert": {"train", "gather", "merge"},
+        "smoke_eval": {"prepare_base", "prepare_data", "gather", "convert"},
         "register": {"convert", "smoke_eval"},
     }
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tasks.drift.fingerprint import PROFILES
 from tasks.gather import gather
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
-from tests.weights.making import NF4, Spread, copy_reference, make_base, write_trained
+from tests.weights.making import NF4, Here, Spread, make_base, write_trained
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +50,9 @@ def full_run(shop: Path, qwen: Artifact) -> Path:
 
 def _published(root: Path, run: Path, base: Artifact, log: logging.Logger) -> Path:
     with staging(root) as work:
-        report = gather(work, trained=run, base=base.path, score=copy_reference, log=log)
+        report = gather(
+            work, trained=run, base=base.path, scorer=Here(), profile=PROFILES["standard"], log=log
+        )
         assert all(check.ok for check in report.checks)
         publish(work, root, Origin(report.kind, "gather", root.name))
     return root

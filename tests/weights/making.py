@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tasks.evaluation.scoring import ModelRef
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.serving.reference.load import load_model
 from tasks.serving.reference.measure import fingerprint
+from tasks.serving.reference.requests import HANDLERS
 from tasks.weights.plan.partitions import rank_file
 from tasks.weights.quantized.nf4 import as_trained
 from tests.tiny import tiny
@@ -164,17 +165,48 @@ def live_fingerprint(model: Any, noise: float | None) -> Fingerprint:
     empty = np.zeros(ids.shape, np.float32)
     blank = Fingerprint(PROBES, ids, empty, np.zeros(positions, np.int32), "deepspeed")
     measured = fingerprint(model, blank)
-    return Fingerprint(PROBES, ids, measured.logprobs, measured.top1, "deepspeed", noise)
+    return replace(measured, engine="deepspeed", noise=noise)
+
+
+class Here:
+    """Measure with transformers and peft in this process, by the code of the reference child."""
+
+    def measure(self, model: ModelRef, reference: Path, out: Path) -> Fingerprint:
+        paths = {"reference": str(reference), "out": str(out)}
+        HANDLERS["fingerprint"]({"model": model.as_request(), **paths})
+        return Fingerprint.load(out)
+
+    def reference(
+        self,
+        model: ModelRef,
+        out: Path,
+        *,
+        probes: Any = (),
+        like: Path | None = None,
+        own: Path | None = None,
+        base: Path | None = None,
+    ) -> Fingerprint:
+        paths = {"like": like, "own": own, "base": base}
+        texts = {name: str(path) if path else None for name, path in paths.items()}
+        request = {"model": model.as_request(), "probes": probes, "out": str(out), **texts}
+        HANDLERS["reference"](request)
+        return Fingerprint.load(out)
+
+
+class Copies(Here):
+    """Copy the reference's fingerprint, for tests that do not check drift."""
+
+    def measure(self, model: ModelRef, reference: Path, out: Path) -> Fingerprint:
+        return copy_reference(model, reference, out)
+
+    def reference(self, model: ModelRef, out: Path, **paths: Any) -> Fingerprint:
+        copy_reference(model, paths["like"], paths["own"])
+        return copy_reference(model, paths["like"], out)
 
 
 def measure_here(model: ModelRef, reference: Path, out: Path) -> Fingerprint:
     """Measure a fingerprint with transformers and peft, in this process."""
-    loaded = load_model(
-        model.path, adapter=model.adapter, quantization=model.quantization, dtype=model.dtype
-    )
-    measured = fingerprint(loaded, Fingerprint.load(reference))
-    measured.save(out)
-    return measured
+    return Here().measure(model, reference, out)
 
 
 def copy_reference(model: ModelRef, reference: Path, out: Path) -> Fingerprint:

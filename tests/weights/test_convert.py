@@ -37,6 +37,7 @@ def _convert(out: Path, weights: Path, trained: Path, **other) -> StageReport:
         "profile": PROFILES["standard"],
         "log": logging.getLogger("tests.weights"),
     }
+    settings["reference"] = weights  # gathered full weights have their own fingerprint
     return convert(out, weights=weights, trained=trained, **{**settings, **other})
 
 
@@ -96,8 +97,11 @@ def test_fp16_is_measured_again_and_says_so_everywhere(full_weights, full_run, o
     assert report.notes["drift_carried_over"] is False
     assert {t.dtype for t in state_of(out).values()} == {torch.float16}
     assert json.loads((out / "config.json").read_text())["dtype"] == "float16"
-    reference = Fingerprint.load(full_run / "fingerprint.fp")
-    assert report.drift == drift(reference, Fingerprint.load(out / "fingerprint.fp"))
+    reference = Fingerprint.load(full_weights / "fingerprint.fp")
+    written = Fingerprint.load(out / "fingerprint.fp")
+    assert written.dtype == "float32"
+    assert written.formats == reference.formats != {}
+    assert report.drift == drift(reference, written, "float16")
     assert 0 < report.drift.mean_kl <= 1e-3
 
 

@@ -11,10 +11,16 @@ from safetensors.torch import load_file, save_file
 
 from tasks.core.errors import ArtifactError, ConfigError, ContractError
 from tasks.drift.fingerprint import PROFILES
-from tasks.merge import choose_mode, merge
+from tasks.evaluation.planned import Measuring
+from tasks.evaluation.scoring import ModelRef
+from tasks.merge import ADAPTER_INPUT, BASE_INPUT, choose_mode, merge
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.pipeline.report import StageReport
+from tasks.weights.adapters.read import read_adapter
 from tasks.weights.execute.worker import perform
+from tasks.weights.files.reader import read_checkpoint
+from tasks.weights.plan.operations import Plan
+from tasks.weights.proof.recheck import recompute, recomputed_check
 from tests.weights.making import NF4, copy_reference, failed, measure_here, state_of
 
 STANDARD = PROFILES["standard"]
@@ -105,7 +111,7 @@ def test_qlora_into_the_original_base_is_another_model(qwen, qlora_adapter, qlor
     assert report.notes["merge_base"] == "original"
     assert failed(report.checks) == ["drift from the trained model"]
     assert "the base in 4 bits and merged into the one in 16: merge.base=auto; " in (
-        report.checks[-1].hint
+        report.checks[-2].hint
     )
     expected = _peft_merge(state_of(qwen.path), qwen.path, qlora_adapter)
     state = state_of(out)
@@ -128,8 +134,59 @@ def test_untargeted_tensors_are_checked_one_by_one(llama, lora_adapter, lora_run
     by_name = {check.name: check for check in report.checks}
     assert by_name["lm_head.weight"].found == "identical"
     assert by_name["model.layers.0.mlp.up_proj.weight"].expected == "changed by the adapter"
-    assert len(report.checks) == len(state_of(llama.path)) + 3  # kept, sampled rows, drift
+    assert len(report.checks) == len(state_of(llama.path)) + 4  # kept, rows, drift, share
     assert by_name["sampled rows"].ok
+
+
+O_PROJ = "model.layers.1.self_attn.o_proj.weight"
+FAULTS = {
+    # fault: (checks that find it)
+    "module skipped": {"rows", "drift"},
+    "lora_B of a layer zeroed": {"rows", "drift", "share"},
+    "adapter twice": {"rows", "drift", "share"},
+    "half of alpha": {"rows", "drift", "share"},
+    "other base": {"rows", "drift"},
+    "transposed": {"rows", "drift"},
+    "a module of 210 skipped": {"rows"},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(llama, lora_adapter, lora_run, out, fault: str) -> None:
+    report = _merge(out, lora_adapter, llama.path, lora_run)
+    base, right = state_of(llama.path), state_of(out)
+
+    def update(scale: float) -> dict[str, torch.Tensor]:
+        made = {n: base[n].float() + scale * (right[n].float() - base[n].float()) for n in right}
+        return {name: tensor.bfloat16() for name, tensor in made.items()}
+
+    spoiled = dict(right)
+    if fault == "module skipped":
+        spoiled[O_PROJ] = base[O_PROJ]
+    elif fault == "a module of 210 skipped":  # as light as in a deep model
+        spoiled[O_PROJ] = (0.98 * right[O_PROJ].float() + 0.02 * base[O_PROJ].float()).bfloat16()
+    elif fault == "lora_B of a layer zeroed":
+        spoiled |= {name: base[name] for name in right if ".layers.1." in name}
+    elif fault == "transposed":
+        spoiled[O_PROJ] = (base[O_PROJ] + (right[O_PROJ] - base[O_PROJ]).t()).contiguous()
+    elif fault == "other base":
+        made = torch.Generator().manual_seed(0)
+        for name in [name for name, tensor in right.items() if tensor.dim() > 1]:
+            noise = torch.randn(right[name].shape, generator=made)
+            spoiled[name] = (right[name].float() + 0.02 * noise).bfloat16()
+    else:
+        spoiled = update(2.0 if fault == "adapter twice" else 0.5)
+    for path in out.glob("model*"):
+        path.unlink()
+    save_file(spoiled, out / "model.safetensors", metadata={"format": "pt"})
+    sources = {
+        BASE_INPUT: read_checkpoint(llama.path),
+        ADAPTER_INPUT: read_adapter(lora_adapter).tensors,
+    }
+    rows = recompute(Plan.from_json(report.notes["plan"]), sources, read_checkpoint(out))
+    _, checks = Measuring(measure_here, lora_adapter, STANDARD).take(ModelRef(out), out)
+    finders = {"rows": recomputed_check(rows), "drift": checks[0], "share": checks[1]}
+    assert {name for name, check in finders.items() if not check.ok} == FAULTS[fault]
 
 
 @pytest.mark.parametrize(
@@ -286,7 +343,7 @@ def test_one_pass_with_convert_and_both_verdicts(
     def never(*_: object) -> None:
         raise AssertionError("what merge has measured is carried over")
 
-    inputs = {"weights": merged, "trained": lora_run}
+    inputs = {"weights": merged, "trained": lora_run, "reference": lora_adapter}
     served = convert(tmp_path / "served", **inputs, **settings, score=never, **judged)
     assert failed(served.checks) == []
     assert served.drift == report.drift

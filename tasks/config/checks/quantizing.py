@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.finding import Finding
+from tasks.drift.fingerprint import EXPERTS
 from tasks.quantize import CONVERTED, ENVIRONMENT
 from tasks.serving.llama_cpp import CONVERTER, QUANTIZER, SERVER, find_programs
-from tasks.training.memory.sizes import EXPERTS
 from tasks.weights.quantized.quantize import GGUF
 
 _KEY, _WITHOUT = "convert.quantize", "convert.quantize=none"

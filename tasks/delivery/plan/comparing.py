@@ -106,8 +106,9 @@ def compare_bases(
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "original.fp"
-        before = scorer.reference(model, rows.whole, path)
-        moved = drift(before, scorer.fingerprint(quantized, path, Path(folder) / "dequantized.fp"))
+        before = scorer.reference(model, path, probes=rows.whole)
+        after = replace(quantized, float32=True)
+        moved = drift(before, scorer.fingerprint(after, path, Path(folder) / "dequantized.fp"))
     original, dequantized = (
         scorer.token_logprobs(ref, rows.prompts, rows.replies) for ref in (model, quantized)
     )

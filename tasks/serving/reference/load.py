@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import ArtifactError
+from tasks.core.machine import available_memory
 from tasks.serving.llama_cpp import gguf_file
 from tasks.serving.reference.peft_adapters import first_lines, with_adapters
 from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
@@ -124,6 +125,103 @@ def placement(path: Path, device: str, *, quantized: bool) -> Any:
     needed = sum(file.stat().st_size for file in files) * (FOUR_BITS if quantized else 1.0)
     free, _ = torch.cuda.mem_get_info(0)
     return {"": "cuda:0"} if needed <= FILLED * free else "auto"
+
+
+def widen(model: Any) -> None:
+    """Make a loaded model compute in float32, on the CPU if its GPU is too small.
+
+    Weights keep their values: 4-bit layers are dequantised as they are in training. Where float32
+    fits nowhere, the model stays as it is, and a line says so.
+    """
+    import torch
+
+    sizes = [(_full_size(parameter), parameter) for parameter in model.parameters()]
+    more = sum(4 * size - each.numel() * each.element_size() for size, each in sizes)
+    on_cpu = input_device(model).type == "cpu"
+    if not on_cpu:
+        free = sum(torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count()))
+        if more > FILLED * free:
+            on_cpu, more = True, 4 * sum(size for size, _ in sizes)
+            if more <= FILLED * available_memory():
+                print(f"float32 needs {more / 1e9:.0f} GB, more than the GPUs have: on the CPU")
+                _unhooked(model).to("cpu")
+    if on_cpu and more > FILLED * available_memory():
+        print(f"float32 needs {more / 1e9:.0f} GB more, which do not fit: measured in 16 bits")
+        return
+    for module in model.modules():
+        if hasattr(module._parameters.get("weight"), "quant_state"):  # not of peft's wrapper
+            _dequantise(module)
+        for buffer in module.buffers(recurse=False):
+            if buffer.dtype in (torch.bfloat16, torch.float16):
+                buffer.data = buffer.data.float()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.float()
+
+
+def compute_in(model: Any, dtype: str) -> None:
+    """Make a model in float32 compute in a 16-bit format, as an engine with merged weights does.
+
+    Products sum in float32 and round once. An adapter that is added to a rounded product would be
+    lost where it is below half a step, and weights that are cast would be other weights: both stay
+    in float32. Rotary frequencies and the like keep their precision.
+    """
+    import torch
+
+    wanted = getattr(torch, dtype)
+    exempt = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    products = torch.nn.Linear, torch.nn.Embedding
+    kept: set[int] = set()
+    inner: set[int] = set()
+    for module in model.modules():
+        adapted = hasattr(module, "base_layer")
+        if id(module) in inner or not (adapted or isinstance(module, products)):
+            continue
+        inner |= {id(part) for part in module.modules()}
+        kept |= {id(parameter) for parameter in module.parameters()}
+        if not hasattr(module, "_rounded_to"):
+            module.register_forward_pre_hook(_widen_input)
+            module.register_forward_hook(_round_output)
+        module._rounded_to = wanted
+    for name, parameter in model.named_parameters():
+        cast = parameter.is_floating_point() and id(parameter) not in kept
+        if cast and not any(each in name for each in exempt):
+            parameter.data = parameter.data.to(wanted)
+
+
+def _widen_input(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(each.float() if each.is_floating_point() else each for each in inputs)
+
+
+def _round_output(module: Any, _: Any, output: Any) -> Any:
+    return output.to(module._rounded_to)
+
+
+def _full_size(parameter: Any) -> int:
+    """Return the number of weights, also of a parameter that is packed in 4 bits."""
+    state = getattr(parameter, "quant_state", None)
+    return int(parameter.numel() if state is None else state.shape.numel())
+
+
+def _dequantise(layer: Any) -> None:
+    """Make a 4-bit layer multiply with its dequantised weights, in the dtype of its input."""
+    from bitsandbytes.functional import dequantize_4bit
+    from torch.nn.functional import linear
+
+    weight, bias = dequantize_4bit(layer.weight.data, layer.weight.quant_state), layer.bias
+
+    def forward(x: Any) -> Any:
+        return linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    setattr(layer, "_old_forward" if hasattr(layer, "_hf_hook") else "forward", forward)
+
+
+def _unhooked(model: Any) -> Any:
+    """Remove accelerate's hooks, which move inputs to a layer's GPU."""
+    from accelerate.hooks import remove_hook_from_submodules
+
+    remove_hook_from_submodules(model)
+    return model
 
 
 def chosen_device(wanted: str | None) -> str:

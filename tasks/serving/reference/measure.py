@@ -8,8 +8,7 @@ model's embeddings, and results return to the CPU.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,32 +16,51 @@ import torch
 
 from tasks.core.errors import DriftError
 from tasks.core.machine import measured_on
-from tasks.drift.fingerprint import TOP_K, Fingerprint, drift, largest_steps
-from tasks.serving.reference.load import input_device
+from tasks.drift.fingerprint import EXPERTS, TOP_K, Fingerprint, FormatNoise, drift, largest_steps
+from tasks.serving.reference.load import compute_in, input_device
 
 COPIES = 8
 """Copies of a probe in one batch to measure repeat noise; a batch uses other kernels."""
 ALTERNATIVES = 5
 """Candidates reported for every greedy step, including the chosen token."""
+LARGEST = 65504.0
+"""Largest number of float16."""
 
 
 @torch.no_grad()
 def fingerprint(model: Any, reference: Fingerprint) -> Fingerprint:
     """Score the reference's probes at the reference's token ids.
 
-    Includes the repeat noise if the reference was measured on other hardware or software.
-
     Args:
         model: a causal model by transformers, in eval mode.
         reference: fingerprint with the probes and token ids.
     """
-    hardware = _measured_on(model)
-    first = _at_ids(model, reference, hardware)
-    if reference.measured_on in (None, hardware):
-        return first
-    with other_sums(model):
-        repeated = _at_ids(model, reference, hardware, copies=COPIES)
-    return replace(first, noise=drift(first, repeated).mean_kl)
+    return _at_ids(model, reference)
+
+
+@torch.no_grad()
+def noise_of_formats(model: Any, measured: Fingerprint) -> dict[str, FormatNoise]:
+    """Return the noise of each 16-bit format for a model; its weights are cast in place.
+
+    A model that could not be computed in float32 has the noise of its own format alone, between
+    two orders of summation.
+
+    Args:
+        model: a causal model by transformers, in eval mode.
+        measured: its fingerprint.
+    """
+    dtype = _dtype(model)
+    if dtype != "float32":
+        with other_sums(model):
+            return {dtype: drift(measured, _at_ids(model, measured, COPIES), dtype).noise}
+    noise = {}
+    fits = all(p.abs().max() <= LARGEST for p in model.parameters() if p.is_floating_point())
+    for name in ("float16", "bfloat16") if fits else ("bfloat16",):
+        compute_in(model, name)  # float16 has more bits, so that bfloat16 rounds the same values
+        rounded = _at_ids(model, measured)
+        if np.isfinite(rounded.logprobs).all():
+            noise[name] = drift(measured, rounded, name).noise
+    return noise
 
 
 @contextlib.contextmanager
@@ -59,9 +77,7 @@ def other_sums(model: Any) -> Iterator[None]:
         model.set_attn_implementation(name)
 
 
-def _at_ids(
-    model: Any, reference: Fingerprint, on: Mapping[str, str], *, copies: int = 1
-) -> Fingerprint:
+def _at_ids(model: Any, reference: Fingerprint, copies: int = 1) -> Fingerprint:
     logprobs, top1, steps = [], [], []
     start = 0
     for probe in reference.probes:
@@ -84,7 +100,7 @@ def _at_ids(
         top1=np.concatenate(top1).astype(np.int32),
         engine="transformers",
         steps=np.concatenate(steps),
-        measured_on=on,
+        **_facts(model),
     )
 
 
@@ -99,8 +115,18 @@ def _ids(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.tensor([list(row) for row in rows], device=input_device(model))
 
 
-def _measured_on(model: Any) -> dict[str, str]:
-    return measured_on(input_device(model), model.config._attn_implementation)
+def _dtype(model: Any) -> str:
+    return str(model.get_input_embeddings().weight.dtype).removeprefix("torch.")
+
+
+def _facts(model: Any) -> dict[str, Any]:
+    """Return the fields of a fingerprint that do not depend on the probes."""
+    config = model.config.get_text_config()
+    return {
+        "measured_on": measured_on(input_device(model), model.config._attn_implementation),
+        "dtype": _dtype(model),
+        "routed": any((getattr(config, name, 0) or 0) > 1 for name in EXPERTS),
+    }
 
 
 @torch.no_grad()
@@ -123,7 +149,7 @@ def reference(model: Any, probes: Sequence[Sequence[int]]) -> Fingerprint:
         top1=logprobs.argmax(dim=-1).to(torch.int32).numpy(),
         engine="transformers",
         steps=np.concatenate([largest_steps(rows.numpy()) for rows in logits]),
-        measured_on=_measured_on(model),
+        **_facts(model),
     )
 
 

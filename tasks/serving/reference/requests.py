@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from tasks.serving.prompts import decode, encode_texts, render, render_whole
-from tasks.serving.reference.load import chosen_device, load_model, placement, usable_attention
+from tasks.serving.reference.load import (
+    chosen_device,
+    load_model,
+    placement,
+    usable_attention,
+    widen,
+)
 
 Response = dict[str, Any]
 
@@ -28,9 +34,22 @@ def _fingerprint(request: dict[str, Any]) -> Response:
 
 
 def _reference(request: dict[str, Any]) -> Response:
-    from tasks.serving.reference.measure import reference
+    from dataclasses import replace
 
-    measured = reference(_load(request["model"]), request["probes"])
+    from tasks.drift.fingerprint import Fingerprint
+    from tasks.serving.reference.measure import fingerprint, noise_of_formats, reference
+
+    like = Fingerprint.load(Path(request["like"])) if request["like"] else None
+    model = _load(request["model"])
+    if request["own"]:
+        assert like is not None
+        fingerprint(model, like).save(Path(request["own"]))
+    widen(model)
+    measured = fingerprint(model, like) if like else reference(model, request["probes"])
+    if request["base"]:
+        with model.disable_adapter():
+            fingerprint(model, measured).save(Path(request["base"]))
+    measured = replace(measured, formats=noise_of_formats(model, measured))
     measured.save(Path(request["out"]))
     return {"positions": measured.positions}
 
@@ -109,7 +128,10 @@ def _decode(request: dict[str, Any]) -> Response:
 
 
 def _load(model: dict[str, Any]) -> Any:
-    return load_model(**_loading(model), weighted=model.get("weighted"))
+    loaded = load_model(**_loading(model), weighted=model.get("weighted"))
+    if model.get("float32"):
+        widen(loaded)
+    return loaded
 
 
 def _loading(model: dict[str, Any]) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""Keys of config.json that give the number of experts."""
+from tasks.drift.fingerprint import EXPERTS
+
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 """Families of experts whose dimensions are read here."""
 ADAPTED = ("mixtral", "qwen3_moe", "olmoe")

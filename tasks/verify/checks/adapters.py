@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tasks.drift.share import TOLERANCE
 from tasks.verify.answers import Answers
 from tasks.verify.causes import causes
 from tasks.verify.check import Cause, Check
-from tasks.verify.dose import TOLERANCE, Dose
+from tasks.verify.dose import Dose
 from tasks.verify.reference import Reference
 from tasks.verify.servers.server import UnsupportedError
 

@@ -18,6 +18,7 @@ from tasks.merge import merge
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tests.weights.making import (
     NF4,
+    Here,
     Spread,
     copy_reference,
     failed,
@@ -48,7 +49,9 @@ def adapter(base: Artifact, run: Path) -> Path:
     root = base.path.parent / "adapter"
     log = logging.getLogger("tests.weights")
     with staging(root) as work:
-        report = gather(work, trained=run, base=base.path, score=copy_reference, log=log)
+        report = gather(
+            work, trained=run, base=base.path, scorer=Here(), profile=PROFILES["standard"], log=log
+        )
         assert failed(report.checks) == []
         publish(work, root, Origin(report.kind, "gather", root.name))
     return root

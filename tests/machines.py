@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tasks.config import checks as preflight
+from tasks.config import defaults
 from tasks.config.checks import machine as preflight_machine
 from tasks.core import machine
 from tasks.core.machine import Gpu, Gpus
@@ -53,7 +54,9 @@ def with_gpus(
     driver: str = "580.65.06",
     torch: tuple[str, tuple[int, int] | None] = ("2.13.0", (13, 0)),
 ) -> None:
-    """Have the machine's module see `count` GPUs, and the CUDA profile installed."""
+    """Have the machine's module see `count` GPUs, native bf16, and the CUDA profile installed."""
+    for module in (machine, defaults):
+        patch.setattr(module, "slow_bf16", lambda device="auto": False)
     devices = tuple(Gpu(f"GPU-{number}", memory) for number in range(count))
     patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     patch.setattr(machine, "listed", lambda: Gpus(devices, driver, cuda))

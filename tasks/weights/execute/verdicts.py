@@ -5,6 +5,7 @@ Checks use statistics that were counted while the bytes were written.
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 from tasks.core.contract import Check
@@ -64,8 +65,8 @@ def kept_checks(plan: Plan, done: Executed, least: float) -> list[Check]:
         least: share of the update that rounding to nearest has to keep.
     """
     kept, nearest = done.kept, done.nearest_keeps
-    if kept is None or nearest is None:
-        return []
+    if kept is None or nearest is None or not isfinite(kept):
+        return []  # elements that are not finite fail checks of their own
     unbiased = any(op.unbiased for op in plan.ops)
     text = f"{kept:.1%}" + (f"; nearest would keep {nearest:.1%}" if unbiased else "")
     if kept < _NAMED:
@@ -82,7 +83,7 @@ def kept_checks(plan: Plan, done: Executed, least: float) -> list[Check]:
 def rounding_notes(plan: Plan, done: Executed) -> dict[str, Any]:
     """Return the rounding of a merge and what it kept, for the manifest; {} if none was needed."""
     kept, nearest = done.kept, done.nearest_keeps
-    if kept is None or nearest is None:
+    if kept is None or nearest is None or not isfinite(kept):
         return {}
     unbiased = any(op.unbiased for op in plan.ops)
     return {

@@ -5,7 +5,6 @@ training   `make bench-training`: SFT and DPO
 rl         `make bench-rl`: rollouts, weight sync, GRPO iterations
 gpu        `make bench-gpu`: the rows of all three on one GPU
 resolve    `python -m benchmarks.resolve`: a finished stage among 1,000 artifacts
-gate       `python -m benchmarks.gate`: false alarms and missed faults of the drift checks
 witness    `python -m benchmarks.witness`: cost of a record in a training
 contenders/    the code that they time; `harness` runs it, `inputs` and `synthetic` make its inputs
 """

@@ -116,7 +116,8 @@ def gather(
         sources=sources,
         checks=checks,
         adapter_config=trained / ADAPTER_CONFIG if is_adapter else None,
-        model=measured if is_adapter else None,
+        # In the dtype of training: the same numbers are expected.
+        model=measured if is_adapter else replace(measured, path=out, adapter=None),
         notes={
             "mode": parts.mode,
             "world_size": parts.world_size,

@@ -136,10 +136,11 @@ class TestQlora:
         assert len(layers) == 4 * 7
         for key in layers:
             first, second = (adapter[f"base_model.model.{stem(key)}.lora_{x}.weight"] for x in "AB")
-            packed = quantize_4bit(base[key], quant_type="nf4", compress_statistics=True)
+            held = base[key].to(first.dtype)  # as training loaded it
+            packed = quantize_4bit(held, quant_type="nf4", compress_statistics=True)
             seen = dequantize_4bit(*packed).float()
             expected = seen + scale * (second.float() @ first.float())
-            torch.testing.assert_close(weights[key].float(), expected, rtol=2.0**-8, atol=1e-6)
+            torch.testing.assert_close(weights[key].float(), expected, rtol=2.0**-7, atol=1e-6)
             assert (seen - base[key].float()).abs().max() > 2.0**-6 * base[key].abs().max(), key
 
     def test_first_greedy_tokens_equal_transformers_on_every_probe(self, qlora: Run) -> None:

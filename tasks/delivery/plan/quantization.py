@@ -83,7 +83,10 @@ def choose_base(
     details = _quantization(merge, config)
     if known:
         mode = mode if mode in (ORIGINAL, DEQUANTIZED) else _mode_of(recorded)
-        through = None if recorded is None else {**details, **recorded, "base": mode}
+        through = None
+        if recorded is not None:  # our training loads the base in the dtype that it computes in
+            loaded = recorded.get("compute_dtype", details["loaded_dtype"])
+            through = {**details, "loaded_dtype": loaded, **recorded, "base": mode}
         return BaseChoice(mode, through, "recorded by its training")
     return _by_evidence(mode, details, evidence)
 

@@ -11,7 +11,7 @@ from tasks.drift.fingerprint import PROFILES
 from tasks.gather import gather
 from tasks.merge import merge
 from tests.delivery.conftest import Done
-from tests.weights.making import copy_reference, failed
+from tests.weights.making import Copies, copy_reference, failed
 
 LOG = logging.getLogger("tests.deliver")
 OUTPUT = {"dtype": "bfloat16", "max_shard_size": "5GB"}
@@ -22,14 +22,22 @@ def served_by_the_chain(shards: Path, base: Path, place: Path) -> Path:
     adapter, weights, served = (place / name for name in ("adapter", "weights", "served"))
     for folder in (adapter, weights, served):
         folder.mkdir(parents=True)
-    common = {"trained": shards, "score": copy_reference, "log": LOG}
-    profile = PROFILES["standard"]
+    common = {"trained": shards, "profile": PROFILES["standard"], "log": LOG}
+    score = copy_reference
     reports = [
-        gather(adapter, base=base, **common),
-        merge(weights, adapter=adapter, base=base, base_mode="auto", output=OUTPUT,
-              profile=profile, **common),
-        convert(served, weights=weights, profile=profile, **OUTPUT, **common),
-    ]  # fmt: skip
+        gather(adapter, base=base, scorer=Copies(), **common),
+        merge(
+            weights,
+            adapter=adapter,
+            base=base,
+            base_mode="auto",
+            rounding="nearest",
+            output=OUTPUT,
+            score=score,
+            **common,
+        ),
+        convert(served, weights=weights, reference=adapter, score=score, **OUTPUT, **common),
+    ]
     assert [failed(report.checks) for report in reports] == [[], [], []]
     return served
 

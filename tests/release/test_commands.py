@@ -165,7 +165,7 @@ def test_serve_leaves_memory_to_others_and_shows_the_command_that_it_becomes(
     """On a CPU vLLM would ask for 92 % of the machine, and fail where a browser runs beside it."""
     became: list[list[str]] = []
     monkeypatch.setattr("os.execvp", lambda program, words: became.append(words))
-    monkeypatch.setattr("tasks.core.machine.has_gpu", lambda: False)
+    monkeypatch.setattr("tasks.core.machine.has_gpu", lambda device="auto": False)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "")  # so that it is restored
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
     status, text = typed("serve", "models:/toy/2", f"paths.runs={registry}", "--port", "1")

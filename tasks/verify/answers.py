@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cached_property
 
 from tasks.core.errors import ConfigError
@@ -146,7 +147,12 @@ class Answers:
         base = self.reference.base
         if base is None:
             return None
-        return dose(self.reference.trained, base, self.aligned(model), self.noise)
+        measured = dose(self.reference.trained, base, self.aligned(model), self.noise)
+        noise = self.reference.trained.formats.get(self.format)
+        if measured is None or noise is None:
+            return measured
+        left = max(0.0, measured.remainder - noise.mean_kl / measured.signal)
+        return replace(measured, remainder=left)  # without the noise of a correct server
 
     def from_siblings(self, model: str) -> list[Nearby]:
         """Return the distance of a name from other models whose records lie beside this one."""

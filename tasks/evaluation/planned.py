@@ -16,6 +16,7 @@ from typing import Any
 from tasks.core.contract import Check
 from tasks.drift.fingerprint import DriftLimit, Fingerprint
 from tasks.drift.verdict import (
+    BASE,
     NAMES,
     Moved,
     Print,
@@ -103,6 +104,7 @@ class Measuring:
         if isinstance(reference, Fingerprint) and isinstance(new, Fingerprint):
             new = replace(new, formats=reference.formats)  # a server of `out` is judged by it
             new.save(out / path.name)
+        self._copy_base(out)
         drift, check = self._judge(reference, new, model.dtype)
         check = located(check, self.before, model, reference.probes, self.explain)
         return drift, (check, *share_checks(path, new, self.limit))
@@ -111,10 +113,17 @@ class Measuring:
         """Copy the fingerprint of `earlier`, which has the same bytes, instead of taking it."""
         known = print_in(earlier)
         shutil.copyfile(known, out / known.name)
+        self._copy_base(out)
         reference = load_print(print_in(self.reference))
         new = load_print(known)
         drift, check = self._judge(reference, new, dtype)
         return drift, (check, *share_checks(print_in(self.reference), new, self.limit))
+
+    def _copy_base(self, out: Path) -> None:
+        """Copy the base's fingerprint: `verify` tells a light adapter from its base by it."""
+        base = print_in(self.reference).with_name(BASE)
+        if base.is_file():
+            shutil.copyfile(base, out / BASE)
 
     def _judge(self, reference: Print, new: Print, dtype: str) -> tuple[Moved, Check]:
         limit = self.limit

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import cached_property
 
 from tasks.core.errors import ConfigError
 from tasks.drift.fingerprint import PROFILES, DriftLimit
-from tasks.drift.verdict import NOISE_FACTOR
+from tasks.drift.share import TOLERANCE
+from tasks.drift.verdict import NOISE_FACTOR, limit_in
 from tasks.verify.alignment import Aligned, align
 from tasks.verify.causes import Evidence, Nearby
-from tasks.verify.comparison import Distance, distance, is_coarse, limit_of, rounding_kl
+from tasks.verify.comparison import (
+    Distance,
+    distance,
+    format_of,
+    is_coarse,
+    limit_of,
+    rounding_kl,
+)
 from tasks.verify.dose import Dose, dose
 from tasks.verify.reference import Reference
 from tasks.verify.servers.scoring import scores
@@ -17,6 +27,10 @@ from tasks.verify.servers.server import Scores, Server
 
 COARSEST = 10.0
 """Least effect of an adapter, in units of the trainer's rounding: its dose is off by up to 0.1."""
+
+
+LEAN = 0.25
+"""Bias of the dose by the noise of a format, in units of the ratio of noise and adapter."""
 
 
 class Answers:
@@ -78,8 +92,21 @@ class Answers:
 
     @cached_property
     def limit(self) -> DriftLimit:
-        """The profile's limits, widened by rounding and by the witness's own noise."""
-        return limit_of(self.reference.trained, self.profile, self.reference.trained.noise)
+        """The profile's limits, widened by the measured noise of the server's format.
+
+        A record without it is compared with limits for the rounding of logits alone.
+        """
+        trained = self.reference.trained
+        if not trained.formats:
+            return limit_of(trained, self.profile, trained.noise)
+        return limit_in(self.profile, trained, self.format)
+
+    @property
+    def format(self) -> str:
+        """Torch name of the dtype that the server computes in; bfloat16 if nothing tells it."""
+        trained = self.reference.trained
+        seen = (format_of(trained, served) for served in list(self._aligned.values()))
+        return next((dtype for dtype in seen if dtype), "bfloat16")
 
     @cached_property
     def noise(self) -> float:
@@ -89,8 +116,20 @@ class Answers:
         by the share that it has in their difference.
         """
         trained = self.reference.trained
+        if trained.formats:  # computed in float32: the interval says what the server's noise does
+            return 1e-9
         coarse = COARSEST * rounding_kl(trained) if is_coarse(trained) else 0.0
         return max(1e-5, NOISE_FACTOR * (trained.noise or 0.0), coarse)
+
+    def tolerance(self, measured: Dose) -> float:
+        """Return how far from 1 the dose of a correct server may be.
+
+        The noise of a format leans towards the adapter's direction: measured on a real model, by up
+        to a quarter of their ratio (as standard deviations).
+        """
+        noise = self.reference.trained.formats.get(self.format)
+        lean = LEAN * math.sqrt(noise.mean_kl / measured.signal) if noise else 0.0
+        return max(TOLERANCE, lean)
 
     def distance(self, model: str) -> Distance:
         """Return the distance of a name from the trained model."""
@@ -108,7 +147,12 @@ class Answers:
         base = self.reference.base
         if base is None:
             return None
-        return dose(self.reference.trained, base, self.aligned(model), self.noise)
+        measured = dose(self.reference.trained, base, self.aligned(model), self.noise)
+        noise = self.reference.trained.formats.get(self.format)
+        if measured is None or noise is None:
+            return measured
+        left = max(0.0, measured.remainder - noise.mean_kl / measured.signal)
+        return replace(measured, remainder=left)  # without the noise of a correct server
 
     def from_siblings(self, model: str) -> list[Nearby]:
         """Return the distance of a name from other models whose records lie beside this one."""

@@ -171,10 +171,12 @@ def _partial(evidence: Evidence, measured: Dose) -> Iterator[Cause]:
         f"{amount}; {line}: an adapter of another training",
         f"load {folder} under this name: --lora-modules {evidence.model}={folder}",
     )
+    rounded = () if evidence.base is not None or measured.value > 1 else (_rounded_away(evidence),)
     if measured.remainder < SMALL:
-        yield from (scale, part)
+        yield from (scale, part, *rounded)
     else:
         yield from (other, part) if measured.remainder > LARGE else (part, other)
+        yield from rounded
 
 
 def _scaled(evidence: Evidence, seen: str, more: str = "") -> Cause:
@@ -195,6 +197,17 @@ def _part(evidence: Evidence, seen: str) -> Cause:
         f"{seen}: some modules of the adapter are not applied, or are of another step",
         "look for skipped or unexpected modules in the server's log (--lora-target-modules); merge "
         f"the adapter: python flows/deliver.py source={folder} base=<the base> out=<a new folder>",
+    )
+
+
+def _rounded_away(evidence: Evidence) -> Cause:
+    assert evidence.dose is not None
+    return Cause(
+        "rounded-away",
+        f"{evidence.dose.text} of the adapter answers: if it was merged in 16 bits by rounding to "
+        "nearest, updates below half a step of the base's weights are gone",
+        "merge again: python flows/deliver.py source=<the adapter> base=<the base> out=<a new "
+        "folder> merge.rounding=unbiased, or convert.dtype=float32",
     )
 
 

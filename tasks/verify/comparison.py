@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.drift.fingerprint import TIE_STEPS, DriftLimit, Fingerprint
+from tasks.drift.fingerprint import TIE_STEPS, DriftLimit, Fingerprint, steps_in
 from tasks.drift.verdict import NOISE_FACTOR, TAIL
 from tasks.verify.alignment import Aligned
 
@@ -33,6 +33,10 @@ WIDEST = 10.0
 _TINY = 1e-6
 """Mass below which the rest of a distribution is rounding of the numbers in JSON."""
 _BF16_OF_FP32 = 2.0**16
+_ON_GRID = 0.9
+"""Share of differences that are multiples of a format's steps, if logits have that format."""
+_JSON = 2e-5
+"""Rounding of two log-probabilities in float32 (nats)."""
 _FINE = 2.0**-14
 """A rounding step below this is of 32-bit logits."""
 
@@ -67,8 +71,10 @@ class Distance:
 
     def exceeds(self, limit: DriftLimit) -> bool:
         """Return True if a limit is exceeded."""
+        known = self.kl[~np.isnan(self.kl)]
+        kl = float(np.median(known)) if limit.by_median else self.mean_kl
         return (
-            self.mean_kl > limit.mean_kl
+            kl > limit.mean_kl
             or self.p95_kl > limit.p95_kl
             or self.top1_agreement < limit.top1_agreement
         )
@@ -206,6 +212,30 @@ def limit_of(
         top1_agreement=profile.top1_agreement,
         rewards=profile.rewards,
     )
+
+
+def format_of(reference: Fingerprint, served: Aligned) -> str | None:
+    """Return the torch name of the dtype in which a server computes its logits, by its answers.
+
+    Two log-probabilities of one position differ as their logits do: by a multiple of a quarter of
+    the step at the largest logit, for most ids of a list. "float32" if no 16-bit format has such
+    steps; None if the reference does not tell the size of the logits.
+    """
+    if reference.steps is None or not served.measured.any():
+        return None
+    values = np.where(np.exp(served.logprobs) > 0, served.logprobs, np.nan).astype(np.float64)
+    behind = np.nanmax(np.where(served.measured[:, None], values, 0.0), 1, keepdims=True) - values
+    for dtype in ("bfloat16", "float16"):
+        steps = steps_in(reference, dtype)
+        assert steps is not None
+        unit = np.broadcast_to(steps[:, None] / 4, behind.shape)
+        told = (behind > _JSON) & (unit > 16 * _JSON)
+        if not told.any():
+            return None
+        off = np.abs(behind - unit * np.round(behind / unit))[told]
+        if (off < _JSON).mean() > _ON_GRID:
+            return dtype
+    return "float32"
 
 
 def rounding_kl(reference: Fingerprint) -> float:

@@ -1,7 +1,8 @@
 """Read what a running server is compared with: a witness, or a folder that Plumbline served.
 
 A witness (`plumbline.witness`) is what the trained model computed in the trainer's own process,
-and, for an adapter, what its base computed. A served folder has one fingerprint, of itself.
+and, for an adapter, what its base computed. A served folder has the fingerprint of itself, and that
+of the base if the model was merged.
 """
 
 from __future__ import annotations
@@ -237,8 +238,11 @@ def _served(folder: Path) -> Reference:
         )
     trained = _load(path)
     probes = tuple(Probe(ids, "served", number) for number, ids in enumerate(trained.probes))
+    base = _load(folder / BASE) if (folder / BASE).is_file() else None
+    if base is not None and not np.array_equal(base.ids, trained.ids):
+        raise ArtifactError(f"{folder / BASE} and {FINGERPRINT} score other tokens")
     facts = {"tokens": token_facts(folder)}
-    return Reference(probes, trained, None, facts, folder, tuple(_rendered(folder)))
+    return Reference(probes, trained, base, facts, folder, tuple(_rendered(folder)))
 
 
 def _rendered(folder: Path) -> Iterator[Probe]:

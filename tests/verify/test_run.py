@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from tasks.drift.fingerprint import FormatNoise
+from tasks.verify.alignment import align
+from tasks.verify.comparison import coarse_kl
 from tasks.verify.run import Target, verify
 from tasks.verify.servers.server import ServerError
 from tests.verify.synthetic import ArrayServer, World, world
+from tests.verify.synthetic import answers as scores
 
 TRAINED = world(seed=4, count=8, moved=0.4)
 
@@ -65,3 +72,38 @@ def test_a_server_that_goes_away_leaves_everything_unknown() -> None:
     report = verify(known, Target("lora", None), TRAINED.reference(), "standard")
     assert report.outcome == "unverified"
     assert {check.text for check in report.checks} == {"no answer"}
+
+
+NOISE = 1.5
+"""Standard deviation of an engine's error of a logit: far above what this adapter moves."""
+
+
+def light(share: float, moved: float = 0.5) -> tuple[str, Mapping[str, str], list[str]]:
+    """Verify a server with noise, whose adapter's share is `share`: outcome, verdicts, causes."""
+    own = world(seed=6, count=24, vocab=400, moved=moved)
+    random = np.random.default_rng(2)
+    logits = own.base + share * (own.trained - own.base)
+    logits = logits + random.normal(0, NOISE, logits.shape)
+    made = own.reference()
+    kl = float(coarse_kl(made.trained, align(made.trained, scores(own.probes, logits))).mean())
+    noise = FormatNoise(mean_kl=kl, p95_kl=4 * kl, median_kl=kl, top1_agreement=0.7)
+    trained = replace(made.trained, formats=dict.fromkeys(("bfloat16", "float32"), noise))
+    known = ArrayServer(own.probes, {"merged": logits})
+    report = verify(known, Target("merged", None), replace(made, trained=trained), "standard")
+    verdicts: dict[str, str] = {check.name: check.verdict for check in report.checks}
+    return report.outcome, verdicts, [cause.code for cause in report.causes]
+
+
+def test_an_adapter_below_the_noise_is_judged_by_its_share() -> None:
+    """KL calls both the trained model; the share tells the base."""
+    _, verdicts, _ = light(1.0)
+    assert (verdicts["distribution"], verdicts["adapter"]) == ("ok", "ok")
+    outcome, verdicts, _ = light(0.0)
+    assert (outcome, verdicts["distribution"], verdicts["adapter"]) == ("fault", "ok", "fault")
+    assert {"adapter-scaled", "rounded-away"} <= set(light(0.3)[2])
+
+
+def test_probes_without_power_prove_nothing() -> None:
+    for share in (0.0, 1.0):
+        _, verdicts, _ = light(share, moved=0.01)
+        assert verdicts["adapter"] == "unknown"

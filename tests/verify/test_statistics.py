@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.drift.fingerprint import PROFILES, Fingerprint
 from tasks.verify.alignment import align
-from tasks.verify.comparison import coarse_kl, distance, limit_of
+from tasks.verify.comparison import coarse_kl, distance, format_of, limit_of
 from tasks.verify.dose import Dose, dose
 from tasks.verify.power import UNEVEN, power
 from tasks.verify.servers.server import Scores
@@ -79,6 +80,18 @@ def test_rounding_to_bf16_is_no_fault_whatever_the_size_of_the_logits() -> None:
         aligned = align(reference, answers(made.probes, rounded.astype(np.float64)))
         limit = limit_of(reference, STANDARD, reference.noise)
         assert not distance(reference, aligned, limit).exceeds(limit), (spread, offset)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("offset", [0.0, 20.0])
+def test_the_format_of_a_server_is_in_its_answers(dtype: str, offset: float) -> None:
+    made = world(5, vocab=2000, count=6, moved=0.0)
+    logits = (made.trained + offset).astype(np.float32)
+    reference = fingerprint(made.probes, logits.astype(np.float64))
+    rounded = torch.tensor(logits).to(getattr(torch, dtype)).double().numpy()
+    aligned = align(reference, answers(made.probes, rounded))
+    assert format_of(reference, aligned) == dtype
+    assert format_of(replace(reference, steps=None), aligned) is None
 
 
 def test_positions_that_were_not_measured_are_left_out() -> None:

@@ -18,6 +18,8 @@ from tasks.verify.servers.server import UnsupportedError
 
 NAME = "adapter"
 BASE = "base"
+BLURRED = 1.0
+"""Bias of the dose at which the base could be the trained model."""
 
 
 def applied(answers: Answers, model: str, base: str | None) -> Check:
@@ -44,14 +46,22 @@ def applied(answers: Answers, model: str, base: str | None) -> Check:
         )
         return Check(NAME, "unknown", text)
     numbers = _numbers(measured)
-    if not measured.is_whole:
+    tolerance = answers.tolerance(measured)
+    if tolerance > BLURRED:
+        text = (
+            f"{measured.text} of the adapter answers, which moves these probes by "
+            f"{measured.signal:.1e} nats, far below the noise of {answers.format}: a record with "
+            "rows of the training data (plumbline-witness) or smoke.texts=<them> can tell"
+        )
+        return Check(NAME, "unknown", text, numbers)
+    if not (measured.is_whole or abs(measured.value - 1) <= min(tolerance, BLURRED / 2)):
         likely = causes(answers.evidence(model, base))
         text = f"{measured.text} of the adapter answers under {model!r}, expected 1"
         return Check(NAME, "fault", text, numbers, {"dose": 1.0}, likely)
     if not measured.is_certain:
         text = f"{measured.text} of the adapter answers: too uncertain to tell 1 from 0.5"
         return Check(NAME, "unknown", text, numbers, {"dose": 1.0})
-    least = 1 - max(TOLERANCE, measured.high - measured.low)
+    least = 1 - max(min(tolerance, BLURRED / 2), measured.high - measured.low)
     text = (
         f"{measured.text} of the adapter answers under {model!r}; less than {least:.2f} would have "
         "been seen"

@@ -46,7 +46,8 @@ def distribution(answers: Answers, model: str, base: str | None) -> Check:
         "p95_kl": limit.p95_kl,
         "top1_agreement": limit.top1_agreement,
     }
-    amount = f"mean KL {measured.mean_kl:.1e} nats per token (limit {limit.mean_kl:.1e})"
+    source = f"; {limit.measured}" if limit.measured else ""
+    amount = f"mean KL {measured.mean_kl:.1e} nats per token (limit {limit.mean_kl:.1e}{source})"
     if not measured.exceeds(limit):
         text = f"the trained model's log-probabilities at {positions} positions: {amount}; "
         return Check(NAME, "ok", text + seen.text, numbers, limits)

@@ -22,11 +22,11 @@ from tasks.verify.servers.server import Entry, Generated, Server
 CROWDS = (8, 32)
 """Requests at the same time."""
 _SEQUENCES = 8
-_PROMPTS, _TOKENS = 3, 12
+_PROMPTS, _TOKENS = 2, 12
 _CACHED = 96
 """Tokens of a prompt for the prefix cache: several blocks of every server."""
-_FROM, _LONG = 256, 640
-_LONG_POSITIONS = 8
+_FROM, _LONG = 256, 384
+_LONG_POSITIONS = 4
 
 
 def batching(answers: Answers, model: str, base: str | None) -> Check:

@@ -29,8 +29,10 @@ from tasks.verify.temperature import (
 )
 
 NAME = "sampling"
-PROMPTS, EACH = 16, 64
-"""Prompts, and tokens that are sampled after each; all responses have one token."""
+PROMPTS, EACH = 16, (8, 64)
+"""Prompts, and tokens that are sampled after each; more if the first ones do not decide."""
+CLEAR = DOUBT / 4
+"""Log-likelihood ratio (nats) below which nothing speaks against the recorded settings."""
 _DEFAULTS = Settings(1.0, 50)
 """Defaults of transformers. ms-swift writes them into the live model and no file: nobody's choice,
 so that a server with them and one without are both as recorded."""
@@ -41,7 +43,8 @@ _SAME = DOUBT / 2
 def sampling(answers: Answers, model: str, base: str | None) -> Check:
     """Compare the server's default sampling settings with those that training recorded.
 
-    It costs `PROMPTS` requests with `EACH` responses of one token.
+    It costs `PROMPTS` requests with `EACH` responses of one token; twice that if the first do not
+    decide.
 
     Args:
         answers: log-probabilities of the server; the reference's generation configuration is
@@ -53,14 +56,32 @@ def sampling(answers: Answers, model: str, base: str | None) -> Check:
         ServerError: the server does not answer, or refuses.
     """
     try:
-        rows = _sample(answers, model)
+        rows = _sample(answers, model, EACH[0])
+        if not _is_clear(rows, answers.reference):
+            rows = _sample(answers, model, EACH[1])
     except UnsupportedError as error:
         return Check(NAME, "unknown", f"default sampling settings not measured: {error.message}")
+    return _judged(answers, rows)
+
+
+def _is_clear(rows: list[Drawn], reference: Reference) -> bool:
+    """Return True if tokens agree with the recorded settings, and tell another temperature."""
+    expected = _expected(reference, rows)
+    gain = fit(rows).likelihood(rows) - expected.likelihood(rows)
+    return gain < CLEAR and information(rows, expected) >= 2 * DOUBT
+
+
+def _expected(reference: Reference, rows: list[Drawn]) -> Settings:
+    """Return the recorded settings; those of nobody's choice, or none, whichever is likelier."""
+    recorded = expected_settings(reference)
+    unset = Settings(1.0) if recorded == _DEFAULTS else recorded
+    return max(recorded, unset, key=lambda settings: settings.likelihood(rows))
+
+
+def _judged(answers: Answers, rows: list[Drawn]) -> Check:
     total = int(sum(row.counts.sum() + row.outside for row in rows))
     best = fit(rows)
-    recorded = expected_settings(answers.reference)
-    unset = Settings(1.0) if recorded == _DEFAULTS else recorded
-    expected = max(recorded, unset, key=lambda settings: settings.likelihood(rows))
+    expected = _expected(answers.reference, rows)
     gain = best.likelihood(rows) - expected.likelihood(rows)
     low, high = interval(rows, best)
     numbers: dict[str, float | str] = {
@@ -107,7 +128,7 @@ def expected_settings(reference: Reference) -> Settings:
     return Settings(beta, top_k, number("top_p", 1.0) or 1.0, number("min_p", 0.0))
 
 
-def _sample(answers: Answers, model: str) -> list[Drawn]:
+def _sample(answers: Answers, model: str, each: int) -> list[Drawn]:
     """Sample first tokens after the prompts that tell most about the temperature."""
     server, reference = answers.server, answers.reference
     if not server.abilities.token_ids:
@@ -127,13 +148,13 @@ def _sample(answers: Answers, model: str) -> list[Drawn]:
     if not chosen:
         raise UnsupportedError("no prompt whose next token is uncertain")
     kl = float(np.nanmean(coarse_kl(trained, served)[chosen]))
-    if kl * PROMPTS * EACH > _SAME:
+    if kl * PROMPTS * each > _SAME:
         raise UnsupportedError(f"the server's own log-probabilities are others (KL {kl:.1e})")
 
     def draw(row: int) -> Drawn:
         probe, at = places[row]
         prompt = reference.probes[probe].ids[: at + 1]
-        responses = server.generate(model, prompt, 1, n=EACH)
+        responses = server.generate(model, prompt, 1, n=each)
         if any(response.ids is None for response in responses):
             raise UnsupportedError("the server does not tell the ids of its tokens")
         tokens = [response.ids[0] for response in responses if response.ids]

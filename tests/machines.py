@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tasks.config import checks as preflight
-from tasks.config import defaults
 from tasks.config.checks import machine as preflight_machine
 from tasks.core import machine
 from tasks.core.machine import Gpu, Gpus
@@ -55,8 +54,8 @@ def with_gpus(
     torch: tuple[str, tuple[int, int] | None] = ("2.13.0", (13, 0)),
 ) -> None:
     """Have the machine's module see `count` GPUs, native bf16, and the CUDA profile installed."""
-    for module in (machine, defaults):
-        patch.setattr(module, "slow_bf16", lambda device="auto": False)
+    patch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    patch.setattr(machine, "_cpu_flags", lambda: frozenset({"avx512_bf16"}))
     devices = tuple(Gpu(f"GPU-{number}", memory) for number in range(count))
     patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     patch.setattr(machine, "listed", lambda: Gpus(devices, driver, cuda))

@@ -218,10 +218,10 @@ def test_the_dtype_is_what_the_machine_computes(
     wanted: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    with_gpus(monkeypatch, gpus)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", isa)
     monkeypatch.setattr("tasks.core.machine._cpu_flags", lambda: frozenset(flags))
     monkeypatch.setattr("tasks.core.machine.total_memory", lambda: 32 * 2**30)
-    with_gpus(monkeypatch, gpus)
     facts = {"train.device": "auto", "train.nproc": 2, "model.parameters": parameters}
     assert default("model.dtype", known(**facts)).value == wanted
 

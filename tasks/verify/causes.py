@@ -80,8 +80,13 @@ def _causes(evidence: Evidence) -> Iterator[Cause]:
     sibling = _nearest(evidence)
     base_kl = evidence.from_base.mean_kl if evidence.from_base else math.inf
     is_base = base_kl * NEARER < kl and (whole is None or abs(whole.value) < 0.2)
+    # Below the noise of the server's format both are as near; the dose tells.
+    is_light = whole is not None and not evidence.distance.exceeds(evidence.limit)
+    is_base |= whole is not None and is_light and whole.value < 0.2
     if is_base and not (sibling and sibling.distance.mean_kl < base_kl):
         yield _base_served(evidence)
+        if is_light and evidence.base is None:
+            yield _rounded_away(evidence)
         return
     if sibling is not None:
         yield _other_checkpoint(evidence, sibling)

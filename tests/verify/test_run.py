@@ -98,7 +98,8 @@ def test_an_adapter_below_the_noise_is_judged_by_its_share() -> None:
     """KL calls both the trained model; the share tells the base."""
     _, verdicts, _ = light(1.0)
     assert (verdicts["distribution"], verdicts["adapter"]) == ("ok", "ok")
-    outcome, verdicts, _ = light(0.0)
+    outcome, verdicts, causes = light(0.0)
+    assert causes[0] == "base-served"
     assert (outcome, verdicts["distribution"], verdicts["adapter"]) == ("fault", "ok", "fault")
     assert {"adapter-scaled", "rounded-away"} <= set(light(0.3)[2])
 

@@ -29,7 +29,7 @@ from tasks.verify.temperature import (
 )
 
 NAME = "sampling"
-PROMPTS, EACH = 16, (8, 64)
+PROMPTS, EACH = 16, (12, 64)
 """Prompts, and tokens that are sampled after each; more if the first ones do not decide."""
 CLEAR = DOUBT / 4
 """Log-likelihood ratio (nats) below which nothing speaks against the recorded settings."""

@@ -169,7 +169,10 @@ def test_the_whole_chain_is_planned_without_findings(composed: Composed) -> None
     assert not composed.runs.exists()
 
 
-def test_dpo_qwen72b_lora_is_the_published_configuration(tmp_path: Path) -> None:
+def test_dpo_qwen72b_lora_is_the_published_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_gpus(monkeypatch, 0)
     composed = compose(tmp_path, "dpo_qwen72b_lora")
     settings = composed.settings
     wanted: dict[str, dict[str, Any]] = {
@@ -205,8 +208,15 @@ def test_the_printed_plan_is_complete_and_names_missing_libraries(tmp_path: Path
     compose(tmp_path, "dpo_qwen72b_lora")
     user = tmp_path / "user"
     user.mkdir()
+    half = "model.dtype=bfloat16"
     flash = "model.attn_implementation=flash_attention_2"
-    arguments = ("+exp=dpo_qwen72b_lora", f"data.path={tmp_path}/rows.jsonl", flash, "plan=true")
+    arguments = (
+        "+exp=dpo_qwen72b_lora",
+        f"data.path={tmp_path}/rows.jsonl",
+        flash,
+        half,
+        "plan=true",
+    )
     done = program(user, *arguments)
     assert done.returncode == 2
     assert done.stdout.startswith(f"runs: {user}/runs\nstages:\n  prepare_data  to run: ")

@@ -142,7 +142,6 @@ class Adapters(Section, heading="Adapters, their configuration and their base"):
         "format vanish, and the merged model is closer to the base than the trained one",
         "merge it with python flows/deliver.py source=DIR base=BASE out=OUT, which rounds without "
         "bias, or serve it beside its base; with other tools save the merged model in float32",
-        "peft #2764, unsloth #3091, axolotl #3497",
     )
     CONFIG_BESIDE_ADAPTER = warning(
         "A model's config.json in an adapter's folder",

@@ -109,7 +109,6 @@ class Merges(Section, heading="Merged models, value by value"):
         "the sum was rounded to nearest, as peft and all tools that cast it do: a change below "
         "half a step of the format vanishes, and the served model is closer to the base",
         f"{_AGAIN}, which rounds without bias; or serve the adapter beside its base",
-        "peft #2764, unsloth #3091, axolotl #3497",
     )
     MERGE_ONE_STEP = info(
         "Few weights differ from the base's, and most of those by one step of their format",

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,12 +18,11 @@ from tasks.gather import gather
 from tasks.merge import merge
 from tasks.pipeline.artifact import Origin, publish, staging
 from tasks.pipeline.report import StageReport
-from tests.weights.making import copy_reference
+from tests.weights.making import Copies, copy_reference
 
 Run = Callable[[Path], StageReport]
 LOG = logging.getLogger("tests.weights")
-SCORED = {"score": copy_reference, "log": LOG}
-JUDGED = {**SCORED, "profile": PROFILES["standard"]}
+JUDGED = {"profile": PROFILES["standard"], "log": LOG}
 
 
 @pytest.fixture(params=["gather", "merge", "convert"])
@@ -30,14 +30,15 @@ def run(request, lora_run, llama, lora_adapter, full_weights, full_run, qwen) ->
     """Each stage, ready to run into a directory; convert is set up so that it has to write."""
 
     def run_gather(out: Path) -> StageReport:
-        return gather(out, trained=lora_run, base=llama.path, **SCORED)
+        return gather(out, trained=lora_run, base=llama.path, scorer=Copies(), **JUDGED)
 
     def run_merge(out: Path) -> StageReport:
         inputs = {"adapter": lora_adapter, "base": llama.path, "trained": lora_run}
-        return merge(out, **inputs, base_mode="auto", **JUDGED)
+        return merge(out, **inputs, base_mode="auto", score=copy_reference, **JUDGED)
 
     def run_convert(out: Path) -> StageReport:
-        settings = {"dtype": "float32", "max_shard_size": "60KB"}
+        settings: dict[str, Any] = {"dtype": "float32", "max_shard_size": "60KB"}
+        settings |= {"reference": full_weights, "score": copy_reference}
         return convert(out, weights=full_weights, trained=full_run, **settings, **JUDGED)
 
     return {"gather": run_gather, "merge": run_merge, "convert": run_convert}[request.param]

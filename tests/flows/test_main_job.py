@@ -136,8 +136,8 @@ class TestQlora:
         assert len(layers) == 4 * 7
         for key in layers:
             first, second = (adapter[f"base_model.model.{stem(key)}.lora_{x}.weight"] for x in "AB")
-            held = base[key].to(first.dtype)  # as training loaded it
-            packed = quantize_4bit(held, quant_type="nf4", compress_statistics=True)
+            loaded = base[key].to(first.dtype)  # as training loaded it
+            packed = quantize_4bit(loaded, quant_type="nf4", compress_statistics=True)
             seen = dequantize_4bit(*packed).float()
             expected = seen + scale * (second.float() @ first.float())
             torch.testing.assert_close(weights[key].float(), expected, rtol=2.0**-7, atol=1e-6)

@@ -127,12 +127,12 @@ def test_large_updates_are_rounded_to_nearest(inputs: Path) -> None:
 def test_the_same_bytes_for_any_threads_files_and_kernel(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = _merge(inputs, tmp_path / "one", _plan()).checksums
-    assert _merge(inputs, tmp_path / "threads", _plan(), workers=2).checksums == one
-    assert _merge(inputs, tmp_path / "files", _plan(limit=ROWS * COLUMNS * 2)).checksums == one
+    expected = _merge(inputs, tmp_path / "one", _plan()).checksums
+    assert _merge(inputs, tmp_path / "threads", _plan(), workers=2).checksums == expected
+    assert _merge(inputs, tmp_path / "files", _plan(limit=ROWS * COLUMNS * 2)).checksums == expected
     assert len(list((tmp_path / "files").glob("*.safetensors"))) == 4
     monkeypatch.setattr("tasks.weights.execute.lora_merge.library", lambda: None)
-    assert _merge(inputs, tmp_path / "torch", _plan()).checksums == one
+    assert _merge(inputs, tmp_path / "torch", _plan()).checksums == expected
 
 
 def test_wrong_random_bits_are_found(inputs: Path, tmp_path: Path) -> None:

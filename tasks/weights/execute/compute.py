@@ -113,13 +113,10 @@ def _measure_kept(
     out: torch.Tensor, wide: torch.Tensor, before: torch.Tensor, measured: Measured
 ) -> None:
     """Add a block's share of the update, and of what the output and rounding to nearest keep."""
-    change = wide - before
-    nearest = wide.to(out.dtype) if out.dtype != wide.dtype else wide
+    change = (wide - before).double()
     measured.delta += squared(change)
-    measured.kept += float(((out.float() - before) * change).sum(dtype=change.double().dtype))
-    measured.nearest += float(
-        ((nearest.float() - before) * change).sum(dtype=change.double().dtype)
-    )
+    measured.kept += float(((out.float() - before) * change).sum())
+    measured.nearest += float(((wide.to(out.dtype).float() - before) * change).sum())
 
 
 def _with_terms(op: Op, wide: torch.Tensor, first: int, operands: _Operands) -> torch.Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gate, gpu, inputs, resolve, rl
+from benchmarks import gpu, inputs, resolve, rl
 from benchmarks.harness import Commands, Cost, report_in
 from benchmarks.report import BEGIN, END, RL, Row, document, write_docs
 from benchmarks.shapes import SIZES
@@ -184,15 +184,6 @@ def test_our_readers_accept_a_synthetic_base(tmp_path: Path, monkeypatch) -> Non
     weights.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
     weights.convert(tmp_path / "merged", tmp_path / "served")
     assert (tmp_path / "served" / "manifest.json").is_file()
-
-
-def test_the_table_of_the_gates_gives_both_rates() -> None:
-    row = {"steps": 5, "alarms": [], "mean_kl": 1e-4, "top1": 1.0, "same_token": 0.93}
-    faults = {"left out": {"drift": False, "rows": True}, "base": {"drift": True, "rows": False}}
-    rows = [{**row, "faults": faults}, {**row, "alarms": ["drift"], "faults": faults}]
-    line = gate.table(rows).splitlines()[-1].split()
-    assert line[:6] == ["5", "2", "1", "1.0e-04", "1.0000", "0.9300"]
-    assert " ".join(line[6:]) == "2/0/2 of 2 0/2/2 of 2"
 
 
 def test_resolving_a_finished_stage_reuses_it() -> None:

@@ -1,8 +1,8 @@
 """The report of verify: all checks, the verdict, and their texts for people and programs.
 
-The verdict is "verified" if no check found a fault and the served distribution is that of the
-trained model; "fault" if a check found one; else "unverified". What the server's API could not
-prove is named in every form of the report.
+The verdict is "verified" if no check found a fault, the served distribution is that of the trained
+model, and it is not as near to that of the base; "fault" if a check found one; else "unverified".
+What the server's API could not prove is named in every form of the report.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from tasks.verify.check import Cause, Check
 
 DECISIVE = "distribution"
 """Check without which nothing is verified."""
+ADAPTER = "adapter"
+"""Check without which a model is not told from its base."""
 WIDTH = 100
 _INDENT = 25
 _WORDS = {"ok": "ok", "fault": "FAULT", "unknown": "unknown"}
@@ -58,7 +60,13 @@ class Report:
         if any(check.verdict == "fault" for check in self.checks):
             return "fault"
         decisive = [check.verdict for check in self.checks if check.name == DECISIVE]
-        return "verified" if decisive == ["ok"] else "unverified"
+        return "verified" if decisive == ["ok"] and not self.undecided else "unverified"
+
+    @property
+    def undecided(self) -> bool:
+        """True if the answers were compared with base and trained model, and could be of either."""
+        adapter = (check for check in self.checks if check.name == ADAPTER)
+        return any(check.verdict == "unknown" and check.measured for check in adapter)
 
     @property
     def faults(self) -> tuple[Check, ...]:
@@ -87,6 +95,8 @@ class Report:
             text = f"FAULT: {who} is not what was trained ({names}{f': {codes}' if codes else ''})"
         elif self.outcome == "verified":
             text = f"verified: {who} is the model of {self.source}"
+        elif self.undecided:
+            text = f"NOT VERIFIED: {who} may be {self.source} or its base: see {ADAPTER}"
         else:
             text = f"NOT VERIFIED: {who} could not be compared with {self.source}"
         return f"{text}; not proven: {', '.join(self.unproven)}" if self.unproven else text

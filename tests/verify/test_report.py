@@ -37,6 +37,9 @@ def report(*checks: Check) -> Report:
     )  # fmt: skip
 
 
+UNDECIDED = Check("adapter", "unknown", "base or trained", {"dose": 0.4})
+
+
 @pytest.mark.parametrize(
     ("checks", "outcome"),
     [
@@ -45,6 +48,8 @@ def report(*checks: Check) -> Report:
         ((OTHER, OK_PROMPT), "fault"),
         ((SAME, replace(OK_PROMPT, verdict="fault")), "fault"),
         ((replace(SAME, verdict="unknown"), OK_PROMPT), "unverified"),
+        ((SAME, replace(OK_PROMPT, name="adapter", verdict="unknown")), "verified"),
+        ((SAME, UNDECIDED), "unverified"),
         ((OK_PROMPT,), "unverified"),
         ((), "unverified"),
     ],

@@ -106,5 +106,5 @@ def test_an_adapter_below_the_noise_is_judged_by_its_share() -> None:
 
 def test_probes_without_power_prove_nothing() -> None:
     for share in (0.0, 1.0):
-        _, verdicts, _ = light(share, moved=0.01)
-        assert verdicts["adapter"] == "unknown"
+        outcome, verdicts, _ = light(share, moved=0.01)
+        assert (outcome, verdicts["adapter"]) == ("unverified", "unknown")

@@ -30,16 +30,10 @@ FINGERPRINT = "fingerprint.fp"
 BASE = "base.fp"
 """Log-probabilities of the model without its adapter, at the same ids."""
 NAMES = (FINGERPRINT, SCORES)
-NOISE_FACTOR = 4.0
-"""Allowed mean drift between two kinds of hardware, in units of the larger repeat noise.
-Measured: 0.4 between two kinds of CPU kernels, 0.8 from bf16 to fp32."""
 DECIDED = 0.5
 """Largest half of an interval's width that tells a trained model from its base."""
 NEARER = 4.0
 """Ratio of the noise of two formats from which the finer one is advised."""
-TAIL = 5.0
-"""Ratio of the limits of the 95th percentile and of the mean KL, as in all drift profiles."""
-
 FORMAT_FACTOR = 3.0
 """Allowed drift of a correct engine, in units of the noise of the format that it computes in."""
 

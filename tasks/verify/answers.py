@@ -8,27 +8,17 @@ from functools import cached_property
 
 from tasks.core.errors import ConfigError
 from tasks.drift.fingerprint import PROFILES, DriftLimit
-from tasks.drift.share import TOLERANCE
-from tasks.drift.verdict import NOISE_FACTOR, limit_in
+from tasks.drift.share import TOLERANCE, Share, adapter_share
+from tasks.drift.verdict import limit_in
 from tasks.verify.alignment import Aligned, align
 from tasks.verify.causes import Evidence, Nearby
-from tasks.verify.comparison import (
-    Distance,
-    distance,
-    format_of,
-    is_coarse,
-    limit_of,
-    rounding_kl,
-)
-from tasks.verify.dose import Dose, dose
+from tasks.verify.comparison import Distance, distance, format_of
 from tasks.verify.reference import Reference
 from tasks.verify.servers.scoring import scores
 from tasks.verify.servers.server import Scores, Server
 
-COARSEST = 10.0
-"""Least effect of an adapter, in units of the trainer's rounding: its dose is off by up to 0.1."""
-
-
+COARSEST = 5.0
+"""Least effect of an adapter, in units of a 16-bit trainer's noise: its dose is 0.1 off."""
 LEAN = 0.25
 """Bias of the dose by the noise of a format, in units of the ratio of noise and adapter."""
 
@@ -92,14 +82,8 @@ class Answers:
 
     @cached_property
     def limit(self) -> DriftLimit:
-        """The profile's limits, widened by the measured noise of the server's format.
-
-        A record without it is compared with limits for the rounding of logits alone.
-        """
-        trained = self.reference.trained
-        if not trained.formats:
-            return limit_of(trained, self.profile, trained.noise)
-        return limit_in(self.profile, trained, self.format)
+        """The profile's limits, widened by the measured noise of the server's format."""
+        return limit_in(self.profile, self.reference.trained, self.format)
 
     @property
     def format(self) -> str:
@@ -112,16 +96,15 @@ class Answers:
     def noise(self) -> float:
         """Effect of an adapter below which its dose cannot be measured (nats).
 
-        A trainer's own rounding is in both of its prints. It would pull the dose towards one half,
-        by the share that it has in their difference.
+        A 16-bit trainer's own noise is in both of its prints. It would pull the dose towards one
+        half, by the share that it has in their difference.
         """
         trained = self.reference.trained
-        if trained.formats:  # computed in float32: the interval says what the server's noise does
-            return 1e-9
-        coarse = COARSEST * rounding_kl(trained) if is_coarse(trained) else 0.0
-        return max(1e-5, NOISE_FACTOR * (trained.noise or 0.0), coarse)
+        if trained.arithmetic == "float32" or trained.arithmetic not in trained.formats:
+            return 0.0
+        return COARSEST * trained.formats[trained.arithmetic].mean_kl
 
-    def tolerance(self, measured: Dose) -> float:
+    def tolerance(self, measured: Share) -> float:
         """Return how far from 1 the dose of a correct server may be.
 
         The noise of a format leans towards the adapter's direction: measured on a real model, by up
@@ -142,17 +125,25 @@ class Answers:
             return None
         return distance(base, self.aligned(model), self.limit, most_likely=False)
 
-    def dose(self, model: str) -> Dose | None:
-        """Return how much of the adapter a name applies; None if that cannot be measured."""
-        base = self.reference.base
+    def dose(self, model: str) -> Share | None:
+        """Return how much of the adapter a name applies: 0 is the base, 1 the trained model.
+
+        None without an adapter that has an effect, and where too few probes were measured.
+        """
+        trained, base, served = self.reference.trained, self.reference.base, self.aligned(model)
         if base is None:
             return None
-        measured = dose(self.reference.trained, base, self.aligned(model), self.noise)
-        noise = self.reference.trained.formats.get(self.format)
+        measured = adapter_share(trained, base, served.logprobs, served.measured)
+        noise = trained.formats.get(self.format)
         if measured is None or noise is None:
             return measured
         left = max(0.0, measured.remainder - noise.mean_kl / measured.signal)
         return replace(measured, remainder=left)  # without the noise of a correct server
+
+    def clear_dose(self, model: str) -> Share | None:
+        """Return the same; None if the trainer's own noise would pull it towards one half."""
+        measured = self.dose(model)
+        return measured if measured is not None and measured.signal > self.noise else None
 
     def from_siblings(self, model: str) -> list[Nearby]:
         """Return the distance of a name from other models whose records lie beside this one."""
@@ -176,7 +167,7 @@ class Answers:
             model=model,
             distance=self.distance(model),
             limit=self.limit,
-            dose=self.dose(model),
+            dose=self.clear_dose(model),
             from_base=self.from_base(model),
             base=self.from_base(base) if base is not None and base != model else None,
             siblings=self.from_siblings(model),

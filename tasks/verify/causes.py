@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tasks.drift.fingerprint import DriftLimit
+from tasks.drift.share import Share
 from tasks.verify.check import Cause
 from tasks.verify.comparison import Distance
-from tasks.verify.dose import Dose
 from tasks.verify.reference import Reference
 
 NEARER = 4.0
@@ -64,7 +64,7 @@ class Evidence:
     model: str
     distance: Distance
     limit: DriftLimit
-    dose: Dose | None = None
+    dose: Share | None = None
     from_base: Distance | None = None
     base: Distance | None = None
     siblings: Sequence[Nearby] = ()
@@ -162,7 +162,7 @@ def _other_checkpoint(evidence: Evidence, sibling: Nearby) -> Cause:
     )
 
 
-def _partial(evidence: Evidence, measured: Dose) -> Iterator[Cause]:
+def _partial(evidence: Evidence, measured: Share) -> Iterator[Cause]:
     settings, folder = evidence.reference.adapter, evidence.reference.folder
     rank = settings.get("r")
     root = math.sqrt(rank) if isinstance(rank, int) and rank > 0 else math.inf

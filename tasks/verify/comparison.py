@@ -23,13 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.drift.fingerprint import TIE_STEPS, DriftLimit, Fingerprint, steps_in
-from tasks.drift.verdict import NOISE_FACTOR, TAIL
 from tasks.verify.alignment import Aligned
 
 FEWEST = 10
 """Positions below which nothing is said about a server."""
-WIDEST = 10.0
-"""Noise widens a limit at most by this factor: otherwise a broken engine would excuse itself."""
 _TINY = 1e-6
 """Mass below which the rest of a distribution is rounding of the numbers in JSON."""
 _BF16_OF_FP32 = 2.0**16
@@ -187,33 +184,6 @@ def distance(
     )
 
 
-def limit_of(
-    reference: Fingerprint, profile: DriftLimit, *noises: float | None, bf16: bool = True
-) -> DriftLimit:
-    """Return a profile's limits, widened by what rounding alone does to these probes.
-
-    A server rounds its logits to bf16, whatever the trainer did. A rounding error of uniform
-    distribution has the variance step^2 / 12, and a position's KL is half the variance of the
-    errors over the distribution.
-
-    Args:
-        reference: the fingerprint, whose `steps` tell the size of the logits.
-        profile: limits of the profile.
-        noises: mean KL of measuring the same model again, on each side (nats).
-        bf16: False for a server of 32-bit logits.
-    """
-    noise = NOISE_FACTOR * max((value for value in noises if value is not None), default=0.0)
-    if bf16:
-        noise = max(noise, 2 * rounding_kl(reference))
-    mean = min(max(profile.mean_kl, noise), WIDEST * profile.mean_kl)
-    return DriftLimit(
-        mean_kl=mean,
-        p95_kl=max(profile.p95_kl, TAIL * mean),
-        top1_agreement=profile.top1_agreement,
-        rewards=profile.rewards,
-    )
-
-
 def format_of(reference: Fingerprint, served: Aligned) -> str | None:
     """Return the torch name of the dtype in which a server computes its logits, by its answers.
 
@@ -236,21 +206,6 @@ def format_of(reference: Fingerprint, served: Aligned) -> str | None:
         if (off < _JSON).mean() > _ON_GRID:
             return dtype
     return "float32"
-
-
-def rounding_kl(reference: Fingerprint) -> float:
-    """Return the mean KL (nats) that rounding to bf16 on both sides causes; 0 if unknown."""
-    steps = _steps(reference)
-    if steps is None:
-        return 0.0
-    p = np.exp(reference.logprobs.astype(np.float64))
-    errors = steps**2 / 12 * (1 - (p**2).sum(1))  # twice half the variance
-    return float(errors.mean())
-
-
-def is_coarse(reference: Fingerprint) -> bool:
-    """Return True if the trainer itself computed 16-bit logits, or did not say."""
-    return reference.steps is None or bool(np.median(reference.steps) >= _FINE)
 
 
 def _steps(reference: Fingerprint) -> NDArray[Any] | None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from tasks.core.errors import ArtifactError, PlumblineError
-from tasks.drift.fingerprint import Fingerprint
+from tasks.drift.fingerprint import Fingerprint, drift
 from tasks.drift.verdict import BASE, FINGERPRINT
 from tasks.drift.witness import find_witness
 from tasks.weights.files.documents import read_manifest
@@ -28,6 +28,8 @@ from tasks.weights.tokens.render_template import TemplateError
 from tasks.weights.tokens.tokenizer import prompts_of, template_of
 from tasks.witness.plumbline_witness.probes import CHATS
 
+NOISE = "noise.fp"
+"""A witness's measurement of its first probes with other rounding errors of 16 bits."""
 SIBLINGS = 8
 """Most other models that are read."""
 COMMON = 4
@@ -224,7 +226,19 @@ def read_reference(folder: Path) -> Reference:
         base.probes == trained.probes and np.array_equal(base.ids, trained.ids)
     ):
         raise ArtifactError(f"{path} and {FINGERPRINT} score other tokens")
-    return Reference(probes, trained, base, witness.facts, folder)
+    return Reference(probes, _with_noise(witness.folder, trained), base, witness.facts, folder)
+
+
+def _with_noise(record: Path, trained: Fingerprint) -> Fingerprint:
+    """Add the noise of 16 bits that the trainer's process measured on the first probes."""
+    if not (record / NOISE).is_file():
+        return trained
+    again = _load(record / NOISE)
+    count, dtype = again.positions, again.arithmetic
+    names = ("ids", "logprobs", "top1", "steps")
+    part = {name: value[:count] for name in names if (value := getattr(trained, name)) is not None}
+    first = replace(trained, probes=again.probes, **part)
+    return replace(trained, formats={dtype: drift(first, again, dtype).noise})
 
 
 def _served(folder: Path) -> Reference:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.drift.fingerprint import PROFILES, Fingerprint
+from tasks.drift.share import Share, adapter_share
 from tasks.verify.alignment import align
-from tasks.verify.comparison import coarse_kl, distance, format_of, limit_of
-from tasks.verify.dose import Dose, dose
+from tasks.verify.comparison import coarse_kl, distance, format_of
 from tasks.verify.power import UNEVEN, power
 from tasks.verify.servers.server import Scores
 from tests.verify.synthetic import World, answers, fingerprint, logprobs_of, world
@@ -67,19 +67,6 @@ def test_a_token_that_neither_list_explains_is_seen(spread: float) -> None:
     turned = fingerprint(made.probes, served)
     aligned = align(turned, answers(made.probes, made.trained))
     assert distance(turned, aligned, STANDARD).mean_kl > 3.0  # a token of 0.99 is in no list
-
-
-def test_rounding_to_bf16_is_no_fault_whatever_the_size_of_the_logits() -> None:
-    for spread, offset in ((0.5, 0.0), (3.0, 0.0), (4.0, 25.0), (6.0, 60.0)):
-        made = world(5, vocab=2000, spread=spread, moved=0.0)
-        logits = (made.trained + offset).astype(np.float32)
-        reference = fingerprint(made.probes, logits.astype(np.float64))
-        rounded = (np.round(logits.view(np.uint32) / 65536).astype(np.uint32) << 16).view(
-            np.float32
-        )
-        aligned = align(reference, answers(made.probes, rounded.astype(np.float64)))
-        limit = limit_of(reference, STANDARD, reference.noise)
-        assert not distance(reference, aligned, limit).exceeds(limit), (spread, offset)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -137,11 +124,11 @@ def test_a_server_that_returns_the_next_token_alone_is_compared_by_it() -> None:
         assert np.isnan(measured.top1_agreement)
 
 
-def dose_of(made: World, served: np.ndarray, top: int = 20) -> Dose | None:
+def dose_of(made: World, served: np.ndarray, top: int = 20) -> Share | None:
     reference = made.reference()
     assert reference.base is not None
     aligned = align(reference.trained, answers(made.probes, served, top))
-    return dose(reference.trained, reference.base, aligned, 1e-6)
+    return adapter_share(reference.trained, reference.base, aligned.logprobs, aligned.measured)
 
 
 @settings(max_examples=25, deadline=None)

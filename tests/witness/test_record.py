@@ -14,8 +14,10 @@ import pytest
 
 from tasks.drift.fingerprint import Drift, Fingerprint, drift
 from tasks.drift.reward_scores import ScorePrint
+from tasks.verify.reference import read_reference
 from tasks.witness.plumbline_witness.callback import WitnessCallback
 from tasks.witness.plumbline_witness.probes import first_rows, ids_of_row
+from tasks.witness.plumbline_witness.record import witness
 from tests.witness.conftest import PACKAGE, Trained, train
 
 
@@ -46,6 +48,24 @@ def of_files(model: Any, reference: Fingerprint) -> Drift:
     logprobs = np.take_along_axis(whole, reference.ids.astype(np.int64), 1)
     new = Fingerprint(reference.probes, reference.ids, logprobs, whole.argmax(1), "files")
     return drift(reference, new)
+
+
+def test_the_noise_of_16_bits_is_that_of_another_engine(base: Path, tmp_path: Path) -> None:
+    """Limits that are too narrow call a right server a fault, too wide ones miss quantisation."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    exact = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    for dtype in (torch.float32, torch.bfloat16):
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+        witness(model, tokenizer, tmp_path)
+        trained = read_reference(tmp_path).trained
+        (name,) = trained.formats
+        assert name == "bfloat16"
+        if dtype == torch.bfloat16:  # float32 computes the same model with errors that are none
+            apart = of_files(exact, trained).mean_kl
+            assert 0.2 * apart < trained.formats[name].mean_kl < 5 * apart
 
 
 def test_a_trainers_command_leaves_a_record_in_every_checkpoint(base: Path, lora: Trained) -> None:

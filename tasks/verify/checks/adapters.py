@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tasks.drift.share import TOLERANCE
+from tasks.drift.share import TOLERANCE, Share
 from tasks.verify.answers import Answers
 from tasks.verify.causes import causes
 from tasks.verify.check import Cause, Check
-from tasks.verify.dose import Dose
 from tasks.verify.reference import Reference
 from tasks.verify.servers.server import UnsupportedError
 
@@ -40,13 +39,16 @@ def applied(answers: Answers, model: str, base: str | None) -> Check:
     except UnsupportedError as error:
         return Check(NAME, "unknown", f"no log-probabilities to compare: {error.message}")
     if measured is None:
-        text = (
-            "the adapter moves the model by no more than rounding "
-            f"({answers.noise:.1e} nats): no server can show that it is applied"
-        )
+        text = "the adapter changes none of the probes: no server can show that it is applied"
         return Check(NAME, "unknown", text)
     numbers = _numbers(measured)
     tolerance = answers.tolerance(measured)
+    if measured.signal <= answers.noise:
+        text = (
+            f"the adapter moves the model by {measured.signal:.1e} nats, as little as the "
+            f"trainer's rounding ({answers.noise:.1e}): rows of the training data can tell"
+        )
+        return Check(NAME, "unknown", text, numbers)
     if tolerance > BLURRED:
         text = (
             f"{measured.text} of the adapter answers, which moves these probes by "
@@ -69,7 +71,7 @@ def applied(answers: Answers, model: str, base: str | None) -> Check:
     return Check(NAME, "ok", text, numbers, {"dose": 1.0})
 
 
-def _numbers(measured: Dose) -> dict[str, float | str]:
+def _numbers(measured: Share) -> dict[str, float | str]:
     return {
         "dose": measured.value,
         "dose_low": measured.low,
@@ -89,7 +91,7 @@ def base_name(answers: Answers, model: str, base: str | None) -> Check:
     if base is None or base == model:
         return Check(BASE, "unknown", "the server has no name for the base: nothing to ask")
     try:
-        measured, leaked = answers.from_base(base), answers.dose(base)
+        measured, leaked = answers.from_base(base), answers.clear_dose(base)
     except UnsupportedError as error:
         return Check(BASE, "unknown", f"no log-probabilities to compare: {error.message}")
     assert measured is not None

@@ -96,14 +96,27 @@ def forward(model: Any, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
     return logits.detach()
 
 
-def mean_kl(first: Logprobs, second: Logprobs) -> float:
-    """Return the mean KL (nats) of two measurements at the same ids."""
-    p, q = np.exp(first.logprobs.astype(np.float64)), np.exp(second.logprobs.astype(np.float64))
-    p = np.concatenate([p, np.clip(1 - p.sum(1, keepdims=True), 0, 1)], 1)
-    q = np.concatenate([q, np.clip(1 - q.sum(1, keepdims=True), 0, 1)], 1)
-    tiny = 1e-12
-    kl = np.where(p > 0, p * (np.log(p + tiny) - np.log(q + tiny)), 0.0).sum(1)
-    return float(np.maximum(kl, 0.0).mean())
+@contextlib.contextmanager
+def other_rounding(model: torch.nn.Module, embeddings: torch.nn.Module) -> Iterator[str]:
+    """Compute in 16 bits with other rounding errors of the same size. Yields the dtype's name.
+
+    Embeddings are moved by one rounding step. What changes is what changes between two engines that
+    compute the same weights in that format.
+    """
+    halves = embeddings.weight.dtype == torch.float16
+    dtype = torch.float16 if halves else torch.bfloat16
+    step = torch.finfo(dtype).eps
+
+    def move(module: torch.nn.Module, arguments: Any, out: torch.Tensor) -> torch.Tensor:
+        signs = torch.randint(0, 2, out.shape, device=out.device) * 2 - 1
+        return (out * (1 + step * signs)).to(out.dtype)
+
+    handle = embeddings.register_forward_hook(move)
+    try:
+        with torch.autocast(next(model.parameters()).device.type, dtype):
+            yield str(dtype).removeprefix("torch.")
+    finally:
+        handle.remove()
 
 
 @contextlib.contextmanager

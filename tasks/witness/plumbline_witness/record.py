@@ -17,14 +17,14 @@ import torch
 from safetensors.numpy import save_file
 
 from .facts import describe, is_reward_model, unwrap
-from .measure import Logprobs, mean_kl, measure_logprobs, measure_scores, undisturbed
+from .measure import Logprobs, measure_logprobs, measure_scores, other_rounding, undisturbed
 from .probes import Probe, choose, ids_of_row
 
 FOLDER = "plumbline.witness"
 FORMAT = 1
 """Version of the files. A reader refuses a higher one."""
-SINGLE = 4
-"""Probes that are measured again, one at a time: the difference is the engine's repeat noise."""
+AGAIN = 8
+"""Probes that are measured again: the difference is the noise of the engine, or of 16 bits."""
 
 log = logging.getLogger("plumbline.witness")
 
@@ -61,9 +61,22 @@ def witness(
     probes = _same_on_all_ranks(choose(tokenizer, prompts=prompts, rows=rows))
     sequences = [probe.ids for probe in probes]
     reward = is_reward_model(model)
+    arrays: dict[str, Logprobs] = {}
+    scores: list[float] | None = None
+    noise: float | None = None
+    dtype = None
     with undisturbed(model):
-        arrays, scores, noise = _scored(model, sequences) if reward else _measured(model, sequences)
-        base = None if reward else _without_adapter(model, sequences, arrays["fingerprint"])
+        if reward:
+            scores, noise = _scored(model, sequences)
+        else:
+            arrays["fingerprint"] = trained = measure_logprobs(model, sequences)
+            if (base := _without_adapter(model, sequences, trained)) is not None:
+                arrays["base"] = base
+            if (embeddings := _embeddings(model)) is not None:
+                few = sequences[:AGAIN]
+                at = trained.ids[: sum(len(ids) - 1 for ids in few)]
+                with other_rounding(model, embeddings) as dtype:
+                    arrays["noise"] = measure_logprobs(model, few, at=at)
     folder = Path(out) / FOLDER
     if _rank() == 0:
         description = {
@@ -71,51 +84,44 @@ def witness(
             **describe(model, tokenizer),
             **(facts or {}),
             "kind": "scores" if reward else "logprobs",
-            "noise": noise,
             "longest_row": max((len(ids_of_row(row)) for row in rows), default=0),
             "probes": [_entry(probe, texts) for probe in probes],
             "seconds": round(time.monotonic() - started, 3),
         }
-        _write(folder, description, sequences, {**arrays, **(base or {})}, scores)
+        print_facts = {"engine": "trainer", "measured_on": None, "noise": noise, "dtype": dtype}
+        _write(folder, description, sequences, print_facts, arrays, scores)
     return folder
 
 
-def _measured(
-    model: Any, sequences: Sequence[Sequence[int]]
-) -> tuple[dict[str, Logprobs], list[float] | None, float]:
-    """Return the log-probabilities, and the mean KL (nats) of measuring one by one."""
-    together = measure_logprobs(model, sequences)
-    few = sequences[:SINGLE]
-    count = sum(len(ids) - 1 for ids in few)
-    alone = measure_logprobs(model, few, at=together.ids[:count], batch=1)
-    same = Logprobs(*(array[:count] for array in _arrays(together).values()))
-    return {"fingerprint": together}, None, mean_kl(same, alone)
+def _embeddings(model: Any) -> torch.nn.Module | None:
+    """Return the input embeddings; None of a model that does not name them."""
+    inner = unwrap(model)
+    return inner.get_input_embeddings() if hasattr(inner, "get_input_embeddings") else None
 
 
-def _scored(
-    model: Any, sequences: Sequence[Sequence[int]]
-) -> tuple[dict[str, Logprobs], list[float] | None, float]:
+def _scored(model: Any, sequences: Sequence[Sequence[int]]) -> tuple[list[float], float]:
     """Return the scores, and their mean absolute difference when measured one by one."""
     together = measure_scores(model, sequences)
-    alone = measure_scores(model, sequences[:SINGLE], batch=1)
-    return {}, together, float(np.abs(np.subtract(together[:SINGLE], alone)).mean())
+    alone = measure_scores(model, sequences[:AGAIN], batch=1)
+    return together, float(np.abs(np.subtract(together[:AGAIN], alone)).mean())
 
 
 def _without_adapter(
     model: Any, sequences: Sequence[Sequence[int]], trained: Logprobs
-) -> dict[str, Logprobs] | None:
+) -> Logprobs | None:
     """Return the base's log-probabilities at the same ids; None if there is no adapter."""
     inner = unwrap(model)
     if not hasattr(inner, "peft_config") or not hasattr(inner, "disable_adapter"):
         return None
     with inner.disable_adapter():
-        return {"base": measure_logprobs(model, sequences, at=trained.ids)}
+        return measure_logprobs(model, sequences, at=trained.ids)
 
 
 def _write(
     folder: Path,
     description: Mapping[str, Any],
     sequences: Sequence[Sequence[int]],
+    facts: Mapping[str, Any],
     arrays: Mapping[str, Logprobs],
     scores: list[float] | None,
 ) -> None:
@@ -123,13 +129,14 @@ def _write(
     staging = folder.with_name(f"{folder.name}.{os.getpid()}")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    common = {"probes": sequences, "engine": "trainer", "measured_on": None}
     for name, logprobs in arrays.items():
-        noise = description["noise"] if name == "fingerprint" else None
-        metadata = json.dumps({**common, "noise": noise})
+        probes, dtype = (
+            (sequences[:AGAIN], facts["dtype"]) if name == "noise" else (sequences, None)
+        )
+        metadata = json.dumps({**facts, "probes": probes, "dtype": dtype})
         save_file(_arrays(logprobs), staging / f"{name}.fp", metadata={"fingerprint": metadata})
     if scores is not None:
-        content = {**common, "scores": scores, "noise": description["noise"]}
+        content = {**facts, "probes": sequences, "scores": scores}
         (staging / "scores.json").write_text(json.dumps(content) + "\n")
     (staging / "witness.json").write_text(json.dumps(description, indent=1) + "\n")
     shutil.rmtree(folder, ignore_errors=True)

@@ -107,7 +107,7 @@ class Lengths(Section):
 class Steps(Section):
     """Forward and backward pass, and how often a step is logged."""
 
-    mask: Mask = "last_answer"  # objective sft: tokens that bear loss
+    mask: Mask = "every_answer"  # objective sft: tokens that bear loss
     gradient_checkpointing: bool = (
         COMPUTED  # recompute activations; default true, false for the embedded model
     )

@@ -145,6 +145,7 @@ class _Share:
         encoded = iter(self.encode(wanted))
         for draft in drafts:
             sequences = [next(encoded) for _ in draft.conversations]
+            tally.without_loss += draft.without_loss
             wrong = draft.problem or next((str(s) for s in sequences if isinstance(s, Unfit)), "")
             if wrong:
                 tally.read += 1

@@ -20,6 +20,7 @@ from tasks.rl.loop import OnlineTrainer
 from tasks.rl.rewards import Rewards, open_rewards
 from tasks.rl.settings import Loop, Online
 from tasks.rl.setup import Setup, open_engine, set_up
+from tasks.serving.prompts import stop_ids
 from tasks.training.engine.check_same_versions import require_same_versions
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.engine.offload import TrainerStates
@@ -28,7 +29,6 @@ from tasks.training.model.build import load_tokenizer
 from tasks.training.model.packed_model import model_of, restore_attention
 from tasks.training.model.probe import choose_probes, fingerprint_of
 from tasks.training.outputs import write_model, write_results, write_shards
-from tasks.training.tokens.data import end_ids
 from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.packing import trial_row
 
@@ -50,7 +50,7 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     tokenizer = load_tokenizer(job)
     train, heldout = _prompts(job, online, tokenizer, ranks)
     trial = trial_row(Examples.of_texts([heldout[0].ids, heldout[-1].ids]))
-    ends = sorted(end_ids(job.side_files, tokenizer))
+    ends = stop_ids(job.side_files, tokenizer.eos_token_id)
     with ExitStack() as stack:
         played = _environment(job, online.loop, ObservationTokens(tokenizer, ends), train[0], stack)
         setup, progress = set_up(ranks, job, online, tokenizer=tokenizer, trial=trial)

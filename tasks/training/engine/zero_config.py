@@ -41,6 +41,8 @@ def deepspeed_config(
         "bf16": {"enabled": settings.dtype == "bfloat16"},
         "zero_optimization": _zero(settings.zero, gpu=gpu),
     }
+    if accumulates_in_fp32(settings, world_size):
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
     if universal:
         config["checkpoint"] = {"load_universal": True}
     if settings.dtype == "float16":
@@ -51,6 +53,21 @@ def deepspeed_config(
     else:  # `start_engine` makes it; DeepSpeed has none of this name
         config["zero_allow_untested_optimizer"] = True
     return config
+
+
+def accumulates_in_fp32(settings: Settings, world_size: int) -> bool:
+    """Return True if gradients of several micro-batches are added up in fp32.
+
+    DeepSpeed's default is bf16. ZeRO-0 refuses the mix, and ZeRO-1 would take another optimizer.
+    """
+    passes = settings.batch.accumulation(world_size // settings.launch.sequence_parallel)
+    zero = settings.zero
+    return (
+        settings.dtype == "bfloat16"
+        and passes > 1
+        and zero.stage >= 2
+        and zero.offload_optimizer == "none"
+    )
 
 
 def _adamw(optim: Optim, zero: Zero) -> dict[str, Any]:

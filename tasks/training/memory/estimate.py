@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tasks.training.engine.zero_config import accumulates_in_fp32
 from tasks.training.job import Settings
 from tasks.training.memory.activations import LARGEST_IN_HEAP, RowBytes, row_bytes
 from tasks.training.memory.sizes import Sizes
@@ -152,7 +153,8 @@ def estimate(
     states, step = mine * _optimizer_bytes(settings), at_once * _step_bytes(settings)
     if offloaded:
         states += mine * item  # the updated weights, before they are copied to the device
-    gradients = int(trained * item / shared[2] + _bucket(settings, trained))
+    grad_item = ITEM["float32"] if accumulates_in_fp32(settings, world_size) else item
+    gradients = int(trained * grad_item / shared[2] + _bucket(settings, trained, gpu=gpu))
     copies = int(trained * saved_bytes(settings) / world_size) if async_save else 0
     away = (states + step if offloaded else 0) + (weights if zero.offload_param == "cpu" else 0)
     return MemoryEstimate(
@@ -215,10 +217,15 @@ def _holes(row: RowBytes, gathered: int) -> float:
     return passing + HOLES * gathered
 
 
-def _bucket(settings: Settings, trained: int) -> int:
-    """Return the bytes of the buffer in which gradients are reduced."""
-    bucket = min(trained, settings.zero.bucket_size) if settings.zero.stage else 0
-    return bucket * ITEM[settings.dtype]
+def _bucket(settings: Settings, trained: int, *, gpu: bool = False) -> int:
+    """Return the bytes of the buffer in which gradients are reduced.
+
+    DeepSpeed always allocates all of it; a CPU does not touch the pages that are not used.
+    """
+    zero = settings.zero
+    buffers = 2 if gpu and zero.stage in (1, 2) and zero.overlap_comm else 1
+    bucket = buffers * zero.bucket_size if gpu else min(trained, zero.bucket_size)
+    return bucket * ITEM[settings.dtype] if zero.stage else 0
 
 
 def _communication(

@@ -60,11 +60,11 @@ def accumulates_in_fp32(settings: Settings, world_size: int) -> bool:
 
     DeepSpeed's default is bf16. ZeRO-0 refuses the mix, and ZeRO-1 would take another optimizer.
     """
-    passes = settings.batch.accumulation(world_size // settings.launch.sequence_parallel)
-    zero = settings.zero
+    batch, zero = settings.batch, settings.zero
+    together = batch.micro_batch_size * (world_size // settings.launch.sequence_parallel)
     return (
         settings.dtype == "bfloat16"
-        and passes > 1
+        and batch.global_batch_size > together
         and zero.stage >= 2
         and zero.offload_optimizer == "none"
     )

@@ -256,7 +256,7 @@ def _smoke_engine(settings: dict[str, Any], known: model.Known, *, free: int) ->
     if gpu is None or gpus is None:
         problems = engine.host_fits(taken, free, smoke["kv_cache_gib"], sharing)
         return [*engine.cache_fits(taken, on_gpu=False), *problems]
-    more = max(n for n in range(1, gpus + 1) if engine.heads_of(known.config) % n == 0)
+    more = max(n for n in range(1, gpus + 1) if engine.divides(known.config, n))
     return engine.cache_fits(taken, on_gpu=True, more=more if more > sharing else 1)
 
 

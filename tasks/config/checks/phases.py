@@ -304,4 +304,5 @@ def _reward_model(config: Mapping[str, Any], training: Settings, *, gpu: bool) -
     yield Term("reward model", sizes.weights() * item)
     row = replace(training, objective="reward", batch=Batch(1, 1, max_len=ROW_TOKENS // 2))
     passing = row_bytes(sizes, row, item=item, gpu=gpu, logits=False).forward
-    yield Term("reward model, its pass", passing, ("score",))
+    # The rollout engine is awake while responses are scored.
+    yield Term("reward model, its pass", passing, ("generate", "score"))

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import os
 import random
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -60,7 +61,9 @@ def undisturbed() -> Iterator[None]:
         np.random.set_state(states[1])
         random.setstate(states[2])
         if devices is not None:
-            torch.cuda.set_rng_state(devices)
+            # After a failure this raises as well, and would hide the reason.
+            with contextlib.suppress(RuntimeError if sys.exception() else ()):
+                torch.cuda.set_rng_state(devices)
         for name in set(os.environ) - set(environment):
             del os.environ[name]
         os.environ.update(environment)

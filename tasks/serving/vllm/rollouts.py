@@ -214,13 +214,20 @@ class Colocated:
             self._asleep.remove(part)
 
     def close(self) -> None:
-        """Shut the engine down and free its memory; the ranks' process group stays."""
-        if self._llm is None:
+        """Shut the engine down and free its memory; the ranks' process group stays.
+
+        A sleeping engine has given its memory back, and vLLM would unmap it a second time.
+        """
+        if self._llm is None or self._asleep:
             return
+        import torch
+
         with undisturbed():
             self._llm.llm_engine.engine_core.shutdown()
-            self._llm = self._adapter = None
+            self._llm = self._adapter = self._loaded = None
             gc.collect()
+            if on_gpu():
+                torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager

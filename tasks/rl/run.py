@@ -147,7 +147,7 @@ def _leave(trainer: OnlineTrainer, after: dict[str, float]) -> None:
     examples = Examples.of_texts([response.ids for response in responses])
     probes = choose_probes(examples, job.settings.probes)
     fingerprint = fingerprint_of(engine, probes, ranks.device)
-    peak = float(ranks.peak_memory())
+    peak = float(ranks.peak_memory(**getattr(trainer.rollout_engine, "reserved", {})))
     if ranks.first:
         metrics = {**_metrics(trainer, after), "peak_memory": peak}
         write_results(

@@ -52,7 +52,8 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     progress = restore(engine, job, ranks)  # ZeRO-3 loads only into an engine not yet used
     require_same(engine, trial_row(heldout).to(ranks.device))
     passes = Passes(engine, ranks, chosen)
-    if chosen.needs_reference and settings.peft.kind == "none":
+    # Under ZeRO-3 a reference pass between two others would undo DeepSpeed's prefetching.
+    if chosen.needs_reference and (settings.peft.kind == "none" or settings.zero.stage == 3):
         train, heldout = (
             with_reference(examples, split, passes=passes, job=job, begun=progress.step)
             for examples, split in ((train, "train"), (heldout, "heldout"))

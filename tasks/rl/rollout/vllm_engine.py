@@ -65,6 +65,7 @@ class VllmEngine:
         self._rollout = rollout
         self._colocation, self._sampling = engine_settings(policy, rollout, ends)
         self._engine: Colocated | None = self._start()
+        self.reserved: dict[str, int] = {}  # bytes on a GPU, for `Ranks.peak_memory`
 
     @property
     def version(self) -> int:
@@ -97,6 +98,7 @@ class VllmEngine:
     def sleep(self) -> None:
         """Free the accelerator's memory for training."""
         self._running.sleep()
+        self.reserved = {"awake": self._running.awake, "asleep": self._running.slept}
 
     def wake(self) -> None:
         """Take the memory again. Weight syncs and generation also do so themselves."""

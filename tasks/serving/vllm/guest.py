@@ -26,6 +26,7 @@ def engine_class() -> Any:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = FLASHINFER_SAMPLER
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # between its own libraries

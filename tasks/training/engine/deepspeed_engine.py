@@ -103,13 +103,19 @@ class Ranks:
         """Return True on the first rank of each group, whose metrics count."""
         return self.rank % self.sequence_parallel == 0
 
-    def peak_memory(self) -> int:
+    def peak_memory(self, *, awake: int = 0, asleep: int = 0) -> int:
         """Return the most memory that one of the ranks has held so far, in bytes; a collective.
 
         On GPUs, what torch's allocator has reserved. On CPUs the resident memory of the process,
         libraries and memory that ranks share included.
+
+        Args:
+            awake: bytes reserved while a rollout engine was awake.
+            asleep: bytes that it gave back in its sleep, which torch counts as reserved.
         """
-        mine = torch.cuda.max_memory_reserved(self.device) if self.gpu else resident_peak()
+        mine = resident_peak()
+        if self.gpu:
+            mine = max(torch.cuda.max_memory_reserved(self.device) - asleep, awake)
         most = torch.tensor(mine, device=self.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return int(most)

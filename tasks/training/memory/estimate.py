@@ -150,7 +150,7 @@ def estimate(
     mine = trained / shared[1]
     offloaded = zero.offload_optimizer == "cpu"
     at_once = mine if zero.stage < 3 else min(mine, _SUB_GROUP)
-    states, step = mine * _optimizer_bytes(settings), at_once * _step_bytes(settings)
+    states, step = mine * _optimizer_bytes(settings), at_once * _step_bytes(settings, gpu=gpu)
     if offloaded:
         states += mine * item  # the updated weights, before they are copied to the device
     grad_item = ITEM["float32"] if accumulates_in_fp32(settings, world_size) else item
@@ -262,14 +262,15 @@ def saved_bytes(settings: Settings) -> float:
     return _optimizer_bytes(settings) + 2 * ITEM[settings.dtype]
 
 
-def _step_bytes(settings: Settings) -> int:
+def _step_bytes(settings: Settings, *, gpu: bool) -> int:
     """Return the temporary bytes per trained weight in an optimizer step.
 
     The gradient in fp32 takes 4. From stage 1 on all weights of a rank are one flat tensor, for
-    which torch's AdamW also makes the root of the second moment, with and without bias correction.
-    The 8-bit and the offloaded AdamW work in place.
+    which torch's AdamW on a CPU also makes the root of the second moment, with and without bias
+    correction. The fused, the 8-bit and the offloaded AdamW work in place.
     """
-    in_place = settings.optim.optimizer != "adamw" or settings.zero.offload_optimizer == "cpu"
+    unfused = settings.optim.optimizer == "adamw" and not gpu
+    in_place = not unfused or settings.zero.offload_optimizer == "cpu"
     return 4 if in_place or settings.zero.stage == 0 else 12
 
 

@@ -150,10 +150,13 @@ def estimate(
     mine = trained / shared[1]
     offloaded = zero.offload_optimizer == "cpu"
     at_once = mine if zero.stage < 3 else min(mine, _SUB_GROUP)
-    states, step = mine * _optimizer_bytes(settings), at_once * _step_bytes(settings, gpu=gpu)
+    grad_item = ITEM["float32"] if accumulates_in_fp32(settings, world_size) else item
+    states, step = (
+        mine * _optimizer_bytes(settings),
+        at_once * _step_bytes(settings, grad_item, gpu=gpu),
+    )
     if offloaded:
         states += mine * item  # the updated weights, before they are copied to the device
-    grad_item = ITEM["float32"] if accumulates_in_fp32(settings, world_size) else item
     gradients = int(trained * grad_item / shared[2] + _bucket(settings, trained, gpu=gpu))
     copies = int(trained * saved_bytes(settings) / world_size) if async_save else 0
     away = (states + step if offloaded else 0) + (weights if zero.offload_param == "cpu" else 0)
@@ -262,7 +265,7 @@ def saved_bytes(settings: Settings) -> float:
     return _optimizer_bytes(settings) + 2 * ITEM[settings.dtype]
 
 
-def _step_bytes(settings: Settings, *, gpu: bool) -> int:
+def _step_bytes(settings: Settings, item: int, *, gpu: bool) -> int:
     """Return the temporary bytes per trained weight in an optimizer step.
 
     The gradient in fp32 takes 4. From stage 1 on all weights of a rank are one flat tensor, for
@@ -271,6 +274,8 @@ def _step_bytes(settings: Settings, *, gpu: bool) -> int:
     """
     unfused = settings.optim.optimizer == "adamw" and not gpu
     in_place = not unfused or settings.zero.offload_optimizer == "cpu"
+    if gpu and settings.zero.stage in (1, 2):
+        return 4 + item  # of the gradients, from which it is copied
     return 4 if in_place or settings.zero.stage == 0 else 12
 
 

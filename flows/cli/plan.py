@@ -195,8 +195,8 @@ def _rows(settings: dict[str, Any]) -> Rows:
     most = f"training refuses more than data.max_truncated={data['max_truncated']:g}"
     override = f"train.max_len={counts['fits_99'] or counts['fits_all']}"
     severity: Literal["error", "warning"] = "warning" if part else "error"
-    found = f"{which}, {counts['truncated']} would be cut"
-    return Rows(lines, [Finding("train.max_len", found, most, override, severity)])
+    cut = f"{which}, {counts['truncated']} would be cut"
+    return Rows(lines, [Finding("train.max_len", cut, most, override, severity)])
 
 
 def _first_rows(settings: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -23,8 +23,7 @@ from tasks.training import job
 from tasks.training.engine.failure import collective_timeout_s
 from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import Peft, TrainJob, Zero
-from tasks.training.memory.advice import on_node
-from tasks.training.memory.estimate import HOLES, LIBRARIES, adapter_weights, estimate
+from tasks.training.memory.estimate import HOLES, LIBRARIES, adapter_weights, estimate, on_node
 from tasks.training.memory.sizes import Sizes
 from tests.settings import Batch, Launch, Optim, Settings
 

@@ -180,6 +180,17 @@ def estimate(
     )
 
 
+def on_node(size: int, mapped: int, ranks: int) -> int:
+    """Return the bytes of all ranks of a node, libraries included.
+
+    Args:
+        size: bytes of one rank.
+        mapped: part of `size` that all ranks share, pages of a mapped file.
+        ranks: number of ranks on the node.
+    """
+    return ranks * (size - mapped + LIBRARIES) + mapped
+
+
 def trained_weights(sizes: Sizes, settings: Settings) -> int:
     """Return the number of trained weights."""
     full = settings.peft.kind == "none"

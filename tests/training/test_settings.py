@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,8 +18,9 @@ import pytest
 from flows.cli.config import compose_config
 from tasks.config.defaults import COMPUTED
 from tasks.config.learning import Resume
-from tasks.core.errors import ConfigError
+from tasks.core.errors import ConfigError, StageProcessError, TrainingError
 from tasks.rl import settings
+from tasks.train import _Events, _launch
 from tasks.training import job
 from tasks.training.engine.failure import collective_timeout_s
 from tasks.training.engine.zero_config import deepspeed_config
@@ -395,3 +397,17 @@ def test_states_against_deepspeeds_own_estimates(ranks: int) -> None:
     assert host == int(1.5 * 16 * weights)  # of the node, with half as much again for buffers
     assert 14 * weights <= ranks * memory.host <= host
     assert memory.weights == device - 4 * layer
+
+
+def test_nccls_watchdog_is_explained(tmp_path: Path) -> None:
+    """NCCL raises nothing: it prints a line and aborts the rank."""
+    line = "[rank1]: Watchdog caught collective operation timeout: WorkNCCL(OpType=ALLREDUCE)"
+
+    def run(*_: Any, **__: Any) -> list[str]:
+        raise StageProcessError("train", -6, [line, "terminate called"])
+
+    one = TrainJob(Settings(), tmp_path, "b", tmp_path, tmp_path, tmp_path)
+    events = _Events(None, logging.getLogger("test"), 64)
+    with pytest.raises(TrainingError, match="waited 1800 s for the other ranks") as caught:
+        _launch(one, run, events, None, {})
+    assert caught.value.details == (line,)

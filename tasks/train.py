@@ -20,12 +20,13 @@ from tasks.core import errors
 from tasks.core.contract import Check
 from tasks.core.errors import ConfigError, PlumblineError, StageProcessError, TrainingError
 from tasks.core.events import rewind
+from tasks.core.machine import has_gpu
 from tasks.pipeline.report import StageReport
 from tasks.process.launch import GRACE_S, PORT_TAKEN, launch, python_child
 from tasks.process.multinode import Leader, rendezvous
 from tasks.process.output import Log
 from tasks.training.engine import checkpoint
-from tasks.training.engine.failure import out_of_memory, out_of_memory_kills
+from tasks.training.engine.failure import WATCHDOG, out_of_memory, out_of_memory_kills, waited
 from tasks.training.job import REWARD_URL, Launch, Settings, TrainJob
 from tasks.training.resume import begin, identity
 from tasks.training.tokens.truncation import truncation
@@ -171,6 +172,8 @@ def _launch(
         checkpoint.sweep(job.checkpoints)
         if events.failure is not None:
             raise _as_error(events.failure) from error
+        if line := next((line for line in error.details if WATCHDOG in line), ""):
+            raise waited("train: a rank", line, job) from error
         if out_of_memory_kills() > killed and "SIGKILL" in "\n".join(error.details):
             what = "train: the system ran out of memory and killed a rank"
             raise out_of_memory(what, job) from error
@@ -214,11 +217,22 @@ def rank_environment(how: Launch) -> dict[str, str]:
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if how.device == "cpu" else {}
     return {
         **hidden,
+        **pinned_exactly(how.device),
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # prepare has resolved everything to local folders
     }
+
+
+def pinned_exactly(device: str) -> dict[str, str]:
+    """Return the variable that keeps torch from rounding pinned memory up to powers of two.
+
+    An engine that sleeps keeps its weights there: up to twice their size otherwise.
+    """
+    name = "PYTORCH_ALLOC_CONF"
+    mine = {name, "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ)
+    return {name: "pinned_max_round_threshold_mb:1"} if has_gpu(device) and not mine else {}
 
 
 def reward_environment(url: str | None) -> dict[str, str]:

@@ -19,7 +19,7 @@ from flows.chain.context import Delivered
 from flows.chain.register import register_served
 from flows.chain.steps import Step, chain_steps, compose
 from flows.cli.config import Composed
-from flows.cli.plan import check, forecast, render
+from flows.cli.plan import check, count_rows, forecast, render
 from flows.orchestration.deployment import check_overrides, check_settings, hold_runs
 from flows.orchestration.flow_run import FlowRun, tracker_of
 from flows.orchestration.prefect_tasks import in_prefect
@@ -66,9 +66,10 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
     for step in steps:
         check_settings(step.composed.settings)
     if composed.settings["plan"]:
-        text = render(steps)
+        counted = count_rows(steps)
+        text = render(steps, counted)
         get_run_logger().info("%s", text)
-        check(steps)
+        check(steps, counted=counted)
         return {"status": "planned", "plan": text}
     check(steps)
     wait_s = composed.settings["paths"]["wait_s"]

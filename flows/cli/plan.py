@@ -7,9 +7,9 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from flows.chain.chain import Chain
 from flows.chain.context import Delivered
@@ -21,6 +21,7 @@ from tasks.config.checks.engine import engine_memory
 from tasks.config.checks.model import look_at, why_unknown
 from tasks.config.checks.phases import RankMemory, in_words, memory_of
 from tasks.core.errors import ConfigError, PlumblineError
+from tasks.core.finding import Finding
 from tasks.core.machine import available_memory, gpu_memory, has_gpu
 from tasks.core.terminal import plain
 from tasks.data.kinds import kind_for, names_texts
@@ -32,7 +33,7 @@ from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import TrainJob
 from tasks.training.memory.estimate import LIBRARIES
 from tasks.training.memory.sizes import Sizes
-from tasks.training.tokens.truncation import too_long
+from tasks.training.tokens.truncation import too_long, unlearned
 from tasks.weights.quantized.quantize import quantized_size
 
 SAMPLE = 1000
@@ -41,11 +42,21 @@ QUIET = logging.getLogger("plumbline.plan")
 QUIET.setLevel(logging.CRITICAL)
 
 
-def check(steps: Sequence[Step], *, shown: bool = False) -> None:
+class Rows(NamedTuple):
+    """Count of a step's first rows: lines of the plan, and problems."""
+
+    lines: list[str]
+    findings: list[Finding]
+
+
+def check(
+    steps: Sequence[Step], *, counted: Mapping[str, Rows] | None = None, shown: bool = False
+) -> None:
     """Check all steps of a run and print the warnings.
 
     Args:
         steps: the steps of the run.
+        counted: result of `count_rows`; None if rows were not counted.
         shown: True if a plan has just printed all findings; they are not printed again.
 
     Raises:
@@ -55,10 +66,12 @@ def check(steps: Sequence[Step], *, shown: bool = False) -> None:
     for step in steps:
         settings = step.composed.settings
         rank = memory_of(settings, rewarded=step.rewarded)
+        more = counted[step.name].findings if counted else ()
         try:
-            warnings = preflight(
-                findings(settings, step.composed.runs, rank, **step.earlier, typed=step.typed)
+            reported = findings(
+                settings, step.composed.runs, rank, **step.earlier, typed=step.typed
             )
+            warnings = preflight([*reported, *more])
         except ConfigError as error:
             problems.append(_with_step(error, step))
             continue
@@ -82,19 +95,18 @@ def _prefix(step: Step) -> str:
     return f"{step.name}: " if step.name else ""
 
 
-def render(steps: Sequence[Step]) -> str:
+def render(steps: Sequence[Step], counted: Mapping[str, Rows] | None = None) -> str:
     """Return the plan as text: stages, defaults, memory, DeepSpeed's configuration, findings."""
-    parts = [
-        f"step {step.name}:\n{_of_step(step)}" if step.name else _of_step(step) for step in steps
-    ]
-    return "\n\n".join(parts)
+    rows = counted or {step.name: Rows([], []) for step in steps}
+    texts = [(step.name, _of_step(step, rows[step.name])) for step in steps]
+    return "\n\n".join(f"step {name}:\n{text}" if name else text for name, text in texts)
 
 
-def _of_step(step: Step) -> str:
+def _of_step(step: Step, rows: Rows) -> str:
     composed, settings = step.composed, step.composed.settings
     rank = memory_of(settings, rewarded=step.rewarded)
     reported = findings(settings, composed.runs, rank, **step.earlier, typed=step.typed)
-    lines = [f"  {finding.severity}: {finding}" for finding in reported]
+    lines = [f"  {finding.severity}: {finding}" for finding in [*reported, *rows.findings]]
     return "\n".join(
         [
             f"runs: {composed.runs}",
@@ -102,7 +114,7 @@ def _of_step(step: Step) -> str:
             *(f"  {name:<13} {state}" for name, state in forecast(step)),
             "defaults:",
             *(f"  {line}" for line in composed.defaults or ["none"]),
-            *_rows(settings),
+            *rows.lines,
             *_memory(settings, rank),
             *_deepspeed(settings),
             "preflight:",
@@ -131,22 +143,27 @@ def forecast(step: Step) -> list[tuple[str, str]]:
     return [*dry_run.states, ("register", "to run"), *push]
 
 
-def _rows(settings: dict[str, Any]) -> list[str]:
-    """Count rows longer than `train.max_len` among the first rows of local files.
+def count_rows(steps: Sequence[Step]) -> dict[str, Rows]:
+    """Return the count of each step's first rows, by the name of the step."""
+    return {step.name: _rows(step.composed.settings) for step in steps}
 
-    Returns no line if the model's tokenizer or the data are not on this machine.
+
+def _rows(settings: dict[str, Any]) -> Rows:
+    """Tokenise the first rows of local files as training does.
+
+    Nothing is counted if the model's tokenizer or the data are not on this machine.
     """
     model, data = settings["model"], settings["data"]
     base = Path(model["path"] or "").expanduser()
     local = data["kind"] in FILE_KINDS and model["kind"] == "hf" and base.is_dir()
     training = resolved(settings)
     if not local or training.online or not (base / "tokenizer_config.json").is_file():
-        return []
+        return Rows([], [])
     seen: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
-            _first_rows(settings, folder)
+            account = _first_rows(settings, folder)
             job = TrainJob(training, base.resolve(), "", folder, folder, folder)
             job.write(folder / "job.json")
             launch(
@@ -158,22 +175,40 @@ def _rows(settings: dict[str, Any]) -> list[str]:
                 on_event=seen.append,
             )
         except PlumblineError as error:
-            return [f"rows: not counted: {error.message}"]
+            return Rows([f"rows: not counted: {error.message}"], [])
+    read = sum(split["read"] for split in account["splits"].values())
+    part = read == SAMPLE != data["max_samples"]
+    which = f"of the first {read} rows" if part else f"of {read} rows"
+    unused = ", ".join(account["unused_columns"])
+    lines = [f"columns that are not used: {unused}"] if unused else []
     counts = next((event for event in seen if event["event"] == "data"), None)
     if counts is None:
-        return [f"rows: {event['message']} -> {event['hint']}" for event in seen]
-    text = too_long(counts, max_len=training.batch.max_len)
-    if counts["truncated"] > data["max_truncated"] * counts["read"]:
-        text += f"; more than data.max_truncated={data['max_truncated']:g}, training will refuse"
-    return [f"rows: of the first {counts['read']}, {text}"]
+        problems = [
+            Finding("data", f"{which}, {event['message']}", "training refuses", event["hint"])
+            for event in seen
+        ]
+        return Rows(lines, problems)
+    text = "; ".join([too_long(counts, max_len=training.batch.max_len), *unlearned(counts)])
+    lines = [f"rows: {which}, {text}", *lines]
+    if counts["truncated"] <= data["max_truncated"] * counts["read"]:
+        return Rows(lines, [])
+    most = f"training refuses more than data.max_truncated={data['max_truncated']:g}"
+    override = f"train.max_len={counts['fits_99'] or counts['fits_all']}"
+    severity: Literal["error", "warning"] = "warning" if part else "error"
+    cut = f"{which}, {counts['truncated']} would be cut"
+    return Rows(lines, [Finding("train.max_len", cut, most, override, severity)])
 
 
-def _first_rows(settings: dict[str, Any], folder: Path) -> None:
+def _first_rows(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Write the first rows to `train.jsonl`, and return the contents of `dataset.json`."""
     data = {k: v for k, v in settings["data"].items() if k != "max_truncated"}
     most = min(SAMPLE, data["max_samples"] or SAMPLE)
     rows = kind_for(settings["train"]["objective"], texts=names_texts(data)).name
     changes = {"max_samples": most, "eval_path": None, "eval_fraction": 1e-6, "rows": rows}
-    prepare_data(folder, **{**data, **changes, "on_bad_line": "skip"}, log=QUIET)
+    report = prepare_data(folder, **{**data, **changes, "on_bad_line": "skip"}, log=QUIET)
+    with (folder / "train.jsonl").open("a", encoding="ascii") as train:
+        train.write((folder / "heldout.jsonl").read_text(encoding="ascii"))
+    return dict(report.notes)
 
 
 def _memory(settings: dict[str, Any], rank: RankMemory | None) -> list[str]:

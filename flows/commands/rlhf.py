@@ -16,7 +16,7 @@ from flows.cli.bootstrap import bootstrap
 from flows.cli.config import Composed
 from flows.cli.entry import exit_on_signals, run_main, to_stderr
 from flows.cli.outcome import exit_status
-from flows.cli.plan import check, render
+from flows.cli.plan import check, count_rows, render
 from flows.commands.in_prefect import warm_up
 from flows.servers.prefect_server import prefect_server, preload
 from flows.servers.prefect_watch import final_state
@@ -44,10 +44,11 @@ def _job(composed: Composed, overrides: list[str]) -> int:
         preload(composed.runs)  # while the checks below run
     steps = chain_steps(composed, overrides)
     if composed.settings["plan"]:
-        print(plain(render(steps)))
-    check(steps, shown=composed.settings["plan"])
-    if composed.settings["plan"]:
+        counted = count_rows(steps)
+        print(plain(render(steps, counted)))
+        check(steps, counted=counted, shown=True)
         return 0
+    check(steps)
     meeting = Meeting.from_environment(composed.settings["train"]["nodes"])
     if meeting and not meeting.leads:
         return run_follower(composed, meeting, urls_of(steps))

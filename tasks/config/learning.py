@@ -107,7 +107,7 @@ class Lengths(Section):
 class Steps(Section):
     """Forward and backward pass, and how often a step is logged."""
 
-    mask: Mask = "last_answer"  # objective sft: tokens that bear loss
+    mask: Mask = "every_answer"  # objective sft: tokens that bear loss
     gradient_checkpointing: bool = (
         COMPUTED  # recompute activations; default true, false for the embedded model
     )
@@ -235,4 +235,6 @@ class Zero(Section):
     offload_param: Offload = "none"  # stage 3
     overlap_comm: bool | None = None  # communicate while computing; null: only ZeRO-3 on GPUs
     bucket_size: int = 50_000_000  # elements per communication bucket
-    persistence_threshold: int = 100_000  # stage 3: smaller parameters are not partitioned
+    persistence_threshold: int | None = (
+        None  # stage 3: smaller parameters are not partitioned; null: 100,000, adapters 1,000,000
+    )

@@ -21,7 +21,7 @@ from typing import Any
 from tasks.config.defaults import ONLINE
 from tasks.data.asked import asked
 from tasks.data.columns import Columns
-from tasks.data.messages import Message, Unusable, column_text, conversation
+from tasks.data.messages import Message, Unusable, column_text, conversation, refuse_tools
 from tasks.data.pairs import labelled, preference
 
 Payload = dict[str, Any]
@@ -62,6 +62,7 @@ class Kind:
 
 
 def _messages(values: Mapping[str, Any], columns: Columns) -> Payload:
+    refuse_tools(values)
     return {"messages": conversation(values, columns)}
 
 

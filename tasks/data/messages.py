@@ -31,6 +31,13 @@ class Unusable(ValueError):
     """A row that cannot be used; the text is the reason."""
 
 
+def refuse_tools(values: Mapping[str, Any]) -> None:
+    """Raise Unusable for a row with tools, which the chat template would not show to the model."""
+    for name in ("tools", "functions"):
+        if values.get(name):
+            raise Unusable(f"it has {name!r}, which training would leave out")
+
+
 def column_text(values: Mapping[str, Any], key: str) -> str:
     """Return the text of a column.
 

@@ -18,6 +18,7 @@ from tasks.data.messages import (
     column_text,
     conversation,
     messages_of,
+    refuse_tools,
     require_turns,
     system_message,
     transcript,
@@ -34,6 +35,7 @@ def preference(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
         Unusable: a column is missing or has a wrong type, the answers are equal or empty, roles are
             out of order, or the margin is not a finite number.
     """
+    refuse_tools(values)
     missing = [name for name in (columns.chosen, columns.rejected) if name not in values]
     if missing:
         raise Unusable("no " + ", no ".join(repr(name) for name in missing))
@@ -61,6 +63,7 @@ def labelled(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
     Raises:
         Unusable: the conversation cannot be used, or the label is neither true nor false.
     """
+    refuse_tools(values)
     if columns.label not in values:
         raise Unusable(f"no {columns.label!r}, the column of the label")
     raw = values[columns.label]

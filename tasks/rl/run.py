@@ -13,13 +13,14 @@ from tasks.rl.environment.episodes import Episodes
 from tasks.rl.environment.observation_tokens import ObservationTokens
 from tasks.rl.environment.process import EnvironmentProcess, reference_of
 from tasks.rl.experience.collect import Collector
-from tasks.rl.experience.critic import write_critic
+from tasks.rl.experience.critic import describe_critic, write_critic
 from tasks.rl.experience.prompts import load_prompts
 from tasks.rl.experience.responses import Prompt
 from tasks.rl.loop import OnlineTrainer
 from tasks.rl.rewards import Rewards, open_rewards
 from tasks.rl.settings import Loop, Online
 from tasks.rl.setup import Setup, open_engine, set_up
+from tasks.serving.prompts import stop_ids
 from tasks.training.engine.check_same_versions import require_same_versions
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.engine.offload import TrainerStates
@@ -27,8 +28,7 @@ from tasks.training.job import TrainJob
 from tasks.training.model.build import load_tokenizer
 from tasks.training.model.packed_model import model_of, restore_attention
 from tasks.training.model.probe import choose_probes, fingerprint_of
-from tasks.training.outputs import write_common, write_shards
-from tasks.training.tokens.data import end_ids
+from tasks.training.outputs import write_model, write_results, write_shards
 from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.packing import trial_row
 
@@ -50,10 +50,14 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     tokenizer = load_tokenizer(job)
     train, heldout = _prompts(job, online, tokenizer, ranks)
     trial = trial_row(Examples.of_texts([heldout[0].ids, heldout[-1].ids]))
-    ends = sorted(end_ids(job.side_files, tokenizer))
+    ends = stop_ids(job.side_files, tokenizer.eos_token_id)
     with ExitStack() as stack:
         played = _environment(job, online.loop, ObservationTokens(tokenizer, ends), train[0], stack)
         setup, progress = set_up(ranks, job, online, tokenizer=tokenizer, trial=trial)
+        if setup.critic is not None:
+            describe_critic(setup.critic, job, setup.loop, ranks)
+        if ranks.first:
+            write_model(job, model=setup.engine.module, tokenizer=tokenizer)
         engines = [setup.engine] if setup.critic is None else [setup.engine, setup.critic.engine]
         states = TrainerStates(engines, online.rollout.offload_trainer)
         states.offload()  # the rollout engine sizes its memory by what is free when it starts
@@ -82,7 +86,7 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
         if ranks.first:
             emit("ready", startup_s=time.time() - started, device=str(ranks.device))
         after = trainer.run()
-    _leave(trainer, tokenizer, after)
+    _leave(trainer, after)
 
 
 def _rewards(setup: Setup, tokenizer: Any) -> Rewards:
@@ -131,25 +135,23 @@ def _prompts(
     return train, heldout[: online.loop.eval_prompts]
 
 
-def _leave(trainer: OnlineTrainer, tokenizer: Any, after: dict[str, float]) -> None:
-    """Write the artifact: shards of policy and critic, tokenizer, metrics and fingerprint."""
+def _leave(trainer: OnlineTrainer, after: dict[str, float]) -> None:
+    """Write what was trained: shards of policy and critic, metrics and fingerprint."""
     setup = trainer.setup
     job, ranks, engine = setup.job, setup.ranks, setup.engine
     write_shards(engine.module, job.out, ranks)
     if setup.critic is not None:
-        write_critic(setup.critic, job, setup.loop, ranks)
+        write_critic(setup.critic, job, ranks)
     restore_attention(model_of(engine.module), job.settings.attn_implementation)
     responses = [scored.response for scored in trainer.eval_responses]
     examples = Examples.of_texts([response.ids for response in responses])
     probes = choose_probes(examples, job.settings.probes)
     fingerprint = fingerprint_of(engine, probes, ranks.device)
-    peak = float(ranks.peak_memory())
+    peak = float(ranks.peak_memory(**getattr(trainer.rollout_engine, "reserved", {})))
     if ranks.first:
         metrics = {**_metrics(trainer, after), "peak_memory": peak}
-        write_common(
+        write_results(
             job,
-            model=engine.module,
-            tokenizer=tokenizer,
             metrics=metrics,
             progress=trainer.progress,
             measured=fingerprint,

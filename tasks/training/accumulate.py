@@ -11,8 +11,8 @@ from tasks.training.job import TrainJob
 from tasks.training.objectives import Loss
 from tasks.training.objectives.forward_passes import Sums
 
-Row = TypeVar("Row", bound=Sequence[int])
-"""Numbers of the examples in a row."""
+Row = TypeVar("Row")
+"""A row as `loss_of` takes it."""
 
 
 class Accumulated(NamedTuple):
@@ -51,7 +51,7 @@ class Accumulator:
         """Run forward and backward of this rank's rows. The caller calls `engine.step()`.
 
         Args:
-            rows: examples of each row; the same number of rows on every rank.
+            rows: the rows; the same number of rows on every rank.
             loss_of: returns a row's part of the loss of the whole step.
         """
         # DeepSpeed divides by accumulation steps and averages over ranks; the loss already is a

@@ -48,13 +48,13 @@ def _run(job_path: str, module: str) -> int:
     job, rank = TrainJob.read(Path(job_path)), int(os.environ["RANK"])
     start_lean(compiler=job.settings.runs_vllm and compiles())
     from tasks.training.engine.deepspeed_engine import Ranks
-    from tasks.training.engine.failure import explain
+    from tasks.training.engine.failure import collective_timeout_s, explain
 
     train_with = importlib.import_module(module).train_with
     try:
         launch = job.settings.launch
         ranks = Ranks(
-            timeout_s=launch.collective_timeout_s,
+            timeout_s=collective_timeout_s(job),
             device=launch.device,
             sequence_parallel=launch.sequence_parallel,
         )

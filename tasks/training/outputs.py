@@ -43,32 +43,35 @@ def write_shards(model: Any, out: Path, ranks: Ranks, *, what: str = "trained te
     write_partitions(partitions, out / SHARDS, rank=ranks.rank, world_size=ranks.world_size)
 
 
-def write_common(
+def write_model(job: TrainJob, *, model: Any, tokenizer: Any) -> None:
+    """Write every file that does not depend on training: partition index, configs, tokenizer.
+
+    Call it before the first step: a base that cannot be written then costs no training.
+    """
+    write_partition_index(job, model, job.out / PARTITIONS)
+    write_configs(job, model)
+    tokenizer.save_pretrained(job.out / "tokenizer")
+
+
+def write_results(
     job: TrainJob,
     *,
-    model: Any,
-    tokenizer: Any,
     metrics: dict[str, float],
     progress: Progress,
     measured: Fingerprint | ScorePrint,
     scores: HeldOutScores | None = None,
 ) -> None:
-    """Write every file of the `shards` artifact except the partitions.
+    """Write `train.json`, and the fingerprint of the live engine or a reward model's scores.
 
     Args:
         job: settings and paths of the run.
-        model: the trained model, in peft's wrapper if there is an adapter.
-        tokenizer: the model's tokenizer.
-        metrics: results of the run, for `train.json`.
+        metrics: results of the run.
         progress: losses and evaluations of the run.
         measured: fingerprint of the live engine, or the scores of a reward model.
         scores: statistics of a reward model's scores on the evaluation examples.
     """
     settings, out = job.settings, job.out
     mark = FINGERPRINT if isinstance(measured, Fingerprint) else SCORES
-    write_partition_index(job, model, out / PARTITIONS)
-    write_configs(job, model)
-    tokenizer.save_pretrained(out / "tokenizer")
     write_json(
         out / "train.json",
         {
@@ -133,7 +136,11 @@ def _write_model_config(job: TrainJob, model: Any) -> None:
     if source.is_file():
         shutil.copyfile(source, job.out / source.name)
     else:
-        model.generation_config.save_pretrained(job.out)
+        from transformers import GenerationConfig
+
+        # A reward model has none of its own. `save_pretrained` would refuse what the base samples
+        # with.
+        GenerationConfig.from_model_config(config).to_json_file(job.out / source.name)
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:

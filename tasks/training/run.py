@@ -20,7 +20,7 @@ from tasks.training.objectives import objective
 from tasks.training.objectives.forward_passes import Passes
 from tasks.training.objectives.heldout_scores import heldout_scores
 from tasks.training.objectives.reference_logprobs import with_reference
-from tasks.training.outputs import write_common, write_shards
+from tasks.training.outputs import write_model, write_results, write_shards
 from tasks.training.tokens.data import load_split
 from tasks.training.tokens.packing import trial_row
 
@@ -52,12 +52,14 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     progress = restore(engine, job, ranks)  # ZeRO-3 loads only into an engine not yet used
     require_same(engine, trial_row(heldout).to(ranks.device))
     passes = Passes(engine, ranks, chosen)
-    if chosen.needs_reference and settings.peft.kind == "none":
+    # Under ZeRO-3 a reference pass between two others would undo DeepSpeed's prefetching.
+    if chosen.needs_reference and (settings.peft.kind == "none" or settings.zero.stage == 3):
         train, heldout = (
             with_reference(examples, split, passes=passes, job=job, begun=progress.step)
             for examples, split in ((train, "train"), (heldout, "heldout"))
         )
     if ranks.first:
+        write_model(job, model=engine.module, tokenizer=tokenizer)
         emit("ready", startup_s=time.time() - started, device=str(ranks.device))
     router = coefficient(model_of(engine.module).config.to_dict(), settings.router_aux_loss_coef)
     after = Trainer(engine, ranks, job, chosen, train, heldout, progress, router).run()
@@ -72,10 +74,8 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     peak = float(ranks.peak_memory())
     if ranks.first:
         metrics = {**_metrics(progress, after), "peak_memory": peak}
-        write_common(
+        write_results(
             job,
-            model=engine.module,
-            tokenizer=tokenizer,
             metrics=metrics,
             progress=progress,
             measured=measured,

@@ -6,7 +6,6 @@ import math
 import random
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,10 @@ from tasks.training.engine.nan_guard import Trace
 from tasks.training.engine.schedule import factor
 from tasks.training.job import Optim, TrainJob
 from tasks.training.memory.mfu import meter
+from tasks.training.objectives import Loss
 from tasks.training.objectives.forward_passes import Passes
 from tasks.training.tokens.examples import Examples
-from tasks.training.tokens.order import HeldOut, Order, Step
+from tasks.training.tokens.order import Dealt, Order, Step
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ class Stepper:
         begin_random(self._job.settings.seed, step=step, rank=rank)
         lr = set_lr(self._engine, self._job.settings.optim, step=step, steps=self._order.steps)
         todo = self._order.step(step, self._passes.ranks.replica)
-        rows = [HeldOut(row) for row in todo.rows]
-        baseline = self._passes.baseline(self._examples, rows)
+        baseline = self._passes.baseline(self._examples, todo.rows)
         measures = self._accumulate(todo, step, baseline)
         self._engine.step()
         skipped = not self._engine.was_step_applied()
@@ -87,7 +86,15 @@ class Stepper:
 
     def _accumulate(self, todo: Step, step: int, baseline: torch.Tensor | None) -> dict[str, float]:
         """Run forward and backward of all rows; return loss and metrics of the step."""
-        loss_of = partial(self._passes.loss, self._examples, counts=todo.counts, baseline=baseline)
+
+        def loss_of(row: Dealt) -> Loss:
+            loss = self._passes.loss(
+                self._examples, row.chosen, counts=todo.counts, baseline=baseline
+            )
+            if row.counted:
+                return loss
+            return Loss(loss.value * 0, {name: x * 0 for name, x in loss.measures.items()})
+
         measures, broken = self._accumulator.passes(todo.rows, loss_of)
         if not math.isfinite(measures["loss"]):
             self._refuse(f"loss is {measures['loss']}", todo, step, baseline)

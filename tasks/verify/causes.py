@@ -229,7 +229,7 @@ def _base_precision(evidence: Evidence) -> Cause:
         "into, the 16-bit base",
         f"merge into the dequantized base: python flows/deliver.py source="
         f"{evidence.reference.folder} base=<the base> out=<a new folder>; or serve the base as in "
-        "training (vLLM: --quantization bitsandbytes)",
+        "training, by an engine that loads it in 4 bits",
     )
 
 

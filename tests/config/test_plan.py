@@ -15,7 +15,7 @@ import pytest
 from flows.chain import stages as chain_stages
 from flows.chain.steps import Step
 from flows.cli.config import Composed, compose_config
-from flows.cli.plan import bar, check, forecast, render
+from flows.cli.plan import bar, check, count_rows, forecast, render
 from tasks.core.errors import ConfigError, DataError
 from tasks.pipeline.artifact import Origin, publish, staging
 from tests.training.conftest import make_tokenizer
@@ -155,16 +155,37 @@ def test_the_plan_counts_the_rows_that_are_too_long(tmp_path: Path) -> None:
         tmp_path, "+exp=sft_full", "model=hf", f"model.path={tmp_path / 'base'}",
         "data=jsonl", f"data.path={data}", "train.max_len=200",
     )  # fmt: skip
-    (line,) = (row for row in render([Step("", composed)]).splitlines() if row.startswith("rows:"))
-    # One row is held out, of which nothing is known here but that it is one of them.
-    assert re.fullmatch(
-        r"rows: of the first 10, [23] \((20|30)\.0%\) are longer than train\.max_len=200 and are "
-        r"cut; train\.max_len=3\d\d keeps all rows whole(; more than data\.max_truncated=0\.2, "
-        r"training will refuse)?",
-        line,
-    )
-    assert ("will refuse" in line) == ("30.0%" in line)
+    steps = [Step("", composed)]
+    counted = count_rows(steps)
+    (line,) = (row for row in render(steps, counted).splitlines() if row.startswith("rows:"))
+    assert re.match(r"rows: of 11 rows, 3 \(27\.3%\) are longer than train\.max_len=200 and", line)
+    with pytest.raises(ConfigError) as refused:
+        check(steps, counted=counted, shown=False)
+    pattern = r"train\.max_len: of 11 rows, 3 .*-> train\.max_len=3\d\d"
+    assert any(re.fullmatch(pattern, line) for line in refused.value.details)
     assert not composed.runs.exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"prompt": "q" * 300, "response": "a"}, "leaves no room in 200"),
+        ({"prompt": "q", "response": "a", "tools": [{"name": "f"}]}, "'tools'"),
+    ],
+)
+def test_rows_that_cannot_be_trained_are_problems_of_the_plan(
+    tmp_path: Path, row: dict[str, Any], what: str
+) -> None:
+    make_tokenizer().save_pretrained(tmp_path / "base")
+    data = tmp_path / "chats.jsonl"
+    rows = [{**row, "response": f"{row['response']}{number}"} for number in range(3)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = program(
+        tmp_path, "+exp=sft_full", "model=hf", f"model.path={tmp_path / 'base'}",
+        "data=jsonl", f"data.path={data}", "train.max_len=200", "plan=true",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert any(what in line and "error: data" in line for line in done.stdout.splitlines())
 
 
 @pytest.mark.parametrize("zeros", ["train.nproc=0", "train.micro_batch_size=0", "train.nodes=-1"])

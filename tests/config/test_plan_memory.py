@@ -67,12 +67,10 @@ def test_a_model_that_is_too_large_is_answered_with_overrides(large: Path) -> No
     text = render([Step("", composed_of(large))])
     training, serving = memory_lines(text)
     override = training.partition(" -> ")[2]
-    named = re.findall(r"(\S+) \(saves ([\d.]+) GiB\)", override)
-    assert {"peft=lora", "train.optimizer=adamw_8bit"} <= {name for name, _ in named}
-    saves = [float(saved) for _, saved in named]
-    assert saves == sorted(saves, reverse=True)
+    named = override.split(" or ")
+    assert {"peft=lora", "train.micro_batch_size=1"} & set(named)
     before = peak_gib(text)
-    for name, _ in (named[0], named[-1]):
+    for name in (named[0], named[-1]):
         assert peak_gib(render([Step("", composed_of(large, name))])) < before
     assert serving.endswith(
         " -> a machine with more memory"
@@ -106,7 +104,7 @@ def test_the_preflight_refuses_it_in_the_same_words(large: Path) -> None:
         check([Step("", composed_of(large))])
     details = "\n".join(caught.value.details)
     assert "memory: " in details
-    assert "peft=lora (saves " in details
+    assert "peft=lora" in details
     assert "smoke.kv_cache_gib=2 or smoke.max_model_len=3200" in details
 
 

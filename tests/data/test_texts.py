@@ -70,7 +70,9 @@ def test_settings_that_fit_raw_texts(tmp_path: Path) -> None:
     given = ("data=jsonl", f"data.path={path}")
     assert findings_of("pretrain", *given, "data.text_key=text") == []
     (wrong,) = findings_of("sft", *given, "data.text_key=text")
-    assert wrong.startswith("train.mask: last_answer with data.text_key; a raw text has no answers")
+    assert wrong.startswith(
+        "train.mask: every_answer with data.text_key; a raw text has no answers"
+    )
     assert wrong.endswith("-> train=pretrain")
     (wrong,) = findings_of("sft", *given)  # told by its rows
     assert "holds texts" in wrong

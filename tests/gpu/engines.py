@@ -105,7 +105,7 @@ def engine(setting: Setting) -> Numbers:
         folder = written(setting, base, "engine-base")
         config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
         policy = get_peft_model(base, config, autocast_adapter_dtype=False).eval()
-        before, began = free_mib(setting), time.monotonic()
+        began = time.monotonic()
         running = started(setting, folder, adapter_rank=16)
         found["start s"] = round(time.monotonic() - began)
         for version in (1, 2):
@@ -130,12 +130,26 @@ def engine(setting: Setting) -> Numbers:
         found["lost by cycles MiB"] = asleep[0] - asleep[-1]
         assert asleep[0] - asleep[-1] <= LEFT_MIB, asleep
         running.close()
-        found["lost by the engine MiB"] = before - free_mib(setting)
     return found
 
 
-def reload_weights(setting: Setting) -> Numbers:
-    """Whole weights, twice, under CUDA graphs: full and DoRA policies, tied heads and others."""
+def reload_tied(setting: Setting) -> Numbers:
+    """Whole weights of a full policy with a tied head; see `_reload`."""
+    return _reload(setting, tied=True)
+
+
+def reload_untied(setting: Setting) -> Numbers:
+    """Whole weights of a full policy with a head of its own; see `_reload`."""
+    return _reload(setting, tied=False)
+
+
+def reload_dora(setting: Setting) -> Numbers:
+    """Merged weights of a DoRA policy; see `_reload`."""
+    return _reload(setting, tied=True, dora=True)
+
+
+def _reload(setting: Setting, *, tied: bool, dora: bool = False) -> Numbers:
+    """Whole weights, twice, under CUDA graphs; vLLM 0.32 starts one such engine per process."""
     from peft import LoraConfig, get_peft_model
 
     from tasks.rl.rollout.merged import merged_tensors
@@ -143,29 +157,25 @@ def reload_weights(setting: Setting) -> Numbers:
 
     found: dict[str, float | str] = {}
     with one_rank():
-        for name, tied in (("full tied", True), ("full", False), ("dora tied", True)):
-            base = policy_of(setting, tie_word_embeddings=tied)
-            folder = written(setting, base, name.replace(" ", "-"))
-            facts, policy = model_facts(folder), base
-            if "dora" in name:
-                config = LoraConfig(r=16, use_dora=True, target_modules="all-linear")
-                policy = get_peft_model(base, config, autocast_adapter_dtype=False).eval()
-            before = free_mib(setting)
-            running = started(setting, folder, adapter_rank=None)
-            for version in (1, 2):
-                _move(policy, "lora_B" if "dora" in name else "proj.weight", version)
-                if version == 2:
-                    running.sleep()
-                    running.wake_weights()
-                began = time.monotonic()
-                running.load_weights(merged_tensors(policy, facts), version)
-                running.wake()
-                found[f"{name} s"] = round(time.monotonic() - began, 2)
-                found[f"{name} apart"] = round(mismatch(running, policy), 4)
-                assert found[f"{name} apart"] <= APART, found
-            running.close()
-            del policy, base
-            found[f"{name} lost MiB"] = before - free_mib(setting)
+        base = policy_of(setting, tie_word_embeddings=tied)
+        folder = written(setting, base, f"reload-{tied}-{dora}")
+        facts, policy = model_facts(folder), base
+        if dora:
+            config = LoraConfig(r=16, use_dora=True, target_modules="all-linear")
+            policy = get_peft_model(base, config, autocast_adapter_dtype=False).eval()
+        running = started(setting, folder, adapter_rank=None)
+        for version in (1, 2):
+            _move(policy, "lora_B" if dora else "proj.weight", version)
+            if version == 2:
+                running.sleep()
+                running.wake_weights()
+            began = time.monotonic()
+            running.load_weights(merged_tensors(policy, facts), version)
+            running.wake()
+            found["s"] = round(time.monotonic() - began, 2)
+            found["apart"] = round(mismatch(running, policy), 4)
+            assert found["apart"] <= APART, found
+        running.close()
     return found
 
 

@@ -83,11 +83,11 @@ def take_steps(
         todo = order.step(step, ranks.rank)
         total = 0.0
         for row in todo.rows:
-            packed = pack(examples, row).to(ranks.device)
+            packed = pack(examples, row.chosen).to(ranks.device)
             out = engine(row=packed)
             scored = chosen.head == "score"
             output = ModelOutput(scores=out) if scored else ModelOutput(logprobs=out)
-            value = chosen.loss(output, packed, todo.counts).value
+            value = chosen.loss(output, packed, todo.counts).value * row.counted
             engine.backward(value * len(todo.rows) * ranks.world_size)
             engine.step()
             total += float(value.detach())

@@ -44,7 +44,7 @@ from tasks.config.checks import (
     tracking,
     unread,
 )
-from tasks.config.checks.phases import RankMemory, estimator, in_words, training_settings
+from tasks.config.checks.phases import RankMemory, in_words, training_settings
 from tasks.config.checks.quantizing import quantizing
 from tasks.config.defaults import ONLINE
 from tasks.core import machine as host
@@ -52,8 +52,7 @@ from tasks.core.errors import ConfigError
 from tasks.core.finding import Finding
 from tasks.rl.rewards.reference import EVAL
 from tasks.training.engine.failure import smaller
-from tasks.training.memory.advice import Adviser, on_node
-from tasks.training.memory.estimate import LIBRARIES
+from tasks.training.memory.estimate import LIBRARIES, on_node
 
 __all__ = ["findings", "preflight"]
 
@@ -148,7 +147,7 @@ def findings(
     named = {finding.what for finding in problems}
     idle = unread.unread(settings, typed, rewarded=rewarded, based=based)
     problems += [finding for finding in idle if finding.what not in named]
-    return problems + _machine(settings, runs, known, rank, rewarded)
+    return problems + _machine(settings, runs, known, rank)
 
 
 def _machine(
@@ -156,7 +155,6 @@ def _machine(
     runs: Path,
     known: model.Known,
     rank: RankMemory | None,
-    rewarded: bool,
 ) -> list[Finding]:
     train, full = settings["train"], settings["peft"]["kind"] == "none"
     parameters = known.parameters or 0
@@ -169,14 +167,8 @@ def _machine(
             parameters, most=train["max_ckpt_num"], most_gb=train["max_ckpt_gb"]
         )
     free, gpu = host.available_memory(), host.gpu_memory(train["device"])
-    training = training_settings(settings)
-    less = smaller(training)
-    if rank is not None:
-        estimate = estimator(known.config, settings, rewarded=rewarded)
-        adviser = Adviser(known.config, gpu=gpu is not None, rank=estimate)
-        less = adviser.words(training, free if gpu is None else gpu)
-        if gpu is None and train["async_save"]:
-            less = ["train.async_save=false", *less]
+    less = ["train.async_save=false"] * (gpu is None and train["async_save"])
+    less += smaller(training_settings(settings))
     return [
         *machine.disk(machine.free_bytes(runs), on_disk, runs),
         *(
@@ -256,7 +248,7 @@ def _smoke_engine(settings: dict[str, Any], known: model.Known, *, free: int) ->
     if gpu is None or gpus is None:
         problems = engine.host_fits(taken, free, smoke["kv_cache_gib"], sharing)
         return [*engine.cache_fits(taken, on_gpu=False), *problems]
-    more = max(n for n in range(1, gpus + 1) if engine.heads_of(known.config) % n == 0)
+    more = max(n for n in range(1, gpus + 1) if engine.divides(known.config, n))
     return engine.cache_fits(taken, on_gpu=True, more=more if more > sharing else 1)
 
 

@@ -146,6 +146,9 @@ def heads_of(config: Mapping[str, Any]) -> int:
     return int((config.get("text_config") or config).get("num_attention_heads") or 0)
 
 
+_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+
+
 def shareable(
     key: str, processes: int, config: Mapping[str, Any], *, gpus: int | None = None
 ) -> list[Finding]:
@@ -160,12 +163,21 @@ def shareable(
     if gpus and processes > gpus:
         allowed = f"a GPU for each process, and {gpus} {'is' if gpus == 1 else 'are'} visible"
         return [Finding(key, str(processes), allowed, f"{key}={gpus}")]
-    heads = heads_of(config)
-    if processes < 1 or not heads or heads % processes == 0:
+    if processes < 1 or divides(config, processes):
         return []
-    fits = max(count for count in range(1, processes) if heads % count == 0)
-    allowed = f"a divisor of the model's {heads} attention heads: vLLM does not split a head"
+    fits = max(count for count in range(1, processes) if divides(config, count))
+    allowed = "a number by which vLLM can divide the model's attention heads and its widths"
     return [Finding(key, str(processes), allowed, f"{key}={fits}")]
+
+
+def divides(config: Mapping[str, Any], processes: int) -> bool:
+    """Return True if vLLM can divide heads, key heads and feed-forward width by a number."""
+    text = config.get("text_config") or config
+    heads = heads_of(config)
+    keys = int(text.get("num_key_value_heads") or heads)
+    widths = [int(text.get(name) or 0) for name in _WIDTHS]
+    shared = keys % processes == 0 or (keys > 0 and processes % keys == 0)
+    return shared and not any(size % processes for size in (heads, *widths))
 
 
 def cache_fits(engine: EngineMemory, *, on_gpu: bool, more: int = 1) -> list[Finding]:

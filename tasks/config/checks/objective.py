@@ -143,11 +143,11 @@ def objective_fits(objective: str, known: Known) -> list[Finding]:
 
 
 def mask_fits(mask: str, objective: str) -> list[Finding]:
-    """Refuse a mask for objectives other than sft, which learn from last answers."""
-    if mask == "last_answer" or objective == "sft":
+    """Refuse every_token for objectives other than sft, which learn from answers."""
+    if mask != "every_token" or objective == "sft":
         return []
-    value, allowed = f"{mask} with train.objective={objective}", "last_answer; others are for sft"
-    return [Finding("train.mask", value, allowed, "train.mask=last_answer")]
+    value, allowed = f"{mask} with train.objective={objective}", "it is for sft"
+    return [Finding("train.mask", value, allowed, "train.mask=every_answer")]
 
 
 def raw_texts(settings: Mapping[str, Any]) -> list[Finding]:

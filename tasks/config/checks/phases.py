@@ -10,7 +10,7 @@ memory stays; on a GPU it sleeps while ranks score and train.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -121,25 +121,11 @@ def memory_of(settings: Mapping[str, Any], *, rewarded: bool = False) -> RankMem
     if not known.config or training.world_size < 1:
         return None  # other findings report the reason
     try:
-        return estimator(known.config, settings, rewarded=rewarded)(training)
+        reward = known.config if rewarded else reward_config(settings["reward"]["model"])
+        gpu, copies = gpu_memory(settings["train"]["device"]), settings["train"]["async_save"]
+        return rank_memory(known.config, training, gpu=gpu, reward=reward, async_save=copies)
     except KeyError:
         return None  # an architecture that names its dimensions differently
-
-
-def estimator(
-    config: Mapping[str, Any], settings: Mapping[str, Any], *, rewarded: bool
-) -> Callable[[Settings], RankMemory]:
-    """Return `rank_memory` of this machine and this reward model, for any training settings.
-
-    Args:
-        config: contents of the base's config.json.
-        settings: the resolved configuration.
-        rewarded: as of `memory_of`.
-    """
-    reward = config if rewarded else reward_config(settings["reward"]["model"])
-    gpu = gpu_memory(settings["train"]["device"])
-    copies = settings["train"]["async_save"]
-    return lambda training: rank_memory(config, training, gpu=gpu, reward=reward, async_save=copies)
 
 
 def training_settings(settings: Mapping[str, Any]) -> Settings:
@@ -304,4 +290,5 @@ def _reward_model(config: Mapping[str, Any], training: Settings, *, gpu: bool) -
     yield Term("reward model", sizes.weights() * item)
     row = replace(training, objective="reward", batch=Batch(1, 1, max_len=ROW_TOKENS // 2))
     passing = row_bytes(sizes, row, item=item, gpu=gpu, logits=False).forward
-    yield Term("reward model, its pass", passing, ("score",))
+    # The rollout engine is awake while responses are scored.
+    yield Term("reward model, its pass", passing, ("generate", "score"))

@@ -114,22 +114,12 @@ def start_critic(
     return Critic(start_engine(ValueModel(trunk, head), config, optim), optim)
 
 
-def write_critic(critic: Critic, job: TrainJob, loop: Loop, ranks: Ranks) -> None:
-    """Write this rank's shards of the critic; the first rank also writes their description.
-
-    Args:
-        critic: the critic.
-        job: the training job; the critic goes to `job.out / "critic"`.
-        loop: section `rl`.
-        ranks: this process and its peers.
-
-    Raises:
-        TrainingError: a shard has values that are not finite.
-    """
+def describe_critic(critic: Critic, job: TrainJob, loop: Loop, ranks: Ranks) -> None:
+    """Write the critic's description to `job.out / "critic"`, before the first step."""
     folder = job.out / CRITIC
     with critic.active() as engine:
-        write_shards(engine.module, folder, ranks, what="tensors of the critic")
         if ranks.first:
+            folder.mkdir()
             write_partition_index(job, engine.module, folder / PARTITIONS)
             document = {
                 "kind": loop.critic,
@@ -139,6 +129,12 @@ def write_critic(critic: Critic, job: TrainJob, loop: Loop, ranks: Ranks) -> Non
                 "gamma": loop.gamma,
             }
             write_json(folder / "critic.json", document)
+
+
+def write_critic(critic: Critic, job: TrainJob, ranks: Ranks) -> None:
+    """Write this rank's shards of the critic. Raises TrainingError if they are not finite."""
+    with critic.active() as engine:
+        write_shards(engine.module, job.out / CRITIC, ranks, what="tensors of the critic")
 
 
 def _value_head(model: Any, dtype: torch.dtype) -> nn.Linear:

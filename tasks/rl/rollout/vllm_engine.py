@@ -1,8 +1,7 @@
-"""The vLLM engine of every training rank: weight sync, generation, and one restart.
+"""The vLLM engine of every training rank: weight sync and generation.
 
-If an engine fails on one rank, all ranks restart theirs together, since a weight sync has
-collective calls. A second failure is an error. With `rollout.tensor_parallel` a failure ends the
-run at once: the other ranks of that engine wait inside vLLM, where no message reaches them.
+An engine that fails ends the run, which goes on from its last checkpoint when it is started again:
+vLLM 0.32 starts one engine with sleep mode per process.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -35,13 +33,13 @@ from tasks.serving.vllm.rollouts import Colocated
 from tasks.training.job import TrainJob
 from tasks.weights.plan.contracts import ModelFacts, model_facts
 
-T = TypeVar("T")
 LOG = logging.getLogger("plumbline.rl")
 
 _MORE_MEMORY = (
     "more memory: rollout.kv_cache_gib=<GiB> on a CPU, rollout.gpu_memory=<share> on a GPU; "
     "or rollout=transformers, which needs none"
 )
+_FROM_CHECKPOINT = "start the run again: it goes on from its last checkpoint"
 # vLLM 0.32 gives all engines of a machine that share CPU ranks the same names there.
 _SHARED_MEMORY = (
     "a killed run left its shared memory, or another run with rollout.tensor_parallel is active; "
@@ -65,10 +63,9 @@ class VllmEngine:
     def __init__(self, policy: Policy, rollout: Rollout, *, ends: tuple[int, ...]) -> None:
         self._policy = policy
         self._rollout = rollout
-        self._restarted = False
         self._colocation, self._sampling = engine_settings(policy, rollout, ends)
-        self._engine: Colocated | None = None
-        self._start()
+        self._engine: Colocated | None = self._start()
+        self.reserved: dict[str, int] = {}  # bytes on a GPU, for `Ranks.peak_memory`
 
     @property
     def version(self) -> int:
@@ -90,18 +87,18 @@ class VllmEngine:
         self._policy.require_current(self.version)
         require_prompts_fit(requests, self._rollout, self._policy.ranks.rank)
         group_requests, before = self._group_requests(requests)
-        while True:
-            responses, failure = _attempt(lambda: self._generate(group_requests, greedy))
-            if failure and self._colocation.tensor_parallel > 1:
-                raise self._breakdown(failure, "which other ranks share")
-            failures = [text for text in self._policy.ranks.all_objects(failure) if text]
-            if responses is not None and not failures:
-                return _by_request(responses[before:], requests)
-            self._restart(failures[0])
+        try:
+            responses = self._generate(group_requests, greedy)
+        except PlumblineError:
+            raise
+        except Exception as error:  # whatever vLLM and its kernels raise
+            raise self._broken("broke down", error, _FROM_CHECKPOINT) from error
+        return _by_request(responses[before:], requests)
 
     def sleep(self) -> None:
         """Free the accelerator's memory for training."""
         self._running.sleep()
+        self.reserved = {"awake": self._running.awake, "asleep": self._running.slept}
 
     def wake(self) -> None:
         """Take the memory again. Weight syncs and generation also do so themselves."""
@@ -119,34 +116,21 @@ class VllmEngine:
             raise TrainingError("the rollout engine has been closed")
         return self._engine
 
-    def _start(self) -> None:
-        """Start vLLM; if that fails, try once more."""
-        engine, failure = _attempt(lambda: Colocated(self._colocation, self._sampling))
-        if engine is None:
-            LOG.warning("the rollout engine did not start (%s); trying once more", failure)
-            engine, failure = _attempt(lambda: Colocated(self._colocation, self._sampling))
-        if engine is None:
-            raise TrainingError(
-                f"rank {self._policy.ranks.rank}: the rollout engine does not start: {failure}",
-                hint=_SHARED_MEMORY if "SHMManager" in failure else _MORE_MEMORY,
-            )
-        self._engine = engine
+    def _start(self) -> Colocated:
+        try:
+            return Colocated(self._colocation, self._sampling)
+        except PlumblineError:
+            raise
+        except Exception as error:  # whatever vLLM and its kernels raise
+            hint = _SHARED_MEMORY if "SHMManager" in str(error) else _MORE_MEMORY
+            raise self._broken("does not start", error, hint) from error
 
-    def _restart(self, failure: str) -> None:
-        if self._restarted:
-            raise self._breakdown(failure, "a second time")
-        LOG.warning("the rollout engine broke down (%s); restarting it", failure)
-        self._restarted = True
-        version = self.version
-        self.close()
-        self._start()
-        self._sync(version)
-
-    def _breakdown(self, failure: str, when: str) -> TrainingError:
-        return TrainingError(
-            f"rank {self._policy.ranks.rank}: the rollout engine broke down, {when}: {failure}",
-            hint="rollout=transformers",
-        )
+    def _broken(self, what: str, error: Exception, hint: str) -> TrainingError:
+        LOG.debug("the rollout engine", exc_info=error)
+        lines = str(error).strip().splitlines() or [""]
+        reason = f"{type(error).__name__}: {lines[0][:300]}"
+        rank = self._policy.ranks.rank
+        return TrainingError(f"rank {rank}: the rollout engine {what}: {reason}", hint=hint)
 
     def _sync(self, version: int) -> int:
         """Send vLLM the policy's current weights; return the number of tensors.
@@ -211,18 +195,6 @@ def _error_of(work: Callable[[], None]) -> PlumblineError | None:
     except PlumblineError as error:
         return error
     return None
-
-
-def _attempt(work: Callable[[], T]) -> tuple[T | None, str]:
-    """Return the result of `work` and "", or None and the reason; a PlumblineError is raised."""
-    try:
-        return work(), ""
-    except PlumblineError:
-        raise
-    except Exception as error:  # whatever vLLM and its kernels raise
-        LOG.debug("the rollout engine", exc_info=True)
-        lines = str(error).strip().splitlines() or [""]
-        return None, f"{type(error).__name__}: {lines[0][:300]}"
 
 
 def _by_request(

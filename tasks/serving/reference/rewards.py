@@ -96,6 +96,8 @@ def load_rewarder(path: Path, *, adapter: Path | None, **how: Any) -> Rewarder:
         config_file = adapter / "config.json"
         adapter_config = read_json(config_file) if config_file.is_file() else config
         model = _classifier(path, gaps=(SCORE, *OUTPUT_EMBEDDINGS), **how)
+        # A base may pad with the token that ends a text, which would score one token too early.
+        model.config.get_text_config().pad_token_id = None
         return _rewarder(with_adapters(model, {str(adapter): 1.0}), adapter_config)
     names = config.get("architectures") or [""]
     if names[0].endswith("ForSequenceClassification"):

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import os
 import random
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +26,7 @@ def engine_class() -> Any:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = FLASHINFER_SAMPLER
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # between its own libraries
@@ -60,7 +62,9 @@ def undisturbed() -> Iterator[None]:
         np.random.set_state(states[1])
         random.setstate(states[2])
         if devices is not None:
-            torch.cuda.set_rng_state(devices)
+            # After a failure this raises as well, and would hide the reason.
+            with contextlib.suppress(RuntimeError if sys.exception() else ()):
+                torch.cuda.set_rng_state(devices)
         for name in set(os.environ) - set(environment):
             del os.environ[name]
         os.environ.update(environment)

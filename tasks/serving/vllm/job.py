@@ -107,6 +107,7 @@ def environment(kv_cache_gib: int, threads: int | None, *, sharing: int = 1) -> 
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # workers must not fork a process with torch
         "VLLM_USE_FLASHINFER_SAMPLER": FLASHINFER_SAMPLER,
+        "HUMMING_DISABLE_PARALLEL_BUILD": "1",  # a library of vLLM compiles what is never used
     }
     if threads is not None:
         env |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -41,11 +41,15 @@ class Colocated:
         how: its settings.
         sampling: sampling parameters.
         version: of the policy that it holds; 0: none.
+        awake: bytes of the GPU that torch had reserved when the engine went to sleep.
+        slept: bytes that it gave back then, which torch still counts as reserved.
     """
 
     how: Colocation
     sampling: Sampling
     version: int = 0
+    awake: int = 0
+    slept: int = 0
     _llm: Any = field(default=None, repr=False)
     _adapter: Any = field(default=None, repr=False)
     _asleep: list[str] = field(default_factory=list, repr=False)
@@ -193,8 +197,13 @@ class Colocated:
         """
         if not on_gpu() or self._asleep:
             return
+        import torch
+
         full = self.how.adapter_rank is None
+        self.awake = max(self.awake, torch.cuda.memory_reserved())
+        free = _free_bytes()
         self._llm.sleep(level=2 if full else 1)
+        self.slept = _free_bytes() - free
         self._asleep = [WEIGHTS, CACHE]
         if full:
             self.version = 0
@@ -214,13 +223,27 @@ class Colocated:
             self._asleep.remove(part)
 
     def close(self) -> None:
-        """Shut the engine down and free its memory; the ranks' process group stays."""
-        if self._llm is None:
+        """Shut the engine down and free its memory; the ranks' process group stays.
+
+        A sleeping engine has given its memory back, and vLLM would unmap it a second time.
+        """
+        if self._llm is None or self._asleep:
             return
+        import torch
+
         with undisturbed():
             self._llm.llm_engine.engine_core.shutdown()
-            self._llm = self._adapter = None
+            self._llm = self._adapter = self._loaded = None
             gc.collect()
+            if on_gpu():
+                torch.cuda.empty_cache()
+
+
+def _free_bytes() -> int:
+    """Return the free memory of this rank's GPU; 0 without one."""
+    import torch
+
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from torch import nn
 from tasks.core.errors import ConfigError, PlumblineError
 from tasks.core.machine import driver_too_old, gpu_count, has_gpu, resident_peak
 from tasks.process.multinode import RANKS_FILE
+from tasks.training.engine.partitions import full_shape
 from tasks.training.job import Optim
 
 T = TypeVar("T")
@@ -102,13 +103,19 @@ class Ranks:
         """Return True on the first rank of each group, whose metrics count."""
         return self.rank % self.sequence_parallel == 0
 
-    def peak_memory(self) -> int:
+    def peak_memory(self, *, awake: int = 0, asleep: int = 0) -> int:
         """Return the most memory that one of the ranks has held so far, in bytes; a collective.
 
         On GPUs, what torch's allocator has reserved. On CPUs the resident memory of the process,
         libraries and memory that ranks share included.
+
+        Args:
+            awake: bytes reserved while a rollout engine was awake.
+            asleep: bytes that it gave back in its sleep, which torch counts as reserved.
         """
-        mine = torch.cuda.max_memory_reserved(self.device) if self.gpu else resident_peak()
+        mine = resident_peak()
+        if self.gpu:
+            mine = max(torch.cuda.max_memory_reserved(self.device) - asleep, awake)
         most = torch.tensor(mine, device=self.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return int(most)
@@ -188,21 +195,29 @@ def choose_device(setting: str, local: int) -> torch.device:
     raise ConfigError(f"train.device={setting}: {problem}; {needed}", hint=override)
 
 
-def start_engine(model: nn.Module, config: dict[str, Any], optim: Optim | None = None) -> Any:
-    """Return a DeepSpeed engine that trains the parameters of `model` that require gradients.
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[Any]:
+    """Return the parameters that require gradients, norms and biases in a group without decay."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    vectors = [p for p in parameters if len(full_shape(p)) < 2]
+    matrices = [p for p in parameters if len(full_shape(p)) > 1]
+    if not (weight_decay and vectors and matrices):  # torch >= 2.10 fails on empty groups
+        return parameters
+    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
 
-    They form a single parameter group: torch >= 2.10 fails on empty ones under ZeRO.
+
+def start_engine(model: nn.Module, config: dict[str, Any], optim: Optim) -> Any:
+    """Return a DeepSpeed engine that trains the parameters of `model` that require gradients.
 
     Args:
         model: result of `load_model`.
         config: result of `deepspeed_config`.
-        optim: settings of the optimizer; needed if `config` names none.
+        optim: settings of the optimizer.
     """
     import deepspeed
 
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = parameter_groups(model, optim.weight_decay)
     optimizer = None
-    if "optimizer" not in config and optim is not None:
+    if "optimizer" not in config:
         optimizer = _adamw_8bit(parameters, optim)
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -249,7 +264,7 @@ def _tell_norms(engine: Any) -> None:
     engine._take_model_step = noted
 
 
-def _adamw_8bit(parameters: list[nn.Parameter], optim: Optim) -> torch.optim.Optimizer:
+def _adamw_8bit(parameters: list[Any], optim: Optim) -> torch.optim.Optimizer:
     """Return AdamW with 8-bit moments, quantised in blocks of 256 numbers."""
     from bitsandbytes.optim import AdamW8bit
 

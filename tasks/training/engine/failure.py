@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tasks.core.errors import PlumblineError, TrainingError
 from tasks.core.machine import has_gpu
+from tasks.serving.vllm.job import time_limit
 from tasks.training.job import Settings, TrainJob
 from tasks.training.memory.estimate import estimate
 
@@ -20,6 +21,10 @@ _NO_MEMORY = re.compile(
     re.I,
 )
 _TIMED_OUT = re.compile(r"timed out", re.I)
+WATCHDOG = "Watchdog caught collective operation timeout"
+"""NCCL ends the process with this line, and raises nothing."""
+MARGIN_S = 300.0
+"""Seconds beside rollouts, for scoring and syncing."""
 _PEER = re.compile(r"gloo|nccl|connection (closed|reset)|broken pipe|socket", re.I)
 
 
@@ -30,7 +35,7 @@ def explain(error: Exception, job: TrainJob, rank: int) -> PlumblineError | None
     if ran_out_of_memory(error):
         return out_of_memory(f"rank {rank} ran out of memory: {_first_line(error)}", job)
     if timed_out(error):
-        return _timeout(error, job, rank)
+        return waited(f"rank {rank}", _first_line(error), job)
     return None
 
 
@@ -107,13 +112,22 @@ def smaller(settings: Settings) -> list[str]:
     return [*overrides, f"train.max_len={max(2, batch.max_len // 2)}"]
 
 
-def _timeout(error: Exception, job: TrainJob, rank: int) -> TrainingError:
-    seconds = job.settings.launch.collective_timeout_s
+def collective_timeout_s(job: TrainJob) -> float:
+    """Return the seconds that ranks wait for each other: at least as long as rollouts may take."""
+    seconds, online = job.settings.launch.collective_timeout_s, job.settings.online
+    if not online:
+        return seconds
+    rollouts = online["rollout"]["timeout_s"] or time_limit([job.base])
+    return max(seconds, rollouts + MARGIN_S)
+
+
+def waited(who: str, line: str, job: TrainJob) -> TrainingError:
+    """Return the error for a collective that ran into its timeout; `line` is the library's."""
     stopped = sorted(_stopped_siblings())
     which = f": rank {', '.join(map(str, stopped))} is stopped" if stopped else ""
     return TrainingError(
-        f"rank {rank} waited {seconds:g} s for the other ranks{which}",
-        details=[_first_line(error)],
+        f"{who} waited {collective_timeout_s(job):g} s for the other ranks{which}",
+        details=[line],
         hint="train.collective_timeout_s=<more> if a step or a checkpoint takes that long",
     )
 

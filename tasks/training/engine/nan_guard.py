@@ -115,7 +115,7 @@ class Trace:
     def _repeat(self, todo: Step, baseline: torch.Tensor | None) -> list[_Failure]:
         engine, failures = self.passes.engine, []
         watch = Watch(engine.module)
-        for number, chosen in enumerate(todo.rows, 1):
+        for number, (chosen, _) in enumerate(todo.rows, 1):
             loss = self.passes.loss(
                 self.examples, chosen, counts=todo.counts, baseline=baseline
             ).value

@@ -39,21 +39,38 @@ def deepspeed_config(
         "gradient_clipping": settings.optim.max_grad_norm,
         "steps_per_print": 2**31 - 1,
         "bf16": {"enabled": settings.dtype == "bfloat16"},
-        "zero_optimization": _zero(settings.zero, gpu=gpu),
+        "zero_optimization": _zero(settings, gpu=gpu),
     }
+    if accumulates_in_fp32(settings, world_size):
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
     if universal:
         config["checkpoint"] = {"load_universal": True}
     if settings.dtype == "float16":
         # loss_scale 0 is dynamic: halved at an overflow, doubled after 1000 steps without one.
         config["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}
     if settings.optim.optimizer == "adamw":
-        config["optimizer"] = _adamw(settings.optim, settings.zero)
+        config["optimizer"] = _adamw(settings.optim, settings.zero, gpu=gpu)
     else:  # `start_engine` makes it; DeepSpeed has none of this name
         config["zero_allow_untested_optimizer"] = True
     return config
 
 
-def _adamw(optim: Optim, zero: Zero) -> dict[str, Any]:
+def accumulates_in_fp32(settings: Settings, world_size: int) -> bool:
+    """Return True if gradients of several micro-batches are added up in fp32.
+
+    DeepSpeed's default is bf16. ZeRO-0 refuses the mix, and ZeRO-1 would take another optimizer.
+    """
+    batch, zero = settings.batch, settings.zero
+    together = batch.micro_batch_size * (world_size // settings.launch.sequence_parallel)
+    return (
+        settings.dtype == "bfloat16"
+        and batch.global_batch_size > together
+        and zero.stage >= 2
+        and zero.offload_optimizer == "none"
+    )
+
+
+def _adamw(optim: Optim, zero: Zero, *, gpu: bool) -> dict[str, Any]:
     # torch's AdamW needs no compiler; an offloaded optimizer is DeepSpeed's CPUAdam (`ops.py`).
     offloaded = zero.offload_optimizer == "cpu"
     return {
@@ -64,11 +81,13 @@ def _adamw(optim: Optim, zero: Zero) -> dict[str, Any]:
             "eps": optim.eps,
             "weight_decay": optim.weight_decay,
             "torch_adam": not offloaded,
+            **({"fused": True} if gpu and not offloaded else {}),
         },
     }
 
 
-def _zero(zero: Zero, *, gpu: bool) -> dict[str, Any]:
+def _zero(settings: Settings, *, gpu: bool) -> dict[str, Any]:
+    zero = settings.zero
     # DeepSpeed's default overlaps under ZeRO-3; on a CPU the same cores compute and communicate.
     overlap = zero.overlap_comm if gpu else bool(zero.overlap_comm)
     # Page-locked memory lets copies to and from a GPU overlap with its arithmetic.
@@ -85,7 +104,10 @@ def _zero(zero: Zero, *, gpu: bool) -> dict[str, Any]:
         config["offload_optimizer"] = dict(in_host_memory)
     if zero.stage == 3:
         config["stage3_prefetch_bucket_size"] = zero.bucket_size
-        config["stage3_param_persistence_threshold"] = zero.persistence_threshold
+        persistent = zero.persistence_threshold
+        if persistent is None:  # the factors of a LoRA are small, and many
+            persistent = 100_000 if settings.peft.kind == "none" else 1_000_000
+        config["stage3_param_persistence_threshold"] = persistent
         config["stage3_gather_16bit_weights_on_model_save"] = False
         # DeepSpeed's own linear adds the bias in a second step; a served model does not.
         config["memory_efficient_linear"] = False

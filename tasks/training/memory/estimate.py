@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tasks.training.engine.zero_config import accumulates_in_fp32
 from tasks.training.job import Settings
 from tasks.training.memory.activations import LARGEST_IN_HEAP, RowBytes, row_bytes
 from tasks.training.memory.sizes import Sizes
@@ -149,10 +150,14 @@ def estimate(
     mine = trained / shared[1]
     offloaded = zero.offload_optimizer == "cpu"
     at_once = mine if zero.stage < 3 else min(mine, _SUB_GROUP)
-    states, step = mine * _optimizer_bytes(settings), at_once * _step_bytes(settings)
+    grad_item = ITEM["float32"] if accumulates_in_fp32(settings, world_size) else item
+    states, step = (
+        mine * _optimizer_bytes(settings),
+        at_once * _step_bytes(settings, grad_item, gpu=gpu),
+    )
     if offloaded:
         states += mine * item  # the updated weights, before they are copied to the device
-    gradients = int(trained * item / shared[2] + _bucket(settings, trained))
+    gradients = int(trained * grad_item / shared[2] + _bucket(settings, trained, gpu=gpu))
     copies = int(trained * saved_bytes(settings) / world_size) if async_save else 0
     away = (states + step if offloaded else 0) + (weights if zero.offload_param == "cpu" else 0)
     return MemoryEstimate(
@@ -173,6 +178,17 @@ def estimate(
         mapped=0 if gpu else int(_mapped(sizes, settings)),
         forward=row.forward,
     )
+
+
+def on_node(size: int, mapped: int, ranks: int) -> int:
+    """Return the bytes of all ranks of a node, libraries included.
+
+    Args:
+        size: bytes of one rank.
+        mapped: part of `size` that all ranks share, pages of a mapped file.
+        ranks: number of ranks on the node.
+    """
+    return ranks * (size - mapped + LIBRARIES) + mapped
 
 
 def trained_weights(sizes: Sizes, settings: Settings) -> int:
@@ -215,10 +231,15 @@ def _holes(row: RowBytes, gathered: int) -> float:
     return passing + HOLES * gathered
 
 
-def _bucket(settings: Settings, trained: int) -> int:
-    """Return the bytes of the buffer in which gradients are reduced."""
-    bucket = min(trained, settings.zero.bucket_size) if settings.zero.stage else 0
-    return bucket * ITEM[settings.dtype]
+def _bucket(settings: Settings, trained: int, *, gpu: bool = False) -> int:
+    """Return the bytes of the buffer in which gradients are reduced.
+
+    DeepSpeed always allocates all of it; a CPU does not touch the pages that are not used.
+    """
+    zero = settings.zero
+    buffers = 2 if gpu and zero.stage in (1, 2) and zero.overlap_comm else 1
+    bucket = buffers * zero.bucket_size if gpu else min(trained, zero.bucket_size)
+    return bucket * ITEM[settings.dtype] if zero.stage else 0
 
 
 def _communication(
@@ -255,14 +276,17 @@ def saved_bytes(settings: Settings) -> float:
     return _optimizer_bytes(settings) + 2 * ITEM[settings.dtype]
 
 
-def _step_bytes(settings: Settings) -> int:
+def _step_bytes(settings: Settings, item: int, *, gpu: bool) -> int:
     """Return the temporary bytes per trained weight in an optimizer step.
 
     The gradient in fp32 takes 4. From stage 1 on all weights of a rank are one flat tensor, for
-    which torch's AdamW also makes the root of the second moment, with and without bias correction.
-    The 8-bit and the offloaded AdamW work in place.
+    which torch's AdamW on a CPU also makes the root of the second moment, with and without bias
+    correction. The fused, the 8-bit and the offloaded AdamW work in place.
     """
-    in_place = settings.optim.optimizer != "adamw" or settings.zero.offload_optimizer == "cpu"
+    unfused = settings.optim.optimizer == "adamw" and not gpu
+    in_place = not unfused or settings.zero.offload_optimizer == "cpu"
+    if gpu and settings.zero.stage in (1, 2):
+        return 4 + item  # of the gradients, from which it is copied
     return 4 if in_place or settings.zero.stage == 0 else 12
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tasks.serving.prompts import stop_ids
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
 from tasks.training.model.adapter import add_adapter, continue_adapter
@@ -19,7 +20,6 @@ from tasks.training.model.fused_lora import fuse
 from tasks.training.model.head import gather_at_once
 from tasks.training.model.packed_model import accept_packed_rows
 from tasks.training.model.score_head import padding_id
-from tasks.training.tokens.data import end_ids
 
 CHAT_TEMPLATE = "chat_template.jinja"
 """File name of a dataset's own chat template (`data.chat_template`)."""
@@ -71,7 +71,7 @@ def load_model(
 
 def _model(job: TrainJob, ranks: Ranks, config: dict[str, Any], tokenizer: Any, head: str) -> Any:
     settings = job.settings
-    pad = padding_id(tokenizer.pad_token_id, end_ids(job.side_files, tokenizer))
+    pad = padding_id(tokenizer.pad_token_id, stop_ids(job.side_files, tokenizer.eos_token_id))
     model = load_base(job, ranks, config, head=head, pad=pad)
     accept_packed_rows(model, ranks)
     if settings.gradient_checkpointing:

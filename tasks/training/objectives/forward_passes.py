@@ -15,7 +15,7 @@ from tasks.training.model.adapter import initial_weights
 from tasks.training.model.packed_model import PLAIN, TokenOutputs
 from tasks.training.objectives import Loss, ModelOutput, Objective
 from tasks.training.tokens.examples import Examples
-from tasks.training.tokens.order import Counts, HeldOut, heldout_rounds
+from tasks.training.tokens.order import Counts, Dealt, heldout_rounds
 from tasks.training.tokens.packing import Row, pack
 
 
@@ -70,7 +70,7 @@ class Passes:
         measures = {**loss.measures, "router_loss": balance.detach()}
         return Loss(loss.value + self.router * balance, measures)
 
-    def baseline(self, examples: Examples, rows: Sequence[HeldOut]) -> torch.Tensor | None:
+    def baseline(self, examples: Examples, rows: Sequence[Dealt]) -> torch.Tensor | None:
         """Return the mean log-ratio of the baseline role's sequences, over all rows and ranks.
 
         The result is a scalar, or None if the objective has no baseline role.
@@ -90,14 +90,14 @@ class Passes:
         summed, count = self.ranks.total(total)
         return (summed / count).float()
 
-    def heldout(self, examples: Examples, batch: Batch) -> list[HeldOut]:
+    def heldout(self, examples: Examples, batch: Batch) -> list[Dealt]:
         """Return this rank's rows of a pass over all examples; see `heldout_rounds`.
 
         Of ranks that share their rows, one counts them.
         """
         ranks = self.ranks
         rounds = heldout_rounds(examples, batch, world_size=ranks.replicas, rank=ranks.replica)
-        return rounds if ranks.leads else [HeldOut(row.chosen, counted=False) for row in rounds]
+        return rounds if ranks.leads else [Dealt(row.chosen, counted=False) for row in rounds]
 
     def each(self, examples: Examples, batch: Batch) -> Iterator[tuple[Row, torch.Tensor, bool]]:
         """Yield each row of `heldout` with all roles, the model's output, and whether it counts.

@@ -1,7 +1,8 @@
 """Log-probabilities of the reference model, computed and stored before the first step.
 
 Full fine-tuning has no adapter to switch off, and a second copy of the model would double the
-memory. The reference is the model before the first step, so one pass over the data gives its sums
+memory; under ZeRO-3 passes with and without an adapter would undo each other's prefetching. The
+reference is the model before the first step, so one pass over the data gives its sums
 of log-probabilities (one per sequence) for all epochs and for resumed runs.
 """
 

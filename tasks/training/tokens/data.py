@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 from tasks.core.errors import ConfigError, DataError
 from tasks.core.events import emit
 from tasks.pipeline.source_closure import source_digest
+from tasks.serving.prompts import stop_ids
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
 from tasks.training.tokens.chat import Encoder, Unfit
@@ -67,12 +67,12 @@ def load_split(
             f"the tokenizer of {job.side_files} has no chat template to render them",
             hint="data.chat_template=<Jinja file>",
         )
-    ends = end_ids(job.side_files, tokenizer)
+    ends = stop_ids(job.side_files, tokenizer.eos_token_id)
     recipe = {
         "code": source_digest([__name__]),
         "data": split_digest(path),
         "tokenizer": tokenizer_digest(tokenizer),
-        "ends": sorted(ends),
+        "ends": ends,
         "roles": roles,
         "mask": job.settings.mask,
         "max_len": batch.max_len,
@@ -84,7 +84,7 @@ def load_split(
     if not cached:
         drafts = Drafts(path, roles=roles, mask=job.settings.mask, seed=job.settings.seed)
         rule = Rule(batch.max_len, batch.on_overlong)
-        encoder = TextEncoder(tokenizer) if texts else Encoder(tokenizer, ends)
+        encoder = TextEncoder(tokenizer) if texts else Encoder(tokenizer, frozenset(ends))
         share = _Share(drafts, encoder.encode, rule, roles)
         _make(cache, share, ranks, source=path.name)
         drafts.close()
@@ -96,21 +96,6 @@ def load_split(
             notes, source=path.name, max_len=batch.max_len, most=job.max_truncated, texts=texts
         )
     return open_examples(cache.folder)
-
-
-def end_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
-    """Return the token ids that may end a turn.
-
-    Args:
-        folder: folder of generation_config.json, whose `eos_token_id` counts if it exists.
-        tokenizer: the tokenizer, whose EOS token counts.
-    """
-    ids = {tokenizer.eos_token_id}
-    path = folder / "generation_config.json"
-    if path.is_file():
-        eos = json.loads(path.read_text()).get("eos_token_id")
-        ids.update(eos if isinstance(eos, list) else [eos])
-    return frozenset(int(i) for i in ids if i is not None)
 
 
 class _Part(NamedTuple):
@@ -145,6 +130,7 @@ class _Share:
         encoded = iter(self.encode(wanted))
         for draft in drafts:
             sequences = [next(encoded) for _ in draft.conversations]
+            tally.without_loss += draft.without_loss
             wrong = draft.problem or next((str(s) for s in sequences if isinstance(s, Unfit)), "")
             if wrong:
                 tally.read += 1

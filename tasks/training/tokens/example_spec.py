@@ -21,7 +21,7 @@ from tasks.training.tokens.documents import Document
 from tasks.training.tokens.rows import RowFile
 
 CONVERSATIONS, PAIRS, LABELLED = ("text",), ("chosen", "rejected"), ("text", "mismatched")
-LAST_ANSWER, EVERY_ANSWER, EVERY_TOKEN = "last_answer", "every_answer", "every_token"
+LAST_ANSWER, EVERY_TOKEN = "last_answer", "every_token"
 PARTNERS = 64
 """Examples searched for a `mismatched` answer."""
 _KINDS = {CONVERSATIONS: "conversations", PAIRS: "pairs", LABELLED: "labelled"}
@@ -34,6 +34,7 @@ class Draft(NamedTuple):
     conversations: tuple[Turns, ...] | tuple[Document]
     values: dict[str, float]
     problem: str = ""
+    without_loss: int = 0  # answers of a conversation
 
 
 def holds_texts(path: Path) -> bool:
@@ -115,9 +116,10 @@ class Drafts:
         if self._texts:
             return Draft(name, (Document(row["text"]),), {})
         messages = row["messages"]
-        first = 0 if self._mask == EVERY_ANSWER else len(messages) - 1
+        first = len(messages) - 1 if self._mask == LAST_ANSWER else 0
         turns = Turns(messages, first, everything=self._mask == EVERY_TOKEN)
-        return Draft(name, (turns,), {})
+        earlier = sum(message["role"] == "assistant" for message in messages[:first])
+        return Draft(name, (turns,), {}, without_loss=earlier)
 
     def _pair(self, name: str, row: dict[str, Any]) -> Draft:
         prompt = row["prompt"]

@@ -1,10 +1,10 @@
 """Order of the examples: assign them to steps, ranks and rows.
 
-The order depends on the seed alone; every rank computes all of it, without communication. Examples
-form an endless stream of epochs, each shuffled differently, and a step takes the next
-`global_batch_size` of them. Within a step they are dealt to ranks x accumulation steps rows,
-longest first, each into the row with the fewest tokens so far. So rows that are computed at the
-same time have about equally many tokens.
+The order depends on the seed alone; every rank computes all of it, without communication. Each
+epoch is shuffled differently, and a step takes the next `global_batch_size` examples of it; the
+last step of an epoch takes what is left, as in HF's Trainer. Within a step they are dealt to ranks
+x accumulation steps rows, longest first, each into the row with the fewest tokens so far. So rows
+that are computed at the same time have about equally many tokens.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class Counts:
         return cls(len(examples), supervised, int(lengths.sum()), int((lengths**2).sum()))
 
 
+class Dealt(NamedTuple):
+    """Examples of a row; one that is not `counted` is repeated, so that ranks make equal passes."""
+
+    chosen: tuple[int, ...]
+    counted: bool = True
+
+
 @dataclass(frozen=True)
 class Step:
     """One optimizer step of one rank: its rows, and the totals over all ranks."""
 
-    rows: tuple[tuple[int, ...], ...]
+    rows: tuple[Dealt, ...]
     counts: Counts
-
-
-class HeldOut(NamedTuple):
-    """Examples of one row; rows that are not `counted` are repetitions, see `heldout_rounds`."""
-
-    chosen: tuple[int, ...]
-    counted: bool = True
 
 
 class Order:
@@ -78,23 +78,27 @@ class Order:
         self._supervised = examples.supervised
         self._batch = batch
         self._seed = seed
-        self._kept: dict[int, NDArray[np.int64]] = {}
+        self._shuffled: tuple[int, NDArray[np.int64]] | None = None
         self._world = world_size
         self._accumulation = batch.accumulation(world_size)
-        by_epochs = math.ceil(batch.epochs * len(examples) / batch.global_batch_size)
+        self._per_epoch = math.ceil(len(examples) / batch.global_batch_size)
+        by_epochs = math.ceil(batch.epochs * self._per_epoch)
         self.steps = max(1, by_epochs if batch.max_steps is None else batch.max_steps)
 
     def epoch_at(self, step: int) -> float:
         """Return the number of epochs seen after `step` steps."""
-        return step * self._batch.global_batch_size / len(self._lengths)
+        epochs, steps = divmod(step, self._per_epoch)
+        return epochs + steps * self._batch.global_batch_size / len(self._lengths)
 
     def step(self, step: int, rank: int) -> Step:
         """Return the rows of `rank` in step number `step`, 1 to `steps`."""
+        epoch, before = divmod(step - 1, self._per_epoch)
         size = self._batch.global_batch_size
-        chosen = self._stream((step - 1) * size, size)
+        chosen = self._permutation(epoch)[before * size : (before + 1) * size]
         rows = deal(self._lengths[chosen], self._accumulation * self._world)
-        mine = rows[rank :: self._world]
-        return Step(tuple(tuple(int(chosen[i]) for i in row) for row in mine), self.count(chosen))
+        mine = [tuple(int(chosen[i]) for i in row) for row in rows[rank :: self._world]]
+        spare = Dealt((int(chosen[np.argmin(self._lengths[chosen])]),), counted=False)
+        return Step(tuple(Dealt(row) if row else spare for row in mine), self.count(chosen))
 
     def count(self, chosen: NDArray[np.int64]) -> Counts:
         """Return the totals of the chosen examples."""
@@ -106,32 +110,23 @@ class Order:
             squares=int(self._squares[chosen].sum()),
         )
 
-    def _stream(self, start: int, size: int) -> NDArray[np.int64]:
-        n = len(self._lengths)
-        epochs = range(start // n, (start + size - 1) // n + 1)
-        orders = [self._permutation(epoch) for epoch in epochs]
-        offset = start - epochs[0] * n
-        return np.concatenate(orders)[offset : offset + size]
-
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
-        """Return the order of one epoch; two are kept, since a step may lie in two epochs."""
-        if epoch not in self._kept:
-            if len(self._kept) > 1:
-                del self._kept[min(self._kept)]
-            shuffled = np.random.default_rng([self._seed, epoch]).permutation(len(self._lengths))
-            self._kept[epoch] = shuffled
-        return self._kept[epoch]
+        """Return the order of one epoch; the last one is kept."""
+        if self._shuffled is None or self._shuffled[0] != epoch:
+            generator = np.random.default_rng([self._seed, epoch])
+            self._shuffled = epoch, generator.permutation(len(self._lengths))
+        return self._shuffled[1]
 
 
 def deal(lengths: Sequence[int] | NDArray[np.int64], rows: int) -> list[list[int]]:
-    """Deal items into `rows` rows of about equal sums, none of them empty.
+    """Deal items into `rows` rows of about equal sums; with fewer items than rows some are empty.
 
     Items go longest first into the shortest row (Graham 1969, SIAM J. Appl. Math. 17(2): the
     longest row is at most 4/3 of the optimum). Ties go to the row with fewer items, then to the
     first.
 
     Args:
-        lengths: lengths of at least `rows` items.
+        lengths: lengths of the items.
         rows: number of rows.
 
     Returns:
@@ -152,9 +147,7 @@ HELDOUT_ROW = 8
 """Smallest limit of examples in a row of evaluation examples."""
 
 
-def heldout_rounds(
-    examples: Examples, batch: Batch, *, world_size: int, rank: int
-) -> list[HeldOut]:
+def heldout_rounds(examples: Examples, batch: Batch, *, world_size: int, rank: int) -> list[Dealt]:
     """Return one rank's rows of evaluation examples; every rank gets equally many.
 
     A row may have more examples than a micro-batch if they are short, but never more tokens than a
@@ -180,6 +173,6 @@ def heldout_rounds(
             tokens = 0
         rows[-1].append(example)
         tokens += int(lengths[example])
-    rounds = [HeldOut(tuple(row)) for row in rows]
-    rounds += [HeldOut(rounds[0].chosen, counted=False)] * (-len(rounds) % world_size)
+    rounds = [Dealt(tuple(row)) for row in rows]
+    rounds += [Dealt(rounds[0].chosen, counted=False)] * (-len(rounds) % world_size)
     return rounds[rank::world_size]

@@ -48,6 +48,7 @@ class Tally:
         in_pieces: texts cut into pieces.
         refused: samples left out because they are too long.
         equal: pairs left out because both answers have the same tokens.
+        without_loss: answers of conversations that `train.mask` leaves out of the loss.
         fatal: samples that cannot be used and may not be left out.
         only_long: True if all fatal samples are merely too long.
         left_out: the first samples left out, with reasons.
@@ -62,6 +63,7 @@ class Tally:
     in_pieces: int = 0
     refused: int = 0
     equal: int = 0
+    without_loss: int = 0
     fatal: int = 0
     only_long: bool = True
     long: list[int] = field(default_factory=list)
@@ -83,6 +85,7 @@ class Tally:
         """
         names = (
             "read", "kept", "truncated", "ends_cut", "tokens_cut", "in_pieces", "refused", "equal",
+            "without_loss",
         )  # fmt: skip
         lengths = sorted(self.long, reverse=True)
         spared = math.floor(WARNED * self.read)
@@ -153,7 +156,7 @@ def rounded(length: int) -> int:
 
 
 def truncation(counts: Mapping[str, Any], *, max_len: int) -> str:
-    """Return a warning about the samples of a split that are too long; empty up to `WARNED`.
+    """Return a warning about samples that are too long, above `WARNED`, and answers without loss.
 
     Args:
         counts: result of `Tally.counts`.
@@ -170,7 +173,17 @@ def truncation(counts: Mapping[str, Any], *, max_len: int) -> str:
             f"{_share(counts['refused'], read)} are longer than train.max_len={max_len} and were "
             "left out (train.on_overlong=refuse)"
         )
-    return "; ".join([*lines, _keeps(counts)] if lines else [])
+    if lines:
+        lines.append(_keeps(counts))
+    return "; ".join([*lines, *unlearned(counts)])
+
+
+def unlearned(counts: Mapping[str, Any]) -> list[str]:
+    """Return a line about the answers that bear no loss; none if all do."""
+    if not counts["without_loss"]:
+        return []
+    which = "before the last of a conversation bear no loss; train.mask=every_answer trains on them"
+    return [f"{counts['without_loss']} answers {which}"]
 
 
 def too_long(counts: Mapping[str, Any], *, max_len: int) -> str:

@@ -243,15 +243,10 @@ def break_it(bench: Bench) -> dict[str, Any]:
     seen["no start"] = _said(lambda: bench.answering(kv_cache_gib=1e-9).__enter__())
     with bench.answering() as answering:
         answering.sync_weights()
-        good = _ids(answering.generate(mine))
         long = Request(np.arange(bench.rollout.max_prompt_len + 1, dtype=np.int32), 1, 0)
         seen["long"] = _said(lambda: answering.generate([mine[0], long]))
-        if bench.ranks.first:
-            _break_step(answering)
-        seen["restarted"] = _ids(answering.generate(mine)) == good
-        if not bench.ranks.first:
-            _break_step(answering)
-        seen["twice"] = _said(lambda: answering.generate(mine))
+        _break_step(answering)
+        seen["broken"] = _said(lambda: answering.generate(mine))
     with bench.answering() as answering:
         answering.sync_weights()
         colocated: Any = answering._engine  # type: ignore[attr-defined]
@@ -273,24 +268,6 @@ def break_it(bench: Bench) -> dict[str, Any]:
     return seen
 
 
-def start_twice(bench: Bench) -> dict[str, Any]:
-    """Let the engine fail to start on one rank: late, where ranks no longer meet, and early."""
-    from vllm.v1.engine.core import EngineCore
-
-    import tasks.rl.rollout.vllm_engine as ours
-
-    mine, seen = requests(bench.ranks.rank), {}
-    bench.perturb(0.02)
-    places = (("late", EngineCore, "_initialize_kv_caches"), ("early", ours, "Colocated"))
-    for rank, (when, owner, name) in enumerate(places):
-        broken = _fails_once(owner, name, here=bench.ranks.rank == rank)
-        with broken as failed, bench.answering() as answering:
-            answering.sync_weights()
-            seen[when] = _ids(answering.generate(mine))
-        seen[f"failed {when}"] = failed
-    return seen
-
-
 def tear(bench: Bench) -> dict[str, Any]:
     """Cause an error in one of the ranks that share an engine; the other waits for it."""
     mine = requests(bench.ranks.rank)
@@ -301,24 +278,6 @@ def tear(bench: Bench) -> dict[str, Any]:
             _break_step(answering)
         failure = _said(lambda: answering.generate(mine))
     return {"failure": failure}
-
-
-@contextmanager
-def _fails_once(owner: Any, name: str, *, here: bool) -> Iterator[list[str]]:
-    """Make the first call of a function fail on this rank; yield a list that records it."""
-    right, told = getattr(owner, name), []
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if here and not told:
-            told.append(name)
-            raise RuntimeError("a port is taken")
-        return right(*args, **kwargs)
-
-    setattr(owner, name, call)
-    try:
-        yield told
-    finally:
-        setattr(owner, name, right)
 
 
 def _break_step(answering: Any) -> None:
@@ -361,7 +320,7 @@ def _process() -> dict[str, Any]:
     }
 
 
-LIVES = {"grpo": watch, "faults": break_it, "starts": start_twice, "torn": tear}
+LIVES = {"grpo": watch, "faults": break_it, "torn": tear}
 """Function for a policy, by its job's objective."""
 
 

@@ -19,6 +19,7 @@ from tasks.rl.rollout import vllm_engine
 from tasks.rl.rollout.engines import Engine
 from tasks.rl.rollout.policy_sync import Policy
 from tasks.serving.vllm import rollouts
+from tasks.serving.vllm.guest import undisturbed
 from tasks.training.engine.offload import TrainerStates
 from tasks.training.job import Peft, TrainJob
 from tests.rl.rollout.test_handoff import Alone
@@ -135,6 +136,26 @@ def test_weights_below_an_adapter_are_kept(calls: list[Any], tmp_path: Path) -> 
         ("adapter", 1), ("sleep", 1), *both, ("generate",),
         ("sleep", 1), both[0], ("adapter", 2), both[1], ("generate",),
     ]  # fmt: skip
+
+
+def test_a_sleeping_engine_is_not_closed(calls: list[Any], tmp_path: Path) -> None:
+    """Its memory is given back already; vLLM would unmap it a second time."""
+    answering = engine("lora", tmp_path)
+    answering.sync_weights()
+    answering.sleep()
+    answering.close()  # the stand-in has no `engine_core`
+    assert calls == [("adapter", 1), ("sleep", 1)]
+
+
+def test_restoring_generators_does_not_hide_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def restore(_: Any) -> None:
+        raise RuntimeError("Generator not registered with the capturing graph")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", restore)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.zeros(1))
+    with pytest.raises(RuntimeError, match="no room for the cache"), undisturbed():
+        raise RuntimeError("no room for the cache")
 
 
 class Zero:

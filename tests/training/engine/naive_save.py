@@ -15,7 +15,9 @@ from tasks.training.model.build import load_model, load_tokenizer
 job = TrainJob.read(Path(sys.argv[1]))
 ranks = Ranks()
 config = deepspeed_config(job.settings, ranks.world_size)
-engine = start_engine(load_model(job, ranks, config, tokenizer=load_tokenizer(job)), config)
+engine = start_engine(
+    load_model(job, ranks, config, tokenizer=load_tokenizer(job)), config, job.settings.optim
+)
 if ranks.first:
     engine.module.save_pretrained(job.out / "naive")
 partitions = own_partitions(engine.module, rank=ranks.rank, world_size=ranks.world_size)

@@ -85,7 +85,7 @@ def measure(job: TrainJob, ranks: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     from tasks.training.model.probe import measure_fingerprint
     from tasks.training.model.router_loss import coefficient
     from tasks.training.objectives import objective
-    from tasks.training.objectives.forward_passes import HeldOut, Passes
+    from tasks.training.objectives.forward_passes import Passes
     from tasks.training.objectives.reference_logprobs import with_reference
     from tasks.training.steps import begin_random
     from tasks.training.tokens.order import Order
@@ -112,10 +112,12 @@ def measure(job: TrainJob, ranks: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     for step in range(1, order.steps + 1):
         begin_random(0, step=step, rank=ranks.rank)
         todo = order.step(step, ranks.replica)
-        baseline = passes.baseline(examples, [HeldOut(row) for row in todo.rows])
+        baseline = passes.baseline(examples, todo.rows)
         measures, broken = accumulator.passes(
             todo.rows,
-            lambda row, t=todo, b=baseline: passes.loss(examples, row, counts=t.counts, baseline=b),
+            lambda row, t=todo, b=baseline: passes.loss(
+                examples, row.chosen, counts=t.counts, baseline=b
+            ),
         )
         assert not broken
         for name, parameter in trainable(engine.module).items():
@@ -125,7 +127,7 @@ def measure(job: TrainJob, ranks: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     accumulator.close()
     trainer = Trainer(engine, ranks, job, chosen, examples, examples, Progress())
     evaluated = trainer.evaluate("after")
-    saved = saved_bytes(engine, pack(examples, order.step(1, ranks.replica).rows[0]))
+    saved = saved_bytes(engine, pack(examples, order.step(1, ranks.replica).rows[0].chosen))
     restore_attention(model_of(engine.module), settings.attn_implementation)
     measured = measure_fingerprint(engine, examples, head=chosen.head, count=4, device=ranks.device)
     prints = measured.scores if chosen.head == "score" else measured.logprobs.ravel().tolist()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from tasks.drift.reward_scores import ScorePrint, score_drift
+from tasks.serving.reference.rewards import load_rewarder
 from tests.training.model.adapter_jobs import DEFAULT, Adapted
 from tests.training.model.jobs import Left, load_trained
 from tests.training.model.reward_jobs import REWARDS, SETTINGS
@@ -74,6 +78,31 @@ def test_another_process_gets_the_same_scores(run: Left) -> None:
 
 def test_the_loss_falls(run: Left) -> None:
     assert run.losses[-1] < 0.5 * run.losses[0]
+
+
+def test_a_base_that_pads_with_its_end_token_is_scored_at_the_end(
+    base: Path, tmp_path: Path, tokenizer
+) -> None:
+    """transformers scores at the last token that is not the padding id."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForSequenceClassification
+
+    folder, adapter = tmp_path / "base", tmp_path / "adapter"
+    shutil.copytree(base, folder)
+    config = json.loads((folder / "config.json").read_text())
+    padded = {**config, "pad_token_id": tokenizer.eos_token_id}
+    (folder / "config.json").write_text(json.dumps(padded))
+    model = AutoModelForSequenceClassification.from_pretrained(
+        folder, num_labels=1, pad_token_id=None, dtype=torch.float32
+    )
+    adapted = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"]))
+    adapted.save_pretrained(adapter)
+    ids = [*tokenizer("copy bee")["input_ids"], tokenizer.eos_token_id]
+    with torch.no_grad():
+        live = float(adapted.eval()(torch.tensor([ids])).logits)
+    how = {"dtype": "float32", "attn_implementation": "sdpa", "quantization": None}
+    rewarder = load_rewarder(folder, adapter=adapter, **how)
+    assert rewarder.scores([ids]) == pytest.approx([live], abs=1e-5)
 
 
 @pytest.mark.slow

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.training.tokens.chat import Encoder, Turns, Unfit
+from tasks.training.tokens.example_spec import CONVERSATIONS
 from tasks.training.tokens.examples import Tokens
+from tests.training.datasets import answer, job_for, load, user, write
 
 Turn = tuple[str, str]
 
@@ -202,8 +208,8 @@ def test_marks_are_the_answers_and_nothing_else(tokenizer, conversation, first) 
     """Compare with spans joined piece by piece; every byte and every special token is one token."""
     system, exchanges = conversation
     said: list[Turn] = [] if system is None else [("system", system)]
-    for question, answer in exchanges:
-        said += [("user", question), ("assistant", answer)]
+    for question, reply in exchanges:
+        said += [("user", question), ("assistant", reply)]
     first = min(first, len(said) - 1)
     pieces: list[tuple[str, int]] = []
     for number, (role, content) in enumerate(said):
@@ -237,3 +243,20 @@ def test_a_batch_gives_the_tokens_of_single_conversations(tokenizer, conversatio
         assert isinstance(alone, Tokens)
         assert np.array_equal(one.ids, alone.ids)
         assert np.array_equal(one.bears, alone.bears)
+
+
+def test_an_end_that_only_the_model_config_names_ends_an_answer(
+    base: Path, tmp_path: Path, tokenizer
+) -> None:
+    """Rollouts, rewards and smoke tests stop at the same ids as training."""
+    folder, data = tmp_path / "base", tmp_path / "data"
+    shutil.copytree(base, folder)
+    other = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [other]}))
+    template = tokenizer.chat_template.replace("<|im_end|>", "<|endoftext|>")
+    (folder / "chat_template.jinja").write_text(template)
+    write(data, [{"id": "x", "messages": [user("a"), answer("b")]}])
+    found = load(job_for(data, folder), CONVERSATIONS)
+    assert found.sequence(0, 0)[0][-1] == other
+    assert found.supervised.tolist() == [[2]]

@@ -83,13 +83,15 @@ class TestRows:
         with pytest.raises(ConfigError, match=words):
             Drafts(path, roles=roles, mask="last_answer", seed=0)
 
-    def test_masks(self, base: Path, tmp_path: Path, tokenizer) -> None:
+    def test_masks(self, base: Path, tmp_path: Path, capfd) -> None:
         said = [user("a"), answer("b"), user("c"), answer("d")]
         write(tmp_path, [{"id": "x", "messages": said}])
-        wanted = {"last_answer": 2, "every_answer": 4}
-        for mask, count in wanted.items():
+        wanted = {"last_answer": (2, 1), "every_answer": (4, 0)}
+        for mask, (count, without_loss) in wanted.items():
             found = load(job_for(tmp_path, base, mask=mask, max_len=200), CONVERSATIONS)
             assert found.supervised.tolist() == [[count]], mask
+            (told,) = data_events(capfd)
+            assert told["without_loss"] == without_loss
         whole = load(job_for(tmp_path, base, mask="every_token", max_len=200), CONVERSATIONS)
         assert whole.supervised.tolist() == (whole.lengths - 1).tolist()
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.training.tokens.order import HELDOUT_ROW, deal, heldout_rounds
+from tasks.training.tokens.order import HELDOUT_ROW, Order, deal, heldout_rounds
 from tests.settings import Batch
 from tests.training.datasets import make_examples
 
@@ -51,3 +51,19 @@ def test_an_evaluation_row_needs_no_more_memory_than_a_step(
     found = heldout_rounds(make_examples([longest] * 16, roles=roles), batch, world_size=1, rank=0)
     assert len(found) == rows
     assert max(len(one.chosen) for one in found) == (HELDOUT_ROW if longest == 8 else 1)
+
+
+@given(count=st.integers(1, 40), epochs=st.integers(1, 3), ranks=st.integers(1, 3))
+def test_an_epoch_has_every_example_once(count: int, epochs: int, ranks: int) -> None:
+    """The last step of an epoch is smaller; every rank makes the same passes in it."""
+    batch = Batch(micro_batch_size=2, global_batch_size=6 * ranks, epochs=epochs)
+    order = Order(make_examples([5] * count), batch, seed=0, world_size=ranks)
+    steps = [
+        [order.step(step, rank) for rank in range(ranks)] for step in range(1, order.steps + 1)
+    ]
+    rows = [row for step in steps for of_rank in step for row in of_rank.rows]
+    assert {len(of_rank.rows) for step in steps for of_rank in step} == {3}
+    seen = Counter(i for row in rows if row.counted for i in row.chosen)
+    assert seen == Counter(dict.fromkeys(range(count), epochs))
+    assert sum(step[0].counts.examples for step in steps) == count * epochs
+    assert order.epoch_at(order.steps) == epochs

@@ -96,7 +96,7 @@ CHECKS = (
     Check("adam8bit", "numerics", 10, BNB),
     Check("overflow", "training", 45, TRAIN),
     Check("resume", "training", 100, TRAIN, gib=16),
-    Check("rollouts", "engines", 150, (*QLORA, "vllm"), gib=16),
+    Check("rollouts", "engines", 240, (*QLORA, "vllm"), gib=16),
     Check("demo", "training", 120, ALL, gib=16),
     Check("online", "training", 180, ALL, gib=16),
     Check("zero-ranks", "training", 240, TRAIN, gib=48, gpus=2),

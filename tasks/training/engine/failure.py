@@ -97,7 +97,12 @@ def out_of_memory_kills() -> int:
 def smaller(settings: Settings) -> list[str]:
     """Return overrides that need less memory, those that cost least first."""
     batch, zero, peft = settings.batch, settings.zero, settings.peft
-    overrides = []
+    overrides, rollout = [], settings.online.get("rollout", {})
+    if rollout.get("engine") == "vllm" and has_gpu(settings.launch.device):
+        if zero.stage and not rollout["offload_trainer"]:
+            overrides.append("rollout.offload_trainer=true")
+        if rollout["gpu_memory"] > 0.3:
+            overrides.append("rollout.gpu_memory=0.3")
     if batch.micro_batch_size > 1:
         overrides.append(f"train.micro_batch_size={batch.micro_batch_size // 2}")
     if not settings.gradient_checkpointing:

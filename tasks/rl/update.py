@@ -52,8 +52,11 @@ def minibatches(setup: Setup, iteration: int, experience: Experience) -> Iterato
         for start in range(0, len(places) - size + 1, size):
             chosen = places[start : start + size]
             rows = deal(lengths[chosen], count)[ranks.rank :: ranks.world_size]
-            tokens = int(experience.lengths[torch.from_numpy(chosen)].sum())
-            totals = Totals(tokens, size, setup.rollout.max_new_tokens)
+            counted = torch.from_numpy(chosen)
+            if setup.loop.mask_truncated:
+                counted = counted[~experience.truncated[counted]]
+            tokens = max(1, int(experience.lengths[counted].sum()))  # 0: all are masked
+            totals = Totals(tokens, max(1, len(counted)), setup.rollout.max_new_tokens)
             yield Minibatch([[int(chosen[i]) for i in row] for row in rows], totals)
 
 
@@ -194,17 +197,21 @@ class Updater:
         experience, device, loop = inputs.experience, self.setup.ranks.device, self.setup.loop
         places, lengths = experience.places(chosen), experience.lengths[list(chosen)].to(device)
         old_n, sampled_n = old.float().to(device), experience.sampled[places].to(device)
+        owner_n = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
         bounds = {"high": loop.correction_high, "low": loop.correction_low}
-        reference = experience.reference
+        reference, kept_n = experience.reference, torch.ones_like(old_n)
+        if loop.mask_truncated:
+            kept_n = (~experience.truncated[list(chosen)]).float().to(device)[owner_n]
         return LossInputs(
             old_n=old_n,
             advantages_n=inputs.advantages.advantages_N[places].to(device),
             weights_n=correction.weights(old_n, sampled_n, lengths, kind=loop.correction, **bounds),
             reference_n=None if reference is None else reference[places].to(device),
             entropy_n=entropy,
-            owner_n=torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths),
+            owner_n=owner_n,
             lengths_s=lengths,
             totals=totals,
+            kept_n=kept_n,
         )
 
     def _step_critic(

@@ -57,6 +57,11 @@ class Experience:
         return torch.from_numpy(self.examples.lengths[:, 0] - np.array(prompts))
 
     @property
+    def truncated(self) -> torch.Tensor:
+        """(S,) bool, True for responses that the length limit cut off."""
+        return torch.tensor([not scored.response.generated.ended for scored in self.scored])
+
+    @property
     def owner(self) -> torch.Tensor:
         """(N,) number of the response that each token belongs to."""
         return torch.repeat_interleave(torch.arange(len(self.lengths)), self.lengths)

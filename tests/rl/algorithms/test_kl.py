@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tasks.rl.algorithms import kl
-from tasks.rl.settings import Loop
+from tests.settings import Loop
 
 POLICY = torch.tensor([0.3, -0.8, 1.1, 0.0, -1.5], dtype=torch.float64)
 OTHER = torch.tensor([-0.2, 0.5, 0.9, -1.0, 0.4], dtype=torch.float64)

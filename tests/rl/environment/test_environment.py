@@ -24,7 +24,6 @@ from tasks.rl.experience.responses import Prompt, Request, Response, Turn
 from tasks.rl.rewards import Rewards
 from tasks.rl.rewards.reference import FunctionReference
 from tasks.rl.rewards.sources import Weighted
-from tasks.rl.settings import Loop
 from tasks.serving.vllm.colocation import Generated
 from tasks.toy import calculator
 from tasks.toy.tokenizer import train_tokenizer
@@ -42,6 +41,7 @@ from tests.rl.environment.playing import (
 )
 from tests.rl.making import TOKENIZER
 from tests.rl.peers import on_ranks
+from tests.settings import Loop
 
 
 @pytest.mark.parametrize("role", ["user", "tool"])

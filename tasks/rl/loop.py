@@ -130,8 +130,8 @@ class OnlineTrainer:
         with clock.phase("estimate"):
             inputs, estimated = self._scorer.estimate(batch, self._controller.coef, iteration)
         record |= estimated
-        if "kl" in record:
-            self._controller = self._controller.after(record["kl"], len(scored))
+        if "kl_k1" in record:
+            self._controller = self._controller.after(record["kl_k1"], len(scored))
         with clock.phase("update"), self.states.on_device():
             compare = partial(self._scorer.compare, iteration=iteration)
             record |= self._updater.update(iteration, inputs, compare, of=self._last)

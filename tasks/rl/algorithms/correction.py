@@ -26,6 +26,7 @@ import torch
 from tasks.config.choices import Correction
 from tasks.core.errors import TrainingError
 from tasks.rl.algorithms.advantages import spread, sums
+from tasks.rl.algorithms.kl import estimate
 
 FIRST = 5
 """Number of first iterations whose median mismatch is the run's baseline."""
@@ -126,7 +127,7 @@ def mismatch(old_N: torch.Tensor, sampled_N: torch.Tensor) -> Mismatch:
     return Mismatch(
         mean_abs=float(log_ratio_N.abs().mean()),
         max_abs=float(log_ratio_N.abs().max()),
-        kl=float((torch.expm1(log_ratio_N) - log_ratio_N).mean()),
+        kl=float(estimate(sampled_N.double(), old_N.double(), "k3").mean()),
     )
 
 

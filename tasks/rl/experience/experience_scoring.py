@@ -100,8 +100,8 @@ class ExperienceScorer:
         estimated = self.setup.recipe.advantages(batch, loop)
         inputs = UpdateInputs(experience, estimated, kl_coef)
         record |= estimates(experience, estimated) | {"kl_coef": kl_coef}
-        if "kl" in record:
-            self._require_near(record["kl"], iteration)
+        if "kl_k1" in record:
+            self._require_near(record["kl_k1"], iteration)
         return inputs, record
 
     def compare(self, experience: Experience, iteration: int) -> dict[str, float]:

@@ -11,6 +11,7 @@ import torch
 
 from tasks.rl.algorithms.batch import Advantages
 from tasks.rl.algorithms.correction import Mismatch
+from tasks.rl.algorithms.kl import estimate
 from tasks.rl.algorithms.value_loss import explained_variance
 from tasks.rl.clock import Clock
 from tasks.rl.experience.collect import groups_without_signal
@@ -103,14 +104,16 @@ def estimates(experience: Experience, advantages: Advantages) -> dict[str, float
         advantages: of the same tokens.
 
     Returns:
-        `advantage_std`; `kl`, the k3 estimate of the KL to the reference in nats per token, if
-        there is a reference; `explained_variance` if there is a critic.
+        `advantage_std`; with a reference the KL to it in nats per token: `kl` by k3, clamped, and
+        `kl_k1` by k1, which `rl.kl_limit` and an adaptive `rl.kl_coef` go by; `explained_variance`
+        if there is a critic.
     """
     metrics = {"advantage_std": float(advantages.advantages_N.std(correction=0))}
     if experience.reference is not None:
         assert experience.old is not None
-        log_ratio = (experience.reference - experience.old).double()
-        metrics["kl"] = float((log_ratio.exp() - 1 - log_ratio).mean())
+        old, reference = experience.old.double(), experience.reference.double()
+        metrics["kl"] = float(estimate(old, reference, "k3").mean())
+        metrics["kl_k1"] = float((old - reference).mean())
     if experience.values is not None and advantages.returns_N is not None:
         metrics["explained_variance"] = explained_variance(experience.values, advantages.returns_N)
     return metrics

@@ -45,30 +45,33 @@ class Collector:
     episodes: Episodes | None = None
 
     def collect(
-        self, iteration: int, prompt_order: PromptOrder, samples: int, clock: Clock
-    ) -> Collected:
-        """Return the responses to one iteration's prompts, ordered by group.
+        self, iteration: int, prompt_order: PromptOrder, start: int, samples: int, clock: Clock
+    ) -> tuple[Collected, int]:
+        """Return the responses to one iteration's prompts by group, and the next prompt's position.
 
         A group is all responses to one prompt. If their rewards are equal, the group has no signal.
-        With `rl.refill`, other prompts replace such groups for some rounds; groups still without
+        With `rl.refill`, the next prompts replace such groups for some rounds; groups still without
         signal after the last round stay.
 
         Args:
             iteration: 1, 2, ...
             prompt_order: chooses the prompts.
+            start: position of the first prompt.
             samples: responses per prompt.
             clock: gets the seconds of `generate` and `score`.
         """
-        collected = self.sample(prompt_order.numbers(iteration).tolist(), iteration, samples, clock)
-        for round_ in range(1, prompt_order.refill_rounds + 1):
+        used = prompt_order.per_iteration
+        numbers = prompt_order.numbers(start, used)
+        collected = self.sample(numbers, iteration, samples, clock)
+        for _ in range(prompt_order.refill_rounds):
             no_signal = groups_without_signal(collected)
             if not no_signal:
                 break
-            numbers = prompt_order.numbers(iteration, round_).tolist()[: len(no_signal)]
-            first = round_ * prompt_order.per_iteration
-            fresh = self.sample(numbers, iteration, samples, clock, first=first)
+            numbers = prompt_order.numbers(start + used, len(no_signal))
+            fresh = self.sample(numbers, iteration, samples, clock, first=used)
+            used += len(no_signal)
             collected = _refilled(collected, no_signal, fresh)
-        return collected
+        return collected, start + used
 
     def sample(
         self,

@@ -255,7 +255,7 @@ def test_episodes_do_not_depend_on_the_rank(tmp_path: Path) -> None:
             played = episodes(engine, process, ranks=ranks)
             rewards = Rewards([Weighted("function", 2.0, _Letters())])
             collector = Collector(engine, rewards, PROMPTS, TOKENIZER, ranks, 3, played)  # type: ignore[arg-type]
-            known = collector.collect(1, PromptOrder(len(PROMPTS), 4, 0, seed=1), 2, Clock())
+            known, _ = collector.collect(1, PromptOrder(len(PROMPTS), 4, 0, seed=1), 0, 2, Clock())
         finally:
             process.close()
         return [

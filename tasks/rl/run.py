@@ -6,9 +6,11 @@ import logging
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tasks.core.events import emit
+from tasks.rl.algorithms.advantages import overlong_penalty
 from tasks.rl.environment.episodes import Episodes
 from tasks.rl.environment.observation_tokens import ObservationTokens
 from tasks.rl.environment.process import EnvironmentProcess, reference_of
@@ -70,12 +72,19 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
         )
         budget, turns = online.rollout.max_new_tokens, online.loop.max_turns
         episodes = played and Episodes(rollout_engine, *played, ranks, turns, budget)
+        penalise = partial(
+            overlong_penalty,
+            limit=budget,
+            buffer=online.loop.overlong_buffer,
+            most=online.loop.overlong_penalty,
+        )
         train_collector, eval_collector = (
             Collector(
-                rollout_engine, rewards, prompts, tokenizer, ranks, job.settings.seed, episodes
+                rollout_engine, rewards, prompts, tokenizer, ranks, job.settings.seed, episodes,
+                penalise,
             )
             for prompts in (train, heldout)
-        )
+        )  # fmt: skip
         trainer = OnlineTrainer(
             setup, rollout_engine, states, train_collector, eval_collector, progress
         )

@@ -100,6 +100,12 @@ def group_normalized(scores_S: torch.Tensor, groups_S: torch.Tensor) -> torch.Te
     return groups.centered_S * _inverse(groups.deviation_S(), groups.largest_S())
 
 
+def without_signal(scores_S: torch.Tensor, groups_S: torch.Tensor) -> torch.Tensor:
+    """Return True for responses whose group's scores are equal within rounding, (S,) bool."""
+    groups = _Groups(scores_S, groups_S)
+    return _inverse(groups.deviation_S(), groups.largest_S()) == 0
+
+
 def leave_one_out(scores_S: torch.Tensor, groups_S: torch.Tensor) -> torch.Tensor:
     """Return scores minus the mean of their group's others, (S,): RLOO, arXiv:2402.14740, eq. 8.
 

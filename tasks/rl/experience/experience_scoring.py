@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tasks.core.errors import TrainingError
-from tasks.rl.algorithms import advantages, correction
+from tasks.rl.algorithms import correction
 from tasks.rl.algorithms.batch import Batch
 from tasks.rl.experience.packed_rows import Experience, measure_tokens
 from tasks.rl.experience.records import compared, estimates, off_policy
@@ -78,18 +78,12 @@ class ExperienceScorer:
             TrainingError: a log-probability is not finite, the train-inference mismatch is above
                 its limit, or the policy is too far from the reference.
         """
-        loop, rollout = self.setup.loop, self.setup.rollout
+        loop = self.setup.loop
         record = {} if experience.old is None else self.compare(experience, iteration)
-        penalties = advantages.overlong_penalty(
-            experience.spent,
-            limit=rollout.max_new_tokens,
-            buffer=loop.overlong_buffer,
-            most=loop.overlong_penalty,
-        )
         batch = Batch(
             lengths_S=experience.lengths,
             groups_S=experience.groups,
-            scores_S=experience.rewards + penalties,
+            scores_S=experience.rewards,
             old_N=experience.old,
             sampled_N=experience.sampled,
             reference_N=experience.reference,

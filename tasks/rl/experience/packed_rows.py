@@ -30,7 +30,7 @@ class Experience:
         examples: prompt and response as one sequence, sampled tokens marked.
         lengths: (S,) int64, sampled tokens per response.
         groups: (S,) int64, number of the response's prompt within the iteration.
-        rewards: (S,) float32.
+        rewards: (S,) float32, minus the penalty for length.
         sampled: (N,) log-probabilities by the rollout engine.
         old: (N,) log-probabilities by the trainer, before the update.
         reference: (N,) log-probabilities by the reference; None without one.
@@ -49,12 +49,6 @@ class Experience:
     reference: torch.Tensor | None = None
     values: torch.Tensor | None = None
     turn_rewards: torch.Tensor | None = None
-
-    @property
-    def spent(self) -> torch.Tensor:
-        """(S,) int64, tokens after the prompt, observations included."""
-        prompts = [len(scored.response.prompt.ids) for scored in self.scored]
-        return torch.from_numpy(self.examples.lengths[:, 0] - np.array(prompts))
 
     @property
     def truncated(self) -> torch.Tensor:
@@ -150,7 +144,7 @@ def pack_experience(scored: Sequence[ScoredResponse]) -> Experience:
         examples=examples,
         lengths=torch.tensor([len(r.generated.ids) for r in responses]),
         groups=torch.tensor([response.group for response in scored]),
-        rewards=torch.tensor([response.reward for response in scored], dtype=torch.float32),
+        rewards=torch.tensor([r.reward + r.penalty for r in scored], dtype=torch.float32),
         sampled=torch.from_numpy(np.concatenate([r.generated.logprobs for r in responses])).float(),
         turn_rewards=None if turn_rewards is None else torch.from_numpy(turn_rewards),
     )

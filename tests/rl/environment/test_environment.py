@@ -149,7 +149,13 @@ def test_metrics_count_sampled_tokens_and_how_episodes_end(opened: Open) -> None
     assert "assistant: hello\nuser: turn 1: hello\nassistant: hello" in shown
     experience = pack_experience(scored(responses))
     assert experience.lengths.tolist() == [6, 12, 12, 6]
-    assert (experience.spent - experience.lengths).tolist() == [0, 33, 33, 0]
+    after = [len(response.ids) - len(response.prompt.ids) for response in responses]
+    assert [a - b for a, b in zip(after, experience.lengths.tolist(), strict=True)] == [
+        0,
+        33,
+        33,
+        0,
+    ]
 
 
 IDS = st.integers(0, 250)

@@ -12,11 +12,11 @@ import pytest
 from tasks.rl.clock import Clock
 from tasks.rl.experience.collect import Collector, groups_without_signal
 from tasks.rl.experience.prompts import PromptOrder
-from tasks.rl.experience.responses import Prompt, Request, Response
+from tasks.rl.experience.responses import Prompt, Request, Response, ScoredResponse
 from tasks.rl.rewards import Rewards
 from tasks.rl.rewards.sources import Weighted
 from tasks.serving.vllm.colocation import Generated
-from tests.rl.making import TOKENIZER
+from tests.rl.making import TOKENIZER, response
 from tests.rl.peers import on_ranks
 
 PROMPTS = [
@@ -153,6 +153,17 @@ def test_only_groups_without_signal_are_refilled() -> None:
     assert [scored.group for _, scored in known] == [g for g in range(4) for _ in range(4)]
     assert sampled[:4] == first
     assert len(sampled) == 4 + len(silent) + left
+
+
+def test_a_length_penalty_is_a_signal_and_rounding_is_none() -> None:
+    """The signal is that of the scores that advantages are taken of."""
+    known = [
+        (0, ScoredResponse(response("say", "abc"), 0, 1.0)),
+        (0, ScoredResponse(response("say", "ab"), 0, 1.0, penalty=-0.5)),
+        (1, ScoredResponse(response("say", "abc"), 1, 0.1 + 0.2)),
+        (1, ScoredResponse(response("say", "abc"), 1, 0.3)),
+    ]
+    assert groups_without_signal(known) == [1]
 
 
 def test_no_refill_if_all_groups_have_a_signal() -> None:

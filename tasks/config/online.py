@@ -52,7 +52,7 @@ class Rl(Section):
     entropy_coef: float = 0.0  # weight of the entropy bonus
     critic: CriticKind = "shared"  # ppo; shared: an adapter on the policy's trunk
     critic_lr: float | None = None  # null: train.lr
-    critic_warmup: int = COMPUTED  # iterations in which only the critic learns
+    critic_warmup: int = COMPUTED  # iterations in which only the critic learns, unclipped
     value_clip: float | None = 0.2  # clip range of the critic's update; null: none
     refill: int = COMPUTED  # rounds that replace groups without signal (arXiv:2503.14476)
     mask_truncated: bool = COMPUTED  # responses that the length limit cut off bear no loss

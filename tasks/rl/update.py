@@ -149,15 +149,21 @@ class Updater:
         settings, critic = setup.job.settings, setup.critic
         history: dict[str, list[float]] = {}
         first = (iteration - 1) * self.steps + 1
+        # The policy's schedule counts its own steps: its warm-up follows the critic's.
+        before = setup.loop.critic_warmup * self.steps
+        warming = iteration <= setup.loop.critic_warmup
+        # From its zero head the clip would keep the critic below the scale of rewards.
+        clip = None if warming else setup.loop.value_clip
         for step, minibatch in enumerate(minibatches(setup, iteration, inputs.experience), first):
             begin_random(settings.seed, step=step, rank=setup.ranks.rank)
             metrics: dict[str, float] = {}
-            if iteration > setup.loop.critic_warmup:
-                lr = set_lr(setup.engine, settings.optim, step=step, steps=steps)
+            if not warming:
+                lr = set_lr(setup.engine, settings.optim, step=step - before, steps=steps - before)
                 metrics |= {"lr": lr, **self._step_policy(step, minibatch, inputs, compare)}
             if critic is not None:
                 lr = set_lr(critic.engine, critic.optim, step=step, steps=steps)
-                metrics |= {"critic_lr": lr, **self._step_critic(critic, step, minibatch, inputs)}
+                learned = self._step_critic(critic, step, minibatch, inputs, clip)
+                metrics |= {"critic_lr": lr, **learned}
             for name, value in metrics.items():
                 history.setdefault(name, []).append(value)
         return {name: sum(values) / len(values) for name, values in history.items()}
@@ -215,7 +221,12 @@ class Updater:
         )
 
     def _step_critic(
-        self, critic: Critic, step: int, minibatch: Minibatch, inputs: UpdateInputs
+        self,
+        critic: Critic,
+        step: int,
+        minibatch: Minibatch,
+        inputs: UpdateInputs,
+        clip: float | None,
     ) -> dict[str, float]:
         experience, returns = inputs.experience, inputs.advantages.returns_N
         before = experience.values
@@ -229,7 +240,7 @@ class Updater:
                 places = experience.places(chosen)
                 values = engine(experience.row(chosen).to(device))
                 old, target = before[places].to(device), returns[places].to(device)
-                return value_loss(values, old, target, minibatch.totals, self.setup.loop.value_clip)
+                return value_loss(values, old, target, minibatch.totals, clip)
 
             metrics, norm = self._critic_learner.step(step, minibatch.rows, loss_of)
         total = metrics.pop("loss")

@@ -150,12 +150,7 @@ def test_metrics_count_sampled_tokens_and_how_episodes_end(opened: Open) -> None
     experience = pack_experience(scored(responses))
     assert experience.lengths.tolist() == [6, 12, 12, 6]
     after = [len(response.ids) - len(response.prompt.ids) for response in responses]
-    assert [a - b for a, b in zip(after, experience.lengths.tolist(), strict=True)] == [
-        0,
-        33,
-        33,
-        0,
-    ]
+    assert (torch.tensor(after) - experience.lengths).tolist() == [0, 33, 33, 0]
 
 
 IDS = st.integers(0, 250)

@@ -193,8 +193,9 @@ class Updater:
             )
 
         check_now = check if experience.old is None else None
-        metrics, norm = self._policy_learner.step(step, minibatch.rows, loss_of, check_now)
-        return {**comparison, **metrics, "grad_norm": norm}
+        return {
+            **self._policy_learner.step(step, minibatch.rows, loss_of, check_now), **comparison
+        }  # fmt: skip
 
     def _loss_inputs(
         self, inputs: UpdateInputs, chosen: Sequence[int], old: torch.Tensor,
@@ -242,6 +243,10 @@ class Updater:
                 old, target = before[places].to(device), returns[places].to(device)
                 return value_loss(values, old, target, minibatch.totals, clip)
 
-            metrics, norm = self._critic_learner.step(step, minibatch.rows, loss_of)
-        total = metrics.pop("loss")
-        return {**metrics, "value_total": total, "critic_grad_norm": norm}
+            metrics = self._critic_learner.step(step, minibatch.rows, loss_of)
+        names = {
+            "loss": "value_total",
+            "grad_norm": "critic_grad_norm",
+            "skipped": "critic_skipped",
+        }
+        return {names.get(name, name): value for name, value in metrics.items()}

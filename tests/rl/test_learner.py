@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tasks.rl import update
+from tasks.core.errors import TrainingError
+from tasks.rl import learner, update
+from tasks.training.loop import MAX_SKIPPED
 from tests.commands import run_ranks
 from tests.settings import Batch, Loop, Optim, Settings
 
@@ -60,3 +63,30 @@ def test_the_policys_schedule_begins_after_the_critics_warm_up(
     assert [r for r in rates if r[0] == "policy"] == [("policy", n, 6) for n in range(1, 7)]
     assert [r for r in rates if r[0] == "critic"] == [("critic", n, 10) for n in range(1, 11)]
     assert clips == [None] * 4 + [0.2] * 6
+
+
+def test_fp16_steps_that_overflow_are_counted_and_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    applied: list[bool] = []
+    accumulator = SimpleNamespace(passes=lambda rows, loss_of: ({"loss": 1.0}, False))
+    monkeypatch.setattr(learner, "Accumulator", lambda *_: accumulator)
+    engine = SimpleNamespace(
+        step=lambda: None,
+        was_step_applied=lambda: applied[-1],
+        get_global_grad_norm=lambda: 2.0 if applied[-1] else math.inf,
+    )
+    job: Any = SimpleNamespace(settings=Settings(dtype="float16"), checkpoints=tmp_path)
+    ranks: Any = None
+    learns = learner.Learner(engine, ranks, job, whose="the test's", hint="")
+
+    def step(applies: bool) -> dict[str, float]:
+        applied.append(applies)
+        return learns.step(len(applied), [], lambda _: None)  # type: ignore[arg-type,return-value]
+
+    assert step(False) == {"loss": 1.0, "skipped": 1.0}
+    assert step(True) == {"loss": 1.0, "skipped": 0.0, "grad_norm": 2.0}
+    for _ in range(MAX_SKIPPED - 1):
+        step(False)
+    with pytest.raises(TrainingError):
+        step(False)

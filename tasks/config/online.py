@@ -62,7 +62,7 @@ class Rl(Section):
     correction_high: float = 2.0  # upper bound of the importance ratio, trainer over engine
     correction_low: float = 0.5  # lower bound; icepop, sequence_mask
     mismatch_limit: float = 0.1  # train-inference mismatch that ends training, nats per token
-    mismatch_factor: float = 4.0  # the same, over the first five iterations' median; 0: no limit
+    mismatch_factor: float = 4.0  # warns above this x the first five iterations' median; 0: never
 
 
 @dataclass(frozen=True)

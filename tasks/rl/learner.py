@@ -73,7 +73,9 @@ class Learner:
             raise self._error(number, "gradient is not finite")
         self._skipped = self._skipped + 1 if skipped else 0
         if self._skipped >= MAX_SKIPPED:
-            raise self._error(number, f"fp16 overflowed in each of the last {MAX_SKIPPED} steps")
+            error = self._error(number, f"fp16 overflowed in each of the last {MAX_SKIPPED} steps")
+            error.hint = f"model.dtype=bfloat16, or {error.hint}"
+            raise error
         if self._job.settings.dtype == "float16":
             metrics["skipped"] = float(skipped)
         if not skipped:

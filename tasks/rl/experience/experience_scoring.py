@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,8 @@ from tasks.rl.update import UpdateInputs
 from tasks.training.engine import checkpoint
 from tasks.training.model.packed_model import TokenOutputs
 from tasks.training.tokens.packing import Row
+
+LOG = logging.getLogger("plumbline.rl")
 
 
 @dataclass(frozen=True)
@@ -106,11 +109,13 @@ class ExperienceScorer:
         """
         assert experience.old is not None
         measured = correction.mismatch(experience.old, experience.sampled)
+        mismatch = measured.mean_abs if self.probed is None else self.probed()
+        checked = replace(measured, mean_abs=mismatch)
+        warning = self.mismatch_limits.require_within(checked, iteration)
+        if warning and self.setup.ranks.first:
+            LOG.warning(warning)
         if self.probed is None:
-            self.mismatch_limits.require_within(measured, iteration)
             return compared(experience.old, measured)
-        mismatch = self.probed()
-        self.mismatch_limits.require_within(replace(measured, mean_abs=mismatch), iteration)
         return off_policy(experience, measured, mismatch)
 
     def _require_near(self, kl_now: float, iteration: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -259,3 +260,21 @@ def test_invalid_options_are_refused(name: str, knobs: dict[str, object], says: 
 
 def test_an_option_that_is_null_keeps_its_default() -> None:
     assert objective("dpo", {"beta": None, "gamma": None}) == kind_of("dpo")()
+
+
+@pytest.mark.parametrize("good", [[0, 3], [], range(5)])
+def test_rewards_of_kto_are_means_over_their_kind(good: Sequence[int]) -> None:
+    """Two of five examples are desirable: not two fifths of their mean reward."""
+    made = objective("kto", {"beta": 0.2})
+    data = examples(made.roles)
+    row = pack(data, range(5), roles=trained_roles(made))
+    row.values["desirable"][:] = torch.tensor([float(n in good) for n in range(5)])
+    output = output_of(row, made)
+    loss = made.loss(output, row, step_counts(data, range(5)))
+    sums, reference, _ = by_sequence(row, output)
+    rewards = 0.2 * (sums - reference)[:, 0]
+    kinds = {"reward_desirable": list(good), "reward_undesirable": sorted({*range(5)} - {*good})}
+    found = made.means({name: float(value) for name, value in loss.measures.items()})
+    for name, members in kinds.items():
+        wanted = float(rewards[members].mean()) if members else math.nan
+        assert found[name] == pytest.approx(wanted, rel=1e-5, nan_ok=True)

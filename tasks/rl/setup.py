@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import nn
 
 from tasks.rl.algorithms.registry import Recipe, recipe
 from tasks.rl.experience.critic import CRITIC, Critic, start_critic
@@ -21,6 +24,8 @@ from tasks.training.job import TrainJob
 from tasks.training.model.build import load_model
 from tasks.training.model.packed_model import require_same
 from tasks.training.tokens.packing import Row
+
+LOG = logging.getLogger("plumbline.rl")
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,18 @@ def open_engine(
         rollout_engine.close()
 
 
+def disable_dropout(*models: nn.Module) -> bool:
+    """Set every dropout and router jitter to 0; return True if there was any."""
+    found = False
+    for module in (module for model in models for module in model.modules()):
+        for name, value in list(vars(module).items()):
+            drops = "drop" in name or "jitter" in name or isinstance(module, nn.Dropout)
+            if drops and isinstance(value, float) and value > 0:
+                setattr(module, name, 0.0)
+                found = True
+    return found
+
+
 def set_up(
     ranks: Ranks, job: TrainJob, online: Online, *, tokenizer: Any, trial: Row
 ) -> tuple[Setup, Progress]:
@@ -131,6 +148,9 @@ def set_up(
         critic = start_critic(
             job, loop, ranks, policy=engine.module, config=config, tokenizer=tokenizer
         )
+    critics = [] if critic is None else [critic.engine.module]
+    if disable_dropout(engine.module, *critics) and ranks.first:
+        LOG.warning("dropout is off: its noise would be in every ratio of new to old policy")
     setup = Setup(engine, critic, None, ranks, job, online, algorithm)
     progress = restore(engine, job, ranks, setup.others)
     require_same(engine, trial.to(ranks.device))

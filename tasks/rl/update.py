@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
 from tasks.rl.algorithms import correction
 from tasks.rl.algorithms.batch import Advantages, Totals
@@ -19,7 +18,7 @@ from tasks.rl.experience.critic import Critic
 from tasks.rl.experience.packed_rows import Experience
 from tasks.rl.learner import Learner
 from tasks.rl.setup import Setup
-from tasks.training.model.packed_model import TokenOutputs, model_of
+from tasks.training.model.packed_model import TokenOutputs
 from tasks.training.objectives import Loss
 from tasks.training.steps import begin_random, set_lr
 from tasks.training.tokens.order import deal
@@ -113,22 +112,11 @@ class Updater:
     def measures(self, responses: int) -> bool:
         """Return True if the update's own forward passes measure the old log-probabilities.
 
-        They do if a single step trains on all `responses` without dropout: this saves one forward
-        pass over everything.
+        They do if a single step trains on all `responses`: this saves one forward pass over
+        everything.
         """
         size = self.setup.job.settings.batch.global_batch_size
-        return self.setup.loop.ppo_epochs == 1 and responses == size and not self._drops
-
-    @cached_property
-    def _drops(self) -> bool:
-        """True if the model has dropout: training passes then differ from measuring passes."""
-        modules = self.setup.engine.module.modules()
-        config = model_of(self.setup.engine.module).config.get_text_config().to_dict()
-        return any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules) or any(
-            isinstance(value, float) and value > 0
-            for name, value in config.items()
-            if "drop" in name or "jitter" in name
-        )
+        return self.setup.loop.ppo_epochs == 1 and responses == size
 
     def update(
         self, iteration: int, inputs: UpdateInputs, compare: Compare, *, of: int

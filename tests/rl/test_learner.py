@@ -9,9 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tasks.core.errors import TrainingError
-from tasks.rl import learner, update
+from tasks.rl import learner, setup, update
 from tasks.training.loop import MAX_SKIPPED
 from tests.commands import run_ranks
 from tests.settings import Batch, Loop, Optim, Settings
@@ -50,7 +53,7 @@ def test_the_policys_schedule_begins_after_the_critics_warm_up(
     monkeypatch.setattr(update, "minibatches", lambda *_: [None, None])
     monkeypatch.setattr(update.Updater, "_step_critic", step_critic)
     monkeypatch.setattr(update.Updater, "_step_policy", lambda *_: {})
-    setup: Any = SimpleNamespace(
+    run: Any = SimpleNamespace(
         job=SimpleNamespace(settings=Settings(batch=Batch(global_batch_size=8))),
         critic=SimpleNamespace(engine="critic", optim=Optim()),
         engine="policy",
@@ -59,7 +62,7 @@ def test_the_policys_schedule_begins_after_the_critics_warm_up(
     )
     inputs: Any = SimpleNamespace(experience=None)
     for iteration in range(1, 6):
-        update.Updater(setup).update(iteration, inputs, lambda _: {}, of=5)
+        update.Updater(run).update(iteration, inputs, lambda _: {}, of=5)
     assert [r for r in rates if r[0] == "policy"] == [("policy", n, 6) for n in range(1, 7)]
     assert [r for r in rates if r[0] == "critic"] == [("critic", n, 10) for n in range(1, 11)]
     assert clips == [None] * 4 + [0.2] * 6
@@ -90,3 +93,23 @@ def test_fp16_steps_that_overflow_are_counted_and_end_the_run(
         step(False)
     with pytest.raises(TrainingError):
         step(False)
+
+
+def test_dropout_is_switched_off() -> None:
+    """`old` is measured without dropout, so a pass in training mode has to give the same."""
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=32, attention_dropout=0.5,
+    )  # fmt: skip
+    lora = LoraConfig(target_modules=["q_proj"], lora_dropout=0.5, init_lora_weights=False)
+    model = get_peft_model(LlamaForCausalLM(config), lora)
+    ids = torch.arange(8)[None]
+
+    def differs() -> bool:
+        measured, trained = model.eval()(ids).logits, model.train()(ids).logits
+        return not torch.equal(measured, trained)
+
+    assert differs()
+    assert setup.disable_dropout(model)
+    assert not differs()
+    assert not setup.disable_dropout(model)

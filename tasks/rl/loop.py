@@ -229,13 +229,7 @@ class OnlineTrainer:
 
 
 def iterations(loop: Loop, batch: Batch, prompts: int) -> int:
-    """Return `rl.iterations`, or the number of iterations that `train.epochs` takes.
-
-    Args:
-        loop: section `rl`.
-        batch: batch settings, with the number of epochs.
-        prompts: number of training prompts.
-    """
+    """Return `rl.iterations`, or the number of iterations that `train.epochs` takes."""
     if loop.iterations is not None:
         return loop.iterations
     return max(1, math.ceil(batch.epochs * prompts / loop.rollout_batch_size))

@@ -39,13 +39,7 @@ ENVIRONMENT_LOG = "environment.log"
 
 
 def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
-    """Train, and write this rank's part of the `shards` artifact.
-
-    Args:
-        ranks: this process and its peers.
-        job: the training job.
-        started: `time.time()` when the process began, for the event "ready".
-    """
+    """Train, and write this rank's part of the `shards` artifact."""
     online = Online.of(job.settings.online)
     if job.settings.launch.nodes > 1:
         require_same_versions(ranks)

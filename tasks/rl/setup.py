@@ -78,14 +78,6 @@ def open_engine(
 ) -> Iterator[Engine]:
     """Yield the rollout engine of section `rollout`, and close it afterwards. All ranks take part.
 
-    Args:
-        job: the training job.
-        rollout: section `rollout`.
-        ranks: this process and its peers.
-        engine: the DeepSpeed engine of the policy.
-        ends: ids of end tokens.
-        probes: prompts by which servers prove what they sample from.
-
     Raises:
         ConfigError: vLLM cannot sample from this policy; names every reason.
         TrainingError: the engine does not start.
@@ -126,13 +118,6 @@ def set_up(
     ranks: Ranks, job: TrainJob, online: Online, *, tokenizer: Any, trial: Row
 ) -> tuple[Setup, Progress]:
     """Build the models of a run, and load the checkpoint `job.resume` if there is one.
-
-    Args:
-        ranks: this process and its peers.
-        job: the training job.
-        online: sections `rl`, `rollout` and `reward`.
-        tokenizer: the policy's.
-        trial: packed row that shows whether the policy keeps sequences apart.
 
     Raises:
         ConfigError: section `rl` is invalid for the algorithm.

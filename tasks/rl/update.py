@@ -35,11 +35,6 @@ def minibatches(setup: Setup, iteration: int, experience: Experience) -> Iterato
     """Yield this rank's minibatches of all epochs, each epoch in an order of its own.
 
     Rows have about equally many tokens. The rest of an epoch that fills no minibatch is left out.
-
-    Args:
-        setup: models and settings of the run.
-        iteration: 1, 2, ...; with the seed it determines the orders.
-        experience: the responses.
     """
     settings, ranks = setup.job.settings, setup.ranks
     size = settings.batch.global_batch_size

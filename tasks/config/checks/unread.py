@@ -16,7 +16,7 @@ from tasks.data.kinds import TEXTS, kind_for, names_texts
 from tasks.data.readers import FILE_KINDS, HUB
 
 LOSS: Mapping[str, tuple[str, ...]] = {
-    "kind": ("reward", "dpo"),
+    "kind": ("dpo",),
     "beta": ("dpo", "kto", "orpo", "simpo"),
     "gamma": ("simpo",),
     "margin": ("reward",),

@@ -80,10 +80,6 @@ def described(name: str, loop: Loop) -> list[str]:
 def findings(name: str, loop: Loop) -> list[Finding]:
     """Return every problem of section `rl` with this algorithm.
 
-    Args:
-        name: the algorithm, `train.objective`.
-        loop: section `rl`.
-
     Raises:
         KeyError: no such algorithm.
     """

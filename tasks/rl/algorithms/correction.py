@@ -64,10 +64,6 @@ class MismatchLimits:
     def require_within(self, measured: Mismatch, iteration: int) -> str:
         """Check one iteration's mismatch, and record it if it is one of the first.
 
-        Args:
-            measured: mismatch of the iteration.
-            iteration: 1, 2, ...
-
         Returns:
             A warning the first time that the relative limit is exceeded, else an empty string.
 
@@ -113,10 +109,6 @@ class Mismatch:
 
 def mismatch(old_N: torch.Tensor, sampled_N: torch.Tensor) -> Mismatch:
     """Return the distance between the trainer's and the engine's log-probabilities.
-
-    Args:
-        old_N: by the trainer, at least one.
-        sampled_N: by the engine.
 
     Raises:
         TrainingError: a value is not finite. (A limit alone would not notice NaN, since every

@@ -79,10 +79,6 @@ class PolicyLoss:
     def __call__(self, logprobs_n: torch.Tensor, inputs: LossInputs) -> Loss:
         """Return this row's part of the minibatch's loss.
 
-        Args:
-            logprobs_n: log-probabilities of the response tokens by the policy, with gradient.
-            inputs: the other inputs of the loss.
-
         Returns:
             The loss, and metrics whose sums over rows and ranks are means over the minibatch:
             `policy_loss` (without KL and entropy); per token `approx_kl` (to the old policy, k3),

@@ -46,12 +46,7 @@ class Recipe:
         return self.name in GROUPED
 
     def policy_loss(self, loop: Loop, *, kl_coef: float | None = None) -> PolicyLoss:
-        """Return the policy loss that section `rl` describes.
-
-        Args:
-            loop: the section.
-            kl_coef: coefficient of this iteration if it is adaptive; None: the section's.
-        """
+        """Return the policy loss that section `rl` describes."""
         coef = loop.kl_coef if kl_coef is None else kl_coef
         return PolicyLoss(
             ratio=TERMS[self.name].ratio,
@@ -80,10 +75,6 @@ ALGORITHMS: Mapping[str, Recipe] = {algorithm.name: algorithm for algorithm in _
 
 def recipe(name: str, loop: Loop) -> Recipe:
     """Return the algorithm of that name, after checking section `rl` against it.
-
-    Args:
-        name: `train.objective`.
-        loop: section `rl`.
 
     Raises:
         ConfigError: options that the algorithm does not use, groups of one response where groups

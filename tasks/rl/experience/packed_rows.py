@@ -71,13 +71,7 @@ class Experience:
         return pack(self.examples, chosen)
 
     def rows(self, world_size: int, rank: int, size: int) -> list[tuple[int, ...]]:
-        """Return this rank's rows, as numbers of responses; every rank gets equally many.
-
-        Args:
-            world_size: number of ranks.
-            rank: this rank.
-            size: responses per row, about.
-        """
+        """Return this rank's rows, as numbers of responses; every rank gets equally many."""
         lengths = self.examples.lengths.sum(axis=1)
         count = -(-len(lengths) // (size * world_size)) * world_size
         count = min(count, len(lengths) // world_size * world_size)
@@ -89,13 +83,7 @@ class Experience:
         rows: Sequence[tuple[int, ...]],
         measurements: Mapping[str, list[torch.Tensor]],
     ) -> Experience:
-        """Return a copy with per-token measurements added: `old`, `reference` or `values`.
-
-        Args:
-            ranks: all ranks take part.
-            rows: this rank's rows, as numbers of responses.
-            measurements: by name, one (tokens of the row,) tensor per row.
-        """
+        """Return a copy with per-token measurements added: `old`, `reference` or `values`."""
         mine = {
             name: [part.cpu().numpy() for part in parts] for name, parts in measurements.items()
         }
@@ -113,13 +101,7 @@ class Experience:
 def gather_responses(
     ranks: Ranks, mine: Sequence[tuple[int, ScoredResponse]], prompts: Sequence[Prompt]
 ) -> list[tuple[int, ScoredResponse]]:
-    """Return every rank's responses, ordered by group. Prompts are not sent: all ranks have them.
-
-    Args:
-        ranks: all ranks take part.
-        mine: this rank's responses, each with the number of its prompt in the dataset.
-        prompts: all prompts of the dataset.
-    """
+    """Return every rank's responses, ordered by group. Prompts are not sent: all ranks have them."""
     sent = [
         (number, replace(s, response=replace(s.response, prompt=_UNSENT))) for number, s in mine
     ]
@@ -157,15 +139,7 @@ Measure = Callable[[Row], Mapping[str, torch.Tensor]]
 def measure_tokens(
     experience: Experience, ranks: Ranks, *, size: int, device: torch.device, measure: Measure
 ) -> Experience:
-    """Measure every token, each rank its own rows, without gradients.
-
-    Args:
-        experience: the responses.
-        ranks: all ranks take part, with equally many rows.
-        size: responses per row.
-        device: device for the rows.
-        measure: returns the measurements of one row.
-    """
+    """Measure every token, each rank its own rows, without gradients."""
     rows = experience.rows(ranks.world_size, ranks.rank, size)
     measurements: dict[str, list[torch.Tensor]] = {}
     with torch.no_grad():

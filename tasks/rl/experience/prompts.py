@@ -132,12 +132,6 @@ class PromptOrder:
 
 
 def request_seed(seed: int, iteration: int, number: int) -> int:
-    """Return the seed for one prompt of an iteration; it does not depend on the rank.
-
-    Args:
-        seed: of the run.
-        iteration: 1, 2, ...; 0 for an evaluation.
-        number: position of the prompt in the iteration.
-    """
+    """Return the seed for one prompt of an iteration; it does not depend on the rank."""
     state = np.random.SeedSequence([seed, iteration, number]).generate_state(1)
     return int(state[0]) & 0x7FFFFFFF

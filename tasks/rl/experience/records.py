@@ -65,10 +65,6 @@ def compared(old_N: torch.Tensor, mismatch: Mismatch) -> dict[str, float]:
 
     `entropy` is their negated mean: an unbiased estimate of the policy's entropy if the responses
     were sampled from it.
-
-    Args:
-        old_N: log-probabilities by the trainer.
-        mismatch: their difference from the rollout engine's.
     """
     return {
         "mismatch/mean_abs": mismatch.mean_abs,
@@ -79,13 +75,7 @@ def compared(old_N: torch.Tensor, mismatch: Mismatch) -> dict[str, float]:
 
 
 def off_policy(experience: Experience, measured: Mismatch, mismatch: float) -> dict[str, float]:
-    """Return metrics of responses that an older version of the policy may have sampled.
-
-    Args:
-        experience: the responses, with the trainer's log-probabilities.
-        measured: their difference from those of sampling: the policy's move, and mismatch.
-        mismatch: mean absolute difference of trainer and engine at the same version.
-    """
+    """Return metrics of responses that an older version of the policy may have sampled."""
     assert experience.old is not None
     return {
         "mismatch/mean_abs": mismatch,
@@ -98,10 +88,6 @@ def off_policy(experience: Experience, measured: Mismatch, mismatch: float) -> d
 
 def estimates(experience: Experience, advantages: Advantages) -> dict[str, float]:
     """Return metrics of advantages and values.
-
-    Args:
-        experience: the responses with their measurements.
-        advantages: of the same tokens.
 
     Returns:
         `advantage_std`; with a reference the KL to it in nats per token: `kl` by k3, clamped, and
@@ -120,13 +106,7 @@ def estimates(experience: Experience, advantages: Advantages) -> dict[str, float
 
 
 def speeds(clock: Clock, experience: Experience, begin: float) -> dict[str, float]:
-    """Return seconds and tokens per second of each phase, and the time outside of the phases.
-
-    Args:
-        clock: seconds by phase.
-        experience: the responses.
-        begin: `time.perf_counter()` at the beginning of the iteration.
-    """
+    """Return seconds and tokens per second of each phase, and the time outside of the phases."""
     response_tokens, all_tokens = int(experience.lengths.sum()), len(experience.examples.ids)
     tokens = {"generate": response_tokens, "measure": all_tokens, "update": all_tokens}
     working = (*tokens, "score", "environment")

@@ -140,7 +140,6 @@ CASES = {
     "sft": ("sft", {}, sft),
     "reward": ("reward", {}, reward),
     "reward-margin": ("reward", {"margin": 0.4}, lambda r, s: reward(r, s, margin=0.4)),
-    "reward-log-exp": ("reward", {"kind": "log_exp"}, reward),
     "reward-centred": ("reward", {"center": 0.01}, lambda r, s: reward(r, s, center=0.01)),
     "dpo": ("dpo", {}, lambda r, s: dpo(r, s, beta=0.1)),
     "dpo-conservative": (
@@ -216,7 +215,7 @@ def test_gradient_is_that_of_finite_differences(case: str) -> None:
 
 def test_a_perfectly_separated_pair_has_finite_losses() -> None:
     """exp() of large differences must not overflow in either direction."""
-    made = objective("reward", {"kind": "log_exp"})
+    made = objective("reward", {})
     data = examples(made.roles)
     row = pack(data, [0, 1])
     far = torch.tensor([300.0, -300.0, -300.0, 300.0], requires_grad=True)

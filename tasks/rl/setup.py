@@ -104,14 +104,14 @@ def open_engine(
 
 def disable_dropout(*models: nn.Module) -> bool:
     """Set every dropout and router jitter to 0; return True if there was any."""
-    found = False
+    changed = False
     for module in (module for model in models for module in model.modules()):
         for name, value in list(vars(module).items()):
             drops = "drop" in name or "jitter" in name or isinstance(module, nn.Dropout)
             if drops and isinstance(value, float) and value > 0:
                 setattr(module, name, 0.0)
-                found = True
-    return found
+                changed = True
+    return changed
 
 
 def set_up(

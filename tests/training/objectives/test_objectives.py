@@ -247,7 +247,7 @@ def test_orpo_is_finite_for_a_certain_answer() -> None:
         ("dpo", {"gamma": 1.0, "center": 2.0}, "train.loss.center is not an option"),
         ("dpo", {"kind": "hinge"}, "train.loss.kind=hinge is not a kind"),
         ("dpo", {"label_smoothing": 0.5}, "train.loss.label_smoothing=0.5"),
-        ("reward", {"kind": "ipo"}, "train.loss.kind=ipo is not a kind"),
+        ("reward", {"kind": "ipo"}, "train.loss.kind is not an option of train.objective=reward"),
     ],
 )
 def test_invalid_options_are_refused(name: str, knobs: dict[str, object], says: str) -> None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from tasks.core.errors import PlumblineError
+from tasks.core.errors import ConfigError, PlumblineError
 from tasks.core.events import emit, keep_in
 from tasks.rl.algorithms.correction import MismatchLimits
 from tasks.rl.algorithms.kl import Controller
@@ -85,6 +85,12 @@ class OnlineTrainer:
         self._updater = Updater(self.setup)
         self._order = PromptOrder(count, loop.rollout_batch_size, loop.refill, settings.seed)
         self._last = iterations(loop, settings.batch, count)
+        if loop.critic_warmup >= self._last:
+            raise ConfigError(
+                f"rl.critic_warmup={loop.critic_warmup}: the policy would learn in none of the "
+                f"{self._last} iterations that train.epochs={settings.batch.epochs:g} takes",
+                hint=f"rl.critic_warmup={self._last - 1}, or train.epochs=<more>",
+            )
         done = self.progress.step * loop.rollout_batch_size
         self._cursor: int = self.progress.kept.get(CURSOR, done)
 

@@ -5,7 +5,7 @@ sampled from the policy p, with the reference q and d = log p - log q:
 
     k1 = d                  unbiased for KL(p || q), of either sign
     k2 = d^2 / 2            biased, positive, of low variance
-    k3 = exp(-d) - 1 + d    unbiased, positive, of low variance; at most 10 here
+    k3 = exp(-d) - 1 + d    unbiased, positive, of low variance; at most 10 nats here
 
 In a loss the derivative counts, not the value. The derivative of k1 is zero on average, so
 `estimate` gives k1 the derivative d * grad log p instead. Its average is the gradient of KL(p ||

@@ -101,7 +101,7 @@ class Experience:
 def gather_responses(
     ranks: Ranks, mine: Sequence[tuple[int, ScoredResponse]], prompts: Sequence[Prompt]
 ) -> list[tuple[int, ScoredResponse]]:
-    """Return every rank's responses, ordered by group. Prompts are not sent: all ranks have them."""
+    """Return every rank's responses by group. Prompts are not sent: all ranks have them."""
     sent = [
         (number, replace(s, response=replace(s.response, prompt=_UNSENT))) for number, s in mine
     ]

@@ -68,6 +68,8 @@ def as_config_error(
     if cause is None or not key:
         lines = [line.strip() for line in str(cause or error).splitlines() if line.strip()]
         hint = f"{names.command} --help"
+        if "override 'rl'" in str(error):
+            hint = "leave `override /rl` out: `override /train` chooses an algorithm's options too"
         return ConfigError(" ".join(lines[:2]) or type(error).__name__, hint=hint)
     place = _place(key, str(error), names.folders)
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):

@@ -295,6 +295,15 @@ def test_a_second_name_of_an_algorithm_is_refused(words: list[str], hint: str) -
     assert caught.value.hint == hint
 
 
+def test_an_experiment_of_before_is_told_to_leave_the_second_name_out(tmp_path: Path) -> None:
+    (tmp_path / "exp").mkdir()
+    defaults = "defaults:\n  - override /train: grpo\n  - override /rl: grpo\n"
+    (tmp_path / "exp" / "mine.yaml").write_text(f"# @package _global_\n{defaults}")
+    with pytest.raises(ConfigError) as caught:
+        compose_config(["+exp=mine", f"hydra.searchpath=[file://{tmp_path}]"])
+    assert "`override /rl`" in caught.value.hint
+
+
 def test_every_objective_has_a_rate() -> None:
     assert set(RATES) == set(get_args(Objective))
     for adapter, full in RATES.values():

@@ -13,7 +13,7 @@ import torch
 from tasks.core.errors import StageProcessError
 from tasks.drift.fingerprint import Fingerprint
 from tasks.drift.verdict import FINGERPRINT
-from tasks.rl.loop import MISMATCH
+from tasks.rl.loop import CURSOR, MISMATCH
 from tasks.training.engine import checkpoint
 from tasks.training.engine.universal import convert
 from tasks.training.job import Evaluate, Peft, Zero
@@ -161,6 +161,26 @@ def test_a_single_step_measures_during_the_update(ppo: Online) -> None:
         for name in ("apart", "on the way")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_dapo_with_refill_resumes_at_the_next_prompt(
+    chatty: Path, data: Path, tmp_path: Path
+) -> None:
+    rl = {"clip_high": 0.28, "kl_coef": 0.0, "ppo_epochs": 1, "refill": 2, "mask_truncated": True}
+    settings = settings_with(data, rl=rl, objective="dapo")
+    whole = job_of(settings, chatty, data, tmp_path / "whole")
+    half_way = whole.checkpoints / "step-00000002"
+    steps = run(
+        tmp_path, [whole, job_of(settings, chatty, data, tmp_path / "resumed", resume=half_way)]
+    )
+    assert [step["epoch"] for step in steps[4:]] == [step["epoch"] for step in steps[2:4]]
+    cursor = checkpoint.open_checkpoint(half_way).progress.kept[CURSOR]
+    assert cursor == steps[1]["epoch"] * 40
+    assert cursor > 2 * 8, "groups without signal were replaced"
+    left = [json.loads((tmp_path / n / "train.json").read_text()) for n in ("whole", "resumed")]
+    assert left[0]["losses"] == left[1]["losses"]
+    assert any(left[0]["losses"]), "not all responses are masked"
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tasks.config.choices import KlEstimator, KlIn
 from tasks.rl import settings as online
 from tasks.training import job
 
@@ -39,6 +40,22 @@ class Settings(job.Settings):
     batch: job.Batch = field(default_factory=Batch)
     launch: job.Launch = field(default_factory=Launch)
     gradient_checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class Loop(online.Loop):
+    rollout_batch_size: int = 32
+    num_generations: int = 4
+    ppo_epochs: int = 1
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coef: float = 0.0
+    kl_in: KlIn = "loss"
+    kl_estimator: KlEstimator = "k3"
+    whiten: bool = False
+    critic_warmup: int = 0
+    refill: int = 0
+    mask_truncated: bool = False
 
 
 @dataclass(frozen=True)

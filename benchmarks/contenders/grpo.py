@@ -102,9 +102,12 @@ def ours(ask: Ask) -> None:
 
 
 def _settings(ask: Ask) -> Any:
+    from tasks.config.defaults import ALGORITHMS
     from tasks.training.job import Batch, Evaluate, Launch, Optim, Peft, Settings, Zero
 
     rl = {
+        **ALGORITHMS["grpo"],
+        "clip_high": 0.2,
         "rollout_batch_size": ask.prompts,
         "num_generations": ask.samples,
         "iterations": 1 + ask.timed,

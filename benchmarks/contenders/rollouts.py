@@ -172,6 +172,7 @@ def _policy(ask: Ask) -> tuple[Any, Any, Any, Any]:
     from tasks.process.block_unused_imports import start_lean
 
     start_lean()
+    from tasks.config.defaults import ALGORITHMS
     from tasks.rl.settings import Online
     from tasks.training.engine.deepspeed_engine import Ranks, start_engine
     from tasks.training.engine.zero_config import deepspeed_config
@@ -190,7 +191,7 @@ def _policy(ask: Ask) -> tuple[Any, Any, Any, Any]:
         batch=Batch(1, 1, max_len=1024),
         launch=Launch(nproc=1),
         gradient_checkpointing=False,
-        online={"rl": {}, "reward": {}, "rollout": rollout},
+        online={"rl": ALGORITHMS["grpo"], "reward": {}, "rollout": rollout},
     )
     base, out = Path(ask.base), Path(ask.out)
     ranks, job = Ranks(), TrainJob(settings, base, "b", base, out, out)

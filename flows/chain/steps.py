@@ -3,7 +3,7 @@
     chain:
       sft: [train=sft]
       reward: [train=reward, data.train_size=12000]
-      ppo: [train=ppo, rl=ppo, reward=model]
+      ppo: [train=ppo, reward=model]
 
 Every step has a whole configuration: the overrides of the run, then those of the step. On the
 command line, `ppo:train.lr=1e-5` is an override for the step `ppo` alone and is applied last. A

@@ -168,8 +168,8 @@ def _computed(config: DictConfig, settings: Mapping[str, Any]) -> Iterator[str]:
     online = settings["train"]["objective"] in ONLINE
     for key in RULES:
         section, _, name = key.partition(".")
-        if section == "rollout" and not online:
-            continue
+        if section == "rl" or (section == "rollout" and not online):
+            continue  # the plan shows the effective values of section rl
         written = config[section]._get_node(name)._value()
         if not (isinstance(written, str) and "${" in written):
             continue

@@ -68,6 +68,8 @@ def as_config_error(
     if cause is None or not key:
         lines = [line.strip() for line in str(cause or error).splitlines() if line.strip()]
         hint = f"{names.command} --help"
+        if "override 'rl'" in str(error):
+            hint = "leave `override /rl` out: `override /train` chooses an algorithm's options too"
         return ConfigError(" ".join(lines[:2]) or type(error).__name__, hint=hint)
     place = _place(key, str(error), names.folders)
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
@@ -192,6 +194,10 @@ def unknown_key(key: str, place: str, names: Vocabulary, value: str = VALUE) -> 
 
 def wrong_value(key: str, cause: Exception, place: str, names: Vocabulary, default: Any) -> Problem:
     """Return the problem of a value that the schema does not allow; the hint has a valid one."""
+    if key == "rl" and place.partition("rl=")[2] in names.groups.get("train", ()):
+        name = place.partition("rl=")[2]
+        allowed = "train=<algorithm> chooses its options of section rl too"
+        return Problem(f"rl={name} is no choice ({place})", allowed, f"train={name}")
     if names.is_section(key):
         allowed = f"{key} is {names.kind(key)}"
         return Problem(f"{key} is a section, not a setting ({place})", allowed,

@@ -130,13 +130,14 @@ _MODEL_AND_DATA = {
 
 _REWARDS = {
     "stage": "train={}",
-    "advantage_estimator": "train={} rl={}",
+    "advantage_estimator": "train={}",
     "loss_type": "train.loss.kind={}",
     "dpo_beta": "train.loss.beta={}",
     "pref_beta": "train.loss.beta={}",
     "simpo_gamma": "train.loss.gamma={}",
     "rpo_alpha": "train.loss.nll={}",
     "n_samples_per_prompt": "rl.num_generations={}",
+    "mask_truncated_completions": "rl.mask_truncated={}",
     "num_ppo_epochs": "rl.ppo_epochs={}",
     "init_kl_coef": "rl.kl_coef={}",
     "lam": "rl.gae_lambda={}",

@@ -20,6 +20,9 @@ from tasks.config.checks import findings, preflight
 from tasks.config.checks.engine import engine_memory
 from tasks.config.checks.model import look_at, why_unknown
 from tasks.config.checks.phases import RankMemory, in_words, memory_of
+from tasks.config.defaults import ONLINE
+from tasks.config.online import Rl
+from tasks.config.section import read_section
 from tasks.core.errors import ConfigError, PlumblineError
 from tasks.core.finding import Finding
 from tasks.core.machine import available_memory, gpu_memory, has_gpu
@@ -29,6 +32,7 @@ from tasks.data.readers import FILE_KINDS
 from tasks.pipeline.artifact import Artifact
 from tasks.prepare import prepare_data
 from tasks.process.launch import launch, python_child
+from tasks.rl.algorithms.algorithm_options import described
 from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import TrainJob
 from tasks.training.memory.estimate import LIBRARIES
@@ -114,6 +118,7 @@ def _of_step(step: Step, rows: Rows) -> str:
             *(f"  {name:<13} {state}" for name, state in forecast(step)),
             "defaults:",
             *(f"  {line}" for line in composed.defaults or ["none"]),
+            *_algorithm(settings),
             *rows.lines,
             *_memory(settings, rank),
             *_deepspeed(settings),
@@ -141,6 +146,15 @@ def forecast(step: Step) -> list[tuple[str, str]]:
     ).deliver()
     push = [("push", f"to {settings['push']}, if the gate passes")] if settings["push"] else []
     return [*dry_run.states, ("register", "to run"), *push]
+
+
+def _algorithm(settings: dict[str, Any]) -> list[str]:
+    """Return the effective loss of an online objective; no line for other objectives."""
+    name = settings["train"]["objective"]
+    if name not in ONLINE:
+        return []
+    lines = described(name, read_section(Rl, settings["rl"], "rl"))
+    return [f"algorithm: {name}", *(f"  {line}" for line in lines)]
 
 
 def count_rows(steps: Sequence[Step]) -> dict[str, Rows]:

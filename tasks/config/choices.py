@@ -23,7 +23,7 @@ OnOverlong = Literal["truncate", "refuse", "split"]
 """`split` is for raw texts: they are cut into pieces, so that nothing is left out."""
 Objective = Literal[
     "sft", "reward", "dpo", "kto", "orpo", "simpo",
-    "ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo",
+    "ppo", "grpo", "dapo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo",
 ]  # fmt: skip
 Optimizer = Literal["adamw", "adamw_8bit"]
 Scheduler = Literal[

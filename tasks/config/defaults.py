@@ -22,7 +22,28 @@ COMPUTED: Any = "${default:}"
 """Marks a field of a dataclass whose default has a rule here."""
 Get = Callable[[str], Any]
 
-ONLINE = ("ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo")
+_USUAL = {
+    "ppo_epochs": 1, "clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0, "kl_in": "loss",
+    "kl_estimator": "k3", "whiten": False, "critic_warmup": 0, "refill": 0,
+    "mask_truncated": False,
+}  # fmt: skip
+_SINGLE = _USUAL | {"rollout_batch_size": 128, "num_generations": 1}
+_GROUPS = _USUAL | {"rollout_batch_size": 32, "num_generations": 8}
+_PENALISED = {"kl_in": "reward", "kl_estimator": "k1"}
+ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
+    "ppo": _SINGLE
+    | _PENALISED
+    | {"ppo_epochs": 2, "kl_coef": 0.05, "whiten": True, "critic_warmup": 2},
+    "grpo": _GROUPS | {"clip_high": 0.28},
+    "dapo": _GROUPS | {"clip_high": 0.28, "refill": 9, "mask_truncated": True},
+    "dr_grpo": _GROUPS,
+    "rloo": _GROUPS | _PENALISED | {"kl_coef": 0.01},
+    "reinforce_pp": _SINGLE | _PENALISED | {"kl_coef": 0.01},
+    "reinforce_pp_baseline": _GROUPS | {"kl_coef": 0.01, "kl_estimator": "k2"},
+    "gspo": _GROUPS | {"clip_low": 3e-4, "clip_high": 4e-4},
+}
+"""Options of section `rl` by `train.objective`; sources are in `docs/online-rl.md`."""
+ONLINE = tuple(ALGORITHMS)
 PAIRS = ("reward", "dpo", "orpo", "simpo")
 """Objectives whose examples are pairs of sequences."""
 _SUFFIXES = {".csv": "csv", ".parquet": "parquet", ".pq": "parquet"}
@@ -198,6 +219,14 @@ def _lr(get: Get) -> Default:
     return Default(rate.value, f"{what} up to 20B parameters: {rate.source}")
 
 
+def _of_algorithm(option: str) -> Callable[[Get], Default]:
+    def rule(get: Get) -> Default:
+        name = get("train.objective")
+        return Default(ALGORITHMS.get(name, _GROUPS)[option], f"train.objective={name}")
+
+    return rule
+
+
 def _offload_trainer(get: Get) -> Default:
     if not has_gpu(get("train.device")):
         return Default(False, "ranks on CPUs")
@@ -225,6 +254,7 @@ RULES: Mapping[str, Callable[[Get], Default]] = {
     "train.lr": _lr,
     "train.max_len": _tokens(256, 2048, "as LLaMA-Factory's examples"),
     "train.gradient_checkpointing": _gradient_checkpointing,
+    **{f"rl.{option}": _of_algorithm(option) for option in _GROUPS},
     "rollout.max_prompt_len": _tokens(256, 1024, "as OpenRLHF", share=0.5),
     "rollout.max_new_tokens": _tokens(64, 1024, "as OpenRLHF", share=0.5),
     "rollout.offload_trainer": _offload_trainer,

@@ -33,7 +33,7 @@ class Loss(Section):
     not have is refused, see `tasks/training/objectives/`.
     """
 
-    kind: str | None = None  # reward: sigmoid, log_exp; dpo: sigmoid, ipo
+    kind: str | None = None  # dpo: sigmoid, ipo
     beta: float | None = None  # dpo, kto, orpo, simpo
     gamma: float | None = None  # simpo: margin of the rewards
     margin: float | None = None  # reward: added to the pairs' own margins

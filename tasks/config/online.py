@@ -1,5 +1,5 @@
 """Sections `rl`, `rollout` and `reward`, for objectives that learn from their own responses:
-ppo, grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline and gspo.
+the names of `defaults.ALGORITHMS`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from tasks.config.section import Section
 class Rl(Section):
     """The training loop. An iteration samples, scores, estimates advantages and updates; counts are
     per iteration over all ranks. `train.global_batch_size` counts the responses of an optimizer
-    step; `train.eval_steps`, `save_steps` and `log_every` count iterations.
+    step; `train.eval_steps`, `save_steps` and `log_every` count iterations. Computed
+    defaults are the algorithm's: `defaults.ALGORITHMS`.
     """
 
-    rollout_batch_size: int = 32  # prompts per iteration
-    num_generations: int = 4  # responses per prompt, a group
+    rollout_batch_size: int = COMPUTED  # prompts per iteration
+    num_generations: int = COMPUTED  # responses per prompt, a group
     iterations: int | None = None  # null: train.epochs over the prompts
     staleness: int = 0  # 1: sample for the next iteration while this one trains (rollout=server)
-    ppo_epochs: int = 1  # epochs over the responses of an iteration
+    ppo_epochs: int = COMPUTED  # epochs over the responses of an iteration
     eval_prompts: int = 128  # evaluation prompts, at most
     environment: str | None = None  # path.py:Class with reset and step, for several turns
     environment_timeout_s: float = 60.0  # seconds for all calls of a turn
@@ -38,29 +39,30 @@ class Rl(Section):
     observation_role: ObservationRole = "user"  # role of the environment's messages
     gamma: float = 1.0  # discount per token
     gae_lambda: float = 0.95  # ppo: lambda of GAE (arXiv:1506.02438)
-    clip_low: float = 0.2  # the ratio is clipped at 1 - this
-    clip_high: float = 0.2  # the ratio is clipped at 1 + this (DAPO, arXiv:2503.14476)
+    clip_low: float = COMPUTED  # the ratio is clipped at 1 - this
+    clip_high: float = COMPUTED  # the ratio is clipped at 1 + this (DAPO, arXiv:2503.14476)
     dual_clip: float | None = None  # bound on ratio x negative advantage, e.g. 3 (arXiv:1912.09729)
-    kl_coef: float = 0.0  # weight of the KL penalty; 0: no reference model
-    kl_in: KlIn = "loss"  # where the KL penalty is subtracted: every token's reward, or the loss
-    kl_estimator: KlEstimator = "k3"  # Schulman 2020, "Approximating KL divergence"
+    kl_coef: float = COMPUTED  # weight of the KL penalty; 0: no reference model
+    kl_in: KlIn = COMPUTED  # where the KL penalty is subtracted: every token's reward, or the loss
+    kl_estimator: KlEstimator = COMPUTED  # Schulman 2020, "Approximating KL divergence"
     kl_target: float | None = None  # nats per token, target of an adaptive kl_coef; null: fixed
     kl_horizon: int = 10_000  # responses in which an adaptive kl_coef moves by a fifth at most
     kl_limit: float | None = None  # KL from the reference that ends training, nats per token
-    whiten: bool = False  # normalise the advantages of an iteration: mean 0, deviation 1
+    whiten: bool = COMPUTED  # normalise the advantages of an iteration: mean 0, deviation 1
     entropy_coef: float = 0.0  # weight of the entropy bonus
     critic: CriticKind = "shared"  # ppo; shared: an adapter on the policy's trunk
     critic_lr: float | None = None  # null: train.lr
-    critic_warmup: int = 0  # iterations in which only the critic learns
+    critic_warmup: int = COMPUTED  # iterations in which only the critic learns, unclipped
     value_clip: float | None = 0.2  # clip range of the critic's update; null: none
-    refill: int = 0  # rounds that replace groups without signal (arXiv:2503.14476)
+    refill: int = COMPUTED  # rounds that replace groups without signal (arXiv:2503.14476)
+    mask_truncated: bool = COMPUTED  # responses that the length limit cut off bear no loss
     overlong_buffer: int = 0  # tokens before the length limit in which the reward falls
     overlong_penalty: float = 0.0  # reward lost at the length limit
     correction: Correction = "tis"  # importance correction of the train-inference mismatch
     correction_high: float = 2.0  # upper bound of the importance ratio, trainer over engine
     correction_low: float = 0.5  # lower bound; icepop, sequence_mask
     mismatch_limit: float = 0.1  # train-inference mismatch that ends training, nats per token
-    mismatch_factor: float = 4.0  # the same, over the first five iterations' median; 0: no limit
+    mismatch_factor: float = 4.0  # warns above this x the first five iterations' median; 0: never
 
 
 @dataclass(frozen=True)

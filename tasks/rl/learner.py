@@ -11,6 +11,7 @@ from tasks.training.accumulate import Accumulator
 from tasks.training.engine import checkpoint
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
+from tasks.training.loop import MAX_SKIPPED
 from tasks.training.objectives import Loss
 
 
@@ -32,6 +33,7 @@ class Learner:
         self._whose = whose
         self._hint = hint
         self._accumulator = Accumulator(engine, ranks, job)
+        self._skipped = 0
 
     def step(
         self,
@@ -39,7 +41,7 @@ class Learner:
         rows: Sequence[list[int]],
         loss_of: Callable[[list[int]], Loss],
         check: Callable[[], None] | None = None,
-    ) -> tuple[dict[str, float], float]:
+    ) -> dict[str, float]:
         """Take optimizer step `number` with this rank's rows of a minibatch.
 
         Args:
@@ -50,12 +52,12 @@ class Learner:
                 raise to end training.
 
         Returns:
-            Means over the minibatch and all ranks, `loss` among them, and the gradient norm before
-            clipping.
+            Means over the minibatch and all ranks, `loss` among them, and `grad_norm` before
+            clipping. In fp16 `skipped` is 1 if the gradient overflowed; the step then has no norm.
 
         Raises:
             TrainingError: on every rank, before a weight has moved, if a loss or a gradient is not
-                finite.
+                finite, or after `MAX_SKIPPED` skipped steps in a row.
         """
         metrics, bad_gradient = self._accumulator.passes(rows, loss_of)
         for name, value in sorted(metrics.items()):
@@ -66,9 +68,19 @@ class Learner:
         if check is not None:
             check()
         self._engine.step()
-        if not self._engine.was_step_applied() and self._job.settings.dtype != "float16":
+        skipped = not self._engine.was_step_applied()
+        if skipped and self._job.settings.dtype != "float16":
             raise self._error(number, "gradient is not finite")
-        return metrics, float(self._engine.get_global_grad_norm() or 0.0)
+        self._skipped = self._skipped + 1 if skipped else 0
+        if self._skipped >= MAX_SKIPPED:
+            error = self._error(number, f"fp16 overflowed in each of the last {MAX_SKIPPED} steps")
+            error.hint = f"model.dtype=bfloat16, or {error.hint}"
+            raise error
+        if self._job.settings.dtype == "float16":
+            metrics["skipped"] = float(skipped)
+        if not skipped:
+            metrics["grad_norm"] = float(self._engine.get_global_grad_norm() or 0.0)
+        return metrics
 
     def _error(self, number: int, what: str) -> TrainingError:
         good = checkpoint.last_good(self._job.checkpoints)

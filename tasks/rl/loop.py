@@ -2,7 +2,8 @@
 
 Every rank knows the whole iteration and computes the same advantages. Sampling, scoring, forward
 and backward passes are split among the ranks. An iteration depends only on weights, optimizer
-states, seed and iteration number, so a run resumed from a checkpoint gives the same result.
+states, seed, iteration number and position in the prompts, so a run resumed from a checkpoint gives
+the same result.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from tasks.core.errors import PlumblineError
+from tasks.core.errors import ConfigError, PlumblineError
 from tasks.core.events import emit, keep_in
 from tasks.rl.algorithms.correction import MismatchLimits
 from tasks.rl.algorithms.kl import Controller
@@ -36,6 +37,7 @@ from tasks.training.job import Batch
 from tasks.training.selection import best_to_load, due, evaluate_if_due, has_stopped, may_save
 
 CONTROLLER = "kl_controller"
+CURSOR = "next_prompt"
 MISMATCH = "first_mismatches"
 
 
@@ -83,6 +85,14 @@ class OnlineTrainer:
         self._updater = Updater(self.setup)
         self._order = PromptOrder(count, loop.rollout_batch_size, loop.refill, settings.seed)
         self._last = iterations(loop, settings.batch, count)
+        if loop.critic_warmup >= self._last:
+            raise ConfigError(
+                f"rl.critic_warmup={loop.critic_warmup}: the policy would learn in none of the "
+                f"{self._last} iterations that train.epochs={settings.batch.epochs:g} takes",
+                hint=f"rl.critic_warmup={self._last - 1}, or train.epochs=<more>",
+            )
+        done = self.progress.step * loop.rollout_batch_size
+        self._cursor: int = self.progress.kept.get(CURSOR, done)
 
     def run(self) -> dict[str, float]:
         """Run the remaining iterations, with evaluations and checkpoints between them.
@@ -98,7 +108,7 @@ class OnlineTrainer:
         """
         progress, settings, last = self.progress, self.setup.job.settings, self._last
         if self.setup.ranks.first:
-            epochs = self._order.epoch_at(last)
+            epochs = last * self._order.per_iteration / self._order.total
             keep_in(self.setup.job.checkpoints)
             emit("plan", steps=last, epochs=epochs, taken=progress.step)
         self.rollout_engine.sync_weights()
@@ -119,7 +129,9 @@ class OnlineTrainer:
         """Run one iteration and return its metrics."""
         begin, clock = time.perf_counter(), Clock()
         samples = self.setup.loop.num_generations
-        numbered = self.train.collect(iteration, self._order, samples, clock)
+        numbered, self._cursor = self.train.collect(
+            iteration, self._order, self._cursor, samples, clock
+        )
         record = self._start_ahead(iteration, numbered)
         self.rollout_engine.sleep()  # frees GPU memory for training; the next sync wakes it
         scored = [response for _, response in numbered]
@@ -130,8 +142,8 @@ class OnlineTrainer:
         with clock.phase("estimate"):
             inputs, estimated = self._scorer.estimate(batch, self._controller.coef, iteration)
         record |= estimated
-        if "kl" in record:
-            self._controller = self._controller.after(record["kl"], len(scored))
+        if "kl_k1" in record:
+            self._controller = self._controller.after(record["kl_k1"], len(scored))
         with clock.phase("update"), self.states.on_device():
             compare = partial(self._scorer.compare, iteration=iteration)
             record |= self._updater.update(iteration, inputs, compare, of=self._last)
@@ -145,7 +157,7 @@ class OnlineTrainer:
             del record["tokens_per_s/generate"]
         if self.setup.ranks.first and due(self.setup.job.settings.log_every, iteration):
             emit("samples", step=iteration, rows=samples_of(scored))
-        return {"step": iteration, **record, "epoch": self._order.epoch_at(iteration)}
+        return {"step": iteration, **record, "epoch": self._cursor / self._order.total}
 
     @property
     def _ahead(self) -> SamplesAhead:
@@ -162,7 +174,7 @@ class OnlineTrainer:
         if not loop.staleness:
             return {}
         if iteration < self._last and not may_save(self.setup.job.settings, iteration):
-            numbers = self._order.numbers(iteration + 1).tolist()
+            numbers = self._order.numbers(self._cursor, loop.rollout_batch_size)
             following = self.train.requests(numbers, iteration + 1, loop.num_generations)
             self._ahead.start_ahead(following)
         versions = [response.response.generated.version for _, response in numbered]
@@ -187,6 +199,7 @@ class OnlineTrainer:
         progress.last = record
         progress.seconds += record["step_s"]
         progress.kept[CONTROLLER] = self._controller.as_dict()
+        progress.kept[CURSOR] = self._cursor
         progress.kept[MISMATCH] = list(self._scorer.mismatch_limits.first)
         shown = due(self.setup.job.settings.log_every, progress.step) or progress.step == self._last
         if self.setup.ranks.first and shown:
@@ -222,13 +235,7 @@ class OnlineTrainer:
 
 
 def iterations(loop: Loop, batch: Batch, prompts: int) -> int:
-    """Return `rl.iterations`, or the number of iterations that `train.epochs` takes.
-
-    Args:
-        loop: section `rl`.
-        batch: batch settings, with the number of epochs.
-        prompts: number of training prompts.
-    """
+    """Return `rl.iterations`, or the number of iterations that `train.epochs` takes."""
     if loop.iterations is not None:
         return loop.iterations
-    return max(1, math.ceil(batch.epochs * prompts / (loop.rollout_batch_size * (1 + loop.refill))))
+    return max(1, math.ceil(batch.epochs * prompts / loop.rollout_batch_size))

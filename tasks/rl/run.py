@@ -6,9 +6,11 @@ import logging
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tasks.core.events import emit
+from tasks.rl.algorithms.advantages import overlong_penalty
 from tasks.rl.environment.episodes import Episodes
 from tasks.rl.environment.observation_tokens import ObservationTokens
 from tasks.rl.environment.process import EnvironmentProcess, reference_of
@@ -37,13 +39,7 @@ ENVIRONMENT_LOG = "environment.log"
 
 
 def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
-    """Train, and write this rank's part of the `shards` artifact.
-
-    Args:
-        ranks: this process and its peers.
-        job: the training job.
-        started: `time.time()` when the process began, for the event "ready".
-    """
+    """Train, and write this rank's part of the `shards` artifact."""
     online = Online.of(job.settings.online)
     if job.settings.launch.nodes > 1:
         require_same_versions(ranks)
@@ -74,12 +70,19 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
         )
         budget, turns = online.rollout.max_new_tokens, online.loop.max_turns
         episodes = played and Episodes(rollout_engine, *played, ranks, turns, budget)
+        penalise = partial(
+            overlong_penalty,
+            limit=budget,
+            buffer=online.loop.overlong_buffer,
+            most=online.loop.overlong_penalty,
+        )
         train_collector, eval_collector = (
             Collector(
-                rollout_engine, rewards, prompts, tokenizer, ranks, job.settings.seed, episodes
+                rollout_engine, rewards, prompts, tokenizer, ranks, job.settings.seed, episodes,
+                penalise,
             )
             for prompts in (train, heldout)
-        )
+        )  # fmt: skip
         trainer = OnlineTrainer(
             setup, rollout_engine, states, train_collector, eval_collector, progress
         )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import nn
 
 from tasks.rl.algorithms.registry import Recipe, recipe
 from tasks.rl.experience.critic import CRITIC, Critic, start_critic
@@ -21,6 +24,8 @@ from tasks.training.job import TrainJob
 from tasks.training.model.build import load_model
 from tasks.training.model.packed_model import require_same
 from tasks.training.tokens.packing import Row
+
+LOG = logging.getLogger("plumbline.rl")
 
 
 @dataclass(frozen=True)
@@ -73,14 +78,6 @@ def open_engine(
 ) -> Iterator[Engine]:
     """Yield the rollout engine of section `rollout`, and close it afterwards. All ranks take part.
 
-    Args:
-        job: the training job.
-        rollout: section `rollout`.
-        ranks: this process and its peers.
-        engine: the DeepSpeed engine of the policy.
-        ends: ids of end tokens.
-        probes: prompts by which servers prove what they sample from.
-
     Raises:
         ConfigError: vLLM cannot sample from this policy; names every reason.
         TrainingError: the engine does not start.
@@ -105,17 +102,22 @@ def open_engine(
         rollout_engine.close()
 
 
+def disable_dropout(*models: nn.Module) -> bool:
+    """Set every dropout and router jitter to 0; return True if there was any."""
+    changed = False
+    for module in (module for model in models for module in model.modules()):
+        for name, value in list(vars(module).items()):
+            drops = "drop" in name or "jitter" in name or isinstance(module, nn.Dropout)
+            if drops and isinstance(value, float) and value > 0:
+                setattr(module, name, 0.0)
+                changed = True
+    return changed
+
+
 def set_up(
     ranks: Ranks, job: TrainJob, online: Online, *, tokenizer: Any, trial: Row
 ) -> tuple[Setup, Progress]:
     """Build the models of a run, and load the checkpoint `job.resume` if there is one.
-
-    Args:
-        ranks: this process and its peers.
-        job: the training job.
-        online: sections `rl`, `rollout` and `reward`.
-        tokenizer: the policy's.
-        trial: packed row that shows whether the policy keeps sequences apart.
 
     Raises:
         ConfigError: section `rl` is invalid for the algorithm.
@@ -131,6 +133,9 @@ def set_up(
         critic = start_critic(
             job, loop, ranks, policy=engine.module, config=config, tokenizer=tokenizer
         )
+    critics = [] if critic is None else [critic.engine.module]
+    if disable_dropout(engine.module, *critics) and ranks.first:
+        LOG.warning("dropout is off: its noise would be in every ratio of new to old policy")
     setup = Setup(engine, critic, None, ranks, job, online, algorithm)
     progress = restore(engine, job, ranks, setup.others)
     require_same(engine, trial.to(ranks.device))

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
 from tasks.rl.algorithms import correction
 from tasks.rl.algorithms.batch import Advantages, Totals
@@ -19,7 +18,7 @@ from tasks.rl.experience.critic import Critic
 from tasks.rl.experience.packed_rows import Experience
 from tasks.rl.learner import Learner
 from tasks.rl.setup import Setup
-from tasks.training.model.packed_model import TokenOutputs, model_of
+from tasks.training.model.packed_model import TokenOutputs
 from tasks.training.objectives import Loss
 from tasks.training.steps import begin_random, set_lr
 from tasks.training.tokens.order import deal
@@ -36,11 +35,6 @@ def minibatches(setup: Setup, iteration: int, experience: Experience) -> Iterato
     """Yield this rank's minibatches of all epochs, each epoch in an order of its own.
 
     Rows have about equally many tokens. The rest of an epoch that fills no minibatch is left out.
-
-    Args:
-        setup: models and settings of the run.
-        iteration: 1, 2, ...; with the seed it determines the orders.
-        experience: the responses.
     """
     settings, ranks = setup.job.settings, setup.ranks
     size = settings.batch.global_batch_size
@@ -52,8 +46,11 @@ def minibatches(setup: Setup, iteration: int, experience: Experience) -> Iterato
         for start in range(0, len(places) - size + 1, size):
             chosen = places[start : start + size]
             rows = deal(lengths[chosen], count)[ranks.rank :: ranks.world_size]
-            tokens = int(experience.lengths[torch.from_numpy(chosen)].sum())
-            totals = Totals(tokens, size, setup.rollout.max_new_tokens)
+            counted = torch.from_numpy(chosen)
+            if setup.loop.mask_truncated:
+                counted = counted[~experience.truncated[counted]]
+            tokens = max(1, int(experience.lengths[counted].sum()))  # 0: all are masked
+            totals = Totals(tokens, max(1, len(counted)), setup.rollout.max_new_tokens)
             yield Minibatch([[int(chosen[i]) for i in row] for row in rows], totals)
 
 
@@ -110,22 +107,11 @@ class Updater:
     def measures(self, responses: int) -> bool:
         """Return True if the update's own forward passes measure the old log-probabilities.
 
-        They do if a single step trains on all `responses` without dropout: this saves one forward
-        pass over everything.
+        They do if a single step trains on all `responses`: this saves one forward pass over
+        everything.
         """
         size = self.setup.job.settings.batch.global_batch_size
-        return self.setup.loop.ppo_epochs == 1 and responses == size and not self._drops
-
-    @cached_property
-    def _drops(self) -> bool:
-        """True if the model has dropout: training passes then differ from measuring passes."""
-        modules = self.setup.engine.module.modules()
-        config = model_of(self.setup.engine.module).config.get_text_config().to_dict()
-        return any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules) or any(
-            isinstance(value, float) and value > 0
-            for name, value in config.items()
-            if "drop" in name or "jitter" in name
-        )
+        return self.setup.loop.ppo_epochs == 1 and responses == size
 
     def update(
         self, iteration: int, inputs: UpdateInputs, compare: Compare, *, of: int
@@ -146,15 +132,21 @@ class Updater:
         settings, critic = setup.job.settings, setup.critic
         history: dict[str, list[float]] = {}
         first = (iteration - 1) * self.steps + 1
+        # The policy's schedule counts its own steps: its warm-up follows the critic's.
+        before = setup.loop.critic_warmup * self.steps
+        warming = iteration <= setup.loop.critic_warmup
+        # From its zero head the clip would keep the critic below the scale of rewards.
+        clip = None if warming else setup.loop.value_clip
         for step, minibatch in enumerate(minibatches(setup, iteration, inputs.experience), first):
             begin_random(settings.seed, step=step, rank=setup.ranks.rank)
             metrics: dict[str, float] = {}
-            if iteration > setup.loop.critic_warmup:
-                lr = set_lr(setup.engine, settings.optim, step=step, steps=steps)
+            if not warming:
+                lr = set_lr(setup.engine, settings.optim, step=step - before, steps=steps - before)
                 metrics |= {"lr": lr, **self._step_policy(step, minibatch, inputs, compare)}
             if critic is not None:
                 lr = set_lr(critic.engine, critic.optim, step=step, steps=steps)
-                metrics |= {"critic_lr": lr, **self._step_critic(critic, step, minibatch, inputs)}
+                learned = self._step_critic(critic, step, minibatch, inputs, clip)
+                metrics |= {"critic_lr": lr, **learned}
             for name, value in metrics.items():
                 history.setdefault(name, []).append(value)
         return {name: sum(values) / len(values) for name, values in history.items()}
@@ -184,8 +176,9 @@ class Updater:
             )
 
         check_now = check if experience.old is None else None
-        metrics, norm = self._policy_learner.step(step, minibatch.rows, loss_of, check_now)
-        return {**comparison, **metrics, "grad_norm": norm}
+        return {
+            **self._policy_learner.step(step, minibatch.rows, loss_of, check_now), **comparison
+        }  # fmt: skip
 
     def _loss_inputs(
         self, inputs: UpdateInputs, chosen: Sequence[int], old: torch.Tensor,
@@ -194,21 +187,30 @@ class Updater:
         experience, device, loop = inputs.experience, self.setup.ranks.device, self.setup.loop
         places, lengths = experience.places(chosen), experience.lengths[list(chosen)].to(device)
         old_n, sampled_n = old.float().to(device), experience.sampled[places].to(device)
+        owner_n = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
         bounds = {"high": loop.correction_high, "low": loop.correction_low}
-        reference = experience.reference
+        reference, kept_n = experience.reference, torch.ones_like(old_n)
+        if loop.mask_truncated:
+            kept_n = (~experience.truncated[list(chosen)]).float().to(device)[owner_n]
         return LossInputs(
             old_n=old_n,
             advantages_n=inputs.advantages.advantages_N[places].to(device),
             weights_n=correction.weights(old_n, sampled_n, lengths, kind=loop.correction, **bounds),
             reference_n=None if reference is None else reference[places].to(device),
             entropy_n=entropy,
-            owner_n=torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths),
+            owner_n=owner_n,
             lengths_s=lengths,
             totals=totals,
+            kept_n=kept_n,
         )
 
     def _step_critic(
-        self, critic: Critic, step: int, minibatch: Minibatch, inputs: UpdateInputs
+        self,
+        critic: Critic,
+        step: int,
+        minibatch: Minibatch,
+        inputs: UpdateInputs,
+        clip: float | None,
     ) -> dict[str, float]:
         experience, returns = inputs.experience, inputs.advantages.returns_N
         before = experience.values
@@ -222,8 +224,12 @@ class Updater:
                 places = experience.places(chosen)
                 values = engine(experience.row(chosen).to(device))
                 old, target = before[places].to(device), returns[places].to(device)
-                return value_loss(values, old, target, minibatch.totals, self.setup.loop.value_clip)
+                return value_loss(values, old, target, minibatch.totals, clip)
 
-            metrics, norm = self._critic_learner.step(step, minibatch.rows, loss_of)
-        total = metrics.pop("loss")
-        return {**metrics, "value_total": total, "critic_grad_norm": norm}
+            metrics = self._critic_learner.step(step, minibatch.rows, loss_of)
+        names = {
+            "loss": "value_total",
+            "grad_norm": "critic_grad_norm",
+            "skipped": "critic_skipped",
+        }
+        return {names.get(name, name): value for name, value in metrics.items()}

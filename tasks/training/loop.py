@@ -97,7 +97,7 @@ class Trainer:
             for row in rounds:
                 loss = passes.loss(self.heldout, row.chosen, counts=counts, baseline=baseline)
                 sums.add({"loss": loss.value, **loss.measures}, counted=row.counted)
-        metrics = sums.total()
+        metrics = self.objective.means(sums.total())
         seconds = time.perf_counter() - begin
         if self.ranks.first:
             about = {"when": when, "step": self.progress.step, "eval_s": seconds}

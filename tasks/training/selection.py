@@ -23,6 +23,7 @@ METRICS: Mapping[str, Mapping[str, int]] = {
     "kto": {"reward_desirable": 1, "reward_undesirable": -1},
     "ppo": _RESPONSES,
     "grpo": _RESPONSES,
+    "dapo": _RESPONSES,
     "dr_grpo": _RESPONSES,
     "rloo": _RESPONSES,
     "reinforce_pp": _RESPONSES,

@@ -100,7 +100,7 @@ class Stepper:
             self._refuse(f"loss is {measures['loss']}", todo, step, baseline)
         if broken:
             self._refuse("gradient is not finite", todo, step, baseline)
-        return measures
+        return self._passes.objective.means(measures)
 
     def _refuse(self, what: str, todo: Step, step: int, baseline: torch.Tensor | None) -> None:
         trace = Trace(self._passes, self._job, self._examples)

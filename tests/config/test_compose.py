@@ -48,7 +48,7 @@ def test_globs_find_files() -> None:
         "ppo_full",
     }
     groups = {"model", "data", "train", "peft", "zero", "merge", "convert"}
-    groups |= {"smoke", "gate", "tracking", "paths", "rl", "rollout", "reward", "timeouts"}
+    groups |= {"smoke", "gate", "tracking", "paths", "rollout", "reward", "timeouts"}
     assert {file.parts[0] for file in OPTIONS} == groups
 
 

@@ -226,6 +226,84 @@ def test_the_dtype_is_what_the_machine_computes(
     assert default("model.dtype", known(**facts)).value == wanted
 
 
+NORMALISED = "score minus its group's mean, over its deviation"
+TOKENS, SEQUENCES = "over all tokens", "over the responses' means"
+PAPERS: dict[str, tuple[str, str, str, str]] = {
+    # arXiv:1707.06347, table 3: clip 0.2; KL in the reward: arXiv:2203.02155, 0.05 as TRL
+    "ppo": ("0.2 below 1, 0.2 above, ratio of each token", "0.05 x k1 in the reward",
+            "GAE, whitened", TOKENS),
+    # arXiv:2402.03300, eq. 3; departs: KL 0.04 (none, as TRL), clip 0.2 (0.28 above, as DAPO)
+    "grpo": ("0.2 below 1, 0.28 above, ratio of each token", "none", NORMALISED, SEQUENCES),
+    # arXiv:2503.14476, eq. 8 to 12 and sec. 3.4
+    "dapo": ("0.2 below 1, 0.28 above, ratio of each token", "none", NORMALISED,
+             "over all tokens, truncated responses left out"),
+    # arXiv:2503.20783, sec. 3.2
+    "dr_grpo": ("0.2 below 1, 0.2 above, ratio of each token", "none",
+                "score minus its group's mean", "over responses x rollout.max_new_tokens"),
+    # arXiv:2402.14740, eq. 8; departs: KL 0.03 to 0.1 (0.01 as OpenRLHF), no clip
+    "rloo": ("0.2 below 1, 0.2 above, ratio of each token", "0.01 x k1 in the reward",
+             "score minus the mean of its group's others", TOKENS),
+    # arXiv:2501.03262, sec. 3
+    "reinforce_pp": ("0.2 below 1, 0.2 above, ratio of each token", "0.01 x k1 in the reward",
+                     "return, normalised over the iteration", TOKENS),
+    "reinforce_pp_baseline": (
+        "0.2 below 1, 0.2 above, ratio of each token", "0.01 x k2 in the loss",
+        "return minus its group's mean, normalised over the iteration", TOKENS),
+    # arXiv:2507.18071, eq. 5 to 7 and sec. 5.1
+    "gspo": ("0.0003 below 1, 0.0004 above, ratio of each sequence", "none", NORMALISED, SEQUENCES),
+}  # fmt: skip
+"""Clip, KL, advantages and mean of each algorithm, by its paper unless the comment says so."""
+OWN_KL = {
+    "toy/rlhf_qlora": "0.18 x k1 in the reward",
+    "recipes/qwen2.5-7b/ppo_lora": "0.01 x k1 in the reward",
+}
+"""Experiments that set another KL than their algorithm's."""
+
+
+@pytest.mark.parametrize("words", [*(f"train={name}" for name in ONLINE),
+                                   *(f"+exp={name}" for name in experiments(CONF))])  # fmt: skip
+def test_the_plan_prints_the_loss_of_the_algorithm(words: str, tmp_path: Path) -> None:
+    arguments = [words, f"paths.runs={tmp_path}"]
+    for step in chain_steps(compose(arguments), arguments):
+        if step.objective not in ONLINE:
+            continue
+        clip, kl, advantages, mean = PAPERS[step.objective]
+        kl = OWN_KL.get(words.removeprefix("+exp="), kl)
+        lines = render([step]).partition(f"algorithm: {step.objective}\n")[2].splitlines()
+        assert lines[:2] == [f"  clip: {clip}", f"  KL: {kl}"]
+        assert lines[2].startswith(f"  advantages: {advantages}; ")
+        assert lines[3] == f"  mean: {mean}"
+
+
+def test_an_objective_without_its_group_has_the_same_options() -> None:
+    for name in ONLINE:
+        by_key = compose_config([f"train.objective={name}"]).settings["rl"]
+        assert by_key == compose_config([f"train={name}"]).settings["rl"]
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["train=gspo", "rl=ppo"], "train=ppo"),
+        (["train=ppo", "rl=ppo"], "train=ppo"),
+        (["+exp=qlora", "ppo:rl=grpo"], "ppo:train=grpo"),
+    ],
+)
+def test_a_second_name_of_an_algorithm_is_refused(words: list[str], hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        chain_steps(compose(words), words)
+    assert caught.value.hint == hint
+
+
+def test_an_experiment_of_before_is_told_to_leave_the_second_name_out(tmp_path: Path) -> None:
+    (tmp_path / "exp").mkdir()
+    defaults = "defaults:\n  - override /train: grpo\n  - override /rl: grpo\n"
+    (tmp_path / "exp" / "mine.yaml").write_text(f"# @package _global_\n{defaults}")
+    with pytest.raises(ConfigError) as caught:
+        compose_config(["+exp=mine", f"hydra.searchpath=[file://{tmp_path}]"])
+    assert "`override /rl`" in caught.value.hint
+
+
 def test_every_objective_has_a_rate() -> None:
     assert set(RATES) == set(get_args(Objective))
     for adapter, full in RATES.values():

@@ -125,7 +125,7 @@ class TestSharedRows:
 
     def test_every_reason_is_reported_at_once(self, tmp_path: Path) -> None:
         falcon = of_family("Falcon", num_attention_heads=4, alibi=False)
-        overrides = ("train.sequence_parallel=3", "train.nproc=4", "train=grpo", "rl=grpo")
+        overrides = ("train.sequence_parallel=3", "train.nproc=4", "train=grpo")
         eager = "model.attn_implementation=eager"
         assert self.lines(tmp_path, falcon, *overrides, eager, "train.max_len=16") == [
             "train.sequence_parallel: 3 with 4 ranks; a divisor of nproc x nodes "

@@ -17,8 +17,8 @@ from tasks.config.checks import environment, model, online
 from tasks.core.finding import Finding
 from tasks.rl.algorithms import algorithm_options
 from tasks.rl.algorithms.registry import ALGORITHMS
-from tasks.rl.settings import Loop, Reward
-from tests.settings import Rollout
+from tasks.rl.settings import Reward
+from tests.settings import Loop, Rollout
 
 SIZES = st.integers(1, 40)
 REWARD: dict[str, Any] = vars(Reward())
@@ -62,7 +62,7 @@ def test_a_valid_configuration_passes() -> None:
 
 
 def test_every_algorithm_has_its_options() -> None:
-    assert set(algorithm_options.USES) == set(ALGORITHMS)
+    assert set(algorithm_options.TERMS) == set(ALGORITHMS)
     assert set(algorithm_options.GROUPED) == {
         name for name, finding in ALGORITHMS.items() if finding.groups
     }

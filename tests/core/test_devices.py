@@ -191,7 +191,8 @@ def _loss_inputs(
     """Return the loss inputs as `Updater` makes them."""
     from tasks.rl.update import UpdateInputs, Updater
 
-    loop = SimpleNamespace(correction="sequence_mask", correction_high=9.0, correction_low=0.0)
+    loop = SimpleNamespace(correction="sequence_mask", correction_high=9.0, correction_low=0.0,
+                           mask_truncated=False)  # fmt: skip
     inputs = UpdateInputs(experience, SimpleNamespace(advantages_N=estimated), 0.0)  # type: ignore[arg-type]
     updater: Any = SimpleNamespace(setup=SimpleNamespace(ranks=ranks(device), loop=loop))
     old = experience.old[experience.places(chosen)]

@@ -13,10 +13,11 @@ from safetensors import safe_open
 
 from tasks.training.job import Evaluate, Peft, TrainJob, Zero
 from tests.commands import run_ranks
-from tests.settings import Batch, Launch, Optim, Settings
+from tests.settings import Batch, Launch, Loop, Optim, Settings
 
 ONLINE = {
     "rl": {
+        **vars(Loop()),
         "rollout_batch_size": 8,
         "num_generations": 2,
         "iterations": 4,

@@ -13,7 +13,7 @@ import torch
 from tasks.core.errors import StageProcessError
 from tasks.drift.fingerprint import Fingerprint
 from tasks.drift.verdict import FINGERPRINT
-from tasks.rl.loop import MISMATCH
+from tasks.rl.loop import CURSOR, MISMATCH
 from tasks.training.engine import checkpoint
 from tasks.training.engine.universal import convert
 from tasks.training.job import Evaluate, Peft, Zero
@@ -146,20 +146,41 @@ def test_a_single_step_measures_during_the_update(ppo: Online) -> None:
     """The update measures old log-probabilities itself and gives the same result up to rounding.
 
     A tiny `kl_coef` forces the separate measurement for comparison. Without it, one forward pass is
-    saved; dropout would make the passes differ.
+    saved. Dropout is off, so an adapter that has it ends with the same weights.
     """
     steps = ppo.steps[-9:]
     measured = [("seconds/measure" in step) for step in steps]
-    assert measured == [True] * 3 + [False] * 3 + [True] * 3
+    assert measured == [True] * 3 + [False] * 6
     assert all(step["mismatch/mean_abs"] >= 0 and step["entropy"] > 0 for step in steps)
-    apart, together = (stitched(ppo[name]) for name in ("apart", "on the way"))
+    apart, *together = (stitched(ppo[name]) for name in ("apart", "on the way", "drop"))
     for key, tensor in apart.items():
-        torch.testing.assert_close(tensor, together[key], rtol=0, atol=1e-5)
+        for other in together:
+            torch.testing.assert_close(tensor, other[key], rtol=0, atol=1e-5)
     losses = [
         json.loads((ppo[name] / "train.json").read_text())["losses"]
         for name in ("apart", "on the way")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_dapo_with_refill_resumes_at_the_next_prompt(
+    chatty: Path, data: Path, tmp_path: Path
+) -> None:
+    rl = {"clip_high": 0.28, "kl_coef": 0.0, "ppo_epochs": 1, "refill": 2, "mask_truncated": True}
+    settings = settings_with(data, rl=rl, objective="dapo")
+    whole = job_of(settings, chatty, data, tmp_path / "whole")
+    half_way = whole.checkpoints / "step-00000002"
+    steps = run(
+        tmp_path, [whole, job_of(settings, chatty, data, tmp_path / "resumed", resume=half_way)]
+    )
+    assert [step["epoch"] for step in steps[4:]] == [step["epoch"] for step in steps[2:4]]
+    cursor = checkpoint.open_checkpoint(half_way).progress.kept[CURSOR]
+    assert cursor == steps[1]["epoch"] * 40
+    assert cursor > 2 * 8, "groups without signal were replaced"
+    left = [json.loads((tmp_path / n / "train.json").read_text()) for n in ("whole", "resumed")]
+    assert left[0]["losses"] == left[1]["losses"]
+    assert any(left[0]["losses"]), "not all responses are masked"
 
 
 @pytest.mark.slow

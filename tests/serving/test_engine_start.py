@@ -13,10 +13,10 @@ import pytest
 from tasks.process.launch import launch, python_child
 from tasks.training import entry
 from tasks.training.job import Peft, TrainJob
-from tests.settings import Settings
+from tests.settings import Loop, Settings
 
 LENGTHS = {"max_new_tokens": 6, "max_prompt_len": 8}
-ROLLOUT = {"rl": {}, "rollout": {**LENGTHS, "offload_trainer": False}, "reward": {}}
+ROLLOUT = {"rl": vars(Loop()), "rollout": {**LENGTHS, "offload_trainer": False}, "reward": {}}
 TRAINER = {**ROLLOUT, "rollout": {**ROLLOUT["rollout"], "engine": "transformers"}}
 SCORER = {**TRAINER, "reward": {"engine": "vllm"}}
 

@@ -199,7 +199,7 @@ def reference_answers(settings: Mapping[str, Any]) -> Iterator[Finding]:
     Args:
         settings: the resolved configuration.
     """
-    online = settings["train"]["objective"] in algorithm_options.USES
+    online = settings["train"]["objective"] in algorithm_options.TERMS
     if not online or settings["reward"]["function"] != EXACT_MATCH:
         return
     for path, section in _files(settings["data"]):

@@ -41,7 +41,7 @@ def online(
     """
     train, rl = settings["train"], settings["rl"]
     rollout, reward = settings["rollout"], settings["reward"]
-    if train["objective"] not in algorithm_options.USES:
+    if train["objective"] not in algorithm_options.TERMS:
         return []
     return [
         *sources(reward, rewarded=rewarded, played=rl["environment"] is not None),

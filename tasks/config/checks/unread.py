@@ -16,7 +16,7 @@ from tasks.data.kinds import TEXTS, kind_for, names_texts
 from tasks.data.readers import FILE_KINDS, HUB
 
 LOSS: Mapping[str, tuple[str, ...]] = {
-    "kind": ("reward", "dpo"),
+    "kind": ("dpo",),
     "beta": ("dpo", "kto", "orpo", "simpo"),
     "gamma": ("simpo",),
     "margin": ("reward",),
@@ -99,7 +99,7 @@ def _rules(settings: Mapping[str, Any], rewarded: bool) -> Iterator[Unread]:
         because = f"train.objective={settings['train']['objective']}"
         keys = "rl rl.* rollout rollout.* reward reward.*"
         readers = "only objectives that learn from their own responses read it"
-        yield Unread(keys, because, readers, "train=grpo rl=grpo")
+        yield Unread(keys, because, readers, "train=grpo")
     else:
         yield from _online(settings["rl"], settings["rollout"])
         yield from _reward(settings["reward"], rewarded)

@@ -47,23 +47,12 @@ def gae(
 def returns_to_go(
     rewards_N: torch.Tensor, lengths_S: torch.Tensor, *, gamma: float
 ) -> torch.Tensor:
-    """Return each token's reward plus the discounted later rewards of its response: (N,).
-
-    Args:
-        rewards_N: reward of each token.
-        lengths_S: tokens of each response.
-        gamma: discount per token.
-    """
+    """Return each token's reward plus the discounted later rewards of its response: (N,)."""
     return _discounted(_at_least_float32(rewards_N), lengths_S, gamma)
 
 
 def on_last_token(scores_S: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tensor:
-    """Return rewards (N,): each response's score at its last token, zero elsewhere.
-
-    Args:
-        scores_S: score of each response.
-        lengths_S: tokens of each response.
-    """
+    """Return rewards (N,): each response's score at its last token, zero elsewhere."""
     rewards_N = scores_S.new_zeros(int(lengths_S.sum()))
     rewards_N[_last(lengths_S)] = scores_S
     return rewards_N
@@ -98,6 +87,12 @@ def group_normalized(scores_S: torch.Tensor, groups_S: torch.Tensor) -> torch.Te
     """
     groups = _Groups(scores_S, groups_S)
     return groups.centered_S * _inverse(groups.deviation_S(), groups.largest_S())
+
+
+def without_signal(scores_S: torch.Tensor, groups_S: torch.Tensor) -> torch.Tensor:
+    """Return True for responses whose group's scores are equal within rounding, (S,) bool."""
+    groups = _Groups(scores_S, groups_S)
+    return _inverse(groups.deviation_S(), groups.largest_S()) == 0
 
 
 def leave_one_out(scores_S: torch.Tensor, groups_S: torch.Tensor) -> torch.Tensor:

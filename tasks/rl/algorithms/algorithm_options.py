@@ -1,4 +1,4 @@
-"""Options of section `rl` that each algorithm uses, and combinations that are invalid.
+"""Algorithms without their formulas: parts, options of section `rl`, invalid combinations.
 
 Imports no torch, so a configuration is checked before anything starts.
 """
@@ -6,38 +6,79 @@ Imports no torch, so a configuration is checked before anything starts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import NamedTuple
 
+from tasks.config.defaults import ALGORITHMS
 from tasks.core.finding import Finding
 from tasks.rl.settings import Loop
 
 _DISCOUNT = frozenset({"gamma"})
 _CRITIC = frozenset({"gae_lambda", "critic", "critic_lr", "critic_warmup", "value_clip"})
-_GROUPS = frozenset({"refill"})
+_GROUPS = frozenset({"refill", "mask_truncated"})
 _WHITEN = frozenset({"whiten"})
 _KNOWN_TO_SOME = _DISCOUNT | _CRITIC | _GROUPS | _WHITEN
 
-USES: Mapping[str, frozenset[str]] = {
-    "ppo": _DISCOUNT | _CRITIC | _WHITEN,
-    "grpo": _GROUPS,
-    "dr_grpo": _GROUPS,
-    "rloo": _GROUPS | _WHITEN,
-    "reinforce_pp": _DISCOUNT,
-    "reinforce_pp_baseline": _DISCOUNT | _GROUPS,
-    "gspo": _GROUPS,
+
+class Terms(NamedTuple):
+    """Fixed parts of an algorithm, and the options that only some algorithms use.
+
+    Attributes:
+        advantages: of each token, in words.
+        uses: options of section `rl`. REINFORCE++ always whitens.
+        aggregate: kind of mean in the loss, see `PolicyLoss`.
+        ratio: of the loss: `token` or `sequence`.
+    """
+
+    advantages: str
+    uses: frozenset[str]
+    aggregate: str = "tokens"
+    ratio: str = "token"
+
+
+_NORMALISED = "score minus its group's mean, over its deviation"
+TERMS: Mapping[str, Terms] = {
+    "ppo": Terms("GAE", _DISCOUNT | _CRITIC | _WHITEN),
+    "grpo": Terms(_NORMALISED, _GROUPS, "sequences"),
+    "dapo": Terms(_NORMALISED, _GROUPS),
+    "dr_grpo": Terms("score minus its group's mean", _GROUPS, "constant"),
+    "rloo": Terms("score minus the mean of its group's others", _GROUPS | _WHITEN),
+    "reinforce_pp": Terms("return, normalised over the iteration", _DISCOUNT),
+    "reinforce_pp_baseline": Terms(
+        "return minus its group's mean, normalised over the iteration", _DISCOUNT | _GROUPS
+    ),
+    "gspo": Terms(_NORMALISED, _GROUPS, "sequences", "sequence"),
 }
-"""Options used by only some algorithms, by algorithm. REINFORCE++ always whitens."""
-GROUPED = frozenset(name for name, used in USES.items() if used >= _GROUPS)
+GROUPED = frozenset(name for name, terms in TERMS.items() if terms.uses >= _GROUPS)
 """Algorithms that compare responses to the same prompt."""
-WITH_CRITIC = frozenset(name for name, used in USES.items() if used >= _CRITIC)
+WITH_CRITIC = frozenset(name for name, terms in TERMS.items() if terms.uses >= _CRITIC)
 """Algorithms with a critic."""
+_MEANS = {
+    "tokens": "over all tokens",
+    "sequences": "over the responses' means",
+    "constant": "over responses x rollout.max_new_tokens",
+}
+
+
+def described(name: str, loop: Loop) -> list[str]:
+    """Return lines about the loss that a run minimises: clip, KL, advantages, mean."""
+    terms = TERMS[name]
+    kl = "none"
+    if loop.kl_coef:
+        kl = f"{loop.kl_coef:g} x {loop.kl_estimator} in the {loop.kl_in}"
+    whitened = ", whitened" if loop.whiten else ""
+    masked = ", truncated responses left out" if loop.mask_truncated else ""
+    return [
+        f"clip: {loop.clip_low:g} below 1, {loop.clip_high:g} above, ratio of each {terms.ratio}",
+        f"KL: {kl}",
+        f"advantages: {terms.advantages}{whitened}; "
+        f"{loop.rollout_batch_size} prompts x {loop.num_generations} responses",
+        f"mean: {_MEANS[terms.aggregate]}{masked}",
+    ]
 
 
 def findings(name: str, loop: Loop) -> list[Finding]:
     """Return every problem of section `rl` with this algorithm.
-
-    Args:
-        name: the algorithm, `train.objective`.
-        loop: section `rl`.
 
     Raises:
         KeyError: no such algorithm.
@@ -51,9 +92,9 @@ def findings(name: str, loop: Loop) -> list[Finding]:
 
 def _unused(name: str, loop: Loop) -> Iterator[Finding]:
     """Options that were changed but have no effect."""
-    defaults = Loop()
-    for option in sorted(_KNOWN_TO_SOME - USES[name]):
-        value, default = getattr(loop, option), getattr(defaults, option)
+    usual = {setting.name: setting.default for setting in fields(Loop)} | ALGORITHMS[name]
+    for option in sorted(_KNOWN_TO_SOME - TERMS[name].uses):
+        value, default = getattr(loop, option), usual[option]
         if value != default:
             reason = f"train.objective={name} does not use it"
             yield Finding(f"rl.{option}", _shown(value), reason, f"rl.{option}={_shown(default)}")
@@ -66,7 +107,7 @@ def _too_small_groups(name: str, loop: Loop) -> Iterator[Finding]:
             "rl.num_generations",
             str(loop.num_generations),
             reason,
-            f"rl.num_generations={Loop().num_generations}",
+            f"rl.num_generations={ALGORITHMS[name]['num_generations']}",
         )
 
 

@@ -26,6 +26,7 @@ import torch
 from tasks.config.choices import Correction
 from tasks.core.errors import TrainingError
 from tasks.rl.algorithms.advantages import spread, sums
+from tasks.rl.algorithms.kl import estimate
 
 FIRST = 5
 """Number of first iterations whose median mismatch is the run's baseline."""
@@ -36,20 +37,22 @@ FLOOR = 0.1
 
 @dataclass
 class MismatchLimits:
-    """Absolute limit of the mismatch, and a limit relative to the run's first iterations.
+    """Absolute limit of the mismatch, which ends a run, and a relative one, which warns.
 
-    The relative limit notices an engine with stale weights: its mismatch grows slowly and stays
-    below an absolute limit that leaves room for other kernels.
+    Importance weights correct for a mismatch below the absolute limit. The relative limit notices
+    an engine with stale weights, but mismatch also grows with response length and entropy.
 
     Attributes:
         limit: absolute, `rl.mismatch_limit`.
         factor: `rl.mismatch_factor`; 0: no relative limit.
         first: mean absolute differences of the first iterations, at most `FIRST`.
+        warned: True once a mismatch was above the relative limit.
     """
 
     limit: float
     factor: float
     first: list[float] = field(default_factory=list)
+    warned: bool = False
 
     @property
     def relative(self) -> float | None:
@@ -58,40 +61,35 @@ class MismatchLimits:
             return None
         return max(self.factor * statistics.median(self.first), FLOOR * self.limit)
 
-    def require_within(self, measured: Mismatch, iteration: int) -> None:
+    def require_within(self, measured: Mismatch, iteration: int) -> str:
         """Check one iteration's mismatch, and record it if it is one of the first.
 
-        Args:
-            measured: mismatch of the iteration.
-            iteration: 1, 2, ...
+        Returns:
+            A warning the first time that the relative limit is exceeded, else an empty string.
 
         Raises:
-            TrainingError: the mismatch is above one of the limits.
+            TrainingError: the mismatch is above the absolute limit.
         """
         now, relative = measured.mean_abs, self.relative
         prefix = f"iteration {iteration}: trainer and engine differ by {now:.3g} nats per token "
-        hint = "rollout.engine=transformers samples from the trainer itself; "
         if not now <= self.limit:
             raise TrainingError(
                 f"{prefix}(mean absolute log-prob difference), more than "
                 f"rl.mismatch_limit={self.limit:g}: what is sampled is not what is trained",
-                hint=f"{hint}rl.mismatch_limit=<more> accepts the difference",
-            )
-        if relative is not None and not now <= relative:
-            raise TrainingError(
-                f"{prefix}(mean absolute log-prob difference), {now / self._median:.3g} times the "
-                f"{self._median:.3g} of the first iterations, which is below rl.mismatch_limit="
-                f"{self.limit:g} and above {relative:.3g}: the engine falls behind the trainer",
-                details=[f"the first iterations: {', '.join(f'{x:.3g}' for x in self.first)}"],
-                hint=f"{hint}rl.mismatch_factor=<more> accepts the difference, 0 any below "
-                "rl.mismatch_limit",
+                hint="rollout.engine=transformers samples from the trainer itself; "
+                "rl.mismatch_limit=<more> accepts the difference",
             )
         if len(self.first) < FIRST:
             self.first.append(now)
-
-    @property
-    def _median(self) -> float:
-        return max(statistics.median(self.first), 1e-12)
+        if relative is None or now <= relative or self.warned:
+            return ""
+        self.warned = True
+        return (
+            f"{prefix}(mean absolute log-prob difference), more than {relative:.3g}, which is "
+            f"rl.mismatch_factor={self.factor:g} times the first iterations; rl.correction weighs "
+            f"it until rl.mismatch_limit={self.limit:g} ends the run. It grows with the responses' "
+            "length and entropy, or the engine has stale weights"
+        )
 
 
 @dataclass(frozen=True)
@@ -112,10 +110,6 @@ class Mismatch:
 def mismatch(old_N: torch.Tensor, sampled_N: torch.Tensor) -> Mismatch:
     """Return the distance between the trainer's and the engine's log-probabilities.
 
-    Args:
-        old_N: by the trainer, at least one.
-        sampled_N: by the engine.
-
     Raises:
         TrainingError: a value is not finite. (A limit alone would not notice NaN, since every
             comparison with it is false.)
@@ -126,7 +120,7 @@ def mismatch(old_N: torch.Tensor, sampled_N: torch.Tensor) -> Mismatch:
     return Mismatch(
         mean_abs=float(log_ratio_N.abs().mean()),
         max_abs=float(log_ratio_N.abs().max()),
-        kl=float((torch.expm1(log_ratio_N) - log_ratio_N).mean()),
+        kl=float(estimate(sampled_N.double(), old_N.double(), "k3").mean()),
     )
 
 

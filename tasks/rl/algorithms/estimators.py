@@ -31,7 +31,7 @@ def by_critic(batch: Batch, loop: Loop) -> Advantages:
 
 
 def by_normalized_group(batch: Batch, loop: Loop) -> Advantages:
-    """GRPO and GSPO: scores normalised within their group."""
+    """GRPO, DAPO and GSPO: scores normalised within their group."""
     scores_S = _response_scores(batch, loop)
     return _for_all_tokens(advantages.group_normalized(scores_S, batch.groups_S), batch)
 

@@ -5,7 +5,7 @@ sampled from the policy p, with the reference q and d = log p - log q:
 
     k1 = d                  unbiased for KL(p || q), of either sign
     k2 = d^2 / 2            biased, positive, of low variance
-    k3 = exp(-d) - 1 + d    unbiased, positive, of low variance
+    k3 = exp(-d) - 1 + d    unbiased, positive, of low variance; at most 10 nats here
 
 In a loss the derivative counts, not the value. The derivative of k1 is zero on average, so
 `estimate` gives k1 the derivative d * grad log p instead. Its average is the gradient of KL(p ||
@@ -43,7 +43,9 @@ def estimate(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str) ->
     """
     log_ratio = logprobs - reference
     if estimator == "k3":
-        return torch.expm1(-log_ratio) + log_ratio
+        # Clamps as in verl's core_algos.py: without them one token of 34 nats outweighs a batch.
+        log_ratio = log_ratio.clamp(-20, 20)
+        return (torch.expm1(-log_ratio) + log_ratio).clamp(max=10)
     if estimator not in get_args(KlEstimator):
         raise ValueError(
             f"kl estimator {estimator!r}: there are {', '.join(get_args(KlEstimator))}"

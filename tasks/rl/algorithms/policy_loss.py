@@ -33,6 +33,7 @@ class LossInputs:
         reference_n: log-probabilities by the reference, if there is one.
         entropy_n: entropy of the policy at each token, in nats and with gradient, if the loss
             needs it.
+        kept_n: 1 for tokens that bear loss and count in `totals`, 0 for the others.
     """
 
     old_n: torch.Tensor
@@ -43,6 +44,7 @@ class LossInputs:
     totals: Totals
     reference_n: torch.Tensor | None = None
     entropy_n: torch.Tensor | None = None
+    kept_n: torch.Tensor | float = 1.0
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,6 @@ class PolicyLoss:
     def __call__(self, logprobs_n: torch.Tensor, inputs: LossInputs) -> Loss:
         """Return this row's part of the minibatch's loss.
 
-        Args:
-            logprobs_n: log-probabilities of the response tokens by the policy, with gradient.
-            inputs: the other inputs of the loss.
-
         Returns:
             The loss, and metrics whose sums over rows and ranks are means over the minibatch:
             `policy_loss` (without KL and entropy); per token `approx_kl` (to the old policy, k3),
@@ -88,7 +86,7 @@ class PolicyLoss:
             which have no gradient); and if given `kl` (to the reference, k3, nats) and `entropy`
             (nats).
         """
-        share_n = self._shares(inputs)
+        share_n = self._shares(inputs) * inputs.kept_n
         ratio_n = self._ratio(logprobs_n - inputs.old_n, inputs)
         objective_n = inputs.weights_n * self._clipped(ratio_n, inputs.advantages_n)
         policy = -(share_n * objective_n).sum()
@@ -99,7 +97,8 @@ class PolicyLoss:
             value = value + self.kl_coef * (share_n * kl_n).sum()
         if self.entropy_coef:
             assert inputs.entropy_n is not None
-            value = value - self.entropy_coef * inputs.entropy_n.sum() / inputs.totals.tokens
+            entropy = (inputs.entropy_n * inputs.kept_n).sum() / inputs.totals.tokens
+            value = value - self.entropy_coef * entropy
         measures = self._measures(logprobs_n.detach(), ratio_n.detach(), inputs)
         return Loss(value, {"policy_loss": policy.detach(), **measures})
 
@@ -143,4 +142,5 @@ class PolicyLoss:
             metrics["kl"] = estimate(logprobs_n, inputs.reference_n, "k3")
         if inputs.entropy_n is not None:
             metrics["entropy"] = inputs.entropy_n.detach()
-        return {name: values_n.sum() / inputs.totals.tokens for name, values_n in metrics.items()}
+        kept_n, tokens = inputs.kept_n, inputs.totals.tokens
+        return {name: (values_n * kept_n).sum() / tokens for name, values_n in metrics.items()}

@@ -46,10 +46,6 @@ def explained_variance(values_N: torch.Tensor, returns_N: torch.Tensor) -> float
     """Return the share of the returns' variance that the critic predicts: 1 - Var(R - V) / Var(R).
 
     1 is perfect, 0 is no better than a constant, below 0 is worse. 0 if the returns do not vary.
-
-    Args:
-        values_N: values before the update.
-        returns_N: the targets.
     """
     returns_N = returns_N.double()
     variance = returns_N.var(correction=0)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
+import torch
 
+from tasks.rl.algorithms.advantages import without_signal
 from tasks.rl.clock import Clock
 from tasks.rl.environment.episodes import Episodes
 from tasks.rl.environment.process import NAME
@@ -34,6 +35,7 @@ class Collector:
         ranks: this process and its peers; each rank samples for its share of the prompts.
         seed: seed of the run.
         episodes: plays the responses' episodes; None without an environment.
+        penalise: returns the penalties of responses of these lengths, observations included.
     """
 
     engine: Engine
@@ -43,32 +45,36 @@ class Collector:
     ranks: Ranks
     seed: int
     episodes: Episodes | None = None
+    penalise: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like
 
     def collect(
-        self, iteration: int, prompt_order: PromptOrder, samples: int, clock: Clock
-    ) -> Collected:
-        """Return the responses to one iteration's prompts, ordered by group.
+        self, iteration: int, prompt_order: PromptOrder, start: int, samples: int, clock: Clock
+    ) -> tuple[Collected, int]:
+        """Return the responses to one iteration's prompts by group, and the next prompt's position.
 
         A group is all responses to one prompt. If their rewards are equal, the group has no signal.
-        With `rl.refill`, other prompts replace such groups for some rounds; groups still without
+        With `rl.refill`, the next prompts replace such groups for some rounds; groups still without
         signal after the last round stay.
 
         Args:
             iteration: 1, 2, ...
             prompt_order: chooses the prompts.
+            start: position of the first prompt.
             samples: responses per prompt.
             clock: gets the seconds of `generate` and `score`.
         """
-        collected = self.sample(prompt_order.numbers(iteration).tolist(), iteration, samples, clock)
-        for round_ in range(1, prompt_order.refill_rounds + 1):
+        used = prompt_order.per_iteration
+        numbers = prompt_order.numbers(start, used)
+        collected = self.sample(numbers, iteration, samples, clock)
+        for _ in range(prompt_order.refill_rounds):
             no_signal = groups_without_signal(collected)
             if not no_signal:
                 break
-            numbers = prompt_order.numbers(iteration, round_).tolist()[: len(no_signal)]
-            first = round_ * prompt_order.per_iteration
-            fresh = self.sample(numbers, iteration, samples, clock, first=first)
+            numbers = prompt_order.numbers(start + used, len(no_signal))
+            fresh = self.sample(numbers, iteration, samples, clock, first=used)
+            used += len(no_signal)
             collected = _refilled(collected, no_signal, fresh)
-        return collected
+        return collected, start + used
 
     def sample(
         self,
@@ -104,8 +110,13 @@ class Collector:
         ]
         with clock.phase("score"):
             total, parts = self.rewards.score([response for _, response in responses])
+        spent = [len(response.ids) - len(response.prompt.ids) for _, response in responses]
+        penalties = self.penalise(torch.tensor(spent)).tolist()
         mine = [
-            (numbers[g], _scored(response, g, total[i], {k: parts[k][i] for k in parts}))
+            (
+                numbers[g],
+                _scored(response, g, total[i], {k: parts[k][i] for k in parts}, penalties[i]),
+            )
             for i, (g, response) in enumerate(responses)
         ]
         return gather_responses(self.ranks, mine, self.prompts)
@@ -142,22 +153,22 @@ class Collector:
 
 
 def _scored(
-    response: Response, group: int, total: float, parts: Mapping[str, float]
+    response: Response, group: int, total: float, parts: Mapping[str, float], penalty: float
 ) -> ScoredResponse:
     """Add the environment's rewards of all turns to those of the sources."""
     plain = {name: float(value) for name, value in parts.items()}
     if not response.turns:
-        return ScoredResponse(response, group, float(total), plain)
+        return ScoredResponse(response, group, float(total), plain, penalty)
     own = sum(turn.reward for turn in response.turns)
-    return ScoredResponse(response, group, float(total) + own, {NAME: own, **plain})
+    return ScoredResponse(response, group, float(total) + own, {NAME: own, **plain}, penalty)
 
 
 def groups_without_signal(collected: Collected) -> list[int]:
-    """Return the numbers of the groups whose responses all have the same reward."""
-    rewards: dict[int, list[float]] = {}
-    for _, response in collected:
-        rewards.setdefault(response.group, []).append(response.reward)
-    return [group for group, values in rewards.items() if np.ptp(values) == 0.0]
+    """Return the numbers of the groups whose advantages would all be 0."""
+    rewards_S = torch.tensor([s.reward + s.penalty for _, s in collected])
+    groups_S = torch.tensor([s.group for _, s in collected])
+    silent: list[int] = groups_S[without_signal(rewards_S, groups_S)].unique().tolist()
+    return silent
 
 
 def _refilled(collected: Collected, no_signal: Sequence[int], fresh: Collected) -> Collected:

@@ -83,16 +83,7 @@ class Critic:
 def start_critic(
     job: TrainJob, loop: Loop, ranks: Ranks, *, policy: Any, config: dict[str, Any], tokenizer: Any
 ) -> Critic:
-    """Build the critic that section `rl` describes.
-
-    Args:
-        job: the training job.
-        loop: section `rl`.
-        ranks: this process and its peers.
-        policy: the policy's module, already in a running engine.
-        config: the policy's DeepSpeed configuration.
-        tokenizer: the policy's.
-    """
+    """Build the critic that section `rl` describes."""
     settings = job.settings
     optim = replace(settings.optim, lr=loop.critic_lr or settings.optim.lr)
     config = _with_lr(config, optim.lr)

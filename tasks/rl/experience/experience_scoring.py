@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from tasks.core.errors import TrainingError
-from tasks.rl.algorithms import advantages, correction
+from tasks.rl.algorithms import correction
 from tasks.rl.algorithms.batch import Batch
 from tasks.rl.experience.packed_rows import Experience, measure_tokens
 from tasks.rl.experience.records import compared, estimates, off_policy
@@ -17,6 +18,8 @@ from tasks.rl.update import UpdateInputs
 from tasks.training.engine import checkpoint
 from tasks.training.model.packed_model import TokenOutputs
 from tasks.training.tokens.packing import Row
+
+LOG = logging.getLogger("plumbline.rl")
 
 
 @dataclass(frozen=True)
@@ -78,18 +81,12 @@ class ExperienceScorer:
             TrainingError: a log-probability is not finite, the train-inference mismatch is above
                 its limit, or the policy is too far from the reference.
         """
-        loop, rollout = self.setup.loop, self.setup.rollout
+        loop = self.setup.loop
         record = {} if experience.old is None else self.compare(experience, iteration)
-        penalties = advantages.overlong_penalty(
-            experience.spent,
-            limit=rollout.max_new_tokens,
-            buffer=loop.overlong_buffer,
-            most=loop.overlong_penalty,
-        )
         batch = Batch(
             lengths_S=experience.lengths,
             groups_S=experience.groups,
-            scores_S=experience.rewards + penalties,
+            scores_S=experience.rewards,
             old_N=experience.old,
             sampled_N=experience.sampled,
             reference_N=experience.reference,
@@ -100,8 +97,8 @@ class ExperienceScorer:
         estimated = self.setup.recipe.advantages(batch, loop)
         inputs = UpdateInputs(experience, estimated, kl_coef)
         record |= estimates(experience, estimated) | {"kl_coef": kl_coef}
-        if "kl" in record:
-            self._require_near(record["kl"], iteration)
+        if "kl_k1" in record:
+            self._require_near(record["kl_k1"], iteration)
         return inputs, record
 
     def compare(self, experience: Experience, iteration: int) -> dict[str, float]:
@@ -112,11 +109,13 @@ class ExperienceScorer:
         """
         assert experience.old is not None
         measured = correction.mismatch(experience.old, experience.sampled)
+        mismatch = measured.mean_abs if self.probed is None else self.probed()
+        checked = replace(measured, mean_abs=mismatch)
+        warning = self.mismatch_limits.require_within(checked, iteration)
+        if warning and self.setup.ranks.first:
+            LOG.warning(warning)
         if self.probed is None:
-            self.mismatch_limits.require_within(measured, iteration)
             return compared(experience.old, measured)
-        mismatch = self.probed()
-        self.mismatch_limits.require_within(replace(measured, mean_abs=mismatch), iteration)
         return off_policy(experience, measured, mismatch)
 
     def _require_near(self, kl_now: float, iteration: int) -> None:

@@ -30,7 +30,7 @@ class Experience:
         examples: prompt and response as one sequence, sampled tokens marked.
         lengths: (S,) int64, sampled tokens per response.
         groups: (S,) int64, number of the response's prompt within the iteration.
-        rewards: (S,) float32.
+        rewards: (S,) float32, minus the penalty for length.
         sampled: (N,) log-probabilities by the rollout engine.
         old: (N,) log-probabilities by the trainer, before the update.
         reference: (N,) log-probabilities by the reference; None without one.
@@ -51,10 +51,9 @@ class Experience:
     turn_rewards: torch.Tensor | None = None
 
     @property
-    def spent(self) -> torch.Tensor:
-        """(S,) int64, tokens after the prompt, observations included."""
-        prompts = [len(scored.response.prompt.ids) for scored in self.scored]
-        return torch.from_numpy(self.examples.lengths[:, 0] - np.array(prompts))
+    def truncated(self) -> torch.Tensor:
+        """(S,) bool, True for responses that the length limit cut off."""
+        return torch.tensor([not scored.response.generated.ended for scored in self.scored])
 
     @property
     def owner(self) -> torch.Tensor:
@@ -72,13 +71,7 @@ class Experience:
         return pack(self.examples, chosen)
 
     def rows(self, world_size: int, rank: int, size: int) -> list[tuple[int, ...]]:
-        """Return this rank's rows, as numbers of responses; every rank gets equally many.
-
-        Args:
-            world_size: number of ranks.
-            rank: this rank.
-            size: responses per row, about.
-        """
+        """Return this rank's rows, as numbers of responses; every rank gets equally many."""
         lengths = self.examples.lengths.sum(axis=1)
         count = -(-len(lengths) // (size * world_size)) * world_size
         count = min(count, len(lengths) // world_size * world_size)
@@ -90,13 +83,7 @@ class Experience:
         rows: Sequence[tuple[int, ...]],
         measurements: Mapping[str, list[torch.Tensor]],
     ) -> Experience:
-        """Return a copy with per-token measurements added: `old`, `reference` or `values`.
-
-        Args:
-            ranks: all ranks take part.
-            rows: this rank's rows, as numbers of responses.
-            measurements: by name, one (tokens of the row,) tensor per row.
-        """
+        """Return a copy with per-token measurements added: `old`, `reference` or `values`."""
         mine = {
             name: [part.cpu().numpy() for part in parts] for name, parts in measurements.items()
         }
@@ -114,13 +101,7 @@ class Experience:
 def gather_responses(
     ranks: Ranks, mine: Sequence[tuple[int, ScoredResponse]], prompts: Sequence[Prompt]
 ) -> list[tuple[int, ScoredResponse]]:
-    """Return every rank's responses, ordered by group. Prompts are not sent: all ranks have them.
-
-    Args:
-        ranks: all ranks take part.
-        mine: this rank's responses, each with the number of its prompt in the dataset.
-        prompts: all prompts of the dataset.
-    """
+    """Return every rank's responses by group. Prompts are not sent: all ranks have them."""
     sent = [
         (number, replace(s, response=replace(s.response, prompt=_UNSENT))) for number, s in mine
     ]
@@ -145,7 +126,7 @@ def pack_experience(scored: Sequence[ScoredResponse]) -> Experience:
         examples=examples,
         lengths=torch.tensor([len(r.generated.ids) for r in responses]),
         groups=torch.tensor([response.group for response in scored]),
-        rewards=torch.tensor([response.reward for response in scored], dtype=torch.float32),
+        rewards=torch.tensor([r.reward + r.penalty for r in scored], dtype=torch.float32),
         sampled=torch.from_numpy(np.concatenate([r.generated.logprobs for r in responses])).float(),
         turn_rewards=None if turn_rewards is None else torch.from_numpy(turn_rewards),
     )
@@ -158,15 +139,7 @@ Measure = Callable[[Row], Mapping[str, torch.Tensor]]
 def measure_tokens(
     experience: Experience, ranks: Ranks, *, size: int, device: torch.device, measure: Measure
 ) -> Experience:
-    """Measure every token, each rank its own rows, without gradients.
-
-    Args:
-        experience: the responses.
-        ranks: all ranks take part, with equally many rows.
-        size: responses per row.
-        device: device for the rows.
-        measure: returns the measurements of one row.
-    """
+    """Measure every token, each rank its own rows, without gradients."""
     rows = experience.rows(ranks.world_size, ranks.rank, size)
     measurements: dict[str, list[torch.Tensor]] = {}
     with torch.no_grad():

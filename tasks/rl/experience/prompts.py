@@ -107,16 +107,12 @@ def render(messages: Sequence[dict[str, str]], tokenizer: Any) -> str:
 
 @dataclass(frozen=True)
 class PromptOrder:
-    """The prompts of each iteration, determined by seed and iteration number.
-
-    Prompts form an endless stream, epoch after epoch, each epoch in an order of its own. Every
-    iteration takes `per_iteration` x (1 + `refill_rounds`) prompts of it: the first part is
-    sampled, the rest is there to replace groups without signal.
+    """Endless stream of prompts, epoch after epoch, each epoch in an order of its own.
 
     Attributes:
         total: number of prompts in the dataset.
         per_iteration: prompts per iteration.
-        refill_rounds: rounds in which groups may be replaced.
+        refill_rounds: rounds in which groups without signal may be replaced.
         seed: seed of the order.
     """
 
@@ -125,37 +121,17 @@ class PromptOrder:
     refill_rounds: int
     seed: int
 
-    def numbers(self, iteration: int, round_: int = 0) -> NDArray[np.int64]:
-        """Return the numbers of the prompts of an iteration.
-
-        Args:
-            iteration: 1, 2, ...
-            round_: 0 for the first prompts, 1 to `refill_rounds` for their replacements.
-
-        Returns:
-            (per_iteration,) int64.
-        """
-        start = ((iteration - 1) * (1 + self.refill_rounds) + round_) * self.per_iteration
-        positions = np.arange(start, start + self.per_iteration)
-        epochs = np.unique(positions // self.total)
+    def numbers(self, start: int, count: int) -> list[int]:
+        """Return the numbers in the dataset of `count` prompts from position `start` on."""
+        positions = np.arange(start, start + count)
         orders = {
             int(epoch): np.random.default_rng([self.seed, int(epoch)]).permutation(self.total)
-            for epoch in epochs
+            for epoch in np.unique(positions // self.total)
         }
-        return np.array([orders[int(p) // self.total][int(p) % self.total] for p in positions])
-
-    def epoch_at(self, iteration: int) -> float:
-        """Return the number of epochs over the prompts that this many iterations take."""
-        return iteration * (1 + self.refill_rounds) * self.per_iteration / self.total
+        return [int(orders[int(p) // self.total][int(p) % self.total]) for p in positions]
 
 
 def request_seed(seed: int, iteration: int, number: int) -> int:
-    """Return the seed for one prompt of an iteration; it does not depend on the rank.
-
-    Args:
-        seed: of the run.
-        iteration: 1, 2, ...; 0 for an evaluation.
-        number: position of the prompt in the iteration.
-    """
+    """Return the seed for one prompt of an iteration; it does not depend on the rank."""
     state = np.random.SeedSequence([seed, iteration, number]).generate_state(1)
     return int(state[0]) & 0x7FFFFFFF

@@ -11,6 +11,7 @@ import torch
 
 from tasks.rl.algorithms.batch import Advantages
 from tasks.rl.algorithms.correction import Mismatch
+from tasks.rl.algorithms.kl import estimate
 from tasks.rl.algorithms.value_loss import explained_variance
 from tasks.rl.clock import Clock
 from tasks.rl.experience.collect import groups_without_signal
@@ -64,10 +65,6 @@ def compared(old_N: torch.Tensor, mismatch: Mismatch) -> dict[str, float]:
 
     `entropy` is their negated mean: an unbiased estimate of the policy's entropy if the responses
     were sampled from it.
-
-    Args:
-        old_N: log-probabilities by the trainer.
-        mismatch: their difference from the rollout engine's.
     """
     return {
         "mismatch/mean_abs": mismatch.mean_abs,
@@ -78,13 +75,7 @@ def compared(old_N: torch.Tensor, mismatch: Mismatch) -> dict[str, float]:
 
 
 def off_policy(experience: Experience, measured: Mismatch, mismatch: float) -> dict[str, float]:
-    """Return metrics of responses that an older version of the policy may have sampled.
-
-    Args:
-        experience: the responses, with the trainer's log-probabilities.
-        measured: their difference from those of sampling: the policy's move, and mismatch.
-        mismatch: mean absolute difference of trainer and engine at the same version.
-    """
+    """Return metrics of responses that an older version of the policy may have sampled."""
     assert experience.old is not None
     return {
         "mismatch/mean_abs": mismatch,
@@ -98,32 +89,24 @@ def off_policy(experience: Experience, measured: Mismatch, mismatch: float) -> d
 def estimates(experience: Experience, advantages: Advantages) -> dict[str, float]:
     """Return metrics of advantages and values.
 
-    Args:
-        experience: the responses with their measurements.
-        advantages: of the same tokens.
-
     Returns:
-        `advantage_std`; `kl`, the k3 estimate of the KL to the reference in nats per token, if
-        there is a reference; `explained_variance` if there is a critic.
+        `advantage_std`; with a reference the KL to it in nats per token: `kl` by k3, clamped, and
+        `kl_k1` by k1, which `rl.kl_limit` and an adaptive `rl.kl_coef` go by; `explained_variance`
+        if there is a critic.
     """
     metrics = {"advantage_std": float(advantages.advantages_N.std(correction=0))}
     if experience.reference is not None:
         assert experience.old is not None
-        log_ratio = (experience.reference - experience.old).double()
-        metrics["kl"] = float((log_ratio.exp() - 1 - log_ratio).mean())
+        old, reference = experience.old.double(), experience.reference.double()
+        metrics["kl"] = float(estimate(old, reference, "k3").mean())
+        metrics["kl_k1"] = float((old - reference).mean())
     if experience.values is not None and advantages.returns_N is not None:
         metrics["explained_variance"] = explained_variance(experience.values, advantages.returns_N)
     return metrics
 
 
 def speeds(clock: Clock, experience: Experience, begin: float) -> dict[str, float]:
-    """Return seconds and tokens per second of each phase, and the time outside of the phases.
-
-    Args:
-        clock: seconds by phase.
-        experience: the responses.
-        begin: `time.perf_counter()` at the beginning of the iteration.
-    """
+    """Return seconds and tokens per second of each phase, and the time outside of the phases."""
     response_tokens, all_tokens = int(experience.lengths.sum()), len(experience.examples.ids)
     tokens = {"generate": response_tokens, "measure": all_tokens, "update": all_tokens}
     working = (*tokens, "score", "environment")

@@ -26,15 +26,7 @@ Reference = Callable[[Row, TokenOutputs], torch.Tensor]
 def open_reference(
     job: TrainJob, ranks: Ranks, *, engine: Any, config: dict[str, Any], tokenizer: Any
 ) -> Reference:
-    """Return the reference of a policy.
-
-    Args:
-        job: the training job.
-        ranks: this process and its peers.
-        engine: the DeepSpeed engine of the policy.
-        config: the policy's DeepSpeed configuration.
-        tokenizer: the policy's.
-    """
+    """Return the reference of a policy."""
     if job.settings.peft.kind == "none":
         copy = _frozen_copy(job, ranks, config, tokenizer)
         return lambda row, outputs: copy(row=row, outputs=outputs)

@@ -141,9 +141,11 @@ class ScoredResponse:
         group: number of its prompt within the iteration.
         reward: weighted sum of all parts.
         parts: rewards by source, before weights.
+        penalty: added to the reward for the advantages, at most 0: `rl.overlong_penalty`.
     """
 
     response: Response
     group: int
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
+    penalty: float = 0.0

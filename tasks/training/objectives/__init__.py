@@ -93,6 +93,10 @@ class Objective:
         """
         raise NotImplementedError
 
+    def means(self, totals: dict[str, float]) -> dict[str, float]:
+        """Return the metrics of a step from their sums over all rows and ranks."""
+        return totals
+
 
 def kind_of(name: str) -> type[Any]:
     """Return the class of an objective.

@@ -1,7 +1,9 @@
 """DPO, conservative DPO (cDPO), IPO and DPO + NLL: preference pairs against a reference model.
 
-Rafailov et al. 2023, arXiv:2305.18290, eq. 7; label smoothing (cDPO) Mitchell 2023; IPO Azar et al.
-2023, arXiv:2310.12036, eq. 17; NLL on the chosen answer Pang et al. 2024, arXiv:2404.19733, eq. 1.
+Rafailov et al. 2023, arXiv:2305.18290, eq. 7; label smoothing (cDPO) Mitchell 2023. As TRL, and
+other than their papers: IPO takes means per token (Azar et al. 2023, arXiv:2310.12036, eq. 17: sums
+of a response), and the NLL is a mean over the chosen tokens of the step (Pang et al. 2024,
+arXiv:2404.19733, eq. 1: a mean over pairs, each divided by its own length).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class Dpo(Objective):
             difference of the log-ratios per token.
         beta: strength of the pull towards the reference.
         label_smoothing: assumed share of pairs with wrong labels, at least 0 and below 0.5 (cDPO).
-        nll: weight of the mean cross-entropy per token of the chosen answers.
+        nll: weight of the mean cross-entropy over all chosen tokens; long answers weigh more.
     """
 
     kind: str = "sigmoid"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -57,3 +58,13 @@ class Kto(Objective):
             losses.sum() / counts.examples,
             {name: value / counts.examples for name, value in measures.items()},
         )
+
+    def means(self, totals: dict[str, float]) -> dict[str, float]:
+        """Return the rewards as means over their own kind of example; NaN if there is none."""
+        good = totals["share_desirable"]
+        shares = {"reward_desirable": good, "reward_undesirable": 1 - good}
+        means = {
+            name: totals[name] / share if share > 1e-9 else math.nan
+            for name, share in shares.items()
+        }
+        return totals | means

@@ -9,41 +9,27 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch.nn.functional import logsigmoid, softplus
+from torch.nn.functional import logsigmoid
 
-from tasks.core.errors import ConfigError
 from tasks.training.objectives import Loss, ModelOutput, Objective
 from tasks.training.tokens.order import Counts
 from tasks.training.tokens.packing import Row
 
-KINDS = ("sigmoid", "log_exp")
-
 
 @dataclass(frozen=True)
 class Reward(Objective):
-    """Mean over pairs of the ranking loss of d = chosen - rejected - margin, in nats.
+    """Mean over pairs of -log sigmoid(d), d = chosen - rejected - margin, in nats.
 
     Attributes:
-        kind: `sigmoid` is -log sigmoid(d); `log_exp` is log(1 + exp(-d)), the same number, for
-            configurations of other trainers that name it.
         margin: margin of every pair; an example's own value `margin` is added to it.
         center: weight of mean((chosen + rejected)^2), which keeps scores around zero (Eisenstein
             et al. 2023, arXiv:2312.09244, eq. 2).
     """
 
-    kind: str = "sigmoid"
     margin: float = 0.0
     center: float = 0.0
     roles: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
     head: ClassVar[str] = "score"
-
-    def __post_init__(self) -> None:
-        """Refuse an unknown kind."""
-        if self.kind not in KINDS:
-            raise ConfigError(
-                f"train.loss.kind={self.kind} is not a kind of train.objective=reward",
-                hint=f"train.loss.kind={'|'.join(KINDS)}",
-            )
 
     def loss(self, output: ModelOutput, row: Row, counts: Counts) -> Loss:
         """Return the sum over the row's pairs, divided by the pairs of the step."""
@@ -51,7 +37,7 @@ class Reward(Objective):
         chosen, rejected = output.scores.view(-1, 2).unbind(dim=1)
         gap = chosen - rejected
         wanted = gap - self.margin - row.values.get("margin", torch.zeros_like(gap))
-        losses = -logsigmoid(wanted) if self.kind == "sigmoid" else softplus(-wanted)
+        losses = -logsigmoid(wanted)
         if self.center:
             losses = losses + self.center * (chosen + rejected).square()
         measures = {

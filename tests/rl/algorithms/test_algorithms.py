@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tasks.config.defaults import ALGORITHMS as DEFAULTS
 from tasks.core.errors import ConfigError
-from tasks.rl.algorithms.algorithm_options import USES
+from tasks.rl.algorithms.algorithm_options import TERMS
 from tasks.rl.algorithms.batch import Batch
 from tasks.rl.algorithms.registry import ALGORITHMS, recipe
-from tasks.rl.settings import Loop
+from tests.settings import Loop
 
 LENGTHS = [3, 1, 2, 4]
 GROUPS = [0, 0, 1, 1]
@@ -129,6 +130,7 @@ FORMULAS = {
     "ppo": ppo,
     "grpo": grpo,
     "gspo": grpo,
+    "dapo": grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
     "reinforce_pp": reinforce_pp,
@@ -139,13 +141,13 @@ FORMULAS = {
 def loop_for(name: str, **knobs: object) -> Loop:
     """Section `rl` with every option that the algorithm uses changed from its default."""
     moved: dict[str, object] = {"gamma": 0.9, "gae_lambda": 0.8, "whiten": True, "refill": 1}
-    known = {k: v for k, v in moved.items() if k in USES[name]}
+    known = {k: v for k, v in moved.items() if k in TERMS[name].uses}
     made: Loop = replace(Loop(kl_coef=COEF), **(known | knobs))  # type: ignore[arg-type]
     return made
 
 
 def test_every_algorithm_has_a_formula_here() -> None:
-    assert set(FORMULAS) == set(ALGORITHMS) == set(USES)
+    assert set(FORMULAS) == set(ALGORITHMS) == set(TERMS) == set(DEFAULTS)
 
 
 @pytest.mark.parametrize("estimator", [None, "k1", "k2", "k3"])
@@ -198,12 +200,13 @@ def test_the_loss_gets_the_options_of_the_section(name: str) -> None:
 
 def test_losses_of_the_algorithms() -> None:
     actual = {
-        name: (algorithm.ratio, algorithm.aggregate, algorithm.groups)
+        name: (TERMS[name].ratio, TERMS[name].aggregate, algorithm.groups)
         for name, algorithm in ALGORITHMS.items()
     }
     assert actual == {
         "ppo": ("token", "tokens", False),
         "grpo": ("token", "sequences", True),
+        "dapo": ("token", "tokens", True),
         "dr_grpo": ("token", "constant", True),
         "rloo": ("token", "tokens", True),
         "reinforce_pp": ("token", "tokens", False),
@@ -214,9 +217,7 @@ def test_losses_of_the_algorithms() -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_defaults_are_valid_for_the_algorithm(name: str) -> None:
-    defaults = ALGORITHMS[name].defaults
-    assert set(defaults) <= {f.name for f in fields(Loop)}
-    assert recipe(name, replace(Loop(), **defaults)) is ALGORITHMS[name]
+    assert recipe(name, replace(Loop(), **DEFAULTS[name])) is ALGORITHMS[name]
 
 
 def refusal(name: str, **knobs: object) -> ConfigError:
@@ -257,7 +258,7 @@ def test_a_group_of_one_is_refused_where_groups_are_compared(name: str) -> None:
     assert error.message.startswith(
         f"rl.num_generations: 1; train.objective={name} compares the responses"
     )
-    assert error.message.endswith("-> rl.num_generations=4")
+    assert error.message.endswith("-> rl.num_generations=8")
 
 
 @pytest.mark.parametrize(
@@ -280,5 +281,5 @@ def test_all_problems_are_reported_at_once() -> None:
     assert len(error.details) == 4
     assert error.message.endswith("(and 3 more)")
     assert [line.partition(" -> ")[2] for line in error.details] == [
-        "rl.gae_lambda=0.95", "rl.gamma=1.0", "rl.num_generations=4", "rl.kl_coef=0.05"
+        "rl.gae_lambda=0.95", "rl.gamma=1.0", "rl.num_generations=8", "rl.kl_coef=0.05"
     ]  # fmt: skip

@@ -104,15 +104,14 @@ HEALTHY = (0.0058, 0.0064, 0.0068, 0.0053, 0.0047)
 """Mismatches of GRPO on the toy, seed 0."""
 
 
-def test_a_drift_below_the_absolute_limit_is_stopped() -> None:
+def test_a_drift_below_the_absolute_limit_is_warned_of_once() -> None:
     run = limits_after(*HEALTHY)
     assert run.relative == pytest.approx(4 * 0.0058)
-    with pytest.raises(TrainingError) as caught:
-        run.require_within(correction.Mismatch(0.0233, 1.0, 0.01), 9)
-    assert caught.value.message.startswith("iteration 9: trainer and engine differ by 0.0233 nats")
-    assert "4.02 times the 0.0058 of the first iterations" in caught.value.message
-    assert "rl.mismatch_factor=<more>" in caught.value.hint
-    run.require_within(correction.Mismatch(0.0231, 1.0, 0.01), 9)
+    assert run.require_within(correction.Mismatch(0.0231, 1.0, 0.01), 9) == ""
+    assert run.require_within(correction.Mismatch(0.0233, 1.0, 0.01), 9)
+    assert run.require_within(correction.Mismatch(0.0999, 1.0, 0.01), 10) == ""
+    with pytest.raises(TrainingError):
+        run.require_within(correction.Mismatch(0.1001, 1.0, 0.01), 11)
 
 
 def test_only_the_first_iterations_set_the_relative_limit() -> None:
@@ -122,9 +121,8 @@ def test_only_the_first_iterations_set_the_relative_limit() -> None:
 
 def test_the_relative_limit_has_a_floor() -> None:
     run = limits_after(1e-7, 0.0, 2e-7)
-    run.require_within(correction.Mismatch(0.0099, 1.0, 0.01), 4)
-    with pytest.raises(TrainingError, match="the engine falls behind the trainer"):
-        run.require_within(correction.Mismatch(0.0101, 1.0, 0.01), 5)
+    assert run.require_within(correction.Mismatch(0.0099, 1.0, 0.01), 4) == ""
+    assert run.require_within(correction.Mismatch(0.0101, 1.0, 0.01), 5)
 
 
 @pytest.mark.parametrize("value", [0.1001, 3.0])
@@ -139,6 +137,5 @@ def test_the_absolute_limit_stays(value: float) -> None:
 
 
 def test_without_a_factor_there_is_no_relative_limit() -> None:
-    correction.MismatchLimits(0.1, 0.0, [1e-3]).require_within(
-        correction.Mismatch(0.0999, 1.0, 0.1), 3
-    )
+    run = correction.MismatchLimits(0.1, 0.0, [1e-3])
+    assert run.require_within(correction.Mismatch(0.0999, 1.0, 0.1), 3) == ""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tasks.rl.algorithms import kl
-from tasks.rl.settings import Loop
+from tests.settings import Loop
 
 POLICY = torch.tensor([0.3, -0.8, 1.1, 0.0, -1.5], dtype=torch.float64)
 OTHER = torch.tensor([-0.2, 0.5, 0.9, -1.0, 0.4], dtype=torch.float64)
@@ -64,6 +64,20 @@ def test_k3_has_the_gradient_of_the_reverse_kl() -> None:
     logits = POLICY.clone().requires_grad_()
     wanted = gradient(divergence(OTHER, logits), logits)
     torch.testing.assert_close(average("k3")[1], wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("nats", [14.0, 34.5])
+def test_one_extreme_token_does_not_decide(nats: float) -> None:
+    """Without the clamps 14 nats are 294 nats per token over 4,096, and 34.5 a gradient of 1e15."""
+    reference = torch.zeros(4096, dtype=torch.float64)
+    policy = reference.clone()
+    policy[7] = -nats
+    policy.requires_grad_()
+    mean = kl.estimate(policy, reference, "k3").mean()
+    assert float(mean.detach()) == pytest.approx(10 / 4096)
+    mean.backward()
+    assert policy.grad is not None
+    assert float(policy.grad.abs().max()) == 0.0
 
 
 def test_an_unknown_estimator() -> None:

@@ -101,6 +101,25 @@ def written_out(loss: PolicyLoss, logprobs: torch.Tensor, inputs: LossInputs) ->
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_masked_responses_count_in_no_mean(case: str) -> None:
+    """The loss of all responses, two masked, is that of the others alone."""
+    logprobs, inputs = data()
+    kept_s = torch.tensor([True, False, True, True, False])
+    kept_n = kept_s[inputs.owner_n]
+    sizes = inputs.lengths_s[kept_s]
+    totals = Totals(int(sizes.sum()), len(sizes), MOST)
+    per_token = ("old_n", "advantages_n", "weights_n", "reference_n", "entropy_n")
+    others = replace(
+        inputs, lengths_s=sizes, owner_n=torch.arange(len(sizes)).repeat_interleave(sizes),
+        totals=totals, **{name: getattr(inputs, name)[kept_n] for name in per_token},
+    )  # fmt: skip
+    actual = CASES[case](logprobs, replace(inputs, totals=totals, kept_n=kept_n.double()))
+    wanted = CASES[case](logprobs[kept_n], others)
+    assert float(actual.value) == pytest.approx(float(wanted.value), rel=1e-12)
+    assert _floats(actual.measures) == pytest.approx(_floats(wanted.measures), rel=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_loss_and_metrics_equal_their_formulas(case: str) -> None:
     logprobs, inputs = data()
     actual = CASES[case](logprobs, inputs)

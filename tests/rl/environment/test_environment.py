@@ -24,7 +24,6 @@ from tasks.rl.experience.responses import Prompt, Request, Response, Turn
 from tasks.rl.rewards import Rewards
 from tasks.rl.rewards.reference import FunctionReference
 from tasks.rl.rewards.sources import Weighted
-from tasks.rl.settings import Loop
 from tasks.serving.vllm.colocation import Generated
 from tasks.toy import calculator
 from tasks.toy.tokenizer import train_tokenizer
@@ -42,6 +41,7 @@ from tests.rl.environment.playing import (
 )
 from tests.rl.making import TOKENIZER
 from tests.rl.peers import on_ranks
+from tests.settings import Loop
 
 
 @pytest.mark.parametrize("role", ["user", "tool"])
@@ -149,7 +149,8 @@ def test_metrics_count_sampled_tokens_and_how_episodes_end(opened: Open) -> None
     assert "assistant: hello\nuser: turn 1: hello\nassistant: hello" in shown
     experience = pack_experience(scored(responses))
     assert experience.lengths.tolist() == [6, 12, 12, 6]
-    assert (experience.spent - experience.lengths).tolist() == [0, 33, 33, 0]
+    after = [len(response.ids) - len(response.prompt.ids) for response in responses]
+    assert (torch.tensor(after) - experience.lengths).tolist() == [0, 33, 33, 0]
 
 
 IDS = st.integers(0, 250)
@@ -255,7 +256,7 @@ def test_episodes_do_not_depend_on_the_rank(tmp_path: Path) -> None:
             played = episodes(engine, process, ranks=ranks)
             rewards = Rewards([Weighted("function", 2.0, _Letters())])
             collector = Collector(engine, rewards, PROMPTS, TOKENIZER, ranks, 3, played)  # type: ignore[arg-type]
-            known = collector.collect(1, PromptOrder(len(PROMPTS), 4, 0, seed=1), 2, Clock())
+            known, _ = collector.collect(1, PromptOrder(len(PROMPTS), 4, 0, seed=1), 0, 2, Clock())
         finally:
             process.close()
         return [

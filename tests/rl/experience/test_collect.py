@@ -12,11 +12,11 @@ import pytest
 from tasks.rl.clock import Clock
 from tasks.rl.experience.collect import Collector, groups_without_signal
 from tasks.rl.experience.prompts import PromptOrder
-from tasks.rl.experience.responses import Prompt, Request, Response
+from tasks.rl.experience.responses import Prompt, Request, Response, ScoredResponse
 from tasks.rl.rewards import Rewards
 from tasks.rl.rewards.sources import Weighted
 from tasks.serving.vllm.colocation import Generated
-from tests.rl.making import TOKENIZER
+from tests.rl.making import TOKENIZER, response
 from tests.rl.peers import on_ranks
 
 PROMPTS = [
@@ -81,7 +81,10 @@ def collect(
 
     def work(ranks: Any) -> tuple[list[Any], list[int]]:
         engine = RandomLetters()
-        known = collector(ranks, rule, engine).collect(1, prompt_order, samples, Clock())
+        known, position = collector(ranks, rule, engine).collect(
+            1, prompt_order, 0, samples, Clock()
+        )
+        assert world > 1 or position == len(engine.sampled), "every prompt taken is sampled"
         return known, engine.sampled
 
     return on_ranks(world, work)
@@ -134,22 +137,33 @@ def test_only_groups_without_signal_are_refilled() -> None:
     def rule(response: Response) -> float:
         return len(response.text) + ord(response.text[0]) if number_of(response) < 6 else 1.0
 
-    rounds = [prompt_order.numbers(1, round_).tolist() for round_ in range(3)]
+    first, later = prompt_order.numbers(0, 4), prompt_order.numbers(4, 8)
     ((known, sampled),) = collect(prompt_order, rule)
     numbers = [known[4 * group][0] for group in range(4)]
-    silent = [group for group, number in enumerate(rounds[0]) if number >= 6]
+    silent = [group for group, number in enumerate(first) if number >= 6]
     assert 0 < len(silent) < 4, "the seed makes it a test"
     for group in set(range(4)) - set(silent):
-        assert numbers[group] == rounds[0][group]
-    spare = [n for n in rounds[1][: len(silent)] if n < 6]
+        assert numbers[group] == first[group]
+    spare = [n for n in later[: len(silent)] if n < 6]
     left = len(silent) - len(spare)
-    spare += [n for n in rounds[2][:left] if n < 6] if left else []
+    spare += [n for n in later[len(silent) :][:left] if n < 6]
     refilled = [numbers[group] for group in silent]
     assert refilled[: len(spare)] == spare
-    assert refilled[len(spare) :] == [rounds[0][group] for group in silent[len(spare) :]]
+    assert refilled[len(spare) :] == [first[group] for group in silent[len(spare) :]]
     assert [scored.group for _, scored in known] == [g for g in range(4) for _ in range(4)]
-    assert sampled[:4] == rounds[0]
+    assert sampled[:4] == first
     assert len(sampled) == 4 + len(silent) + left
+
+
+def test_a_length_penalty_is_a_signal_and_rounding_is_none() -> None:
+    """The signal is that of the scores that advantages are taken of."""
+    known = [
+        (0, ScoredResponse(response("say", "abc"), 0, 1.0)),
+        (0, ScoredResponse(response("say", "ab"), 0, 1.0, penalty=-0.5)),
+        (1, ScoredResponse(response("say", "abc"), 1, 0.1 + 0.2)),
+        (1, ScoredResponse(response("say", "abc"), 1, 0.3)),
+    ]
+    assert groups_without_signal(known) == [1]
 
 
 def test_no_refill_if_all_groups_have_a_signal() -> None:
@@ -163,7 +177,7 @@ def test_groups_stay_if_no_prompt_has_a_signal() -> None:
     prompt_order = PromptOrder(len(PROMPTS), 4, 2, seed=0)
     ((known, sampled),) = collect(prompt_order, lambda _: 1.0)
     assert groups_without_signal(known) == [0, 1, 2, 3]
-    assert [known[4 * g][0] for g in range(4)] == prompt_order.numbers(1).tolist()
+    assert [known[4 * g][0] for g in range(4)] == prompt_order.numbers(0, 4)
     assert len(sampled) == 12
 
 
@@ -172,7 +186,7 @@ def test_seconds_are_added_up_by_phase() -> None:
 
     def work(ranks: Any) -> None:
         collector_ = collector(ranks, lambda _: 1.0, RandomLetters())
-        collector_.collect(1, PromptOrder(len(PROMPTS), 2, 1, seed=0), 2, clock)
+        collector_.collect(1, PromptOrder(len(PROMPTS), 2, 1, seed=0), 0, 2, clock)
 
     on_ranks(1, work)
     assert set(clock.seconds) == {"generate", "score"}

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,9 +17,11 @@ from tasks.rl.experience.packed_rows import (
     pack_experience,
 )
 from tasks.rl.experience.responses import ScoredResponse
+from tasks.rl.update import minibatches
 from tasks.serving.vllm.colocation import Generated
 from tests.rl.making import response
 from tests.rl.peers import Peer, on_ranks
+from tests.settings import Batch, Loop, Settings
 
 GIVEN = ("a", "longer", "bc", "a long one", "d", "efgh", "i", "jk")
 
@@ -60,6 +66,27 @@ def test_targets_of_a_row_are_the_chosen_responses_in_order(got: Experience) -> 
         row.targets.numpy(), np.concatenate([ids_of(got)[n] for n in (5, 2, 6)])
     )
     assert row.sequences == 3
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_masked_responses_leave_the_totals_of_a_minibatch(masked: bool) -> None:
+    ends = [True, False, True, True, False, True, True, True]
+    cut = [
+        replace(s, response=response("say", s.response.text, ended=ended))
+        for s, ended in zip(scored(), ends, strict=True)
+    ]
+    experience = pack_experience(cut)
+    batch = Batch(micro_batch_size=8, global_batch_size=8)
+    setup: Any = SimpleNamespace(
+        job=SimpleNamespace(settings=Settings(batch=batch)),
+        ranks=SimpleNamespace(world_size=1, rank=0),
+        loop=Loop(mask_truncated=masked),
+        rollout=SimpleNamespace(max_new_tokens=9),
+    )
+    ((_, totals),) = minibatches(setup, 1, experience)
+    counted = [n for n, ended in zip(experience.lengths.tolist(), ends, strict=True) if ended]
+    wanted = (sum(counted), 6) if masked else (int(experience.lengths.sum()), 8)
+    assert (totals.tokens, totals.sequences) == wanted
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])

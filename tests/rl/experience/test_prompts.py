@@ -12,7 +12,9 @@ import pytest
 from tasks.core.errors import DataError
 from tasks.rl.experience.prompts import PromptOrder, load_prompts, request_seed
 from tasks.rl.experience.responses import Prompt
+from tasks.rl.loop import iterations
 from tests.rl.peers import on_ranks
+from tests.settings import Batch, Loop
 from tests.training.conftest import make_tokenizer
 
 NO_SYSTEM = (
@@ -108,27 +110,25 @@ def test_missing_template_and_missing_prompts(tmp_path: Path) -> None:
 
 def test_each_epoch_has_every_prompt_once_in_its_own_order() -> None:
     prompt_order = PromptOrder(total=7, per_iteration=3, refill_rounds=0, seed=5)
-    stream = np.concatenate([prompt_order.numbers(iteration) for iteration in range(1, 8)])
+    stream = np.concatenate([prompt_order.numbers(3 * n, 3) for n in range(7)])
     epochs = stream.reshape(3, 7)
     for epoch in epochs:
         assert sorted(epoch) == list(range(7))
     assert len({tuple(epoch) for epoch in epochs}) == 3
-    assert prompt_order.epoch_at(7) == 3.0
     other_seed = PromptOrder(total=7, per_iteration=3, refill_rounds=0, seed=6)
-    assert other_seed.numbers(1).tolist() != prompt_order.numbers(1).tolist()
-    np.testing.assert_array_equal(prompt_order.numbers(4), PromptOrder(7, 3, 0, 5).numbers(4))
-
-
-def test_refill_rounds_have_their_own_prompts() -> None:
-    prompt_order = PromptOrder(total=12, per_iteration=2, refill_rounds=2, seed=0)
-    numbers = np.concatenate([prompt_order.numbers(i, r) for i in (1, 2) for r in range(3)])
-    assert sorted(numbers) == list(range(12))
-    assert prompt_order.epoch_at(2) == 1.0
+    assert other_seed.numbers(0, 3) != prompt_order.numbers(0, 3)
+    assert prompt_order.numbers(9, 3) == PromptOrder(7, 3, 0, 5).numbers(9, 3)
 
 
 def test_an_iteration_may_be_larger_than_the_dataset() -> None:
-    numbers = PromptOrder(total=3, per_iteration=7, refill_rounds=0, seed=0).numbers(1)
+    numbers = PromptOrder(total=3, per_iteration=7, refill_rounds=0, seed=0).numbers(0, 7)
     assert sorted(numbers[:3]) == sorted(numbers[3:6]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("refill", [0, 2])
+def test_an_epoch_has_as_many_iterations_with_and_without_refill(refill: int) -> None:
+    loop = Loop(rollout_batch_size=32, refill=refill)
+    assert iterations(loop, Batch(epochs=1.0), prompts=1000) == 32
 
 
 def test_request_seeds_depend_on_each_of_their_parts() -> None:

@@ -70,11 +70,12 @@ def test_estimates() -> None:
     metrics = estimates(got, Advantages(torch.arange(count).float(), returns))
     ratio = (reference - old).double()
     assert metrics["kl"] == pytest.approx(float((ratio.exp() - 1 - ratio).mean()))
+    assert metrics["kl_k1"] == pytest.approx(float(-ratio.mean()))
     assert metrics["kl"] > 0
     assert metrics["explained_variance"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["advantage_std"] == pytest.approx(math.sqrt((count**2 - 1) / 12), rel=1e-6)
     bare = estimates(replace(got, reference=None, values=None), Advantages(returns))
-    assert bare.keys() == metrics.keys() - {"kl", "explained_variance"}
+    assert bare.keys() == metrics.keys() - {"kl", "kl_k1", "explained_variance"}
 
 
 def test_seconds_and_tokens_per_second() -> None:

@@ -16,7 +16,7 @@ from tasks.rollout_base import write_rollout_base
 from tasks.training.job import Peft, TrainJob, Zero
 from tasks.weights.execute.worker import perform
 from tests.commands import run_ranks
-from tests.settings import Batch, Launch, Settings
+from tests.settings import Batch, Launch, Loop, Settings
 from tests.training.conftest import make_tokenizer, save_base
 
 LORA = Peft(kind="lora", rank=8, alpha=24)
@@ -108,7 +108,7 @@ def run(
             zero=Zero(stage=stage),
             batch=Batch(micro_batch_size=1, global_batch_size=2),
             launch=Launch(nproc=nproc),
-            online={"rl": {}, "rollout": ROLLOUT | rollout, "reward": {}},
+            online={"rl": vars(Loop()), "rollout": ROLLOUT | rollout, "reward": {}},
         )
         quantization = peft.quantization("bfloat16")
         plain = None

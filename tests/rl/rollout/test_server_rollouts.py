@@ -15,7 +15,7 @@ from tasks.core.errors import StageProcessError
 from tasks.training.job import Peft, TrainJob, Zero
 from tests.commands import run_ranks
 from tests.rl.online import job_of, run, settings_with, stitched
-from tests.settings import Batch, Launch, Settings
+from tests.settings import Batch, Launch, Loop, Settings
 from tests.training.conftest import make_tokenizer, save_base
 
 pytestmark = pytest.mark.slow  # servers start for a minute each time
@@ -68,7 +68,7 @@ def seen(
         zero=Zero(stage=stage),
         batch=Batch(micro_batch_size=1, global_batch_size=2),
         launch=Launch(nproc=2),
-        online={"rl": {}, "rollout": SERVERS, "reward": {}},
+        online={"rl": vars(Loop()), "rollout": SERVERS, "reward": {}},
     )
     TrainJob(settings, base, "b", base, out, out).write(out / "job.json")
     try:

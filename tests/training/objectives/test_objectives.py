@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -139,7 +140,6 @@ CASES = {
     "sft": ("sft", {}, sft),
     "reward": ("reward", {}, reward),
     "reward-margin": ("reward", {"margin": 0.4}, lambda r, s: reward(r, s, margin=0.4)),
-    "reward-log-exp": ("reward", {"kind": "log_exp"}, reward),
     "reward-centred": ("reward", {"center": 0.01}, lambda r, s: reward(r, s, center=0.01)),
     "dpo": ("dpo", {}, lambda r, s: dpo(r, s, beta=0.1)),
     "dpo-conservative": (
@@ -215,7 +215,7 @@ def test_gradient_is_that_of_finite_differences(case: str) -> None:
 
 def test_a_perfectly_separated_pair_has_finite_losses() -> None:
     """exp() of large differences must not overflow in either direction."""
-    made = objective("reward", {"kind": "log_exp"})
+    made = objective("reward", {})
     data = examples(made.roles)
     row = pack(data, [0, 1])
     far = torch.tensor([300.0, -300.0, -300.0, 300.0], requires_grad=True)
@@ -247,7 +247,7 @@ def test_orpo_is_finite_for_a_certain_answer() -> None:
         ("dpo", {"gamma": 1.0, "center": 2.0}, "train.loss.center is not an option"),
         ("dpo", {"kind": "hinge"}, "train.loss.kind=hinge is not a kind"),
         ("dpo", {"label_smoothing": 0.5}, "train.loss.label_smoothing=0.5"),
-        ("reward", {"kind": "ipo"}, "train.loss.kind=ipo is not a kind"),
+        ("reward", {"kind": "ipo"}, "train.loss.kind is not an option of train.objective=reward"),
     ],
 )
 def test_invalid_options_are_refused(name: str, knobs: dict[str, object], says: str) -> None:
@@ -259,3 +259,21 @@ def test_invalid_options_are_refused(name: str, knobs: dict[str, object], says: 
 
 def test_an_option_that_is_null_keeps_its_default() -> None:
     assert objective("dpo", {"beta": None, "gamma": None}) == kind_of("dpo")()
+
+
+@pytest.mark.parametrize("good", [[0, 3], [], range(5)])
+def test_rewards_of_kto_are_means_over_their_kind(good: Sequence[int]) -> None:
+    """Two of five examples are desirable: not two fifths of their mean reward."""
+    made = objective("kto", {"beta": 0.2})
+    data = examples(made.roles)
+    row = pack(data, range(5), roles=trained_roles(made))
+    row.values["desirable"][:] = torch.tensor([float(n in good) for n in range(5)])
+    output = output_of(row, made)
+    loss = made.loss(output, row, step_counts(data, range(5)))
+    sums, reference, _ = by_sequence(row, output)
+    rewards = 0.2 * (sums - reference)[:, 0]
+    kinds = {"reward_desirable": list(good), "reward_undesirable": sorted({*range(5)} - {*good})}
+    found = made.means({name: float(value) for name, value in loss.measures.items()})
+    for name, members in kinds.items():
+        wanted = float(rewards[members].mean()) if members else math.nan
+        assert found[name] == pytest.approx(wanted, rel=1e-5, nan_ok=True)

@@ -77,6 +77,8 @@ def causes(evidence: Evidence) -> tuple[Cause, ...]:
 
 def _causes(evidence: Evidence) -> Iterator[Cause]:
     kl, whole = evidence.distance.mean_kl, evidence.dose
+    if whole is not None and not whole.is_certain:  # coarse numbers drown the adapter
+        whole = None
     sibling = _nearest(evidence)
     base_kl = evidence.from_base.mean_kl if evidence.from_base else math.inf
     is_base = base_kl * NEARER < kl and (whole is None or abs(whole.value) < 0.2)
@@ -91,8 +93,8 @@ def _causes(evidence: Evidence) -> Iterator[Cause]:
     if sibling is not None:
         yield _other_checkpoint(evidence, sibling)
         return
-    if evidence.dose is not None and not evidence.dose.is_whole:
-        yield from _partial(evidence, evidence.dose)
+    if whole is not None and not whole.is_whole:
+        yield from _partial(evidence, whole)
     if kl > STRANGE:
         yield _other_weights(evidence)
         return

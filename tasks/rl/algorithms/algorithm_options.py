@@ -92,7 +92,7 @@ def findings(name: str, loop: Loop) -> list[Finding]:
 
 def _unused(name: str, loop: Loop) -> Iterator[Finding]:
     """Options that were changed but have no effect."""
-    usual = {setting.name: setting.default for setting in fields(Loop)} | ALGORITHMS[name]
+    usual = {**{setting.name: setting.default for setting in fields(Loop)}, **ALGORITHMS[name]}
     for option in sorted(_KNOWN_TO_SOME - TERMS[name].uses):
         value, default = getattr(loop, option), usual[option]
         if value != default:

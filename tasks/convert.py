@@ -96,7 +96,6 @@ def convert(
         config=config,
         generation=read_json(weights / GENERATION_CONFIG),
         dtype=dtype,
-        stops=tokenizer.stops,
         pad=pad,
         tokenizer=tokenizer,
         template=not side.texts,

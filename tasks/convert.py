@@ -28,7 +28,7 @@ from tasks.evaluation.trained_artifact import (
 )
 from tasks.pipeline.report import StageReport
 from tasks.weights.execute.execute import Executed
-from tasks.weights.execute.verdicts import finite
+from tasks.weights.execute.verdicts import values_read
 from tasks.weights.execute.worker import Perform, ask_facts, perform
 from tasks.weights.execute.writer import parse_size
 from tasks.weights.files.reader import (
@@ -192,7 +192,7 @@ def _config_and_pad(
 
 def _tensor_checks(work: PlannedConversion, done: Executed) -> list[Check]:
     """Return a verdict on each tensor: of the contract, or on its values if that was judged."""
-    values = [finite(f"values of {name}", outcome) for name, outcome in done.outcomes.items()]
+    values = values_read(work.plan, done)
     if not work.judged:
         return values
     facts, ops = work.facts, {op.name: op for op in work.plan.ops}

@@ -216,9 +216,9 @@ def gather_planned(out: Path, work: PlannedGather, *, log: Log) -> StageReport:
         if isinstance(config.get("target_modules"), list):
             config["target_modules"] = sorted(config["target_modules"])
         write_json(out / ADAPTER_CONFIG, {**config, "inference_mode": True})
-    values = [gathered(op, done.outcomes[op.name]) for op in work.plan.ops]
     kind = "adapter" if is_adapter else "weights"
-    return work.report(kind, out, done, [*work.checks, *values], model=work.model)
+    checks = [*work.checks, *gathered(work.plan, done)]
+    return work.report(kind, out, done, checks, model=work.model)
 
 
 def _adapter_plan(parts: Partitions, keys: Mapping[str, str]) -> Plan:

@@ -149,13 +149,18 @@ FAULTS = {
     "other base": {"rows", "drift"},
     "transposed": {"rows", "drift"},
     "a module of 210 skipped": {"rows"},
+    "one expert of a mixture skipped": {"rows", "drift"},
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_found(llama, lora_adapter, lora_run, out, fault: str) -> None:
-    report = _merge(out, lora_adapter, llama.path, lora_run)
-    base, right = state_of(llama.path), state_of(out)
+def test_planted_faults_are_found(request: pytest.FixtureRequest, out: Path, fault: str) -> None:
+    names = ["mixture", "mixture_adapter", "mixture_run"] if "mixture" in fault else [
+        "llama", "lora_adapter", "lora_run",
+    ]  # fmt: skip
+    artifact, adapter, run = map(request.getfixturevalue, names)
+    report = _merge(out, adapter, artifact.path, run)
+    base, right = state_of(artifact.path), state_of(out)
 
     def update(scale: float) -> dict[str, torch.Tensor]:
         made = {n: base[n].float() + scale * (right[n].float() - base[n].float()) for n in right}
@@ -166,6 +171,10 @@ def test_planted_faults_are_found(llama, lora_adapter, lora_run, out, fault: str
         spoiled[O_PROJ] = base[O_PROJ]
     elif fault == "a module of 210 skipped":  # as light as in a deep model
         spoiled[O_PROJ] = (0.98 * right[O_PROJ].float() + 0.02 * base[O_PROJ].float()).bfloat16()
+    elif "expert" in fault:
+        expert = [name for name in right if ".layers.1." in name and ".experts.1." in name]
+        assert len(expert) == 3
+        spoiled |= {name: base[name] for name in expert}
     elif fault == "lora_B of a layer zeroed":
         spoiled |= {name: base[name] for name in right if ".layers.1." in name}
     elif fault == "transposed":
@@ -181,11 +190,11 @@ def test_planted_faults_are_found(llama, lora_adapter, lora_run, out, fault: str
         path.unlink()
     save_file(spoiled, out / "model.safetensors", metadata={"format": "pt"})
     sources = {
-        BASE_INPUT: read_checkpoint(llama.path),
-        ADAPTER_INPUT: read_adapter(lora_adapter).tensors,
+        BASE_INPUT: read_checkpoint(artifact.path),
+        ADAPTER_INPUT: read_adapter(adapter).tensors,
     }
     rows = recompute(Plan.from_json(report.notes["plan"]), sources, read_checkpoint(out))
-    _, checks = Measuring(measure_here, lora_adapter, STANDARD).take(ModelRef(out), out)
+    _, checks = Measuring(measure_here, adapter, STANDARD).take(ModelRef(out), out)
     finders = {"rows": recomputed_check(rows), "drift": checks[0], "share": checks[1]}
     assert {name for name, check in finders.items() if not check.ok} == FAULTS[fault]
 

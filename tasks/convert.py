@@ -145,13 +145,7 @@ class PlannedConversion(Planned):
 
 
 def convert_planned(out: Path, work: PlannedConversion, *, log: Log) -> StageReport:
-    """Write the tensors and all other files of a served folder, and check that they agree.
-
-    Args:
-        out: empty staging directory.
-        work: the planned conversion.
-        log: progress.
-    """
+    """Write the tensors and all other files of a served folder, and check that they agree."""
     facts, serving, sources = work.facts, work.serving, work.sources
     validate(work.plan, sources)
     done = work.execute(out)

@@ -200,13 +200,7 @@ class PlannedGather(Planned):
 
 
 def gather_planned(out: Path, work: PlannedGather, *, log: Log) -> StageReport:
-    """Write the tensors of an adapter or of a full model, and check the values of each.
-
-    Args:
-        out: staging directory; has the other files of a full model.
-        work: the planned gather.
-        log: progress.
-    """
+    """Write the tensors of an adapter or of a full model, and check the values of each."""
     is_adapter = work.adapter_config is not None
     log.info("gather: %d tensors", len(work.plan.ops))
     done = work.execute(out, stem=ADAPTER if is_adapter else WEIGHTS, scan=True)

@@ -134,13 +134,7 @@ def merge(
 
 
 def merge_planned(out: Path, work: Planned, *, log: Log) -> StageReport:
-    """Write the tensors of a merged model, and recompute sampled rows of each from the inputs.
-
-    Args:
-        out: staging directory; has the other files of the model.
-        work: the planned merge.
-        log: progress.
-    """
+    """Write the tensors of a merged model, and recompute sampled rows of each from the inputs."""
     plan = work.plan
     folded = sum(bool(op.terms) for op in plan.ops)
     log.info("merge: %d of %d tensors change", folded, len(plan.ops))

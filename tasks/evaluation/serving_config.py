@@ -76,10 +76,6 @@ def served_config(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
 
     `auto_map` is left out: the hand-offs were checked with transformers' own classes, and an engine
     that trusts the folder would run other code.
-
-    Args:
-        config: config.json of the model.
-        dtype: torch dtype name.
     """
     replaced = ("quantization_config", "torch_dtype", "auto_map")
     kept = {key: value for key, value in config.items() if key not in replaced}
@@ -87,14 +83,7 @@ def served_config(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
 
 
 def agreement(out: Path, wanted: ServingConfig, facts: ModelFacts, plan: Plan) -> list[Check]:
-    """Read the written files back, and check that they have the wanted contents.
-
-    Args:
-        out: folder with the configuration files and the tokenizer.
-        wanted: the contents that the files must have.
-        facts: facts of the model.
-        plan: operations that write its tensors.
-    """
+    """Read the written files back, and check that they have the wanted contents."""
     config, generation = read_json(out / CONFIG), read_json(out / GENERATION_CONFIG)
     stops = wanted.stops
     checks = [

@@ -252,7 +252,7 @@ def test_modules_without_effect_are_a_warning(
     weak = shutil.copytree(lora_adapter, tmp_path / "weak")
     path = weak / "adapter_model.safetensors"
     tensors = load_file(path)
-    values = {"0.self_attn.k_proj": 0.0, "1.self_attn.v_proj": 1e-20, "1.mlp.up_proj": 0.0}
+    values = {"0.self_attn.k_proj": 0.0, "1.self_attn.v_proj": 1e-9, "1.mlp.up_proj": 0.0}
     for module, value in values.items():
         tensors[f"base_model.model.model.layers.{module}.lora_B.weight"].fill_(value)
     save_file(tensors, path)

@@ -28,7 +28,7 @@ from tasks.evaluation.trained_artifact import (
 )
 from tasks.pipeline.report import StageReport
 from tasks.weights.execute.execute import Executed
-from tasks.weights.execute.verdicts import finite
+from tasks.weights.execute.verdicts import values_read
 from tasks.weights.execute.worker import Perform, ask_facts, perform
 from tasks.weights.execute.writer import parse_size
 from tasks.weights.files.reader import (
@@ -96,7 +96,6 @@ def convert(
         config=config,
         generation=read_json(weights / GENERATION_CONFIG),
         dtype=dtype,
-        stops=tokenizer.stops,
         pad=pad,
         tokenizer=tokenizer,
         template=not side.texts,
@@ -146,13 +145,7 @@ class PlannedConversion(Planned):
 
 
 def convert_planned(out: Path, work: PlannedConversion, *, log: Log) -> StageReport:
-    """Write the tensors and all other files of a served folder, and check that they agree.
-
-    Args:
-        out: empty staging directory.
-        work: the planned conversion.
-        log: progress.
-    """
+    """Write the tensors and all other files of a served folder, and check that they agree."""
     facts, serving, sources = work.facts, work.serving, work.sources
     validate(work.plan, sources)
     done = work.execute(out)
@@ -193,7 +186,7 @@ def _config_and_pad(
 
 def _tensor_checks(work: PlannedConversion, done: Executed) -> list[Check]:
     """Return a verdict on each tensor: of the contract, or on its values if that was judged."""
-    values = [finite(f"values of {name}", outcome) for name, outcome in done.outcomes.items()]
+    values = values_read(work.plan, done)
     if not work.judged:
         return values
     facts, ops = work.facts, {op.name: op for op in work.plan.ops}

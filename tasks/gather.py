@@ -200,13 +200,7 @@ class PlannedGather(Planned):
 
 
 def gather_planned(out: Path, work: PlannedGather, *, log: Log) -> StageReport:
-    """Write the tensors of an adapter or of a full model, and check the values of each.
-
-    Args:
-        out: staging directory; has the other files of a full model.
-        work: the planned gather.
-        log: progress.
-    """
+    """Write the tensors of an adapter or of a full model, and check the values of each."""
     is_adapter = work.adapter_config is not None
     log.info("gather: %d tensors", len(work.plan.ops))
     done = work.execute(out, stem=ADAPTER if is_adapter else WEIGHTS, scan=True)
@@ -216,9 +210,9 @@ def gather_planned(out: Path, work: PlannedGather, *, log: Log) -> StageReport:
         if isinstance(config.get("target_modules"), list):
             config["target_modules"] = sorted(config["target_modules"])
         write_json(out / ADAPTER_CONFIG, {**config, "inference_mode": True})
-    values = [gathered(op, done.outcomes[op.name]) for op in work.plan.ops]
     kind = "adapter" if is_adapter else "weights"
-    return work.report(kind, out, done, [*work.checks, *values], model=work.model)
+    checks = [*work.checks, *gathered(work.plan, done)]
+    return work.report(kind, out, done, checks, model=work.model)
 
 
 def _adapter_plan(parts: Partitions, keys: Mapping[str, str]) -> Plan:

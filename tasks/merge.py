@@ -25,9 +25,10 @@ from tasks.weights.adapters.values import require_values
 from tasks.weights.execute.verdicts import (
     kept_checks,
     merge_metrics,
-    merged,
     quantization_notes,
     rounding_notes,
+    unchanged,
+    values_read,
 )
 from tasks.weights.execute.worker import Perform, ask_facts, perform
 from tasks.weights.execute.writer import parse_size
@@ -133,20 +134,16 @@ def merge(
 
 
 def merge_planned(out: Path, work: Planned, *, log: Log) -> StageReport:
-    """Write the tensors of a merged model, and recompute sampled rows of each from the inputs.
-
-    Args:
-        out: staging directory; has the other files of the model.
-        work: the planned merge.
-        log: progress.
-    """
+    """Write the tensors of a merged model, and recompute sampled rows of each from the inputs."""
     plan = work.plan
     folded = sum(bool(op.terms) for op in plan.ops)
     log.info("merge: %d of %d tensors change", folded, len(plan.ops))
     done = work.execute(out)
-    checks = [merged(op, done.outcomes[op.name]) for op in plan.ops]
+    if warning := unchanged(done):
+        log.warning("merge: %s", warning)
     limit = work.measuring.limit if work.measuring is not None else PROFILES["standard"]
-    checks += [*kept_checks(plan, done, limit.kept), recomputed_check(work.recompute(out))]
+    kept = kept_checks(plan, done, limit.kept)
+    checks = [*values_read(plan, done), *kept, recomputed_check(work.recompute(out))]
     notes = {"plan": plan.as_json(), **rounding_notes(plan, done), **quantization_notes(done)}
     return work.report("weights", out, done, checks, metrics=merge_metrics(plan, done), notes=notes)
 

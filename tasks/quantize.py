@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.core.contract import Check, judge
+from tasks.core.contract import Z_95, Check, judge
 from tasks.core.errors import ConfigError
 from tasks.core.files import copy_file
 from tasks.drift.fingerprint import DriftLimit
@@ -37,7 +37,7 @@ from tasks.pipeline.report import StageReport
 from tasks.pipeline.stage import CONTRACT
 from tasks.process.launch import launch
 from tasks.serving.llama_cpp import find_programs
-from tasks.weights.execute.verdicts import finite
+from tasks.weights.execute.verdicts import values_read
 from tasks.weights.execute.worker import ask_execute, ask_facts, ask_quantization_config
 from tasks.weights.execute.writer import parse_size
 from tasks.weights.files.opening import SourceRef
@@ -169,7 +169,7 @@ def _compressed(
         validate(plan, {WEIGHTS: source})
         done = ask_execute(scorer.perform, plan, {WEIGHTS: SourceRef(served)}, out)
         config = ask_quantization_config(scorer.perform, scheme, ignore)
-        values = [finite(f"values of {name}", each) for name, each in done.outcomes.items()]
+        values = values_read(plan, done)
     else:
         job = {"model": str(served), "dtype": dtype_of(served), "rows": tokens, "ignore": ignore}
         config = _by_gptq(out, {**job, "shard": limit, "group": group}, log, log_path)
@@ -286,11 +286,12 @@ def smoke_quantized(
     checks = report.checks
     if most is not None and "eval/before" in report.metrics:
         before, after = (100 * report.metrics[f"eval/{when}"] for when in ("before", "after"))
+        error = 100 * Z_95 * report.metrics["eval/error"]
         check = Check(
             "exact match beside 16 bits",
             f">= {before:.1f} % - {most:g} points",
-            f"{after:.1f} %",
-            ok=round(before - after, 6) <= most,
+            f"{after:.1f} +- {error:.1f} %",
+            ok=round(before - after - error, 6) <= most,
             hint="convert.quantize=none, or convert.max_eval_drop=<points>",
         )
         checks = (*checks, check)

@@ -72,13 +72,13 @@ def smoke_eval(
         temperature=temperature,
     )
     measured = test.measure(question, out)
-    served = measured.served
+    served, (old, new) = measured.served, measured.both()
     checks = (
         *measured.checks,
         smoke_checks.probes_check(reference.probes, rendered.tokens),
         smoke_checks.template_check(served.rendered_differently, len(prompted)),
-        smoke_checks.stop_check(served.after.stopped, settings.min_stop_rate),
-        smoke_checks.degenerate_check(served.after.tokens, settings.max_degenerate_rate),
+        smoke_checks.stop_check(new.stopped, settings.min_stop_rate),
+        smoke_checks.degenerate_check(new.tokens, settings.max_degenerate_rate, old.tokens),
     )
     left_out = len(rows) - len(usable)
     judge = None

@@ -85,10 +85,10 @@ def recognise(folder: Folder) -> Recognised:
         result, states = Recognised(kind, states[0], dialect), states[1:]
     else:
         bare = "a configuration without weights" if CONFIG in folder.files else "nothing known"
-        what = f"a Plumbline artifact of kind {manifest['kind']}" if manifest else bare
+        what = f"a Plumbline artifact of kind {manifest.get('kind')}" if manifest else bare
         result = Recognised(Kind.NOTHING, what, "Plumbline" if manifest else "")
     is_artifact = manifest and result.weights.files
-    ours = f"Plumbline artifact of kind {manifest['kind']}: " if is_artifact else ""
+    ours = f"Plumbline artifact of kind {manifest.get('kind')}: " if is_artifact else ""
     dialect = "Plumbline" if ours else result.dialect
     return Recognised(result.kind, ours + result.what, dialect, result.weights, manifest, states)
 

@@ -58,7 +58,7 @@ class Smoke:
     max_model_len: int | None = None  # tokens; null: what the prompts need
     timeout_s: float | None = None  # seconds for the whole test; null: by the size of the weights
     min_stop_rate: float = 0.9  # share of responses that end by themselves, at least
-    max_degenerate_rate: float = 0.02  # share of responses caught in a loop, at most
+    max_degenerate_rate: float = 0.02  # share caught in a loop, at most, or as before training
     threads: int | None = None  # CPU threads
     tensor_parallel: int = 1  # processes that share the model, each on a GPU of its own
 

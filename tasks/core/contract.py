@@ -7,6 +7,7 @@ returns one `Check` per tensor; `require` raises one `ContractError` that names 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -73,6 +74,20 @@ class Check:
         """Return the check of a stored verdict."""
         bound = Bound(**verdict["bound"]) if "bound" in verdict else None
         return cls(**{**verdict, "bound": bound})
+
+
+Z_95 = 1.959964
+"""Quantile of the normal distribution for a two-sided interval of 95 %."""
+
+
+def share_interval(share: float, count: float) -> tuple[float, float]:
+    """Return the 95 % interval of a share of `count` samples.
+
+    Wilson (1927), "Probable Inference, the Law of Succession, and Statistical Inference".
+    """
+    spread = Z_95 * math.sqrt(share * (1 - share) / count + Z_95**2 / (4 * count**2))
+    centre, scale = share + Z_95**2 / (2 * count), 1 + Z_95**2 / count
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
 class TensorLike(Protocol):

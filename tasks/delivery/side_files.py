@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,25 +89,17 @@ def serving_config(work: Work, tokens: Tokens, dtype: str) -> ServingConfig:
         tokens: tokenizer and generation settings.
         dtype: torch dtype name of the served model.
     """
-    stops, pad = _stops(work.config, tokens), _pad(work.config, tokens)
-    return ServingConfig(
+    pad = _pad(work.config, tokens)
+    wanted = ServingConfig(
         config=work.config,
         generation=tokens.generation,
         dtype=dtype,
-        stops=stops,
-        # A reward is the score at the last token that is not padding, and EOS must count.
-        pad=None if work.is_reward and pad in stops else pad,
+        pad=pad,
         tokenizer=tokens.facts,
         template=False,
     )
-
-
-def _stops(config: Mapping[str, Any], tokens: Tokens) -> list[int]:
-    """Return the EOS ids of all files, those of the tokenizer first."""
-    stops = list(tokens.facts.stops) if tokens.facts is not None else []
-    for eos in (tokens.generation.get("eos_token_id"), config.get("eos_token_id")):
-        stops += eos if isinstance(eos, list) else [] if eos is None else [eos]
-    return list(dict.fromkeys(stops))
+    # A reward is the score at the last token that is not padding, and EOS must count.
+    return replace(wanted, pad=None) if work.is_reward and pad in wanted.stops else wanted
 
 
 def _pad(config: Mapping[str, Any], tokens: Tokens) -> int | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import pstdev
 from typing import Any
 
 from tasks.evaluation.evaluation_prompts import answer_of, question_of
@@ -15,7 +16,7 @@ from tasks.evaluation.serve import Responses
 from tasks.evaluation.smoke import Measured
 from tasks.process.output import Log
 from tasks.rl.rewards.reference import EVAL, FunctionReference
-from tasks.serving.text import exact_match, is_degenerate
+from tasks.serving.text import exact_match, is_degenerate, matches
 
 Judge = Callable[
     [Sequence[Mapping[str, Any]], Sequence[Sequence[int]], Responses, Sequence[str]], list[float]
@@ -41,9 +42,9 @@ def read_answers(
 
     Returns:
         `eval/before` and `eval/after`: shares of the rows with an answer in [0, 1];
-        `eval/compared`: number of such rows; `eval/samples`: number of rows. If no row has an
-        answer, `eval/samples` alone. With `judge` also `eval/function_before` and
-        `eval/function_after`, the means of its numbers.
+        `eval/error`: standard error of their difference; `eval/compared`: number of such rows;
+        `eval/samples`: number of rows. If no row has an answer, `eval/samples` alone. With `judge`
+        also `eval/function_before` and `eval/function_after`, the means of its numbers.
     """
     expected = [answer_of(row) for row in rows]
     before, after = measured.texts(scorer)
@@ -157,7 +158,12 @@ def exact_matches(
     if not compared:
         return {}
     answers = [answer for answer in expected if answer is not None]
+    gains = [
+        matches(after[i], answer) - matches(before[i], answer)
+        for i, answer in zip(compared, answers, strict=True)
+    ]
     return {
+        f"{name}/error": pstdev(gains) / len(gains) ** 0.5,
         f"{name}/before": exact_match([before[i] for i in compared], answers),
         f"{name}/after": exact_match([after[i] for i in compared], answers),
         f"{name}/compared": float(len(compared)),

@@ -6,7 +6,7 @@ the vocabulary size. An engine may read any of them, so they have to agree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ class ServingConfig:
         config: config.json of the model; the other fields override it.
         generation: generation_config.json; the other fields override it.
         dtype: torch dtype name.
-        stops: EOS ids.
         pad: padding id; None if there is none.
         tokenizer: the tokenizer's files as read; None if they cannot be read and are only copied.
         template: True if a chat template is required. Otherwise it is required only if `tokenizer`
@@ -40,15 +39,22 @@ class ServingConfig:
     config: Mapping[str, Any]
     generation: Mapping[str, Any]
     dtype: str
-    stops: Sequence[int]
     pad: int | None
     tokenizer: TokenizerFacts | None
     template: bool
 
+    @property
+    def stops(self) -> list[int]:
+        """EOS ids of the tokenizer with its template, then the model's own from both files."""
+        stops = [] if self.tokenizer is None else self.tokenizer.stops
+        for document in (self.generation, self.config):
+            stops += _ids(document, "eos_token_id")
+        return list(dict.fromkeys(stops))
+
 
 def write_configs(out: Path, wanted: ServingConfig) -> None:
     """Write config.json and generation_config.json."""
-    stops = list(wanted.stops)
+    stops = wanted.stops
     ends = {"eos_token_id": stops[0] if len(stops) == 1 else stops} if stops else {}
     pads = {} if wanted.pad is None else {"pad_token_id": wanted.pad}
     generation = {key: value for key, value in wanted.generation.items() if key != "pad_token_id"}
@@ -70,10 +76,6 @@ def served_config(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
 
     `auto_map` is left out: the hand-offs were checked with transformers' own classes, and an engine
     that trusts the folder would run other code.
-
-    Args:
-        config: config.json of the model.
-        dtype: torch dtype name.
     """
     replaced = ("quantization_config", "torch_dtype", "auto_map")
     kept = {key: value for key, value in config.items() if key not in replaced}
@@ -81,16 +83,9 @@ def served_config(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
 
 
 def agreement(out: Path, wanted: ServingConfig, facts: ModelFacts, plan: Plan) -> list[Check]:
-    """Read the written files back, and check that they have the wanted contents.
-
-    Args:
-        out: folder with the configuration files and the tokenizer.
-        wanted: the contents that the files must have.
-        facts: facts of the model.
-        plan: operations that write its tensors.
-    """
+    """Read the written files back, and check that they have the wanted contents."""
     config, generation = read_json(out / CONFIG), read_json(out / GENERATION_CONFIG)
-    stops = sorted(wanted.stops)
+    stops = wanted.stops
     checks = [
         _equal("generation_config.json eos_token_id", stops, _ids(generation, "eos_token_id")),
         _equal("config.json eos_token_id", stops, _ids(config, "eos_token_id")),
@@ -139,7 +134,7 @@ def _equal(name: str, expected: object, actual: object) -> Check:
 
 def _ids(document: Mapping[str, Any], key: str) -> list[int]:
     value = document.get(key)
-    return sorted(value) if isinstance(value, list) else [] if value is None else [value]
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _pad(document: Mapping[str, Any]) -> Any:

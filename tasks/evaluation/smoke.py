@@ -166,7 +166,6 @@ class SmokeTest:
             appeared_at, in_engine = self.who_moved(question)
         check = smoke_checks.drift_check(moved, limit, appeared_at)
         checks = (
-            smoke_checks.loaded_check(self.engine),
             self.located(check, reference.probes, in_engine=in_engine),
             *share_checks(question.reference, served.fingerprint, limit),
             smoke_checks.greedy_check(agreement, self.settings.greedy_tokens),

@@ -13,7 +13,6 @@ from pathlib import Path
 from tasks.core.errors import DataError
 from tasks.drift.reward_scores import SCORES, ScorePrint, score_drift
 from tasks.drift.verdict import verdict
-from tasks.evaluation import smoke_checks
 from tasks.evaluation.evaluation_prompts import read_pairs
 from tasks.evaluation.smoke import SmokeTest, smoke_test
 from tasks.pipeline.report import StageReport
@@ -45,10 +44,7 @@ def smoke_rewards(test: SmokeTest, out: Path, *, data: Path) -> StageReport:
     moved = score_drift(reference, now)
     scored = list(zip(scores[count::2], scores[count + 1 :: 2], strict=True))
     right = sum(chosen > rejected for chosen, rejected in scored) / len(pairs)
-    checks = (
-        smoke_checks.loaded_check(test.engine),
-        verdict(moved, test.profile, name="drift of the engine's scores from the trained model's"),
-    )
+    name = "drift of the engine's scores from the trained model's"
     metrics = {
         "eval/before": CHANCE,
         "eval/after": right,
@@ -58,7 +54,8 @@ def smoke_rewards(test: SmokeTest, out: Path, *, data: Path) -> StageReport:
     with (out / "pairs.jsonl").open("w") as file:
         for chosen, rejected in scored:
             file.write(json.dumps({"chosen": chosen, "rejected": rejected}) + "\n")
-    report = test.report(out, checks, metrics, moved)
+    check = verdict(moved, test.profile, name=name)
+    report = test.report(out, (check,), metrics, moved)
     test.log.info(
         "smoke_eval: %.1f %% of %d pairs in the right order, scores move by %.2e of their spread",
         100 * right, len(pairs), moved.mean_difference,

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tasks.config.defaults import ONLINE
+from tasks.core.contract import Z_95, share_interval
 from tasks.data.kinds import names_texts
-
-Z_95 = 1.959964
-"""Quantile of the normal distribution for a two-sided interval of 95 %."""
 
 
 @dataclass(frozen=True)
@@ -145,20 +143,14 @@ def _metric(name: str) -> str:
 
 
 def interval(name: str, value: float, metrics: Mapping[str, float]) -> tuple[float, float] | None:
-    """Return the 95 % interval of a number; None if its spread was not measured.
-
-    Shares of rows have the interval of Wilson (1927), "Probable Inference, the Law of Succession,
-    and Statistical Inference".
-    """
+    """Return the 95 % interval of a number; None if its spread was not measured."""
     number = NUMBERS.get(name)
     if name.startswith(LM_EVAL):
         number = Number("", error=f"{_metric(name)}/error")
     if number is None:
         return None
     if count := metrics.get(f"quantized/{number.count}", metrics.get(number.count, 0.0)):
-        spread = Z_95 * math.sqrt(value * (1 - value) / count + Z_95**2 / (4 * count**2))
-        centre, scale = value + Z_95**2 / (2 * count), 1 + Z_95**2 / count
-        return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+        return share_interval(value, count)
     if (error := metrics.get(number.error)) is not None:
         return value - Z_95 * error, value + Z_95 * error
     return None

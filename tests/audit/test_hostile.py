@@ -196,6 +196,18 @@ def test_a_damaged_manifest_is_a_finding(tensors: Any, tmp_path: Path) -> None:
         read_manifest(root)
 
 
+@pytest.mark.parametrize("missing", ["kind", "digest", "files"])
+def test_a_manifest_without_one_of_its_keys_is_a_finding(missing: str, tmp_path: Path) -> None:
+    root = make_model(tmp_path / "it")
+    keys = ("kind", "digest", "tensors", "files", "inputs", "notes")
+    write_json(root / "manifest.json", {key: {} for key in keys if key != missing})
+    assert codes(root, values=True)["MANIFEST_DIFFERS"] == "error"
+    with pytest.raises(ArtifactError, match="not a manifest"):
+        read_manifest(root)
+    write_json(root / "manifest.json", {"name": "an app", "files": []})  # another tool's
+    assert read_manifest(root) == {}
+
+
 def test_a_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="No such file"):
         audit(tmp_path / "absent")

@@ -69,6 +69,25 @@ def test_an_altered_full_model(either: Run, artifacts: tuple[Path, Path], tmp_pa
     assert either(*arguments).code == 0
 
 
+@pytest.mark.parametrize("damage", ["cut", *("kind", "digest", "tensors", "files")])
+@pytest.mark.parametrize("what", ["base", "adapter"])
+def test_a_damaged_manifest_does_not_switch_the_check_off(
+    here: Run, what: str, damage: str, artifacts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    base, adapter = artifacts
+    given = base if what == "base" else adapter
+    flip(next(given.glob("*model.safetensors")))
+    path = given / "manifest.json"
+    text = path.read_text()
+    document = {key: value for key, value in json.loads(text).items() if key != damage}
+    path.write_text(text[: len(text) // 2] if damage == "cut" else json.dumps(document))
+    out = tmp_path / "out"
+    done = here(f"source={adapter}", f"base={base}", f"out={out}", "check_base=false")
+    assert done.code != 0
+    assert "manifest.json" in done.output
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("what", ["base", "adapter"])
 def test_an_altered_input_of_a_merge_is_noticed_after_a_good_delivery(
     here: Run, what: str, artifacts: tuple[Path, Path], tmp_path: Path

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from flows.cli.config import compose_config
 from flows.delivery.run_delivery import direct, plan
+from tasks.audit.run import audit
 from tasks.core.errors import ContractError
 from tasks.delivery.recognise import recognise
 from tasks.delivery.recorded import attention_of
@@ -53,6 +55,34 @@ def test_base_and_adapter_unmerged_are_what_the_served_model_is_compared_with(
     assert report["engine"] == "transformers"
     assert all(check["ok"] for check in report["checks"])
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_light_adapter_is_kept_by_default(adapter: Path, base: Path, tmp_path: Path) -> None:
+    """Its updates are about half a step of bf16; `audit` says what a merge to nearest loses."""
+    light = tmp_path / "light"
+    shutil.copytree(adapter, light)
+    tensors = load_file(light / "adapter_model.safetensors")
+    tensors = {n: t.float() * (0.01 if "lora_B" in n else 1) for n, t in tensors.items()}
+    save_file(tensors, light / "adapter_model.safetensors", metadata={"format": "pt"})
+    arguments = [f"source={light}", f"base={base}", "merge.base=original", "smoke.engine=none"]
+    places = [f"out={tmp_path / 'out'}", f"paths.runs={tmp_path / 'runs'}"]
+    direct(plan(compose_config([*arguments, *places], config_name="deliver")), LOG, "here")
+    before, after = (load_file(f / "model.safetensors") for f in (base, tmp_path / "out"))
+    gained = nearest = update = 0.0
+    for key in tensors:
+        if "lora_A" in key:
+            name = key.removeprefix("base_model.model.").replace(".lora_A", "")
+            exact = 2.0 * tensors[key.replace("lora_A", "lora_B")] @ tensors[key]
+            wide = before[name].float()
+            update += float((exact * exact).sum())
+            gained += float(((after[name].float() - wide) * exact).sum())
+            nearest += float((((wide + exact).bfloat16().float() - wide) * exact).sum())
+    assert gained / update == pytest.approx(1, abs=0.05)
+    assert nearest / update < 0.85
+    (found,) = [f for f in audit(light, base=base, values=True).findings
+                if f.code == "ADAPTER_ROUNDS_AWAY"]  # fmt: skip
+    shares = [int(share) / 100 for share in re.findall(r"(\d+)%", found.found)]
+    assert shares[0] == pytest.approx(nearest / update, abs=0.05)
 
 
 @pytest.mark.slow

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,9 +47,14 @@ def served_by_the_chain(shards: Path, base: Path, place: Path) -> Path:
 def test_shards_of_an_adapter(
     here: Callable[..., Done], shards: Path, ours: Path, tmp_path: Path
 ) -> None:
+    shards = shutil.copytree(shards, tmp_path / "shards")
+    path = shards / "generation_config.json"  # the base's, as training copied it
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [9, 2, 5]}))
     wanted = served_by_the_chain(shards, ours, tmp_path / "chain")
     out = tmp_path / "out"
     done = here(f"source={shards}", f"base={ours}", f"out={out}")
     assert done.stages == ["audit", "gather", "merge", "convert"], done.output
     for name in ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json"):
         assert (out / name).read_bytes() == (wanted / name).read_bytes(), name
+    for name in ("config.json", "generation_config.json"):  # the tokenizer's and the base's
+        assert json.loads((out / name).read_text())["eos_token_id"] == [0, 2, 9, 5]

@@ -78,12 +78,13 @@ def test_greedy_check_counts_ties_and_fails_on_differences() -> None:
 
 
 def test_stop_and_degenerate_checks() -> None:
-    assert smoke_checks.stop_check([True] * 9 + [False], 0.9).ok
-    assert not smoke_checks.stop_check([True] * 8 + [False] * 2, 0.9).ok
-    loops = [[1, 2, 3]] * 3 + [[0] * 40]
-    assert smoke_checks.degenerate_check(loops, 0.25).ok
-    check = smoke_checks.degenerate_check(loops, 0.2)
-    assert (check.ok, check.found) == (False, "1 of 4, first prompt 3")
+    for ended, ok in ((32, True), (27, True), (25, False), (0, False)):  # of 32: 0.9 is 28.8
+        assert smoke_checks.stop_check([True] * ended + [False] * (32 - ended), 0.9).ok is ok
+    # One of 32 is within the error of 2 %; 12 before training make the limit 38 %.
+    for before, after, ok in ((0, 1, True), (0, 3, False), (12, 17, True), (12, 19, False)):
+        tokens = ([[1, 2, 3]] * (32 - count) + [[0] * 40] * count for count in (after, before))
+        check = smoke_checks.degenerate_check(next(tokens), 0.02, next(tokens))
+        assert (check.ok, check.found) == (ok, f"{after} of 32, first prompt {32 - after}")
 
 
 def test_probes_check_sees_a_changed_template() -> None:

@@ -39,6 +39,22 @@ def lora_run(shop: Path, llama: Artifact) -> Path:
 
 
 @pytest.fixture(scope="session")
+def mixture(shop: Path) -> Artifact:
+    return make_base(shop / "mixture", "mixtral")
+
+
+@pytest.fixture(scope="session")
+def mixture_run(shop: Path, mixture: Artifact) -> Path:
+    spread = Spread(targets=["q_proj"], parameters=["experts.gate_up_proj", "experts.down_proj"])
+    return write_trained(shop / "mixture-run", mixture, spread)
+
+
+@pytest.fixture(scope="session")
+def mixture_adapter(shop: Path, mixture_run: Path, mixture: Artifact, log: logging.Logger) -> Path:
+    return _published(shop / "mixture-adapter", mixture_run, mixture, log)
+
+
+@pytest.fixture(scope="session")
 def qlora_run(shop: Path, qwen: Artifact) -> Path:
     return write_trained(shop / "qlora-run", qwen, Spread(quantization=NF4))
 

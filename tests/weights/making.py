@@ -43,14 +43,18 @@ class Spread:
     alpha: int = 8
     rslora: bool = False
     targets: Any = "all-linear"
+    parameters: list[str] | None = None
     full: bool = False
     noise: float | None = None
 
 
 def small_config(family: str) -> Any:
-    """Return a two-layer Llama (untied) or Qwen2 (tied)."""
+    """Return a two-layer Llama (untied), Qwen2 (tied), or Mixtral with three experts (untied)."""
     sizes = {"vocab_size": ROWS, "hidden_size": 64, "intermediate_size": 128}
-    name, tied = ("Llama", False) if family == "llama" else ("Qwen2", True)
+    names = {"llama": ("Llama", False), "qwen": ("Qwen2", True), "mixtral": ("Mixtral", False)}
+    name, tied = names[family]
+    if family == "mixtral":
+        sizes |= {"num_local_experts": 3, "num_experts_per_tok": 2}
     return tiny(name, **sizes, max_position_embeddings=64, tie_word_embeddings=tied)
 
 
@@ -104,6 +108,7 @@ def trained_model(base: Path, spread: Spread, seed: int) -> Any:
             lora_alpha=spread.alpha,
             use_rslora=spread.rslora,
             target_modules=spread.targets,
+            target_parameters=spread.parameters,
             task_type="CAUSAL_LM",
         )
         model = get_peft_model(model, config, autocast_adapter_dtype=False)

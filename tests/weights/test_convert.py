@@ -83,11 +83,18 @@ def test_served_folder_loads_in_transformers_without_a_gap(full_weights, full_ru
     assert AutoTokenizer.from_pretrained(out).chat_template
 
 
-def test_stop_ids_are_the_tokenizers_and_the_templates(full_weights, full_run, out) -> None:
-    _convert(out, full_weights, full_run)
+def test_stop_ids_are_the_tokenizers_the_templates_and_the_bases(
+    weights_copy, full_run, out
+) -> None:
+    for name, ids in {"generation_config.json": [7, 2], "config.json": 9}.items():
+        document = json.loads((weights_copy / name).read_text())
+        (weights_copy / name).write_text(json.dumps({**document, "eos_token_id": ids}))
+    report = _convert(out, weights_copy, full_run, score=copy_reference)
+    assert failed(report.checks) == []
     for name in ("generation_config.json", "config.json"):
         said = json.loads((out / name).read_text())
-        assert said["eos_token_id"] == [0, 2]  # <|endoftext|>, and <|im_end|> from the template
+        # <|endoftext|>, and <|im_end|> from the template; then the base's
+        assert said["eos_token_id"] == [0, 2, 7, 9]
         assert said["pad_token_id"] == 3
 
 

@@ -1,4 +1,4 @@
-"""Check an adapter's numbers before anything is written: finite, and not all zero."""
+"""Check an adapter's numbers before anything is written: finite, and not all of them zero."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from tasks.core.errors import ContractError, first_and_more
 from tasks.weights.adapters.read import Adapter
 from tasks.weights.files.dtype_bits import all_zero, nonfinite
 from tasks.weights.files.file_ranges import Reader
-from tasks.weights.files.names import EXPERT
 
 _BLOCK = 4 << 20
 _FACTOR = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.weight)?$")
@@ -44,14 +43,13 @@ def require_values(adapters: Sequence[Adapter], copies: Mapping[str, str] | None
 
 
 def value_findings(adapter: Adapter) -> Iterator[str]:
-    """Yield the tensors with NaN or infinity, and the LoRA factors that are all zero.
+    """Yield the tensors with NaN or infinity, magnitudes of zeros, and an adapter without effect.
 
-    A pair with an all-zero A or B changes nothing: the adapter was not trained, or not saved from
-    the trained model. An expert with its own pair may be all zero if other experts of its layer are
-    not, because it may have received no token.
+    A pair with an all-zero A or B changes nothing. Some may: a module that saw no data stays as it
+    was initialised. If all do, the adapter was not trained, or not saved from the trained model.
     """
-    zeros: dict[str, list[str]] = {}
-    used: set[str] = set()
+    pairs: set[str] = set()
+    zeros: set[str] = set()
     for key, info in sorted(adapter.tensors.tensors.items()):
         bad, zero = 0, True
         for raw in _blocks(adapter, key):
@@ -59,13 +57,18 @@ def value_findings(adapter: Adapter) -> Iterator[str]:
             zero = zero and all_zero(raw, info.dtype)
         if bad:
             yield f"{key}: {bad} elements are NaN or infinite"
-        together = EXPERT.sub("*", key)
-        if not zero:
-            used.add(together)
-        elif _FACTOR.search(key):
-            zeros.setdefault(together, []).append(key)
-    for key in sorted(key for name, keys in zeros.items() if name not in used for key in keys):
-        yield f"{key}: all zero: this part was not trained, or not saved from the trained model"
+        if (factor := _FACTOR.search(key)) is None:
+            continue
+        if factor[1] != "magnitude_vector":
+            pairs.add(key[: factor.start()])
+            zeros |= {key[: factor.start()]} if zero else set()
+        elif zero:
+            yield f"{key}: all zero: not saved from the trained model"
+    if pairs and pairs == zeros:
+        yield (
+            f"all {len(pairs)} LoRA pairs have a factor that is all zero: the adapter was not "
+            "trained, or not saved from the trained model"
+        )
 
 
 def _same(adapter: Adapter, key: str, of: str) -> bool:

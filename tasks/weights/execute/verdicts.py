@@ -5,6 +5,7 @@ Checks use statistics that were counted while the bytes were written.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
@@ -12,39 +13,49 @@ from tasks.core.contract import Check
 from tasks.weights.execute.execute import Executed
 from tasks.weights.execute.journal import Outcome
 from tasks.weights.files.names import parse_peft
-from tasks.weights.plan.operations import Op, Plan
+from tasks.weights.plan.operations import Plan
 from tasks.weights.rounding import described
 
 _NAMED = 0.99
 """Below this share the tensors that lost most are named."""
 
 
-def gathered(op: Op, outcome: Outcome) -> Check:
-    """Check a tensor gathered from partitions: it is finite, and a lora_B is not all zero."""
-    lora = parse_peft(op.name)
-    is_b = lora is not None and lora.half == "B"
-    bad, zero = outcome.nonfinite, bool(outcome.all_zero)
-    text = f"{bad} elements not finite" if bad else "all zero" if zero else "finite, not all zero"
-    # LoRA initialises B with zeros: if it is still all zero, the adapter was not trained.
-    ok = not bad and not (is_b and zero)
-    wanted = "finite, not all zero" if is_b else "finite"
-    return Check(f"values of {op.name}", wanted, text, ok=ok)
+def values_read(plan: Plan, done: Executed) -> list[Check]:
+    """Check that all values that were read are finite; tensors copied by their hash are not."""
+    checks = []
+    for op in plan.ops:
+        outcome = done.outcomes[op.name]
+        if op.kind == "compute" or outcome.all_zero is not None:
+            check = finite(f"values of {op.name}", outcome)
+            if check.ok and outcome.changed is not None:
+                check = replace(check, found=f"finite, {outcome.changed:.2%} of elements changed")
+            checks.append(check)
+    return checks
 
 
-def merged(op: Op, outcome: Outcome) -> Check:
-    """Check a tensor of a merge: finite, and changed if the adapter touches it."""
-    if outcome.nonfinite:
-        return finite(op.name, outcome)
-    if outcome.changed is not None:
-        text = f"{outcome.changed:.2%} of elements changed"
-        return Check(op.name, "changed by the adapter", text, ok=outcome.changed > 0)
-    if op.quantization is not None:
-        return Check(op.name, f"as in the dequantised {op.input}", "identical", ok=True)
-    if op.transpose:
-        return Check(op.name, f"as in the {op.input}, transposed", "identical", ok=True)
-    if op.kind == "cast":
-        return Check(op.name, f"as in the {op.input}, in {op.dtype}", "rounded once", ok=True)
-    return Check(op.name, f"as in the {op.input}", "identical", ok=True)
+def gathered(plan: Plan, done: Executed) -> list[Check]:
+    """Check the tensors gathered from partitions: finite, and not every lora_B is all zero."""
+    checks = values_read(plan, done)
+    keys = {op.name: parse_peft(op.name) for op in plan.ops}
+    halves = [name for name, key in keys.items() if key is not None and key.half == "B"]
+    if halves:
+        # LoRA initialises B with zeros: one stays so if its module saw no data.
+        zero = sum(bool(done.outcomes[name].all_zero) for name in halves)
+        text = f"{zero} of {len(halves)} all zero"
+        checks.append(Check("trained lora_B", "not all of them zero", text, zero < len(halves)))
+    return checks
+
+
+def unchanged(done: Executed) -> str:
+    """Return a warning about tensors that the adapter names and leaves as they are; "" for none."""
+    same = {name: outcome for name, outcome in done.outcomes.items() if outcome.changed == 0}
+    if not same:
+        return ""
+    zero = sum(not outcome.delta for outcome in same.values())
+    return (
+        f"{len(same)} of {len(done.changed)} tensors of the adapter keep the base's values, first "
+        f"{next(iter(same))}: the update of {zero} is zero, of {len(same) - zero} it rounds away"
+    )
 
 
 def finite(name: str, outcome: Outcome) -> Check:

@@ -22,6 +22,7 @@ _SHOWN = 200
 MANIFEST = "manifest.json"
 _KEYS = {"kind", "digest", "tensors", "files", "inputs", "notes"}
 """Keys of every manifest of ours; see `tasks/pipeline/artifact.py`."""
+_DAMAGED = "give an intact copy of the folder; without its manifest.json it is taken as it is now"
 
 
 def read_json(path: Path, *, unique: bool = False) -> dict[str, Any]:
@@ -77,11 +78,15 @@ def read_manifest(root: Path) -> dict[str, Any]:
     """Return our manifest of a folder; empty if there is none, or another tool wrote the file.
 
     Raises:
-        ArtifactError: the manifest is damaged.
+        ArtifactError: it cannot be read or is damaged, so the folder's bytes cannot be checked.
     """
-    manifest = own_manifest(optional_json(root / MANIFEST))
+    path = root / MANIFEST
+    try:
+        manifest = own_manifest(read_json(path)) if path.is_file() else {}
+    except ArtifactError as error:
+        raise ArtifactError(error.message, hint=_DAMAGED) from error
     if manifest and (problem := manifest_problem(manifest)):
-        raise ArtifactError(f"{root / MANIFEST}: not a manifest: {problem}")
+        raise ArtifactError(f"{path}: not a manifest: {problem}", hint=_DAMAGED)
     return manifest
 
 
@@ -99,14 +104,13 @@ def artifact_name(root: Path) -> tuple[str, str]:
 
 @lru_cache(maxsize=16)
 def _artifact_name(root: Path, changed: int) -> tuple[str, str]:
-    manifest = read_manifest(root)
+    manifest = own_manifest(optional_json(root / MANIFEST))
     return str(manifest.get("kind", "")), str(manifest.get("key", ""))
 
 
 def own_manifest(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a manifest if it is one of ours, else an empty one."""
-    ours = set(document) >= _KEYS and isinstance(document["kind"], str)
-    return dict(document) if ours else {}
+    """Return a manifest that has most of our keys; an empty one for another tool's."""
+    return dict(document) if 2 * len(_KEYS & set(document)) > len(_KEYS) else {}
 
 
 def manifest_problem(document: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tasks.weights.files.documents import optional_json, read_manifest
+from tasks.weights.files.documents import MANIFEST, optional_json, read_manifest
 from tasks.weights.files.opening import open_model
 
 CONFIG = "config.json"
@@ -67,7 +67,7 @@ def _other(original: Path, base: Path, name: str) -> str:
 def published(digest: str, store: Path, kind: str) -> Path | None:
     """Return the folder of the artifact with this kind and digest; None if it is not stored."""
     for path in sorted((store / kind).glob("*")):
-        if read_manifest(path).get("digest") == digest:
+        if optional_json(path / MANIFEST).get("digest") == digest:  # one may be half written
             return path
     return None
 

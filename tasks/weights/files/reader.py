@@ -18,7 +18,7 @@ from tasks.core.errors import ArtifactError, ConfigError, first_and_more
 from tasks.weights.files.documents import MANIFEST as MANIFEST
 from tasks.weights.files.documents import read_json as read_json
 from tasks.weights.files.documents import read_manifest
-from tasks.weights.files.header import Header, TensorInfo, read_header
+from tasks.weights.files.header import TensorInfo, read_header
 from tasks.weights.files.index import index_of, survey
 from tasks.weights.files.source import Extent
 
@@ -34,14 +34,12 @@ class Checkpoint:
         root: the folder.
         tensors: header entries by tensor name.
         files: file name by tensor name.
-        headers: header by file name.
         hashes: BLAKE3 hash by tensor name, for files that are unchanged since their manifest.
     """
 
     root: Path
     tensors: Mapping[str, TensorInfo]
     files: Mapping[str, str]
-    headers: Mapping[str, Header]
     hashes: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
@@ -106,9 +104,7 @@ def read_checkpoint(root: Path, stem: str = WEIGHTS, *, beside: Collection[str] 
             hint=f"expected {single}, or {index_of(single)} and its files",
         )
     tensors = {key: surveyed.opened[file].tensors[key] for key, file in surveyed.files.items()}
-    return Checkpoint(
-        root, tensors, surveyed.files, surveyed.opened, _manifest_hashes(root, surveyed.files)
-    )
+    return Checkpoint(root, tensors, surveyed.files, _manifest_hashes(root, surveyed.files))
 
 
 def _manifest_hashes(root: Path, files: Mapping[str, str]) -> dict[str, str]:
@@ -122,17 +118,13 @@ def _manifest_hashes(root: Path, files: Mapping[str, str]) -> dict[str, str]:
     document = read_manifest(root)
     if not document:
         return {}
-    try:
-        written = (root / MANIFEST).stat().st_mtime_ns
-        sizes = {name: int(entry["size"]) for name, entry in document["files"].items()}
-        tensors = {name: dict(entries) for name, entries in document["tensors"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # a damaged manifest
+    written = (root / MANIFEST).stat().st_mtime_ns
+    sizes = {name: entry["size"] for name, entry in document["files"].items()}
     hashes: dict[str, str] = {}
     for file in set(files.values()) & set(sizes):
         stat = (root / file).stat()
         if stat.st_size == sizes[file] and stat.st_mtime_ns <= written:
-            entries = tensors.get(file, {})
+            entries = document["tensors"].get(file, {})
             # A manifest of an earlier version has sha256 instead: those tensors are read.
             hashes |= {
                 name: str(entry["blake3"])

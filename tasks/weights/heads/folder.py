@@ -105,4 +105,4 @@ def _single_file(path: Path) -> Source:
         return read_state(path)
     header = read_header(path)
     files = dict.fromkeys(header.tensors, path.name)
-    return Checkpoint(path.parent, header.tensors, files, {path.name: header})
+    return Checkpoint(path.parent, header.tensors, files)

@@ -32,6 +32,7 @@ from tasks.weights.plan.adapter_ops import (
     operands,
 )
 from tasks.weights.plan.operations import Op, Plan
+from tasks.weights.quantized.packed import STORED
 
 SHOWN = 50
 """Number of findings that an error lists."""
@@ -93,11 +94,10 @@ def _coverage_findings(plan: Plan, sources: Mapping[str, Source]) -> Iterator[st
             yield f"{name}: to be dropped, but it is in no input"
         elif count > 1 or name in used or name in used_by_terms:
             yield f"{name}: to be dropped, but also used or dropped elsewhere"
-    packed = {op.source for op in plan.ops if op.quantization is not None}
     for input_name, source in sources.items():
         for key, info in source.tensors.items():
             name = f"{input_name}:{key}"
-            if name in used and name not in packed:
+            if name in used:
                 yield from _part_findings(name, prod(info.shape), used[name])
             elif name not in used and name not in used_by_terms and name not in dropped:
                 yield f"{name}: {describe(info.shape, info.dtype)} is used by nothing"
@@ -130,9 +130,9 @@ def _op_findings(op: Op, sources: Mapping[str, Source], near: _Near) -> Iterator
         yield f"{op.name}: {describe(op.shape, op.dtype)} has no elements"
     if tensor.dtype != op.source_dtype:
         yield f"{op.name}: {op.source} is {tensor.dtype}, planned as {op.source_dtype}"
-    elif op.quantization is None:
+    else:
         yield from _extent_findings(op, tensor, sources[op.input])
-    cast = op.dtype != op.source_dtype and op.quantization is None and op.encoding is None
+    cast = op.dtype != op.source_dtype and op.encoding is None
     if cast and not {op.dtype, op.source_dtype} <= set(_FLOATS):
         yield f"{op.name}: {op.source_dtype} cannot be cast to {op.dtype}"
     if op.kind == "compute" and op.terms and not is_float(op.dtype):
@@ -165,7 +165,8 @@ def _extent_findings(op: Op, tensor: TensorLike, source: Source) -> Iterator[str
     elif op.start == 0 and wanted == size and not _same_shape(op, tuple(tensor.shape)):
         yield f"{op.name}: must be {list(op.shape)}, {op.source} is {list(tensor.shape)}"
     nbytes = sum(extent.nbytes for extent in source.extents(op.key))
-    if nbytes != size * ITEM_BITS[tensor.dtype] // 8:
+    packed = STORED in (op.quantization or {})  # its files hold 4 bits for an element, and scales
+    if not packed and nbytes != size * ITEM_BITS[tensor.dtype] // 8:
         text = describe(tensor.shape, tensor.dtype)
         yield f"{op.source}: {text}, but its files hold {nbytes} bytes"
 

@@ -28,6 +28,8 @@ from tasks.weights.quantized.packed import STORED
 Array: TypeAlias = NDArray[Any]
 Sources = Mapping[str, Source]
 
+_PIECES, _PIECE_ROWS = 8, 8
+"""Sampled rows of a tensor: number of evenly spaced pieces, and rows per piece."""
 _PRODUCT_BITS = 9
 """Least precision of a product in an fp32 merge: GPUs may multiply in TF32 (10 bits)."""
 
@@ -128,6 +130,17 @@ class Expected:
         dtypes = [self.source_dtype, self.op.dtype]
         bits = min([MANTISSA.get(dtype, 23) for dtype in dtypes] + [_PRODUCT_BITS])
         return 2.0**-bits
+
+    def sampled_rows(self) -> Iterator[tuple[int, int]]:
+        """Yield (first, end) of evenly spaced rows, some of each expert; all of a small tensor."""
+        shape = self.op.shape
+        count = max(_PIECES, prod(shape[:-2]) if len(shape) > 2 else 1)
+        if self.needs_all_rows or self.rows <= count * _PIECE_ROWS:
+            yield 0, self.rows
+            return
+        for number in range(count):
+            first = number * (self.rows - _PIECE_ROWS) // (count - 1)
+            yield first, first + _PIECE_ROWS
 
     def blocks(self, *, whole: bool = False) -> Iterator[Block]:
         """Yield all rows in order, a few at a time; all at once if `whole` or needed."""

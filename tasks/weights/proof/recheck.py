@@ -12,9 +12,9 @@ out, a scale off by 2 %, another base or other random bits have.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod, sqrt
+from math import sqrt
 
 import numpy as np
 
@@ -34,8 +34,6 @@ from tasks.weights.proof.unbiased import random_parts, round_with, small
 from tasks.weights.quantized.packed import STORED
 from tasks.weights.rounding import GRIDS
 
-PIECES, PIECE_ROWS = 8, 8
-"""Sampled rows of a tensor: number of evenly spaced pieces, and rows per piece."""
 _HINT = "merge again: force=[merge]; if it fails again, suspect the disk or the memory"
 _UNIT = 2.0**-24
 """Largest relative error of one rounding in fp32."""
@@ -93,7 +91,7 @@ def _recomputed(op: Op, sources: Mapping[str, Source], merged: Source) -> Recomp
             base_rows = _as_trained(op, sources)
         else:
             base_rows = stack.enter_context(BaseRows(op, sources)).rows
-        for first, end in _pieces(expected):
+        for first, end in expected.sampled_rows():
             values = widened(written.read(first * item, (end - first) * item), op.dtype)
             block = expected.changed(first, base_rows(first, end))
             low, high = _range(op, block)
@@ -119,18 +117,6 @@ def _range(op: Op, block: Block) -> tuple[Array, Array]:
             for own, near, pick in ((down, low, np.minimum), (up, high, np.maximum))
         )
     return low.ravel(), high.ravel()
-
-
-def _pieces(expected: Expected) -> Iterator[tuple[int, int]]:
-    """Yield (first, end) of the sampled rows: all rows of a small tensor, some of each expert."""
-    shape, rows = expected.op.shape, expected.rows
-    count = max(PIECES, prod(shape[:-2]) if len(shape) > 2 else 1)
-    if expected.needs_all_rows or rows <= count * PIECE_ROWS:
-        yield 0, rows
-        return
-    for number in range(count):
-        first = number * (rows - PIECE_ROWS) // (count - 1)
-        yield first, first + PIECE_ROWS
 
 
 def _fp32_error(block: Block, *, changed: bool) -> Array:

@@ -38,7 +38,7 @@ def _mutations(tensors: Tensors, data: st.DataObject) -> str:
             tensors[key] = tensor[:-1]
         case "transpose":
             tensors[key] = tensor.transpose(0, -1)
-        case "zero" if ".lora_" in key:  # of a bias or a token row it may be meant
+        case "zero" if ".lora_magnitude" in key:  # of anything else it may be meant
             tensors[key] = torch.zeros_like(tensor)
         case "nan":
             tensors[key] = tensor * float("nan")

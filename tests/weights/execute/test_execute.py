@@ -285,6 +285,26 @@ def test_copies_and_casts_need_no_torch(inputs, out) -> None:
     assert torch.equal(state_of(out)["wide"], base["wide"].half())
 
 
+OPTIMISED = """
+import sys; sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from tasks.weights.execute.execute import execute
+from tasks.weights.files.opening import SourceRef, open_sources
+from tasks.weights.files.reader import ADAPTER
+from tests.weights.plans import make_plan
+refs = {"base": SourceRef(Path(sys.argv[2])), "adapter": SourceRef(Path(sys.argv[3]), stem=ADAPTER)}
+execute(make_plan(), open_sources(refs), Path(sys.argv[4]))
+"""
+
+
+def test_nothing_is_computed_in_an_assert(inputs, out) -> None:
+    root = Path(__file__).resolve().parents[3]
+    folders = [root, inputs["base"].path, inputs["adapter"].path, out]
+    subprocess.run([sys.executable, "-O", "-c", OPTIMISED, *map(str, folders)], check=True)
+    written, wanted = state_of(out), expected()
+    assert [name for name in wanted if not torch.equal(written[name], wanted[name])] == []
+
+
 def test_executed_survives_json(inputs, out) -> None:
     done = _run(make_plan(), inputs, out)
     assert Executed.from_json(json.loads(json.dumps(done.as_json()))) == done

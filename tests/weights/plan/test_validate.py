@@ -71,6 +71,9 @@ def test_the_good_plan_has_no_findings(inputs) -> None:
 )
 def test_an_operation_that_does_not_fit_is_named(inputs, name, changes, finding) -> None:
     assert any(finding in line for line in _findings(_with(name, **changes), inputs))
+    quantised = {"type": "nf4", "base": "dequantized"}  # a QLoRA merge reads a plain base, too
+    plan = _with(name, **{"quantization": quantised, **changes})
+    assert any(finding in line for line in _findings(plan, inputs))
 
 
 PAIR = ("adapter:tall.A", "adapter:tall.B")

@@ -18,8 +18,6 @@ from tasks.weights.proof.planning import planned
 
 _KEPT = 0.9
 """Share below which a merge to nearest is reported."""
-_PIECES, _ROWS = 4, 32
-"""Rows that are sampled of each matrix: number of pieces, and rows of each."""
 
 
 def check(source: Source) -> Iterator[Finding]:
@@ -34,7 +32,7 @@ def check(source: Source) -> Iterator[Finding]:
             if not op.terms or comparable(op, made.sources):
                 continue
             expected = Expected(op, made.sources)
-            for first, end in _pieces(expected):
+            for first, end in expected.sampled_rows():
                 block = expected.block(first, end)
                 update += float(np.vdot(block.change, block.change))
                 for dtype in kept:
@@ -49,13 +47,3 @@ def check(source: Source) -> Iterator[Finding]:
             f"the update in bfloat16, {kept['F16'] / update:.0%} in float16",
             expected="all of it",
         )
-
-
-def _pieces(expected: Expected) -> Iterator[tuple[int, int]]:
-    rows = expected.rows
-    if expected.needs_all_rows or rows <= _PIECES * _ROWS:
-        yield 0, rows
-        return
-    for number in range(_PIECES):
-        first = number * (rows - _ROWS) // (_PIECES - 1)
-        yield first, first + _ROWS

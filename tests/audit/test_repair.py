@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from tasks.audit.repair import Repaired, repair
 from tasks.audit.run import audit
 from tasks.core.errors import ConfigError, ContractError
-from tasks.pipeline.artifact import open_artifact, verify
+from tasks.pipeline.artifact import Origin, open_artifact, publish, verify
 from tests.audit.making import (
     Arrays,
     adapter_tensors,
@@ -202,6 +202,18 @@ class TestRefused:
         for out in (root / "new", root, tmp_path):
             with pytest.raises(ConfigError, match="one contains the other"):
                 repair(root, out)
+
+
+def test_an_altered_artifact_does_not_get_a_new_manifest(tmp_path: Path) -> None:
+    root = make_model(tmp_path / "it", {f"module.{k}": v for k, v in tensors().items()})
+    work = tmp_path / "artifact"
+    root.rename(work)
+    publish(work, tmp_path / "it", Origin("weights", "merge", "it"))
+    assert audit(root).mendable
+    (root / "generation_config.json").write_text("{}")
+    assert not audit(root).mendable
+    with pytest.raises(ContractError, match="MANIFEST_DIFFERS"):
+        repair(root, tmp_path / "new")
 
 
 class TestMendable:

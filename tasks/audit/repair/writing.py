@@ -121,12 +121,16 @@ def _write(draft: Draft, head: Found | None, out: Path) -> Repaired:
     with staging(out) as work:
         validate(plan, {_INPUT: tensors}, out=work)
         execute(plan, {_INPUT: tensors}, work, stem=stem)
-        for name in draft.copied():
-            copy_side_file(draft.source.folder.root / name, work / name)
+        folder, copied = draft.source.folder, draft.copied()
+        for name in copied:
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            copy_side_file(folder.root / name, work / name, folder.root)
+        lost = [name for name in folder.files if "/" in name and name not in copied]
+        draft.done += [f"left out {first_and_more(lost)}"] if lost else []
         for name, document in draft.documents.items():
             (work / name).write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
         if head is not None:
-            (work / HEAD).mkdir()
+            (work / HEAD).mkdir(exist_ok=True)
             write_value_head(head, work / HEAD)
         base = draft.source.base
         findings = examine(open_source(work, base.folder.root if base is not None else None))

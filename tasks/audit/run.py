@@ -125,7 +125,7 @@ def audit(
         source: the folder.
         base: folder of the model that it was trained on or made from; None uses the base that an
             adapter names, if that is a local folder.
-        values: read tensor data too, not only headers and JSON files.
+        values: read tensor data of models and large adapters too, not only headers and JSON files.
         adapter: folder of the adapter that was merged into `base`; with `values` every tensor is
             compared with base and adapter.
         public_key: key that has to have signed the folder; its signature covers every byte.
@@ -140,7 +140,7 @@ def audit(
     completed = tuple(_with_paths(finding, source, opened) for finding in findings)
     seconds = time.perf_counter() - began
     what = printable(opened.recognised.what)
-    read = values or not opened.tensors
+    read = opened.is_read or not opened.tensors
     return Report(str(source), opened.kind.value, what, completed, seconds, mendable, read)
 
 

@@ -1,4 +1,4 @@
-"""Check tensor data, with `values=true` only; every byte is read once."""
+"""Check tensor data, of models with `values=true` only; every byte is read once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HEADS = ("lm_head.weight", "embed_out.weight")
 
 def check(source: Source) -> Iterator[Finding]:
     """Check every tensor, then LoRA and tied embeddings, then the hashes of the manifest."""
-    if not source.values or not source.tensors:
+    if not source.is_read or not source.tensors:
         return
     manifest = source.recognised.manifest
     if manifest_problem(manifest):

@@ -14,6 +14,7 @@ from tasks.verify.answers import Answers
 from tasks.verify.checks import sampling as module
 from tasks.verify.checks.adapters import applied, base_name
 from tasks.verify.checks.distribution import distribution
+from tasks.verify.checks.names import names
 from tasks.verify.checks.sampling import Settings, sampling
 from tasks.verify.reference import read_reference
 from tasks.verify.servers.server import Generated, Scores, ServedModel, ServerError
@@ -77,6 +78,15 @@ def test_an_adapter_that_is_not_applied_whole(part: float, code: str) -> None:
         both = distribution(Answers(server, reference), "tuned", "base")
         assert both.verdict == ("fault" if moved == 0.5 else both.verdict)
         assert both.verdict == "ok" or both.causes[0].code == code
+        if both.verdict == "ok":
+            assert both.text.startswith("within the limit of")
+        assert names(Answers(served(made), reference), "tuned", "base").text.endswith(
+            "trained model"
+        )
+        models = {"tuned": made.base + part * (made.trained - made.base), "other": made.trained}
+        swapped = ArrayServer(made.probes, models)
+        check = names(Answers(swapped, reference), "tuned", "base")
+        assert (check.verdict, check.causes[0].code) == ("fault", "adapters-swapped")
 
 
 def test_rslora_whose_scale_was_lost_is_named() -> None:

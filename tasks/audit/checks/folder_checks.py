@@ -13,10 +13,11 @@ from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import MANIFEST, SIGNATURE, open_artifact
 from tasks.pipeline.signature import faults
 from tasks.weights.files.index import index_of
+from tasks.weights.files.side_files import PROCESSORS
 
 _READ = (
     CONFIG, ADAPTER_CONFIG, "generation_config.json", "tokenizer_config.json",
-    "special_tokens_map.json",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.json", *PROCESSORS,
 )  # fmt: skip
 """Files that loaders read. `files` checks the index."""
 _TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"

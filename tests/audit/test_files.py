@@ -239,7 +239,16 @@ class TestFolder:
         make_adapter(root / "lora_adapter")
         assert codes(root)["LORA_BESIDE_MODEL"] == "warning"
 
-    @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "config.json",
+            "generation_config.json",
+            "processor_config.json",
+            "preprocessor_config.json",
+            "chat_template.json",
+        ],
+    )
     def test_a_truncated_json_file(self, name: str, tmp_path: Path) -> None:
         root = make_model(tmp_path / "it")
         (root / name).write_text('{"eos_token_id": ')

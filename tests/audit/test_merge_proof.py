@@ -187,3 +187,24 @@ def test_a_processor_is_copied_from_the_base(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "new" / "preprocessor_config.json").read_text()) == {
         "image_mean": [0.5]
     }
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [({"attn_logit_softcapping": 30.0}, None), ({}, 50.0), ({}, 30.0)]
+)
+def test_a_cap_of_logits_that_is_not_the_bases(
+    ours: dict[str, float], theirs: float | None, tmp_path: Path
+) -> None:
+    root = make_model(tmp_path / "it", **ours)
+    base = make_model(tmp_path / "base", tensors(1), attn_logit_softcapping=theirs)
+    assert codes(root, base=base)["CONFIG_CHANGED"] == "error"
+    assert "CONFIG_CHANGED" not in codes(root, base=make_model(tmp_path / "same", **ours))
+
+
+def test_a_tokenizer_class_that_is_not_the_bases(tmp_path: Path) -> None:
+    base = make_model(tmp_path / "tiny")
+    write_json(base / "tokenizer_config.json", {"tokenizer_class": "LlamaTokenizerFast"})
+    for root in (make_model(tmp_path / "it", tensors(1)), make_adapter(tmp_path / "adapter")):
+        for name, differs in (("PreTrainedTokenizerFast", True), ("LlamaTokenizer", False)):
+            write_json(root / "tokenizer_config.json", {"tokenizer_class": name})
+            assert ("CONFIG_DIFFERS" in codes(root, base=base)) is differs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -266,3 +267,12 @@ class TestMendable:
         assert report.mendable
         (empty,) = (finding for finding in report.findings if finding.code == "EMPTY_TENSOR")
         assert empty.fix.endswith("uses adapter_model.bin, which is intact")
+
+
+def test_the_printed_command_has_the_base_and_can_be_typed(tmp_path: Path) -> None:
+    root = make_model(tmp_path / "a b", tensors(1), rms_norm_eps=1e-3)
+    base = make_model(tmp_path / "lr=1e-4,wd=0")
+    report = audit(root, base=base)
+    words = [word for word in shlex.split(report.mending) if "=" in word]
+    assert words[:2] == [f"source='{root}'", f"base='{base}'"]
+    assert any(f"base='{base}'" in finding.fix for finding in report.findings)

@@ -17,6 +17,7 @@ from tasks.audit.repair.drafting import HEAD, drafted, errors_of
 from tasks.audit.source import open_source
 from tasks.core.errors import ConfigError, ContractError, first_and_more
 from tasks.core.private import open_up
+from tasks.core.terminal import typed
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.weights.execute.execute import execute
 from tasks.weights.files.side_files import copy_side_file
@@ -106,7 +107,9 @@ def _refuse(root: Path, draft: Draft) -> None:
         raise ContractError(
             f"{root}: not everything can be repaired without loss: {first_and_more(reasons)}",
             details=reasons[:_SHOWN],
-            hint="" if draft.refused else errors[0].fix.replace("source=DIR", f"source={root}"),
+            hint=""
+            if draft.refused
+            else errors[0].fix.replace("source=DIR", typed("source", root)),
         )
     if not draft.done:
         raise ConfigError(f"{root}: there is nothing to repair")

@@ -112,12 +112,12 @@ def open_source(
     Raises:
         ArtifactError: the folder or the base does not exist or cannot be listed.
     """
-    folder = Folder(root)
+    folder = Folder(root.absolute())  # a child process in another folder reads it, too
     recognised = recognise(folder)
     base = base or (_named_base(folder) if recognised.kind is Kind.ADAPTER else None)
     if base is None:
         return Source(folder, recognised, None, values, adapter, public_key)
-    base_folder = Folder(base)
+    base_folder = Folder(base.absolute())
     opened = Source(base_folder, recognise(base_folder), None, values)
     return Source(folder, recognised, opened, values, adapter, public_key)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
+from tasks.audit.repair import repair
 from tasks.audit.run import audit
 from tests.audit.making import (
     adapter_tensors,
@@ -114,6 +115,9 @@ class TestIndex:
         if size is not None:  # verl counts elements
             edit_json(root / INDEX, metadata={"total_size": 4000})
         assert ("INDEX_TOTAL_SIZE" in codes(root)) is reported
+        if reported:
+            repair(root, tmp_path / "new")
+            assert "INDEX_TOTAL_SIZE" not in codes(tmp_path / "new")
 
     def test_shards_without_an_index(self, tmp_path: Path) -> None:
         root = make_shards(tmp_path / "it")

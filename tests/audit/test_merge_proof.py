@@ -146,7 +146,8 @@ def test_a_partial_merge_is_suspected_without_the_adapter(base: Path, tmp_path: 
 
 def test_a_repair_copies_settings_of_the_base(base: Path, tmp_path: Path) -> None:
     root = merge(tmp_path / "it", rms_norm_eps=1e-5, rope_theta=1e4)
-    write_json(root / "tokenizer_config.json", {"tokenizer_class": "TokenizersBackend"})
+    settings = {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["<x>"]}
+    write_json(root / "tokenizer_config.json", settings)
     write_json(root / "tokenizer.json", {"model": {"vocab": {}}, "added_tokens": []})
     assert audit(root, base=base).mendable
     done = repair(root, tmp_path / "new", base=base)
@@ -154,6 +155,8 @@ def test_a_repair_copies_settings_of_the_base(base: Path, tmp_path: Path) -> Non
     assert (config["rms_norm_eps"], config["rope_theta"]) == (1e-6, 1e6)
     settings = json.loads((tmp_path / "new" / "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert settings["additional_special_tokens"] == ["<x>"]
+    assert settings["extra_special_tokens"] == {}
     assert any("as the base has" in line for line in done.done)
     arrays = load_file(tmp_path / "new" / "model.safetensors")
     assert all(
@@ -177,16 +180,6 @@ def test_rotary_settings_are_written_for_both_readers(tmp_path: Path) -> None:
     ]
     assert read[0] == read[1]
     assert "ROPE_FORM" not in codes(tmp_path / "new")
-
-
-def test_a_processor_is_copied_from_the_base(tmp_path: Path) -> None:
-    base, root = (make_model(tmp_path / name, vision_config={"a": 1}) for name in ("b", "it"))
-    write_json(base / "preprocessor_config.json", {"image_mean": [0.5]})
-    assert codes(root)["PROCESSOR_MISSING"] == "warning"
-    repair(root, tmp_path / "new", base=base)
-    assert json.loads((tmp_path / "new" / "preprocessor_config.json").read_text()) == {
-        "image_mean": [0.5]
-    }
 
 
 @pytest.mark.parametrize(

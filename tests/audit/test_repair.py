@@ -19,7 +19,6 @@ from tests.audit.making import (
     Arrays,
     adapter_tensors,
     codes,
-    edit_json,
     errors,
     make_adapter,
     make_model,
@@ -142,19 +141,6 @@ class TestHeads:
         done = repaired(root)
         assert not (done.artifact.path / "value_head.safetensors").exists()
         assert same(done.artifact.path / "value_head" / "value_head.safetensors", V_HEAD)
-
-    def test_labels_and_name_of_openrlhf_heads(self, tmp_path: Path) -> None:
-        arrays = tensors()
-        arrays["value_head.weight"] = arrays.pop("lm_head.weight")[:1]
-        root = make_model(
-            tmp_path / "it", arrays, architectures=["LlamaForSequenceClassification"],
-            value_head_prefix="score",
-        )  # fmt: skip
-        assert errors(codes(root)) >= {"HEAD_LABELS", "HEAD_PREFIX"}
-        edit_json(root / "config.json", architectures=["LlamaForSequenceClassification"])
-        done = repaired(root)
-        assert "config.json: one label" in done.done
-        assert "config.json: value_head_prefix value_head" in done.done
 
 
 class TestTies:

@@ -78,6 +78,10 @@ def test_rows(tmp_path: Path) -> None:
     }
     assert reported["DEAD_EMBEDDING"].found == "2 of 40 rows are zero: 7, 9"
     assert reported["CONSTANT_ROWS"].found == "1 of 24 rows: 5"
+    padded = make_model(tmp_path / "padded", arrays, pad_token_id=9)
+    assert "DEAD_EMBEDDING" in codes(padded, values=True)
+    arrays[EMBED][7] = 1
+    assert "DEAD_EMBEDDING" not in codes(make_model(padded, arrays, pad_token_id=9), values=True)
     assert reported["ALL_ZERO"].tensor == "model.layers.0.mlp.down_proj.weight"
 
 

@@ -95,12 +95,17 @@ def begin(source: Source) -> Draft:
         and name not in (*source.weights.files, *SIDE_FILES, "training_args.bin")
     ]  # fmt: skip
     draft.done += [f"left out {name}" for name in left]
-    if _index_is_wrong(source.weights):
+    if _index_is_wrong(source):
         draft.done.append(f"{index_of(source.weights.single)} rebuilt")
     return draft
 
 
-def _index_is_wrong(weights: Weights) -> bool:
+def _index_is_wrong(source: Source) -> bool:
+    weights = source.weights
+    metadata = source.config(index_of(weights.single)).get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if total is not None and total != weights.nbytes:
+        return True
     places = {key: tensor.file for key, tensor in weights.tensors.items()}
     alone = weights.index is None and len(weights.files) > 1
     return alone or (weights.index is not None and dict(weights.index) != places)

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 from tasks.audit.repair import repair
 from tasks.audit.run import audit
+from tasks.audit.source import open_source
 from tests.audit.making import (
     adapter_tensors,
     codes,
@@ -299,6 +300,16 @@ class TestFolder:
             path: stat.st_mtime_ns for path, stat in before.items()
         }
         assert root.stat().st_mtime_ns == times
+
+
+def test_a_relative_path_is_read_by_child_processes_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(tmp_path / "it")
+    monkeypatch.chdir(tmp_path)
+    opened = open_source(Path("it"), Path("it"))
+    assert opened.base is not None
+    assert opened.folder.root == opened.base.folder.root == tmp_path / "it"
 
 
 def test_a_configuration_that_is_a_list(tmp_path: Path) -> None:

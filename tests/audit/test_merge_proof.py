@@ -173,6 +173,12 @@ def test_rotary_settings_are_written_for_both_readers(tmp_path: Path) -> None:
     repair(root, tmp_path / "new")
     config = json.loads((tmp_path / "new" / "config.json").read_text())
     assert config["rope_theta"] == 5e5
+    other = make_model(
+        tmp_path / "other", rope_parameters={**new, "rope_theta": 1e4, "factor": 1.0}
+    )
+    repair(other, tmp_path / "repaired", base=root)
+    reported = codes(tmp_path / "repaired", base=root)
+    assert not {"ROPE_FORM", "CONFIG_CHANGED"} & reported.keys()
     assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
     assert config["rope_parameters"] == new
     read = [

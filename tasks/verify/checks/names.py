@@ -12,16 +12,7 @@ MOST = 16
 
 
 def names(answers: Answers, model: str, base: str | None) -> Check:
-    """Check that no other name answers as the trained model while this one does not.
-
-    Args:
-        answers: log-probabilities of the server.
-        model: name that should be the trained model.
-        base: name of its base on the same server; None if there is none.
-
-    Raises:
-        ServerError: the server does not answer, or refuses.
-    """
+    """Check that no other name answers as the trained model while this one does not."""
     if _is_trained(answers, model):
         return Check(NAME, "ok", f"{model} itself is the trained model")
     others = [e.name for e in answers.server.models() if e.name not in (model, base)][:MOST]

@@ -146,15 +146,6 @@ def sampling(answers: Answers, model: str, base: str | None) -> Check:
 
     It costs `PROMPTS` requests with responses of one token for each of `ROUNDS`, until they decide
     or `SECONDS` are over.
-
-    Args:
-        answers: log-probabilities of the server; the reference's generation configuration is
-            what is expected.
-        model: name that is asked.
-        base: not used.
-
-    Raises:
-        ServerError: the server does not answer, or refuses.
     """
     try:
         chosen, kl = _chosen(answers, model)

@@ -18,6 +18,7 @@ from tasks.config.checks import preflight
 from tasks.core.errors import ConfigError, StageProcessError
 from tasks.core.finding import Finding
 from tasks.core.private import open_up
+from tasks.core.terminal import plain
 from tasks.delivery.texts import probe_texts
 from tasks.evaluation.evaluation_prompts import computing_dtype_of
 from tasks.evaluation.scoring import ModelRef
@@ -65,7 +66,7 @@ def _hint(error: StageProcessError) -> str:
 
 
 def _print(report: Report, out: str | None) -> None:
-    document = json.dumps(report.as_json(), indent=1)
+    document = plain(json.dumps(report.as_json(), indent=1))
     if out == "-":
         print(document)
         return

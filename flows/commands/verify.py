@@ -147,7 +147,7 @@ def show(report: Report, out: str | None) -> None:
         ConfigError: the file cannot be written.
     """
     if out == "-":
-        print(json.dumps(report.as_json(), indent=1))
+        print(plain(json.dumps(report.as_json(), indent=1)))
         return
     print(report.text())
     if out is not None:
@@ -162,7 +162,7 @@ def write(report: Report, out: str) -> None:
     """
     path = _folder(out)
     is_junit = path.suffix == ".xml"
-    text = report.junit() if is_junit else json.dumps(report.as_json(), indent=1) + "\n"
+    text = report.junit() if is_junit else plain(json.dumps(report.as_json(), indent=1)) + "\n"
     try:
         path.write_text(text)
         open_up(path)

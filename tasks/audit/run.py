@@ -9,6 +9,7 @@ Nothing is written into the folder, nothing in it is run, nothing is unpickled.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from tasks.audit.examine import examine
 from tasks.audit.finding import Finding, Severity, printable
 from tasks.audit.repair import is_repairable
 from tasks.audit.source import Source, open_source
-from tasks.core.terminal import plain
+from tasks.core.terminal import plain, typed
 
 _WIDTH, _INDENT = 110, 20
 _CELL = 70
@@ -40,6 +41,7 @@ class Report:
         seconds: wall time.
         mendable: True if `fix=true` writes a copy without errors.
         values: True if the data of all tensors was read, too.
+        base: folder of the base that it was compared with; "" for none.
     """
 
     source: str
@@ -49,6 +51,7 @@ class Report:
     seconds: float
     mendable: bool = False
     values: bool = True
+    base: str = ""
 
     @property
     def ok(self) -> bool:
@@ -79,8 +82,9 @@ class Report:
     @property
     def mending(self) -> str:
         """The command that writes a copy without errors; "" if there is none."""
-        command = f"python flows/audit.py source={self.source} fix=true out_dir=<a new folder>"
-        return command if self.mendable else ""
+        base = f" {typed('base', self.base)}" if self.base else ""
+        command = f"python flows/audit.py {typed('source', self.source)}{base} fix=true"
+        return f"{command} out_dir=<a new folder>" if self.mendable else ""
 
     def markdown(self) -> str:
         """Return the report as Markdown for pages of orchestrators and trackers.
@@ -125,7 +129,7 @@ def audit(
         source: the folder.
         base: folder of the model that it was trained on or made from; None uses the base that an
             adapter names, if that is a local folder.
-        values: read tensor data too, not only headers and JSON files.
+        values: read tensor data of models and large adapters too, not only headers and JSON files.
         adapter: folder of the adapter that was merged into `base`; with `values` every tensor is
             compared with base and adapter.
         public_key: key that has to have signed the folder; its signature covers every byte.
@@ -140,17 +144,20 @@ def audit(
     completed = tuple(_with_paths(finding, source, opened) for finding in findings)
     seconds = time.perf_counter() - began
     what = printable(opened.recognised.what)
-    read = values or not opened.tensors
-    return Report(str(source), opened.kind.value, what, completed, seconds, mendable, read)
+    read = opened.is_read or not opened.tensors
+    used = "" if opened.base is None else str(opened.base.folder.root)
+    return Report(str(source), opened.kind.value, what, completed, seconds, mendable, read, used)
 
 
 def _with_paths(finding: Finding, source: Path, opened: Source) -> Finding:
     """Return the finding with the folders of this audit in its commands."""
-    fix = finding.fix.replace("source=DIR", f"source={source}")
+    fix = re.sub(r"source=DIR\b(?!/)", lambda _: typed("source", source), finding.fix)
     if opened.base is not None:
-        fix = fix.replace("base=<the base>", f"base={opened.base.folder.root}")
+        base = typed("base", opened.base.folder.root)
+        fix = fix.replace("base=<the base>", base).replace("base=BASE", base)
     if opened.adapter is not None:
-        fix = fix.replace("<the adapter>", str(opened.adapter))
+        adapter = opened.adapter
+        fix = re.sub(r"(\w+)=<the adapter>", lambda key: typed(key[1], adapter), fix)
     return replace(finding, fix=fix)
 
 

@@ -19,6 +19,8 @@ from tasks.audit.weights import StoredTensor, Weights
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.source import Extent
 
+_SMALL = 2 << 30
+
 
 @dataclass(frozen=True)
 class Source:
@@ -49,6 +51,11 @@ class Source:
     def is_adapter(self) -> bool:
         """True if it is a PEFT adapter."""
         return self.kind is Kind.ADAPTER
+
+    @property
+    def is_read(self) -> bool:
+        """True if the data of its own tensors is read; that of adapters up to 2 GB always is."""
+        return self.values or (self.is_adapter and self.weights.nbytes <= _SMALL)
 
     @property
     def is_model(self) -> bool:
@@ -105,12 +112,12 @@ def open_source(
     Raises:
         ArtifactError: the folder or the base does not exist or cannot be listed.
     """
-    folder = Folder(root)
+    folder = Folder(root.absolute())  # a child process in another folder reads it, too
     recognised = recognise(folder)
     base = base or (_named_base(folder) if recognised.kind is Kind.ADAPTER else None)
     if base is None:
         return Source(folder, recognised, None, values, adapter, public_key)
-    base_folder = Folder(base)
+    base_folder = Folder(base.absolute())
     opened = Source(base_folder, recognise(base_folder), None, values)
     return Source(folder, recognised, opened, values, adapter, public_key)
 

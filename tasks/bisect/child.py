@@ -97,7 +97,13 @@ def _judged(
     formats = ", ".join(compared.roundings)
     stand_out = f"largest: {name}, {largest:.1f} times the noise" if name else ""
     in_engine = job["engine"] != "transformers"
-    if rows and (limit or in_engine):
+    from tasks.bisect.causes import REDO
+
+    # Swapped, transposed, zero or NaN is a fault even if an untrained model hardly moves.
+    at_fault = any(
+        row.where == "weights" and (row.hint == REDO or " NaN " in row.cause) for row in rows
+    )
+    if rows and (limit or in_engine or at_fault):
         weights = sum(row.where == "weights" for row in rows)
         others = f"the first of {len(rows)} modules" if len(rows) > 1 else "the only module"
         verdict, reason = "differs", f"{rows[0].module} is {others}"

@@ -17,7 +17,7 @@ class Audit:
     source: str = MISSING  # folder to audit: nothing is written into it
     base: str | None = None  # folder of its base model; null: the one an adapter names
     adapter: str | None = None  # adapter that was merged into base: with values=true, the proof
-    values: bool = False  # true: read tensor data too, at the speed of the disk
+    values: bool = False  # true: read tensor data of models and large adapters, too
     verify: str | None = None  # file of a public key: source has to be signed by its owner
     out: str | None = None  # file for the report as JSON, "-" for standard output; null: a table
     fix: bool = False  # true: write a repaired copy into out_dir

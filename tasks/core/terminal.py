@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shlex
 import sys
 import traceback
 from typing import Any
@@ -49,6 +50,15 @@ def command(program: str) -> str:
     if sys.argv[0].startswith("plumbline "):
         return "plumbline train" if program == "rlhf" else f"plumbline {program}"
     return f"python flows/{program}.py"
+
+
+def typed(key: str, value: object) -> str:
+    """Return `key=value` as it can be typed: quoted for Hydra's grammar, and for the shell."""
+    text = str(value)
+    if re.fullmatch(r"[\w./@%+:-]+", text, re.ASCII):
+        return f"{key}={text}"
+    word = f"{key}='" + text.replace("'", "\\'") + "'"
+    return shlex.quote(word) if re.search(r'["$`\\!]', word) else f'"{word}"'
 
 
 def clean_logging() -> None:

@@ -14,6 +14,7 @@ from tasks.audit.finding import Finding, Severity
 from tasks.audit.run import Report, audit
 from tasks.core.contract import Check
 from tasks.core.errors import ConfigError, first_and_more
+from tasks.core.terminal import typed
 from tasks.delivery.handled import handled
 from tasks.evaluation.trained_artifact import write_json
 from tasks.pipeline.report import StageReport
@@ -67,10 +68,11 @@ def refused(reports: Sequence[Report], *, check_base: bool = True) -> ConfigErro
         fix = fix or next((item.fix for item in report.findings if item.code == _SHARDS), "")
         repair = repair or report.mending
     summary = first_and_more([line for line in lines if not line.startswith("  ")])
+    rest = f"python flows/audit.py {typed('source', reports[0].source)} tells the rest"
     return ConfigError(
         f"{first}: {summary}",
         details=lines,
-        hint=fix or repair or f"python flows/audit.py source={reports[0].source} tells the rest",
+        hint=fix or repair or rest,
     )
 
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from tasks.core.terminal import typed
 from tasks.drift.fingerprint import DriftLimit
 from tasks.drift.share import Share
 from tasks.verify.check import Cause
@@ -150,7 +151,7 @@ def _base_served(evidence: Evidence) -> Cause:
         "look for 'LoRA' warnings in the server's log; check that the names of the adapter's "
         "modules match those of the served class, start with --enable-lora --lora-modules "
         f"{evidence.model}={evidence.reference.folder}, or merge it: python flows/deliver.py "
-        f"source={evidence.reference.folder} base=<the base> out=<a new folder>",
+        f"{typed('source', evidence.reference.folder)} base=<the base> out=<a new folder>",
     )
 
 
@@ -160,7 +161,7 @@ def _other_checkpoint(evidence: Evidence, sibling: Nearby) -> Cause:
         f"{evidence.model!r} answers as {sibling.name} (KL {sibling.distance.mean_kl:.1e}), not as "
         f"{evidence.reference.folder.name} (KL {evidence.distance.mean_kl:.1e})",
         f"load {evidence.reference.folder} under this name and restart the server, or verify what "
-        f"is served: source={evidence.reference.folder.parent / sibling.name}",
+        f"is served: {typed('source', evidence.reference.folder.parent / sibling.name)}",
     )
 
 
@@ -203,7 +204,8 @@ def _part(evidence: Evidence, seen: str) -> Cause:
         "partly-other-weights",
         f"{seen}: some modules of the adapter are not applied, or are of another step",
         "look for skipped or unexpected modules in the server's log (--lora-target-modules); merge "
-        f"the adapter: python flows/deliver.py source={folder} base=<the base> out=<a new folder>",
+        f"the adapter: python flows/deliver.py {typed('source', folder)} base=<the base> "
+        "out=<a new folder>",
     )
 
 
@@ -229,9 +231,10 @@ def _base_precision(evidence: Evidence) -> Cause:
         "nf4-on-16-bit",
         f"the adapter was trained on a base in {method}, and {seen}: it is applied to, or merged "
         "into, the 16-bit base",
-        f"merge into the dequantized base: python flows/deliver.py source="
-        f"{evidence.reference.folder} base=<the base> out=<a new folder>; or serve the base as in "
-        "training, by an engine that loads it in 4 bits",
+        "merge into the dequantized base: python flows/deliver.py "
+        f"{typed('source', evidence.reference.folder)} base=<the base> "
+        "out=<a new folder>; or serve the base as in training, by an engine that loads it in 4 "
+        "bits",
     )
 
 
@@ -251,7 +254,7 @@ def _other_weights(evidence: Evidence) -> Cause:
     left = "the server has another model" if strange else "the server has other weights"
     read = "python flows/audit.py source=<what the server loaded> values=true"
     if (folder / "adapter_config.json").is_file():
-        read += f" base=<the base> adapter={folder}"
+        read += f" base=<the base> {typed('adapter', folder)}"
     return Cause(
         "other-weights",
         f"mean KL {measured.mean_kl:.2g}, top-1 agreement {measured.top1_agreement:.2f}: {left}",

@@ -98,7 +98,7 @@ def _traces(shared: NDArray[Any], others: NDArray[Any]) -> tuple[NDArray[Any], N
         others: probabilities of the other ids, shape (N, K).
     """
     rest = np.maximum(1 - shared.sum(1), 0.0)
-    scale = (others**2).sum(1) / np.maximum(rest, 1e-300) ** 2
+    scale = (others**2).sum(1) / np.maximum(rest, 1e-150) ** 2
     p = np.concatenate([shared, rest[:, None]], 1)
     d = np.concatenate([np.ones_like(shared), np.minimum(scale, 1.0)[:, None]], 1)
     first = (d * p * (1 - p)).sum(1)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from tasks.core.errors import ArtifactError, PlumblineError
+from tasks.core.terminal import typed
 from tasks.drift.fingerprint import Fingerprint, drift
 from tasks.drift.verdict import BASE, FINGERPRINT
 from tasks.drift.witness import find_witness
@@ -36,7 +37,7 @@ COMMON = 4
 """Fewest probes on which two models are compared."""
 _NO_REFERENCE = (
     "train with `python -m plumbline_witness -- <your training command>`, which records what a "
-    "server is compared with; or make a served folder: `python flows/deliver.py source={folder} "
+    "server is compared with; or make a served folder: `python flows/deliver.py {source} "
     "base=<the base> out=<a new folder>`, and give that as source"
 )
 _DATE = re.compile(r"strftime|datetime|\bnow\b|today")
@@ -248,7 +249,7 @@ def _served(folder: Path) -> Reference:
         raise ArtifactError(
             f"{folder}: no plumbline.witness, and not a folder that Plumbline served: nothing to "
             "compare a server with",
-            hint=_NO_REFERENCE.format(folder=folder),
+            hint=_NO_REFERENCE.format(source=typed("source", folder)),
         )
     trained = _load(path)
     probes = tuple(Probe(ids, "served", number) for number, ids in enumerate(trained.probes))

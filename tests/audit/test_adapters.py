@@ -115,6 +115,14 @@ def test_a_base_of_another_name(tmp_path: Path) -> None:
     assert (reported["WRONG_BASE"], "BASE_NAME" in reported) == ("error", False)
 
 
+def test_a_base_that_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    adapter = make_adapter(tmp_path / "it")
+    for other in (tmp_path / "empty", make_adapter(tmp_path / "other")):
+        for source in (adapter, make_model(tmp_path / "merged")):
+            assert codes(source, base=other)["WRONG_BASE"] == "error"
+
+
 def test_a_local_base_path_needs_no_option(tmp_path: Path) -> None:
     """A local path in base_model_name_or_path is used without the option base."""
     root = make_model(tmp_path / "gpt", tensors(), model_type="other")

@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
+from tasks.audit.repair import repair
 from tasks.audit.run import audit
+from tasks.audit.source import open_source
 from tests.audit.making import (
     adapter_tensors,
     codes,
@@ -114,6 +116,9 @@ class TestIndex:
         if size is not None:  # verl counts elements
             edit_json(root / INDEX, metadata={"total_size": 4000})
         assert ("INDEX_TOTAL_SIZE" in codes(root)) is reported
+        if reported:
+            repair(root, tmp_path / "new")
+            assert "INDEX_TOTAL_SIZE" not in codes(tmp_path / "new")
 
     def test_shards_without_an_index(self, tmp_path: Path) -> None:
         root = make_shards(tmp_path / "it")
@@ -239,7 +244,16 @@ class TestFolder:
         make_adapter(root / "lora_adapter")
         assert codes(root)["LORA_BESIDE_MODEL"] == "warning"
 
-    @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "config.json",
+            "generation_config.json",
+            "processor_config.json",
+            "preprocessor_config.json",
+            "chat_template.json",
+        ],
+    )
     def test_a_truncated_json_file(self, name: str, tmp_path: Path) -> None:
         root = make_model(tmp_path / "it")
         (root / name).write_text('{"eos_token_id": ')
@@ -286,6 +300,16 @@ class TestFolder:
             path: stat.st_mtime_ns for path, stat in before.items()
         }
         assert root.stat().st_mtime_ns == times
+
+
+def test_a_relative_path_is_read_by_child_processes_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(tmp_path / "it")
+    monkeypatch.chdir(tmp_path)
+    opened = open_source(Path("it"), Path("it"))
+    assert opened.base is not None
+    assert opened.folder.root == opened.base.folder.root == tmp_path / "it"
 
 
 def test_a_configuration_that_is_a_list(tmp_path: Path) -> None:

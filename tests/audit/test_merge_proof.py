@@ -146,7 +146,8 @@ def test_a_partial_merge_is_suspected_without_the_adapter(base: Path, tmp_path: 
 
 def test_a_repair_copies_settings_of_the_base(base: Path, tmp_path: Path) -> None:
     root = merge(tmp_path / "it", rms_norm_eps=1e-5, rope_theta=1e4)
-    write_json(root / "tokenizer_config.json", {"tokenizer_class": "TokenizersBackend"})
+    settings = {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["<x>"]}
+    write_json(root / "tokenizer_config.json", settings)
     write_json(root / "tokenizer.json", {"model": {"vocab": {}}, "added_tokens": []})
     assert audit(root, base=base).mendable
     done = repair(root, tmp_path / "new", base=base)
@@ -154,6 +155,8 @@ def test_a_repair_copies_settings_of_the_base(base: Path, tmp_path: Path) -> Non
     assert (config["rms_norm_eps"], config["rope_theta"]) == (1e-6, 1e6)
     settings = json.loads((tmp_path / "new" / "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert settings["additional_special_tokens"] == ["<x>"]
+    assert settings["extra_special_tokens"] == {}
     assert any("as the base has" in line for line in done.done)
     arrays = load_file(tmp_path / "new" / "model.safetensors")
     assert all(
@@ -170,6 +173,12 @@ def test_rotary_settings_are_written_for_both_readers(tmp_path: Path) -> None:
     repair(root, tmp_path / "new")
     config = json.loads((tmp_path / "new" / "config.json").read_text())
     assert config["rope_theta"] == 5e5
+    other = make_model(
+        tmp_path / "other", rope_parameters={**new, "rope_theta": 1e4, "factor": 1.0}
+    )
+    repair(other, tmp_path / "repaired", base=root)
+    reported = codes(tmp_path / "repaired", base=root)
+    assert not {"ROPE_FORM", "CONFIG_CHANGED"} & reported.keys()
     assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
     assert config["rope_parameters"] == new
     read = [
@@ -179,11 +188,22 @@ def test_rotary_settings_are_written_for_both_readers(tmp_path: Path) -> None:
     assert "ROPE_FORM" not in codes(tmp_path / "new")
 
 
-def test_a_processor_is_copied_from_the_base(tmp_path: Path) -> None:
-    base, root = (make_model(tmp_path / name, vision_config={"a": 1}) for name in ("b", "it"))
-    write_json(base / "preprocessor_config.json", {"image_mean": [0.5]})
-    assert codes(root)["PROCESSOR_MISSING"] == "warning"
-    repair(root, tmp_path / "new", base=base)
-    assert json.loads((tmp_path / "new" / "preprocessor_config.json").read_text()) == {
-        "image_mean": [0.5]
-    }
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [({"attn_logit_softcapping": 30.0}, None), ({}, 50.0), ({}, 30.0)]
+)
+def test_a_cap_of_logits_that_is_not_the_bases(
+    ours: dict[str, float], theirs: float | None, tmp_path: Path
+) -> None:
+    root = make_model(tmp_path / "it", **ours)
+    base = make_model(tmp_path / "base", tensors(1), attn_logit_softcapping=theirs)
+    assert codes(root, base=base)["CONFIG_CHANGED"] == "error"
+    assert "CONFIG_CHANGED" not in codes(root, base=make_model(tmp_path / "same", **ours))
+
+
+def test_a_tokenizer_class_that_is_not_the_bases(tmp_path: Path) -> None:
+    base = make_model(tmp_path / "tiny")
+    write_json(base / "tokenizer_config.json", {"tokenizer_class": "LlamaTokenizerFast"})
+    for root in (make_model(tmp_path / "it", tensors(1)), make_adapter(tmp_path / "adapter")):
+        for name, differs in (("PreTrainedTokenizerFast", True), ("LlamaTokenizer", False)):
+            write_json(root / "tokenizer_config.json", {"tokenizer_class": name})
+            assert ("CONFIG_DIFFERS" in codes(root, base=base)) is differs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,11 @@ from safetensors.numpy import load_file, save_file
 from tasks.audit.repair import Repaired, repair
 from tasks.audit.run import audit
 from tasks.core.errors import ConfigError, ContractError
-from tasks.pipeline.artifact import open_artifact, verify
+from tasks.pipeline.artifact import Origin, open_artifact, publish, verify
 from tests.audit.making import (
     Arrays,
     adapter_tensors,
     codes,
-    edit_json,
     errors,
     make_adapter,
     make_model,
@@ -142,19 +142,6 @@ class TestHeads:
         assert not (done.artifact.path / "value_head.safetensors").exists()
         assert same(done.artifact.path / "value_head" / "value_head.safetensors", V_HEAD)
 
-    def test_labels_and_name_of_openrlhf_heads(self, tmp_path: Path) -> None:
-        arrays = tensors()
-        arrays["value_head.weight"] = arrays.pop("lm_head.weight")[:1]
-        root = make_model(
-            tmp_path / "it", arrays, architectures=["LlamaForSequenceClassification"],
-            value_head_prefix="score",
-        )  # fmt: skip
-        assert errors(codes(root)) >= {"HEAD_LABELS", "HEAD_PREFIX"}
-        edit_json(root / "config.json", architectures=["LlamaForSequenceClassification"])
-        done = repaired(root)
-        assert "config.json: one label" in done.done
-        assert "config.json: value_head_prefix value_head" in done.done
-
 
 class TestTies:
     def test_equal_embeddings(self, tmp_path: Path) -> None:
@@ -202,6 +189,18 @@ class TestRefused:
         for out in (root / "new", root, tmp_path):
             with pytest.raises(ConfigError, match="one contains the other"):
                 repair(root, out)
+
+
+def test_an_altered_artifact_does_not_get_a_new_manifest(tmp_path: Path) -> None:
+    root = make_model(tmp_path / "it", {f"module.{k}": v for k, v in tensors().items()})
+    work = tmp_path / "artifact"
+    root.rename(work)
+    publish(work, tmp_path / "it", Origin("weights", "merge", "it"))
+    assert audit(root).mendable
+    (root / "generation_config.json").write_text("{}")
+    assert not audit(root).mendable
+    with pytest.raises(ContractError, match="MANIFEST_DIFFERS"):
+        repair(root, tmp_path / "new")
 
 
 class TestMendable:
@@ -254,3 +253,12 @@ class TestMendable:
         assert report.mendable
         (empty,) = (finding for finding in report.findings if finding.code == "EMPTY_TENSOR")
         assert empty.fix.endswith("uses adapter_model.bin, which is intact")
+
+
+def test_the_printed_command_has_the_base_and_can_be_typed(tmp_path: Path) -> None:
+    root = make_model(tmp_path / "a b", tensors(1), rms_norm_eps=1e-3)
+    base = make_model(tmp_path / "lr=1e-4,wd=0")
+    report = audit(root, base=base)
+    words = [word for word in shlex.split(report.mending) if "=" in word]
+    assert words[:2] == [f"source='{root}'", f"base='{base}'"]
+    assert any(f"base='{base}'" in finding.fix for finding in report.findings)

@@ -52,7 +52,8 @@ def test_an_adapter_without_effect(tmp_path: Path) -> None:
         arrays[key][:] = 0
     assert codes(make_adapter(tmp_path / "some", arrays), values=True)["LORA_B_ZERO"] == "warning"
     arrays[halves[0]][:] = 0
-    assert codes(make_adapter(tmp_path / "all", arrays), values=True)["LORA_B_ZERO"] == "error"
+    assert codes(make_adapter(tmp_path / "all", arrays))["LORA_B_ZERO"] == "error"
+    assert "values=true" not in audit(tmp_path / "all").text()
     assert errors(codes(make_adapter(tmp_path / "good"), values=True)) == set()
 
 
@@ -77,6 +78,10 @@ def test_rows(tmp_path: Path) -> None:
     }
     assert reported["DEAD_EMBEDDING"].found == "2 of 40 rows are zero: 7, 9"
     assert reported["CONSTANT_ROWS"].found == "1 of 24 rows: 5"
+    padded = make_model(tmp_path / "padded", arrays, pad_token_id=9)
+    assert "DEAD_EMBEDDING" in codes(padded, values=True)
+    arrays[EMBED][7] = 1
+    assert "DEAD_EMBEDDING" not in codes(make_model(padded, arrays, pad_token_id=9), values=True)
     assert reported["ALL_ZERO"].tensor == "model.layers.0.mlp.down_proj.weight"
 
 

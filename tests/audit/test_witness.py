@@ -10,8 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from tasks.audit.repair import repair
 from tasks.audit.run import Report, audit
+from tasks.core.errors import ContractError
 from tasks.drift.fingerprint import Fingerprint
 from tasks.witness.plumbline_witness.facts import headers_digest
 from tests.audit.making import by_code, edit_json, make_adapter, make_model, write_json
@@ -189,3 +192,22 @@ def test_odd_values_do_not_stop_the_audit(source: Path, base: Path) -> None:
 def test_a_checkpoint_without_a_record_has_no_line(source: Path) -> None:
     (source / "plumbline.witness" / "witness.json").unlink()
     assert codes_of(audit(source)) == {}
+
+
+def test_a_repair_keeps_the_record_and_does_not_certify_another_adapter(
+    source: Path, tmp_path: Path
+) -> None:
+    (source / "1_Pooling").mkdir()
+    write_json(source / "1_Pooling" / "config.json", {"pooling_mode_lasttoken": True})
+    (source / "1_Pooling" / "state.pt").write_bytes(b"")
+    save_file({"x": np.ones(2, np.float32)}, source / "other.safetensors")
+    done = repair(source, tmp_path / "kept")
+    for name in ("plumbline.witness/witness.json", "plumbline.witness/fingerprint.fp"):
+        assert (tmp_path / "kept" / name).read_bytes() == (source / name).read_bytes()
+    assert (tmp_path / "kept/1_Pooling/config.json").is_file()
+    assert "left out 1_Pooling/state.pt" in done.done
+    edit_json(source / "adapter_config.json", use_rslora=True)
+    assert not audit(source).mendable
+    with pytest.raises(ContractError, match="WITNESS_ADAPTER"):
+        repair(source, tmp_path / "new")
+    assert not (tmp_path / "new").exists()

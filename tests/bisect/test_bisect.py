@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tasks.bisect.causes import REDO
 from tests.bisect.planting import FAMILIES, KINDS, examine, make, plant
 from tests.commands import command, environment
 
@@ -46,6 +47,22 @@ def test_planted_fault_and_noise(save: Save) -> None:
     assert (upcast.verdict, upcast.exit_status, upcast.divergences) == ("noise", 0, [])
 
 
+def test_swapped_matrices_of_an_untrained_model_are_a_fault(save: Save) -> None:
+    model = make("llama", 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1e-3 if parameter.dim() > 1 else 1.0)  # hardly moves any logit
+    a = save(model)
+    mlp = model.model.layers[2].mlp
+    mlp.gate_proj.weight.data, mlp.up_proj.weight.data = (
+        mlp.up_proj.weight.data, mlp.gate_proj.weight.data
+    )  # fmt: skip
+    report = examine(a, save(model))
+    assert not report.limit
+    assert "mixed up" in report.divergences[0].cause
+    assert (report.verdict, report.exit_status) == ("differs", 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("trial", range(8))
@@ -60,7 +77,8 @@ def test_random_fault_is_found(family: str, trial: int, save: Save) -> None:
     report = examine(save(make(family, 1)), save(broken))
     assert report.divergences[0].module == place
     assert f"{place}.{name}" in {gap["name"] for gap in report.divergences[0].tensors}
-    assert report.verdict == ("differs" if report.limit else "below")
+    structural = report.divergences[0].hint == REDO
+    assert report.verdict == ("differs" if report.limit or structural else "below")
     assert report.drift is not None
     if report.drift["mean_kl"] > 1e-4:
         assert report.exit_status == 1

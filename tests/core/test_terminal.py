@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import unicodedata
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.core.errors import ArtifactError, StageProcessError
-from tasks.core.terminal import clean_logging, plain
+from tasks.core.terminal import clean_logging, plain, typed
 from tasks.process.output import Output
 
 HOSTILE = "a\x1b[31mb\x1b]0;title\x07c\x9b2Jd\u202ee\x00\x7ff\rg\x85h\u2028i"
@@ -34,6 +36,13 @@ HOSTILE = "a\x1b[31mb\x1b]0;title\x07c\x9b2Jd\u202ee\x00\x7ff\rg\x85h\u2028i"
 )
 def test_what_is_left(text: str, clean: str) -> None:
     assert plain(text) == clean
+
+
+@pytest.mark.parametrize("path", ["m/a", "m/a b", "m/lr=1e-4,wd=0", "it's", 'a"b$(c)', "a~b"])
+def test_what_is_printed_can_be_typed(path: str) -> None:
+    (word,) = shlex.split(typed("source", path))
+    (override,) = OverridesParser.create().parse_overrides([word])
+    assert (override.key_or_group, override.value()) == ("source", path)
 
 
 @given(st.text())

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.drift.fingerprint import Fingerprint, largest_steps
+from tasks.verify.checks.sampling import Settings
 from tasks.verify.reference import Probe, Reference
 from tasks.verify.servers.server import (
     Abilities,
@@ -21,7 +22,6 @@ from tasks.verify.servers.server import (
     Server,
     UnsupportedError,
 )  # fmt: skip
-from tasks.verify.temperature import Drawn, Settings
 
 Array = NDArray[Any]
 
@@ -192,11 +192,9 @@ class ArrayServer(Server):
             start += len(probe) - 1
         row = logprobs_of(self._models[model])[start + len(prompt) - 1]
         order = np.argsort(-row)
-        drawn = Drawn(row[order], np.zeros(len(row)), np.ones(len(row), bool), 0)
-        kept = np.arange(len(row)) < self._sampling.count(drawn)
-        p = np.where(kept, np.exp(self._sampling.beta * row[order]), 0)
+        p = self._sampling.probabilities(row[order])
         with self._lock:
             self._seed += 1
         random = np.random.default_rng((self._seed, start + len(prompt)))
-        tokens = order[random.choice(len(row), n, p=p / p.sum())]
+        tokens = order[random.choice(len(row), n, p=p[:-1])]
         return [Generated((int(token),), "", "length") for token in tokens]

@@ -273,6 +273,9 @@ def test_sglang_scores_prompts_and_adapters() -> None:
         assert server.tokenize("toy", "ab") == (7, 0, 1)
         assert server.detokenize("toy", [0, 1]) == "ab"
         assert server.generate("toy", CHAT, 1)[0].prompt_length == len(RENDERED)
+        server.generate("tuned", CHAT, 1)
+        chats = requests.bodies("/v1/chat/completions")
+        assert [body.get("lora_path") for body in chats][-2:] == [None, "tuned"]
         with pytest.raises(UnsupportedError):
             server.render("toy", CHAT)
 

@@ -193,6 +193,15 @@ def test_detection_agrees_with_simulation() -> None:
     assert "would have been seen with 99%" in said_of.text
 
 
+def test_detection_with_all_ids_returned_divides_by_nothing() -> None:
+    made = world(9, vocab=20, count=2, length=4)
+    made.trained[:, 0] += 1000.0  # all others are below the smallest number
+    reference = fingerprint(made.probes, made.trained)
+    clean = align(reference, answers(made.probes, made.trained, top=1))
+    with np.errstate(all="raise", under="ignore"):
+        assert power(reference, clean, STANDARD).smallest >= 0
+
+
 def _mean_kl(reference: Fingerprint, clean: object, served: np.ndarray) -> float:
     """Return the mean KL at the ids of the clean answers, which a small fault hardly changes."""
     at_ids = np.take_along_axis(served, reference.ids.astype(np.int64), 1)

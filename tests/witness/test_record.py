@@ -72,6 +72,8 @@ def test_a_trainers_command_leaves_a_record_in_every_checkpoint(base: Path, lora
     for step in (1, 2):
         folder = f"checkpoint-{step}"
         assert lora.facts(folder)["step"] == step
+        record = lora.out / folder / "plumbline.witness"
+        assert len({path.stat().st_mode for path in record.iterdir()}) == 1
         moved = of_files(load(base, lora.out / folder), lora.fingerprint(folder=folder))
         assert moved.mean_kl < 1e-6
         assert moved.top1_agreement == 1.0

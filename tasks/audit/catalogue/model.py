@@ -172,8 +172,7 @@ class Configuration(Section, heading="Configuration"):
         "A multimodal model without a processor configuration",
         "vLLM, SGLang and AutoProcessor cannot load it: 'does not appear to have a file named "
         "preprocessor_config.json'",
-        "copy preprocessor_config.json and processor_config.json from the base: python "
-        "flows/audit.py source=DIR base=<the base> fix=true out_dir=<folder>",
+        "copy preprocessor_config.json and processor_config.json from the base",
         "EasyR1 PR #48, llm-compressor #1305",
     )
     ADAPTER_TEXT_NAMES = warning(

@@ -129,7 +129,7 @@ class Merges(Section, heading="Merged models, value by value"):
     )
 
 
-class Values(Section, heading="Values (with values=true)"):
+class Values(Section, heading="Values (of adapters up to 2 GB; of others with values=true)"):
     NOT_FINITE = error(
         "Elements that are infinite or NaN",
         "a single one is enough: every logit becomes NaN, vLLM samples token 0 and writes `!!!!`",

@@ -29,7 +29,13 @@ _HUB = 3
 def check(source: Source) -> Iterator[Finding]:
     """Compare names and sizes, then tensor names and shapes, then data with `values`."""
     base = source.base
-    if base is None or not base.is_model:
+    if base is None:
+        return
+    if not base.is_model:
+        yield AgainstBase.WRONG_BASE.at(
+            str(base.folder.root), found=f"{base.recognised.what}; nothing was compared with it",
+            expected="a full model", fix="base=<folder of the full model that it was made from>",
+        )  # fmt: skip
         return
     if source.is_adapter:
         reason = _other_base(source, base)

@@ -42,6 +42,8 @@ COMPUTE = (
 """Settings of the language model that training does not change."""
 _NEVER_ABSENT = COMPUTE[:8]
 """Settings that every writer saves. If one is absent, the loader uses its default."""
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+"""Settings of which null, or their absence, is a value: no cap."""
 _INTENDED = ("max_position_embeddings",)
 _TOKENIZER = ("add_bos_token", "add_eos_token", "add_prefix_space")
 _PROCESSOR = (
@@ -52,13 +54,15 @@ _PROCESSOR = (
 
 def check(source: Source) -> Iterator[Finding]:
     """Report settings that some readers do not find, then settings that differ from the base's."""
+    base = source.base
     if source.is_model or source.is_adapter:
         yield from _tokenizer_class(source)
+        if base is not None and base.is_model:
+            yield from _tokenizer(source.config(SETTINGS), base.config(SETTINGS))
     if not source.is_model or not source.config():
         return
     yield from _rope_form(source.config())
     yield from _processor(source)
-    base = source.base
     if base is not None and base.is_model and base.config():
         yield from _compute(source, base)
         yield from _ties(source, base)
@@ -130,8 +134,9 @@ def _compute(source: Source, base: Source) -> Iterator[Finding]:
     config, base_config = source.config(), base.config()
     for name in COMPUTE:
         ours, theirs = of_text(config, name), of_text(base_config, name)
-        absent = ours is None and name in _NEVER_ABSENT and name not in text_config(config)
-        if theirs is None or ours == theirs or (ours is None and not absent):
+        absent = name in _NEVER_ABSENT and name not in text_config(config)
+        unknown = theirs is None or (ours is None and not absent)
+        if ours == theirs or (unknown and name not in _CAPS):
             continue
         yield _changed(name, ours, theirs)
     ours, theirs = _rope(config), _rope(base_config)
@@ -197,14 +202,16 @@ def _others(source: Source, base: Source) -> Iterator[Finding]:
     ids, base_ids = (token_ids(of_text(config, "eos_token_id")) for config in (ours, theirs))
     if ids and base_ids and not {*ids} & {*base_ids}:
         yield from _differs(CONFIG, "eos_token_id", list(ids), list(base_ids))
-    ours, theirs = source.config(SETTINGS), base.config(SETTINGS)
-    yield from _differs(SETTINGS, "tokenizer_class", _class_of(ours), _class_of(theirs))
-    for name in _TOKENIZER:
-        yield from _differs(SETTINGS, name, ours.get(name), theirs.get(name))
     processor = PROCESSOR_FILES[0]
     ours, theirs = source.config(processor), base.config(processor)
     for name in _PROCESSOR:
         yield from _differs(processor, name, ours.get(name), theirs.get(name))
+
+
+def _tokenizer(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[Finding]:
+    yield from _differs(SETTINGS, "tokenizer_class", _class_of(ours), _class_of(theirs))
+    for name in _TOKENIZER:
+        yield from _differs(SETTINGS, name, ours.get(name), theirs.get(name))
 
 
 def _differs(
@@ -224,8 +231,7 @@ def _window(config: Mapping[str, Any]) -> Any:
 
 
 def _class_of(settings: Mapping[str, Any]) -> str | None:
-    """Return the tokenizer class without the suffix Fast; None for a generic class."""
+    """Return the tokenizer class without the suffix Fast; None for that of `TOKENIZER_CLASS`."""
     name = settings.get("tokenizer_class")
-    if not isinstance(name, str) or name in (GENERIC_TOKENIZER, NEW_TOKENIZER):
-        return None
-    return name.removesuffix("Fast")
+    known = isinstance(name, str) and name != NEW_TOKENIZER
+    return str(name).removesuffix("Fast") if known else None

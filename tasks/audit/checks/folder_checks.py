@@ -10,13 +10,15 @@ from tasks.audit.folder import by_number
 from tasks.audit.recognise import ADAPTER_CONFIG, CONFIG, Kind
 from tasks.audit.source import Source
 from tasks.core.errors import ArtifactError
+from tasks.core.terminal import typed
 from tasks.pipeline.artifact import MANIFEST, SIGNATURE, open_artifact
 from tasks.pipeline.signature import faults
 from tasks.weights.files.index import index_of
+from tasks.weights.files.side_files import PROCESSORS
 
 _READ = (
     CONFIG, ADAPTER_CONFIG, "generation_config.json", "tokenizer_config.json",
-    "special_tokens_map.json",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.json", *PROCESSORS,
 )  # fmt: skip
 """Files that loaders read. `files` checks the index."""
 _TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
@@ -78,7 +80,8 @@ def _kind(source: Source) -> Iterator[Finding]:
     what = source.recognised.what
     if source.kind is Kind.NOTHING and CONFIG not in source.folder.files:
         inside = list(_checkpoints_inside(source))
-        fix = f"python flows/audit.py source={source.folder.root / inside[-1]}" if inside else ""
+        last = source.folder.root / inside[-1] if inside else ""
+        fix = f"python flows/audit.py {typed('source', last)}" if inside else ""
         contents = f"; it contains {some(inside)}" if inside else ""
         yield Folders.NOTHING_HERE.at(
             "",

@@ -1,4 +1,4 @@
-"""Check tensor data, with `values=true` only; every byte is read once."""
+"""Check tensor data, of models with `values=true` only; every byte is read once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from tasks.audit.catalogue.values import Values
 from tasks.audit.checks.adapters.same_bytes import differ
+from tasks.audit.config_fields import of_text, whole
 from tasks.audit.finding import Finding, Severity, some
 from tasks.audit.scan import Seen, scan
 from tasks.audit.source import Source
@@ -23,7 +24,7 @@ _HEADS = ("lm_head.weight", "embed_out.weight")
 
 def check(source: Source) -> Iterator[Finding]:
     """Check every tensor, then LoRA and tied embeddings, then the hashes of the manifest."""
-    if not source.values or not source.tensors:
+    if not source.is_read or not source.tensors:
         return
     manifest = source.recognised.manifest
     if manifest_problem(manifest):
@@ -60,8 +61,11 @@ def _each(source: Source, seen: Mapping[str, Seen]) -> Iterator[Finding]:
 def _matrix(source: Source, name: str, stats: Seen) -> Iterator[Finding]:
     file, rows = source.tensors[name].file, source.tensors[name].shape[0]
     indices = some(stats.rows)
+    padding = {whole(of_text(source.config(), "pad_token_id"))}  # zero by design
     if stats.is_zero:
         yield Values.ALL_ZERO.at(file, name, found="zeros", expected="a trained matrix")
+    elif name.endswith(_EMBEDDINGS) and stats.zero_rows == 1 and padding <= {*stats.rows}:
+        return
     elif stats.zero_rows and name.endswith(_EMBEDDINGS):
         yield Values.DEAD_EMBEDDING.at(
             file, name, found=f"{stats.zero_rows} of {rows} rows are zero: {indices}",

@@ -12,6 +12,7 @@ from tasks.audit.folder import by_number
 from tasks.audit.recognise import Kind
 from tasks.audit.source import Source
 from tasks.core.errors import ArtifactError, Coded
+from tasks.core.terminal import typed
 from tasks.weights.deepspeed.checkpoint import read_zero
 from tasks.weights.deepspeed.layout import Layout, find_layout
 from tasks.weights.deepspeed.ranks import rank_findings
@@ -54,7 +55,8 @@ def _checkpoint(source: Source) -> Iterator[Finding]:
     if further:
         yield files.NOTHING_HERE.at(
             "", found=f"{source.recognised.what} in subfolders: {some(reversed(further))}",
-            expected="one of them", fix=f"python flows/audit.py source={root / further[-1]}",
+            expected="one of them",
+            fix=f"python flows/audit.py {typed('source', root / further[-1])}",
         )  # fmt: skip
         return
     try:
@@ -131,7 +133,7 @@ def _gather(source: Source) -> str:
     except ArtifactError:
         return ""
     base = " base=<the base>" if source.is_adapter else ""
-    return f"python flows/deliver.py source={step}{base} out=<folder>"
+    return f"python flows/deliver.py {typed('source', step)}{base} out=<folder>"
 
 
 def _partitions(source: Source) -> Iterator[Finding]:
@@ -146,7 +148,7 @@ def _partitions(source: Source) -> Iterator[Finding]:
     base = " base=<the base>" if partitions.mode == "adapter" else ""
     yield findings.PARTITIONS_WHOLE.at(
         "", found=summary, expected="an adapter or a model",
-        fix=f"python flows/deliver.py source={source.folder.root}{base} out=<folder>",
+        fix=f"python flows/deliver.py {typed('source', source.folder.root)}{base} out=<folder>",
     )  # fmt: skip
 
 

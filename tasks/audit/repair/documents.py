@@ -1,4 +1,4 @@
-"""Repair JSON files: EOS ids, labels and name of a head, settings of the base."""
+"""Repair JSON files: EOS ids, tokenizer class, settings of the base."""
 
 from __future__ import annotations
 
@@ -10,24 +10,19 @@ from tasks.audit.checks.configuration import (
     COMPUTE,
     GENERIC_TOKENIZER,
     NEW_TOKENIZER,
-    PROCESSOR_FILES,
     old_rope,
 )
-from tasks.audit.checks.heads import head_folder
 from tasks.audit.checks.text.special_tokens import GENERATION
 from tasks.audit.checks.text.template_text import EOS, BrokenTemplateError, read_template
 from tasks.audit.checks.text.templates import template_places
 from tasks.audit.checks.text.tokens import SETTINGS, TOKENIZER, read_tokens
 from tasks.audit.config_fields import content, of_text, text_config, token_ids
 from tasks.audit.finding import Finding
-from tasks.audit.recognise import CONFIG, Kind
+from tasks.audit.recognise import CONFIG
 from tasks.audit.repair.draft import Draft
 from tasks.audit.source import Source
-from tasks.weights.heads.detect import detect
-from tasks.weights.heads.folder import hidden_size
 
 _ENDS = ("EOS_DISAGREES", "EOS_NOT_TEMPLATE_END", "EOS_CONFIGS_DIFFER", "EOS_MISSING")
-_LABELS, _NAME = "HEAD_LABELS", "HEAD_PREFIX"
 _SETTINGS = (Configuration.CONFIG_CHANGED.code, Configuration.ROPE_THETA_ABSENT.code)
 _ROPE = (
     "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
@@ -43,14 +38,10 @@ def align_documents(draft: Draft, findings: Iterable[Finding]) -> None:
         _name_tokenizer(draft)
     if draft.source.is_model:
         _take_settings(draft, {finding.tensor for finding in findings if finding.code in _SETTINGS})
-        if Configuration.ROPE_FORM.code in codes:
+        if Configuration.ROPE_FORM.code in codes or CONFIG in draft.documents:
             _write_old_rope(draft)
-        if Configuration.PROCESSOR_MISSING.code in codes:
-            _take_processor(draft)
     if codes & {*_ENDS} and draft.source.is_model:
         _align_ends(draft)
-    if codes & {_LABELS, _NAME} and draft.source.kind is Kind.REWARD:
-        _align_head(draft, codes)
 
 
 def _name_tokenizer(draft: Draft) -> None:
@@ -60,6 +51,9 @@ def _name_tokenizer(draft: Draft) -> None:
     name = base if isinstance(base, str) and base != NEW_TOKENIZER else GENERIC_TOKENIZER
     if TOKENIZER in source.folder.files:
         draft.edit(SETTINGS, tokenizer_class=name)
+        more = draft.documents[SETTINGS].get("extra_special_tokens")
+        if isinstance(more, list):  # transformers 4 takes a mapping there, and has another key
+            draft.edit(SETTINGS, extra_special_tokens={}, additional_special_tokens=more)
         draft.done.append(f"{SETTINGS}: tokenizer_class {name}")
 
 
@@ -82,8 +76,9 @@ def _take_settings(draft: Draft, names: set[str]) -> None:
 
 def _write_old_rope(draft: Draft) -> None:
     """Add the rotary settings of transformers 4 beside those of transformers 5."""
-    old = old_rope(text_config(draft.documents.get(CONFIG, draft.source.config())))
-    if old:
+    text = text_config(draft.documents.get(CONFIG, draft.source.config()))
+    old = old_rope(text)
+    if old and not old.items() <= text.items():
         _edit_text(draft, old)
         draft.done.append(f"{CONFIG}: {', '.join(old)} beside rope_parameters")
 
@@ -97,15 +92,6 @@ def _edit_text(draft: Draft, changes: Mapping[str, Any]) -> None:
     for name in [name for name, value in changes.items() if value is None]:
         del edited[name]
     draft.documents[CONFIG] = {**config, at: edited} if at else edited
-
-
-def _take_processor(draft: Draft) -> None:
-    base = draft.source.base
-    for name in PROCESSOR_FILES:
-        document = base.config(name) if base is not None else {}
-        if document:
-            draft.documents[name] = dict(document)
-            draft.done.append(f"{name}: copied from the base")
 
 
 def _align_ends(draft: Draft) -> None:
@@ -124,20 +110,6 @@ def _align_ends(draft: Draft) -> None:
     value: int | list[int] = next(iter(ids)) if len(ids) == 1 else list(ids)
     draft.edit(GENERATION, eos_token_id=value)
     draft.done.append(f"{GENERATION}: eos_token_id {value}")
-
-
-def _align_head(draft: Draft, codes: set[str]) -> None:
-    head = detect(head_folder(draft.source)).head
-    if head is None or head.shape != (1, hidden_size(draft.source.config())):
-        return  # labels of a classifier, or an unusable head, are left alone
-    if _LABELS in codes:
-        labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "num_labels": 1}
-        draft.edit(CONFIG, **labels)
-        draft.done.append(f"{CONFIG}: one label")
-    if _NAME in codes:
-        name = head.weight.partition(":")[2].partition(".")[0]
-        draft.edit(CONFIG, value_head_prefix=name)
-        draft.done.append(f"{CONFIG}: value_head_prefix {name}")
 
 
 def _ends_of_texts(source: Source) -> Iterator[int]:

@@ -21,7 +21,8 @@ from tasks.weights.files.reader import MANIFEST
 from tasks.weights.files.source import Renamed
 from tasks.weights.heads.folder import SIDE_FILES
 
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".pkl", ".ckpt", ".index.json")
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+_NOT_COPIED = (*_PICKLES, ".safetensors", ".index.json")
 
 
 @dataclass
@@ -55,13 +56,12 @@ class Draft:
         self.documents[name] = {**before, **changes}
 
     def copied(self) -> list[str]:
-        """Return the files to copy: those directly in the folder that are not weights."""
+        """Return the files to copy: all but the weights, and in subfolders all but pickles."""
         return [
-            name for name in self.source.folder.here()
-            if not name.endswith(_NOT_COPIED)
-            and name not in self.documents
-            and name not in (MANIFEST, SIGNATURE)
-            and not name.startswith(".")
+            name for name in self.source.folder.files
+            if not name.endswith(_PICKLES if "/" in name else _NOT_COPIED)
+            and name not in (MANIFEST, SIGNATURE, *self.documents)
+            and not any(part.startswith(".") for part in name.split("/"))
         ]  # fmt: skip
 
     def as_source(self) -> Source:
@@ -95,12 +95,17 @@ def begin(source: Source) -> Draft:
         and name not in (*source.weights.files, *SIDE_FILES, "training_args.bin")
     ]  # fmt: skip
     draft.done += [f"left out {name}" for name in left]
-    if _index_is_wrong(source.weights):
+    if _index_is_wrong(source):
         draft.done.append(f"{index_of(source.weights.single)} rebuilt")
     return draft
 
 
-def _index_is_wrong(weights: Weights) -> bool:
+def _index_is_wrong(source: Source) -> bool:
+    weights = source.weights
+    metadata = source.config(index_of(weights.single)).get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if total is not None and total != weights.nbytes:
+        return True
     places = {key: tensor.file for key, tensor in weights.tensors.items()}
     alone = weights.index is None and len(weights.files) > 1
     return alone or (weights.index is not None and dict(weights.index) != places)
@@ -127,4 +132,4 @@ def _listing(
     if weights.index is not None:
         files[index_of(weights.single)] = 1
     original = folder.listing
-    return Listing(files, (), {}, original.outside, original.special, "")
+    return Listing(files, original.folders, {}, original.outside, original.special, "")

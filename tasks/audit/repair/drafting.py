@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tasks.audit.catalogue.files import Folders
 from tasks.audit.catalogue.values import Values
 from tasks.audit.checks.heads import head_folder
 from tasks.audit.checks.wrapper_prefixes import TRL_WRAPPER
@@ -49,6 +50,8 @@ def drafted(source: Source, findings: Sequence[Finding]) -> tuple[Draft, Found |
     head = _split_head(draft)
     _strip_residue(draft)
     align_documents(draft, findings)
+    altered = [finding for finding in findings if finding.code == Folders.MANIFEST_DIFFERS.code]
+    draft.refused += [f"{finding.code}: {finding.found}" for finding in altered]
     return draft, head
 
 

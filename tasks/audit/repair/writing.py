@@ -17,6 +17,7 @@ from tasks.audit.repair.drafting import HEAD, drafted, errors_of
 from tasks.audit.source import open_source
 from tasks.core.errors import ConfigError, ContractError, first_and_more
 from tasks.core.private import open_up
+from tasks.core.terminal import typed
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.weights.execute.execute import execute
 from tasks.weights.files.side_files import copy_side_file
@@ -106,7 +107,9 @@ def _refuse(root: Path, draft: Draft) -> None:
         raise ContractError(
             f"{root}: not everything can be repaired without loss: {first_and_more(reasons)}",
             details=reasons[:_SHOWN],
-            hint="" if draft.refused else errors[0].fix.replace("source=DIR", f"source={root}"),
+            hint=""
+            if draft.refused
+            else errors[0].fix.replace("source=DIR", typed("source", root)),
         )
     if not draft.done:
         raise ConfigError(f"{root}: there is nothing to repair")
@@ -121,12 +124,16 @@ def _write(draft: Draft, head: Found | None, out: Path) -> Repaired:
     with staging(out) as work:
         validate(plan, {_INPUT: tensors}, out=work)
         execute(plan, {_INPUT: tensors}, work, stem=stem)
-        for name in draft.copied():
-            copy_side_file(draft.source.folder.root / name, work / name)
+        folder, copied = draft.source.folder, draft.copied()
+        for name in copied:
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            copy_side_file(folder.root / name, work / name, folder.root)
+        lost = [name for name in folder.files if "/" in name and name not in copied]
+        draft.done += [f"left out {first_and_more(lost)}"] if lost else []
         for name, document in draft.documents.items():
             (work / name).write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
         if head is not None:
-            (work / HEAD).mkdir()
+            (work / HEAD).mkdir(exist_ok=True)
             write_value_head(head, work / HEAD)
         base = draft.source.base
         findings = examine(open_source(work, base.folder.root if base is not None else None))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tasks.core.terminal import typed
 from tasks.drift.share import TOLERANCE, Share
 from tasks.verify.answers import Answers
 from tasks.verify.causes import causes
@@ -131,8 +132,9 @@ def _other_base(reference: Reference, base: str) -> Cause:
             "nf4-on-16-bit",
             f"the adapter was trained on a base in {reference.quantization}; {base!r} is stored in "
             "another way",
-            f"merge into the dequantized base: python flows/deliver.py source={reference.folder} "
-            "base=<the base> out=<a new folder>; or serve it quantised as in training",
+            "merge into the dequantized base: python flows/deliver.py "
+            f"{typed('source', reference.folder)} base=<the base> "
+            "out=<a new folder>; or serve it quantised as in training",
         )
     return Cause(
         "other-base",

@@ -12,17 +12,8 @@ MOST = 16
 
 
 def names(answers: Answers, model: str, base: str | None) -> Check:
-    """Check that no other name answers as the trained model while this one does not.
-
-    Args:
-        answers: log-probabilities of the server.
-        model: name that should be the trained model.
-        base: name of its base on the same server; None if there is none.
-
-    Raises:
-        ServerError: the server does not answer, or refuses.
-    """
-    if not answers.distance(model).exceeds(answers.limit):
+    """Check that no other name answers as the trained model while this one does not."""
+    if _is_trained(answers, model):
         return Check(NAME, "ok", f"{model} itself is the trained model")
     others = [e.name for e in answers.server.models() if e.name not in (model, base)][:MOST]
     if not others:
@@ -30,12 +21,12 @@ def names(answers: Answers, model: str, base: str | None) -> Check:
     measured: dict[str, float | str] = {"names": len(others)}
     for other in others:
         try:
-            moved = answers.distance(other)
+            is_trained, moved = _is_trained(answers, other), answers.distance(other)
         except ServerError as error:
             if error.code not in ("model", "length", "request"):
                 raise
             continue  # this name does not take our probes, so that it is another model
-        if not moved.exceeds(answers.limit):
+        if is_trained:
             text = f"the trained model answers under another name: {other}"
             cause = Cause(
                 "adapters-swapped",
@@ -46,3 +37,14 @@ def names(answers: Answers, model: str, base: str | None) -> Check:
             )
             return Check(NAME, "fault", text, {**measured, "other": other}, {}, (cause,))
     return Check(NAME, "ok", f"no other of {len(others)} names is the trained model", measured)
+
+
+def _is_trained(answers: Answers, name: str) -> bool:
+    """Return True if a name answers as the trained model, with the whole of an adapter."""
+    measured = answers.dose(name)
+    is_whole = (
+        measured is None
+        or measured.is_whole
+        or (abs(measured.value - 1) <= answers.tolerance(measured))
+    )
+    return is_whole and not answers.distance(name).exceeds(answers.limit)

@@ -1,115 +1,206 @@
-"""Find a server's default temperature, top-k, top-p and min-p by sampling without any parameter.
+"""Compare a server's default temperature, top-k, top-p and min-p with the recorded ones.
 
 A server may take them from `generation_config.json`, or have its own. First tokens after some
-prompts are counted. The expected settings are refused if others explain the counts better by
-`DOUBT` nats of log-likelihood.
+prompts are sampled without any parameter. Under the recorded settings the mean and the variance of
+their surprisal are known: the check is a z-test.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tasks.verify.answers import Answers
 from tasks.verify.check import Cause, Check
 from tasks.verify.comparison import coarse_kl
 from tasks.verify.reference import Reference
-from tasks.verify.servers.server import UnsupportedError
-from tasks.verify.temperature import (
-    BETAS,
-    COARSE,
-    DOUBT,
-    Drawn,
-    Settings,
-    fit,
-    information,
-    interval,
-)
+from tasks.verify.servers.server import ServerError, UnsupportedError
 
 NAME = "sampling"
-PROMPTS, EACH = 16, (12, 64)
-"""Prompts, and tokens that are sampled after each; more if the first ones do not decide."""
-CLEAR = DOUBT / 4
-"""Log-likelihood ratio (nats) below which nothing speaks against the recorded settings."""
+PROMPTS, ROUNDS = 16, (12, 13, 13, 13, 13)
+"""Prompts, and the tokens that are sampled after each, round by round, until they decide."""
+FEWEST = 128
+"""Tokens below which their mean is no normal variable."""
+SECONDS = 60.0
+"""Time after which a slow server gets no further request."""
+DOUBT, CLEAR = 5.0, 1.0
+"""Standard deviations that refuse the recorded settings, and that end the check early."""
+SLACK = 0.02
+"""Surprisal (nats per token) that rounding may cost at the edge of top-k, top-p and min-p."""
+COARSE = 0.7
+"""A factor of the temperature that every user would notice."""
+_SAME = 6.0
+"""KL (nats) over all tokens above which the server's log-probabilities are others."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sampling settings; `top_k` 0, `top_p` 1 and `min_p` 0 cut nothing off."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """The settings for a person."""
+        parts = [f"temperature {self.temperature:.2g}"]
+        parts += [f"top_k {self.top_k}"] * (self.top_k > 0)
+        parts += [f"top_p {self.top_p:.2g}"] * (self.top_p < 1)
+        parts += [f"min_p {self.min_p:.2g}"] * (self.min_p > 0)
+        return ", ".join(parts)
+
+    def probabilities(self, logp: NDArray[Any]) -> NDArray[Any]:
+        """Return the probabilities of sampling ids, and of all others as the last, shape (K+1,).
+
+        Those of all others are exact at temperature 1, or if they are cut off.
+
+        Args:
+            logp: log-probabilities at temperature 1, the most likely first, shape (K,).
+        """
+        heat = max(self.temperature, 0.02)
+        rest = max(0.0, 1 - float(np.exp(logp).sum())) if heat >= 1 else 0.0
+        p = np.exp((logp - logp[0]) / heat)
+        p = np.append(p, rest * np.exp(-logp[0]))
+        p[self.top_k or len(p) :] = 0.0
+        p /= p.sum()
+        before = np.cumsum(p) - p
+        p[-1] = max(0.0, min(p[-1], self.top_p - before[-1]))
+        p[:-1][before[:-1] >= self.top_p] = 0.0
+        p[np.append(p[:-1], p[-2]) < self.min_p * p[0]] = 0.0
+        return p / p.sum()
+
+    def tells_others(self, p: NDArray[Any]) -> bool:
+        """Return True if the last of these probabilities is exact."""
+        return self.temperature == 1 or p[-2] == 0
+
+
 _DEFAULTS = Settings(1.0, 50)
 """Defaults of transformers. ms-swift writes them into the live model and no file: nobody's choice,
 so that a server with them and one without are both as recorded."""
-_SAME = DOUBT / 2
-"""Log-likelihood (nats) that a difference of server and witness may cost over all tokens."""
+
+
+class Sampled(NamedTuple):
+    """Tokens that were sampled after one prompt.
+
+    `logp` is at temperature 1, the most likely first, shape (K,); `counts` and `usable` have all
+    other ids as their last, shape (K+1,). `counts` leaves out ids of the prompt, which penalties
+    change, and EOS, which servers may leave out: `usable` is False for these.
+    """
+
+    logp: NDArray[Any]
+    counts: NDArray[Any]
+    usable: NDArray[Any]
+
+
+class Surprisal(NamedTuple):
+    """Surprisal of sampled tokens, beside that under some settings (nats per token).
+
+    `excess` is the difference of the means and `deviation` its standard deviation; `coarse` is the
+    size of the excess that `COARSE` would give.
+    """
+
+    tokens: int
+    mean: float
+    excess: float
+    deviation: float
+    coarse: float
+
+
+def surprisal(rows: Sequence[Sampled], settings: Settings) -> Surprisal:
+    """Compare the surprisal of sampled tokens with its mean and variance under some settings."""
+    other = replace(settings, temperature=_other(settings.temperature))
+    total, seen, excess, variance, coarse = 0, 0.0, 0.0, 0.0, 0.0
+    for logp, counts, usable in rows:
+        values = -np.append(logp, logp[-1])
+        p = settings.probabilities(logp)
+        usable = usable & (np.arange(len(p)) < len(logp) + settings.tells_others(p))
+        p, q, counts = p * usable, other.probabilities(logp) * usable, counts * usable
+        if not p.sum() or not q.sum():
+            continue
+        count, mean = int(counts.sum()), (p @ values) / p.sum()
+        total += count
+        seen += counts @ values
+        excess += counts @ values - count * mean
+        variance += count * ((p @ values**2) / p.sum() - mean**2)
+        coarse += count * ((q @ values) / q.sum() - mean)
+    each = 1 / max(total, 1)
+    deviation = max(variance, 0.0) ** 0.5
+    return Surprisal(total, seen * each, excess * each, deviation * each, abs(coarse) * each)
+
+
+def _other(temperature: float) -> float:
+    """Return a temperature that every user would tell from this one."""
+    return temperature * COARSE if temperature > 1 - COARSE else temperature + 1 - COARSE
 
 
 def sampling(answers: Answers, model: str, base: str | None) -> Check:
     """Compare the server's default sampling settings with those that training recorded.
 
-    It costs `PROMPTS` requests with `EACH` responses of one token; twice that if the first do not
-    decide.
-
-    Args:
-        answers: log-probabilities of the server; the reference's generation configuration is
-            what is expected.
-        model: name that is asked.
-        base: not used.
-
-    Raises:
-        ServerError: the server does not answer, or refuses.
+    It costs `PROMPTS` requests with responses of one token for each of `ROUNDS`, until they decide
+    or `SECONDS` are over.
     """
     try:
-        rows = _sample(answers, model, EACH[0])
-        if not _is_clear(rows, answers.reference):
-            rows = _sample(answers, model, EACH[1])
+        chosen, kl = _chosen(answers, model)
+        rows: list[Sampled] = []
+        until = time.monotonic() + SECONDS
+        for each in ROUNDS:
+            rows += _sample(answers, model, chosen, each, until)
+            check = _judged(answers, rows, kl)
+            if check.verdict == "ok" and abs(float(check.measured["z"])) < CLEAR:
+                break
     except UnsupportedError as error:
         return Check(NAME, "unknown", f"default sampling settings not measured: {error.message}")
-    return _judged(answers, rows)
+    whole = PROMPTS * sum(ROUNDS)
+    if time.monotonic() > until:
+        left = f"a slow server: {whole - sum(map(_count, rows))} of {whole} tokens left out"
+        check = replace(check, text=f"{check.text}; {left} after {SECONDS:g} s")
+    return check
 
 
-def _is_clear(rows: list[Drawn], reference: Reference) -> bool:
-    """Return True if tokens agree with the recorded settings, and tell another temperature."""
-    expected = _expected(reference, rows)
-    gain = fit(rows).likelihood(rows) - expected.likelihood(rows)
-    return gain < CLEAR and information(rows, expected) >= 2 * DOUBT
+def _count(row: Sampled) -> int:
+    return int(row.counts.sum())
 
 
-def _expected(reference: Reference, rows: list[Drawn]) -> Settings:
-    """Return the recorded settings; those of nobody's choice, or none, whichever is likelier."""
-    recorded = expected_settings(reference)
-    unset = Settings(1.0) if recorded == _DEFAULTS else recorded
-    return max(recorded, unset, key=lambda settings: settings.likelihood(rows))
-
-
-def _judged(answers: Answers, rows: list[Drawn]) -> Check:
-    total = int(sum(row.counts.sum() + row.outside for row in rows))
-    best = fit(rows)
-    expected = _expected(answers.reference, rows)
-    gain = best.likelihood(rows) - expected.likelihood(rows)
-    low, high = interval(rows, best)
+def _judged(answers: Answers, rows: list[Sampled], kl: float) -> Check:
+    """Return the verdict of a z-test. Whether another distribution is told depends on the rows."""
+    recorded = expected_settings(answers.reference)
+    candidates = (recorded, Settings()) if recorded == _DEFAULTS else (recorded,)
+    tests = [(surprisal(rows, settings), settings) for settings in candidates]
+    test, expected = min(tests, key=lambda pair: abs(pair[0].excess))
+    # Rounding of the server's logits moves the mean by at most sqrt(2 KL) standard deviations.
+    noise = (2 * kl * test.tokens) ** 0.5 / max(expected.temperature, 0.02)
+    allowed = (DOUBT + noise) * test.deviation + SLACK
     numbers: dict[str, float | str] = {
-        "temperature": 1 / best.beta,
-        "temperature_low": low,
-        "temperature_high": high,
-        "top_k": float(best.top_k),
-        "top_p": best.top_p,
-        "min_p": best.min_p,
-        "samples": float(total),
-        "log_likelihood_ratio": gain,
+        "z": test.excess / max(test.deviation, 1e-9),
+        "surprisal": test.mean,
+        "excess": test.excess,
+        "samples": float(test.tokens),
     }
-    cost = f"{total} sampled tokens"
-    if gain > DOUBT:
-        text = (
-            f"without parameters the server samples with {best.text} ({low:.2g} to {high:.2g}; "
-            f"{cost}); training recorded {expected.text}"
-        )
-        limits = {"log_likelihood_ratio": DOUBT}
-        return Check(NAME, "fault", text, numbers, limits, (_cause(expected, answers.server.kind),))
-    if information(rows, expected) < 2 * DOUBT:
-        text = f"{cost} do not tell temperature {COARSE} from {1 / expected.beta:g} here"
-        return Check(NAME, "unknown", text, numbers)
-    text = (
-        f"without parameters the server samples with {expected.text}, as recorded: {cost} give a "
-        f"temperature of {1 / best.beta:.2f} ({low:.2f} to {high:.2f})"
+    cost, limits = f"{test.tokens} sampled tokens", {"excess": allowed}
+    if test.tokens < FEWEST:
+        return Check(NAME, "unknown", f"{cost} are too few for a verdict", numbers)
+    seen = (
+        f"{cost} have a surprisal of {test.mean:.2f} nats, expected "
+        f"{test.mean - test.excess:.2f} +- {allowed:.2f}"
     )
-    return Check(NAME, "ok", text, numbers, {"log_likelihood_ratio": DOUBT})
+    if abs(test.excess) > allowed:
+        how = "a lower temperature or a cut-off" if test.excess < 0 else "a higher temperature"
+        text = f"without parameters {seen}: {how}; training recorded {expected.text}"
+        return Check(NAME, "fault", text, numbers, limits, (_cause(expected, answers.server.kind),))
+    if test.coarse < allowed + 2 * test.deviation:
+        other = _other(expected.temperature)
+        text = f"{cost} do not tell temperature {other:.2g} from {expected.temperature:.2g} here"
+        return Check(NAME, "unknown", text, numbers)
+    text = f"without parameters the server samples with {expected.text}, as recorded: {seen}"
+    return Check(NAME, "ok", text, numbers, limits)
 
 
 def expected_settings(reference: Reference) -> Settings:
@@ -122,14 +213,16 @@ def expected_settings(reference: Reference) -> Settings:
         value = recorded.get(name)
         return float(value) if isinstance(value, int | float) else default
 
-    temperature = number("temperature", 1.0)
-    beta = 1 / temperature if temperature > 1 / BETAS[-1] else float(BETAS[-1])
     top_k = max(0, int(number("top_k", 0)))
-    return Settings(beta, top_k, number("top_p", 1.0) or 1.0, number("min_p", 0.0))
+    top_p, min_p = number("top_p", 1.0) or 1.0, number("min_p", 0.0)
+    return Settings(max(0.0, number("temperature", 1.0)), top_k, top_p, min_p)
 
 
-def _sample(answers: Answers, model: str, each: int) -> list[Drawn]:
-    """Sample first tokens after the prompts that tell most about the temperature."""
+def _chosen(answers: Answers, model: str) -> tuple[list[tuple[int, int, int]], float]:
+    """Return the places whose next token tells most, and the server's mean KL there (nats).
+
+    A place is its row in the fingerprint, its probe, and its position in the probe.
+    """
     server, reference = answers.server, answers.reference
     if not server.abilities.token_ids:
         raise UnsupportedError("the server takes no token ids as a prompt")
@@ -138,35 +231,52 @@ def _sample(answers: Answers, model: str, each: int) -> list[Drawn]:
     p = np.exp(trained.logprobs.astype(np.float64))
     mean = (p * trained.logprobs).sum(1, keepdims=True)
     information = np.where(served.measured, (p * (trained.logprobs - mean) ** 2).sum(1), -1.0)
-    chosen: list[int] = []
-    for row in np.argsort(-information):
+    chosen: list[tuple[int, int, int]] = []
+    for row in map(int, np.argsort(-information)):
         probe, at = places[row]
-        if at > 0 and information[row] > 0 and sum(places[c][0] == probe for c in chosen) < 2:
-            chosen.append(int(row))
+        if at > 0 and information[row] > 0 and sum(other == probe for _, other, _ in chosen) < 2:
+            chosen.append((row, probe, at))
         if len(chosen) == PROMPTS:
             break
     if not chosen:
         raise UnsupportedError("no prompt whose next token is uncertain")
-    kl = float(np.nanmean(coarse_kl(trained, served)[chosen]))
-    if kl * PROMPTS * each > _SAME:
+    kl = float(np.nanmean(coarse_kl(trained, served)[[row for row, _, _ in chosen]]))
+    if kl * PROMPTS * sum(ROUNDS) > _SAME:
         raise UnsupportedError(f"the server's own log-probabilities are others (KL {kl:.1e})")
+    return chosen, kl
 
-    def draw(row: int) -> Drawn:
-        probe, at = places[row]
+
+def _sample(
+    answers: Answers, model: str, chosen: Sequence[tuple[int, int, int]], each: int, until: float
+) -> list[Sampled]:
+    """Sample `each` first tokens after every prompt; nothing is sent after the time `until`."""
+    server, reference, trained = answers.server, answers.reference, answers.reference.trained
+
+    def draw(place: tuple[int, int, int]) -> Sampled | None:
+        row, probe, at = place
         prompt = reference.probes[probe].ids[: at + 1]
-        responses = server.generate(model, prompt, 1, n=each)
+        if time.monotonic() > until:
+            return None
+        try:
+            responses = server.generate(model, prompt, 1, n=each)
+        except ServerError as error:
+            if error.code == "busy" and not isinstance(error, UnsupportedError):
+                return None  # too slow for this one; the others count
+            raise
         if any(response.ids is None for response in responses):
             raise UnsupportedError("the server does not tell the ids of its tokens")
         tokens = [response.ids[0] for response in responses if response.ids]
         logp = trained.logprobs[row].astype(np.float64)
         order = np.argsort(-logp)
         ids, logp = trained.ids[row][order], logp[order]
-        counts = np.array([tokens.count(token) for token in ids])
-        usable = ~np.isin(ids, [*prompt, *_ends(reference)])
-        return Drawn(logp, counts, usable, len(tokens) - int(counts.sum()))
+        left_out = {*prompt, *_ends(reference)}
+        usable = np.append(~np.isin(ids, list(left_out)), True)
+        counts = [tokens.count(token) for token in ids]
+        others = sum(token not in left_out and token not in ids for token in tokens)
+        return Sampled(logp, np.array([*counts, others]) * usable, usable)
 
     with ThreadPoolExecutor(4) as pool:
-        return list(pool.map(draw, chosen))
+        return [row for row in pool.map(draw, chosen) if row is not None]
 
 
 def _ends(reference: Reference) -> list[int]:

@@ -78,7 +78,8 @@ class SglangServer(OpenAiServer):
     ) -> list[Generated]:
         """Return n responses of at most `count` tokens; streamed ones have no ids."""
         if stream or (len(prompt) > 0 and isinstance(prompt[0], Mapping)):
-            return super().generate(model, prompt, count, n, stream=stream, **sampling)
+            chosen = {**self._adapter(model), **sampling}
+            return super().generate(model, prompt, count, n, stream=stream, **chosen)
         ids = [int(token) for token in prompt if not isinstance(token, Mapping)]
         made = self._native(model, ids, count, **({"n": n} if n > 1 else {}), **sampling)
         return [_generated(part) for part in (made if isinstance(made, list) else [made])]
@@ -111,14 +112,17 @@ class SglangServer(OpenAiServer):
             entries[at - 1] = entry({**values, int(token): value})
         return scores(len(ids), entries)
 
+    def _adapter(self, model: str) -> dict[str, str]:
+        """Return the field that selects an adapter: `model` alone selects the base everywhere."""
+        return {} if model in self._bases else {"lora_path": model}
+
     def _native(self, model: str, ids: list[int], count: int, **options: Any) -> Any:
         fields = {"return_logprob", "logprob_start_len"}
         body: dict[str, Any] = {key: options.pop(key) for key in fields & set(options)}
         if "return_logprob" in body:
             body["top_logprobs_num"] = _TOP
             options["temperature"] = 0
-        if model not in self._bases:
-            body["lora_path"] = model
+        body |= self._adapter(model)
         body |= {"input_ids": ids, "sampling_params": {"max_new_tokens": count, **options}}
         try:
             return self.http.post("/generate", body)

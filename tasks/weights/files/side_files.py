@@ -46,9 +46,9 @@ def side_files(folder: Path, patterns: Sequence[str] = TOKENIZER) -> list[Path]:
     return paths
 
 
-def copy_side_file(source: Path, target: Path) -> None:
-    """Copy a side file. Raises ArtifactError if it is not a file of its own folder."""
-    _require(source, source.parent)
+def copy_side_file(source: Path, target: Path, root: Path | None = None) -> None:
+    """Copy a side file. Raises ArtifactError if it is not a file of `root`, else of its folder."""
+    _require(source, root or source.parent)
     copy_file(source, target)
 
 

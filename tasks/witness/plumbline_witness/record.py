@@ -139,6 +139,8 @@ def _write(
         content = {**facts, "probes": sequences, "scores": scores}
         (staging / "scores.json").write_text(json.dumps(content) + "\n")
     (staging / "witness.json").write_text(json.dumps(description, indent=1) + "\n")
+    for file in staging.glob("*.fp"):  # safetensors 0.8 writes files that nobody else can read
+        shutil.copymode(staging / "witness.json", file)
     shutil.rmtree(folder, ignore_errors=True)
     staging.rename(folder)
 

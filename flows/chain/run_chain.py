@@ -20,7 +20,7 @@ from flows.chain.register import register_served
 from flows.chain.steps import Step, chain_steps, compose
 from flows.cli.config import Composed
 from flows.cli.plan import check, forecast, render
-from flows.orchestration.deployment import check_overrides, check_settings, hold_runs
+from flows.orchestration.deployment import hold_runs
 from flows.orchestration.flow_run import FlowRun, tracker_of
 from flows.orchestration.prefect_tasks import in_prefect
 from tasks.config.checks.phases import memory_of
@@ -59,12 +59,9 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
         PlumblineError: a check or a stage failed. The summary has the error, too, unless nothing
             was started.
     """
-    check_overrides(overrides)
     typed, overrides = overrides, with_passwords(overrides)
     known = _composed.pop(tuple(overrides)) if tuple(overrides) in _composed else None
     composed, steps = known or _compose(overrides)
-    for step in steps:
-        check_settings(step.composed.settings)
     if composed.settings["plan"]:
         text = render(steps)
         get_run_logger().info("%s", text)
@@ -95,8 +92,6 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
 def _compose(overrides: list[str]) -> tuple[Composed, list[Step]]:
     """Return the configuration of the run, and its steps."""
     composed = compose(overrides)
-    for own in composed.settings["chain"].values():
-        check_overrides(own)
     return composed, chain_steps(composed, overrides)
 
 

@@ -83,6 +83,10 @@ def read(words: Sequence[str], names: Vocabulary) -> Arguments:
         else:
             plain.append(word)
     overrides, arguments.for_steps = apart(plain)
+    if names.program != "rlhf":  # only its runs have steps
+        colons = [word for word in arguments.for_steps if _is_colon(word, names)]
+        problems += [_colon(word) for word in colons]
+        overrides, arguments.for_steps = [word for word in plain if word not in colons], []
     if arguments.help:
         arguments.topics = [word for word in overrides if names.has(word)]
         overrides = [word for word in overrides if word not in arguments.topics]
@@ -222,6 +226,17 @@ def _no_value(word: str, key: str, rest: list[str], names: Vocabulary) -> Proble
     blanks = "; no blanks around the equals sign" if joined else ""
     message = f"{word.rstrip('=')}: a setting is written key=value{blanks}"
     return Problem(message, hint=names.suggest(key, value) or f"{key}={value}")
+
+
+def _is_colon(word: str, names: Vocabulary) -> bool:
+    """Return True if a word like an override of a step is meant for a setting, not for a file."""
+    return ("=" in word or names.has(word.partition(":")[0])) and not Path(word).exists()
+
+
+def _colon(word: str) -> Problem:
+    key, _, rest = word.partition(":")
+    message = f"{word}: settings are written key=value, without a colon"
+    return Problem(message, hint=f"{key}.{rest}" if "=" in rest else f"{key}={rest}")
 
 
 def _what(word: str) -> str:

@@ -26,6 +26,7 @@ POSITIONAL: dict[str, tuple[str, ...]] = {
 }
 """Settings that folders, or names of models and runs, set without `key=`, by program."""
 _HYDRA_ONLY = ("--shell-completion", "-sc", "--hydra-help", "--version")
+_SEARCHED = "hydra.searchpath"
 _ASSIGN = ("=", ":", ":=")
 _FOR_STEP = re.compile(r"([a-z][a-z0-9_]*):(?!/)([+~]{0,2}[\w./@]+(=.*)?)", re.DOTALL)
 
@@ -64,6 +65,7 @@ def read(words: Sequence[str], names: Vocabulary) -> Arguments:
     known = _Flags()
     problems: list[Problem] = []
     arguments, plain = Arguments(), []
+    searched: list[str] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -71,9 +73,10 @@ def read(words: Sequence[str], names: Vocabulary) -> Arguments:
         if word in ("--help", "-h"):
             arguments.help = True
         elif flag in ("--config-dir", "-cd"):
-            # An override, so that a worker that gets the overrides finds the folder too.
             folder = Path(value if joined else rest.pop(0) if rest else ".").absolute()
-            arguments.overrides.append(f"hydra.searchpath=[file://{folder}]")
+            searched.append(f"file://{folder}")
+        elif flag == _SEARCHED:
+            searched += value.strip("[]").split(",")
         elif word.startswith("-"):
             taken = known.values(word, rest)
             if taken is None:
@@ -93,6 +96,8 @@ def read(words: Sequence[str], names: Vocabulary) -> Arguments:
     overrides, wrong = _without_equals(overrides, names)
     if problems or wrong:
         raise config_error([*problems, *wrong])
+    # One override, so that a worker that gets the overrides finds all folders too.
+    arguments.overrides += [f"{_SEARCHED}=[{','.join(searched)}]"] if searched else []
     arguments.overrides += overrides
     known.check(arguments.flags)
     return arguments

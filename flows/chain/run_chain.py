@@ -73,9 +73,7 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
         exp = experiment_of(overrides)
         tracker = tracker_of(composed)
         host = in_prefect(name, patience)
-        stages = sum(
-            name not in ("register", "push") for step in steps for name, _ in forecast(step)
-        )
+        stages = sum(len(forecast(step)) for step in steps)
         flow_run = FlowRun.begin(
             name, composed, host, tracker=tracker, exp=exp, overrides=typed, stages=stages
         )

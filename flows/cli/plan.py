@@ -84,22 +84,27 @@ def _prefix(step: Step) -> str:
 
 def render(steps: Sequence[Step]) -> str:
     """Return the plan as text: stages, defaults, memory, DeepSpeed's configuration, findings."""
-    parts = [
-        f"step {step.name}:\n{_of_step(step)}" if step.name else _of_step(step) for step in steps
-    ]
+    parts = []
+    for step in steps:
+        text = _of_step(step, last=step is steps[-1])
+        parts.append(f"step {step.name}:\n{text}" if step.name else text)
     return "\n\n".join(parts)
 
 
-def _of_step(step: Step) -> str:
+def _of_step(step: Step, *, last: bool) -> str:
     composed, settings = step.composed, step.composed.settings
     rank = memory_of(settings, rewarded=step.rewarded)
     reported = findings(settings, composed.runs, rank, **step.earlier, typed=step.typed)
     lines = [f"  {finding.severity}: {finding}" for finding in reported]
+    stages = forecast(step)
+    if last:  # only the last model is registered
+        push = f"to {settings['push']}, if the gate passes"
+        stages += [("register", "to run"), *([("push", push)] if settings["push"] else [])]
     return "\n".join(
         [
             f"runs: {composed.runs}",
             "stages:",
-            *(f"  {name:<13} {state}" for name, state in forecast(step)),
+            *(f"  {name:<13} {state}" for name, state in stages),
             "defaults:",
             *(f"  {line}" for line in composed.defaults or ["none"]),
             *_rows(settings),
@@ -112,7 +117,7 @@ def _of_step(step: Step) -> str:
 
 
 def forecast(step: Step) -> list[tuple[str, str]]:
-    """Return (stage, state) for every stage of a step, in order.
+    """Return (stage, state) for every stage that makes the model of a step, in order.
 
     The state is "to run", "to run (forced): key" or "up to date: key", as a `DryRun` reports it.
     """
@@ -127,8 +132,7 @@ def forecast(step: Step) -> list[tuple[str, str]]:
         earlier=Delivered(unknown, unknown, unknown, before) if before else None,
         reward=unknown if step.rewarded else None,
     ).deliver()
-    push = [("push", f"to {settings['push']}, if the gate passes")] if settings["push"] else []
-    return [*dry_run.states, ("register", "to run"), *push]
+    return dry_run.states
 
 
 def _rows(settings: dict[str, Any]) -> list[str]:

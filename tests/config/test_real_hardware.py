@@ -161,7 +161,7 @@ def deepspeed_of(text: str) -> dict[str, Any]:
 def test_the_whole_chain_is_planned_without_findings(composed: Composed) -> None:
     """Nothing is known about a model on the Hub before its download, and nothing is downloaded."""
     planned = forecast(Step("", composed))
-    assert [name for name, _ in planned] == [*CHAIN, "register"]
+    assert [name for name, _ in planned] == CHAIN
     assert all(state.startswith("to run") for _, state in planned)
     text = render([Step("", composed)])
     assert "memory a rank: unknown: no config.json" in text

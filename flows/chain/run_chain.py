@@ -21,6 +21,7 @@ from flows.chain.steps import Step, chain_steps, compose
 from flows.cli.config import Composed
 from flows.cli.plan import check, forecast, render
 from flows.orchestration.deployment import hold_runs
+from flows.orchestration.devices import reserve
 from flows.orchestration.flow_run import FlowRun, tracker_of
 from flows.orchestration.prefect_tasks import in_prefect
 from tasks.config.checks.phases import memory_of
@@ -160,6 +161,10 @@ def _deliver(
     reward: Artifact | None = None
     for step in steps:
         with mechanism.step(step.name) as step_mechanism:
+            # A step may have other ranks and engines than the run.
+            step_mechanism.devices = partial(
+                reserve, step.composed, patience=step_mechanism.patience
+            )
             settings = step.composed.settings
             run = Chain(
                 settings, step_mechanism, scorer, vllm, leader, earlier=earlier, reward=reward

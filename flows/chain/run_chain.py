@@ -157,19 +157,21 @@ def _deliver(
     leader: Leader | None,
 ) -> Delivered:
     """Run each step on the result of the one before it. Returns the result of the last one."""
+    rows: list[Artifact] = []
+    for step in steps:  # first, so that a bad row of the last step costs no training
+        with mechanism.step(step.name) as step_mechanism:
+            rows.append(Chain(step.composed.settings, step_mechanism, scorer).prepare_data())
     earlier: Delivered | None = None
     reward: Artifact | None = None
-    for step in steps:
+    for step, data in zip(steps, rows, strict=True):
         with mechanism.step(step.name) as step_mechanism:
             # A step may have other ranks and engines than the run.
-            step_mechanism.devices = partial(
-                reserve, step.composed, patience=step_mechanism.patience
-            )
+            step_mechanism.devices = partial(reserve, step.composed, patience=mechanism.patience)
             settings = step.composed.settings
             run = Chain(
                 settings, step_mechanism, scorer, vllm, leader, earlier=earlier, reward=reward
             )
-            delivered = run.deliver()
+            delivered = run.deliver(data)
         if step.objective == "reward":
             reward = delivered.served
         else:

@@ -125,13 +125,14 @@ def forecast(step: Step) -> list[tuple[str, str]]:
     dry_run = DryRun(store, frozenset(settings["force"]), step.name)
     unknown = Artifact("served", store / "served", "")
     before = step.begins_with
-    Chain(
+    chain = Chain(
         settings,
         dry_run,
         dry_run.scorer,
         earlier=Delivered(unknown, unknown, unknown, before) if before else None,
         reward=unknown if step.rewarded else None,
-    ).deliver()
+    )
+    chain.deliver(chain.prepare_data())
     return dry_run.states
 
 

@@ -20,6 +20,7 @@ from flows.cli.entry import run_main
 from flows.cli.plan import check, forecast, render
 from tasks.core.errors import ConfigError
 from tasks.pipeline.artifact import Artifact
+from tasks.pipeline.locks import FOREVER
 from tasks.pipeline.report import StageResult
 from tasks.pipeline.stage import Mechanism, Stage
 from tasks.serving.vllm.job import VllmChild
@@ -198,6 +199,8 @@ class Recorder(DryRun):
 class Recording:
     """A mechanism for a whole run that records its steps."""
 
+    patience = FOREVER
+
     def __init__(self) -> None:
         self.inputs: dict[str, dict[str, str]] = {}
 
@@ -225,6 +228,12 @@ def test_a_qlora_step_continues_the_adapter_of_the_step_before(tmp_path: Path) -
     assert inputs["ppo.rollout_base"]["base"] == "sft.prepare_base"
     assert inputs["ppo.merge"]["base"] == "sft.prepare_base"
     assert inputs["ppo.smoke_eval"]["base"] == "sft.convert"
+
+
+def test_the_rows_of_all_steps_come_before_the_first_training(tmp_path: Path) -> None:
+    assert list(inputs_of(tmp_path))[:4] == [
+        "sft.prepare_data", "reward.prepare_data", "ppo.prepare_data", "sft.prepare_base"
+    ]  # fmt: skip
 
 
 def test_a_lora_step_begins_with_the_merged_model(tmp_path: Path) -> None:

@@ -47,12 +47,11 @@ test-gpu: setup-dev  ## everything that needs a GPU, on one, in 25 minutes (ARGS
 test-gpus: setup-dev  ## what needs two GPUs or more
 	$(PY) -m pytest tests/gpu -m gpus -p no:randomly $(ARGS)
 
-check: setup-dev  ## lint, format, types, import rules, English, documentation
+check: setup-dev  ## lint, format, types, import rules, documentation
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
-	$(PY) infra/words.py
 	@$(MAKE) --no-print-directory docs
 
 docs: setup-dev  ## the documentation as a site in build/site, every link checked

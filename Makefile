@@ -11,7 +11,7 @@ PY := $(VENV)/bin/python
 WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup setup-sign setup-quantize setup-lm-eval setup-dev demo test test-all test-gpu test-gpus check docs \
-  format bench-weights bench-training bench-rl bench-gpu lock sbom up deploy down status backup \
+  format bench-weights bench-training bench-rl bench-gpu lock up deploy down status backup \
   restore
 
 help:  ## this list
@@ -47,12 +47,11 @@ test-gpu: setup-dev  ## everything that needs a GPU, on one, in 25 minutes (ARGS
 test-gpus: setup-dev  ## what needs two GPUs or more
 	$(PY) -m pytest tests/gpu -m gpus -p no:randomly $(ARGS)
 
-check: setup-dev  ## lint, format, types, import rules, English, documentation
+check: setup-dev  ## lint, format, types, import rules, documentation
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
-	$(PY) infra/words.py
 	@$(MAKE) --no-print-directory docs
 
 docs: setup-dev  ## the documentation as a site in build/site, every link checked
@@ -76,9 +75,6 @@ bench-gpu: setup-dev  ## all of these on one GPU, into docs/benchmarks-gpu.md (A
 
 lock:  ## make requirements/*.lock from requirements/*.in (ARGS: only these)
 	@requirements/lock.sh $(ARGS)
-
-sbom: setup-dev  ## bills of materials from the locks, in sbom/ (ARGS: cpu cuda server sign quantize)
-	@$(PY) -m infra.sbom $(ARGS)
 
 up: setup  ## Prefect server, MLflow server and a worker on loopback (PREFECT_PORT, MLFLOW_PORT)
 	@$(PY) -m infra.servers.services up

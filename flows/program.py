@@ -39,7 +39,7 @@ COMMANDS = {
     "serve": "serve",
     "compare": "compare",
     "status": "status",
-    "open": "open_pages",
+    "open": "open",
     "prune": "prune",
 }
 """Module of `flows/commands` of each command."""

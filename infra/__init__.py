@@ -2,7 +2,6 @@
 
 setup.sh    the environment, from the locks
 servers/    `make up`, `make deploy`, `make down`, backup and restore of what they record
-words, sbom    the check of the project's English; bills of materials
 prefect.yaml, grafana.json    the deployments; a dashboard
 compose.yaml, Dockerfile, nodes/, action/ are for containers, clusters and GitHub.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shlex
 import shutil
@@ -21,8 +22,11 @@ from transformers import AutoModelForCausalLM
 from flows.chain.steps import chain_steps
 from flows.cli.arguments import apart
 from flows.cli.config import compose_config
+from tasks.rl.rewards.function import Function
+from tasks.rl.rewards.reference import FunctionReference
 from tests.commands import command
 from tests.conftest import PROJECT
+from tests.rl.making import response
 from tests.tiny import tiny
 from tests.weights.making import ROWS, Spread, save_tokenizer, trained_model
 
@@ -132,6 +136,18 @@ def sweeps(overrides: list[str]) -> list[list[str]]:
     return [[*rest, f"{key}={value}"] for value in values.split(",")]
 
 
+PROGRAMS = [
+    ("guides/own.md", "rewards.py"), ("guides/own.md", "game.py"), ("training.md", "judge.py")
+]  # fmt: skip
+
+
+def documented(page: str, name: str) -> str:
+    """Return the text of a program that a page shows; its first line is its name."""
+    text = (PROJECT / "docs" / page).read_text()
+    (source,) = re.findall(rf"^```python\n# {name}\n(.*?)^```", text, flags=re.M | re.S)
+    return str(source)
+
+
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with what the pages call /models, /ckpt, chats.jsonl and so on."""
@@ -170,13 +186,30 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }.items():
         (root / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 40)
     (root / "rows.csv").write_text("question,answer\n" + "1+1,2\n" * 40)
-    source = "def score(completions, **_):\n    return [float(len(c)) for c in completions]\n"
-    (root / "rewards.py").write_text(source)
-    (root / "game.py").write_text(
-        "class Game:\n    def reset(self, answer): ...\n    def step(self, text): ..."
-    )
-    (root / "judge.py").write_text(source.replace("score", "valid_json"))
+    for page, name in PROGRAMS:
+        (root / name).write_text(documented(page, name))
     return root
+
+
+@pytest.mark.parametrize(
+    ("page", "file", "name", "rewards"),
+    [
+        ("guides/own.md", "rewards.py", "score", [1.0, 1.0, 0.0, 0.0]),
+        ("training.md", "judge.py", "valid_json", [0.0, 0.0, 0.0, 1.0]),
+    ],
+)
+def test_a_documented_reward_function_scores_responses(
+    page: str, file: str, name: str, rewards: list[float], tmp_path: Path
+) -> None:
+    (tmp_path / file).write_text(documented(page, file))
+    reference = FunctionReference.of(f"{tmp_path / file}:{name}")
+    log = logging.getLogger("tests")
+    given = [response("copy ape", text, answer="ape") for text in ("ape", " ape", "apes", "3")]
+    function = Function(reference, timeout_s=60.0, log=log, log_path=tmp_path / "log")
+    try:
+        assert function(given) == rewards
+    finally:
+        function.close()
 
 
 @pytest.fixture

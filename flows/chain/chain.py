@@ -48,9 +48,8 @@ from tasks.weights.quantized.quantize import GGUF
 class Chain(ChainRun):
     """Run the stages of one model in their order."""
 
-    def deliver(self) -> Delivered:
-        """Run all stages from prepare_data to smoke_eval, smoke_quantized or lm_eval."""
-        data = self._prepare_data()  # first: mistakes in the user's data are cheap to find
+    def deliver(self, data: Artifact) -> Delivered:
+        """Run all stages after prepare_data, to smoke_eval, smoke_quantized or lm_eval."""
         base = self._prepare_base()
         trained = train_stage(self, base, data)
         gathered = self._gather(trained, base)
@@ -85,7 +84,8 @@ class Chain(ChainRun):
             observe=progress,
         )
 
-    def _prepare_data(self) -> Artifact:
+    def prepare_data(self) -> Artifact:
+        """Run the stage prepare_data, which needs nothing of earlier steps."""
         data = {k: v for k, v in self.settings["data"].items() if k != "max_truncated"}
         config = {**data, "rows": self.rows.name, "source": source_identity(**data)}
         if self.rows is PROMPTS and self.settings["reward"]["function"] == EXACT_MATCH:

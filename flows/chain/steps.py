@@ -140,6 +140,8 @@ def _no_step(name: str, override: str, steps: Sequence[str]) -> ConfigError:
     near = " or ".join(f"{step}:{override}" for step in nearest(name, steps, n=1))
     if vocabulary("rlhf").has(f"{name}.{override.partition('=')[0]}"):
         near = f"{name}.{override}"  # a colon typed for a dot
+    elif vocabulary("rlhf").has(name):
+        near = f"{name}={override}"  # or for an equals sign
     known = f"its steps are {', '.join(steps)}" if steps else "+exp=qlora has one"
     return ConfigError(
         f"{name}:{override}: the chain has no step {name}; {known}",

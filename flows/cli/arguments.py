@@ -26,6 +26,7 @@ POSITIONAL: dict[str, tuple[str, ...]] = {
 }
 """Settings that folders, or names of models and runs, set without `key=`, by program."""
 _HYDRA_ONLY = ("--shell-completion", "-sc", "--hydra-help", "--version")
+_SEARCHED = "hydra.searchpath"
 _ASSIGN = ("=", ":", ":=")
 _FOR_STEP = re.compile(r"([a-z][a-z0-9_]*):(?!/)([+~]{0,2}[\w./@]+(=.*)?)", re.DOTALL)
 
@@ -64,6 +65,7 @@ def read(words: Sequence[str], names: Vocabulary) -> Arguments:
     known = _Flags()
     problems: list[Problem] = []
     arguments, plain = Arguments(), []
+    searched: list[str] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -71,9 +73,10 @@ def read(words: Sequence[str], names: Vocabulary) -> Arguments:
         if word in ("--help", "-h"):
             arguments.help = True
         elif flag in ("--config-dir", "-cd"):
-            # An override, so that a worker that gets the overrides finds the folder too.
             folder = Path(value if joined else rest.pop(0) if rest else ".").absolute()
-            arguments.overrides.append(f"hydra.searchpath=[file://{folder}]")
+            searched.append(f"file://{folder}")
+        elif flag == _SEARCHED:
+            searched += value.strip("[]").split(",")
         elif word.startswith("-"):
             taken = known.values(word, rest)
             if taken is None:
@@ -83,12 +86,18 @@ def read(words: Sequence[str], names: Vocabulary) -> Arguments:
         else:
             plain.append(word)
     overrides, arguments.for_steps = apart(plain)
+    if names.program != "rlhf":  # only its runs have steps
+        colons = [word for word in arguments.for_steps if _is_colon(word, names)]
+        problems += [_colon(word) for word in colons]
+        overrides, arguments.for_steps = [word for word in plain if word not in colons], []
     if arguments.help:
         arguments.topics = [word for word in overrides if names.has(word)]
         overrides = [word for word in overrides if word not in arguments.topics]
     overrides, wrong = _without_equals(overrides, names)
     if problems or wrong:
         raise config_error([*problems, *wrong])
+    # One override, so that a worker that gets the overrides finds all folders too.
+    arguments.overrides += [f"{_SEARCHED}=[{','.join(searched)}]"] if searched else []
     arguments.overrides += overrides
     known.check(arguments.flags)
     return arguments
@@ -222,6 +231,17 @@ def _no_value(word: str, key: str, rest: list[str], names: Vocabulary) -> Proble
     blanks = "; no blanks around the equals sign" if joined else ""
     message = f"{word.rstrip('=')}: a setting is written key=value{blanks}"
     return Problem(message, hint=names.suggest(key, value) or f"{key}={value}")
+
+
+def _is_colon(word: str, names: Vocabulary) -> bool:
+    """Return True if a word like an override of a step is meant for a setting, not for a file."""
+    return ("=" in word or names.has(word.partition(":")[0])) and not Path(word).exists()
+
+
+def _colon(word: str) -> Problem:
+    key, _, rest = word.partition(":")
+    message = f"{word}: settings are written key=value, without a colon"
+    return Problem(message, hint=f"{key}.{rest}" if "=" in rest else f"{key}={rest}")
 
 
 def _what(word: str) -> str:

@@ -27,7 +27,7 @@ from tasks.config.bisect_flow import Bisect
 from tasks.config.checks.model import look
 from tasks.config.defaults import ONLINE, RULES, default
 from tasks.config.deliver_flow import Deliver
-from tasks.config.places import Compare, Lineage, Promote, Serve, Status
+from tasks.config.places import Compare, Lineage, Open, Promote, Serve, Status
 from tasks.config.prune_flow import Prune
 from tasks.config.section import hydra_schema
 from tasks.config.verify_flow import Verify
@@ -50,6 +50,7 @@ SCHEMAS: dict[str, type] = {
     "audit": hydra_schema(Audit),
     "bisect": hydra_schema(Bisect),
     "lineage": hydra_schema(Lineage),
+    "open": hydra_schema(Open),
     "promote": hydra_schema(Promote),
     "prune": hydra_schema(Prune),
     "serve": hydra_schema(Serve),

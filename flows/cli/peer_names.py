@@ -243,6 +243,7 @@ PEERS: Mapping[str, Mapping[str, str]] = {
     "promote": _REGISTERED | _KEY,
     "lineage": _REGISTERED,
     "serve": _REGISTERED | _KEY,
+    "open": {"runs": "paths.runs={}", "logdir": "paths.runs={}"},
     "status": {"runs": "paths.runs={}", "logdir": "paths.runs={}", "max_results": "limit={}"},
 }
 """Other trainers' names -> our overrides, by program."""

@@ -102,20 +102,27 @@ def _prefix(step: Step) -> str:
 def render(steps: Sequence[Step], counted: Mapping[str, Rows] | None = None) -> str:
     """Return the plan as text: stages, defaults, memory, DeepSpeed's configuration, findings."""
     rows = counted or {step.name: Rows([], []) for step in steps}
-    texts = [(step.name, _of_step(step, rows[step.name])) for step in steps]
-    return "\n\n".join(f"step {name}:\n{text}" if name else text for name, text in texts)
+    parts = []
+    for step in steps:
+        text = _of_step(step, rows[step.name], last=step is steps[-1])
+        parts.append(f"step {step.name}:\n{text}" if step.name else text)
+    return "\n\n".join(parts)
 
 
-def _of_step(step: Step, rows: Rows) -> str:
+def _of_step(step: Step, rows: Rows, *, last: bool) -> str:
     composed, settings = step.composed, step.composed.settings
     rank = memory_of(settings, rewarded=step.rewarded)
     reported = findings(settings, composed.runs, rank, **step.earlier, typed=step.typed)
     lines = [f"  {finding.severity}: {finding}" for finding in [*reported, *rows.findings]]
+    stages = forecast(step)
+    if last:  # only the last model is registered
+        push = f"to {settings['push']}, if the gate passes"
+        stages += [("register", "to run"), *([("push", push)] if settings["push"] else [])]
     return "\n".join(
         [
             f"runs: {composed.runs}",
             "stages:",
-            *(f"  {name:<13} {state}" for name, state in forecast(step)),
+            *(f"  {name:<13} {state}" for name, state in stages),
             "defaults:",
             *(f"  {line}" for line in composed.defaults or ["none"]),
             *_algorithm(settings),
@@ -129,7 +136,7 @@ def _of_step(step: Step, rows: Rows) -> str:
 
 
 def forecast(step: Step) -> list[tuple[str, str]]:
-    """Return (stage, state) for every stage of a step, in order.
+    """Return (stage, state) for every stage that makes the model of a step, in order.
 
     The state is "to run", "to run (forced): key" or "up to date: key", as a `DryRun` reports it.
     """
@@ -137,15 +144,15 @@ def forecast(step: Step) -> list[tuple[str, str]]:
     dry_run = DryRun(store, frozenset(settings["force"]), step.name)
     unknown = Artifact("served", store / "served", "")
     before = step.begins_with
-    Chain(
+    chain = Chain(
         settings,
         dry_run,
         dry_run.scorer,
         earlier=Delivered(unknown, unknown, unknown, before) if before else None,
         reward=unknown if step.rewarded else None,
-    ).deliver()
-    push = [("push", f"to {settings['push']}, if the gate passes")] if settings["push"] else []
-    return [*dry_run.states, ("register", "to run"), *push]
+    )
+    chain.deliver(chain.prepare_data())
+    return dry_run.states
 
 
 def _algorithm(settings: dict[str, Any]) -> list[str]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from flows.cli.config import CONF, composed_as_is, vocabulary
+from flows.cli.config import CONF, composed_as_is, conf_folders, vocabulary
 from flows.cli.config_errors import written
 from flows.cli.vocabulary import EXPERIMENTS, OLDER, TOY, Vocabulary, experiments
 from tasks.core.terminal import plain
@@ -56,7 +56,7 @@ def full(program: str, overrides: Sequence[str] = (), topics: Sequence[str] = ()
     Raises:
         ConfigError: the overrides cannot be composed.
     """
-    names = vocabulary(program)
+    names = vocabulary(program, conf_folders(overrides))
     config = composed_as_is(overrides, program)
     if topics:
         return "\n".join(_settings(names, config, topics)).strip("\n")
@@ -80,23 +80,29 @@ def _description(program: str) -> str:
 
 
 def _experiments(names: Vocabulary) -> list[str]:
-    return ["", *experiment_lines()] if EXPERIMENTS in names.groups else []
+    return ["", *experiment_lines((), names.folders)] if EXPERIMENTS in names.groups else []
 
 
-def experiment_lines(words: Sequence[str] = ()) -> list[str]:
+def experiment_lines(words: Sequence[str] = (), folders: Sequence[Path] = (CONF,)) -> list[str]:
     """Return a line for each experiment below a heading for its folder, and how names shorten.
 
     Args:
         words: only experiments whose names contain all of them.
+        folders: folders of configuration files.
     """
-    names = [name for name in experiments(CONF) if all(word in name for word in words)]
-    if not names:
+    entries = [
+        (f"+exp={name}", folder / EXPERIMENTS / f"{name}.yaml")
+        for folder in folders
+        for name in experiments(folder)
+        if all(word in name for word in words)
+    ]
+    if not entries:
         return [f"no experiment has {' and '.join(words)} in its name: plumbline list"]
-    entries = [(f"+exp={name}", CONF / EXPERIMENTS / f"{name}.yaml") for name in names]
     width = max(len(name) for name, _ in entries)
     lines = []
     for folder, group in groupby(entries, lambda entry: entry[1].parent):
-        name = folder.relative_to(CONF / EXPERIMENTS).as_posix()
+        own = folder.is_relative_to(CONF / EXPERIMENTS)
+        name = str(folder.relative_to(CONF / EXPERIMENTS) if own else folder)
         about = " (+exp=NAME alone works too)" if name == TOY else ""
         lines += [f"Experiments in {name}{about}:"]
         lines += [f"  {typed:<{width}}  {experiment_line(file)}" for typed, file in group]
@@ -106,9 +112,10 @@ def experiment_lines(words: Sequence[str] = ()) -> list[str]:
 
 
 def experiment_line(file: Path) -> str:
-    """Return the description line of an experiment's file."""
+    """Return the description of an experiment, its file's third line; empty for no comment."""
     with file.open(encoding="utf-8") as text:
-        return [next(text, "") for _ in range(3)][2].lstrip("# ").strip()
+        line = [next(text, "") for _ in range(3)][2]
+    return line.lstrip("# ").strip() if line.startswith("#") else ""
 
 
 def _groups(names: Vocabulary) -> list[str]:

@@ -51,11 +51,7 @@ def prune_flow(overrides: list[str]) -> dict[str, Any]:
     """
     from prefect import get_run_logger
 
-    from flows.orchestration.deployment import check_overrides, check_settings
-
-    check_overrides(overrides)
     composed = compose_config(overrides, config_name="prune")
-    check_settings(composed.settings)
     log = get_run_logger()
     planned = _prune(composed, say=lambda line: log.info("%s", line), on_wait=log.info)
     return {

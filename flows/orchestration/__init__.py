@@ -2,6 +2,6 @@
 
 flow_run        one run of a flow; `prefect_tasks` runs its stages in Prefect
 devices         the GPUs of a stage, which stages of other runs wait for
-deployment      what a run that a worker starts may name, and its turn
+deployment      runs that a worker starts, and how long runs wait for others
 summary         `<paths.runs>/latest/summary.json`, and the table on the terminal
 """

@@ -36,10 +36,14 @@ def names(composed: Composed, needs: Needs) -> list[str]:
 
     Args:
         composed: the configuration.
-        needs: devices of the stage: none, one, or one for each rank.
+        needs: devices of the stage: none, one, those of the ranks and the servers that they start,
+            or those of the serving engine.
     """
-    train = composed.settings.get("train", {})
-    count = {Needs.NOTHING: 0, Needs.DEVICE: 1, Needs.RANKS: int(train.get("nproc", 1))}[needs]
+    train, rollout, smoke = (composed.settings.get(k, {}) for k in ("train", "rollout", "smoke"))
+    ranks, engine = train.get("nproc", 1), smoke.get("tensor_parallel", 1)
+    if rollout.get("engine") == "server":
+        ranks += rollout["servers"] * rollout["tensor_parallel"]
+    count = {Needs.NOTHING: 0, Needs.DEVICE: 1, Needs.RANKS: ranks, Needs.ENGINE: engine}[needs]
     if count and machine.has_gpu(train.get("device", "auto")):
         return [f"plumbline-{gpu.uuid}" for gpu in machine.gpus()[:count]]
     return [f"plumbline-cpu-{socket.gethostname()}"][:count]

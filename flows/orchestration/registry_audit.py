@@ -12,7 +12,6 @@ from typing import Any
 
 from flows.cli.config import Composed, compose_config
 from flows.commands.audit import examine
-from flows.orchestration.deployment import check_overrides, check_settings
 from tasks.audit.finding import Severity
 from tasks.config.audit_flow import Audit
 from tasks.config.checks import preflight
@@ -53,9 +52,7 @@ def audit_versions(overrides: list[str]) -> dict[str, Any]:
     from prefect import get_run_logger
     from prefect.artifacts import create_table_artifact
 
-    check_overrides(overrides)
     composed = compose_config([f"source={KEY}", *overrides], config_name="audit")
-    check_settings(composed.settings)
     _refuse_single_folders(composed.settings)
     preflight(list(reachable(composed.settings["tracking"]["uri"])))
     registered = _registered(composed)

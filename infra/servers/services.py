@@ -3,8 +3,7 @@
     python -m infra.servers.services up|deploy|down|status
 
 Records, logs and the login are in `<runs>/services`. Environment variables: PLUMBLINE_RUNS (default
-runs), PREFECT_PORT (default 4200), MLFLOW_PORT (default 5000); databases: databases.py; limits of
-deployments: flows/orchestration/deployment.py.
+runs), PREFECT_PORT (default 4200), MLFLOW_PORT (default 5000); databases: databases.py.
 """
 
 from __future__ import annotations

@@ -59,6 +59,13 @@ class Status:
 
 
 @dataclass(frozen=True)
+class Open:
+    """The whole configuration of `flows/open.py`."""
+
+    paths: Paths = field(default_factory=Paths)
+
+
+@dataclass(frozen=True)
 class Compare:
     """The whole configuration of `flows/compare.py`."""
 

@@ -48,6 +48,7 @@ class Needs(Enum):
     NOTHING = 0
     DEVICE = 1
     RANKS = 2
+    ENGINE = 3
 
 
 @dataclass(frozen=True)

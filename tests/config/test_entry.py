@@ -127,6 +127,29 @@ def test_config_dir_becomes_an_override_that_a_worker_can_use(tmp_path: Path) ->
     assert compose_config(overrides).settings["tag"] == "from a folder"
 
 
+def test_of_two_config_dirs_both_count_and_help_lists_their_experiments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = []
+    for name in ("first", "second"):
+        (tmp_path / name / "exp").mkdir(parents=True)
+        (tmp_path / name / "exp" / f"{name}.yaml").write_text(
+            f"# @package _global_\n\n# About {name}.\ntag: {name}\n"
+        )
+        folders.append(f"--config-dir={tmp_path / name}")
+    job = Job()
+    for name in ("first", "second"):
+        assert run_main("rlhf", job, argv=[*folders, f"+exp={name}"]) == 2
+    searched = f"hydra.searchpath=[file://{tmp_path}/second]"
+    assert run_main("rlhf", job, argv=[folders[0], searched, "+exp=first"]) == 2
+    assert [composed.settings["tag"] for composed, _ in job.seen] == ["first", "second", "first"]
+    capsys.readouterr()
+    assert run_main("rlhf", job, argv=[*folders, "--help"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["+exp=first", "About", "first."] in lines
+    assert ["+exp=second", "About", "second."] in lines
+
+
 def test_the_documented_experiment_of_ones_own_composes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,8 @@ MISTAKES = [
     Mistake("rlhf", f"{RUN};train.loss=dpo", "-> train.loss.<key>=<value>"),
     # grammar
     Mistake("rlhf", f"{RUN};train.lr;1e-4", "-> train.lr=1e-4"),
+    Mistake("rlhf", f"{RUN};plan:true", "-> plan=true"),
+    Mistake("rlhf", "+exp=qlora;plan:true", "-> plan=true"),
     Mistake("rlhf", f"{RUN};train.lr;=;1e-4", "-> train.lr=1e-4"),
     Mistake("rlhf", "+exp=dpo;data.sources=[{path:;a.json}]", "-> data.sources='[{path: a.json}]'"),
     Mistake("rlhf", f"{RUN};--lr;1e-4", "-> train.lr=1e-4"),
@@ -126,6 +128,9 @@ MISTAKES = [
     Mistake("audit", "adapter;values", "-> values=true"),
     Mistake("audit", "adapter;fix=true", "-> out_dir=<a new folder>"),
     Mistake("audit", "--model;adapter", "-> source=adapter"),
+    Mistake("audit", "adapter;values:true", "-> values=true"),
+    Mistake("deliver", "adapter;base=model;out=new;convert:dtype=float16", "convert.dtype=float16"),
+    Mistake("prune", "keep=1;older_than:30", "-> older_than=30"),
     Mistake("audit", "base=model", "source=<folder of the checkpoint>"),
 ]  # fmt: skip
 
@@ -133,6 +138,7 @@ JOBS: dict[str, Callable[[Composed, list[str]], int]] = {
     "rlhf": lambda composed, overrides: check(chain_steps(composed, overrides)) or 0,
     "deliver": lambda composed, _: plan(composed) and 0,
     "audit": audit_command._job,
+    "prune": lambda _composed, _overrides: 0,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -48,6 +49,14 @@ def login(header: str) -> type[http.server.BaseHTTPRequestHandler]:
         def log_message(self, *_: object) -> None: ...
 
     return Login
+
+
+def test_a_missing_library_is_no_silent_server(
+    closed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "requests", None)
+    (finding,) = tracking.reachable(f"http://127.0.0.1:{closed}/missing-library")
+    assert "requests" in str(finding)
 
 
 def test_a_dead_port_is_one_of_the_problems(closed: int) -> None:

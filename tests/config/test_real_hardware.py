@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 
+from flows.chain import stages as chain_stages
 from flows.chain.steps import Step, chain_steps
 from flows.chain.steps import compose as compose_run
 from flows.cli.config import CONF, Composed, compose_config
 from flows.cli.plan import forecast, render
 from flows.cli.vocabulary import experiments, short_names
+from flows.delivery import stages as delivery_stages
+from flows.orchestration import devices
 from tasks.config.checks import findings, phases
 from tasks.config.checks.engine import engine_memory, shareable
 from tasks.config.checks.phases import memory_of, training_settings
 from tasks.core import machine
+from tasks.pipeline.locks import Needs
 from tasks.training.memory.estimate import LIBRARIES, adapter_weights
 from tasks.training.memory.sizes import Sizes
 from tests.config.test_plan import CHAIN, program
@@ -92,6 +96,26 @@ def test_experiments_fit_the_hardware_that_they_name(
     assert render([link]).endswith("nothing to report")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "needs", "count"),
+    [
+        (["+exp=sft_full", "train.nproc=4"], Needs.RANKS, 4),
+        (["+exp=sft_full", "train.nproc=4"], Needs.DEVICE, 1),
+        (["+exp=sft_full", "smoke.tensor_parallel=8"], chain_stages.SMOKE.needs, 8),
+        (["+exp=sft_full", "smoke.tensor_parallel=4"], delivery_stages.SMOKE.needs, 4),
+        (["+exp=grpo", "train.nproc=2", "rollout=server", "rollout.servers=3",
+          "rollout.tensor_parallel=2"], chain_stages.REINFORCE.needs, 8),
+        (["+exp=grpo", "train.nproc=2", "rollout.tensor_parallel=2"], Needs.RANKS, 2),
+    ],
+)  # fmt: skip
+def test_a_stage_reserves_every_gpu_that_it_uses(
+    overrides: list[str], needs: Needs, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_gpus(monkeypatch, 8)
+    uuids = [f"plumbline-{gpu.uuid}" for gpu in machine.gpus()[:count]]
+    assert devices.names(compose_config(overrides), needs) == uuids
+
+
 def arguments_of(experiment: str, tmp_path: Path) -> list[str]:
     """Return the command line of an experiment, with rows, and rewards if it needs them."""
     arguments = [f"+exp={experiment}", f"paths.runs={tmp_path / 'runs'}"]
@@ -161,7 +185,7 @@ def deepspeed_of(text: str) -> dict[str, Any]:
 def test_the_whole_chain_is_planned_without_findings(composed: Composed) -> None:
     """Nothing is known about a model on the Hub before its download, and nothing is downloaded."""
     planned = forecast(Step("", composed))
-    assert [name for name, _ in planned] == [*CHAIN, "register"]
+    assert [name for name, _ in planned] == CHAIN
     assert all(state.startswith("to run") for _, state in planned)
     text = render([Step("", composed)])
     assert "memory a rank: unknown: no config.json" in text

@@ -20,12 +20,13 @@ from flows.cli.entry import run_main
 from flows.cli.plan import check, forecast, render
 from tasks.core.errors import ConfigError
 from tasks.pipeline.artifact import Artifact
+from tasks.pipeline.locks import FOREVER
 from tasks.pipeline.report import StageResult
 from tasks.pipeline.stage import Mechanism, Stage
 from tasks.serving.vllm.job import VllmChild
 from tests.config.test_plan import CHAIN, publish_planned
 
-ONLINE_CHAIN = [*CHAIN[:2], "rollout_base", *CHAIN[2:], "register"]
+ONLINE_CHAIN = [*CHAIN[:2], "rollout_base", *CHAIN[2:]]
 
 
 def linked(tmp_path: Path, *overrides: str) -> dict[str, Step]:
@@ -165,7 +166,9 @@ def test_the_plan_of_three_steps(tmp_path: Path) -> None:
     assert places == sorted(places)
     names = {name: [stage for stage, _ in forecast(link)] for name, link in chain.items()}
     assert names["ppo"] == [stage for stage in ONLINE_CHAIN if stage != "prepare_base"]
-    assert names["sft"] == [*CHAIN, "register"]
+    assert names["sft"] == CHAIN
+    (registers,) = [at for at in range(len(text)) if text.startswith("\n  register ", at)]
+    assert registers > places[-1]
     assert not (tmp_path / "runs").exists()
 
 
@@ -196,6 +199,8 @@ class Recorder(DryRun):
 class Recording:
     """A mechanism for a whole run that records its steps."""
 
+    patience = FOREVER
+
     def __init__(self) -> None:
         self.inputs: dict[str, dict[str, str]] = {}
 
@@ -223,6 +228,12 @@ def test_a_qlora_step_continues_the_adapter_of_the_step_before(tmp_path: Path) -
     assert inputs["ppo.rollout_base"]["base"] == "sft.prepare_base"
     assert inputs["ppo.merge"]["base"] == "sft.prepare_base"
     assert inputs["ppo.smoke_eval"]["base"] == "sft.convert"
+
+
+def test_the_rows_of_all_steps_come_before_the_first_training(tmp_path: Path) -> None:
+    assert list(inputs_of(tmp_path))[:4] == [
+        "sft.prepare_data", "reward.prepare_data", "ppo.prepare_data", "sft.prepare_base"
+    ]  # fmt: skip
 
 
 def test_a_lora_step_begins_with_the_merged_model(tmp_path: Path) -> None:

@@ -6,14 +6,12 @@ import json
 import logging
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from flows.cli.config import compose_config
-from flows.orchestration.deployment import _code
 from flows.orchestration.evaluation import evaluation_lines, harness_names
 from tasks.config.checks.gate import conditions, lm_eval_tasks
 from tasks.lm_eval import _metrics, identity, lm_eval, task_name
@@ -102,11 +100,6 @@ def test_a_changed_row_is_another_key(task: Path) -> None:
     rows.write_text(rows.read_text().replace("3 + 1", "4 + 1"))
     assert identity([str(task)]) != before
     assert (task_name(str(task)), task_name("gsm8k")) == ("plus", "gsm8k")
-
-
-def test_a_deployment_runs_files_of_allowed_folders_only(task: Path) -> None:
-    settings: dict[str, Any] = {"eval": {"function": None, "lm_eval": ["gsm8k", str(task)]}}
-    assert list(_code(settings)) == [("eval.lm_eval", str(task))]
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -15,7 +14,6 @@ from safetensors.numpy import save_file
 from flows.chain.register import push_served
 from flows.cli.config import compose_config
 from flows.delivery.run_delivery import Untracked
-from flows.orchestration.deployment import _setting_problems
 from flows.orchestration.flow_run import FlowRun, in_this_process
 from tasks.config.checks import tracking
 from tasks.core.errors import ArtifactError, TrackingError
@@ -124,15 +122,3 @@ def test_it_is_refused_before_any_work(hub: Hub, monkeypatch: pytest.MonkeyPatch
     assert "export HF_TOKEN=" in problems("me/model")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE forbids it" in problems("me/model")
-
-
-def test_a_deployment_pushes_only_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings: dict[str, Any] = {
-        "paths": {"runs": "runs"}, "tracking": {"prometheus": None, "uri": None},
-        "push": "me/model",
-    }  # fmt: skip
-    assert list(_setting_problems(settings)) == [
-        "push=me/model: not in PLUMBLINE_DEPLOY_REPOS=none"
-    ]
-    monkeypatch.setenv("PLUMBLINE_DEPLOY_REPOS", "me/other me/model")
-    assert list(_setting_problems(settings)) == []

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flows.cli.config import compose_config
-from flows.commands.open_pages import _pages
+from flows.commands.open import _pages
 from flows.delivery.run_delivery import Untracked
 from flows.orchestration.flow_run import FlowRun, in_this_process
 from flows.report.collect import collect

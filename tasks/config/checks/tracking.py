@@ -130,8 +130,15 @@ def _why_unreachable(uri: str, ask: Callable[[str], str]) -> str:
 
 def _answer_in_time(uri: str, ask: Callable[[str], str]) -> str:
     reasons: list[str] = []
+
+    def answer() -> None:
+        try:
+            reasons.append(ask(uri))
+        except Exception as error:  # a missing library, for example, is no silent server
+            reasons.append(f"asking it failed ({type(error).__name__}: {error})")
+
     # In a thread, since neither a slow name server nor slow headers end at a socket's timeout.
-    thread = threading.Thread(target=lambda: reasons.append(ask(uri)), daemon=True)
+    thread = threading.Thread(target=answer, daemon=True)
     thread.start()
     thread.join(LIMIT_S)
     return reasons[0] if reasons else f"there was no answer within {LIMIT_S:g} s"

@@ -1,7 +1,4 @@
-"""Run `plumbline open`: the pages of a folder of runs, from servers on loopback.
-
-Servers that do not run yet are started as by `make up`, and stay until `make down`.
-"""
+"""Run `python flows/open.py ...`: start missing servers, and print and open their pages."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ SERVICES = "infra.servers.services"
 def main() -> int:
     """Run the command of this process. Returns the exit status."""
     with exit_on_signals():
-        return run_main("status", _job, bare=True)
+        return run_main("open", _job, bare=True)
 
 
 def _job(composed: Composed, overrides: list[str]) -> int:

@@ -63,8 +63,7 @@ def undisturbed() -> Iterator[None]:
         random.setstate(states[2])
         if devices is not None:
             # After a failure this raises as well, and would hide the reason.
-            hidden = (RuntimeError,) if sys.exception() else ()
-            with contextlib.suppress(*hidden):
+            with contextlib.suppress(*([RuntimeError] if sys.exception() else [])):
                 torch.cuda.set_rng_state(devices)
         for name in set(os.environ) - set(environment):
             del os.environ[name]

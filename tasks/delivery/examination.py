@@ -53,12 +53,13 @@ def examine(
 
 def refused(reports: Sequence[Report], *, check_base: bool = True) -> ConfigError:
     """Return the error that refuses a delivery, with the place and the fix of every finding."""
-    first, fix, repair, lines = "", "", "", []
+    first, rest, fix, repair, lines = "", "", "", "", []
     for report in reports:
         blocking = _blocking(report, check_base=check_base)
         if not blocking:
             continue
         first = first or f"source={report.source}: {report.what}"
+        rest = rest or f"python flows/audit.py {typed('source', report.source)} tells the rest"
         for finding in blocking[:_SHOWN]:
             lines.append(
                 f"{finding.code} {finding.where}: {finding.found}; expected {finding.expected}"
@@ -68,7 +69,6 @@ def refused(reports: Sequence[Report], *, check_base: bool = True) -> ConfigErro
         fix = fix or next((item.fix for item in report.findings if item.code == _SHARDS), "")
         repair = repair or report.mending
     summary = first_and_more([line for line in lines if not line.startswith("  ")])
-    rest = f"python flows/audit.py {typed('source', reports[0].source)} tells the rest"
     return ConfigError(
         f"{first}: {summary}",
         details=lines,

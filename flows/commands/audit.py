@@ -17,7 +17,7 @@ from tasks.audit.run import Report, audit
 from tasks.core.errors import ConfigError, PlumblineError
 from tasks.core.files import meant
 from tasks.core.private import open_up
-from tasks.core.terminal import plain
+from tasks.core.terminal import json_text, plain
 from tasks.pipeline.signature import key_file
 
 MAX_MEMORY = 16 << 30
@@ -112,7 +112,7 @@ def examine(settings: Mapping[str, Any]) -> Report:
 def _print_report(report: Report, out: str | None) -> int:
     """Print the report, or one line with its file. Returns the exit status."""
     if out == "-":
-        print(plain(json.dumps(report.as_json(), indent=1)))
+        print(json_text(report.as_json()))
     elif out:
         print(plain(f"{report.source}: {report.what}; {report.counts}; {out}"))
     else:
@@ -122,7 +122,7 @@ def _print_report(report: Report, out: str | None) -> int:
 
 def _write(path: Path, report: Report) -> None:
     try:
-        path.write_text(plain(json.dumps(report.as_json(), indent=1)) + "\n")
+        path.write_text(json_text(report.as_json()) + "\n")
         open_up(path)
     except OSError as error:
         raise ConfigError(f"out={path}: {error.strerror}", hint="out=<a file elsewhere>") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from tasks.config.checks import preflight
 from tasks.core.errors import ConfigError, StageProcessError
 from tasks.core.finding import Finding
 from tasks.core.private import open_up
-from tasks.core.terminal import plain
+from tasks.core.terminal import json_text
 from tasks.delivery.texts import probe_texts
 from tasks.evaluation.evaluation_prompts import computing_dtype_of
 from tasks.evaluation.scoring import ModelRef
@@ -66,7 +65,7 @@ def _hint(error: StageProcessError) -> str:
 
 
 def _print(report: Report, out: str | None) -> None:
-    document = plain(json.dumps(report.as_json(), indent=1))
+    document = json_text(report.as_json())
     if out == "-":
         print(document)
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from tasks.core.files import meant
 from tasks.core.finding import Finding
 from tasks.core.private import open_up
 from tasks.core.redaction import redact
-from tasks.core.terminal import plain
+from tasks.core.terminal import json_text, plain
 from tasks.verify.reference import Reference, read_reference
 from tasks.verify.report import EXIT_STATUS, Report
 from tasks.verify.run import Target, choose, verify
@@ -147,7 +146,7 @@ def show(report: Report, out: str | None) -> None:
         ConfigError: the file cannot be written.
     """
     if out == "-":
-        print(plain(json.dumps(report.as_json(), indent=1)))
+        print(json_text(report.as_json()))
         return
     print(report.text())
     if out is not None:
@@ -162,7 +161,7 @@ def write(report: Report, out: str) -> None:
     """
     path = _folder(out)
     is_junit = path.suffix == ".xml"
-    text = report.junit() if is_junit else plain(json.dumps(report.as_json(), indent=1)) + "\n"
+    text = report.junit() if is_junit else json_text(report.as_json()) + "\n"
     try:
         path.write_text(text)
         open_up(path)

@@ -9,6 +9,7 @@ child processes and reports.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import shlex
@@ -50,6 +51,11 @@ def command(program: str) -> str:
     if sys.argv[0].startswith("plumbline "):
         return "plumbline train" if program == "rlhf" else f"plumbline {program}"
     return f"python flows/{program}.py"
+
+
+def json_text(document: object) -> str:
+    """Return JSON whose commands are those of this environment; see `plain`."""
+    return plain(json.dumps(document, indent=1))
 
 
 def typed(key: str, value: object) -> str:

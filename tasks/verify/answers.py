@@ -19,6 +19,8 @@ from tasks.verify.servers.server import Scores, Server
 
 COARSEST = 5.0
 """Least effect of an adapter, in units of a 16-bit trainer's noise: its dose is 0.1 off."""
+BLURRED = 1.0
+"""Bias of the dose at which the base could be the trained model."""
 LEAN = 0.25
 """Bias of the dose by the noise of a format, in units of the ratio of noise and adapter."""
 
@@ -47,6 +49,7 @@ class Answers:
         self.profile = PROFILES[profile] if isinstance(profile, str) else profile
         self._scores: dict[str, list[Scores]] = {}
         self._aligned: dict[str, Aligned] = {}
+        self._doses: dict[str, Share | None] = {}
 
     def scores(self, model: str) -> list[Scores]:
         """Return the log-probabilities of the probes under a name of the server.
@@ -114,6 +117,12 @@ class Answers:
         lean = LEAN * math.sqrt(noise.mean_kl / measured.signal) if noise else 0.0
         return max(TOLERANCE, lean)
 
+    def is_whole(self, measured: Share | None) -> bool:
+        """Return True if a dose is that of a correct server, or the adapter changes nothing."""
+        if measured is None or measured.is_whole:
+            return True
+        return abs(measured.value - 1) <= min(self.tolerance(measured), BLURRED / 2)
+
     def distance(self, model: str) -> Distance:
         """Return the distance of a name from the trained model."""
         return distance(self.reference.trained, self.aligned(model), self.limit)
@@ -130,6 +139,11 @@ class Answers:
 
         None without an adapter that has an effect, and where too few probes were measured.
         """
+        if model not in self._doses:
+            self._doses[model] = self._dose(model)
+        return self._doses[model]
+
+    def _dose(self, model: str) -> Share | None:
         trained, base, served = self.reference.trained, self.reference.base, self.aligned(model)
         if base is None:
             return None

@@ -58,7 +58,7 @@ def test_base_and_adapter_unmerged_are_what_the_served_model_is_compared_with(
 
 
 def test_a_light_adapter_is_kept_by_default(adapter: Path, base: Path, tmp_path: Path) -> None:
-    """Its updates are about half a step of bf16; `audit` says what a merge to nearest loses."""
+    """Updates are about half a step of bf16; `audit` measures the loss of a merge to nearest."""
     light = tmp_path / "light"
     shutil.copytree(adapter, light)
     tensors = load_file(light / "adapter_model.safetensors")

@@ -162,10 +162,10 @@ def test_deepspeed_config_by_value() -> None:
 
 
 def test_ranks_wait_for_each_other_at_least_as_long_as_for_rollouts(tmp_path: Path) -> None:
-    one = TrainJob(Settings(), tmp_path, "b", tmp_path, tmp_path, tmp_path)
-    assert collective_timeout_s(one) == 1800
+    job = TrainJob(Settings(), tmp_path, "b", tmp_path, tmp_path, tmp_path)
+    assert collective_timeout_s(job) == 1800
     online = {"rollout": {"timeout_s": 3800.0}}
-    assert collective_timeout_s(replace(one, settings=Settings(online=online))) > 3800
+    assert collective_timeout_s(replace(job, settings=Settings(online=online))) > 3800
 
 
 def test_whole_buckets_are_counted_on_gpus() -> None:
@@ -406,8 +406,8 @@ def test_nccls_watchdog_is_explained(tmp_path: Path) -> None:
     def run(*_: Any, **__: Any) -> list[str]:
         raise StageProcessError("train", -6, [line, "terminate called"])
 
-    one = TrainJob(Settings(), tmp_path, "b", tmp_path, tmp_path, tmp_path)
+    job = TrainJob(Settings(), tmp_path, "b", tmp_path, tmp_path, tmp_path)
     events = _Events(None, logging.getLogger("test"), 64)
     with pytest.raises(TrainingError, match="waited 1800 s for the other ranks") as caught:
-        _launch(one, run, events, None, {})
+        _launch(job, run, events, None, {})
     assert caught.value.details == (line,)

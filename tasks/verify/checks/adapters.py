@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from tasks.core.terminal import typed
 from tasks.drift.share import TOLERANCE, Share
-from tasks.verify.answers import Answers
+from tasks.verify.answers import BLURRED, Answers
 from tasks.verify.causes import causes
 from tasks.verify.check import Cause, Check
 from tasks.verify.reference import Reference
@@ -18,8 +18,6 @@ from tasks.verify.servers.server import UnsupportedError
 
 NAME = "adapter"
 BASE = "base"
-BLURRED = 1.0
-"""Bias of the dose at which the base could be the trained model."""
 
 
 def applied(answers: Answers, model: str, base: str | None) -> Check:
@@ -57,7 +55,7 @@ def applied(answers: Answers, model: str, base: str | None) -> Check:
             "rows of the training data (plumbline-witness) or smoke.texts=<them> can tell"
         )
         return Check(NAME, "unknown", text, numbers)
-    if not (measured.is_whole or abs(measured.value - 1) <= min(tolerance, BLURRED / 2)):
+    if not answers.is_whole(measured):
         likely = causes(answers.evidence(model, base))
         text = f"{measured.text} of the adapter answers under {model!r}, expected 1"
         return Check(NAME, "fault", text, numbers, {"dose": 1.0}, likely)

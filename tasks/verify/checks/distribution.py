@@ -49,8 +49,7 @@ def distribution(answers: Answers, model: str, base: str | None) -> Check:
     source = f"; {limit.measured}" if limit.measured else ""
     amount = f"mean KL {measured.mean_kl:.1e} nats per token (limit {limit.mean_kl:.1e}{source})"
     if not measured.exceeds(limit):
-        dose = answers.dose(model)
-        within = "within the limit of " if dose is not None and not dose.is_whole else ""
+        within = "" if answers.is_whole(answers.dose(model)) else "within the limit of "
         text = f"{within}the trained model's log-probabilities at {positions} positions: {amount}; "
         return Check(NAME, "ok", text + seen.text, numbers, limits)
     evidence = answers.evidence(model, base)

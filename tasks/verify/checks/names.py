@@ -41,10 +41,5 @@ def names(answers: Answers, model: str, base: str | None) -> Check:
 
 def _is_trained(answers: Answers, name: str) -> bool:
     """Return True if a name answers as the trained model, with the whole of an adapter."""
-    measured = answers.dose(name)
-    is_whole = (
-        measured is None
-        or measured.is_whole
-        or (abs(measured.value - 1) <= answers.tolerance(measured))
-    )
-    return is_whole and not answers.distance(name).exceeds(answers.limit)
+    within = not answers.distance(name).exceeds(answers.limit)
+    return within and answers.is_whole(answers.dose(name))

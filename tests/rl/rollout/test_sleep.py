@@ -139,7 +139,7 @@ def test_weights_below_an_adapter_are_kept(calls: list[Any], tmp_path: Path) -> 
 
 
 def test_a_sleeping_engine_is_not_closed(calls: list[Any], tmp_path: Path) -> None:
-    """Its memory is given back already; vLLM would unmap it a second time."""
+    """A sleeping engine has freed its memory; vLLM would unmap it a second time."""
     answering = engine("lora", tmp_path)
     answering.sync_weights()
     answering.sleep()

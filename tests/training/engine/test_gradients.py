@@ -1,4 +1,4 @@
-"""What DeepSpeed's optimizer gets: gradients summed in fp32, decay of matrices alone."""
+"""Gradients are summed in fp32, and weight decay applies to matrices alone."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ def test_rewards_of_kto_are_means_over_their_kind(good: Sequence[int]) -> None:
     sums, reference, _ = by_sequence(row, output)
     rewards = 0.2 * (sums - reference)[:, 0]
     kinds = {"reward_desirable": list(good), "reward_undesirable": sorted({*range(5)} - {*good})}
-    found = made.means({name: float(value) for name, value in loss.measures.items()})
+    means = made.means({name: float(value) for name, value in loss.measures.items()})
     for name, members in kinds.items():
         wanted = float(rewards[members].mean()) if members else math.nan
-        assert found[name] == pytest.approx(wanted, rel=1e-5, nan_ok=True)
+        assert means[name] == pytest.approx(wanted, rel=1e-5, nan_ok=True)

@@ -257,6 +257,6 @@ def test_an_end_that_only_the_model_config_names_ends_an_answer(
     template = tokenizer.chat_template.replace("<|im_end|>", "<|endoftext|>")
     (folder / "chat_template.jinja").write_text(template)
     write(data, [{"id": "x", "messages": [user("a"), answer("b")]}])
-    found = load(job_for(data, folder), CONVERSATIONS)
-    assert found.sequence(0, 0)[0][-1] == other
-    assert found.supervised.tolist() == [[2]]
+    examples = load(job_for(data, folder), CONVERSATIONS)
+    assert examples.sequence(0, 0)[0][-1] == other
+    assert examples.supervised.tolist() == [[2]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,7 @@ class ArrayServer(Server):
         self._probes, self._models, self._top = probes, models, top
         self._sampling = sampling or Settings()
         self._seed, self._lock = seed, threading.Lock()
+        self._draws: Counter[int] = Counter()
         self.asked = 0
 
     def models(self) -> tuple[ServedModel, ...]:
@@ -194,7 +196,8 @@ class ArrayServer(Server):
         order = np.argsort(-row)
         p = self._sampling.probabilities(row[order])
         with self._lock:
-            self._seed += 1
-        random = np.random.default_rng((self._seed, start + len(prompt)))
+            self._draws[start + len(prompt)] += 1
+        draw = self._draws[start + len(prompt)]
+        random = np.random.default_rng((self._seed, start + len(prompt), draw))
         tokens = order[random.choice(len(row), n, p=p[:-1])]
         return [Generated((int(token),), "", "length") for token in tokens]

@@ -2,13 +2,14 @@
 
 A server may take them from `generation_config.json`, or have its own. First tokens after some
 prompts are sampled without any parameter. Under the recorded settings the mean and the variance of
-their surprisal are known: the check is a z-test.
+their surprisal are known: the check is a z-test. A second one counts the least likely tokens, which
+top-k, top-p and min-p leave out while the mean hardly moves.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -35,6 +36,8 @@ SLACK = 0.02
 """Surprisal (nats per token) that rounding may cost at the edge of top-k, top-p and min-p."""
 COARSE = 0.7
 """A factor of the temperature that every user would notice."""
+TAIL = 0.95
+"""Probability of the tokens above all of those that are counted as the least likely ones."""
 _SAME = 6.0
 """KL (nats) over all tokens above which the server's log-probabilities are others."""
 
@@ -77,6 +80,11 @@ class Settings:
         p[np.append(p[:-1], p[-2]) < self.min_p * p[0]] = 0.0
         return p / p.sum()
 
+    @property
+    def cuts(self) -> bool:
+        """True if some tokens are never sampled."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
     def tells_others(self, p: NDArray[Any]) -> bool:
         """Return True if the last of these probabilities is exact."""
         return self.temperature == 1 or p[-2] == 0
@@ -100,8 +108,8 @@ class Sampled(NamedTuple):
     usable: NDArray[Any]
 
 
-class Surprisal(NamedTuple):
-    """Surprisal of sampled tokens, beside that under some settings (nats per token).
+class Excess(NamedTuple):
+    """The mean of a quantity over sampled tokens, beside that under some settings.
 
     `excess` is the difference of the means and `deviation` its standard deviation; `coarse` is the
     size of the excess that `COARSE` would give.
@@ -114,26 +122,40 @@ class Surprisal(NamedTuple):
     coarse: float
 
 
-def surprisal(rows: Sequence[Sampled], settings: Settings) -> Surprisal:
-    """Compare the surprisal of sampled tokens with its mean and variance under some settings."""
+Values = Callable[[NDArray[Any], NDArray[Any]], NDArray[Any]]
+"""A quantity of every token, from log-probabilities (K,) and probabilities (K+1,)."""
+
+
+def surprisal(logp: NDArray[Any], p: NDArray[Any]) -> NDArray[Any]:
+    """Return the surprisal of every token at temperature 1 (nats)."""
+    return -np.append(logp, logp[-1])
+
+
+def unlikely(logp: NDArray[Any], p: NDArray[Any]) -> NDArray[Any]:
+    """Return 1 for the least likely tokens, which have a share of 1 - `TAIL` or are not listed."""
+    return np.append((np.cumsum(p) - p)[:-1] >= TAIL, True).astype(float)
+
+
+def excess_of(values: Values, rows: Sequence[Sampled], settings: Settings) -> Excess:
+    """Compare the mean of a quantity over sampled tokens with that under some settings."""
     other = replace(settings, temperature=_other(settings.temperature))
     total, seen, excess, variance, coarse = 0, 0.0, 0.0, 0.0, 0.0
     for logp, counts, usable in rows:
-        values = -np.append(logp, logp[-1])
         p = settings.probabilities(logp)
+        each = values(logp, p)
         usable = usable & (np.arange(len(p)) < len(logp) + settings.tells_others(p))
         p, q, counts = p * usable, other.probabilities(logp) * usable, counts * usable
         if not p.sum() or not q.sum():
             continue
-        count, mean = int(counts.sum()), (p @ values) / p.sum()
+        count, mean = int(counts.sum()), (p @ each) / p.sum()
         total += count
-        seen += counts @ values
-        excess += counts @ values - count * mean
-        variance += count * ((p @ values**2) / p.sum() - mean**2)
-        coarse += count * ((q @ values) / q.sum() - mean)
-    each = 1 / max(total, 1)
+        seen += counts @ each
+        excess += counts @ each - count * mean
+        variance += count * ((p @ each**2) / p.sum() - mean**2)
+        coarse += count * ((q @ each) / q.sum() - mean)
+    share = 1 / max(total, 1)
     deviation = max(variance, 0.0) ** 0.5
-    return Surprisal(total, seen * each, excess * each, deviation * each, abs(coarse) * each)
+    return Excess(total, seen * share, excess * share, deviation * share, abs(coarse) * share)
 
 
 def _other(temperature: float) -> float:
@@ -154,7 +176,8 @@ def sampling(answers: Answers, model: str, base: str | None) -> Check:
         for each in ROUNDS:
             rows += _sample(answers, model, chosen, each, until)
             check = _judged(answers, rows, kl)
-            if check.verdict == "ok" and abs(float(check.measured["z"])) < CLEAR:
+            z, tail = float(check.measured.get("z", 0)), float(check.measured.get("z_unlikely", 0))
+            if check.verdict == "ok" and abs(z) < CLEAR and tail > -CLEAR:
                 break
     except UnsupportedError as error:
         return Check(NAME, "unknown", f"default sampling settings not measured: {error.message}")
@@ -170,29 +193,40 @@ def _count(row: Sampled) -> int:
 
 
 def _judged(answers: Answers, rows: list[Sampled], kl: float) -> Check:
-    """Return the verdict of a z-test. Whether another distribution is told depends on the rows."""
+    """Return the verdict of both tests; the rows decide whether they tell settings apart."""
     recorded = expected_settings(answers.reference)
     candidates = (recorded, Settings()) if recorded == _DEFAULTS else (recorded,)
-    tests = [(surprisal(rows, settings), settings) for settings in candidates]
+    tests = [(excess_of(surprisal, rows, settings), settings) for settings in candidates]
     test, expected = min(tests, key=lambda pair: abs(pair[0].excess))
-    # Rounding of the server's logits moves the mean by at most sqrt(2 KL) standard deviations.
-    noise = (2 * kl * test.tokens) ** 0.5 / max(expected.temperature, 0.02)
-    allowed = (DOUBT + noise) * test.deviation + SLACK
+    tail = excess_of(unlikely, rows, expected)
+    # Rounding of the server's logits moves a mean by at most sqrt(2 KL) standard deviations.
+    doubt = DOUBT + (2 * kl * test.tokens) ** 0.5 / max(expected.temperature, 0.02)
+    allowed = doubt * test.deviation + SLACK
+    fewest = -doubt * tail.deviation - SLACK * expected.cuts
     numbers: dict[str, float | str] = {
         "z": test.excess / max(test.deviation, 1e-9),
+        "z_unlikely": tail.excess / max(tail.deviation, 1e-9),
         "surprisal": test.mean,
         "excess": test.excess,
+        "excess_unlikely": tail.excess,
         "samples": float(test.tokens),
     }
-    cost, limits = f"{test.tokens} sampled tokens", {"excess": allowed}
+    cost, limits = f"{test.tokens} sampled tokens", {"excess": allowed, "excess_unlikely": fewest}
     if test.tokens < FEWEST:
         return Check(NAME, "unknown", f"{cost} are too few for a verdict", numbers)
     seen = (
         f"{cost} have a surprisal of {test.mean:.2f} nats, expected "
         f"{test.mean - test.excess:.2f} +- {allowed:.2f}"
     )
-    if abs(test.excess) > allowed:
-        how = "a lower temperature or a cut-off" if test.excess < 0 else "a higher temperature"
+    if abs(test.excess) > allowed or tail.excess < fewest:
+        how = (
+            "a higher temperature" if test.excess > allowed else "a lower temperature or a cut-off"
+        )
+        if abs(test.excess) <= allowed:
+            seen = (
+                f"{tail.mean:.1%} of {cost} are unlikely ones, expected "
+                f"{tail.mean - tail.excess:.1%}"
+            )
         text = f"without parameters {seen}: {how}; training recorded {expected.text}"
         return Check(NAME, "fault", text, numbers, limits, (_cause(expected, answers.server.kind),))
     if test.coarse < allowed + 2 * test.deviation:
@@ -228,9 +262,9 @@ def _chosen(answers: Answers, model: str) -> tuple[list[tuple[int, int, int]], f
         raise UnsupportedError("the server takes no token ids as a prompt")
     served, trained = answers.aligned(model), reference.trained
     places = [(p, t) for p, probe in enumerate(reference.probes) for t in range(len(probe.ids) - 1)]
-    p = np.exp(trained.logprobs.astype(np.float64))
-    mean = (p * trained.logprobs).sum(1, keepdims=True)
-    information = np.where(served.measured, (p * (trained.logprobs - mean) ** 2).sum(1), -1.0)
+    settings = expected_settings(reference)
+    spread = [_spread(np.sort(row.astype(np.float64))[::-1], settings) for row in trained.logprobs]
+    information = np.where(served.measured, spread, -1.0)
     chosen: list[tuple[int, int, int]] = []
     for row in map(int, np.argsort(-information)):
         probe, at = places[row]
@@ -244,6 +278,12 @@ def _chosen(answers: Answers, model: str) -> tuple[list[tuple[int, int, int]], f
     if kl * PROMPTS * sum(ROUNDS) > _SAME:
         raise UnsupportedError(f"the server's own log-probabilities are others (KL {kl:.1e})")
     return chosen, kl
+
+
+def _spread(logp: NDArray[Any], settings: Settings) -> float:
+    """Return the variance of the surprisal of a sampled token (nats squared)."""
+    p = settings.probabilities(logp)[:-1]
+    return float(p @ logp**2 - (p @ logp) ** 2)
 
 
 def _sample(

@@ -15,6 +15,7 @@ from tasks.audit.checks import (
     folder_checks,
     headers,
     heads,
+    hub_cache,
     quantisation,
     serving,
     unsafe,
@@ -33,6 +34,7 @@ Check = Callable[[Source], Iterator[Finding]]
 
 CHECKS: Sequence[Check] = (
     folder_checks.check,
+    hub_cache.check,
     files.check,
     wrapper_prefixes.check,
     headers.check,

@@ -18,6 +18,7 @@ from pathlib import Path
 from textwrap import shorten, wrap
 from typing import Any
 
+from tasks.audit.catalogue.files import Files
 from tasks.audit.examine import examine
 from tasks.audit.finding import Finding, Severity, printable
 from tasks.audit.repair import is_repairable
@@ -25,6 +26,8 @@ from tasks.audit.source import Source, open_source
 from tasks.core.terminal import plain, typed
 
 _WIDTH, _INDENT = 110, 20
+_UNREADABLE = {entry.code for entry in Files.entries()} - {"STRAY_WEIGHT_FILE"}
+"""Errors of a base that cannot be compared with anything."""
 _CELL = 70
 """Most characters in a cell of a Markdown table."""
 
@@ -42,6 +45,7 @@ class Report:
         mendable: True if `fix=true` writes a copy without errors.
         values: True if the data of all tensors was read, too.
         base: folder of the base that it was compared with; "" for none.
+        of_base: audit of that base as a folder of its own; None without a base.
     """
 
     source: str
@@ -52,11 +56,17 @@ class Report:
     mendable: bool = False
     values: bool = True
     base: str = ""
+    of_base: Report | None = None
 
     @property
     def ok(self) -> bool:
-        """True if no finding is an error."""
-        return not any(finding.severity is Severity.ERROR for finding in self.findings)
+        """True if no finding is an error, neither here nor in the base."""
+        return not self.errors and (self.of_base is None or self.of_base.ok)
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """The findings that are errors."""
+        return tuple(each for each in self.findings if each.severity is Severity.ERROR)
 
     def as_json(self) -> dict[str, Any]:
         """Return a dict of plain JSON values."""
@@ -68,6 +78,7 @@ class Report:
             "mendable": self.mendable,
             "findings": [finding.as_json() for finding in self.findings],
             "seconds": round(self.seconds, 3),
+            **({"base": self.of_base.as_json()} if self.of_base is not None else {}),
         }
 
     def text(self) -> str:
@@ -77,7 +88,16 @@ class Report:
         if self.mendable:
             end.append(f"a copy without the errors: {self.mending}")
         lines = [f"{self.source}: {self.what}", *_table(self.findings), *end]
+        if self.of_base is not None and self.of_base.errors:
+            lines += ["", f"{self.of_base.source}: the base, not the folder above:"]
+            lines += [*_table(self.of_base.errors), "", self.of_base.command]
         return plain("\n".join(lines))
+
+    @property
+    def command(self) -> str:
+        """The command that prints this report."""
+        values = " values=true" if self.values else ""
+        return f"python flows/audit.py {typed('source', self.source)}{values}"
 
     @property
     def mending(self) -> str:
@@ -105,6 +125,8 @@ class Report:
             ]
             lines += [f"- why: {_code(finding.why)}"] if finding.why else []
             lines += [f"- fix: {_code(finding.fix)}"]
+        if self.of_base is not None and self.of_base.errors:
+            lines += ["", "The base, not the folder above:", "", self.of_base.markdown()]
         return "\n".join(lines) + "\n"
 
     @property
@@ -123,7 +145,7 @@ def audit(
     adapter: Path | None = None,
     public_key: Path | None = None,
 ) -> Report:
-    """Examine a folder.
+    """Examine a folder, and its base as if it were one; a broken base is not compared.
 
     Args:
         source: the folder.
@@ -139,6 +161,11 @@ def audit(
     """
     began = time.perf_counter()
     opened = open_source(source, base, values=values, adapter=adapter, public_key=public_key)
+    of_base = None
+    if opened.base is not None and not opened.base.is_adapter:
+        of_base = audit(opened.base.folder.root, values=values)
+        if any(finding.code in _UNREADABLE for finding in of_base.errors):
+            opened = replace(opened, base=None)  # its gaps would be reported as the source's
     findings = examine(opened)
     mendable = is_repairable(opened, findings)
     completed = tuple(_with_paths(finding, source, opened) for finding in findings)
@@ -146,7 +173,8 @@ def audit(
     what = printable(opened.recognised.what)
     read = opened.is_read or not opened.tensors
     used = "" if opened.base is None else str(opened.base.folder.root)
-    return Report(str(source), opened.kind.value, what, completed, seconds, mendable, read, used)
+    kind = opened.kind.value
+    return Report(str(source), kind, what, completed, seconds, mendable, read, used, of_base)
 
 
 def _with_paths(finding: Finding, source: Path, opened: Source) -> Finding:

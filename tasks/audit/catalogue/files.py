@@ -183,6 +183,19 @@ class Files(Section, heading="Files and index"):
         "serves noise",
         "copy the missing files from the origin of the checkpoint",
     )
+    DOWNLOAD_INTERRUPTED = error(
+        "A download from the Hugging Face Hub that did not finish",
+        "the folder looks like a model and lacks files; loaders stop, or load what is there",
+        "hf download <owner/name>",
+        "Automodel PR #3582, semble #222",
+    )
+    BLOB_DIFFERS = error(
+        "A file of a Hugging Face cache whose SHA-256 is not its name",
+        "something wrote through the link of the snapshot, or the transfer was corrupted: the "
+        "model is not the published one",
+        "hf download --force-download <owner/name>",
+        "aprender #3971, huggingface_hub #3643",
+    )
     STALE_INDEX = warning(
         "A single weight file beside an index that does not name it",
         "transformers loads the single file; vLLM follows the index: two different models, or a "

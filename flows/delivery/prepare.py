@@ -20,7 +20,7 @@ from tasks.config.checks.tracking import (
     reachable,
 )
 from tasks.core.errors import ConfigError, PlumblineError, first_and_more
-from tasks.delivery.examination import examine
+from tasks.delivery.examination import examine, require_base
 from tasks.delivery.plan.adapters import given_adapters
 from tasks.delivery.plan.identity import base_findings, base_missing, equals_base, find_base
 from tasks.delivery.plan.planning import prepare
@@ -66,6 +66,8 @@ def _prepare(composed: Composed) -> Delivery:
     base = find_base(given, settings["base"], store)
     if base is not None:
         require_own_files(base)
+        if settings["check_base"]:
+            require_base(base)
     reports = examine(
         [source.root for source in sources],
         base if given.kind != "model" else None,

@@ -7,6 +7,7 @@ report = examination(out, reports=reports, log=log)          the stage that stor
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,14 +52,34 @@ def examine(
     return reports
 
 
-def refused(reports: Sequence[Report], *, check_base: bool = True) -> ConfigError:
+def base_errors(base: Path, *, values: bool) -> Report:
+    """Return the audit of a base, with only the errors that make it unusable as one.
+
+    Args:
+        base: its folder.
+        values: True to read all weights, and to hash those of a hub cache.
+    """
+    report = audit(base, values=values)
+    return replace(report, findings=tuple(_blocking(report, check_base=True)))
+
+
+def require_base(base: Path) -> None:
+    """Raise ConfigError if the base itself is broken; its weights are read."""
+    report = base_errors(base, values=True)
+    if report.findings:
+        raise refused([report], key="base", hint=report.command)
+
+
+def refused(
+    reports: Sequence[Report], *, check_base: bool = True, key: str = "source", hint: str = ""
+) -> ConfigError:
     """Return the error that refuses a delivery, with the place and the fix of every finding."""
     first, rest, fix, repair, lines = "", "", "", "", []
     for report in reports:
         blocking = _blocking(report, check_base=check_base)
         if not blocking:
             continue
-        first = first or f"source={report.source}: {report.what}"
+        first = first or f"{key}={report.source}: {report.what}"
         rest = rest or f"python flows/audit.py {typed('source', report.source)} tells the rest"
         for finding in blocking[:_SHOWN]:
             lines.append(
@@ -72,7 +93,7 @@ def refused(reports: Sequence[Report], *, check_base: bool = True) -> ConfigErro
     return ConfigError(
         f"{first}: {summary}",
         details=lines,
-        hint=fix or repair or rest,
+        hint=hint or fix or repair or rest,
     )
 
 

@@ -186,6 +186,48 @@ class Fingerprint:
             raise ArtifactError(f"{path} is not a readable fingerprint: {error}") from error
 
 
+_FLAT = 1e-5
+"""Log-probabilities closer than this are equal, in nats: ten times the noise of float32. The least
+difference of models initialised at random (hidden size 8, std 0.02) is 1,000 times as large."""
+_HEAD, _FEWEST = 16, 8
+
+
+def require_informative(measured: Fingerprint, what: str) -> None:
+    """Raise DriftError if the distribution is uniform, or does not depend on the context.
+
+    Any broken model would agree with such a reference.
+
+    Args:
+        measured: the reference.
+        what: the model or file, for the error.
+    """
+    rows = -np.sort(-measured.logprobs, axis=1)
+    if rows.shape[1] > 1 and (rows[:, 0] - rows[:, -1]).max() < _FLAT:
+        reason = "every token has the same probability at every position"
+    elif measured.positions >= _FEWEST and np.ptp(rows[:, :_HEAD], axis=0).max() < _FLAT:
+        reason = "the probabilities are the same at every position, whatever the text"
+    elif _of_last_token(measured, rows[:, :_HEAD]):
+        reason = "the probabilities depend on the last token alone, not on the text before it"
+    else:
+        return
+    raise DriftError(
+        f"{what} is no reference: {reason}; matrices of the base may be zero",
+        hint="python flows/audit.py source=<the base> values=true",
+    )
+
+
+def _of_last_token(measured: Fingerprint, rows: NDArray[np.float32]) -> bool:
+    """Return True if all contexts that end with the same token have the same distribution."""
+    places = [(probe, end) for probe in measured.probes for end in range(1, len(probe))]
+    groups: dict[int, dict[tuple[int, ...], int]] = {}
+    for number, (probe, end) in enumerate(places):
+        groups.setdefault(probe[end - 1], {}).setdefault(probe[:end], number)
+    several = [list(group.values()) for group in groups.values() if len(group) > 1]
+    if sum(len(numbers) - 1 for numbers in several) < _FEWEST:
+        return False
+    return all(np.ptp(rows[numbers], axis=0).max() < _FLAT for numbers in several)
+
+
 @dataclass(frozen=True)
 class Drift:
     """Distance of a fingerprint from its reference.

@@ -20,7 +20,7 @@ import numpy as np
 
 from tasks.core.errors import ArtifactError, PlumblineError
 from tasks.core.terminal import typed
-from tasks.drift.fingerprint import Fingerprint, drift
+from tasks.drift.fingerprint import Fingerprint, drift, require_informative
 from tasks.drift.verdict import BASE, FINGERPRINT
 from tasks.drift.witness import find_witness
 from tasks.weights.files.documents import read_manifest
@@ -201,6 +201,7 @@ def read_reference(folder: Path) -> Reference:
             hint="serve it by `python flows/deliver.py`, which compares its scores in the engine",
         )
     trained = _load(witness.measured)
+    require_informative(trained, str(witness.folder))
     entries = witness.facts["probes"]
     try:
         probes = tuple(
@@ -252,6 +253,7 @@ def _served(folder: Path) -> Reference:
             hint=_NO_REFERENCE.format(source=typed("source", folder)),
         )
     trained = _load(path)
+    require_informative(trained, str(path))
     probes = tuple(Probe(ids, "served", number) for number, ids in enumerate(trained.probes))
     base = _load(folder / BASE) if (folder / BASE).is_file() else None
     if base is not None and not np.array_equal(base.ids, trained.ids):

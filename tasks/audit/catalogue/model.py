@@ -57,6 +57,13 @@ class Quantisation(Section, heading="Quantisation"):
         "loaders read packed bytes as weights: 'size mismatch', or KeyError for the scales",
         "restore quantization_config of the quantised model",
     )
+    QUANT_NO_SCALES = error(
+        "8-bit numbers without quantization_config and scales",
+        "the stored numbers are not the weights: loaders cast them as they are, and responses are "
+        "garbage. A merge that copies or drops scales leaves them like this",
+        "restore quantization_config and the scales, or merge into the base in 16 bits",
+        "unsloth-zoo PR #803, unsloth #4919",
+    )
     QUANT_RESIDUE = error(
         "Quantisation states of weights that are not packed, or missing",
         "vLLM fails with KeyError for keys like 'weight.absmax', transformers reports unexpected "

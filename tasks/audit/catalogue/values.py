@@ -33,6 +33,14 @@ class AgainstBase(Section, heading="Comparison with the base"):
         "copy them from the base: a merge with python flows/deliver.py keeps all of them",
         "transformers #40968, OpenRLHF #1232",
     )
+    NORM_DIFFERS = error(
+        "Matrices whose norm is less than half or more than twice that of the base's",
+        "training changes norms by a few percent: 8-bit numbers were stored without their scales, "
+        "or the tensor was initialised again. Nothing fails, but responses are garbage",
+        "merge again from the base: python flows/deliver.py source=<the adapter> "
+        "base=<the base> out=<folder>",
+        "unsloth-zoo PR #803, unsloth #4919",
+    )
 
 
 _AGAIN = (
@@ -144,8 +152,10 @@ class Values(Section, heading="Values (of adapters up to 2 GB; of others with va
     )
     ALL_ZERO = warning(
         "A matrix of zeros",
-        "the layer outputs nothing: memory was saved before it was filled",
-        "compare it with the base, and save again",
+        "the layer outputs nothing: memory was saved before it was filled. An error for the "
+        "projections, embeddings and output heads of a model",
+        "compare it with the base, and save again; copy a base from its origin again",
+        "aprender #3971",
     )
     CONSTANT_ROWS = warning(
         "Rows of a matrix in which all elements are equal",

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tasks.audit.catalogue.values import AgainstBase
 from tasks.audit.checks.adapters.adapter_keys import tail_of
 from tasks.audit.checks.adapters.same_bytes import first_difference, same_header
@@ -13,6 +16,9 @@ from tasks.audit.config_fields import of_text, text_config
 from tasks.audit.finding import Finding
 from tasks.audit.recognise import ADAPTER_CONFIG, CONFIG
 from tasks.audit.source import Source
+from tasks.weights.files.dtype_bits import is_float
+from tasks.weights.files.dtype_conversion import widened
+from tasks.weights.files.file_ranges import Reader
 from tasks.weights.files.identity import base_mismatch
 from tasks.weights.quantized.config_fields import stored
 
@@ -22,6 +28,11 @@ _SIZES = (
 )  # fmt: skip
 """Settings that training does not change. The vocabulary may grow."""
 _MOST = 3
+_LEAST, _COSINE = 0.5, 0.5
+"""Least ratio of norms, and least cosine, of a trained model to its base. Other models of the same
+shape have a cosine near 0."""
+_BLOCK = 1 << 19
+"""Elements to read at a time."""
 _HUB = 3
 """Last parts of a path to compare: hub caches use models--Qwen--Qwen3-8B/snapshots/<commit>."""
 
@@ -56,6 +67,7 @@ def check(source: Source) -> Iterator[Finding]:
     yield from _lost(source, base)
     if source.values and base.values:
         yield from _equal(source, base)
+        yield from _values(source, base)
 
 
 def _other_base(source: Source, base: Source) -> str:
@@ -146,3 +158,54 @@ def _equal(source: Source, base: Source) -> Iterator[Finding]:
             "", found=f"all {len(both)} tensors equal the base's, bit for bit",
             expected="a model that training changed",
         )  # fmt: skip
+
+
+def _values(source: Source, base: Source) -> Iterator[Finding]:
+    """Compare norms and directions of all matrices that both have; heads may be trained anew."""
+    ratios: dict[str, float] = {}
+    dots = np.zeros(3)
+    for key, tensor in source.tensors.items():
+        other = base.tensors.get(key)
+        if (
+            other is None or tensor.shape != other.shape or len(tensor.shape) < 2
+            or not (is_float(tensor.dtype) and is_float(other.dtype))
+            or tensor.start < 0 or other.start < 0 or key.startswith(("score.", "classifier."))
+        ):  # fmt: skip
+            continue
+        products = _products(source, base, key)
+        if not np.isfinite(products).all() or not products[2]:
+            continue  # reported by `values`; a matrix that begins at zero has no counterpart
+        ratios[key] = float(np.sqrt(products[0] / products[2]))
+        if not key.endswith(_embeddings(base)):
+            dots += products / products[2]
+    wrong = [key for key, ratio in ratios.items() if not _LEAST <= ratio <= 1 / _LEAST]
+    cosine = dots[1] / np.sqrt(dots[0] * dots[2]) if dots[0] else 1.0
+    if cosine < _COSINE:
+        yield AgainstBase.WRONG_BASE.at(
+            "", found=f"cosine {cosine:.2f} between its matrices and the base's",
+            expected=f"at least {_COSINE}: training turns them little",
+        )  # fmt: skip
+    elif wrong:
+        worst = max(wrong, key=lambda key: abs(np.log(ratios[key] or 1e-30)))
+        yield from AgainstBase.NORM_DIFFERS.of(
+            source, wrong, expected=f"{_LEAST} to {1 / _LEAST:g}",
+            found=f"{len(wrong)} of {len(ratios)} matrices; {worst}: norm {ratios[worst]:.3g} "
+            "times the base's",
+        )  # fmt: skip
+
+
+def _products(source: Source, base: Source, key: str) -> NDArray[np.float64]:
+    """Return the sums of a*a, a*b and b*b of a tensor and its counterpart, shape (3,)."""
+    (a, one), (b, two) = ((side, side.tensors[key]) for side in (source, base))
+    sums = np.zeros(3)
+    with Reader(a.extents(key)) as left, Reader(b.extents(key)) as right:
+        for at in range(0, one.numel, _BLOCK):
+            count = min(_BLOCK, one.numel - at)
+            x, y = (
+                widened(reader.read(at * size, count * size), tensor.dtype)
+                for reader, tensor, size in (
+                    (left, one, one.nbytes // one.numel), (right, two, two.nbytes // two.numel)
+                )
+            )  # fmt: skip
+            sums += np.dot(x, x), np.dot(x, y), np.dot(y, y)
+    return sums

@@ -28,6 +28,7 @@ _BITSANDBYTES = "bitsandbytes"
 _MODELOPT = "hf_quant_config.json"
 """Written by NVIDIA's exporter; config.json then says nothing about quantisation."""
 _PACKED_DTYPES = ("U8", "I8", "I32", "F8_E4M3", "F8_E5M2")
+_BYTES = ("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _FLOATS = ("F64", "F32", "BF16", "F16")
 
 
@@ -57,6 +58,16 @@ def check(source: Source) -> Iterator[Finding]:
         )
     if method == _BITSANDBYTES:
         yield from _partial(source, real)
+    if (not method or method in ("fp8", "fbgemm_fp8")) and not states:
+        bare = [
+            key for key, tensor in source.tensors.items()
+            if len(tensor.shape) in (2, 3) and tensor.dtype in _BYTES and tensor.numel
+        ]  # fmt: skip
+        if not is_declared_elsewhere(source):
+            yield from Quantisation.QUANT_NO_SCALES.of(
+                source, bare, found=f"{len(bare)} matrices of {source.tensors[bare[0]].dtype}"
+                if bare else "", expected="16-bit or 32-bit weights, or scales",
+            )  # fmt: skip
 
 
 def is_declared_elsewhere(source: Source) -> bool:

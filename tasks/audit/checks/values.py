@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,12 @@ from tasks.weights.files.names import parse_peft
 _FP16 = 65504.0
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight")
+_PROJECTION = re.compile(
+    r"\.(?:(?:[qkvo]|out|qkv|gate|up|down|gate_up)_proj|c_attn|c_proj|c_fc|fc[12]|w[123]"
+    r"|query_key_value|dense|dense_h_to_4h|dense_4h_to_h)(?:\.weight)?$"
+    r"|(?:^|\.)(?:lm_head|embed_out|embed_tokens|wte|embed_in|word_embeddings)\.weight$"
+)
+"""Matrices without which a language model does not work; adapters in them begin at zero."""
 
 
 def check(source: Source) -> Iterator[Finding]:
@@ -54,7 +61,7 @@ def _each(source: Source, seen: Mapping[str, Seen]) -> Iterator[Finding]:
             source, wide, found=f"up to {top:.3g}", expected=f"up to {_FP16:.0f}"
         )
     for name, stats in seen.items():
-        if len(source.tensors[name].shape) == 2 and not _is_lora(name):
+        if len(source.tensors[name].shape) in (2, 3) and not _is_lora(name):
             yield from _matrix(source, name, stats)
 
 
@@ -62,8 +69,16 @@ def _matrix(source: Source, name: str, stats: Seen) -> Iterator[Finding]:
     file, rows = source.tensors[name].file, source.tensors[name].shape[0]
     indices = some(stats.rows)
     padding = {whole(of_text(source.config(), "pad_token_id"))}  # zero by design
+    of_model = source.is_model and _PROJECTION.search(name) is not None
+    worst = Severity.ERROR if of_model else None
     if stats.is_zero:
-        yield Values.ALL_ZERO.at(file, name, found="zeros", expected="a trained matrix")
+        yield Values.ALL_ZERO.at(
+            file, name, found="zeros", expected="a trained matrix", severity=worst
+        )
+    elif of_model and stats.constant_rows + stats.zero_rows == rows > 1:
+        yield Values.CONSTANT_ROWS.at(
+            file, name, found=f"all {rows} rows", expected="a trained matrix", severity=worst
+        )
     elif name.endswith(_EMBEDDINGS) and stats.zero_rows == 1 and padding <= {*stats.rows}:
         return
     elif stats.zero_rows and name.endswith(_EMBEDDINGS):

@@ -114,6 +114,7 @@ def findings(
         *ranges.divides(train),
         *model.vocabulary(folder, rows),
         *model.quantised(kind, known),
+        *model.usable(model_, known),
         *adapter.widths(kind, known.config, gpu=gpu),
         *adapter.merged(kind, folder),
         *model.head_size(smoke["engine"], on_cpu, known),

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from tasks.config.defaults import ONLINE
 from tasks.core.errors import ArtifactError
 from tasks.core.finding import Finding
 from tasks.core.hub import hub_config
+from tasks.delivery.examination import base_errors
+from tasks.delivery.plan.identity import folder_identity
 from tasks.toy.shape import CONTEXT, SHAPE
 from tasks.training.memory.sizes import Sizes
 from tasks.training.model.packable import unpackable
@@ -26,6 +29,8 @@ from tasks.weights.tokens.tokenizer import token_ids
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+READ = 2 << 30
+"""Most bytes of weights that are read before a run."""
 ALL_LINEAR = "all-linear"
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM 0.32 has CPU kernels for (`CPUAttentionBackend`)."""
@@ -123,6 +128,32 @@ def why_unknown(model: Mapping[str, Any]) -> str:
         if reason:
             return f"no {CONFIG} of {path} in the Hugging Face cache: {reason}"
     return f"no {CONFIG} whose dimensions can be read"
+
+
+def usable(model: Mapping[str, Any], known: Known) -> list[Finding]:
+    """Return the errors of an audit of the base; the weights are read up to 2 GB.
+
+    Args:
+        model: the section.
+        known: facts about the base model.
+    """
+    folder = Path(model["path"] or "").expanduser()
+    if not (model["path"] and known.config and folder.is_dir()):
+        return []
+    return _audited(folder, folder_identity(folder))
+
+
+@cache
+def _audited(folder: Path, _: str) -> list[Finding]:
+    nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    report = base_errors(folder, values=nbytes <= READ)
+    return [
+        Finding(
+            "model.path", f"{report.source}: {error.code} {error.where}: {error.found}",
+            f"the base itself is broken: {error.why}; {error.fix}", report.command,
+        )
+        for error in report.findings
+    ]  # fmt: skip
 
 
 def embedded(model: Mapping[str, Any], data: Mapping[str, Any]) -> list[Finding]:

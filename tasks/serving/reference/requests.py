@@ -36,7 +36,7 @@ def _fingerprint(request: dict[str, Any]) -> Response:
 def _reference(request: dict[str, Any]) -> Response:
     from dataclasses import replace
 
-    from tasks.drift.fingerprint import Fingerprint
+    from tasks.drift.fingerprint import Fingerprint, require_informative
     from tasks.serving.reference.measure import fingerprint, noise_of_formats, reference
 
     like = Fingerprint.load(Path(request["like"])) if request["like"] else None
@@ -46,6 +46,7 @@ def _reference(request: dict[str, Any]) -> Response:
         fingerprint(model, like).save(Path(request["own"]))
     widen(model)
     measured = fingerprint(model, like) if like else reference(model, request["probes"])
+    require_informative(measured, str(request["model"]["path"]))
     if request["base"]:
         with model.disable_adapter():
             fingerprint(model, measured).save(Path(request["base"]))

@@ -22,7 +22,13 @@ from tasks.config.checks.tracking import (
 from tasks.core.errors import ConfigError, PlumblineError, first_and_more
 from tasks.delivery.examination import examine, require_base
 from tasks.delivery.plan.adapters import given_adapters
-from tasks.delivery.plan.identity import base_findings, base_missing, equals_base, find_base
+from tasks.delivery.plan.identity import (
+    base_findings,
+    base_missing,
+    equals_base,
+    find_base,
+    value_findings,
+)
 from tasks.delivery.plan.planning import prepare
 from tasks.delivery.plan.quantization import COMPARE, BaseChoice, choose_base, undecided
 from tasks.delivery.plan.work import Request, Target, Work
@@ -165,6 +171,8 @@ def _check_base(given: Given, base: Path | None, composed: Composed) -> tuple[st
             hint=f"source=<the adapter> base={base}; check_base=false delivers it all the same",
         )
     findings = list(base_findings(given, base, composed.runs / "artifacts"))
+    if given.kind == "model":
+        findings += value_findings(given, base)
     if not findings:
         return ()
     if composed.settings["check_base"]:

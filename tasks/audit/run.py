@@ -89,7 +89,7 @@ class Report:
             end.append(f"a copy without the errors: {self.mending}")
         lines = [f"{self.source}: {self.what}", *_table(self.findings), *end]
         if self.of_base is not None and self.of_base.errors:
-            lines += ["", f"{self.of_base.source}: the base, not the folder above:"]
+            lines += ["", f"{self.of_base.source}: the base, not the {self.kind}:"]
             lines += [*_table(self.of_base.errors), "", self.of_base.command]
         return plain("\n".join(lines))
 

@@ -79,7 +79,8 @@ def refused(
         blocking = _blocking(report, check_base=check_base)
         if not blocking:
             continue
-        first = first or f"{key}={report.source}: {report.what}"
+        what = "the base, not the source: " if key == "base" else ""
+        first = first or f"{what}{key}={report.source}: {report.what}"
         rest = rest or f"python flows/audit.py {typed('source', report.source)} tells the rest"
         for finding in blocking[:_SHOWN]:
             lines.append(

@@ -33,7 +33,7 @@ def check(source: Source) -> Iterator[Finding]:
         if digest != blobs[name].name:
             yield Files.BLOB_DIFFERS.at(
                 name, found=f"SHA-256 {digest}", expected=f"{blobs[name].name}, as the blob's name",
-                fix=f"rm {shlex.quote(str(blobs[name]))}, then {_download(source, force=True)}",
+                fix=_download(source, name, "--force-download"),
             )  # fmt: skip
 
 
@@ -74,13 +74,12 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _download(source: Source, *, force: bool = False) -> str:
+def _download(source: Source, *more: str) -> str:
     """Return the command that completes the folder."""
     root = source.folder.root
-    again = ["--force-download"] if force else []
     if not _is_snapshot(root):
-        return shlex.join(["hf", "download", "--local-dir", str(root), *again]) + " <owner/name>"
+        return f"hf download <owner/name> {shlex.join([*more, '--local-dir', str(root)])}"
     repository = root.parent.parent
     name = repository.name.removeprefix("models--").replace("--", "/")
     cache = ["--revision", root.name, "--cache-dir", str(repository.parent)]
-    return shlex.join(["hf", "download", name, *cache, *again])
+    return shlex.join(["hf", "download", name, *more, *cache])

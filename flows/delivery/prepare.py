@@ -73,7 +73,7 @@ def _prepare(composed: Composed) -> Delivery:
     if base is not None:
         require_own_files(base)
         if settings["check_base"]:
-            require_base(base)
+            require_base(base, whole=not settings["plan"])
     reports = examine(
         [source.root for source in sources],
         base if given.kind != "model" else None,

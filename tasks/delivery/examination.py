@@ -52,20 +52,25 @@ def examine(
     return reports
 
 
-def base_errors(base: Path, *, values: bool) -> Report:
+READ = 2 << 30
+"""Most bytes of a base whose weights are read for a plan, or before training."""
+
+
+def base_errors(base: Path, *, whole: bool = False) -> Report:
     """Return the audit of a base, with only the errors that make it unusable as one.
 
     Args:
         base: its folder.
-        values: True to read all weights, and to hash those of a hub cache.
+        whole: True to read the weights, and hash those of a hub cache, above `READ`, too.
     """
-    report = audit(base, values=values)
+    nbytes = sum(file.stat().st_size for file in base.glob("*.safetensors"))
+    report = audit(base, values=whole or nbytes <= READ)
     return replace(report, findings=tuple(_blocking(report, check_base=True)))
 
 
-def require_base(base: Path) -> None:
-    """Raise ConfigError if the base itself is broken; its weights are read."""
-    report = base_errors(base, values=True)
+def require_base(base: Path, *, whole: bool) -> None:
+    """Raise ConfigError if the base itself is broken; arguments as for `base_errors`."""
+    report = base_errors(base, whole=whole)
     if report.findings:
         raise refused([report], key="base", hint=report.command)
 

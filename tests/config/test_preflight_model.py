@@ -17,7 +17,7 @@ from tests.tiny import tiny
 
 
 def folder(path: Path, config: dict[str, Any]) -> Path:
-    """Return a model folder whose headers name one tensor."""
+    """Return a model folder with one tensor, 1.0 and more."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
     (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}}))
@@ -25,7 +25,7 @@ def folder(path: Path, config: dict[str, Any]) -> Path:
         "model.embed_tokens.weight": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}
     }
     header = json.dumps(entry).encode()
-    weights = struct.pack("<Q", len(header)) + header + bytes(12)
+    weights = struct.pack("<Q", len(header)) + header + struct.pack("<6H", *range(16256, 16262))
     (path / "model.safetensors").write_bytes(weights)
     return path
 

@@ -29,8 +29,6 @@ from tasks.weights.tokens.tokenizer import token_ids
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-READ = 2 << 30
-"""Most bytes of weights that are read before a run."""
 ALL_LINEAR = "all-linear"
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM 0.32 has CPU kernels for (`CPUAttentionBackend`)."""
@@ -145,8 +143,7 @@ def usable(model: Mapping[str, Any], known: Known) -> list[Finding]:
 
 @cache
 def _audited(folder: Path, _: str) -> list[Finding]:
-    nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    report = base_errors(folder, values=nbytes <= READ)
+    report = base_errors(folder)
     return [
         Finding(
             "model.path", f"{report.source}: {error.code} {error.where}: {error.found}",

@@ -18,7 +18,7 @@ from typing import Any
 
 TEXTS = (
     "The capital of France is Paris.", "What is 650 + 84 * 1823 - 2023?", "3.14159, 1,000,000",
-    " a leading blank", "a  b   c    d", "trailing  ", "one\ntwo\n\nthree\n\n\n", "\ta\t\tb\r\nc",
+    "a  b   c    d", "trailing  ", "one\ntwo\n\nthree\n\n\n", "\ta\t\tb\r\nc",
     "caf\u00e9 na\u00efve fa\u00e7ade \u00fcber \u00c5ngstr\u00f6m", "e\u0301 \u00e9",
     "\u4eca\u65e5\u306f\u3044\u3044\u5929\u6c17 \u4eba\u5de5\u667a\u80fd \ud55c\uad6d\uc5b4",
     "\u041f\u0440\u0438\u0432\u0435\u0442, \u043c\u0438\u0440! \u0645\u0631\u062d\u0628\u0627",
@@ -30,6 +30,7 @@ TEXTS = (
     "\ufb01ne \u2460 \uff21", "antidisestablishmentarianism",
 )  # fmt: skip
 """Digits, runs of blanks, newlines, tabs, accents, scripts, emoji, code, a leading blank."""
+_LEADING = (" a leading blank", "  two of them")
 _MOST_SPECIAL = 64
 _WAIT_S = 300.0
 _ONLY = ("PATH", "LD_LIBRARY_PATH", "LANG", "HOME", "TMPDIR")
@@ -37,11 +38,17 @@ Encode = Callable[[str], Sequence[int]]
 
 
 def texts_of(special: Iterable[str], prompts: Iterable[str] = ()) -> Iterator[str]:
-    """Yield the texts to compare: `TEXTS`, every special token inside a text, and prompts."""
+    """Yield texts to compare: `TEXTS`, special tokens in a text, prompts, leading blanks."""
     yield from TEXTS
     for token in list(special)[:_MOST_SPECIAL]:
         yield f"Say {token}it 12 {token}\n on"
     yield from prompts
+    yield from _LEADING
+
+
+def is_leading(reason: str) -> bool:
+    """Return True if only texts that begin with a blank differ: prompts do not."""
+    return reason.startswith(tuple(repr(text) for text in _LEADING))
 
 
 def difference(truth: Encode, other: Encode, texts: Iterable[str]) -> str:

@@ -19,9 +19,14 @@ from tasks.audit.catalogue.text import TokenIds
 from tasks.audit.checks.text.tokens import SETTINGS, TOKENIZER
 from tasks.audit.finding import Finding, Severity
 from tasks.audit.source import Source
-from tasks.weights.tokens.prove_ids import misread_as
+from tasks.weights.tokens.prove_ids import is_leading, misread_as
 
 _READER = "TokenizersBackend"
+_NO_CLASS = (
+    "no class helps: transformers 5 builds the tokenizer of every {!r} itself. If training read "
+    "tokenizer.json as it is, serve it with an engine that does, e.g. transformers 4; else save "
+    "the tokenizer again with the transformers of the training, which writes the steps it used"
+)
 
 
 def check(source: Source) -> Iterator[Finding]:
@@ -41,13 +46,16 @@ def _misread(source: Source, built: Mapping[str, Any]) -> Iterator[Finding]:
         return
     known, severity = find_spec("tokenizers") is not None, None
     reason = misread_as(source.folder.root, built) if known else "its steps are not the class's"
-    if not known:
-        severity = Severity.WARNING  # other steps may make the same ids
+    if not known or is_leading(reason):
+        severity = Severity.WARNING  # other steps may make the same ids; prompts have the same
     if reason:
         name = str(source.config(SETTINGS).get("tokenizer_class"))
+        kind = str(source.config().get("model_type"))
+        always = kind in _table()["not_of_config"]
         yield TokenIds.TOKENIZER_MISREAD.at(
             SETTINGS, "tokenizer_class", found=f"{name!r}: {reason}",
             expected="'PreTrainedTokenizerFast', which reads tokenizer.json", severity=severity,
+            fix=_NO_CLASS.format(kind) if always else "",
         )  # fmt: skip
 
 
@@ -144,7 +152,7 @@ def _changes(ours: Mapping[str, Any], theirs: Mapping[str, Any], root: Path) -> 
         steps = {name: theirs.get(name) for name in ("normalizer", "pre_tokenizer")}
         options = {key: value for key, value in base.items() if key not in ("vocab", "merges")}
         reason = misread_as(root, {**steps, "model": options})
-        if reason:
+        if reason and not is_leading(reason):
             names = [n for n, step in _parts(ours).items() if step != _parts(theirs)[n]]
             yield f"another {' and '.join(names)}, by the base's {reason}"
     if _kinds(ours.get("decoder")) != _kinds(theirs.get("decoder")):

@@ -62,9 +62,9 @@ def _rebuilding() -> dict[str, type[Any]]:
 
 def _charsmap() -> bytes:
     import sentencepiece
-    from sentencepiece import sentencepiece_model_pb2
+    from sentencepiece import sentencepiece_model_pb2 as messages
 
-    model = sentencepiece_model_pb2.ModelProto()
+    model: Any = vars(messages)["ModelProto"]()
     rules = sentencepiece.SentencePieceNormalizer(rule_name="nmt_nfkc")
     model.ParseFromString(rules.serialized_model_proto())
     return bytes(model.normalizer_spec.precompiled_charsmap)

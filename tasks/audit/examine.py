@@ -25,7 +25,7 @@ from tasks.audit.checks import (
     zero,
 )
 from tasks.audit.checks.adapters import adapter, adapter_base, merge_proof, rounding
-from tasks.audit.checks.text import special_tokens, templates, vocabulary
+from tasks.audit.checks.text import special_tokens, templates, token_ids, vocabulary
 from tasks.audit.finding import Finding
 from tasks.audit.source import Source
 from tasks.core.errors import ArtifactError
@@ -44,6 +44,7 @@ CHECKS: Sequence[Check] = (
     adapter_base.check,
     witness.check,
     vocabulary.check,
+    token_ids.check,
     special_tokens.check,
     templates.check,
     architecture.check,

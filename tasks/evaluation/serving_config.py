@@ -16,6 +16,7 @@ from tasks.evaluation.trained_artifact import CONFIG, GENERATION_CONFIG, write_j
 from tasks.weights.files.reader import read_json
 from tasks.weights.plan.contracts import ModelFacts
 from tasks.weights.plan.operations import Plan
+from tasks.weights.tokens.prove_ids import is_leading, misread
 from tasks.weights.tokens.tokenizer import TokenizerFacts, read_tokenizer
 from tasks.weights.tokens.vocabulary import Vocabulary, vocabulary_of
 
@@ -97,6 +98,10 @@ def agreement(out: Path, wanted: ServingConfig, facts: ModelFacts, plan: Plan) -
     checks.append(
         _equal("config.json vocab_size", shapes[facts.embedding][0], text.get("vocab_size"))
     )
+    reason = misread(out)
+    found = reason or "the same"
+    ok = not reason or is_leading(reason)
+    checks.append(Check("token ids as loaded", "those of tokenizer.json", found, ok=ok))
     if wanted.tokenizer is not None:
         served = read_tokenizer(out)
         checks += _tokenizer_checks(wanted.tokenizer, served, required=wanted.template)

@@ -1,6 +1,7 @@
 """Train the toy tokenizer: byte-level BPE with ChatML special tokens.
 
-Every byte is a token, so any text can be encoded. Digits are single tokens.
+Every byte is a token, so any text can be encoded. Digits are single tokens. The toy is a Qwen2,
+whose tokenizer transformers builds itself, so tokenizer.json has the steps that it builds.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ def train_tokenizer(texts: Iterable[str], *, context: int) -> PreTrainedTokenize
         texts: texts to learn merges from, without chat markup.
         context: context length of the model, in tokens.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -49,6 +51,13 @@ def train_tokenizer(texts: Iterable[str], *, context: int) -> PreTrainedTokenize
     )
     roles = ("system", "user", "assistant")
     core.train_from_iterator((f"{role} {text}" for text in texts for role in roles), trainer)
+    core.normalizer = normalizers.NFC()
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token=END,

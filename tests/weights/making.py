@@ -60,12 +60,13 @@ def small_config(family: str) -> Any:
 
 def save_tokenizer(folder: Path) -> None:
     """Save a byte-level tokenizer with chat markup."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *alphabet])}
     core = Tokenizer(models.BPE(vocabulary, []))
+    core.normalizer = normalizers.NFC()  # which transformers adds to every Qwen2
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(list(SPECIAL))

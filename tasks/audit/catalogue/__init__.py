@@ -25,6 +25,7 @@ SECTIONS: Sequence[type[Section]] = (
     witness.Records,
     text.Vocabulary,
     text.SpecialTokens,
+    text.TokenIds,
     text.Templates,
     model.Architecture,
     model.Quantisation,

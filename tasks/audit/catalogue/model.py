@@ -167,13 +167,13 @@ class Configuration(Section, heading="Configuration"):
         "vLLM PR #44158, vLLM PR #42624",
     )
     TOKENIZER_CLASS = warning(
-        "A tokenizer class that transformers 4 does not have",
-        "'Tokenizer class TokenizersBackend does not exist or is not currently imported': "
-        "transformers 5 writes that class for tokenizers of any family, and older versions cannot "
-        "load it",
-        "name the family's class, or PreTrainedTokenizerFast: python flows/audit.py source=DIR "
-        "fix=true out_dir=<folder>",
-        "LLaMA-Factory #10310, minimind #578, QwenPaw #3084",
+        "Tokenizer settings that transformers 4 does not load",
+        "'Tokenizer class TokenizersBackend does not exist or is not currently imported', or, for "
+        "extra_special_tokens as a list, \"'list' object has no attribute 'keys'\": transformers 5 "
+        "writes both, and older versions and servers built on them cannot load either",
+        "name PreTrainedTokenizerFast, and move the list to additional_special_tokens: python "
+        "flows/audit.py source=DIR fix=true out_dir=<folder>",
+        "LLaMA-Factory #10310, minimind #578, QwenPaw #3084, ms-swift #8186, mlx-lm #661",
     )
     PROCESSOR_MISSING = warning(
         "A multimodal model without a processor configuration",

@@ -109,7 +109,34 @@ class SpecialTokens(Section, heading="Special tokens and EOS"):
     )
 
 
+class TokenIds(Section, heading="Token ids"):
+    TOKENIZER_MISREAD = error(
+        "A tokenizer class that reads tokenizer.json wrongly",
+        "transformers 5, and vLLM with it, rebuilds the pipeline of this class and takes only the "
+        "vocabulary from tokenizer.json: texts become other ids than in training, DeepSeek's "
+        "models lose all blanks, and nothing says so",
+        "name PreTrainedTokenizerFast, which reads the file as it is: python flows/audit.py "
+        "source=DIR fix=true out_dir=<folder>",
+        "transformers #45488, transformers #48206, vLLM PR #48482, TensorRT-LLM PR #13924, "
+        "open-instruct #1896",
+    )
+    TOKENIZER_NOT_OF_BASE = error(
+        "A tokenizer that splits or numbers texts otherwise than the base's",
+        "the embedding's rows were trained for the base's ids: another vocabulary, merges, "
+        "normalizer, pre-tokenizer or decoder gives the model texts that it does not know",
+        "copy tokenizer.json of the base, with the tokens that training added; or give the base "
+        "that the tokenizer belongs to",
+        "transformers #45488",
+    )
+
+
 class Templates(Section, heading="Chat templates"):
+    TEMPLATE_MARK = error(
+        "A chat template that begins with a byte-order mark",
+        "every prompt begins with U+FEFF, a token that no training prompt had",
+        "save the template as UTF-8 without the mark: sed -i '1s/^\\xEF\\xBB\\xBF//' "
+        "chat_template.jinja",
+    )
     TEMPLATE_MISSING = warning(
         "No chat template",
         "vLLM's chat endpoint and apply_chat_template refuse: 'default chat template is no longer "

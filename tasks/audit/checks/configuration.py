@@ -70,10 +70,19 @@ def check(source: Source) -> Iterator[Finding]:
 
 
 def _tokenizer_class(source: Source) -> Iterator[Finding]:
-    if source.config(SETTINGS).get("tokenizer_class") == NEW_TOKENIZER:
+    """Report the two things that transformers 5 writes and 4 does not load, as one finding."""
+    settings = source.config(SETTINGS)
+    more = settings.get("extra_special_tokens")
+    new = {
+        "tokenizer_class": repr(NEW_TOKENIZER) * (settings.get("tokenizer_class") == NEW_TOKENIZER),
+        "extra_special_tokens": f"a list of {len(more)}" * bool(more) if isinstance(more, list)
+        else "",
+    }  # fmt: skip
+    names = [name for name, value in new.items() if value]
+    if names:
         yield Configuration.TOKENIZER_CLASS.at(
-            SETTINGS, "tokenizer_class", found=repr(NEW_TOKENIZER),
-            expected=f"the family's class, or {GENERIC_TOKENIZER!r}",
+            SETTINGS, names, found="; ".join(new[name] for name in names),
+            expected=f"{GENERIC_TOKENIZER!r}; the list as additional_special_tokens",
         )  # fmt: skip
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tasks.audit.catalogue.model import Configuration
+from tasks.audit.catalogue.text import TokenIds
 from tasks.audit.checks.configuration import (
     COMPUTE,
     GENERIC_TOKENIZER,
-    NEW_TOKENIZER,
     old_rope,
 )
 from tasks.audit.checks.text.special_tokens import GENERATION
@@ -34,7 +34,7 @@ def align_documents(draft: Draft, findings: Iterable[Finding]) -> None:
     """Repair the JSON files that findings complain about, and nothing else."""
     findings = list(findings)
     codes = {finding.code for finding in findings}
-    if Configuration.TOKENIZER_CLASS.code in codes:
+    if codes & {Configuration.TOKENIZER_CLASS.code, TokenIds.TOKENIZER_MISREAD.code}:
         _name_tokenizer(draft)
     if draft.source.is_model:
         _take_settings(draft, {finding.tensor for finding in findings if finding.code in _SETTINGS})
@@ -45,16 +45,16 @@ def align_documents(draft: Draft, findings: Iterable[Finding]) -> None:
 
 
 def _name_tokenizer(draft: Draft) -> None:
-    """Name a tokenizer class that transformers 4 has too: the base's, else the generic one."""
-    source = draft.source
-    base = source.base.config(SETTINGS).get("tokenizer_class") if source.base is not None else None
-    name = base if isinstance(base, str) and base != NEW_TOKENIZER else GENERIC_TOKENIZER
-    if TOKENIZER in source.folder.files:
-        draft.edit(SETTINGS, tokenizer_class=name)
-        more = draft.documents[SETTINGS].get("extra_special_tokens")
-        if isinstance(more, list):  # transformers 4 takes a mapping there, and has another key
-            draft.edit(SETTINGS, extra_special_tokens={}, additional_special_tokens=more)
-        draft.done.append(f"{SETTINGS}: tokenizer_class {name}")
+    """Name the class that every version has and that reads tokenizer.json as it is."""
+    if TOKENIZER not in draft.source.folder.files:
+        return
+    draft.edit(SETTINGS, tokenizer_class=GENERIC_TOKENIZER)
+    more = draft.documents[SETTINGS].get("extra_special_tokens")
+    if isinstance(more, list):  # transformers 4 takes a mapping there, and has another key
+        draft.edit(SETTINGS, additional_special_tokens=more)
+        del draft.documents[SETTINGS]["extra_special_tokens"]
+        draft.done.append(f"{SETTINGS}: extra_special_tokens as additional_special_tokens")
+    draft.done.append(f"{SETTINGS}: tokenizer_class {GENERIC_TOKENIZER}")
 
 
 def _take_settings(draft: Draft, names: set[str]) -> None:

@@ -113,6 +113,7 @@ def findings(
         *machine.smoke_engine(smoke["engine"], installed, is_reward=objective_ == "reward"),
         *ranges.divides(train),
         *model.vocabulary(folder, rows),
+        *(model.token_ids_as_loaded(folder) if model_["path"] else ()),
         *model.quantised(kind, known),
         *model.usable(model_, known),
         *adapter.widths(kind, known.config, gpu=gpu),

@@ -15,6 +15,7 @@ from tasks.config.defaults import ONLINE
 from tasks.core.errors import ArtifactError
 from tasks.core.finding import Finding
 from tasks.core.hub import hub_config
+from tasks.core.terminal import typed
 from tasks.delivery.examination import base_errors
 from tasks.delivery.plan.identity import folder_identity
 from tasks.toy.shape import CONTEXT, SHAPE
@@ -25,7 +26,8 @@ from tasks.weights.files.folder import CONFIG, inspect_checkpoint
 from tasks.weights.files.header import read_header
 from tasks.weights.files.side_files import foreign_entries
 from tasks.weights.quantized.config_fields import is_packed, stored
-from tasks.weights.tokens.tokenizer import token_ids
+from tasks.weights.tokens.prove_ids import is_leading, misread
+from tasks.weights.tokens.tokenizer import template_of, token_ids
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -323,6 +325,32 @@ def vocabulary(folder: Path, rows: int | None) -> list[Finding]:
     if not findings and highest >= rows:
         value = f"the tokenizer has ids up to {highest}, the embedding {rows} rows"
         findings.append(_without_row(value))
+    return findings
+
+
+def token_ids_as_loaded(folder: Path) -> list[Finding]:
+    """Refuse a base whose tokenizer.json transformers misreads: it would train on such ids.
+
+    Args:
+        folder: of the base; one without `tokenizer.json` is accepted.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        return []
+    findings = []
+    if template_of(folder).startswith("\ufeff"):
+        allowed = "every prompt would begin with U+FEFF"
+        mend = f"model.path=<a copy; {typed('source', folder)} in flows/audit.py tells how>"
+        findings.append(Finding("model.path", f"{folder}: byte-order mark", allowed, mend))
+    reason = misread(folder)
+    if reason:
+        repair = f"python flows/audit.py {typed('source', folder)} fix=true out_dir=<a new folder>"
+        value = f"the tokenizer is misread: {reason}"
+        allowed = "the ids of tokenizer.json, which the base was trained on"
+        findings.append(
+            Finding("model.path", value, allowed, repair, "warning")
+            if is_leading(reason)
+            else Finding("model.path", value, allowed, repair)
+        )
     return findings
 
 

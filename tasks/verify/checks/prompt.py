@@ -7,6 +7,8 @@ tokens      texts as the server's tokeniser splits them, and back
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
 from tasks.core.terminal import plain
 from tasks.verify.answers import Answers
@@ -14,6 +16,7 @@ from tasks.verify.check import Cause, Check
 from tasks.verify.checks.differences import Difference, difference
 from tasks.verify.reference import Probe, Reference
 from tasks.verify.servers.server import Server, ServerError, UnsupportedError
+from tasks.weights.tokens import prove_ids
 from tasks.witness.plumbline_witness.probes import LIMIT
 
 
@@ -126,7 +129,23 @@ def tokens(answers: Answers, model: str, base: str | None) -> Check:
         except UnsupportedError:
             continue
     measured = {"texts": len(texts), "unchanged": unchanged}
+    if reason := _misread(server, model, reference.folder):
+        return Check("tokens", "fault", reason, measured, causes=(_MISREAD,))
     return Check("tokens", "ok", f"{len(texts)} texts, the same tokens", measured)
+
+
+def _misread(server: Server, model: str, folder: Path) -> str:
+    """Return how the server's ids differ from tokenizer.json, which training may have misread."""
+    path = folder / "tokenizer.json"
+    if not path.is_file() or find_spec("tokenizers") is None:
+        return ""
+    from tokenizers import Tokenizer
+
+    truth = prove_ids.plain_encoder(Tokenizer.from_file(str(path)))
+    reason = prove_ids.difference(
+        truth, lambda text: server.tokenize(model, text, special=False), prove_ids.TEXTS
+    )
+    return f"by the server {reason}" if reason else ""
 
 
 def _special(reference: Reference, name: str) -> int | None:
@@ -157,6 +176,11 @@ _TOKENIZER = Cause(
     "tokenizer",
     "the server has the tokenizer of another model",
     "vllm serve --tokenizer <the folder of the training's tokenizer>",
+)
+_MISREAD = Cause(
+    "tokenizer-misread",
+    "the server's tokenizer class does not read tokenizer.json as it is",
+    "set tokenizer_class to PreTrainedTokenizerFast in tokenizer_config.json of the served folder",
 )
 _CAUSES = {
     cause.code: cause

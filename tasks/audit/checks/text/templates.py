@@ -20,6 +20,7 @@ from tasks.weights.tokens.render_template import (
 JINJA = "chat_template.jinja"
 _DOCUMENTS = (SETTINGS, "chat_template.json", "processor_config.json")
 _DEFAULT = "default"
+_MARK = "\ufeff"
 
 
 def check(source: Source) -> Iterator[Finding]:
@@ -31,6 +32,9 @@ def check(source: Source) -> Iterator[Finding]:
     if not places and has_tokenizer:
         yield Templates.TEMPLATE_MISSING.at("", found="no chat template", expected=JINJA)
     yield from _agree(places)
+    for place, text in places.items():
+        if text.startswith(_MARK):
+            yield Templates.TEMPLATE_MARK.at(place, found="begins with U+FEFF", expected="no mark")
     tokens = read_tokens(source.folder)
     for place, text in places.items():
         yield from _text(place, text, tokens)

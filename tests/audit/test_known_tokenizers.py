@@ -1,0 +1,141 @@
+"""`tasks/audit/known_tokenizers.json` agrees with the installed transformers.
+
+Update it with `REGENERATE=1 python -m pytest tests/audit/test_known_tokenizers.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import os
+import re
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tasks.audit
+
+KNOWN = Path(tasks.audit.__file__).with_name("known_tokenizers.json")
+_PARAMETERS = (
+    "add_prefix_space", "legacy", "do_lower_case", "tokenize_chinese_chars", "strip_accents",
+    "remove_space", "keep_accents", "split_by_punct",
+)  # fmt: skip
+"""Settings of tokenizer_config.json that change what a class builds."""
+_STUB = (
+    "<s>", "<pad>", "</s>", "<unk>", "[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]", "<mask>",
+    "<|endoftext|>", "a",
+)  # fmt: skip
+
+
+def _names() -> set[str]:
+    """Return the names of all tokenizer classes of transformers, by the text of its modules."""
+    import transformers
+    from transformers.models.auto import tokenization_auto as auto
+
+    names = set(filter(None, auto.TOKENIZER_MAPPING_NAMES.values()))
+    for path in (Path(transformers.__file__).parent / "models").glob("*/tokenization_*.py"):
+        text = path.read_text()
+        names |= set(re.findall(r"^class (\w+)\(", text, re.MULTILINE))
+        names |= set(re.findall(r"^(\w+Tokenizer\w*) = ", text, re.MULTILINE))
+    return names
+
+
+def _rebuilding() -> dict[str, type[Any]]:
+    """Return the classes that build their own pipeline and take only the vocabulary, by name."""
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+    from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+    found = {}
+    for name in sorted(_names()):
+        try:
+            made = tokenizer_class_from_name(name)
+        except Exception:
+            continue
+        fast = isinstance(made, type) and issubclass(made, TokenizersBackend)
+        if fast and made is not TokenizersBackend and "__init__" in made.__dict__:
+            found[name] = made
+    return found
+
+
+def _charsmap() -> bytes:
+    import sentencepiece
+    from sentencepiece import sentencepiece_model_pb2 as messages
+
+    model: Any = vars(messages)["ModelProto"]()
+    rules = sentencepiece.SentencePieceNormalizer(rule_name="nmt_nfkc")
+    model.ParseFromString(rules.serialized_model_proto())
+    return bytes(model.normalizer_spec.precompiled_charsmap)
+
+
+def _built(made: type[Any], settings: dict[str, bool], charsmap: bytes) -> dict[str, Any]:
+    """Return the pipeline that a class builds, without vocabulary and without the charsmap."""
+    kind = getattr(made.model, "__name__", None)
+    names = inspect.signature(made.__init__).parameters
+    more: dict[str, Any] = {"merges": []} if kind == "BPE" else {}
+    if "_spm_precompiled_charsmap" in names:
+        more["_spm_precompiled_charsmap"] = charsmap
+    scored = kind in ("Unigram", None)
+    vocabulary = [(text, 0.0) for text in _STUB] if scored else {t: i for i, t in enumerate(_STUB)}
+    tokenizer = made(vocab=vocabulary, **more, **settings)
+    document = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = {k: v for k, v in document["model"].items() if k not in ("vocab", "merges")}
+    steps = {step: _without_charsmap(document[step]) for step in ("normalizer", "pre_tokenizer")}
+    return {"model": model, **steps}
+
+
+def _without_charsmap(step: Any) -> Any:
+    if isinstance(step, dict):
+        if step.get("type") == "Precompiled":
+            return {"type": "Precompiled"}
+        return {key: _without_charsmap(value) for key, value in step.items()}
+    return [_without_charsmap(value) for value in step] if isinstance(step, list) else step
+
+
+def tokenizers_of_transformers() -> dict[str, Any]:
+    from transformers.models.auto import tokenization_auto as auto
+
+    pipelines: list[Any] = []
+    built: dict[str, dict[str, int]] = {}
+    classes, charsmap = _rebuilding(), _charsmap()
+    for made in classes.values():
+        if made.__name__ in built:
+            continue
+        variants: dict[str, int] = {}
+        names = [n for n in _PARAMETERS if n in inspect.signature(made.__init__).parameters]
+        for values in itertools.product((None, False, True), repeat=len(names)):
+            chosen = {n: v for n, v in zip(names, values, strict=True) if v is not None}
+            try:
+                pipeline = _built(made, chosen, charsmap)
+            except TypeError:  # two classes, of web pages and of Chinese words, need more
+                break
+            if pipeline not in pipelines:
+                pipelines.append(pipeline)
+            number = pipelines.index(pipeline)
+            if not chosen or number != variants[""]:
+                variants[json.dumps(chosen, sort_keys=True) if chosen else ""] = number
+        built[made.__name__] = variants
+    built = {name: variants for name, variants in built.items() if variants}
+    registered = {kind: name for kind, name in auto.TOKENIZER_MAPPING_NAMES.items() if name}
+    readers = {"TokenizersBackend", "MistralCommonBackend"}
+    return {
+        "version": version("transformers"),
+        "registered": {
+            kind: "TokenizersBackend" if name in readers else name.removesuffix("Fast")
+            for kind, name in sorted(registered.items())
+        },
+        "not_of_config": sorted(auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS),
+        "classes": {n: made.__name__ for n, made in classes.items() if made.__name__ in built},
+        "built": built,
+        "pipelines": pipelines,
+    }
+
+
+def test_the_table_agrees_with_the_installed_library() -> None:
+    installed = tokenizers_of_transformers()
+    if os.environ.get("REGENERATE"):
+        KNOWN.write_text(json.dumps(installed, indent=1, sort_keys=True) + "\n")
+        pytest.skip(f"wrote {KNOWN}")
+    assert json.loads(KNOWN.read_text()) == installed

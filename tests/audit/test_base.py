@@ -55,7 +55,7 @@ def test_blobs_are_hashed_with_values_and_only_then(tmp_path: Path) -> None:
     assert (errors(report), errors(report.of_base), report.ok) == (set(), {"BLOB_DIFFERS"}, False)
     assert f"source={snapshot} values=true" in report.text()
     with pytest.raises(ConfigError, match="BLOB_DIFFERS"):
-        require_base(snapshot)
+        require_base(snapshot, whole=True)
 
 
 @pytest.mark.parametrize("index", [True, False])
@@ -98,10 +98,10 @@ def bare(arrays: Arrays) -> Arrays:
     ],
 )
 def test_values_of_a_base(change: Callable[[Arrays], Arrays], code: str, tmp_path: Path) -> None:
-    require_base(make_model(tmp_path / "fine"))
+    require_base(make_model(tmp_path / "fine"), whole=True)
     broken = make_model(tmp_path / "broken", change(tensors()))
     with pytest.raises(ConfigError, match=code):
-        require_base(broken)
+        require_base(broken, whole=True)
 
 
 def test_norms_and_directions(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,11 @@ from tests.tiny import tiny
 
 
 def folder(path: Path, config: dict[str, Any]) -> Path:
-    """Return a model folder with one tensor, 1.0 and more."""
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(config))
+    """Return the folder of a model of this configuration, initialised at random."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(path)
     (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}}))
-    entry = {
-        "model.embed_tokens.weight": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}
-    }
-    header = json.dumps(entry).encode()
-    weights = struct.pack("<Q", len(header)) + header + struct.pack("<6H", *range(16256, 16262))
-    (path / "model.safetensors").write_bytes(weights)
     return path
 
 

@@ -12,7 +12,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from hydra._internal.utils import get_args_parser
 
@@ -98,7 +98,7 @@ def read(words: Sequence[str], names: Vocabulary) -> Arguments:
         raise config_error([*problems, *wrong])
     # One override, so that a worker that gets the overrides finds all folders too.
     arguments.overrides += [f"{_SEARCHED}=[{','.join(searched)}]"] if searched else []
-    arguments.overrides += overrides
+    arguments.overrides += [_existing_path(override, names) for override in overrides]
     known.check(arguments.flags)
     return arguments
 
@@ -210,6 +210,21 @@ def _without_equals(words: Sequence[str], names: Vocabulary) -> tuple[list[str],
         pairs = zip(free, folders, strict=False)
         overrides = [*(f"{key}={quoted(folder)}" for key, folder in pairs), *overrides]
     return overrides, problems
+
+
+def _existing_path(override: str, names: Vocabulary) -> str:
+    """Quote the value of a text setting if it exists as a path, or is a new entry of a folder."""
+    key, _, value = override.partition("=")
+    kind = names.type_at(key.lstrip("+"))
+    is_text = kind is str or str in get_args(kind)
+    if not is_text or value in ("", "null", "-") or value[0] in "'\"" or "${" in value:
+        return override
+    path = Path(value).expanduser()
+    try:
+        is_path = path.exists() or (key in ("out", "out_dir") and path.parent.is_dir())
+    except (OSError, ValueError):  # too long, or a null byte
+        return override
+    return f"{key}={quoted(value)}" if is_path else override
 
 
 def _is_override(word: str) -> bool:

@@ -61,10 +61,12 @@ class Folder:
     Attributes:
         root: path of the folder.
         wrong: reason by name for each file that exists and is unusable; filled when files are read.
+        twice: duplicate key by name of the file; loaders keep its last value.
     """
 
     root: Path
     wrong: dict[str, str] = field(default_factory=dict)
+    twice: dict[str, str] = field(default_factory=dict)
     _documents: dict[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)
     _texts: dict[str, str] = field(default_factory=dict, repr=False)
     _listing: Listing | None = field(default=None, repr=False)
@@ -114,6 +116,10 @@ class Folder:
         except ValueError as error:
             self.wrong[name] = f"not JSON: {error}"
             return {}
+        try:
+            parse_json(raw, unique=True)
+        except ValueError as error:
+            self.twice[name] = str(error)
         if not isinstance(document, dict):
             self.wrong[name] = f"a JSON {type(document).__name__}, not an object"
             return {}

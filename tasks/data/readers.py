@@ -10,12 +10,14 @@ from __future__ import annotations
 import csv
 import difflib
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import DataError
+from tasks.weights.files.documents import once
 
 FILE_KINDS = ("jsonl", "csv", "parquet")
 HUB = "hub"
@@ -51,7 +53,10 @@ def read_rows(kind: str, source: str, *, split: str = "train") -> Iterator[Row]:
             f"data.kind={kind} is not known",
             hint=f"data.kind is one of toy, {', '.join([*FILE_KINDS, HUB])}",
         )
-    return _guarded(readers[kind](existing_file(source)), source)
+    file = existing_file(source)
+    if kind != "parquet":
+        _refuse_utf16(file)
+    return _guarded(readers[kind](file), source)
 
 
 def existing_file(path: str | Path, *, key: str = "data.path") -> Path:
@@ -88,6 +93,23 @@ def _guarded(rows: Iterator[Row], path: str) -> Iterator[Row]:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
+def _refuse_utf16(path: Path) -> None:
+    """Raise DataError for a file in UTF-16, as PowerShell and Excel write it."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(64)
+    except OSError:  # reported by `_guarded`
+        return
+    marked = start.startswith((b"\xff\xfe", b"\xfe\xff"))
+    halves = {start[0::2].strip(b"\0"), start[1::2].strip(b"\0")}  # ASCII in UTF-16 without a mark
+    if not marked and (len(start) < 4 or b"" not in halves or halves == {b""}):
+        return
+    name = "UTF-16" if marked else "UTF-16LE" if start[1:2] == b"\0" else "UTF-16BE"
+    new = path.with_name(f"{path.stem}.utf8{path.suffix}")
+    command = f"iconv -f {name} -t UTF-8 {shlex.quote(str(path))} > {shlex.quote(str(new))}"
+    raise DataError(f"{path}: {name}, not UTF-8", hint=command)
+
+
 def _jsonl_rows(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
         if path.suffix == ".json" and file.read(64).removeprefix(_BOM).lstrip()[:1] == b"[":
@@ -103,7 +125,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
 def _json_array(path: Path) -> Iterator[Row]:
     """Yield the rows of a file that is one JSON array; the whole file is in memory."""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+        rows = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: invalid JSON: {error}") from error
     for number, values in enumerate(rows, start=1):
@@ -118,7 +140,7 @@ def _json_row(place: str, line: bytes) -> Row:
     except UnicodeDecodeError as error:
         return Row(place, {}, _not_utf8(error))
     try:
-        values = json.loads(text.rstrip("\r\n"))
+        values = json.loads(text.rstrip("\r\n"), object_pairs_hook=once)
     except json.JSONDecodeError as error:
         return Row(place, {}, f"invalid JSON: {error.msg} at column {error.colno}")
     except (ValueError, RecursionError) as error:
@@ -133,7 +155,9 @@ def _csv_rows(path: Path) -> Iterator[Row]:
     previous_limit = csv.field_size_limit(LONGEST_FIELD)
     try:
         with path.open("rb") as file:
-            reader = csv.reader(_decoded(file, undecodable), strict=True)
+            separator = _separator(file.readline())
+            file.seek(0)
+            reader = csv.reader(_decoded(file, undecodable), strict=True, delimiter=separator)
             header: list[str] | None = None
             last = 0
             while True:
@@ -158,6 +182,12 @@ def _csv_rows(path: Path) -> Iterator[Row]:
                     yield Row(place, dict(zip(header, fields, strict=True)))
     finally:
         csv.field_size_limit(previous_limit)
+
+
+def _separator(header: bytes) -> str:
+    """Return `;` or a tab if it alone separates the header, as in Excel's files; else a comma."""
+    found = [mark for mark in ",;\t" if mark.encode() in header]
+    return found[0] if len(found) == 1 else ","
 
 
 def _csv_header(path: Path, fields: list[str], problem: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pyarrow
@@ -155,5 +156,36 @@ def test_any_bytes_give_one_row_a_line_that_is_not_blank(
     path.write_bytes(content)
     text = content.removeprefix(b"\xef\xbb\xbf")
     lines = [n for n, line in enumerate(text.split(b"\n"), start=1) if line.strip()]
-    places = [int(row.place.partition(":")[2]) for row in read_rows("jsonl", str(path))]
+    try:
+        places = [int(row.place.partition(":")[2]) for row in read_rows("jsonl", str(path))]
+    except DataError:  # UTF-16 has no lines of UTF-8
+        assert content[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in content
+        return
     assert places == lines
+
+
+def test_a_key_twice_is_the_problem_of_its_line(tmp_path: Path) -> None:
+    path = _write(tmp_path / "x.jsonl", b'{"a": 1}\n{"b": [{"a": 1, "a": 2}]}\n')
+    first, second = read_rows("jsonl", path)
+    assert first.problem == ""
+    assert second.place == "x.jsonl:2"
+    assert "duplicate key a" in second.problem
+
+
+@pytest.mark.parametrize("mark", [";", "\t"])
+def test_a_separator_that_alone_divides_the_header_is_read(tmp_path: Path, mark: str) -> None:
+    text = f"\ufeffprompt{mark}response\r\nhi, you{mark}yes, me\r\n"
+    path = _write(tmp_path / "x.csv", text.encode())
+    assert [row.values for row in read_rows("csv", path)] == [
+        {"prompt": "hi, you", "response": "yes, me"}
+    ]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_the_command_for_utf16_makes_a_readable_file(tmp_path: Path, encoding: str) -> None:
+    path = _write(tmp_path / "a b.jsonl", '{"a": "\u00e9"}\n'.encode(encoding))
+    with pytest.raises(DataError) as error:
+        read_rows("jsonl", path)
+    subprocess.run(error.value.hint, shell=True, check=True)
+    (row,) = read_rows("jsonl", str(tmp_path / "a b.utf8.jsonl"))
+    assert row.values == {"a": "\u00e9"}

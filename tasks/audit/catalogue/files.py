@@ -31,6 +31,11 @@ class Folders(Section, heading="The folder and its documents"):
         "transformers and vLLM stop with a JSONDecodeError; an interrupted copy looks like this",
         "copy the file again from its origin",
     )
+    JSON_KEY_TWICE = warning(
+        "A key twice in one object of a JSON file",
+        "loaders keep the last value without a word; whoever reads the file may see the first",
+        "delete the line with the value that is not meant",
+    )
     ODD_ENTRY = warning(
         "A broken link, a link to a folder, or folders nested too deep among the files",
         "a loader that opens it fails; the audit did not open it",

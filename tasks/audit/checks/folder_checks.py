@@ -52,6 +52,8 @@ def check(source: Source) -> Iterator[Finding]:
     source.folder.text(_TEMPLATE)
     yield from _tokenizer(source)
     index = index_of(source.weights.single)
+    for name, found in source.folder.twice.items():
+        yield Folders.JSON_KEY_TWICE.at(name, found=found, expected="every key once")
     for name, reason in source.folder.wrong.items():
         if name != index:
             yield Folders.JSON_UNREADABLE.at(name, found=reason, expected="a valid file")

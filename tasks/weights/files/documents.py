@@ -148,12 +148,13 @@ def parse_json(text: bytes, *, unique: bool = False) -> Any:
     if count > MAX_VALUES:
         raise ValueError(f"about {count} values, at most {MAX_VALUES} are read")
     try:
-        return json.loads(text.decode(), object_pairs_hook=_once if unique else None)
+        return json.loads(text.decode(), object_pairs_hook=once if unique else None)
     except RecursionError as error:
         raise ValueError("nested too deep") from error
 
 
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return the members of a JSON object. Raises ValueError for a duplicate key."""
     values = dict(pairs)
     if len(values) != len(pairs):
         seen: set[str] = set()

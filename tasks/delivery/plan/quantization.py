@@ -2,8 +2,9 @@
 
 LoRA trains on the base as it is stored, QLoRA on the base after a round trip through 4 bits. An
 adapter does not record which. The decision comes from, in this order: the setting, a base that is
-itself stored in 4 bits or fp8, the record of our own training, the trainer's files (`evidence`). Without
-any of them the adapter is refused, because the wrong base gives a worse model, which no check sees.
+itself stored in 4 bits or fp8, the record of our own training, the trainer's files (`evidence`).
+Without any of them the adapter is refused, because the wrong base gives a worse model, which no
+check sees.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def in_files(plan: Plan, target: Target, source: Source, *, cast: bool = True) -
 
 
 def require_plain(folder: Path, key: str) -> dict[str, Any]:
-    """Return the config.json of a model; for bitsandbytes' 4 bits and fp8, that of the decoded model.
+    """Return the config.json of a model; for 4 bits and fp8, that of the decoded model.
 
     Args:
         folder: folder of the model.

@@ -160,8 +160,8 @@ class Adapters(Section, heading="Adapters, their configuration and their base"):
     BASE_QUANTISED = error(
         "A base whose quantised weights cannot be decoded",
         "the adapter can neither be merged into such weights nor compared with them",
-        "take the unquantised model that it was made from: python flows/audit.py source=DIR "
-        "base=ORIGINAL",
+        "take the unquantised model that it was made from: python flows/deliver.py source=DIR "
+        "base=ORIGINAL out=OUT",
         "ms-swift #7907, LLaMA-Factory #10328",
     )
 

@@ -131,11 +131,14 @@ def _fp8(base: Path, mode: str, how: str, evidence: tuple[Evidence, ...]) -> Bas
     """Choose for a base whose only weights are in fp8: decoded, they are the base as stored."""
     other = [item for item in evidence if item.held is not Held.FULL]
     if mode == DEQUANTIZED or (other and mode != ORIGINAL):
-        was = f"the adapter was trained on the base {other[0].held.value} ({other[0]})"
+        why = (
+            f"the adapter was trained on the base {other[0].held.value} ({other[0]})"
+            if other
+            else ("merge.base=dequantized is for a base that training held in 4 bits")
+        )
         raise ConfigError(
-            f"base={base} is stored in 8 bits ({how}), "
-            + (was if other else "which 4 bits would only make worse: merge.base=dequantized"),
-            hint=f"{remedy(base)}; merge.base=original takes this one, decoded exactly",
+            f"base={base} is stored in 8 bits ({how}), and {why}",
+            hint=f"{remedy(base)}; or merge.base=original, which takes this one, decoded exactly",
         )
     return BaseChoice(ORIGINAL, None, f"{base} is stored in 8 bits ({how})", evidence=evidence)
 

@@ -1,4 +1,4 @@
-"""Open a base stored in 4 bits or fp8 as if it were an ordinary one: decoded shapes and dtypes by key."""
+"""Open a base stored in 4 bits or fp8 as if it were plain: decoded shapes and dtypes by key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bases in fp8: decoded bit for bit, here and for the reference, and refused if scales do not fit."""
+"""Bases in fp8: decoded bit for bit, also for the reference; refused if scales do not fit."""
 
 from __future__ import annotations
 

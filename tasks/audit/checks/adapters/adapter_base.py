@@ -139,12 +139,12 @@ def _undecodable(base: Source) -> Iterator[Finding]:
     config, root = base.config(), base.folder.root
     refused = refusal(config, root)
     findings = [refused.text] if refused else []
-    if refused is None and any(t.dtype == DTYPE for t in base.tensors.values()):
+    in_fp8 = is_fp8(config) or any(tensor.dtype == DTYPE for tensor in base.tensors.values())
+    if refused is None and in_fp8 and base.weights.is_whole:
         findings = fp8_findings(base.tensors, config)
     if findings:
-        yield Adapters.BASE_QUANTISED.at(
-            "", findings, found=f"{root}: {first_and_more(findings)}", expected=remedy(root)
-        )
+        found = f"{root}: {first_and_more(findings)}"
+        yield Adapters.BASE_QUANTISED.at("", found=found, expected=remedy(root))
 
 
 def _text_names(keys: AdapterKeys, base: Source) -> Iterator[Finding]:

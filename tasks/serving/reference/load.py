@@ -30,6 +30,7 @@ def load_model(
     attn_implementation: str = "sdpa",
     weighted: Mapping[str, float] | None = None,
     device_map: Any = None,
+    as_stored: bool = False,
 ) -> Any:
     """Load a causal language model in eval mode, from local files only.
 
@@ -41,6 +42,7 @@ def load_model(
         attn_implementation: as in transformers.
         weighted: several adapters instead of `adapter`: the weight of each one's change, by folder.
         device_map: as in transformers, see `placement`.
+        as_stored: as in `from_folder`.
 
     Raises:
         ArtifactError: a folder is missing, unreadable or incomplete, or has tensors that the model
@@ -53,6 +55,7 @@ def load_model(
         attn_implementation=attn_implementation,
         quantization=quantization,
         device_map=device_map,
+        as_stored=as_stored,
     )
     if weighted is None and adapter is not None:
         weighted = {str(adapter): 1.0}
@@ -68,6 +71,7 @@ def from_folder(
     quantization: Mapping[str, Any] | None = None,
     gaps: Collection[str] = (),
     device_map: Any = None,
+    as_stored: bool = False,
     **extra: Any,
 ) -> Any:
     """Load a model from local files and check that all its tensors are there.
@@ -80,6 +84,7 @@ def from_folder(
         quantization: as in `load_model`.
         gaps: tensors that may be missing in the files or left over.
         device_map: as in transformers, see `placement`.
+        as_stored: True to let transformers read fp8, which may quantise activations, too.
         extra: further arguments of `from_pretrained`.
 
     Raises:
@@ -95,8 +100,10 @@ def from_folder(
         extra["gguf_file"] = file.name
         extra["quantization_config"] = transformers.GgufConfig(dequantize=True)
     auto_class, where = getattr(transformers, auto), path
-    if (fp8 := _fp8_weights(path)) is not None:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    if not as_stored and (fp8 := _fp8_weights(path)) is not None:
+        config, extra = transformers.AutoConfig.from_pretrained(
+            path, local_files_only=True, return_unused_kwargs=True, **extra
+        )
         del config.quantization_config
         auto_class, where = auto_class._model_mapping[type(config)], None
         extra |= {"config": config, "state_dict": fp8}

@@ -239,6 +239,7 @@ def _load(side: Mapping[str, Any], is_reward: bool, notes: list[str]) -> Any:
         quantization=quantization,
         gaps=(SCORE, "lm_head.weight") if is_reward and weighted else (),
         device_map=placement(path, device, quantized=quantization is not None),
+        as_stored=not weighted,
         **extra,
     )
     if is_reward and model.config.get_text_config().pad_token_id is None:

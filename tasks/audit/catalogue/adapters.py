@@ -157,6 +157,13 @@ class Adapters(Section, heading="Adapters, their configuration and their base"):
         "merge into the dequantised 4-bit base: python flows/deliver.py source=DIR base=BASE_4BIT",
         "unsloth-zoo PR #810, peft #2321, peft #2105, peft #1043",
     )
+    BASE_QUANTISED = error(
+        "A base whose quantised weights cannot be decoded",
+        "the adapter can neither be merged into such weights nor compared with them",
+        "take the unquantised model that it was made from: python flows/deliver.py source=DIR "
+        "base=ORIGINAL out=OUT",
+        "ms-swift #7907, LLaMA-Factory #10328",
+    )
 
 
 _MERGE = "merge it before serving: python flows/deliver.py source=DIR base=BASE"

@@ -2,8 +2,9 @@
 
 LoRA trains on the base as it is stored, QLoRA on the base after a round trip through 4 bits. An
 adapter does not record which. The decision comes from, in this order: the setting, a base that is
-itself stored in 4 bits, the record of our own training, the trainer's files (`evidence`). Without
-any of them the adapter is refused, because the wrong base gives a worse model, which no check sees.
+itself stored in 4 bits or fp8, the record of our own training, the trainer's files (`evidence`).
+Without any of them the adapter is refused, because the wrong base gives a worse model, which no
+check sees.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tasks.delivery.plan.evidence import Evidence, Held, find_evidence
 from tasks.delivery.recognise import Given
 from tasks.delivery.recorded import training_record
 from tasks.weights.files.reader import read_json
-from tasks.weights.quantized.config_fields import is_packed
+from tasks.weights.quantized.config_fields import is_fp8, is_packed, remedy, stored
 
 ORIGINAL, DEQUANTIZED, COMPARE = "original", "dequantized", "compare"
 _MODES = {Held.FULL: ORIGINAL, Held.FOUR: DEQUANTIZED}
@@ -80,6 +81,8 @@ def choose_base(
     evidence = () if known or given.kind == "model" else find_evidence(given.root)
     if is_packed(config):
         return _packed(base, mode, evidence)
+    if base is not None and is_fp8(config):
+        return _fp8(base, mode, stored(config) or "", evidence)
     details = _quantization(merge, config)
     if known:
         mode = mode if mode in (ORIGINAL, DEQUANTIZED) else _mode_of(recorded)
@@ -122,6 +125,22 @@ def _packed(base: Path | None, mode: str, evidence: tuple[Evidence, ...]) -> Bas
             "same",
         )
     return BaseChoice(DEQUANTIZED, None, f"{base} is stored in 4 bits", evidence=evidence)
+
+
+def _fp8(base: Path, mode: str, how: str, evidence: tuple[Evidence, ...]) -> BaseChoice:
+    """Choose for a base whose only weights are in fp8: decoded, they are the base as stored."""
+    other = [item for item in evidence if item.held is not Held.FULL]
+    if mode == DEQUANTIZED or (other and mode != ORIGINAL):
+        why = (
+            f"the adapter was trained on the base {other[0].held.value} ({other[0]})"
+            if other
+            else ("merge.base=dequantized is for a base that training held in 4 bits")
+        )
+        raise ConfigError(
+            f"base={base} is stored in 8 bits ({how}), and {why}",
+            hint=f"{remedy(base)}; or merge.base=original, which takes this one, decoded exactly",
+        )
+    return BaseChoice(ORIGINAL, None, f"{base} is stored in 8 bits ({how})", evidence=evidence)
 
 
 def _by_evidence(

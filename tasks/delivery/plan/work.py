@@ -17,7 +17,7 @@ from tasks.weights.heads.detect import Found
 from tasks.weights.plan.contracts import ModelFacts
 from tasks.weights.plan.layout import with_output
 from tasks.weights.plan.operations import Plan
-from tasks.weights.quantized.config_fields import is_packed, stored, without_quantization
+from tasks.weights.quantized.config_fields import is_decodable, refusal, without_quantization
 from tasks.weights.quantized.source import PackedCheckpoint, decoding
 from tasks.weights.rounding import Rounding
 
@@ -122,7 +122,7 @@ def in_files(plan: Plan, target: Target, source: Source, *, cast: bool = True) -
 
 
 def require_plain(folder: Path, key: str) -> dict[str, Any]:
-    """Return the config.json of a model; for bitsandbytes' 4 bits, that of the decoded model.
+    """Return the config.json of a model; for 4 bits and fp8, that of the decoded model.
 
     Args:
         folder: folder of the model.
@@ -132,16 +132,11 @@ def require_plain(folder: Path, key: str) -> dict[str, Any]:
         ConfigError: the model is quantized in a way that cannot be decoded.
     """
     config = read_json(folder / "config.json")
-    if is_packed(config):
-        return without_quantization(config)
-    how = stored(config)
-    if how is not None:
-        raise ConfigError(
-            f"{key}={folder}: its weights are stored quantised ({how})",
-            hint=f"{key}=<the same model in bf16, fp16 or fp32>; merge.base=dequantized takes it "
-            "through 4 bits as training did",
-        )
-    return config
+    refused = refusal(config, folder)
+    if refused is not None:
+        hint = f"{key}={refused.remedy.removeprefix('base=')}"
+        raise ConfigError(f"{key}={folder}: {refused.text}", hint=hint)
+    return without_quantization(config) if is_decodable(config) else config
 
 
 def describe_plan(plan: Plan) -> Iterator[str]:

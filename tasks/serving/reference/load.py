@@ -10,7 +10,10 @@ from tasks.core.errors import ArtifactError
 from tasks.core.machine import available_memory
 from tasks.serving.llama_cpp import gguf_file
 from tasks.serving.reference.peft_adapters import first_lines, with_adapters
+from tasks.weights.files.documents import read_json
 from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
+from tasks.weights.quantized.config_fields import fp8_blocks, is_fp8
+from tasks.weights.quantized.fp8 import is_activation_scale
 
 FOUR_BITS = 0.35
 """Size of a 4-bit model relative to 16 bits, including scales, norms and embeddings."""
@@ -27,6 +30,7 @@ def load_model(
     attn_implementation: str = "sdpa",
     weighted: Mapping[str, float] | None = None,
     device_map: Any = None,
+    as_stored: bool = False,
 ) -> Any:
     """Load a causal language model in eval mode, from local files only.
 
@@ -38,6 +42,7 @@ def load_model(
         attn_implementation: as in transformers.
         weighted: several adapters instead of `adapter`: the weight of each one's change, by folder.
         device_map: as in transformers, see `placement`.
+        as_stored: as in `from_folder`.
 
     Raises:
         ArtifactError: a folder is missing, unreadable or incomplete, or has tensors that the model
@@ -50,6 +55,7 @@ def load_model(
         attn_implementation=attn_implementation,
         quantization=quantization,
         device_map=device_map,
+        as_stored=as_stored,
     )
     if weighted is None and adapter is not None:
         weighted = {str(adapter): 1.0}
@@ -65,6 +71,7 @@ def from_folder(
     quantization: Mapping[str, Any] | None = None,
     gaps: Collection[str] = (),
     device_map: Any = None,
+    as_stored: bool = False,
     **extra: Any,
 ) -> Any:
     """Load a model from local files and check that all its tensors are there.
@@ -77,6 +84,7 @@ def from_folder(
         quantization: as in `load_model`.
         gaps: tensors that may be missing in the files or left over.
         device_map: as in transformers, see `placement`.
+        as_stored: True to let transformers read fp8, which may quantise activations, too.
         extra: further arguments of `from_pretrained`.
 
     Raises:
@@ -91,9 +99,17 @@ def from_folder(
     elif (file := gguf_file(path)) is not None:
         extra["gguf_file"] = file.name
         extra["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    auto_class, where = getattr(transformers, auto), path
+    if not as_stored and (fp8 := _fp8_weights(path)) is not None:
+        config, extra = transformers.AutoConfig.from_pretrained(
+            path, local_files_only=True, return_unused_kwargs=True, **extra
+        )
+        del config.quantization_config
+        auto_class, where = auto_class._model_mapping[type(config)], None
+        extra |= {"config": config, "state_dict": fp8}
     try:
-        model, info = getattr(transformers, auto).from_pretrained(
-            path,
+        model, info = auto_class.from_pretrained(
+            where,
             dtype=getattr(torch, dtype),
             attn_implementation=attn_implementation,
             device_map=device_map,
@@ -106,6 +122,36 @@ def from_folder(
         raise ArtifactError(f"{path} cannot be loaded: {first_lines(error)}") from error
     refuse_gaps(path, info, gaps)
     return keep_as_loaded(model)
+
+
+def _fp8_weights(path: Path) -> dict[str, Any] | None:
+    """Return all tensors of a model stored in fp8, decoded by torch; None for other models.
+
+    transformers 5.19 decodes partial blocks wrongly or not at all. The merge decodes with other
+    code (`weights/quantized/fp8.py`), so that the one checks the other.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    config = read_json(path / "config.json")
+    if not is_fp8(config):
+        return None
+    tensors: dict[str, Any] = {}
+    for file in sorted(path.glob("model*.safetensors")):
+        tensors |= load_file(file)
+    high, wide = next(iter(fp8_blocks(config)), (1, 1))
+    for key in [key for key, each in tensors.items() if each.dtype is torch.float8_e4m3fn]:
+        scale = tensors.pop(f"{key}_scale_inv", None)
+        scale = tensors.pop(f"{key}_scale") if scale is None else scale
+        rows, columns = tensors[key].shape[-2:]
+        scale = scale.float()
+        scale = scale.reshape(-1, 1) if scale.dim() < 2 else scale
+        if scale.shape[-2] not in (1, rows):
+            scale = scale.repeat_interleave(high, -2)[..., :rows, :]
+        if scale.shape[-1] != 1:
+            scale = scale.repeat_interleave(wide, -1)[..., :columns]
+        tensors[key] = (tensors[key].float() * scale).to(torch.bfloat16)
+    return {key: each for key, each in tensors.items() if not is_activation_scale(key)}
 
 
 def placement(path: Path, device: str, *, quantized: bool) -> Any:

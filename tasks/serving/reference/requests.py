@@ -111,7 +111,8 @@ def _token_logprobs(request: dict[str, Any]) -> Response:
 def _layer_errors(request: dict[str, Any]) -> Response:
     from tasks.serving.reference.layers import layer_errors
 
-    original, quantized = _load(request["model"]), _load(request["quantized"])
+    original = _load(request["model"])
+    quantized = _load(request["quantized"], as_stored=True)
     return {"layers": layer_errors(original, quantized, request["rows"])}
 
 
@@ -128,8 +129,9 @@ def _decode(request: dict[str, Any]) -> Response:
     return {"texts": decode(Path(request["tokenizer"]), request["tokens"])}
 
 
-def _load(model: dict[str, Any]) -> Any:
-    loaded = load_model(**_loading(model), weighted=model.get("weighted"))
+def _load(model: dict[str, Any], *, as_stored: bool = False) -> Any:
+    weighted = model.get("weighted")
+    loaded = load_model(**_loading(model), weighted=weighted, as_stored=as_stored)
     if model.get("float32"):
         widen(loaded)
     return loaded

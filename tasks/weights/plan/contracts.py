@@ -29,7 +29,7 @@ from tasks.weights.files.index import index_of
 from tasks.weights.files.reader import DTYPE_NAMES, WEIGHTS, read_checkpoint
 from tasks.weights.files.source import Source
 from tasks.weights.pickled.state import is_pickled_model, read_model
-from tasks.weights.quantized.config_fields import is_packed, without_quantization
+from tasks.weights.quantized.config_fields import is_decodable, without_quantization
 from tasks.weights.quantized.source import read_base
 
 _SINGLE = f"{WEIGHTS}.safetensors"
@@ -130,7 +130,7 @@ def _config_and_shapes(
 ) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]] | None]:
     """Return config.json of the decoded model, and the shapes of its tensors on disk."""
     document = read_json(folder / "config.json")
-    packed = is_packed(document)
+    packed = is_decodable(document)
     disk = _layout_in(folder, packed) if disk is None else disk
     return (without_quantization(document) if packed else document), disk
 

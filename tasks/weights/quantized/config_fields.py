@@ -1,25 +1,73 @@
-"""Read from config.json how a model's weights are stored: in 4 bits, in another way, or plainly.
+"""Read from config.json how a model's weights are stored: quantized in some way, or plainly.
 
 stored(config)          None, or a description for users
-is_packed(config)       True for bitsandbytes' 4 bits, which can be decoded
+is_packed(config)       True for bitsandbytes' 4 bits: the base as QLoRA training saw it
+is_decodable(config)    True for these and for fp8 with scales, which is the base itself
+refusal(config, folder) why weights cannot be decoded, and the model to use instead
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tasks.core.errors import ArtifactError
 
 QUANTIZATION = "quantization_config"
 _BITSANDBYTES = "bitsandbytes"
+_MAX_CARD = 1 << 16
+_FP8_FORMATS = ("naive-quantized", "float-quantized")
+_CARD_BASE = re.compile(r"^base_model:[ \t]*(?:\n[ \t]*-)?[ \t]*[\"']?([\w./-]+)", re.M)
 
 
 def is_packed(config: Mapping[str, Any]) -> bool:
     """Return True if config.json declares bitsandbytes' 4-bit weights."""
     fields = _fields(config)
     return _method(fields) == _BITSANDBYTES and _loads(fields, 4) and not _loads(fields, 8)
+
+
+def is_fp8(config: Mapping[str, Any]) -> bool:
+    """Return True if config.json declares 8-bit floats with scales (`quantized/fp8.py`)."""
+    fields = _fields(config)
+    method = _method(fields)
+    if method == "compressed-tensors":
+        weights = _group_weights(fields)
+        known = fields.get("format") in _FP8_FORMATS and fields.get("sparsity_config") in (None, {})
+        kinds = {(each.get("type"), each.get("num_bits"), each.get("symmetric", True))
+                 for each in weights}  # fmt: skip
+        return known and kinds == {("float", 8, True)}
+    return method in ("fp8", "fbgemm_fp8") or (
+        method == "modelopt" and fields.get("quant_algo") == "FP8"
+    )
+
+
+def is_decodable(config: Mapping[str, Any]) -> bool:
+    """Return True if the weights are quantized in a way that can be decoded."""
+    return is_packed(config) or is_fp8(config)
+
+
+def fp8_blocks(config: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Return the block sizes (rows, columns) that config.json declares for fp8."""
+    fields = _fields(config)
+    sizes = [fields.get("weight_block_size")]
+    sizes += [each.get("block_structure") for each in _group_weights(fields)]
+    return [
+        (size[0], size[1])
+        for size in sizes
+        if isinstance(size, list)
+        and len(size) == 2
+        and all(isinstance(each, int) and each > 0 for each in size)
+    ]
+
+
+def _group_weights(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return how compressed-tensors stores the weights of each group of layers."""
+    groups = fields.get("config_groups")
+    groups = groups.values() if isinstance(groups, Mapping) else ()
+    weights = [each.get("weights") for each in groups if isinstance(each, Mapping)]
+    return [each for each in weights if isinstance(each, Mapping)]
 
 
 def stored(config: Mapping[str, Any]) -> str | None:
@@ -34,17 +82,37 @@ def stored(config: Mapping[str, Any]) -> str | None:
     return "bitsandbytes, 8 bits" if _loads(fields, 8) else "bitsandbytes, number of bits unknown"
 
 
+class Refusal(NamedTuple):
+    """Why a model's weights cannot be used, and what to use instead."""
+
+    text: str
+    remedy: str
+
+
+def refusal(config: Mapping[str, Any], folder: Path) -> Refusal | None:
+    """Return why quantized weights cannot be decoded; None if they can, or are plain."""
+    how = stored(config)
+    if how is None or is_decodable(config):
+        return None
+    return Refusal(f"its weights are stored quantised ({how})", remedy(folder))
+
+
+def remedy(folder: Path) -> str:
+    """Return the model to use instead of a quantized one, by its card if that names it."""
+    card = folder / "README.md"
+    text = card.read_bytes()[:_MAX_CARD].decode(errors="replace") if card.is_file() else ""
+    named = _CARD_BASE.search(text.partition("\n---")[0]) if text.startswith("---") else None
+    original = (
+        f"{named[1]}, which its card names" if named else "the original in bf16, fp16 or fp32"
+    )
+    return f"base=<folder of {original}>"
+
+
 def require_decodable(config: Mapping[str, Any], folder: Path) -> None:
     """Raise ArtifactError if the weights are quantized in a way that cannot be decoded."""
-    how = stored(config)
-    if how is None or is_packed(config):
-        return
-    raise ArtifactError(
-        f"{folder}: its weights are stored quantised ({how}); "
-        "only bitsandbytes' 4 bits (nf4, fp4) can be decoded",
-        hint="give the same model in bf16, fp16 or fp32; for an adapter that was trained on this "
-        "one, expect drift",
-    )
+    refused = refusal(config, folder)
+    if refused is not None:
+        raise ArtifactError(f"{folder}: {refused.text}", hint=refused.remedy)
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tasks.weights.files.dtype_conversion import cast
 from tasks.weights.files.file_ranges import Reader
 from tasks.weights.files.source import Extent
+from tasks.weights.quantized.fp8 import FP8, scaled_values
 from tasks.weights.quantized.packed import LEVELS, NESTED_SCALES, NESTED_TABLE, SCALES
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def decoded(stored: Mapping[str, Any], extents: Sequence[Extent]) -> torch.Tenso
     """Decode a matrix, in the dtype that it was packed from.
 
     Args:
-        stored: `Packed.as_json`, and "turned": True to return the transpose.
+        stored: `Packed.as_json` or `Scaled.as_json`, and "turned": True to return the transpose.
         extents: byte ranges of its parts, one after the other; bytes beyond them are not read.
 
     Raises:
@@ -38,6 +39,8 @@ def decoded(stored: Mapping[str, Any], extents: Sequence[Extent]) -> torch.Tenso
     """
     import torch
 
+    if stored["type"] == FP8:
+        return torch.from_numpy(decoded_values(stored, extents))
     packed, scales = _parts(stored, extents)
     out = torch.empty(prod(stored["shape"]), dtype=getattr(torch, stored["dtype"]))
     unpack(packed, scales, out, kind=stored["type"], blocksize=stored["blocksize"])
@@ -50,6 +53,8 @@ def decoded_values(stored: Mapping[str, Any], extents: Sequence[Extent]) -> NDAr
 
     Args and Raises as for `decoded`.
     """
+    if stored["type"] == FP8:
+        return scaled_values(stored, _read(stored["parts"], extents))
     packed, scales = _parts(stored, extents)
     out = np.empty(prod(stored["shape"]), np.float32)
     dtype = _SHORT[stored["dtype"]]

@@ -1,4 +1,4 @@
-"""Open a base stored in 4 bits as if it were an ordinary one: decoded shapes and dtypes by key."""
+"""Open a base stored in 4 bits or fp8 as if it were plain: decoded shapes and dtypes by key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from tasks.weights.files.documents import read_json
 from tasks.weights.files.reader import DTYPE_NAMES, Checkpoint, read_checkpoint
 from tasks.weights.files.source import Extent, Source
 from tasks.weights.plan.operations import Plan
-from tasks.weights.quantized.config_fields import is_packed, require_decodable, stored
+from tasks.weights.quantized.config_fields import (
+    is_fp8,
+    is_packed,
+    remedy,
+    require_decodable,
+    stored,
+)
+from tasks.weights.quantized.fp8 import DTYPE, Scaled, is_activation_scale, read_scales
 from tasks.weights.quantized.packed import STATE, STORED, Packed
 from tasks.weights.quantized.states import read_states
 
@@ -43,7 +50,7 @@ class PackedCheckpoint:
     """
 
     whole: Checkpoint
-    packed: Mapping[str, Packed]
+    packed: Mapping[str, Packed | Scaled]
     turned: frozenset[str]
     tensors: Mapping[str, TensorLike]
 
@@ -78,7 +85,7 @@ Base = Checkpoint | PackedCheckpoint
 
 
 def read_base(root: Path) -> Base:
-    """Read the headers of a full model's folder, stored plainly or in bitsandbytes' 4 bits.
+    """Read the headers of a full model's folder, stored plainly, in bitsandbytes' 4 bits or in fp8.
 
     Raises:
         ArtifactError: the weights are quantized in another way, config.json and the tensors
@@ -88,10 +95,40 @@ def read_base(root: Path) -> Base:
     config = read_json(path) if path.is_file() else {}
     require_decodable(config, root)
     whole = read_checkpoint(root)
+    if is_fp8(config) or any(info.dtype == DTYPE for info in whole.tensors.values()):
+        return _scaled(whole, config)
     declared = is_packed(config)
     if not declared and not any(STATE in key for key in whole.tensors):
         return whole
     return _packed(whole, config, declared)
+
+
+def fp8_findings(tensors: Mapping[str, TensorLike], config: Mapping[str, Any]) -> list[str]:
+    """Return why a base in fp8 cannot be decoded, from its headers; also what `audit` reports."""
+    if not is_fp8(config):
+        return [f"config.json does not say how weights are stored in {DTYPE}"]
+    packed, findings = read_scales(tensors, config)
+    if not packed and not findings:
+        findings.append(f"config.json says {stored(config)}, but no tensor is stored in {DTYPE}")
+    return findings
+
+
+def _scaled(whole: Checkpoint, config: Mapping[str, Any]) -> PackedCheckpoint:
+    findings = fp8_findings(whole.tensors, config)
+    if findings:
+        raise ArtifactError(
+            f"{whole.root}: not a usable fp8 checkpoint: {first_and_more(findings)}",
+            details=findings[:_SHOWN],
+            hint=remedy(whole.root),
+        )
+    packed, _ = read_scales(whole.tensors, config)
+    beside = {side for matrix in packed.values() for side in matrix.sides}
+    tensors: dict[str, TensorLike] = {
+        key: Spec(key, packed[key].shape, "F32") if key in packed else info
+        for key, info in whole.tensors.items()
+        if key not in beside and not is_activation_scale(key)
+    }
+    return PackedCheckpoint(whole, packed, frozenset(), tensors)
 
 
 def _packed(whole: Checkpoint, config: Mapping[str, Any], declared: bool) -> PackedCheckpoint:

@@ -74,6 +74,14 @@ def save_nf4(corpus: Corpus, folder: Path) -> None:
     save_tokenizer(folder)
 
 
+def save_fp8(corpus: Corpus, folder: Path) -> None:
+    """Save a model in fp8 with blocks of scales, as DeepSeek-V3 and Qwen3-FP8 are."""
+    from tests.weights.quantized.making import scale_fp8
+
+    folder.rmdir()
+    scale_fp8(corpus.clean("llama"), folder, "deepseek")
+
+
 def save_ours(_: Corpus, folder: Path) -> None:
     """Save a Plumbline base artifact."""
     folder.rmdir()
@@ -234,6 +242,8 @@ CLEAN: dict[str, Clean] = {
     "reward": _also(save_reward),
     "bin": _also(save_bin),
     "nf4": _also(save_nf4),
+    "fp8": _also(save_fp8),
+    "fp8-lora": Clean(partial(save_adapter, base="llama"), "fp8"),
     "ours": _also(save_ours),
     "lora": _adapter("qwen2"),
     "all-linear": _adapter("qwen2", target_modules="all-linear"),

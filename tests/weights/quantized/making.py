@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
@@ -171,3 +172,67 @@ def put(name: str, value: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], N
 
 
 STATE_KEY = STATE + "bitsandbytes__nf4"
+
+FP8 = {
+    "deepseek": {"quant_method": "fp8", "weight_block_size": [48, 40]},
+    "static": {"quant_method": "fp8", "activation_scheme": "static"},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8"},
+    "fbgemm": {"quant_method": "fbgemm_fp8"},
+    **{
+        f"compressed-{strategy}": {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": {
+                        "num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True,
+                        "block_structure": [48, 40] if strategy == "block" else None,
+                    },
+                }
+            },
+            "ignore": ["lm_head"],
+        }
+        for strategy in ("tensor", "channel", "block")
+    },
+}  # fmt: skip
+"""`quantization_config` by kind of fp8; blocks that divide no matrix of the small models."""
+
+
+def scale_fp8(base: Path, out: Path, kind: str) -> dict[str, torch.Tensor]:
+    """Save a model in fp8 in two files; return the exact values of its tensors in fp64."""
+    said = FP8[kind]
+    inverse = said["quant_method"] == "fp8"
+    blocks = kind in ("deepseek", "compressed-block")
+    files: dict[str, torch.Tensor] = {}
+    exact: dict[str, torch.Tensor] = {}
+    for key, tensor in state_of(base).items():
+        if not key.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
+            files[key], exact[key] = tensor, tensor.double()
+            continue
+        rows, columns = tensor.shape
+        rows_only = kind in ("fbgemm", "compressed-channel")
+        high, wide = (48, 40) if blocks else (1 if rows_only else rows, columns)
+        scale = torch.zeros(-(-rows // high), -(-columns // wide))
+        for row in range(scale.shape[0]):
+            for column in range(scale.shape[1]):
+                block = tensor[row * high :, column * wide :][:high, :wide]
+                scale[row, column] = block.float().abs().max() / 448
+        if kind.startswith("compressed"):
+            scale = scale.to(torch.bfloat16).float()
+        spread = scale.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
+        files[key] = (tensor.float() / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+        exact[key] = files[key].double() * spread.double()
+        stored = scale if blocks or rows_only else scale.reshape(())
+        stored = stored.to(torch.bfloat16) if kind.startswith("compressed") else stored
+        files[key + ("_scale_inv" if inverse else "_scale")] = stored.contiguous()
+        if kind in ("static", "modelopt"):
+            files[key.removesuffix("weight") + "input_scale"] = torch.tensor(0.5)
+    shutil.copytree(base, out, ignore=lambda *_: ["model.safetensors", "manifest.json"])
+    names = {key: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, key in enumerate(files)}
+    for name in set(names.values()):
+        save_file({k: v for k, v in files.items() if names[k] == name}, out / name)
+    (out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    config = json.loads((base / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    return exact

@@ -100,7 +100,7 @@ class TestRefused:
         with pytest.raises(ArtifactError) as caught:
             read_base(copy)
         assert f"stored quantised ({how})" in caught.value.message
-        assert "give the same model in bf16" in caught.value.hint
+        assert "original in bf16" in caught.value.hint
 
     def test_a_configuration_that_says_nothing_of_it(self, copy: Path) -> None:
         config = json.loads((copy / "config.json").read_text())

@@ -21,11 +21,14 @@ from tasks.audit.config_fields import is_multimodal, text_config
 from tasks.audit.finding import Finding
 from tasks.audit.recognise import ADAPTER_CONFIG
 from tasks.audit.source import Source
+from tasks.core.errors import first_and_more
 from tasks.weights.adapters.config import AdapterConfig, parse_config
 from tasks.weights.adapters.live import EMBEDDING, LINEAR, OTHER, LiveModel
 from tasks.weights.adapters.targets import targeted_modules
 from tasks.weights.files.names import PEFT_PREFIX
-from tasks.weights.quantized.config_fields import is_packed, stored
+from tasks.weights.quantized.config_fields import is_fp8, is_packed, refusal, remedy, stored
+from tasks.weights.quantized.fp8 import DTYPE
+from tasks.weights.quantized.source import fp8_findings
 
 _ELSEWHERE = ("expert", "moe", "router", ".gate.")
 """Parts of names of modules that transformers 5 fuses and names differently in memory."""
@@ -47,7 +50,7 @@ class Base:
         tails: the same by the end of the name (see `tail_of`); None if two modules share it, or if
             the module has no tensor `weight`.
         embeddings: keys of its embeddings.
-        plain: True if its weights are not packed.
+        plain: True if its weights have the shapes of the modules.
     """
 
     modules: Mapping[str, tuple[int, ...]]
@@ -78,9 +81,10 @@ def read_base(source: Source) -> Base:
             tails[tail] = tensor.shape if tail not in tails else None
         else:
             others.add(tail_of(module))
-    embeddings = embeddings_of(source.tensors, source.config())
+    config = source.config()
+    embeddings = embeddings_of(source.tensors, config)
     tails = {**dict.fromkeys(others), **tails}
-    return Base(modules, tails, embeddings, plain=stored(source.config()) is None)
+    return Base(modules, tails, embeddings, plain=stored(config) is None or is_fp8(config))
 
 
 def check(source: Source) -> Iterator[Finding]:
@@ -117,6 +121,7 @@ def check(source: Source) -> Iterator[Finding]:
 
 def _packed(source: Source, base: Source) -> Iterator[Finding]:
     name = source.config(ADAPTER_CONFIG).get("base_model_name_or_path")
+    yield from _undecodable(base)
     if is_packed(base.config()):
         yield Adapters.QLORA_BASE.at(
             ADAPTER_CONFIG, found=f"a base of {stored(base.config())}", expected="a merge into the "
@@ -127,6 +132,19 @@ def _packed(source: Source, base: Source) -> Iterator[Finding]:
             ADAPTER_CONFIG, found=f"trained on {name}, but base is in 16 bits",
             expected="the base that it was trained on, dequantised",
         )  # fmt: skip
+
+
+def _undecodable(base: Source) -> Iterator[Finding]:
+    """Report weights that `deliver` cannot decode, in its words."""
+    config, root = base.config(), base.folder.root
+    refused = refusal(config, root)
+    findings = [refused.text] if refused else []
+    in_fp8 = is_fp8(config) or any(tensor.dtype == DTYPE for tensor in base.tensors.values())
+    if refused is None and in_fp8 and base.weights.is_whole:
+        findings = fp8_findings(base.tensors, config)
+    if findings:
+        found = f"{root}: {first_and_more(findings)}"
+        yield Adapters.BASE_QUANTISED.at("", found=found, expected=remedy(root))
 
 
 def _text_names(keys: AdapterKeys, base: Source) -> Iterator[Finding]:

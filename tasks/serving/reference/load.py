@@ -10,6 +10,7 @@ from tasks.core.errors import ArtifactError
 from tasks.core.machine import available_memory
 from tasks.serving.llama_cpp import gguf_file
 from tasks.serving.reference.peft_adapters import first_lines, with_adapters
+from tasks.weights.files.index import weight_files
 from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
 
 FOUR_BITS = 0.35
@@ -121,7 +122,7 @@ def placement(path: Path, device: str, *, quantized: bool) -> Any:
         return {"": "cpu"} if quantized else None
     import torch
 
-    files = (file for kind in ("*.safetensors", "*.bin", "*.gguf") for file in path.glob(kind))
+    files = weight_files(path, "*.safetensors", "*.bin", "*.gguf")
     needed = sum(file.stat().st_size for file in files) * (FOUR_BITS if quantized else 1.0)
     free, _ = torch.cuda.mem_get_info(0)
     return {"": "cuda:0"} if needed <= FILLED * free else "auto"

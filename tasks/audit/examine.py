@@ -24,9 +24,9 @@ from tasks.audit.checks import (
     wrapper_prefixes,
     zero,
 )
-from tasks.audit.checks.adapters import adapter, adapter_base, merge_proof, rounding
+from tasks.audit.checks.adapters import adapter, adapter_base, merge_plan, merge_proof, rounding
 from tasks.audit.checks.text import special_tokens, templates, token_ids, vocabulary
-from tasks.audit.finding import Finding
+from tasks.audit.finding import Finding, Severity
 from tasks.audit.source import Source
 from tasks.core.errors import ArtifactError
 
@@ -73,13 +73,17 @@ def examine(source: Source) -> list[Finding]:
     """Return the findings of all checks without duplicates, the worst first."""
     seen: dict[Finding, None] = {}
     for check in CHECKS:
-        try:
-            for finding in check(source):
-                seen[finding] = None
-        except CANNOT_GO_ON as error:
-            # An error: a folder that cannot be checked must never pass.
-            name = check.__module__.rpartition(".")[2]
-            reason = f"{name}: {type(error).__name__}: {error}"
-            as_made = "files as known tools write them"
-            seen[Folders.CANNOT_JUDGE.at("", found=reason, expected=as_made)] = None
+        seen |= dict.fromkeys(_findings(check, source))
+    if not any(finding.severity is Severity.ERROR for finding in seen):
+        seen |= dict.fromkeys(_findings(merge_plan.check, source))  # else its cause is known
     return sorted(seen, key=lambda finding: finding.severity.rank)
+
+
+def _findings(check: Check, source: Source) -> Iterator[Finding]:
+    try:
+        yield from check(source)
+    except CANNOT_GO_ON as error:
+        # An error: a folder that cannot be checked must never pass.
+        name = check.__module__.rpartition(".")[2]
+        reason = f"{name}: {type(error).__name__}: {error}"
+        yield Folders.CANNOT_JUDGE.at("", found=reason, expected="files as known tools write them")

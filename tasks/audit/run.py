@@ -144,6 +144,7 @@ def audit(
     values: bool = False,
     adapter: Path | None = None,
     public_key: Path | None = None,
+    plan: bool = True,
 ) -> Report:
     """Examine a folder, and its base as if it were one; a broken base is not compared.
 
@@ -155,12 +156,15 @@ def audit(
         adapter: folder of the adapter that was merged into `base`; with `values` every tensor is
             compared with base and adapter.
         public_key: key that has to have signed the folder; its signature covers every byte.
+        plan: plan the merge of an adapter into its base, as `deliver` does.
 
     Raises:
         ArtifactError: `source` or `base` is not a folder, or cannot be listed.
     """
     began = time.perf_counter()
-    opened = open_source(source, base, values=values, adapter=adapter, public_key=public_key)
+    opened = open_source(
+        source, base, values=values, adapter=adapter, public_key=public_key, plan=plan
+    )
     of_base = None
     if opened.base is not None and not opened.base.is_adapter:
         of_base = audit(opened.base.folder.root, values=values)

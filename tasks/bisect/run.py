@@ -25,6 +25,7 @@ from tasks.evaluation.scoring import ENV, ModelRef, ReferenceScorer
 from tasks.process.launch import launch, python_child
 from tasks.process.output import Log
 from tasks.serving.vllm.job import CALLS, HEADROOM, Job, run_vllm
+from tasks.weights.files.index import weight_files
 
 STAGE = "bisect"
 TIMEOUT_S = 1800.0
@@ -134,7 +135,7 @@ def _require_memory(*models: ModelRef) -> None:
 
 def _nbytes(model: ModelRef) -> float:
     """Return the size of a model in memory, from its files."""
-    files = [file for kind in ("*.safetensors", "*.bin") for file in model.path.glob(kind)]
+    files = weight_files(model.path, "*.safetensors", "*.bin")
     wider = model.dtype == "float32" and dtype_of(model.path) != "float32"
     return sum(file.stat().st_size for file in files) * (2.0 if wider else 1.0)
 

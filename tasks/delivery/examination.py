@@ -46,7 +46,7 @@ def examine(
     Raises:
         ConfigError: errors that stop the delivery, each with code, place and fix.
     """
-    reports = tuple(audit(root, base=base) for root in roots)
+    reports = tuple(audit(root, base=base, plan=False) for root in roots)
     if any(_blocking(report, check_base=check_base) for report in reports):
         raise refused(reports, check_base=check_base)
     return reports

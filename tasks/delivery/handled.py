@@ -5,10 +5,10 @@ handled(finding, report, check_base=True)      "split off, ..."; "" if it stops 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from tasks.audit.checks.files import TRAINER_STATE
 from tasks.audit.finding import Finding
 from tasks.audit.recognise import ADAPTER_CONFIG, Kind
 from tasks.audit.run import Report
@@ -37,15 +37,8 @@ def _of_adapter(finding: Finding, _: Report) -> bool:
     return finding.file == ADAPTER_CONFIG
 
 
-_TRAINER_STATE = re.compile(
-    r"training_args\.bin|(optimizer|scheduler|scaler)[^/]*\.(pt|bin)"
-    r"|(rng_state|random_states)[^/]*\.(pth|pkl)"
-)
-"""Files that the Trainers of transformers and accelerate save for resuming."""
-
-
 def _of_the_trainer(finding: Finding, _: Report) -> bool:
-    return _TRAINER_STATE.fullmatch(finding.file.rpartition("/")[2]) is not None
+    return TRAINER_STATE.fullmatch(finding.file.rpartition("/")[2]) is not None
 
 
 class Handling(NamedTuple):

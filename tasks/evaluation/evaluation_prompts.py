@@ -11,6 +11,7 @@ from typing import Any
 from tasks.core import machine
 from tasks.core.errors import DataError
 from tasks.evaluation.scoring import Prompts
+from tasks.weights.files.index import weight_files
 from tasks.weights.files.reader import read_json
 
 ROWS_AT_MOST = 2000
@@ -140,7 +141,7 @@ def dtype_of(folder: Path) -> str:
 
 def computing_dtype_of(folder: Path) -> str:
     """Return the torch name of the dtype in which this machine computes a model."""
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in weight_files(folder, "*.safetensors"))
     return machine.computing_dtype(dtype_of(folder), size)
 
 

@@ -12,6 +12,7 @@ from tasks.drift.fingerprint import TIE_STEPS, Drift, DriftLimit, within
 from tasks.drift.verdict import too_far, verdict
 from tasks.evaluation.greedy_ties import Agreement
 from tasks.serving.text import is_degenerate
+from tasks.weights.files.index import weight_files
 from tasks.weights.files.reader import read_json
 
 Tokens = Sequence[Sequence[int]]
@@ -38,7 +39,7 @@ def stray_weights(served: Path) -> list[str]:
         own = set(weight_map.values())
     else:
         own = {SINGLE}
-    files = {path.name for pattern in PATTERNS for path in served.glob(pattern)}
+    files = {path.name for path in weight_files(served, *PATTERNS)}
     return sorted(files - own)
 
 

@@ -61,9 +61,9 @@ def _find(name: str, folder: str | None) -> Path | None:
 
 def gguf_file(folder: Path) -> Path | None:
     """Return the GGUF file of a served folder; None for a folder with other weights."""
-    if any(folder.glob("*.safetensors")):
+    if any(folder.glob("[!.]*.safetensors")):
         return None
-    files = sorted(folder.glob("*.gguf"))
+    files = sorted(folder.glob("[!.]*.gguf"))
     return files[0] if len(files) == 1 else None
 
 

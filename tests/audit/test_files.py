@@ -15,6 +15,9 @@ from safetensors.numpy import save_file
 from tasks.audit.repair import repair
 from tasks.audit.run import audit
 from tasks.audit.source import open_source
+from tasks.weights.files.folder import inspect_checkpoint
+from tasks.weights.files.reader import read_checkpoint
+from tasks.weights.files.side_files import require_own_files
 from tests.audit.making import (
     adapter_tensors,
     codes,
@@ -30,6 +33,18 @@ from tests.weights.deepspeed.test_partitions_property import write
 
 INDEX = "model.safetensors.index.json"
 HEAD = {"v_head.summary.weight": np.ones((1, 16), np.float32)}
+
+
+def hide(root: Path) -> None:
+    """Add what macOS, NFS, hub, editors and browsers leave beside the files."""
+    for path in list(root.iterdir()):
+        (root / f"._{path.name}").write_bytes(b"\0\5\26\7\0\2\0\0Mac OS X")
+        (root / f"{path.name}:Zone.Identifier").write_text("[ZoneTransfer]")
+    for name in (".DS_Store", ".nfs0001", "model.safetensors.lock"):
+        (root / name).write_bytes(b"")
+    (root / ".#config.json").symlink_to("me@host.1")
+    (root / ".cache").mkdir()
+    (root / ".cache/model.safetensors.metadata").write_text("1")
 
 
 def table(root: Path) -> dict[str, str]:
@@ -161,6 +176,21 @@ class TestStrays:
         for name in ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
             torch.save({"step": 1}, root / name)
         assert "STRAY_WEIGHT_FILE" not in codes(root)
+
+    @pytest.mark.parametrize("name", ["scheduler.bin", "sampler_1.bin", "pytorch_model_fsdp.bin"])
+    def test_accelerates_states_are_not_strays(self, name: str, tmp_path: Path) -> None:
+        root = make_model(tmp_path / "it")
+        torch.save({"step": 1}, root / name)
+        assert "STRAY_WEIGHT_FILE" not in codes(root)
+
+    def test_what_no_loader_reads_is_no_fault(self, tmp_path: Path) -> None:
+        root = make_model(tmp_path / "it")
+        before = codes(root)
+        hide(root)
+        assert codes(root) == {**before, "HIDDEN_WEIGHT_FILE": "info"}
+        require_own_files(root)  # of deliver
+        assert read_checkpoint(root).tensors.keys() == tensors().keys()
+        assert inspect_checkpoint(root).files["model.safetensors"]
 
     def test_vllm_reads_only_a_consolidated_file(self, tmp_path: Path) -> None:
         root = make_shards(tmp_path / "it")

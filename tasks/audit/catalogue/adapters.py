@@ -75,6 +75,14 @@ class Adapters(Section, heading="Adapters, their configuration and their base"):
         "pass the base that adapter_config.json names",
         "LLaMA-Factory #4913",
     )
+    ADAPTER_NO_MERGE = error(
+        "An adapter that cannot be merged into this base",
+        "`deliver` plans the merge from the same headers and refuses it; peft fails with 'size "
+        "mismatch', or drops tensors with a warning",
+        "pass the base that adapter_config.json names, or save the adapter again from the training "
+        "run",
+        "peft #3009, Automodel #3233",
+    )
     ADAPTER_VOCABULARY = warning(
         "Embeddings in the adapter with another number of rows than the base",
         "the vocabulary grew in training: peft fails with 'size mismatch for "

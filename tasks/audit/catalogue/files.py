@@ -137,6 +137,13 @@ class Files(Section, heading="Files and index"):
         "flows/audit.py source=DIR fix=true out_dir=<folder>",
         "LLaMA-Factory #8635, LLaMA-Factory #7511",
     )
+    HIDDEN_WEIGHT_FILE = info(
+        "Weight files with a leading dot, which no loader reads",
+        "macOS writes `._x` beside every file on exFAT, SMB and NFS; transformers and vLLM list "
+        "folders without such names",
+        "nothing; find DIR -name '._*' -delete removes those of macOS",
+        "unsloth #8566, SceneWorks #1333",
+    )
     TWO_WEIGHT_SETS = warning(
         "The same weights twice: as safetensors and as .bin",
         "transformers, peft and vLLM read the safetensors, even if the .bin is newer; OpenRLHF's "

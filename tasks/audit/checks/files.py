@@ -10,12 +10,17 @@ from tasks.audit.finding import Finding, Severity
 from tasks.audit.recognise import ADAPTER_CONFIG, ADAPTERS, CONFIG, MODELS, Kind
 from tasks.audit.source import Source
 from tasks.audit.weights import Weights, open_weights
-from tasks.weights.files.index import index_of
+from tasks.weights.files.index import index_of, is_hidden
 from tasks.weights.heads.folder import SIDE_FILES
 from tasks.weights.plan.partitions import PARTITIONS
 
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 """Files that vLLM excludes from *.bin (`filter_files_not_needed_for_inference`)."""
+TRAINER_STATE = re.compile(
+    r"training_args\.bin|(optimizer|scheduler|scaler|sampler|dl_state_dict)[^/]*\.(pt|bin)"
+    r"|(rng_state|random_states)[^/]*\.(pth|pkl)|pytorch_model_fsdp[^/]*\.bin"
+)
+"""Files that the Trainers of transformers and accelerate save for resuming."""
 _COUNTED = re.compile(r"(?P<stem>.+)-(?P<one>\d+)-of-(?P<all>\d+)\.(safetensors|bin)")
 _STATES = re.compile(r"(consolidated|model|pytorch_model)[^/]*\.pth?")
 _MISTRAL = "consolidated"
@@ -147,6 +152,12 @@ def _counted(weights: Weights) -> Iterator[Finding]:
 def _strays(source: Source, weights: Weights) -> Iterator[Finding]:
     known = {*weights.files, *weights.absent}
     here = [name for name in source.folder.here() if name not in known]
+    hidden = [name for name in here if is_hidden(name) and name.endswith((".safetensors", ".bin"))]
+    if hidden:
+        yield Files.HIDDEN_WEIGHT_FILE.at(
+            hidden[0], hidden, found=f"{len(hidden)} files with a leading dot", expected="none"
+        )
+    here = [name for name in here if not is_hidden(name)]
     safe = [name for name in here if name.endswith(".safetensors")]
     pickled = [
         name for name in here
@@ -162,6 +173,8 @@ def _strays(source: Source, weights: Weights) -> Iterator[Finding]:
         # With params.json beside it, this is Mistral's own format, published on purpose.
         meant = name.startswith(_MISTRAL) and "params.json" in source.folder.files
         taken = not source.is_adapter and _vllm_takes(name, weights) and not meant
+        if TRAINER_STATE.fullmatch(name) and not taken:
+            continue
         head = name in SIDE_FILES
         yield Files.STRAY_WEIGHT_FILE.at(
             name,

@@ -13,7 +13,7 @@ from tasks.core.errors import ArtifactError
 from tasks.core.terminal import typed
 from tasks.pipeline.artifact import MANIFEST, SIGNATURE, open_artifact
 from tasks.pipeline.signature import faults
-from tasks.weights.files.index import index_of
+from tasks.weights.files.index import index_of, is_hidden
 from tasks.weights.files.side_files import PROCESSORS
 
 _READ = (
@@ -30,7 +30,8 @@ def check(source: Source) -> Iterator[Finding]:
     """Check the kind of the folder, odd entries, manifest, signature, and the JSON files."""
     yield from _kind(source)
     listing = source.folder.listing
-    for name, reason in list(listing.odd.items())[:20]:
+    odd = {name: why for name, why in listing.odd.items() if not is_hidden(name)}
+    for name, reason in list(odd.items())[:20]:
         yield Folders.ODD_ENTRY.at(name, found=reason, expected="a file or a folder")
     for name, reason in list(listing.outside.items())[:20]:
         yield Folders.LINK_OUTSIDE.at(

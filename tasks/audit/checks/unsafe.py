@@ -8,6 +8,7 @@ from tasks.audit.catalogue.files import Unsafe
 from tasks.audit.finding import Finding, some
 from tasks.audit.source import Source
 from tasks.core.errors import ArtifactError
+from tasks.weights.files.index import is_hidden
 from tasks.weights.pickled.allowed import TENSORS, TRAINERS
 from tasks.weights.pickled.scan import Scanned, Scanner
 
@@ -41,7 +42,7 @@ def _pickles(source: Source, name: str, scanner: Scanner) -> Iterator[Finding]:
     classes = sorted(scanned.names & TRAINERS)
     if calls:
         yield Unsafe.PICKLE_CALLS.at(name, found=some(calls), expected="only names of torch")
-    if scanned.unreadable:
+    if scanned.unreadable and not is_hidden(name):  # `._x` of macOS holds no pickle
         reasons = "; ".join(scanned.unreadable)
         yield Unsafe.PICKLE_OPAQUE.at(name, found=reasons, expected="a file that can be analysed")
     if classes and not calls:

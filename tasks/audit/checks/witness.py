@@ -16,6 +16,7 @@ from tasks.core.errors import ArtifactError
 from tasks.drift.verdict import NAMES
 from tasks.drift.witness import FOLDER, FORMAT, find_witness
 from tasks.weights.files.header import read_header
+from tasks.weights.files.index import weight_files
 
 FILE = f"{FOLDER}/witness.json"
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
@@ -202,7 +203,7 @@ def _base(source: Source, recorded: Mapping[str, Any], agrees: Agrees) -> Iterat
 def _headers_digest(base: Source) -> str | None:
     """Return the digest of a base's headers as `plumbline-witness` takes it."""
     tensors: dict[str, Any] = {}
-    for path in sorted(base.folder.root.glob("*.safetensors")):
+    for path in weight_files(base.folder.root, "*.safetensors"):
         try:
             header = read_header(path)
         except (ArtifactError, OSError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tasks.audit.catalogue.tensors import Residue
 from tasks.audit.finding import Entry, Finding
@@ -21,6 +22,10 @@ _NAMED = re.compile(
     r"|\.modules_to_save\.(?!(weight|bias)$)(?P<saved>[^.]+)\.(weight|bias)$"
 )
 """Keys of a PEFT model in memory, which contain the adapter's name."""
+_NO_EFFECT = (
+    "peft loads it without effect: it finds none of its tensors, warns, and the model answers as "
+    "the base"
+)
 _OWN, _PAIR = "the model's own names", f"{PEFT_PREFIX}<module>.lora_A.weight"
 
 
@@ -46,7 +51,7 @@ def _model(source: Source) -> Iterator[Finding]:
 def _adapter(source: Source) -> Iterator[Finding]:
     keys = [key for key in source.tensors if "v_head." not in key]
     wrapped = [key for key in keys if unwrap(key) != key]
-    yield from _wrapped(source, wrapped, Residue.WRAPPER_RESIDUE)
+    yield from _wrapped(source, wrapped, Residue.WRAPPER_RESIDUE, _NO_EFFECT)
     named = [key for key in keys if _NAMED.search(key)]
     yield from Residue.ADAPTER_NAME_IN_KEYS.of(
         source, named, found=f"{len(named)} keys with an adapter name", expected=_PAIR
@@ -56,7 +61,7 @@ def _adapter(source: Source) -> Iterator[Finding]:
     yield from Residue.ADAPTER_PREFIX.of(source, bare, found=without, expected=_PAIR)
 
 
-def _wrapped(source: Source, keys: list[str], entry: Entry) -> Iterator[Finding]:
-    yield from entry.of(
-        source, keys, found=f"{len(keys)} keys with a wrapper's name", expected=_OWN
-    )
+def _wrapped(source: Source, keys: list[str], entry: Entry, why: str = "") -> Iterator[Finding]:
+    found = f"{len(keys)} keys with a wrapper's name"
+    for finding in entry.of(source, keys, found=found, expected=_OWN):
+        yield replace(finding, why=why) if why else finding

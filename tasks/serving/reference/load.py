@@ -11,6 +11,7 @@ from tasks.core.machine import available_memory
 from tasks.serving.llama_cpp import gguf_file
 from tasks.serving.reference.peft_adapters import first_lines, with_adapters
 from tasks.weights.files.documents import read_json
+from tasks.weights.files.index import weight_files
 from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
 from tasks.weights.quantized.config_fields import fp8_blocks, is_fp8
 from tasks.weights.quantized.fp8 import is_activation_scale
@@ -99,7 +100,8 @@ def from_folder(
     elif (file := gguf_file(path)) is not None:
         extra["gguf_file"] = file.name
         extra["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    auto_class, where = getattr(transformers, auto), path
+    auto_class = getattr(transformers, auto)
+    where: Path | None = path
     if not as_stored and (fp8 := _fp8_weights(path)) is not None:
         config, extra = transformers.AutoConfig.from_pretrained(
             path, local_files_only=True, return_unused_kwargs=True, **extra
@@ -167,7 +169,7 @@ def placement(path: Path, device: str, *, quantized: bool) -> Any:
         return {"": "cpu"} if quantized else None
     import torch
 
-    files = (file for kind in ("*.safetensors", "*.bin", "*.gguf") for file in path.glob(kind))
+    files = weight_files(path, "*.safetensors", "*.bin", "*.gguf")
     needed = sum(file.stat().st_size for file in files) * (FOUR_BITS if quantized else 1.0)
     free, _ = torch.cuda.mem_get_info(0)
     return {"": "cuda:0"} if needed <= FILLED * free else "auto"

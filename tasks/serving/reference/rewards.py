@@ -20,6 +20,7 @@ from tasks.core.errors import ArtifactError
 from tasks.core.machine import measured_on
 from tasks.serving.reference.load import from_folder, input_device
 from tasks.serving.reference.peft_adapters import with_adapters
+from tasks.weights.files.index import weight_files
 from tasks.weights.files.reader import read_json
 from tasks.weights.heads.detect import detect
 from tasks.weights.heads.folder import read_folder
@@ -159,11 +160,11 @@ def _tensor(path: Path, key: str) -> Any:
     import torch
     from safetensors import safe_open
 
-    for file in sorted(path.glob("*.safetensors")):
+    for file in weight_files(path, "*.safetensors"):
         with safe_open(file, framework="pt") as opened:
             if key in opened.keys():  # noqa: SIM118
                 return opened.get_tensor(key)
-    for file in sorted(path.glob("*.bin")):
+    for file in weight_files(path, "*.bin"):
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         if key in state:
             return state[key]

@@ -220,8 +220,9 @@ class _Sum:
         before = self.terms.setdefault(name, [])
         if before and any(isinstance(earlier, Dora) for earlier in (*before, term)):
             self.findings.append(
-                f"{name}: DoRA normalises the weights of the base, so it cannot be added to another"
-                " adapter; merge one after the other"
+                f"{name}: DoRA normalises the weights of the base, so its change cannot be added to"
+                " another adapter's, and a merge of one after the other is not their sum: deliver"
+                " each of them alone, source=<its folder>, or train one with all the data"
             )
         rows = {row for earlier in before if isinstance(earlier, Rows) for row in earlier.indices}
         if isinstance(term, Rows) and rows & set(term.indices):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tasks.core.errors import ArtifactError
 from tasks.weights.adapters.config import AdapterConfig, parse_config
+from tasks.weights.files.index import weight_files
 from tasks.weights.files.reader import ADAPTER, read_checkpoint, read_json
 from tasks.weights.files.source import Source
 from tasks.weights.pickled.state import read_state
@@ -59,6 +60,8 @@ def read_adapter(folder: Path, name: str = "adapter", *, beside: Collection[str]
 
 
 def _tensors(folder: Path, beside: Collection[str]) -> Source:
-    if (folder / PICKLED).is_file() and not any(folder.glob(f"{ADAPTER}*.safetensors*")):
+    if (folder / PICKLED).is_file() and not weight_files(
+        folder, f"{ADAPTER}*.safetensors", f"{ADAPTER}*.safetensors.index.json"
+    ):
         return read_state(folder / PICKLED)
     return read_checkpoint(folder, ADAPTER, beside=beside)

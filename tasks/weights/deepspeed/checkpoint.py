@@ -22,6 +22,7 @@ from tasks.weights.deepspeed.states import (
     read_optim_state,
 )
 from tasks.weights.files.dtype_bits import is_float
+from tasks.weights.files.index import weight_files
 from tasks.weights.files.source import Extent
 from tasks.weights.pickled.tensors import TensorRef, read_torch_file
 
@@ -214,7 +215,7 @@ def universal(
         findings: gets one line per parameter that is absent, unknown or of another size.
     """
     shapes = {name: shape for group in groups for name, shape in group.items()}
-    folders = {path.parent.name for path in zero.glob(f"*/{_FILE}")}
+    folders = {path.parent.name for path in weight_files(zero, f"*/{_FILE}")}
     unknown = sorted(folders - set(shapes) - known)
     findings += [f"zero/{name}: not a parameter of the model" for name in unknown]
     tensors = {}

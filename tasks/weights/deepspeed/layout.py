@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.core.errors import ArtifactError, Coded, first_and_more
+from tasks.weights.files.index import weight_files
 
 _MODEL = re.compile(
     r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+(?:_\d+)?)_model_states\.pt"
@@ -49,7 +50,7 @@ def find_layout(folder: Path) -> Layout:
     model: dict[int, Path] = {}
     optim: dict[int, Path] = {}
     split = set()
-    for path in sorted(root.glob("*.pt")):
+    for path in weight_files(root, "*.pt"):
         kind, match = (model, _MODEL.fullmatch(path.name)) if "model_s" in path.name else (
             optim, _OPTIM.fullmatch(path.name)
         )  # fmt: skip
@@ -98,9 +99,9 @@ def _foreign(name: str) -> list[str]:
 def _step(folder: Path) -> Path:
     if not folder.is_dir():
         raise ArtifactError(f"{folder}: no such folder")
-    if any(folder.glob("*_model_states.pt")):
+    if weight_files(folder, "*_model_states.pt"):
         return folder
-    steps = sorted({path.parent.name for path in folder.glob("*/*_model_states.pt")})
+    steps = sorted({path.parent.name for path in weight_files(folder, "*/*_model_states.pt")})
     for name in _LATEST:
         if not (folder / name).is_file():
             continue

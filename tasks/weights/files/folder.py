@@ -13,7 +13,7 @@ from tasks.core.contract import Check
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.header import read_header
-from tasks.weights.files.index import is_plain_name
+from tasks.weights.files.index import is_plain_name, weight_files
 from tasks.weights.files.side_files import PROCESSORS, TOKENIZER, side_files
 
 CONFIG = "config.json"
@@ -87,8 +87,8 @@ def _weight_map(folder: Path, checkpoint: ModelFolder) -> dict[str, str]:
         except ArtifactError as error:
             checkpoint.problems.append(error.message)
             return {}
-    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
-    strays = sorted(path.name for path in folder.glob("*.safetensors"))
+    pickles = [path.name for path in weight_files(folder, *PICKLES)]
+    strays = [path.name for path in weight_files(folder, "*.safetensors")]
     if strays:
         checkpoint.problems.append(f"{strays[0]} is not {SINGLE}, and there is no {INDEX}")
     elif pickles:

@@ -49,6 +49,21 @@ class Survey(Generic[T]):
     findings: tuple[str, ...]
 
 
+def weight_files(folder: Path, *patterns: str) -> list[Path]:
+    """Return the files of a folder that match a glob pattern and that loaders see, sorted.
+
+    transformers and vLLM list folders by `glob.glob`, which leaves out names with a leading dot:
+    `._x` of macOS, `.nfs*`, locks, caches. `Path.glob` does not.
+    """
+    paths = {path for pattern in patterns for path in folder.glob(pattern)}
+    return sorted(path for path in paths if not is_hidden(path.relative_to(folder).as_posix()))
+
+
+def is_hidden(name: str) -> bool:
+    """Return True if a relative path has a part with a leading dot."""
+    return any(part.startswith(".") for part in name.split("/"))
+
+
 def index_of(single: str) -> str:
     """Return the index's name for a checkpoint whose only file would be called `single`."""
     return f"{single}.index.json"
@@ -137,5 +152,5 @@ def _disagreements(
 
 
 def _strays(root: Path, known: set[str]) -> list[str]:
-    names = {path.name for pattern in OTHER_WEIGHTS for path in root.glob(pattern)}
+    names = {path.name for path in weight_files(root, *OTHER_WEIGHTS)}
     return [f"{name}: stray weight file" for name in sorted(names - known)]

@@ -79,6 +79,8 @@ def foreign_entries(folder: Path) -> list[str]:
     """Return one line for each link that leads elsewhere, pipe, socket and device in a folder."""
     findings = []
     for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") and not path.exists():
+            continue  # `.#x` of Emacs: a broken link that no loader reads, and nothing copies
         problem = entry_problem(path, folder)
         if not problem and not (path.is_file() or path.is_dir()):
             problem = "a pipe, a socket or a device"

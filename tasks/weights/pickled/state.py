@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import ArtifactError, first_and_more
-from tasks.weights.files.index import index_of, survey
+from tasks.weights.files.index import index_of, survey, weight_files
 from tasks.weights.files.source import Extent
 from tasks.weights.pickled.tensors import TensorRef, TorchFile, read_torch_file
 
@@ -96,7 +96,7 @@ def unnesting(path: Path, key: str) -> str:
 def is_pickled_model(root: Path) -> bool:
     """Return True if a folder holds a model in `.bin` files and none in safetensors."""
     pickled = any((root / name).is_file() for name in (MODEL, index_of(MODEL)))
-    return pickled and not any(root.glob("model*.safetensors*"))
+    return pickled and not weight_files(root, "model*.safetensors", "model*.safetensors.index.json")
 
 
 def read_model(root: Path, *, beside: Collection[str] = ()) -> PickledState:

@@ -19,6 +19,7 @@ from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.execute.writer import Spec
 from tasks.weights.files.documents import parse_json
 from tasks.weights.files.header import ITEM_BITS, Header, read_header
+from tasks.weights.files.index import weight_files
 from tasks.weights.files.reader import read_json
 from tasks.weights.files.source import Extent
 
@@ -92,7 +93,7 @@ def read_partitions(root: Path) -> Partitions:
     findings: list[str] = []
     world_size = plan["world_size"]
     wanted = [rank_file(rank, world_size) for rank in range(world_size)]
-    present = {path.name for path in (root / SHARDS).glob("*.safetensors")}
+    present = {path.name for path in weight_files(root / SHARDS, "*.safetensors")}
     findings += [f"{name}: stray rank file" for name in sorted(present - set(wanted))]
     headers: dict[str, Header] = {}
     for name in wanted:

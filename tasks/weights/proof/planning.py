@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.weights.adapters.changes import changes
+from tasks.weights.adapters.live import LiveModel
 from tasks.weights.adapters.read import Adapter, read_adapter
 from tasks.weights.execute.worker import Perform, ask_facts, perform
 from tasks.weights.families.merging import MergeSettings, plan_merge
@@ -28,11 +29,13 @@ class Planned:
         plan: one operation per tensor.
         sources: its inputs.
         tied: keys that a merged checkpoint may hold or not -> keys that hold the same tensor.
+        live: the model in memory; None for a reward model.
     """
 
     plan: Plan
     sources: Mapping[str, Source]
     tied: Mapping[str, str]
+    live: LiveModel | None = None
 
 
 def planned(base: Path, adapter: Path, *, perform: Perform = perform) -> Planned:
@@ -58,7 +61,7 @@ def planned(base: Path, adapter: Path, *, perform: Perform = perform) -> Planned
     sources = {BASE: model, read.name: read.tensors}
     untied = {*plan.notes.get("untied", ())}
     tied = {key: to for key, to in facts.tied.items() if key not in untied}
-    return Planned(decoding(plan, sources), sources, tied)
+    return Planned(decoding(plan, sources), sources, tied, facts.live)
 
 
 def _reward(read: Adapter, model: Source, base: Path, perform: Perform) -> Planned:

@@ -23,6 +23,7 @@ from tasks.weights.execute.writer import Spec, shard_file
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtype_conversion import NUMPY, cast, widened
 from tasks.weights.files.header import Header, TensorInfo, read_header
+from tasks.weights.files.index import weight_files
 from tasks.weights.tokens.vocabulary import resized_config
 
 _TABLES = (
@@ -96,7 +97,7 @@ def _into_tokenizer(folder: Path, tokens: Sequence[str]) -> tuple[int, ...]:
 
 def _into_tables(folder: Path, before: int, after: int) -> None:
     added, has_table = 0, False
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_files(folder, "*.safetensors"):
         header = read_header(path)
         tables = {
             name

@@ -219,10 +219,13 @@ def _existing_path(override: str, names: Vocabulary) -> str:
     is_text = kind is str or str in get_args(kind)
     if not is_text or value in ("", "null", "-") or value[0] in "'\"" or "${" in value:
         return override
-    path = Path(value).expanduser()
+    path = Path(value)
     try:
+        if str(path).startswith("~"):
+            path = path.absolute() if path.exists() else path.expanduser()
+            value = str(path)
         is_path = path.exists() or (key in ("out", "out_dir") and path.parent.is_dir())
-    except (OSError, ValueError):  # too long, or a null byte
+    except (OSError, ValueError, RuntimeError):  # too long, a null byte, nobody's home
         return override
     return f"{key}={quoted(value)}" if is_path else override
 

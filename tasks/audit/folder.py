@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import ArtifactError
-from tasks.weights.files.documents import parse_json
+from tasks.weights.files.documents import DuplicateKeyError, parse_json
 from tasks.weights.files.side_files import entry_problem
 
 MAX_ENTRIES = 50_000
@@ -112,14 +112,14 @@ class Folder:
         if name not in self.files or name in self.wrong:
             return {}
         try:
-            document = parse_json(raw)
+            try:
+                document = parse_json(raw, unique=True)
+            except DuplicateKeyError as error:
+                self.twice[name] = str(error)
+                document = parse_json(raw)
         except ValueError as error:
             self.wrong[name] = f"not JSON: {error}"
             return {}
-        try:
-            parse_json(raw, unique=True)
-        except ValueError as error:
-            self.twice[name] = str(error)
         if not isinstance(document, dict):
             self.wrong[name] = f"a JSON {type(document).__name__}, not an object"
             return {}

@@ -182,3 +182,21 @@ def test_cfg_job_prints_no_password(
     assert "uri: http://me:***@localhost:5000" in printed
     assert "secret" not in printed
     assert os.environ["MLFLOW_TRACKING_URI"] == "http://me:secret@localhost:5000"
+
+
+NAMES = [
+    "a b", "a,b", "x=1", "a[1]", "a{b", "a#b", "a (1)", "a:b", "1e3", "~t", "null.d", "it's", 'q"q',
+    "\u6a21\u578b", "\u00e9t\u00e9", "back\\slash", "true",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_exists_as_a_path_is_taken_before_the_grammar(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    job = Job()
+    relative = f"{tmp_path / name}" if name[0] == "~" else f"./{name}"  # "~t" is a user's home
+    words = [f"model.path={tmp_path / name}", f"data.path=./{name}"]
+    assert run_main("rlhf", job, argv=["model=hf", *words]) == 2  # `zero.stage` of the default
+    ((composed, _),) = job.seen
+    assert composed.settings["model"]["path"] == f"{tmp_path / name}"
+    assert composed.settings["data"]["path"] == relative

@@ -138,11 +138,16 @@ def _has_hash(entry: Any) -> bool:
     return any(isinstance(value, str) for value in hashes)
 
 
+class DuplicateKeyError(ValueError):
+    """An object of a JSON document has a key twice; loaders keep its last value."""
+
+
 def parse_json(text: bytes, *, unique: bool = False) -> Any:
     """Parse UTF-8 JSON.
 
     Raises:
-        ValueError: not JSON, too many values, nested too deep, or, with `unique`, a duplicate key.
+        DuplicateKeyError: `unique`, and a key is there twice.
+        ValueError: not JSON, too many values, or nested too deep.
     """
     count = sum(map(text.count, (b",", b"[", b"{")))
     if count > MAX_VALUES:
@@ -154,12 +159,12 @@ def parse_json(text: bytes, *, unique: bool = False) -> Any:
 
 
 def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return the members of a JSON object. Raises ValueError for a duplicate key."""
+    """Return the members of a JSON object. Raises DuplicateKeyError."""
     values = dict(pairs)
     if len(values) != len(pairs):
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                raise ValueError(f"duplicate key {name[:_SHOWN]}")
+                raise DuplicateKeyError(f"duplicate key {name[:_SHOWN]}")
             seen.add(name)
     return values

@@ -36,6 +36,12 @@ class Adapters(Section, heading="Adapters, their configuration and their base"):
         "set lora_alpha to the value of the training run",
         "verl PR #1821, verl PR #5326, verl #7285",
     )
+    ADAPTER_PATTERN = warning(
+        "A key of rank_pattern or alpha_pattern that matches none of the adapter's modules",
+        "a pattern without effect: peft scales the modules that it was meant for by lora_alpha / r "
+        "and says nothing; if their names changed after training, the scale is wrong",
+        "correct the names, or remove the key if training did not use it either",
+    )
     ADAPTER_TARGET_ABSENT = warning(
         "A target module without saved tensors",
         "peft initialises tensors that are not in the file and only warns: if the base has such "

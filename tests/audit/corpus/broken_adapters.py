@@ -57,6 +57,12 @@ def _foreign_modules(weights: Tensors) -> None:
         weights[key.replace("model.layers.1", "model.layers.7")] = weights.pop(key)
 
 
+def _swapped(weights: Tensors) -> None:
+    for key in [key for key in weights if "experts" in key and "lora_A" in key]:
+        other = key.replace("lora_A", "lora_B")
+        weights[key], weights[other] = weights[other].T, weights[key].T
+
+
 ZERO: dict[str, Broken] = {
     "pairs never gathered": Broken(
         "EMPTY_TENSOR", "lora", by.emptied("lora_"),
@@ -98,6 +104,9 @@ SETTINGS: dict[str, Broken] = {
     "alpha 0": Broken(
         "ADAPTER_ALPHA", "lora", by.edited(_CONFIG, lora_alpha=0),
         ("verl PR #1821", "verl PR #5326", "verl #7285"),
+    ),
+    "a pattern that matches nothing": Broken(
+        "ADAPTER_PATTERN", "lora", by.edited(_CONFIG, alpha_pattern={"query_key_value": 4})
     ),
     "half of a pair": Broken(
         "ADAPTER_HALF_PAIR", "lora", by.dropped("layers.1.self_attn.q_proj.lora_B", name=ADAPTER)
@@ -160,6 +169,19 @@ BASES: dict[str, Broken] = {
         "ADAPTER_MODULE_NAMES", "lora",
         by.renamed(lambda k: k.replace(".model.model.", ".model.model.model."), ADAPTER),
         ("peft #2566",),
+    ),
+    "an expert's A and B swapped": Broken(
+        "ADAPTER_NO_MERGE", "moe-experts", by.tensors(_swapped, ADAPTER), ("Automodel #3233",)
+    ),
+    "names of transformers 4.51": Broken(
+        "ADAPTER_MODULE_NAMES", "vl-lora",
+        by.renamed(lambda k: k.replace(".language_model.layers.", ".layers."), ADAPTER),
+        ("ms-swift #5621", "ms-swift #8031"),
+    ),
+    "a wrapper inside the names": Broken(
+        "WRAPPER_RESIDUE", "lora",
+        by.renamed(lambda k: k.replace(".self_attn.", "._orig_mod.self_attn."), ADAPTER),
+        ("Soup #335", "axolotl #2744"),
     ),
     "a base of other names": Broken(
         "ADAPTER_NO_MODULE", "lora", by.as_it_is, (f"{_LF} #4913",), base="gpt2"

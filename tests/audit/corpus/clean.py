@@ -270,6 +270,7 @@ CLEAN: dict[str, Clean] = {
     ),
     "gpt2-lora": _adapter("gpt2", target_modules=["c_attn", "c_proj"]),
     "gemma3-lora": _adapter("gemma3", target_modules=["q_proj", "v_proj"]),
+    "vl-lora": _adapter("qwen2_5_vl", target_modules=["q_proj", "v_proj"]),
     "reward-lora": _also(save_reward_adapter, "reward"),
     "grown": _also(save_grown, "llama"),
     "bin-adapter": _also(save_bin_adapter, "qwen2"),

@@ -9,9 +9,10 @@ from typing import Any
 
 from tasks.audit.catalogue.adapters import Adapters
 from tasks.audit.checks.adapters.adapter_keys import AdapterKeys, layer_of, pattern_of, plain_module
-from tasks.audit.finding import Finding, Severity
+from tasks.audit.finding import Finding, Severity, some
 from tasks.audit.recognise import ADAPTER_CONFIG
 from tasks.weights.adapters.config import AdapterConfig
+from tasks.weights.adapters.config_reader import PATTERN
 
 _HEADS = ("classifier", "score")
 """peft adds both to modules_to_save for a classifier, which has one of them."""
@@ -37,11 +38,30 @@ def check_tensors(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]
     yield from _halves(keys)
     if len(config.rank_pattern) <= _MOST_PATTERNS and is_cheap(*config.rank_pattern):
         yield from _ranks(keys, config)
+    yield from _patterns(keys, config)
     yield from _dora(keys, config)
     yield from _targets(keys, config)
     yield from _saved(keys, config)
     yield from _unexplained(keys, config)
     yield from _tokens(keys, config)
+
+
+def _patterns(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
+    """Report patterns that match no pair; names of targeted parameters are not in the keys."""
+    if config.target_parameters:
+        return
+    names = [plain_module(name) for name in keys.pairs]
+    for setting in ("rank_pattern", "alpha_pattern"):
+        patterns = [*getattr(config, setting)][:_MOST_PATTERNS]
+        dead = [
+            pattern for pattern in patterns
+            if is_cheap(pattern)
+            and not any(re.match(PATTERN.replace("{}", pattern), name) for name in names)
+        ]  # fmt: skip
+        if dead and names:
+            yield Adapters.ADAPTER_PATTERN.at(
+                ADAPTER_CONFIG, found=f"{setting}: {some(dead)}", expected="names of its modules"
+            )
 
 
 def oversized_settings(raw: Mapping[str, Any]) -> dict[str, int]:

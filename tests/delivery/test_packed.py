@@ -55,7 +55,10 @@ def test_a_packed_model_is_decoded(tmp_path: Path, base: Path, deliver) -> None:
 EXPERTS = Spread(parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
 
 
-@pytest.mark.parametrize(("family", "spread"), [("qwen", Spread()), ("mixtral", EXPERTS)])
+@pytest.mark.parametrize(
+    ("family", "spread"),
+    [pytest.param("qwen", Spread(), marks=pytest.mark.slow), ("mixtral", EXPERTS)],
+)
 def test_an_adapter_into_a_base_in_fp8(tmp_path: Path, here, family: str, spread: Spread) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

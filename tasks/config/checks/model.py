@@ -31,6 +31,8 @@ from tasks.weights.tokens.tokenizer import template_of, token_ids
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_SAID = ("TOKENIZER_ROWS", "TOKENIZER_MISREAD", "TEMPLATE_MARK")
+"""Findings of an audit that `vocabulary` and `token_ids_as_loaded` report, by the real loader."""
 ALL_LINEAR = "all-linear"
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM 0.32 has CPU kernels for (`CPUAttentionBackend`)."""
@@ -151,7 +153,7 @@ def _audited(folder: Path, _: str) -> list[Finding]:
             "model.path", f"{report.source}: {error.code} {error.where}: {error.found}",
             f"the base itself is broken: {error.why}; {error.fix}", report.command,
         )
-        for error in report.findings
+        for error in report.findings if error.code not in _SAID
     ]  # fmt: skip
 
 

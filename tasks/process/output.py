@@ -149,7 +149,7 @@ class _Lines:
         for line in lines:
             yield _last_state(line).decode("utf-8", "replace")
         if b"\r" in self._rest:  # a progress bar never ends its line: keep its last state only
-            self._rest = _last_state(self._rest) + b"\r"
+            self._rest = _last_state(self._rest) + b"\r" * self._rest.endswith(b"\r")
 
 
 def _last_state(line: bytes) -> bytes:

@@ -85,7 +85,7 @@ def test_a_child_that_is_too_slow(talk: Talk) -> None:
         with pytest.raises(StageProcessError) as caught:
             child.ask({"do": "sleep"}, 0.5)
         assert caught.value.reason == "timeout"
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 60
         assert not alive(pid)
 
 

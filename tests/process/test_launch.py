@@ -161,7 +161,7 @@ def test_a_timeout_ends_even_a_grandchild_that_does_not_listen(run: Run) -> None
     with pytest.raises(StageProcessError) as caught:
         run(FAMILY, timeout_s=2.0)
     assert caught.value.reason == "timeout"
-    assert time.monotonic() - begin < 2 + 10
+    assert time.monotonic() - begin < 60  # it sleeps for 600 s
     assert [alive(pid) for pid in pids("stubborn", "\n".join(caught.value.details))] == [False]
 
 
@@ -173,7 +173,7 @@ print(child.stdout.readline().decode())
 """
     begin = time.monotonic()
     tail = run(code)
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 60
     assert [alive(pid) for pid in pids("stubborn", "\n".join(tail))] == [False]
 
 
@@ -214,7 +214,7 @@ def test_kill_9_of_the_parent_ends_everything(
     (grandchild,) = pids("stubborn", parent.text)
     supervisor = parent_of(parent_of(grandchild))
     parent.process.kill()
-    until(lambda: not alive(grandchild) and not alive(supervisor), 10)
+    until(lambda: not alive(grandchild) and not alive(supervisor), 60)
 
 
 def test_kill_9_of_the_supervisor_ends_everything(run: Run, tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_kill_9_of_the_supervisor_ends_everything(run: Run, tmp_path: Path) -> N
     thread.join()
     assert caught.value.returncode == -signal.SIGKILL
     (grandchild,) = pids("stubborn", log_path.read_text())
-    until(lambda: not alive(grandchild), 2)
+    until(lambda: not alive(grandchild), 60)
 
 
 def parent_of(pid: int) -> int:

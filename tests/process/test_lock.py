@@ -55,11 +55,11 @@ def test_kill_9_frees_it(script: Callable[..., Script], runs: Path) -> None:
 
 
 def test_waiting_for_it(script: Callable[..., Script], runs: Path) -> None:
-    first = script("-c", HOLDER, str(runs), "1.5")
+    first = script("-c", HOLDER, str(runs), "3")
     first.says("held")
     begin = time.monotonic()
     with hold(runs, Patience(30)):
-        assert 0.5 < time.monotonic() - begin < 15
+        assert 0.5 < time.monotonic() - begin < 60
 
 
 def test_waiting_in_vain(script: Callable[..., Script], runs: Path) -> None:
@@ -100,7 +100,7 @@ def test_passwords_of_urls_are_not_shown(runs: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_one_that_waits_says_for_whom(script: Callable[..., Script], runs: Path) -> None:
-    first = script("-c", HOLDER, str(runs), "1.5")
+    first = script("-c", HOLDER, str(runs), "3")
     first.says("held")
     lines: list[str] = []
     with hold(runs, Patience(30, lines.append)):

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tasks.process.output import Output, _Lines
@@ -24,6 +24,8 @@ def split(chunks: list[bytes]) -> list[str]:
 
 
 @given(TEXT, st.lists(st.integers(0, 240), max_size=8))
+@example("10 %\r20 %\n", [6])
+@example("00\r\x80", [4])
 def test_where_the_bytes_are_cut_does_not_matter(text: str, cuts: list[int]) -> None:
     data = text.encode()
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]

@@ -30,7 +30,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     argv = [str(HERE / "flow_script.py"), str(folder / "runs"), "quick", "fail", "quick"]
     first = Script(folder / "first.out", *argv)
     assert first.process.wait(150) == 1, first.text
-    until(lambda: not any(alive(pid) for pid in pids("server", first.text)), 10)
+    until(lambda: not any(alive(pid) for pid in pids("server", first.text)), 60)
     shutil.copy(folder / "runs/logs/prefect-server.log", folder / "first.log")
     return folder / "runs"
 
@@ -123,9 +123,9 @@ def check_signal(
     before(flow)
     flow.signal_group(number)
     flow.signal_group(number)  # an impatient user
-    until(lambda: not alive(child), 10)
+    until(lambda: not alive(child), 60)
     assert flow.process.wait(15) == status, flow.text
-    until(lambda: not alive(server), 10)
+    until(lambda: not alive(server), 60)
     assert flow_states(runs, mode) == ["CRASHED"]
     assert task_states(runs, mode) == {"COMPLETED": 20, "CRASHED": 1}
 
@@ -137,7 +137,7 @@ def test_another_user_has_no_access_and_sigterm_ends_everything(start: Start, ru
 def test_kill_9_and_then_ctrl_c(start: Start, runs: Path) -> None:
     flow, child, server = begun(start, "long-killed")
     flow.process.kill()
-    until(lambda: not alive(child) and not alive(server), 10)
+    until(lambda: not alive(child) and not alive(server), 60)
     assert flow_states(runs, "long-killed") == ["RUNNING"]  # nobody could say otherwise
     check_signal(start, runs, signal.SIGINT, 130)
     assert flow_states(runs, "long-killed") == ["CRASHED"]  # the next one on this folder did
@@ -162,7 +162,7 @@ def test_a_server_that_no_flow_needs_opens_nothing_and_ends(runs: Path, tmp_path
         assert not Api(url, auth).answers()
         process.communicate("\n")
     assert process.returncode == 2
-    until(lambda: not any(alive(member.pid) for member in members), 15)
+    until(lambda: not any(alive(member.pid) for member in members), 60)
     after = {path.name: path.stat().st_mtime_ns for path in database.parent.glob("prefect.db*")}
     assert after == before
 
@@ -202,7 +202,7 @@ def test_a_flow_goes_on_to_its_end_when_its_server_is_killed(start: Start, runs:
 def test_sigterm_after_the_server_was_killed(start: Start) -> None:
     flow, child, server = begun(start, "long-alone")
     signal_server(flow, signal.SIGKILL)
-    until(lambda: not alive(server), 10)
+    until(lambda: not alive(server), 60)
     flow.process.terminate()
     assert flow.process.wait(30) == 143, flow.text
     assert not alive(child)
@@ -225,7 +225,7 @@ def test_a_run_on_a_terminal_is_cancelled_in_prefect(start: Start, runs: Path) -
     (run,) = api.post("/flow_runs/filter", {"flow_runs": {"name": {"any_": ["long-cancelled"]}}})
     cancelling = {"type": "CANCELLING", "name": "Cancelling"}
     api.post(f"/flow_runs/{run['id']}/set_state", {"state": cancelling})
-    until(lambda: not alive(child), 30)
+    until(lambda: not alive(child), 60)
     assert flow.process.wait(30) == 143, flow.text
     assert "this run was cancelled in Prefect" in flow.text
     assert flow_states(runs, "long-cancelled") == ["CANCELLED"]

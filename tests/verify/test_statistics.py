@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tasks.drift.fingerprint import PROFILES, Fingerprint
@@ -35,6 +35,7 @@ def full_kl(p_logits: np.ndarray, q_logits: np.ndarray) -> np.ndarray:
     top=st.integers(1, 40),
     kept=st.integers(2, 64),
 )
+@example(seed=0, vocab=5, spread=0.0, fault=3.0, top=4, kept=4)
 def test_the_coarse_kl_never_exceeds_the_full_kl(
     seed: int, vocab: int, spread: float, fault: float, top: int, kept: int
 ) -> None:
@@ -43,14 +44,17 @@ def test_the_coarse_kl_never_exceeds_the_full_kl(
     served = made.trained + random.normal(0, fault, made.trained.shape)
     reference = fingerprint(made.probes, made.trained, min(kept, vocab))
     aligned = align(reference, answers(made.probes, served, min(top, vocab)))
+    rest = 1 - np.nansum(np.exp(aligned.logprobs), 1) - aligned.extra_mass
+    # Probabilities in float32 that sum to almost 1 leave a rest that is mostly rounding.
+    noise = 1e-5 + 1e-7 / np.maximum(rest, 1e-6)
     coarse, full = coarse_kl(reference, aligned), full_kl(made.trained, served)
     assert (coarse >= 0).all()
-    assert (coarse <= full + 1e-5 + 1e-5 * full).all()
+    assert (coarse <= full * (1 + 1e-5) + noise).all()
     at_base = replace(made.reference(kept), trained=reference).base
     assert at_base is not None
     base = replace(at_base, ids=reference.ids)
     coarse = coarse_kl(base, aligned, most_likely=False)
-    assert (coarse <= full_kl(made.base, served) * (1 + 1e-5) + 1e-5).all()
+    assert (coarse <= full_kl(made.base, served) * (1 + 1e-5) + noise).all()
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.3, 3.0])

@@ -33,11 +33,13 @@ SECONDS = 60.0
 DOUBT, CLEAR = 5.0, 1.0
 """Standard deviations that refuse the recorded settings, and that end the check early."""
 SLACK = 0.02
-"""Surprisal (nats per token) that rounding may cost at the edge of top-k, top-p and min-p."""
+"""Surprisal (nats per token), or share of tokens, that rounding costs at the edge of a cut-off."""
 COARSE = 0.7
 """A factor of the temperature that every user would notice."""
 TAIL = 0.95
 """Probability of the tokens above all of those that are counted as the least likely ones."""
+_EXACT = 1e-9
+"""Share that the arithmetic itself may cost where every token is a likely one."""
 _SAME = 6.0
 """KL (nats) over all tokens above which the server's log-probabilities are others."""
 
@@ -176,8 +178,7 @@ def sampling(answers: Answers, model: str, base: str | None) -> Check:
         for each in ROUNDS:
             rows += _sample(answers, model, chosen, each, until)
             check = _judged(answers, rows, kl)
-            z, tail = float(check.measured.get("z", 0)), float(check.measured.get("z_unlikely", 0))
-            if check.verdict == "ok" and abs(z) < CLEAR and tail > -CLEAR:
+            if check.verdict == "ok" and _is_clear(check):
                 break
     except UnsupportedError as error:
         return Check(NAME, "unknown", f"default sampling settings not measured: {error.message}")
@@ -186,6 +187,11 @@ def sampling(answers: Answers, model: str, base: str | None) -> Check:
         left = f"a slow server: {whole - sum(map(_count, rows))} of {whole} tokens left out"
         check = replace(check, text=f"{check.text}; {left} after {SECONDS:g} s")
     return check
+
+
+def _is_clear(check: Check) -> bool:
+    z, rare = (float(check.measured[name]) for name in ("z", "z_unlikely"))
+    return max(abs(z), -rare) < CLEAR
 
 
 def _count(row: Sampled) -> int:
@@ -202,7 +208,7 @@ def _judged(answers: Answers, rows: list[Sampled], kl: float) -> Check:
     # Rounding of the server's logits moves a mean by at most sqrt(2 KL) standard deviations.
     doubt = DOUBT + (2 * kl * test.tokens) ** 0.5 / max(expected.temperature, 0.02)
     allowed = doubt * test.deviation + SLACK
-    fewest = -doubt * tail.deviation - SLACK * expected.cuts
+    fewest = -doubt * tail.deviation - (SLACK if expected.cuts else _EXACT)
     numbers: dict[str, float | str] = {
         "z": test.excess / max(test.deviation, 1e-9),
         "z_unlikely": tail.excess / max(tail.deviation, 1e-9),
@@ -282,8 +288,9 @@ def _chosen(answers: Answers, model: str) -> tuple[list[tuple[int, int, int]], f
 
 def _spread(logp: NDArray[Any], settings: Settings) -> float:
     """Return the variance of the surprisal of a sampled token (nats squared)."""
-    p = settings.probabilities(logp)[:-1]
-    return float(p @ logp**2 - (p @ logp) ** 2)
+    p = settings.probabilities(logp)
+    values = surprisal(logp, p)
+    return float(p @ values**2 - (p @ values) ** 2)
 
 
 def _sample(

@@ -170,6 +170,8 @@ def audit(
         of_base = audit(opened.base.folder.root, values=values)
         if any(finding.code in _UNREADABLE for finding in of_base.errors):
             opened = replace(opened, base=None)  # its gaps would be reported as the source's
+        if not of_base.ok:
+            opened = replace(opened, plan=False)  # the same, as reasons against a merge
     findings = examine(opened)
     mendable = is_repairable(opened, findings)
     completed = tuple(_with_paths(finding, source, opened) for finding in findings)

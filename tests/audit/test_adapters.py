@@ -75,9 +75,12 @@ def test_targets_listed_module_by_module(tmp_path: Path) -> None:
     assert errors(reported) == {"ADAPTER_COVERAGE"}
 
 
-def test_a_target_pattern_gives_no_coverage_finding(tmp_path: Path) -> None:
-    root = make_adapter(tmp_path / "it", target_modules=r".*layers\.0.*(q|v)_proj")
+def test_tensors_beside_a_target_pattern(tmp_path: Path) -> None:
+    """Which modules a pattern means, only the plan of the merge knows; peft drops the others."""
+    root = make_adapter(tmp_path / "all", target_modules=r".*(q|v)_proj")
     assert codes(root, base=base(tmp_path)) == FINE
+    root = make_adapter(tmp_path / "it", target_modules=r".*layers\.0.*(q|v)_proj")
+    assert codes(root, base=tmp_path / "tiny") == {**FINE, "ADAPTER_NO_MERGE": "error"}
 
 
 def test_ranks_of_patterns(tmp_path: Path) -> None:

@@ -22,8 +22,31 @@ ELSEWHERE = {
         "OpenRLHF #1067",
         "OpenRLHF PR #1208",
     },
+    "tests/audit/test_base.py": {
+        "Automodel PR #3582",
+        "aprender #3971",
+        "huggingface_hub #3643",
+        "semble #222",
+        "unsloth #4919",
+        "unsloth-zoo PR #803",
+    },
+    "tests/audit/test_files.py": {
+        "SceneWorks #1333",
+        "unsloth #8566",
+        "verl #1679",
+        "verl #2262",
+        "verl #7193",
+    },
+    "tests/audit/test_merge_proof.py": {"mlx-lm #661", "ms-swift #8186"},
+    "tests/audit/test_token_ids.py": {
+        "TensorRT-LLM PR #13924",
+        "open-instruct #1896",
+        "transformers #45488",
+        "transformers #48206",
+        "vLLM PR #48482",
+    },
+    "tests/delivery/test_packed.py": {"LLaMA-Factory #10328", "ms-swift #7907"},
     "tests/audit/test_witness.py": {"ms-swift #9168", "trl #6361"},
-    "tests/audit/test_files.py": {"verl #1679", "verl #2262", "verl #7193"},
     "tests/delivery/dialects/test_unsloth.py": {"unsloth #1122", "unsloth #1521"},
 }
 

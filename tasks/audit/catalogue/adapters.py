@@ -73,7 +73,7 @@ class Adapters(Section, heading="Adapters, their configuration and their base"):
         "peft finds none of its tensors in the file and only warns ('Found missing adapter keys'): "
         "the model answers as the base. vLLM serves it the same way, or refuses it",
         "save the adapter with save_pretrained from the model that was trained, or rename its keys",
-        "vLLM #34186, peft #2566",
+        "vLLM #34186, peft #2566, ms-swift #5621, ms-swift #8031",
     )
     ADAPTER_SHAPE = error(
         "LoRA pairs whose sizes do not fit the base",
@@ -87,7 +87,7 @@ class Adapters(Section, heading="Adapters, their configuration and their base"):
         "mismatch', or drops tensors with a warning",
         "pass the base that adapter_config.json names, or save the adapter again from the training "
         "run",
-        "peft #3009, Automodel #3233",
+        "Automodel #3233",
     )
     ADAPTER_VOCABULARY = warning(
         "Embeddings in the adapter with another number of rows than the base",

@@ -29,8 +29,8 @@ from tasks.weights.plan.contracts import ModelFacts
 from tasks.weights.plan.operations import Dropped, Plan
 
 NO_HEAD = (
-    "neither the adapter nor the base has a reward head: it was never saved, and cannot be "
-    "recovered. Train again with modules_to_save=[score]"
+    "neither the adapter nor the base has a reward head, score.weight. One that was never saved "
+    "cannot be recovered: train again with modules_to_save=[score]"
 )
 
 

@@ -76,8 +76,11 @@ def plain_encoder(tokenizer: Any) -> Encode:
 def misread(folder: Path) -> str:
     """Return how transformers misreads the tokenizer.json of a folder; "" if it does not.
 
-    Returns "" for folders without tokenizer.json, without transformers, and if the tokenizer does
-    not load: then nothing is trained or served in silence.
+    Returns "" for folders without tokenizer.json, and if the tokenizer does not load: then nothing
+    is trained or served in silence.
+
+    Raises:
+        ArtifactError: the comparison itself failed.
     """
     if not (folder / "tokenizer.json").is_file():
         return ""
@@ -95,6 +98,9 @@ def misread_as(folder: Path, pipeline: Mapping[str, Any]) -> str:
     Args:
         folder: folder with a tokenizer.json.
         pipeline: `normalizer`, `pre_tokenizer`, and `model` without vocabulary and merges.
+
+    Raises:
+        ArtifactError: the comparison itself failed.
     """
     return _asked(folder.absolute(), (), json.dumps(pipeline))
 
@@ -109,8 +115,17 @@ def _asked(folder: Path, stamps: tuple[tuple[str, int], ...], pipeline: str = ""
             env={**environment, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
         )  # fmt: skip
         return str(json.loads(done.stdout.splitlines()[-1])["differs"])
-    except (subprocess.TimeoutExpired, ValueError, LookupError, TypeError):
-        return ""
+    except subprocess.TimeoutExpired as error:
+        raise _unproven(folder, f"no answer within {_WAIT_S:.0f} s") from error
+    except (ValueError, LookupError) as error:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise _unproven(folder, said[-1] if said else f"exit {done.returncode}") from error
+
+
+def _unproven(folder: Path, reason: str) -> Exception:
+    from tasks.core.errors import ArtifactError  # the child, an isolated program, has no `tasks`
+
+    return ArtifactError(f"{folder}: its token ids could not be compared: {reason}")
 
 
 def _compare(folder: Path) -> str:
@@ -118,8 +133,13 @@ def _compare(folder: Path) -> str:
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
-    raw = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    try:
+        raw = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        loaded = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception:
+        return ""  # every loader stops, and says so
     if not loaded.is_fast:
         return ""  # another program, which reads other files
     special = [token.content for token in raw.get_added_tokens_decoder().values()]
@@ -144,6 +164,10 @@ def _compare_built(folder: Path, pipeline: Mapping[str, Any]) -> str:
     from tokenizers import Tokenizer
 
     document = json.loads((folder / "tokenizer.json").read_bytes())
+    try:
+        raw = Tokenizer.from_str(json.dumps(document))
+    except Exception:
+        return ""  # every loader stops, and says so
     model = document["model"]
     vocabulary = model["vocab"]
     if pipeline["model"]["type"] != "Unigram" and isinstance(vocabulary, list):
@@ -155,7 +179,6 @@ def _compare_built(folder: Path, pipeline: Mapping[str, Any]) -> str:
         built["unk_token"] = model.get("unk_token")
     step = _with_charsmap(pipeline["normalizer"], _charsmap(document.get("normalizer")))
     steps = {"normalizer": step, "pre_tokenizer": pipeline["pre_tokenizer"], "model": built}
-    raw = Tokenizer.from_str(json.dumps(document))
     special = [token.content for token in raw.get_added_tokens_decoder().values()]
     other = Tokenizer.from_str(json.dumps({**document, **steps}))
     return difference(plain_encoder(raw), plain_encoder(other), texts_of(special))

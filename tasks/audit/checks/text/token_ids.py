@@ -125,8 +125,8 @@ def _against(source: Source, base: Source) -> Iterator[Finding]:
     if ours_path.read_bytes() == theirs_path.read_bytes():
         return
     ours, theirs = source.config(TOKENIZER), base.config(TOKENIZER)
-    if not ours or not theirs:
-        return  # FILE_UNREADABLE tells why
+    if not _is_tokenizer(ours) or not _is_tokenizer(theirs):
+        return  # no loader takes it
     changed = list(_changes(ours, theirs, source.folder.root))
     if changed:
         yield TokenIds.TOKENIZER_NOT_OF_BASE.at(
@@ -159,10 +159,28 @@ def _changes(ours: Mapping[str, Any], theirs: Mapping[str, Any], root: Path) -> 
         yield "another decoder"
 
 
+def _is_tokenizer(document: Mapping[str, Any]) -> bool:
+    """Return True if a document has the parts of a tokenizer.json in their types."""
+    model, added = document.get("model"), document.get("added_tokens") or []
+    if not isinstance(model, Mapping) or not isinstance(added, list):
+        return False
+    vocabulary, merges = model.get("vocab"), model.get("merges") or []
+    entries = vocabulary if isinstance(vocabulary, list) else []
+    return (
+        isinstance(vocabulary, (Mapping, list))
+        and isinstance(merges, list)
+        and all(isinstance(entry, list) and entry for entry in entries)
+        and all(isinstance(pair, str | list) for pair in merges)
+        and all(isinstance(token, Mapping) and "content" in token and "id" in token
+                for token in added)
+    )  # fmt: skip
+
+
 def _kinds(step: Any) -> list[str]:
     """Return the kinds of a decoder's steps."""
     parts = step.get("decoders", [step]) if isinstance(step, Mapping) else []
-    return [str(part.get("type")) for part in parts]
+    parts = parts if isinstance(parts, list) else []
+    return [str(part.get("type")) for part in parts if isinstance(part, Mapping)]
 
 
 def _ids(document: Mapping[str, Any]) -> dict[str, int]:
@@ -176,4 +194,4 @@ def _ids(document: Mapping[str, Any]) -> dict[str, int]:
 def _merges(model: Mapping[str, Any]) -> list[str]:
     """Return the merges as text; tokenizers wrote texts first, and writes pairs since 0.20."""
     merges = model.get("merges") or []
-    return [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
+    return [pair if isinstance(pair, str) else " ".join(map(str, pair)) for pair in merges]

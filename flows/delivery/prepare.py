@@ -248,8 +248,7 @@ def _refuse_misread(folder: Path) -> tuple[str, ...]:
         return (f"{folder}: the tokenizer as loaded: {reason}",)
     raise ConfigError(
         f"{folder}: the tokenizer is misread by transformers and vLLM: {reason}",
-        hint=f"python flows/audit.py {typed('source', folder)} fix=true out_dir=<a new folder>, "
-        "which names the class PreTrainedTokenizerFast",
+        hint=f"python flows/audit.py {typed('source', folder)} tells what mends it",
     )
 
 

@@ -345,7 +345,7 @@ def token_ids_as_loaded(folder: Path) -> list[Finding]:
         findings.append(Finding("model.path", f"{folder}: byte-order mark", allowed, mend))
     reason = misread(folder)
     if reason:
-        repair = f"python flows/audit.py {typed('source', folder)} fix=true out_dir=<a new folder>"
+        repair = f"python flows/audit.py {typed('source', folder)} tells what mends it"
         value = f"the tokenizer is misread: {reason}"
         allowed = "the ids of tokenizer.json, which the base was trained on"
         findings.append(

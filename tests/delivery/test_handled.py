@@ -244,7 +244,7 @@ def test_the_reference_of_wrapped_names_is_the_trained_model(
         done = here(*arguments, engine="transformers")
         assert done.code == 0, done.output
         assert done.summary["stages"][-1]["drift"]["mean_kl"] < 1e-4
-        assert [*load_file(tmp_path / name / "out" / "model.safetensors")] == [*held]
+        assert load_file(tmp_path / name / "out" / "model.safetensors").keys() == held.keys()
 
 
 def test_a_base_of_wrapped_names_is_refused(

@@ -65,7 +65,7 @@ def base_errors(base: Path, *, whole: bool = False) -> Report:
     """
     nbytes = sum(file.stat().st_size for file in base.glob("*.safetensors"))
     report = audit(base, values=whole or nbytes <= READ)
-    return replace(report, findings=tuple(_blocking(report, check_base=True)))
+    return replace(report, findings=tuple(_blocking(report, check_base=True, is_base=True)))
 
 
 def require_base(base: Path, *, whole: bool) -> None:
@@ -81,7 +81,7 @@ def refused(
     """Return the error that refuses a delivery, with the place and the fix of every finding."""
     first, rest, fix, repair, lines = "", "", "", "", []
     for report in reports:
-        blocking = _blocking(report, check_base=check_base)
+        blocking = _blocking(report, check_base=check_base, is_base=key == "base")
         if not blocking:
             continue
         what = "the base, not the source: " if key == "base" else ""
@@ -103,14 +103,16 @@ def refused(
     )
 
 
-def _blocking(report: Report, *, check_base: bool) -> list[Finding]:
+def _blocking(report: Report, *, check_base: bool, is_base: bool = False) -> list[Finding]:
     """Return the errors of a report that stop the delivery."""
     return [
         finding
         for finding in report.findings
         if finding.severity is Severity.ERROR
-        and not handled(finding, report, check_base=check_base)
-    ]
+        # Training and servers read a base as it is: only of a source are prefixes taken off.
+        and ((is_base and finding.code == "WRAPPER_RESIDUE")
+             or not handled(finding, report, check_base=check_base))
+    ]  # fmt: skip
 
 
 def examined(reports: Sequence[Report]) -> Iterator[Examined]:

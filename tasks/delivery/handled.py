@@ -28,9 +28,11 @@ def _is_head(finding: Finding, _: Report) -> bool:
 
 
 def _wrapped(_: Finding, report: Report) -> bool:
-    """Return True if all names have the prefix of TRL's value model, which the plan removes."""
+    """Return True if all names have prefixes of wrappers that the plan removes."""
     codes = {other.code for other in report.findings}
-    return report.kind == Kind.VALUE and "TRL_RESIDUE" in codes and "WRAPPER_RESIDUE" not in codes
+    if "TRL_RESIDUE" in codes:
+        return report.kind == Kind.VALUE
+    return "WRAPPER_RESIDUE" in codes
 
 
 def _of_adapter(finding: Finding, _: Report) -> bool:
@@ -56,8 +58,9 @@ HANDLED: Mapping[str, Handling] = {
     "HEAD_LABELS": Handling("served with the labels that the head has"),
     "HEAD_PREFIX": Handling("the saved head is used, under the name that it has"),
     "TRL_RESIDUE": Handling("TRL's prefix is taken off", _wrapped),
-    "TENSOR_MISSING": Handling("present with TRL's prefix; the plan compares it again", _wrapped),
-    "TENSOR_UNEXPECTED": Handling("it has TRL's prefix; the plan compares it again", _wrapped),
+    "WRAPPER_RESIDUE": Handling("the prefix is taken off: nothing is lost", _wrapped),
+    "TENSOR_MISSING": Handling("present with a prefix; the plan compares it again", _wrapped),
+    "TENSOR_UNEXPECTED": Handling("it has a prefix; the plan compares it again", _wrapped),
     "VLLM_ARCHITECTURE": Handling("served as the family's *ForSequenceClassification", _with_head),
     "WRONG_BASE": Handling("refused in the next step, by the same test", _of_adapter),
     "MANIFEST_DIFFERS": Handling("refused later: every byte is compared with the manifest first"),

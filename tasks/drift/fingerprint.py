@@ -101,6 +101,10 @@ class FormatNoise:
     median_kl: float
     top1_agreement: float
 
+    def typical_kl(self, *, routed: bool) -> float:
+        """Return the median for a mixture of experts, whose mean is held by ties of its routers."""
+        return self.median_kl if routed else self.mean_kl
+
 
 @dataclass(frozen=True)
 class Fingerprint:

@@ -26,6 +26,9 @@ TOLERANCE = 0.1
 WIDEST = 0.25
 """Half of an interval's width above which nothing can be said: 0.5 could be 1."""
 FEWEST_PROBES = 4
+STEADY = 4.0
+"""Effect of an adapter of a mixture of experts at a position, in medians, above which it chose
+other experts there: near a tie of the router, rounding alone chooses the base's again."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,9 @@ def adapter_share(
     owner: NDArray[Any] = np.repeat(
         np.arange(len(trained.probes)), [len(probe) - 1 for probe in trained.probes]
     )
+    if trained.routed and measured.any():
+        measured &= products[:, 0] <= STEADY * np.median(products[measured, 0])
+        products[~measured] = 0.0
     sums = np.zeros((len(trained.probes), 3))
     np.add.at(sums, owner, products)
     sums = sums[np.bincount(owner, weights=measured, minlength=len(sums)) > 0]

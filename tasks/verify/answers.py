@@ -8,7 +8,7 @@ from functools import cached_property
 
 from tasks.core.errors import ConfigError
 from tasks.drift.fingerprint import PROFILES, DriftLimit
-from tasks.drift.share import TOLERANCE, Share, adapter_share
+from tasks.drift.share import TOLERANCE, WIDEST, Share, adapter_share
 from tasks.drift.verdict import limit_in
 from tasks.verify.alignment import Aligned, align
 from tasks.verify.causes import Evidence, Nearby
@@ -105,7 +105,7 @@ class Answers:
         trained = self.reference.trained
         if trained.arithmetic == "float32" or trained.arithmetic not in trained.formats:
             return 0.0
-        return COARSEST * trained.formats[trained.arithmetic].mean_kl
+        return COARSEST * trained.formats[trained.arithmetic].typical_kl(routed=trained.routed)
 
     def tolerance(self, measured: Share) -> float:
         """Return how far from 1 the dose of a correct server may be.
@@ -113,9 +113,12 @@ class Answers:
         The noise of a format leans towards the adapter's direction: measured on a real model, by up
         to a quarter of their ratio (as standard deviations).
         """
-        noise = self.reference.trained.formats.get(self.format)
-        lean = LEAN * math.sqrt(noise.mean_kl / measured.signal) if noise else 0.0
-        return max(TOLERANCE, lean)
+        trained = self.reference.trained
+        noise, least = trained.formats.get(self.format), WIDEST if trained.routed else TOLERANCE
+        if noise is None:
+            return least
+        ratio = noise.typical_kl(routed=trained.routed) / measured.signal
+        return max(least, LEAN * math.sqrt(ratio))
 
     def is_whole(self, measured: Share | None) -> bool:
         """Return True if a dose is that of a correct server, or the adapter changes nothing."""
@@ -151,7 +154,8 @@ class Answers:
         noise = trained.formats.get(self.format)
         if measured is None or noise is None:
             return measured
-        left = max(0.0, measured.remainder - noise.mean_kl / measured.signal)
+        usual = noise.typical_kl(routed=trained.routed) / measured.signal
+        left = max(0.0, measured.remainder - usual)
         return replace(measured, remainder=left)  # without the noise of a correct server
 
     def clear_dose(self, model: str) -> Share | None:

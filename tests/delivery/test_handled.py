@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,6 +44,15 @@ def _eos_of_the_base(folder: Path) -> None:
         (folder / name).write_text(json.dumps(config))
 
 
+def _compiled(folder: Path) -> None:
+    """Save a model that torch.compile and FSDP had wrapped."""
+    save_trl(folder, "qwen")
+    held = load_file(folder / "model.safetensors")
+    model = {f"_orig_mod.{name}": tensor for name, tensor in held.items() if "v_head" not in name}
+    inner = {name.replace(".0.", ".0._fsdp_wrapped_module."): t for name, t in model.items()}
+    save_file(inner, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def _other_trainers_state(folder: Path) -> None:
     """Save settings of a class that nobody knows, and random states that are cut."""
     save_llamafactory(folder, "qwen")
@@ -67,6 +78,7 @@ CASES: dict[str, tuple[Make, set[str]]] = {
     "the state of an unknown trainer": (
         _other_trainers_state, {"STRAY_WEIGHT_FILE", "PICKLE_CALLS", "PICKLE_OPAQUE"},
     ),
+    "prefixes of wrappers": (_compiled, {"WRAPPER_RESIDUE"}),
     "an end that stops nothing": (_eos_of_the_base, {"EOS_DISAGREES"}),
 }  # fmt: skip
 ELSEWHERE = {"MANIFEST_DIFFERS", "WRONG_BASE"}
@@ -150,17 +162,101 @@ def test_the_findings_are_in_the_tracker_and_in_the_summary(here: Run, tmp_path:
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.module.", "pretrained_model.module."])
-def test_other_wrapper_prefixes_are_refused_with_the_fix_command(
+def test_wrapped_weights_beside_a_head_are_delivered(
     here: Run, tmp_path: Path, prefix: str
 ) -> None:
-    """A split-off head keeps the names of its own wrapper; other wrappers are refused."""
     ppo, out = tmp_path / "ppo", tmp_path / "out"
     save_llamafactory(ppo, "qwen")
     held = load_file(ppo / "model.safetensors")
     wrapped = {prefix + name: tensor for name, tensor in held.items()}
     save_file(wrapped, ppo / "model.safetensors", metadata={"format": "pt"})
     done = here(f"source={ppo}", f"out={out}")
+    assert done.code == 0, done.output
+    served = load_file(out / "model.safetensors")
+    assert served.keys() == held.keys()
+    assert all(torch.equal(each, held[name].to(each.dtype)) for name, each in served.items())
+
+
+def _wrapped(adapter: Path, folder: Path, how: Callable[[str], str], *, pickled: bool) -> Path:
+    shutil.copytree(adapter, folder)
+    held = load_file(folder / "adapter_model.safetensors")
+    named = {how(name): tensor for name, tensor in held.items()}
+    assert named.keys() != held.keys()
+    (folder / "adapter_model.safetensors").unlink()
+    if pickled:
+        torch.save(named, folder / "adapter_model.bin")
+    else:
+        save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+WRAPPERS: dict[str, Callable[[str], str]] = {
+    "outside": lambda key: f"_orig_mod.{key}",
+    "the model": lambda key: key.replace("base_model.model.", "base_model.model.module."),
+    "layers": lambda key: re.sub(r"(layers[.]\d+[.])", r"\1_checkpoint_wrapped_module.", key),
+    "attention alone": lambda key: key.replace("self_attn.", "self_attn._fsdp_wrapped_module."),
+    "several": lambda key: "module._orig_mod." + key.replace("mlp.", "_orig_mod.mlp.module."),
+}
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["layers", "several"]
+    + [
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in WRAPPERS
+        if name not in ("layers", "several")
+    ],
+)
+def test_a_wrapped_adapter_is_merged_as_the_clean_one(
+    here: Run, adapter: Path, base: Path, tmp_path: Path, where: str
+) -> None:
+    is_bin = where == "layers"
+    source = _wrapped(adapter, tmp_path / "source", WRAPPERS[where], pickled=is_bin)
+    found = audit(source, base=base).findings
+    assert [each.code for each in found if each.severity == "error"] == ["WRAPPER_RESIDUE"]
+    outs = []
+    for each in (source, adapter):
+        out = tmp_path / f"out-{each.name}"
+        arguments = [f"source={each}", f"base={base}", f"out={out}", "merge.base=original"]
+        done = here(*arguments, "merge.rounding=unbiased")
+        assert done.code == 0, done.output
+        assert ("WRAPPER_RESIDUE" in done.output) is (each is source)
+        outs.append((out / "model.safetensors").read_bytes())
+    assert outs[0] == outs[1]
+
+
+@pytest.mark.slow
+def test_the_reference_of_wrapped_names_is_the_trained_model(
+    here: Run, adapter: Path, base: Path, tmp_path: Path
+) -> None:
+    """Peft and transformers find none of these names, and would answer as another model."""
+    how = WRAPPERS["several"]
+    source = _wrapped(adapter, tmp_path / "source", how, pickled=False)
+    model = tmp_path / "wrapped"
+    shutil.copytree(base, model)
+    held = load_file(model / "model.safetensors")
+    named = {how(name): tensor for name, tensor in held.items()}
+    save_file(named, model / "model.safetensors", metadata={"format": "pt"})
+    for name, given in (("adapter", [f"base={base}", "merge.base=original"]), ("model", [])):
+        each = source if name == "adapter" else model
+        arguments = [f"source={each}", f"out={tmp_path / name / 'out'}", "smoke.probes=4", *given]
+        done = here(*arguments, engine="transformers")
+        assert done.code == 0, done.output
+        assert done.summary["stages"][-1]["drift"]["mean_kl"] < 1e-4
+        assert load_file(tmp_path / name / "out" / "model.safetensors").keys() == held.keys()
+
+
+def test_a_base_of_wrapped_names_is_refused(
+    here: Run, adapter: Path, base: Path, tmp_path: Path
+) -> None:
+    """Training and servers read the base as well: the command repairs it for all of them."""
+    wrapped = tmp_path / "base"
+    shutil.copytree(base, wrapped)
+    held = load_file(wrapped / "model.safetensors")
+    named = {f"_orig_mod.{name}": tensor for name, tensor in held.items()}
+    save_file(named, wrapped / "model.safetensors", metadata={"format": "pt"})
+    done = here(f"source={adapter}", f"base={wrapped}", f"out={tmp_path / 'out'}")
     assert done.code == 2, done.output
-    assert "WRAPPER_RESIDUE model.safetensors" in done.output
-    assert f"-> python flows/audit.py source={ppo} fix=true out_dir=" in done.output
-    assert list(tmp_path.iterdir()) == [ppo]
+    assert "WRAPPER_RESIDUE" in done.output
+    assert not (tmp_path / "out").exists()

@@ -136,6 +136,8 @@ def test_a_limit_is_that_of_the_profile_or_three_times_the_noise_of_the_format(p
     ties = Drift(mean_kl=1.0, p95_kl=1e-6, max_kl=9.0, top1_agreement=1.0, cosine=1.0)
     assert within(ties, wide) != []
     assert within(ties, routed) == [], "few positions where routers tie hold the mean"
+    exact = limit_in(profile, replace(reference, routed=True), "float32")
+    assert exact == replace(routed, measured=exact.measured), "rounded weights tie as many"
 
 
 def test_without_float32_both_sides_have_the_noise_of_the_references_format() -> None:

@@ -170,6 +170,31 @@ def test_the_interval_covers_the_dose_under_noise(part: float) -> None:
     assert whole == (30 if part == 1.0 else 0)
 
 
+@pytest.mark.parametrize("part", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_ties_of_routers_do_not_hide_or_take_the_dose(part: float, seed: int) -> None:
+    """At 6 % of the positions the adapter chose other experts; rounding chooses at random."""
+    made = world(seed, vocab=200, moved=0.1)
+    random = np.random.default_rng(seed)
+    switched = random.random(len(made.trained)) < 0.06
+    other = made.base + random.normal(0, 1.5, made.base.shape)
+    made = replace(made, trained=np.where(switched[:, None], other, made.trained))
+    served = made.base + part * (made.trained - made.base)
+    back = random.random(len(switched)) < 0.5
+    served[switched] = np.where(back[:, None], made.base, made.trained)[switched]
+    reference = made.reference()
+    assert reference.base is not None
+    aligned = align(reference.trained, answers(made.probes, served))
+    arguments = reference.base, aligned.logprobs, aligned.measured
+    plain = adapter_share(reference.trained, *arguments)
+    routed = adapter_share(replace(reference.trained, routed=True), *arguments)
+    assert plain is not None
+    assert routed is not None
+    assert routed.value == pytest.approx(part, abs=0.1)
+    assert routed.is_whole is (part == 1.0)
+    assert abs(plain.value - part) > abs(routed.value - part)
+
+
 def test_nothing_is_said_about_an_adapter_that_does_nothing() -> None:
     made = world(8, moved=0.0)
     assert dose_of(made, made.trained) is None

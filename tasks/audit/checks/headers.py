@@ -19,6 +19,7 @@ from tasks.audit.source import Source
 from tasks.audit.weights import Weights
 from tasks.weights.families.counts import oversized
 from tasks.weights.families.plain import plain_facts
+from tasks.weights.files.names import without_wrappers
 from tasks.weights.heads.absence import OPENRLHF, module_names
 from tasks.weights.heads.normalisation import BUFFERS
 from tasks.weights.pickled.state import unnesting
@@ -152,7 +153,8 @@ def compare(
         shapes: shape of every tensor of the class, by key on disk.
         optional: keys that may be absent.
     """
-    tensors, what = source.tensors, f"the tensors of {source.config()['architectures'][0]}"
+    what = f"the tensors of {source.config()['architectures'][0]}"
+    tensors = without_wrappers(source.tensors)  # `wrapper_prefixes` reports these
     missing = [key for key in shapes if key not in tensors]
     unknown = [
         key for key in tensors

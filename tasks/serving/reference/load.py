@@ -11,7 +11,10 @@ from tasks.core.machine import available_memory
 from tasks.serving.llama_cpp import gguf_file
 from tasks.serving.reference.peft_adapters import first_lines, with_adapters
 from tasks.weights.files.documents import read_json
+from tasks.weights.files.header import read_header
 from tasks.weights.files.index import weight_files
+from tasks.weights.files.names import unwrap, without_wrappers
+from tasks.weights.pickled.tensors import read_torch_file
 from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
 from tasks.weights.quantized.config_fields import fp8_blocks, is_fp8
 from tasks.weights.quantized.fp8 import is_activation_scale
@@ -102,13 +105,14 @@ def from_folder(
         extra["quantization_config"] = transformers.GgufConfig(dequantize=True)
     auto_class = getattr(transformers, auto)
     where: Path | None = path
-    if not as_stored and (fp8 := _fp8_weights(path)) is not None:
+    if not as_stored and (state := _fp8_weights(path) or _unwrapped(path)) is not None:
         config, extra = transformers.AutoConfig.from_pretrained(
             path, local_files_only=True, return_unused_kwargs=True, **extra
         )
-        del config.quantization_config
+        if is_fp8(config.to_dict()):
+            del config.quantization_config
         auto_class, where = auto_class._model_mapping[type(config)], None
-        extra |= {"config": config, "state_dict": fp8}
+        extra |= {"config": config, "state_dict": state}
     try:
         model, info = auto_class.from_pretrained(
             where,
@@ -154,6 +158,22 @@ def _fp8_weights(path: Path) -> dict[str, Any] | None:
             scale = scale.repeat_interleave(wide, -1)[..., :columns]
         tensors[key] = (tensors[key].float() * scale).to(torch.bfloat16)
     return {key: each for key, each in tensors.items() if not is_activation_scale(key)}
+
+
+def _unwrapped(path: Path) -> dict[str, Any] | None:
+    """Return all tensors under names without wrapper prefixes; None if no name has one."""
+    import torch
+    from safetensors.torch import load_file
+
+    files = weight_files(path, "model*.safetensors")
+    pickled = [] if files else weight_files(path, "pytorch_model*.bin")
+    names = [name for file in files for name in read_header(file).tensors]
+    names += [name for file in pickled for name in read_torch_file(file).content]
+    if all(unwrap(name) == name for name in names):
+        return None
+    states = [*map(load_file, files), *(torch.load(file, weights_only=True) for file in pickled)]
+    tensors = {name: each for state in states for name, each in state.items()}
+    return {key: tensors[name] for key, name in without_wrappers(tensors).items()}
 
 
 def placement(path: Path, device: str, *, quantized: bool) -> Any:

@@ -19,7 +19,10 @@ from tasks.weights.adapters.live import LiveModel, live_model
 from tasks.weights.adapters.piece import Ground, Piece
 from tasks.weights.adapters.pieces import Contract
 from tasks.weights.adapters.read import CONFIG, PICKLED, Adapter, read_adapter
+from tasks.weights.files.header import read_header
+from tasks.weights.files.names import without_wrappers
 from tasks.weights.files.reader import ADAPTER, read_json
+from tasks.weights.files.source import Renamed
 from tasks.weights.plan.adapter_ops import LowRank
 
 
@@ -90,9 +93,9 @@ def _grow(model: Any, live: LiveModel, adapters: Sequence[Adapter]) -> None:
 
 @contextlib.contextmanager
 def _in_installed_layout(adapter: Adapter, live: LiveModel) -> Iterator[Path]:
-    """Yield the adapter's folder, or a copy with expert factors in the installed peft's layout."""
+    """Yield the adapter's folder, or a copy with names and layouts of the installed peft."""
     other_layout = list(_other_layout(adapter, live))
-    if not other_layout:
+    if not other_layout and not _is_wrapped(adapter):
         yield adapter.root
         return
     import torch
@@ -104,6 +107,7 @@ def _in_installed_layout(adapter: Adapter, live: LiveModel) -> Iterator[Path]:
             tensors = load_file(adapter.root / f"{ADAPTER}.safetensors")
         else:
             tensors = torch.load(adapter.root / PICKLED, weights_only=True)
+        tensors = {key: tensors[name] for key, name in without_wrappers(tensors).items()}
         for term in other_layout:
             a, b, experts = tensors[term.a], tensors[term.b], term.experts
             by_expert = a.reshape(experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, experts)
@@ -113,6 +117,16 @@ def _in_installed_layout(adapter: Adapter, live: LiveModel) -> Iterator[Path]:
         (folder / CONFIG).write_text(json.dumps(read_json(adapter.root / CONFIG)))
         yield folder
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_wrapped(adapter: Adapter) -> bool:
+    """Return True if the file's names have prefixes of wrappers: peft finds none of them."""
+    if isinstance(adapter.tensors, Renamed):
+        names = list(adapter.tensors.names.values())
+    else:
+        file = adapter.root / f"{ADAPTER}.safetensors"
+        names = list(read_header(file).tensors) if file.is_file() else []
+    return any(name not in adapter.tensors.tensors for name in names)
 
 
 def _other_layout(adapter: Adapter, live: LiveModel) -> Iterator[LowRank]:

@@ -9,8 +9,9 @@ from pathlib import Path
 from tasks.core.errors import ArtifactError
 from tasks.weights.adapters.config import AdapterConfig, parse_config
 from tasks.weights.files.index import weight_files
+from tasks.weights.files.names import without_wrappers
 from tasks.weights.files.reader import ADAPTER, read_checkpoint, read_json
-from tasks.weights.files.source import Source
+from tasks.weights.files.source import Renamed, Source
 from tasks.weights.pickled.state import read_state
 
 CONFIG = "adapter_config.json"
@@ -63,5 +64,6 @@ def _tensors(folder: Path, beside: Collection[str]) -> Source:
     if (folder / PICKLED).is_file() and not weight_files(
         folder, f"{ADAPTER}*.safetensors", f"{ADAPTER}*.safetensors.index.json"
     ):
-        return read_state(folder / PICKLED)
+        state = read_state(folder / PICKLED)
+        return Renamed(state, without_wrappers(state.tensors))
     return read_checkpoint(folder, ADAPTER, beside=beside)

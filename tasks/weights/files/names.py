@@ -56,6 +56,13 @@ def unwrap(name: str) -> str:
     return name
 
 
+def without_wrappers(names: Iterable[str]) -> dict[str, str]:
+    """Map keys without wrapper prefixes to the stored ones; stored to stored if two would agree."""
+    stored = list(names)
+    plain = {unwrap(name): name for name in stored}
+    return plain if len(plain) == len(stored) else {name: name for name in stored}
+
+
 def live_to_peft(name: str, adapter: str = "default") -> str:
     """Return the PEFT file key of a trainable parameter of a live PEFT model.
 

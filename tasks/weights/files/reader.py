@@ -20,6 +20,7 @@ from tasks.weights.files.documents import read_json as read_json
 from tasks.weights.files.documents import read_manifest
 from tasks.weights.files.header import TensorInfo, read_header
 from tasks.weights.files.index import index_of, survey
+from tasks.weights.files.names import without_wrappers
 from tasks.weights.files.source import Extent
 
 WEIGHTS = "model"
@@ -32,7 +33,7 @@ class Checkpoint:
 
     Attributes:
         root: the folder.
-        tensors: header entries by tensor name.
+        tensors: header entries by tensor name, without prefixes of wrappers.
         files: file name by tensor name.
         hashes: BLAKE3 hash by tensor name, for files that are unchanged since their manifest.
     """
@@ -103,8 +104,14 @@ def read_checkpoint(root: Path, stem: str = WEIGHTS, *, beside: Collection[str] 
             details=surveyed.findings,
             hint=f"expected {single}, or {index_of(single)} and its files",
         )
-    tensors = {key: surveyed.opened[file].tensors[key] for key, file in surveyed.files.items()}
-    return Checkpoint(root, tensors, surveyed.files, _manifest_hashes(root, surveyed.files))
+    stored = {key: surveyed.opened[file].tensors[key] for key, file in surveyed.files.items()}
+    hashes, names = _manifest_hashes(root, surveyed.files), without_wrappers(stored)
+    return Checkpoint(
+        root,
+        {key: stored[name] for key, name in names.items()},
+        {key: surveyed.files[name] for key, name in names.items()},
+        {key: hashes[name] for key, name in names.items() if name in hashes},
+    )
 
 
 def _manifest_hashes(root: Path, files: Mapping[str, str]) -> dict[str, str]:

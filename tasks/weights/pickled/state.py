@@ -12,6 +12,7 @@ from typing import Any
 
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.index import index_of, survey, weight_files
+from tasks.weights.files.names import without_wrappers
 from tasks.weights.files.source import Extent
 from tasks.weights.pickled.tensors import TensorRef, TorchFile, read_torch_file
 
@@ -119,6 +120,6 @@ def read_model(root: Path, *, beside: Collection[str] = ()) -> PickledState:
         )
     states = {key: model.opened[file] for key, file in model.files.items()}
     return PickledState(
-        {key: state.tensors[key] for key, state in states.items()},
-        {key: state._holders[key] for key, state in states.items()},
+        {key: states[name].tensors[name] for key, name in without_wrappers(states).items()},
+        {key: states[name]._holders[name] for key, name in without_wrappers(states).items()},
     )

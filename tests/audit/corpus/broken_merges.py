@@ -72,6 +72,10 @@ def _swapped(tensors: Tensors, _: Tensors) -> None:
         tensors[key], tensors[second] = tensors[second], tensors[key]
 
 
+def _one_expert(tensors: Tensors, base: Tensors) -> None:
+    tensors.update({key: base[key] for key in base if ".layers.1." in key and ".experts.0." in key})
+
+
 def _gone(tensors: Tensors, _: Tensors) -> None:
     del tensors[_O_PROJ]
 
@@ -146,6 +150,10 @@ VALUES: dict[str, Broken] = {
     ),
     "experts in another order": Broken(
         "MERGE_EXPERTS", "merged-experts", _merge(_swapped, "mixtral"),
+        values=True, adapter="moe-experts",
+    ),
+    "one expert left out": Broken(
+        "MERGE_LEFT_OUT", "merged-experts", _merge(_one_expert, "mixtral"),
         values=True, adapter="moe-experts",
     ),
     "half of the layers, no adapter given": Broken(

@@ -25,7 +25,7 @@ from tasks.core.errors import first_and_more
 from tasks.weights.adapters.config import AdapterConfig, parse_config
 from tasks.weights.adapters.live import EMBEDDING, LINEAR, OTHER, LiveModel
 from tasks.weights.adapters.targets import targeted_modules
-from tasks.weights.files.names import PEFT_PREFIX, unwrap
+from tasks.weights.files.names import PEFT_PREFIX
 from tasks.weights.quantized.config_fields import is_fp8, is_packed, refusal, remedy, stored
 from tasks.weights.quantized.fp8 import DTYPE
 from tasks.weights.quantized.source import fp8_findings
@@ -99,7 +99,7 @@ def check(source: Source) -> Iterator[Finding]:
         return
     config, _ = parse_config(raw)
     base = read_base(source.base)
-    keys = sort_keys({unwrap(key): tensor for key, tensor in source.tensors.items()})
+    keys = sort_keys(source.tensors)
     unknown = [
         name for name in keys.pairs if not base.has(plain_module(name)) and not _is_elsewhere(name)
     ]

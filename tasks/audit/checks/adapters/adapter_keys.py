@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tasks.audit.weights import StoredTensor
-from tasks.weights.files.names import PEFT_PREFIX
+from tasks.weights.files.names import PEFT_PREFIX, unwrap
 
 _NAMED = r"(\.(?!weight$|bias$)[^.]+)?"
 """Name of the adapter, which peft removes when it saves."""
@@ -53,10 +53,10 @@ class AdapterKeys:
 
 
 def sort_keys(tensors: Mapping[str, StoredTensor]) -> AdapterKeys:
-    """Sort an adapter's tensors by their keys."""
+    """Sort an adapter's tensors by their keys, less prefixes of wrappers."""
     result = AdapterKeys()
     for key, tensor in tensors.items():
-        name = key.removeprefix(PEFT_PREFIX)
+        name = unwrap(key).removeprefix(PEFT_PREFIX)
         half = _HALF.fullmatch(name) or _EMBEDDING_HALF.fullmatch(name)
         magnitude, tokens = _MAGNITUDE.fullmatch(name), _TOKENS.fullmatch(name)
         if half:

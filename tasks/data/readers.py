@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import DataError
+from tasks.core.terminal import typed
 from tasks.weights.files.documents import once
 
 FILE_KINDS = ("jsonl", "csv", "parquet")
@@ -74,14 +75,14 @@ def existing_file(path: str | Path, *, key: str = "data.path") -> Path:
         raise DataError(
             f"{key}={path} is a folder, a file is needed",
             details=[f"it holds {entry}" for entry in inside],
-            hint=f"{key}={file / (inside[0] if inside else 'train.jsonl')}",
+            hint=typed(key, file / (inside[0] if inside else "train.jsonl")),
         )
     beside = [entry.name for entry in file.parent.iterdir()] if file.parent.is_dir() else []
     near = difflib.get_close_matches(file.name, beside, n=3)
     raise DataError(
         f"{key}={path}: no such file",
         details=[f"there is {file.parent / entry}" for entry in near],
-        hint=f"{key}={file.parent / near[0]}" if near else f"{key}=<an existing file>",
+        hint=typed(key, file.parent / near[0] if near else "<an existing file>"),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from tasks.core.errors import DataError
 from tasks.core.finding import Finding
+from tasks.core.terminal import typed
 from tasks.data.columns import Columns
 from tasks.data.control import ESCAPE, KEEP, REFUSE, Control
 from tasks.data.kinds import KINDS, PROMPTS, TEXTS, Kind, kind_for
@@ -135,8 +137,8 @@ def _file(
         return [Finding(what, f"{path} has no rows", "a file with rows", f"{what}=<file>")]
     if settings["kind"] == "jsonl" and rows[0].problem and _is_list(path):
         wrong, right = f"{path} is one JSON list", Path(path).with_suffix(".json")
-        allowed = f"such a file is named .json: mv {path} {right}"
-        return [Finding(what, wrong, allowed, f"{what}={right}")]
+        allowed = f"such a file is named .json: {shlex.join(['mv', str(path), str(right)])}"
+        return [Finding(what, wrong, allowed, typed(what, right))]
     names = list(dict.fromkeys(name for row in rows for name in row.values))
     if not names:  # not one of them can be read
         wrong = f"{rows[0].place}: {rows[0].problem}"

@@ -142,8 +142,10 @@ def _file(
     names = list(dict.fromkeys(name for row in rows for name in row.values))
     if not names:  # not one of them can be read
         wrong = f"{rows[0].place}: {rows[0].problem}"
-        allowed = f"{settings['kind']} as data.kind says"
-        return [Finding(what, wrong, allowed, "data=jsonl|csv|parquet")]
+        allowed, override = f"{settings['kind']} as data.kind says", "data=jsonl|csv|parquet"
+        if rows[0].problem.startswith("not UTF-8"):
+            allowed, override = "UTF-8", f"{what}=<the new file>"
+        return [Finding(what, wrong, allowed, override)]
     columns = Columns.of({k: v for k, v in settings.items() if k.endswith("_key")}).among(names)
     kind = kind_for(objective, texts=columns.text is not None)
     problems = wrong_columns(names, columns, kind=kind, where=str(path))

@@ -128,6 +128,15 @@ def keys(overrides: Sequence[str]) -> list[str]:
     return [key.partition("@")[0] for key, _, value in pairs if value not in ("null", "none")]
 
 
+def repeated(overrides: Sequence[str]) -> list[str]:
+    """Return the keys that are set twice to different values; Hydra takes the last one."""
+    values: dict[str, set[str]] = {}
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        values.setdefault(key, set()).add(value)
+    return [key for key, several in values.items() if len(several) > 1]
+
+
 class _Flags:
     """Flags of Hydra, read from its own parser."""
 

@@ -187,6 +187,23 @@ def test_cfg_job_prints_no_password(
     assert os.environ["MLFLOW_TRACKING_URI"] == "http://me:secret@localhost:5000"
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["seed=1", "train.lr=1e-4", "seed=2"], ["seed"]),
+        (["model.path=a", "model.path=b", "+exp=sft_full"], ["model.path"]),
+        (["seed=1", "seed=1"], []),
+        (["sft:seed=1", "seed=2"], []),
+    ],
+)
+def test_a_setting_that_is_set_twice_is_said(
+    words: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_main("rlhf", Job(), argv=words)
+    warned = [line for line in capsys.readouterr().err.splitlines() if "set twice" in line]
+    assert [line.split()[1] for line in warned] == said
+
+
 NAMES = [
     "a b", "a,b", "x=1", "a[1]", "a{b", "a#b", "a (1)", "a:b", "1e3", "~t", "null.d", "it's", 'q"q',
     "\u6a21\u578b", "\u00e9t\u00e9", "back\\slash", "true",

@@ -200,11 +200,7 @@ def source_identity(
 
 
 def control_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `prepare_data` about control tokens; none for rows without them.
-
-    Args:
-        settings: the resolved configuration.
-    """
+    """Return the arguments of `prepare_data` about control tokens; none for rows without them."""
     data = settings["data"]
     kind = kind_for(settings["train"]["objective"], texts=names_texts(data))
     if data["kind"] == TOY or kind is TEXTS or data["control_tokens"] == KEEP:

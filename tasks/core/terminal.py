@@ -59,10 +59,7 @@ def json_text(document: object) -> str:
 
 
 def typed(key: str, value: object) -> str:
-    """Return `key=value` as it can be typed: quoted for Hydra's grammar, and for the shell.
-
-    A placeholder like `<folder>` stays as it is.
-    """
+    """Return `key=value`, quoted for Hydra's grammar and the shell; `<folder>` is not quoted."""
     text = str(value)
     if re.fullmatch(r"[\w./@%+:-]+|<[a-z ]+>", text, re.ASCII):
         return f"{key}={text}"

@@ -136,7 +136,10 @@ def build_dataset(
     _refuse_empty(splits, (names, held_out.name if held_out is not None else names), bad_rows)
     unused = sorted(set.intersection(*(reading.unused() for reading in everything)))
     _log_counts(bad_rows, unused, log)
-    _log_control(everything, log)
+    controlled = [reading for reading in everything if reading.controlled]
+    if controlled:
+        count, first = sum(r.controlled for r in controlled), controlled[0].first_controlled
+        log.warning("rows with control tokens: %d, first %s; %s", count, first, WAYS)
     return {
         "format": 1,
         "rows": options.kind.name,
@@ -254,13 +257,6 @@ def _refuse_empty(splits: dict[str, Split], sources: tuple[str, str], bad_rows: 
         raise DataError(
             f"{source}: the {name} split is empty: {counts}", details=bad_rows.lines(), hint=hint
         )
-
-
-def _log_control(readings: Sequence[Reading], log: Log) -> None:
-    count = sum(reading.controlled for reading in readings)
-    if count:
-        first = next(reading.first_controlled for reading in readings if reading.controlled)
-        log.warning("rows with control tokens: %d, first %s; %s", count, first, WAYS)
 
 
 def _log_counts(bad_rows: BadRows, unused: list[str], log: Log) -> None:

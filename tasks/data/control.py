@@ -9,13 +9,13 @@ are, since control tokens separate their documents.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from tasks.config.choices import ControlTokens
-from tasks.data.messages import Message, Unusable
+from tasks.data.messages import Unusable
 
 ESCAPE, REFUSE, KEEP = "escape", "refuse", "keep"
 _PARTS = ("prompt", "messages", "chosen", "rejected")
@@ -42,46 +42,37 @@ class Control:
         Raises:
             Unusable: a control token in an answer, or anywhere with `refuse`.
         """
-        row = dict(payload)
+        row, warning = dict(payload), ""
         if not self.tokens or self.mode == KEEP:
-            return row, ""
-        warning = ""
+            return row, warning
+        pattern = _pattern(self.tokens)
         for part in (name for name in _PARTS if name in row):
-            messages = list(row[part])
-            for number in self._rendered(row, part, messages):
-                text = messages[number]["content"]
-                match = _pattern(self.tokens).search(text)
+            row[part] = list(row[part])
+            reference = "columns" in row and row[part][-1]["role"] == "assistant"  # not rendered
+            for number, message in enumerate(row[part][: len(row[part]) - reference]):
+                match = pattern.search(message["content"])
                 if match is None:
                     continue
-                answer = self._bears_loss(row, part, messages, number)
-                who = "an answer" if answer else f"by the {messages[number]['role']}"
+                answer = self._is_answer(row, part, number)
+                who = "an answer" if answer else f"by the {message['role']}"
                 holds = f"message {number + 1} of {part!r}, {who}, holds {match[0]!r}"
                 if self.mode == ESCAPE:
-                    messages[number] = {**messages[number], "content": self._escaped(text, holds)}
+                    text = pattern.sub(lambda m: f"{m[0][0]} {m[0][1:]}", message["content"])
+                    if pattern.search(text):
+                        raise Unusable(f"{holds}, and so does the text with a blank in it")
+                    row[part][number] = {**message, "content": text}
                 elif answer or self.mode == REFUSE:
                     raise Unusable(f"{holds}, a control token: {WAYS}")
-                warning = warning or ("" if self.mode == ESCAPE else holds)
-            row[part] = messages
+                else:
+                    warning = warning or holds
         return row, warning
 
-    def _rendered(self, row: Mapping[str, Any], part: str, messages: Sequence[Message]) -> range:
-        """Return the messages that become ids: not the reference answer of a prompt."""
-        reference = "columns" in row and messages[-1]["role"] == "assistant"
-        return range(len(messages) - reference)
-
-    def _bears_loss(
-        self, row: Mapping[str, Any], part: str, messages: Sequence[Message], number: int
-    ) -> bool:
-        if messages[number]["role"] != "assistant" or part == "prompt" or "columns" in row:
+    def _is_answer(self, row: Mapping[str, Any], part: str, number: int) -> bool:
+        """Return True if a message bears loss."""
+        if row[part][number]["role"] != "assistant" or part == "prompt" or "columns" in row:
             return False
         only_last = part == "messages" and (self.last_answer or "desirable" in row)
-        return number == len(messages) - 1 if only_last else True
-
-    def _escaped(self, text: str, holds: str) -> str:
-        broken = _pattern(self.tokens).sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
-        if _pattern(self.tokens).search(broken):
-            raise Unusable(f"{holds}, and so does the text with a blank in it")
-        return broken
+        return not only_last or number == len(row[part]) - 1
 
 
 @lru_cache(maxsize=8)

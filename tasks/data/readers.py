@@ -108,9 +108,9 @@ def _refuse_utf16(path: Path) -> None:
     halves = {start[0::2].strip(b"\0"), start[1::2].strip(b"\0")}  # ASCII in UTF-16 without a mark
     if not marked and (len(start) < 4 or b"" not in halves or halves == {b""}):
         return
-    name = "UTF-16" if marked else "UTF-16LE" if start[1:2] == b"\0" else "UTF-16BE"
-    if start.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff")):
-        name = "UTF-32"
+    wide = start.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff"))
+    plain = "UTF-16LE" if start[1:2] == b"\0" else "UTF-16BE"
+    name = "UTF-32" if wide else "UTF-16" if marked else plain
     raise DataError(f"{path}: {name}, not UTF-8", hint=_iconv(name, path))
 
 

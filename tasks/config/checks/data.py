@@ -23,7 +23,6 @@ from tasks.prepare import control_settings
 
 TEXT = "text"
 """Usual name of a column of raw texts."""
-SKIP = "data.on_bad_line=skip, or rows without the mistake"
 PEEK = 1000
 """Rows that are read: enough to see all columns of a source with mixed rows."""
 USUAL = {
@@ -154,16 +153,12 @@ def _file(
     if other is not None and not (other is TEXTS and named_near):
         return [_other_objective(rows, columns, objective, other, str(path))]
     problems = problems or _none_usable(rows, columns, kind, what)
-    return problems or _bad(rows, columns, kind, what, control, settings["on_bad_line"])
+    fail = settings["on_bad_line"] == "fail"
+    return problems or _bad(rows, columns, kind, control, what, fail=fail)
 
 
 def _bad(
-    rows: Sequence[Row],
-    columns: Columns,
-    kind: Kind,
-    what: str,
-    control: Control,
-    on_bad_line: str,
+    rows: Sequence[Row], columns: Columns, kind: Kind, control: Control, what: str, *, fail: bool
 ) -> list[Finding]:
     """Refuse rows that would end the run, unless they are skipped; report control tokens."""
     reasons: list[str] = []
@@ -177,14 +172,14 @@ def _bad(
         except Unusable as reason:
             reasons.append(f"{row.place}: {reason}")
     first, findings = f"of the first {len(rows)} rows", []
-    if reasons and on_bad_line == "fail":
-        count, override = f"{len(reasons)} {first} cannot be used, first {reasons[0]}", SKIP
-        findings.append(Finding(what, count, "all are needed", override))
+    if reasons and fail:
+        found = f"{len(reasons)} {first} cannot be used, first {reasons[0]}"
+        override = "data.on_bad_line=skip, or rows without the mistake"
+        findings.append(Finding(what, found, "all are needed", override))
     if warnings:
-        count = f"{len(warnings)} {first} hold control tokens, first {warnings[0]}"
-        allowed = "the model reads it as a token, not as text"
-        override = f"data.control_tokens={ESCAPE}, {REFUSE} or {KEEP}"
-        findings.append(Finding(what, count, allowed, override, "warning"))
+        found = f"{len(warnings)} {first} with control tokens, first {warnings[0]}"
+        allowed, override = "it forges turns", f"data.control_tokens={ESCAPE}, {REFUSE} or {KEEP}"
+        findings.append(Finding(what, found, allowed, override, "warning"))
     return findings
 
 

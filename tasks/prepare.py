@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,22 @@ from tasks.config.inputs import Data, Model
 from tasks.core.contract import Check
 from tasks.core.disk import file_stats
 from tasks.core.errors import ArtifactError, ConfigError, DataError, first_and_more
+from tasks.core.hub import hub_config
 from tasks.data.build import Options, build_dataset
 from tasks.data.columns import Columns
-from tasks.data.kinds import CONVERSATIONS, KINDS
+from tasks.data.control import KEEP, Control
+from tasks.data.kinds import CONVERSATIONS, KINDS, TEXTS, kind_for, names_texts
 from tasks.data.readers import FILE_KINDS, HUB, existing_file, read_rows
 from tasks.data.sources import Source
 from tasks.pipeline.report import StageReport
 from tasks.process.launch import launch, python_child
 from tasks.toy.dataset import write_dataset
+from tasks.toy.tokenizer import SPECIAL_TOKENS
+from tasks.weights.files.documents import optional_json
 from tasks.weights.files.folder import inspect_checkpoint
 from tasks.weights.files.side_files import CODE, copy_side_file, require_own_files, side_files
+from tasks.weights.tokens import tokenizer
 from tasks.weights.tokens.add_tokens import grow
-from tasks.weights.tokens.tokenizer import require_bounded_template
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 OnEvent = Callable[[dict[str, Any]], None]
@@ -104,6 +109,8 @@ def prepare_data(
     rows: str = CONVERSATIONS.name,
     source: Mapping[str, Any] | None = None,
     answered: bool = False,
+    model_tokens: Sequence[str] = (),
+    last_answer: bool = False,
     **section: Any,
 ) -> StageReport:
     """Fill `out` with `train.jsonl`, `heldout.jsonl` and the counts of all rows.
@@ -114,6 +121,8 @@ def prepare_data(
         rows: kind of the rows that the objective trains on; see `tasks/data/kinds.py`.
         source: result of `source_identity`, for the notes.
         answered: True if a prompt needs an answer.
+        model_tokens: control tokens of the model's tokenizer.
+        last_answer: True if only the last answer of a conversation bears loss.
         section: keys of section `data`.
 
     Returns:
@@ -131,7 +140,8 @@ def prepare_data(
     else:
         shared = {f.name for f in fields(Options)} & {f.name for f in fields(Data)} - {"kind"}
         chosen = {name: getattr(data, name) for name in shared}
-        options = Options(kind=KINDS[rows], answered=answered, **chosen)
+        control = Control(tuple(model_tokens), data.control_tokens, last_answer)
+        options = Options(kind=KINDS[rows], answered=answered, control=control, **chosen)
         account = _users_rows(out, data, options, log)
     # Times stay out of the file: new times of equal files must not train again.
     sizes = {path: {"size": stats[0]} for path, stats in (source or {}).items()}
@@ -189,6 +199,36 @@ def source_identity(
     return identity
 
 
+def control_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `prepare_data` about control tokens; none for rows without them."""
+    data = settings["data"]
+    kind = kind_for(settings["train"]["objective"], texts=names_texts(data))
+    if data["kind"] == TOY or kind is TEXTS or data["control_tokens"] == KEEP:
+        return {}
+    only_last = settings["train"]["mask"] == "last_answer"
+    return {"model_tokens": _control_tokens_of(settings["model"]), "last_answer": only_last}
+
+
+def _control_tokens_of(model: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the control tokens of the tokenizer of section `model`; none if it is not known."""
+    if model["kind"] == TOY:
+        return SPECIAL_TOKENS
+    path, revision = model["path"], model["revision"]
+    folder = Path(path or "").expanduser()
+    if path and folder.is_dir():
+        names = ("tokenizer.json", "tokenizer_config.json")
+        times = (file_stats(folder / n) for n in names if (folder / n).is_file())
+        return _control_tokens(folder.absolute(), *map(tuple, times))
+    if not path or folder.exists() or not hub_config(path, revision)[0]:
+        return ()
+    return tokenizer.control_tokens(lambda name: hub_config(path, revision, name)[0])
+
+
+@lru_cache(maxsize=4)
+def _control_tokens(folder: Path, *_: tuple[int, ...]) -> tuple[str, ...]:
+    return tokenizer.control_tokens(lambda name: optional_json(folder / name))
+
+
 def resolve_model(path: str | None, *, revision: str | None = None) -> Path:
     """Return the local folder of a model; a Hugging Face id is downloaded, or read from the cache.
 
@@ -228,7 +268,7 @@ def _usable(folder: Path) -> dict[str, Path]:
             details=checkpoint.problems,
             hint="repair the folder or download it again; model.path=<another folder>",
         )
-    require_bounded_template(folder)
+    tokenizer.require_bounded_template(folder)
     return checkpoint.files
 
 

@@ -37,7 +37,7 @@ from tasks.merge import merge
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.signature import key_file
 from tasks.pipeline.stage import Stage
-from tasks.prepare import prepare_base, prepare_data, source_identity
+from tasks.prepare import control_settings, prepare_base, prepare_data, source_identity
 from tasks.quantize import quantize, smoke_quantized
 from tasks.rl.rewards.exact import EXACT_MATCH
 from tasks.rl.rewards.identity import model_digest
@@ -88,6 +88,7 @@ class Chain(ChainRun):
         """Run the stage prepare_data, which needs nothing of earlier steps."""
         data = {k: v for k, v in self.settings["data"].items() if k != "max_truncated"}
         config = {**data, "rows": self.rows.name, "source": source_identity(**data)}
+        config |= control_settings(self.settings)
         if self.rows is PROMPTS and self.settings["reward"]["function"] == EXACT_MATCH:
             config["answered"] = True  # a missing answer is reported here, not by a rank
         return self._run(DATA, prepare_data, config=config)

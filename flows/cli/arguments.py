@@ -7,6 +7,7 @@ also separates the overrides of the run from those of single steps (`ppo:train.l
 
 from __future__ import annotations
 
+import os
 import re
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from hydra._internal.utils import get_args_parser
 from flows.cli.config_errors import Problem, config_error
 from flows.cli.vocabulary import EXPERIMENTS, VALUE, Vocabulary
 from tasks.core.errors import ConfigError
+from tasks.core.terminal import quoted, typed
 
 POSITIONAL: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("deliver", "audit", "verify", "promote", "lineage", "serve"), ("source",)),
@@ -99,6 +101,7 @@ def read(words: Sequence[str], names: Vocabulary) -> Arguments:
     # One override, so that a worker that gets the overrides finds all folders too.
     arguments.overrides += [f"{_SEARCHED}=[{','.join(searched)}]"] if searched else []
     arguments.overrides += [_existing_path(override, names) for override in overrides]
+    arguments.for_steps = [_existing_path(override, names) for override in arguments.for_steps]
     known.check(arguments.flags)
     return arguments
 
@@ -123,6 +126,15 @@ def keys(overrides: Sequence[str]) -> list[str]:
     """Return the dotted keys and groups that overrides set; `null` and `none` set nothing."""
     pairs = (override.lstrip("+~").partition("=") for override in overrides)
     return [key.partition("@")[0] for key, _, value in pairs if value not in ("null", "none")]
+
+
+def repeated(overrides: Sequence[str]) -> list[str]:
+    """Return the keys that are set twice to different values; Hydra takes the last one."""
+    values: dict[str, set[str]] = {}
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        values.setdefault(key, set()).add(value)
+    return [key for key, several in values.items() if len(several) > 1]
 
 
 class _Flags:
@@ -177,7 +189,7 @@ def _without_equals(words: Sequence[str], names: Vocabulary) -> tuple[list[str],
     while rest:
         word = rest.pop(0)
         path = word.startswith(("~/", "./", "../", "/"))
-        path = path or ("=" not in word and Path(word).exists())
+        path = path or (not _is_named(word, names) and os.path.exists(word))
         if word.startswith("~") and not path:
             overrides.append(word)  # deletes a key
             continue
@@ -204,27 +216,35 @@ def _without_equals(words: Sequence[str], names: Vocabulary) -> tuple[list[str],
     if len(folders) > len(free):
         some = "one folder is" if len(keys) == 1 else "two runs are"
         rule = f"{folders[-1]}: {some} taken, as {' and '.join(keys)}"
-        typed = " ".join(f"{key}={folder}" for key, folder in zip(keys, folders, strict=False))
-        problems.append(Problem(rule, hint=f"{typed} base=<folder>" if len(keys) == 1 else typed))
+        hint = " ".join(typed(key, folder) for key, folder in zip(keys, folders, strict=False))
+        problems.append(Problem(rule, hint=f"{hint} base=<folder>" if len(keys) == 1 else hint))
     else:
         pairs = zip(free, folders, strict=False)
         overrides = [*(f"{key}={quoted(folder)}" for key, folder in pairs), *overrides]
     return overrides, problems
 
 
+def _is_named(word: str, names: Vocabulary) -> bool:
+    """Return True for `key=value` whose key the program has; a folder may be called `lr=1e-4`."""
+    key, equals, _ = word.lstrip("+").partition("=")
+    known = names.program not in POSITIONAL or names.has(key) or key in names.groups
+    return bool(equals) and known
+
+
 def _existing_path(override: str, names: Vocabulary) -> str:
     """Quote the value of a text setting if it exists as a path, or is a new entry of a folder."""
     key, _, value = override.partition("=")
-    kind = names.type_at(key.lstrip("+"))
+    kind = names.type_at(key.rpartition(":")[2].lstrip("+"))
     is_text = kind is str or str in get_args(kind)
-    if not is_text or value in ("", "null", "-") or value[0] in "'\"" or "${" in value:
+    if not is_text or value in ("", "null", "-"):
         return override
+    is_new = key in ("out", "out_dir") and value[0] not in "'\"" and "${" not in value
     path = Path(value)
     try:
         if str(path).startswith("~"):
             path = path.absolute() if path.exists() else path.expanduser()
             value = str(path)
-        is_path = path.exists() or (key in ("out", "out_dir") and path.parent.is_dir())
+        is_path = path.exists() or (is_new and path.parent.is_dir())
     except (OSError, ValueError, RuntimeError):  # too long, a null byte, nobody's home
         return override
     return f"{key}={quoted(value)}" if is_path else override
@@ -275,17 +295,12 @@ def _meant(word: str, names: Vocabulary) -> str:
     if path.suffix in (".yaml", ".yml"):
         return f"--config-dir <folder above exp/> +{EXPERIMENTS}={path.stem}"
     if names.program == "rlhf" and path.is_dir():
-        return names.suggest("model_name_or_path", word)
+        return typed("model.path", word)
     if names.program == "rlhf" and (
         path.is_file() or path.suffix in (".jsonl", ".csv", ".parquet")
     ):
-        return names.suggest("dataset", word)
+        return typed("data.path", word)
     if names.option(word):
         return names.option(word)
     near = names.choose(EXPERIMENTS, word) if EXPERIMENTS in names.groups else ""
     return names.suggest(word) or near or f"{names.command} --help"
-
-
-def quoted(path: str) -> str:
-    """Quote a path for Hydra's grammar, whatever characters it has."""
-    return "'" + path.replace("'", "\\'") + "'"

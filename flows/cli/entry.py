@@ -34,7 +34,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from flows.cli.arguments import Arguments, read
+from flows.cli.arguments import Arguments, read, repeated
 from flows.cli.config import (
     CONF,
     Composed,
@@ -87,6 +87,8 @@ def run_main(
             return 0
     except PlumblineError as error:
         return _report(error)
+    for key in repeated([*arguments.overrides, *arguments.for_steps]):
+        to_stderr(f"warning: {key} is set twice; the last value is taken")
     return _hydra(config_name, job, arguments)
 
 

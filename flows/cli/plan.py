@@ -30,7 +30,7 @@ from tasks.core.terminal import plain
 from tasks.data.kinds import kind_for, names_texts
 from tasks.data.readers import FILE_KINDS
 from tasks.pipeline.artifact import Artifact
-from tasks.prepare import prepare_data
+from tasks.prepare import control_settings, prepare_data
 from tasks.process.launch import launch, python_child
 from tasks.rl.algorithms.algorithm_options import described
 from tasks.training.engine.zero_config import deepspeed_config
@@ -225,6 +225,7 @@ def _first_rows(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     data = {k: v for k, v in settings["data"].items() if k != "max_truncated"}
     most = min(SAMPLE, data["max_samples"] or SAMPLE)
     rows = kind_for(settings["train"]["objective"], texts=names_texts(data)).name
+    data |= control_settings(settings)
     changes = {"max_samples": most, "eval_path": None, "eval_fraction": 1e-6, "rows": rows}
     report = prepare_data(folder, **{**data, **changes, "on_bad_line": "skip"}, log=QUIET)
     with (folder / "train.jsonl").open("a", encoding="ascii") as train:

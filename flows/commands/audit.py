@@ -17,7 +17,7 @@ from tasks.audit.run import Report, audit
 from tasks.core.errors import ConfigError, PlumblineError
 from tasks.core.files import meant
 from tasks.core.private import open_up
-from tasks.core.terminal import json_text, plain
+from tasks.core.terminal import json_text, plain, typed
 from tasks.pipeline.signature import key_file
 
 MAX_MEMORY = 16 << 30
@@ -84,7 +84,7 @@ def examine(settings: Mapping[str, Any]) -> Report:
     for key in ("source", "base"):
         if settings[key] and not _folder(settings[key]).is_dir():
             what = "is a file" if _folder(settings[key]).is_file() else "no such folder"
-            hint = f"{key}={meant(_folder(settings[key])) or '<folder>'}"
+            hint = typed(key, meant(_folder(settings[key])) or "<folder>")
             raise ConfigError(f"{key}={settings[key]}: {what}", hint=hint)
     if settings["verify"]:
         from tasks.config.checks import preflight

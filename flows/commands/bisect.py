@@ -17,7 +17,7 @@ from tasks.config.checks import preflight
 from tasks.core.errors import ConfigError, StageProcessError
 from tasks.core.finding import Finding
 from tasks.core.private import open_up
-from tasks.core.terminal import json_text
+from tasks.core.terminal import json_text, typed
 from tasks.delivery.texts import probe_texts
 from tasks.evaluation.evaluation_prompts import computing_dtype_of
 from tasks.evaluation.scoring import ModelRef
@@ -125,13 +125,14 @@ def _side_problems(settings: Mapping[str, Any], name: str) -> Iterator[Finding]:
         yield Finding(name, text, what, f"{name}=<folder>")
     elif (base := _base_of(folder)) is not None:
         if not _folder(base).is_dir():
-            typed = f"{name}=<folder of the base> {name}_adapter={text}"
-            yield Finding(name, text, f"an adapter, and its base {base} is no folder here", typed)
+            override = f"{name}=<folder of the base> {typed(f'{name}_adapter', text)}"
+            what = f"an adapter, and its base {base} is no folder here"
+            yield Finding(name, text, what, override)
     elif not (folder / "config.json").is_file():
         yield Finding(name, text, "no config.json in it", f"{name}=<Hugging Face folder>")
     if adapter and not (_folder(adapter) / ADAPTER_CONFIG).is_file():
-        typed = f"{name}_adapter=<folder of the adapter>"
-        yield Finding(f"{name}_adapter", adapter, f"no {ADAPTER_CONFIG} in it", typed)
+        override = f"{name}_adapter=<folder of the adapter>"
+        yield Finding(f"{name}_adapter", adapter, f"no {ADAPTER_CONFIG} in it", override)
 
 
 def _folder(text: str) -> Path:

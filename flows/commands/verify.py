@@ -16,7 +16,7 @@ from tasks.core.files import meant
 from tasks.core.finding import Finding
 from tasks.core.private import open_up
 from tasks.core.redaction import redact
-from tasks.core.terminal import json_text, plain
+from tasks.core.terminal import json_text, plain, typed
 from tasks.verify.reference import Reference, read_reference
 from tasks.verify.report import EXIT_STATUS, Report
 from tasks.verify.run import Target, choose, verify
@@ -112,7 +112,7 @@ def _local_problems(settings: Mapping[str, Any]) -> Iterator[Finding]:
     elif not _folder(source).is_dir():
         what = "a file" if _folder(source).is_file() else "no such folder"
         allowed = "the folder of what was trained"
-        override = f"source={meant(_folder(source)) or '<folder>'}"
+        override = typed("source", meant(_folder(source)) or "<folder>")
         yield Finding(f"source={source}", what, allowed, override)
     elif out not in (None, "-") and _folder(out).resolve().is_relative_to(
         _folder(source).resolve()

@@ -171,7 +171,8 @@ def _check_base(given: Given, base: Path | None, composed: Composed) -> tuple[st
             f"source={given.root}: every tensor is that of base={base}, bit for bit: nothing was "
             "merged into it",
             details=list(_adapters_inside(given)),
-            hint=f"source=<the adapter> base={base}; check_base=false delivers it all the same",
+            hint=f"source=<the adapter> {typed('base', base)}; check_base=false delivers it all "
+            "the same",
         )
     findings = list(base_findings(given, base, composed.runs / "artifacts"))
     if given.kind == "model":

@@ -214,17 +214,22 @@ def _table(findings: tuple[Finding, ...]) -> Iterator[str]:
     explained: set[str] = set()
     for finding in findings:
         yield f"{finding.severity.value:<9} {finding.code:<{code}}  {finding.where}"
-        lines = {
+        texts = {
             "found": finding.found,
             "expected": finding.expected,
             "why": finding.why,
             "fix": finding.fix,
         }
         if finding.code in explained:  # all findings of a code have the same reason
-            del lines["why"]
-        for name, text in lines.items():
-            yield from wrap(
-                text, _WIDTH, initial_indent=f"{'':<9} {name:<9} ", subsequent_indent=" " * _INDENT,
+            del texts["why"]
+        for name, text in texts.items():
+            sentence, begin, command = text.partition("python flows/")
+            first, indent = f"{'':<9} {name:<9} ", " " * _INDENT
+            lines = wrap(
+                sentence, _WIDTH, initial_indent=first, subsequent_indent=indent,
                 break_long_words=False, break_on_hyphens=False,
             )  # fmt: skip
+            yield from lines
+            if begin:  # in one line, to be copied
+                yield f"{indent if lines else first}{begin}{command}"
         explained.add(finding.code)

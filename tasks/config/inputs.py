@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from tasks.config.choices import (
     Attention,
+    ControlTokens,
     DataKind,
     Dtype,
     ModelKind,
@@ -92,6 +93,7 @@ class Data:
     stopping: Stopping = "all_exhausted"  # when mixing ends; sources with probabilities
     max_samples: int | None = None  # rows read, at most; null: all
     on_bad_line: OnBadLine = "fail"  # what happens to a row that cannot be used
+    control_tokens: ControlTokens | None = None  # in texts; null: refuse in answers, else warn
     max_truncated: float = 0.2  # share of training rows that train.max_len may cut; more: an error
     chat_template: str | None = None  # Jinja file; null: the tokenizer's own
     seed: int = 0  # selects the held-out rows; kind toy: all rows

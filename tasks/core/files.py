@@ -11,6 +11,7 @@ import contextlib
 import difflib
 import fcntl
 import os
+import shlex
 import shutil
 import stat
 from pathlib import Path
@@ -66,7 +67,8 @@ def link_refused(path: Path, problem: str) -> ArtifactError:
     """Return the error for a path with a `link_problem`."""
     return ArtifactError(
         f"{path}: {problem}",
-        hint=f"if its content belongs there: cp -rL {path.parent} <a new folder>, and use that",
+        hint=f"if its content belongs there: cp -rL {shlex.quote(str(path.parent))} "
+        "<a new folder>, and use that",
     )
 
 

@@ -59,12 +59,18 @@ def json_text(document: object) -> str:
 
 
 def typed(key: str, value: object) -> str:
-    """Return `key=value` as it can be typed: quoted for Hydra's grammar, and for the shell."""
+    """Return `key=value`, quoted for Hydra's grammar and the shell; `<folder>` is not quoted."""
     text = str(value)
-    if re.fullmatch(r"[\w./@%+:-]+", text, re.ASCII):
+    if re.fullmatch(r"[\w./@%+:-]+|<[a-z ]+>", text, re.ASCII):
         return f"{key}={text}"
-    word = f"{key}='" + text.replace("'", "\\'") + "'"
+    word = f"{key}={quoted(text)}"
     return shlex.quote(word) if re.search(r'["$`\\!]', word) else f'"{word}"'
+
+
+def quoted(text: str) -> str:
+    """Quote a text for Hydra's grammar, whatever characters it has."""
+    text = re.sub(r"(\\*)('|\Z)", r"\1\1\2", text)  # before a quote, backslashes escape
+    return "'" + text.replace("'", "\\'").replace("${", "\\${") + "'"
 
 
 def clean_logging() -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import DataError
+from tasks.data.control import WAYS, Control
 from tasks.data.kinds import CONVERSATIONS, Kind, side_id
 from tasks.data.messages import Unusable
 from tasks.data.reading import Good, Reading, Split
@@ -43,6 +44,7 @@ class Options:
         on_bad_line: "fail" raises one error that lists the bad rows, "skip" counts them.
         stopping: end of mixing, "first_exhausted" or "all_exhausted"; see `sources.mix`.
         answered: True if a prompt without an answer is a bad row.
+        control: control tokens in the texts of rows.
     """
 
     kind: Kind = CONVERSATIONS
@@ -52,6 +54,7 @@ class Options:
     on_bad_line: str = "fail"
     stopping: str = ALL_EXHAUSTED
     answered: bool = False
+    control: Control = field(default_factory=Control)
 
 
 @dataclass
@@ -100,7 +103,7 @@ def build_dataset(
     """
     _check_options(options, train)
     bad_rows = BadRows()
-    how = (options.kind, options.answered)
+    how = (options.kind, options.answered, options.control)
     readings = [Reading(source, *how) for source in train]
     apart = Reading(held_out, *how) if held_out is not None else None
     with ExitStack() as stack:
@@ -133,6 +136,10 @@ def build_dataset(
     _refuse_empty(splits, (names, held_out.name if held_out is not None else names), bad_rows)
     unused = sorted(set.intersection(*(reading.unused() for reading in everything)))
     _log_counts(bad_rows, unused, log)
+    controlled = [reading for reading in everything if reading.controlled]
+    if controlled:
+        count, first = sum(r.controlled for r in controlled), controlled[0].first_controlled
+        log.warning("rows with control tokens: %d, first %s; %s", count, first, WAYS)
     return {
         "format": 1,
         "rows": options.kind.name,

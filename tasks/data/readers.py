@@ -10,13 +10,17 @@ from __future__ import annotations
 import csv
 import difflib
 import json
+import re
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import DataError
+from tasks.core.terminal import typed
 from tasks.weights.files.documents import once
 
 FILE_KINDS = ("jsonl", "csv", "parquet")
@@ -74,14 +78,14 @@ def existing_file(path: str | Path, *, key: str = "data.path") -> Path:
         raise DataError(
             f"{key}={path} is a folder, a file is needed",
             details=[f"it holds {entry}" for entry in inside],
-            hint=f"{key}={file / (inside[0] if inside else 'train.jsonl')}",
+            hint=typed(key, file / (inside[0] if inside else "train.jsonl")),
         )
     beside = [entry.name for entry in file.parent.iterdir()] if file.parent.is_dir() else []
     near = difflib.get_close_matches(file.name, beside, n=3)
     raise DataError(
         f"{key}={path}: no such file",
         details=[f"there is {file.parent / entry}" for entry in near],
-        hint=f"{key}={file.parent / near[0]}" if near else f"{key}=<an existing file>",
+        hint=typed(key, file.parent / near[0] if near else "<an existing file>"),
     )
 
 
@@ -94,20 +98,26 @@ def _guarded(rows: Iterator[Row], path: str) -> Iterator[Row]:
 
 
 def _refuse_utf16(path: Path) -> None:
-    """Raise DataError for a file in UTF-16, as PowerShell and Excel write it."""
+    """Raise DataError for a file in UTF-16 or UTF-32, as PowerShell and Excel write it."""
     try:
         with path.open("rb") as file:
             start = file.read(64)
     except OSError:  # reported by `_guarded`
         return
-    marked = start.startswith((b"\xff\xfe", b"\xfe\xff"))
+    marked = start.startswith((b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff"))
     halves = {start[0::2].strip(b"\0"), start[1::2].strip(b"\0")}  # ASCII in UTF-16 without a mark
     if not marked and (len(start) < 4 or b"" not in halves or halves == {b""}):
         return
-    name = "UTF-16" if marked else "UTF-16LE" if start[1:2] == b"\0" else "UTF-16BE"
+    wide = start.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff"))
+    plain = "UTF-16LE" if start[1:2] == b"\0" else "UTF-16BE"
+    name = "UTF-32" if wide else "UTF-16" if marked else plain
+    raise DataError(f"{path}: {name}, not UTF-8", hint=_iconv(name, path))
+
+
+def _iconv(name: str, path: Path) -> str:
+    """Return the command that makes a copy of a file in UTF-8."""
     new = path.with_name(f"{path.stem}.utf8{path.suffix}")
-    command = f"iconv -f {name} -t UTF-8 {shlex.quote(str(path))} > {shlex.quote(str(new))}"
-    raise DataError(f"{path}: {name}, not UTF-8", hint=command)
+    return f"iconv -f {name} -t UTF-8 {shlex.quote(str(path))} > {shlex.quote(str(new))}"
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
@@ -119,13 +129,15 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
         for number, raw in enumerate(file, start=1):
             line = raw.removeprefix(_BOM) if number == 1 else raw
             if line.strip():
-                yield _json_row(f"{path.name}:{number}", line)
+                yield _json_row(f"{path.name}:{number}", line, path)
 
 
 def _json_array(path: Path) -> Iterator[Row]:
     """Yield the rows of a file that is one JSON array; the whole file is in memory."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=once)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: {_not_utf8(error, path)}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: invalid JSON: {error}") from error
     for number, values in enumerate(rows, start=1):
@@ -134,11 +146,11 @@ def _json_array(path: Path) -> Iterator[Row]:
         yield Row(place, values) if isinstance(values, dict) else Row(place, {}, wrong)
 
 
-def _json_row(place: str, line: bytes) -> Row:
+def _json_row(place: str, line: bytes, path: Path) -> Row:
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
-        return Row(place, {}, _not_utf8(error))
+        return Row(place, {}, _not_utf8(error, path))
     try:
         values = json.loads(text.rstrip("\r\n"), object_pairs_hook=once)
     except json.JSONDecodeError as error:
@@ -157,7 +169,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
         with path.open("rb") as file:
             separator = _separator(file.readline())
             file.seek(0)
-            reader = csv.reader(_decoded(file, undecodable), strict=True, delimiter=separator)
+            reader = csv.reader(_decoded(file, path, undecodable), strict=True, delimiter=separator)
             header: list[str] | None = None
             last = 0
             while True:
@@ -199,14 +211,14 @@ def _csv_header(path: Path, fields: list[str], problem: str) -> list[str]:
     return fields
 
 
-def _decoded(file: Any, undecodable: list[str]) -> Iterator[str]:
+def _decoded(file: Any, path: Path, undecodable: list[str]) -> Iterator[str]:
     """Yield lines as text. Add a problem to `undecodable` for a line that is not UTF-8."""
     for number, raw in enumerate(file, start=1):
         line = raw.removeprefix(_BOM) if number == 1 else raw
         try:
             yield line.decode("utf-8")
         except UnicodeDecodeError as error:
-            undecodable.append(f"{_not_utf8(error)} (line {number})")
+            undecodable.append(_not_utf8(error, path, f" of line {number}"))
             yield line.decode("utf-8", errors="replace")
 
 
@@ -239,8 +251,25 @@ def _hub_rows(name: str, *, split: str) -> Iterator[Row]:
         yield Row(f"{name}[{split}]:row {number}", dict(values))
 
 
-def _not_utf8(error: UnicodeDecodeError) -> str:
-    return f"not UTF-8: byte 0x{error.object[error.start]:02x} at position {error.start + 1}"
+def _not_utf8(error: UnicodeDecodeError, path: Path, line: str = "") -> str:
+    """Return the byte that is not UTF-8, and the command if the whole file has another encoding."""
+    encoding = _encoding(path)
+    mend = f": {_iconv(encoding, path)}" if encoding else ""
+    at = f"0x{error.object[error.start]:02x} at position {error.start + 1}"
+    return f"not UTF-8: byte {at}{line}{mend}"
+
+
+@lru_cache(maxsize=8)
+def _encoding(path: Path) -> str:
+    """Return the encoding of a file with a byte that is not UTF-8; "" if other lines are UTF-8."""
+    with path.open("rb") as file:
+        beginning = file.read(1 << 20)
+    for line in beginning.splitlines():
+        with suppress(UnicodeDecodeError):
+            if not line.isascii() and line.decode("utf-8-sig"):
+                return ""
+    # Other scripts have long runs of such bytes; Western texts have single letters.
+    return "<its encoding>" if re.search(rb"[\x80-\xff]{3}", beginning) else "CP1252"
 
 
 def kind_of(value: object) -> str:

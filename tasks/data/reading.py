@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple
 
 from tasks.data.columns import wrong_columns
+from tasks.data.control import Control
 from tasks.data.kinds import PROMPTS, Kind, Payload, content_id, side_id
 from tasks.data.messages import Unusable
 from tasks.data.sources import MixedRow, Source
@@ -73,21 +74,27 @@ class Reading:
         source: the source.
         kind: kind of its rows.
         answered: True if a prompt needs an answer.
+        control: control tokens in the texts of rows.
         names: names of its columns.
         fitted: True if a row had the columns that its kind needs.
         rows: number of rows read.
         refused: number of rows that cannot be used.
         repeated: number of rows that were read again, in a mixture.
+        controlled: number of rows with a control token outside answers.
+        first_controlled: place and text of the first of them.
     """
 
     source: Source
     kind: Kind
     answered: bool = False
+    control: Control = field(default_factory=Control)
     names: set[str] = field(default_factory=set)
     fitted: bool = False
     rows: int = 0
     refused: int = 0
     repeated: int = 0
+    controlled: int = 0
+    first_controlled: str = ""
 
     def look(self, mixed: MixedRow) -> Good:
         """Check one row. Raises Unusable with the reason."""
@@ -101,12 +108,15 @@ class Reading:
         try:
             if mixed.row.problem:
                 raise Unusable(mixed.row.problem)
-            payload = self.kind.read(values, columns)
+            payload, warning = self.control.apply(self.kind.read(values, columns))
             if self.answered and "answer" not in payload:
                 raise Unusable(f"no answer, and {WHO_COMPARES} compares with it")
         except Unusable:
             self.refused += not mixed.again
             raise
+        if warning and not mixed.again:
+            self.controlled += 1
+            self.first_controlled = self.first_controlled or f"{mixed.row.place}: {warning}"
         identity = content_id(payload)
         side = side_id(payload)
         return Good(identity, identity if side == identity else side, payload, mixed.again)

@@ -17,6 +17,7 @@ from tasks.audit.folder import Folder
 from tasks.audit.run import audit
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.files import meant
+from tasks.core.terminal import typed
 from tasks.delivery.examination import refused
 
 Kind = Literal["adapter", "model", "shards", "deepspeed"]
@@ -72,7 +73,7 @@ def recognise(root: Path) -> Given:
     except ArtifactError as error:
         missing = not root.is_dir()
         message = f"source={root}: no such folder" if missing else error.message
-        hint = f"source={(missing and meant(root)) or '<folder>'}"
+        hint = typed("source", (missing and meant(root)) or "<folder>")
         raise ConfigError(message, hint=hint) from error
     kind = _PLANNED.get(recognised.kind)
     if kind is None:

@@ -23,6 +23,7 @@ from typing import Any
 
 from tasks.core.disk import flush
 from tasks.core.errors import ArtifactError, first_and_more
+from tasks.core.terminal import typed
 from tasks.pipeline.artifact import MANIFEST, SIGNATURE, Artifact, open_artifact, verify
 from tasks.weights.files.documents import read_json
 
@@ -139,8 +140,8 @@ def require_published(folder: Path, digest: str | None, public_key: Path | None 
     if not (folder / MANIFEST).is_file():
         raise ArtifactError(
             f"{folder} is no model that Plumbline served: it has no {MANIFEST}",
-            hint=f"python flows/deliver.py source={folder} out=<a new folder>, which is proven and "
-            "can be served; for an adapter also base=<its base>",
+            hint=f"python flows/deliver.py {typed('source', folder)} out=<a new folder>, which is "
+            "proven and can be served; for an adapter also base=<its base>",
         )
     artifact = open_artifact(folder, "served")
     problems = verify(artifact)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -262,3 +263,22 @@ def test_the_printed_command_has_the_base_and_can_be_typed(tmp_path: Path) -> No
     words = [word for word in shlex.split(report.mending) if "=" in word]
     assert words[:2] == [f"source='{root}'", f"base='{base}'"]
     assert any(f"base='{base}'" in finding.fix for finding in report.findings)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+@pytest.mark.parametrize("place", ["beginning", "middle"])
+def test_a_byte_order_mark_of_a_template(name: str, place: str, tmp_path: Path) -> None:
+    root = make_model(tmp_path / "it")
+    text = "{% for m in messages %}{{ m.content }}\u00e9\r\n{% endfor %}"
+    marked = f"\ufeff{text}" if place == "beginning" else text.replace("\u00e9", "\u00e9\ufeff")
+    if name == "chat_template.jinja":
+        (root / name).write_text(marked, newline="")
+    else:
+        settings = root / name
+        document = json.loads(settings.read_text()) if settings.is_file() else {}
+        write_json(settings, {**document, "chat_template": marked})
+    before = codes(root)
+    assert "TEMPLATE_MARK" in errors(before)
+    done = repaired(root)
+    new = (done.artifact.path / name).read_bytes().decode()
+    assert (new if name == "chat_template.jinja" else json.loads(new)["chat_template"]) == text

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from flows.cli.config import Composed, compose_config
+from flows.cli.arguments import read, split
+from flows.cli.config import Composed, compose_config, vocabulary
 from flows.cli.entry import run_main
+from tasks.core.terminal import typed
 from tests.conftest import PROJECT
 
 
@@ -184,9 +187,27 @@ def test_cfg_job_prints_no_password(
     assert os.environ["MLFLOW_TRACKING_URI"] == "http://me:secret@localhost:5000"
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["seed=1", "train.lr=1e-4", "seed=2"], ["seed"]),
+        (["model.path=a", "model.path=b", "+exp=sft_full"], ["model.path"]),
+        (["seed=1", "seed=1"], []),
+        (["sft:seed=1", "seed=2"], []),
+    ],
+)
+def test_a_setting_that_is_set_twice_is_said(
+    words: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_main("rlhf", Job(), argv=words)
+    warned = [line for line in capsys.readouterr().err.splitlines() if "set twice" in line]
+    assert [line.split()[1] for line in warned] == said
+
+
 NAMES = [
     "a b", "a,b", "x=1", "a[1]", "a{b", "a#b", "a (1)", "a:b", "1e3", "~t", "null.d", "it's", 'q"q',
     "\u6a21\u578b", "\u00e9t\u00e9", "back\\slash", "true",
+    "end\\", "it\\'s", "${x}", "'q'", "a;b", "a&b", "$HOME",
 ]  # fmt: skip
 
 
@@ -200,3 +221,33 @@ def test_what_exists_as_a_path_is_taken_before_the_grammar(tmp_path: Path, name:
     ((composed, _),) = job.seen
     assert composed.settings["model"]["path"] == f"{tmp_path / name}"
     assert composed.settings["data"]["path"] == relative
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_printed_setting_is_read_back_through_a_shell(tmp_path: Path, name: str) -> None:
+    made = subprocess.run(
+        ["sh", "-c", f"printf '%s\\0' {typed('source', tmp_path / name)}"],
+        capture_output=True, check=True,
+    )  # fmt: skip
+    (word,) = made.stdout.decode().split("\0")[:-1]  # a folder that does not exist, too
+    words = read([word], vocabulary("audit")).overrides
+    assert compose_config(words, config_name="audit").settings["source"] == f"{tmp_path / name}"
+
+
+@pytest.mark.parametrize("name", ["a b", "lr=1e-4,wd=0", "it's [1]", "-x"])
+def test_a_folder_without_its_key_is_taken_whatever_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    word = f"./{name}" if name[0] == "-" else name  # as every program has it
+    words = read([word, "values=true"], vocabulary("audit")).overrides
+    assert compose_config(words, config_name="audit").settings["source"] == word
+
+
+def test_a_path_of_one_step_is_taken_before_the_grammar(tmp_path: Path) -> None:
+    file = tmp_path / "a,b [1].jsonl"
+    file.touch()
+    (word,) = read([f"sft:data.path={file}"], vocabulary("rlhf")).for_steps
+    _, by_step = split([word])
+    assert compose_config(by_step["sft"]).settings["data"]["path"] == str(file)

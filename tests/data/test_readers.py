@@ -21,13 +21,18 @@ def _write(path: Path, content: bytes) -> str:
     return str(path)
 
 
+def _iconv(path: str) -> str:
+    new = Path(path).with_suffix(f".utf8{Path(path).suffix}")
+    return f"iconv -f CP1252 -t UTF-8 {path} > {new}"
+
+
 def test_jsonl_reports_each_bad_line_with_its_number(tmp_path: Path) -> None:
     lines = [b'{"a": 1}', b"", b'{"a": ', b'{"a": "\xff"}', b"[1]", b'{"b": 2}\r']
     path = _write(tmp_path / "x.jsonl", b"\n".join(lines))
     assert list(read_rows("jsonl", path)) == [
         Row("x.jsonl:1", {"a": 1}),
         Row("x.jsonl:3", {}, "invalid JSON: Expecting value at column 7"),
-        Row("x.jsonl:4", {}, "not UTF-8: byte 0xff at position 8"),
+        Row("x.jsonl:4", {}, f"not UTF-8: byte 0xff at position 8: {_iconv(path)}"),
         Row("x.jsonl:5", {}, "a JSON object is needed, found a list"),
         Row("x.jsonl:6", {"b": 2}),
     ]
@@ -62,7 +67,7 @@ def test_csv_keeps_quoted_newlines_and_reports_the_first_line_of_a_record(tmp_pa
         Row("x.csv:2", {"prompt": "hi", "response": "two\nlines"}),
         Row("x.csv:4", {}, "1 fields, the header has 2"),
         Row("x.csv:5", {}, "3 fields, the header has 2"),
-        Row("x.csv:6", {}, "not UTF-8: byte 0xff at position 3 (line 6)"),
+        Row("x.csv:6", {}, f"not UTF-8: byte 0xff at position 3 of line 6: {_iconv(path)}"),
         Row("x.csv:7", {}, "invalid CSV: unexpected end of data"),
     ]
 
@@ -181,7 +186,7 @@ def test_a_separator_that_alone_divides_the_header_is_read(tmp_path: Path, mark:
     ]
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 def test_the_command_for_utf16_makes_a_readable_file(tmp_path: Path, encoding: str) -> None:
     path = _write(tmp_path / "a b.jsonl", '{"a": "\u00e9"}\n'.encode(encoding))
     with pytest.raises(DataError) as error:
@@ -189,3 +194,40 @@ def test_the_command_for_utf16_makes_a_readable_file(tmp_path: Path, encoding: s
     subprocess.run(error.value.hint, shell=True, check=True)
     (row,) = read_rows("jsonl", str(tmp_path / "a b.utf8.jsonl"))
     assert row.values == {"a": "\u00e9"}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv"])
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252"])
+def test_the_command_for_windows_files_makes_a_readable_file(
+    tmp_path: Path, kind: str, encoding: str
+) -> None:
+    value = "\u00e9t\u00e9 \u2019 \u20ac" if encoding == "cp1252" else "\u00e9t\u00e9 \u00df"
+    text = {
+        "jsonl": f'{{"a": "{value}"}}\n',
+        "json": f'[{{"a": "{value}"}}]',
+        "csv": f"a\n{value}\n",
+    }
+    path = _write(tmp_path / f"it's [1].{kind}", text[kind].encode(encoding))
+    reader = "csv" if kind == "csv" else "jsonl"
+    try:
+        (row,) = read_rows(reader, path)
+        problem = row.problem
+    except DataError as error:
+        problem = error.message
+    assert "byte 0xe9" in problem
+    subprocess.run(
+        problem.partition(": iconv ")[1][2:] + problem.partition(": iconv ")[2],
+        shell=True,
+        check=True,
+    )
+    (row,) = read_rows(reader, str(tmp_path / f"it's [1].utf8.{kind}"))
+    assert row.values == {"a": value}
+
+
+def test_a_command_is_named_only_for_a_whole_file_of_windows(tmp_path: Path) -> None:
+    cyrillic = '{"a": "\u043f\u0440\u0438\u0432\u0435\u0442"}\n'.encode("cp1251")
+    (row,) = read_rows("jsonl", _write(tmp_path / "x.jsonl", cyrillic))
+    assert "-f <its encoding> " in row.problem
+    mixed = '{"a": "\u00e9"}\n'.encode() + '{"a": "\u00e9"}\n'.encode("latin-1")
+    _, row = read_rows("jsonl", _write(tmp_path / "y.jsonl", mixed))
+    assert row.problem == "not UTF-8: byte 0xe9 at position 8"  # iconv would spoil line 1

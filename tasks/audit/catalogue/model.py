@@ -151,6 +151,12 @@ class Configuration(Section, heading="Configuration"):
         "on purpose, or lost when the model was saved",
         "compare with the settings of the run; take the base's value unless the change is intended",
     )
+    SETTING_TWICE = warning(
+        "Two spellings of one setting with two values in config.json",
+        "loaders take one of them without a word, and other versions the other: half of the "
+        "readers compute something else than was trained",
+        "delete the spelling with the value that is not meant",
+    )
     ROPE_THETA_ABSENT = warning(
         "config.json has no rope_theta, unlike the published models of its family",
         "loaders use 10,000 without a warning. A model that was trained with another base "

@@ -132,10 +132,9 @@ class TokenIds(Section, heading="Token ids"):
 
 class Templates(Section, heading="Chat templates"):
     TEMPLATE_MARK = error(
-        "A chat template that begins with a byte-order mark",
-        "every prompt begins with U+FEFF, a token that no training prompt had",
-        "save the template as UTF-8 without the mark: sed -i '1s/^\\xEF\\xBB\\xBF//' "
-        "chat_template.jinja",
+        "A chat template with a byte-order mark",
+        "every prompt has U+FEFF, mostly at its beginning, which no training prompt had",
+        "save the template without it: python flows/audit.py source=DIR fix=true out_dir=<folder>",
     )
     TEMPLATE_MISSING = warning(
         "No chat template",

@@ -28,6 +28,13 @@ _ALWAYS_SET = frozenset(
 )
 """Families whose published models all have a rope_theta."""
 GENERIC_TOKENIZER, NEW_TOKENIZER = "PreTrainedTokenizerFast", "TokenizersBackend"
+_ALIASES = (
+    ("dtype", "torch_dtype"), ("hidden_size", "n_embd"), ("num_hidden_layers", "n_layer"),
+    ("num_attention_heads", "n_head"), ("max_position_embeddings", "n_positions"),
+)  # fmt: skip
+"""Names of which loaders take the first."""
+_SHAPES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
+"""Settings of the language model that loaders do not read beside `text_config`."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 COMPUTE = (
@@ -61,6 +68,7 @@ def check(source: Source) -> Iterator[Finding]:
             yield from _tokenizer(source.config(SETTINGS), base.config(SETTINGS))
     if not source.is_model or not source.config():
         return
+    yield from _two_values(source.config())
     yield from _rope_form(source.config())
     yield from _processor(source)
     if base is not None and base.is_model and base.config():
@@ -84,6 +92,53 @@ def _tokenizer_class(source: Source) -> Iterator[Finding]:
             SETTINGS, names, found="; ".join(new[name] for name in names),
             expected=f"{GENERIC_TOKENIZER!r}; the list as additional_special_tokens",
         )  # fmt: skip
+
+
+def _two_values(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Report settings with two values: under two names, or in and beside `text_config`."""
+    for taken, value, other, left in _spellings(config):
+        if value is None or left is None or value == left:
+            continue
+        if taken == "eos_token_id" and {*token_ids(value)} & {*token_ids(left)}:
+            continue  # a list, and one of its ids
+        yield Configuration.SETTING_TWICE.at(
+            CONFIG, taken, found=f"{taken} {value!r}, {other} {left!r}",
+            expected=f"one value; transformers 5 takes {taken}",
+        )  # fmt: skip
+
+
+def _spellings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, Any]]:
+    """Yield the name and value that transformers 5 takes, and those that it leaves (5.19)."""
+    text = text_config(config)
+    for name, other in _ALIASES:
+        yield name, text.get(name), other, text.get(other)
+    if text is not config:
+        yield "dtype", config.get("dtype"), "torch_dtype", config.get("torch_dtype")
+        for key in ("dtype", "eos_token_id"):
+            yield key, config.get(key), f"{key} of the language model", text.get(key)
+        for key in _SHAPES:
+            yield f"{key} of the language model", text.get(key), key, config.get(key)
+    new, old = text.get("rope_parameters"), text.get("rope_scaling")
+    if not isinstance(new, Mapping):
+        return
+    yield "rope_parameters.rope_theta", new.get("rope_theta"), "rope_theta", text.get("rope_theta")
+    if isinstance(old, Mapping):
+        for key in [key for key in old if key not in ("type", "rope_type", "rope_theta")]:
+            yield f"rope_scaling.{key}", old[key], f"rope_parameters.{key}", new.get(key)
+        yield (
+            "rope_scaling.rope_type",
+            _rope_kind(old),
+            "rope_parameters.rope_type",
+            _rope_kind(new),
+        )
+
+
+def _rope_kind(rope: Mapping[str, Any]) -> str | None:
+    """Return the kind under its present name; None if it is given per kind of layer."""
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        return None
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    return {"mrope": "default", "su": "longrope"}.get(str(kind), str(kind))
 
 
 def _rope_form(config: Mapping[str, Any]) -> Iterator[Finding]:

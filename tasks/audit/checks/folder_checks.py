@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from tasks.audit.catalogue.files import Folders
@@ -38,7 +39,8 @@ def check(source: Source) -> Iterator[Finding]:
             name,
             found=reason,
             expected="a file, or a link inside the folder",
-            fix=f"remove it, or copy what it leads to: cp -rL {source.folder.root} <a new folder>",
+            fix="remove it, or copy what it leads to: cp -rL "
+            f"{shlex.quote(str(source.folder.root))} <a new folder>",
         )
     for name in listing.special[:20]:
         yield Folders.SPECIAL_FILE.at(
@@ -126,7 +128,9 @@ _CONVERSIONS = (
 
 def _conversion(source: Source) -> str:
     what, root = source.recognised.what, source.folder.root
-    return next((how.format(root=root) for part, how in _CONVERSIONS if part in what), "")
+    return next(
+        (how.format(root=shlex.quote(str(root))) for part, how in _CONVERSIONS if part in what), ""
+    )
 
 
 def _manifest(source: Source) -> Iterator[Finding]:

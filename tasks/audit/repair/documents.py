@@ -1,12 +1,13 @@
-"""Repair JSON files: EOS ids, tokenizer class, settings of the base."""
+"""Repair JSON files and templates: EOS ids, tokenizer class, byte-order marks, settings."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tasks.audit.catalogue.model import Configuration
-from tasks.audit.catalogue.text import TokenIds
+from tasks.audit.catalogue.text import Templates, TokenIds
 from tasks.audit.checks.configuration import (
     COMPUTE,
     GENERIC_TOKENIZER,
@@ -14,7 +15,7 @@ from tasks.audit.checks.configuration import (
 )
 from tasks.audit.checks.text.special_tokens import GENERATION
 from tasks.audit.checks.text.template_text import EOS, BrokenTemplateError, read_template
-from tasks.audit.checks.text.templates import template_places
+from tasks.audit.checks.text.templates import JINJA, MARK, template_places
 from tasks.audit.checks.text.tokens import SETTINGS, TOKENIZER, read_tokens
 from tasks.audit.config_fields import content, of_text, text_config, token_ids
 from tasks.audit.finding import Finding
@@ -36,6 +37,8 @@ def align_documents(draft: Draft, findings: Iterable[Finding]) -> None:
     codes = {finding.code for finding in findings}
     if codes & {Configuration.TOKENIZER_CLASS.code, TokenIds.TOKENIZER_MISREAD.code}:
         _name_tokenizer(draft)
+    if Templates.TEMPLATE_MARK.code in codes:
+        _remove_marks(draft)
     if draft.source.is_model:
         _take_settings(draft, {finding.tensor for finding in findings if finding.code in _SETTINGS})
         if Configuration.ROPE_FORM.code in codes or CONFIG in draft.documents:
@@ -55,6 +58,17 @@ def _name_tokenizer(draft: Draft) -> None:
         del draft.documents[SETTINGS]["extra_special_tokens"]
         draft.done.append(f"{SETTINGS}: extra_special_tokens as additional_special_tokens")
     draft.done.append(f"{SETTINGS}: tokenizer_class {GENERIC_TOKENIZER}")
+
+
+def _remove_marks(draft: Draft) -> None:
+    """Remove byte-order marks from all chat templates."""
+    for name in [name for name, text in template_places(draft.source).items() if MARK in text]:
+        if name == JINJA:
+            draft.documents[name] = draft.source.folder.text(name).replace(MARK, "")
+        else:
+            written = json.dumps(draft.source.config(name)["chat_template"], ensure_ascii=False)
+            draft.edit(name, chat_template=json.loads(written.replace(MARK, "")))
+        draft.done.append(f"{name}: the chat template without U+FEFF")
 
 
 def _take_settings(draft: Draft, names: set[str]) -> None:

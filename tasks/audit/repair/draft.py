@@ -32,7 +32,7 @@ class Draft:
     Attributes:
         source: the folder as it is, with the set of weights to use.
         names: old key by new key.
-        documents: JSON files to write.
+        documents: JSON files to write, and templates as texts.
         done: descriptions of the changes, one line each.
         refused: reasons why something cannot be repaired, one line each.
         head: keys of a value head that is written to a separate folder.
@@ -40,7 +40,7 @@ class Draft:
 
     source: Source
     names: dict[str, str]
-    documents: dict[str, dict[str, Any]] = field(default_factory=dict)
+    documents: dict[str, Any] = field(default_factory=dict)
     done: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     head: tuple[str, ...] = ()
@@ -69,7 +69,9 @@ class Draft:
         before = self.source.recognised
         weights = _weights(before.weights, self.names)
         listing = _listing(self.source.folder, self.copied(), self.documents, weights)
-        folder = Folder(self.source.folder.root, _documents=dict(self.documents), _listing=listing)
+        texts = {name: text for name, text in self.documents.items() if isinstance(text, str)}
+        root, documents = self.source.folder.root, dict(self.documents)
+        folder = Folder(root, _documents=documents, _texts=texts, _listing=listing)
         if weights.index is not None:
             total = {"metadata": {"total_size": weights.nbytes}, "weight_map": dict(weights.index)}
             folder._documents[index_of(weights.single)] = total

@@ -131,7 +131,8 @@ def _write(draft: Draft, head: Found | None, out: Path) -> Repaired:
         lost = [name for name in folder.files if "/" in name and name not in copied]
         draft.done += [f"left out {first_and_more(lost)}"] if lost else []
         for name, document in draft.documents.items():
-            (work / name).write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+            text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+            (work / name).write_text(document if isinstance(document, str) else text, newline="")
         if head is not None:
             (work / HEAD).mkdir(exist_ok=True)
             write_value_head(head, work / HEAD)

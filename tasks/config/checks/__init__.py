@@ -127,7 +127,7 @@ def findings(
         *objective.router_loss(train, known),
         *adapter.adapter(peft, known, weight_decay=train["weight_decay"]),
         *adapter.new_tokens(model_["new_tokens"], model_["vocab_multiple"]),
-        *data.readable(settings["data"], objective_),
+        *data.readable(settings["data"], objective_, data.control_of(settings)),
         *environment.toy_tasks(settings["data"], objective_),
         *objective.mask_fits(train["mask"], objective_),
         *objective.reference_answers(settings),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,14 @@ from typing import Any
 
 from tasks.core.errors import DataError
 from tasks.core.finding import Finding
+from tasks.core.terminal import typed
 from tasks.data.columns import Columns
+from tasks.data.control import ESCAPE, KEEP, REFUSE, Control
 from tasks.data.kinds import KINDS, PROMPTS, TEXTS, Kind, kind_for
 from tasks.data.messages import Unusable
 from tasks.data.readers import FILE_KINDS, Row, existing_file, read_rows
 from tasks.data.sources import wrong_probabilities
+from tasks.prepare import control_settings
 
 TEXT = "text"
 """Usual name of a column of raw texts."""
@@ -32,19 +36,29 @@ USUAL = {
 """Names of columns in other tools, by our name."""
 
 
-def readable(settings: Mapping[str, Any], objective: str = "sft") -> list[Finding]:
+def control_of(settings: Mapping[str, Any]) -> Control:
+    """Return the control tokens of the model, and what becomes of rows that hold them."""
+    found = control_settings(settings)
+    mode = settings["data"]["control_tokens"]
+    return Control(found["model_tokens"], mode, found["last_answer"]) if found else Control()
+
+
+def readable(
+    settings: Mapping[str, Any], objective: str = "sft", control: Control | None = None
+) -> list[Finding]:
     """Check that sources are named and readable, and that their first rows fit the objective.
 
     Args:
         settings: section `data`.
         objective: `train.objective`.
+        control: result of `control_of`; None looks for no control tokens.
     """
-    kind = settings["kind"]
+    kind, control = settings["kind"], control or Control()
     findings = _template(settings["chat_template"])
     if kind == "toy":
         return findings + _not_read(settings)
     if settings["sources"]:
-        return findings + _several(settings, objective)
+        return findings + _several(settings, objective, control)
     if kind == "hub":
         missing = Finding("data.name", "nothing", "has to be given", "data.name=owner/name")
         return findings if settings["name"] else [*findings, missing]
@@ -53,7 +67,7 @@ def readable(settings: Mapping[str, Any], objective: str = "sft") -> list[Findin
         return [*findings, missing]
     for key in ("path", "eval_path"):
         if settings[key]:
-            findings += _file(f"data.{key}", settings[key], settings, objective)
+            findings += _file(f"data.{key}", settings[key], settings, objective, control)
     return findings
 
 
@@ -65,7 +79,7 @@ def _not_read(settings: Mapping[str, Any]) -> list[Finding]:
     return [Finding(f"data.{key}", text, allowed, override) for key in named]
 
 
-def _several(settings: Mapping[str, Any], objective: str) -> list[Finding]:
+def _several(settings: Mapping[str, Any], objective: str, control: Control) -> list[Finding]:
     sources, findings = settings["sources"], []
     if settings["path"] or settings["name"]:
         key = "data.path" if settings["path"] else "data.name"
@@ -80,14 +94,14 @@ def _several(settings: Mapping[str, Any], objective: str) -> list[Finding]:
         named = {k: v for k, v in source.items() if v is not None and k.endswith(("_key", "kind"))}
         merged = {**settings, **named}
         if merged["kind"] in FILE_KINDS:
-            findings += _file(what, source["path"], merged, objective)
+            findings += _file(what, source["path"], merged, objective, control)
         elif merged["kind"] == "toy":
             findings.append(Finding(what, "kind toy", "a file or a hub id", "kind: jsonl"))
         if source["max_samples"] is not None and source["max_samples"] < 1:
             text = f"max_samples: {source['max_samples']}"
             findings.append(Finding(what, text, "1 or more", "max_samples: null"))
     if settings["eval_path"]:
-        findings += _file("data.eval_path", settings["eval_path"], settings, objective)
+        findings += _file("data.eval_path", settings["eval_path"], settings, objective, control)
     return findings
 
 
@@ -101,7 +115,9 @@ def _template(path: str | None) -> list[Finding]:
     return []
 
 
-def _file(what: str, path: str, settings: Mapping[str, Any], objective: str) -> list[Finding]:
+def _file(
+    what: str, path: str, settings: Mapping[str, Any], objective: str, control: Control
+) -> list[Finding]:
     """Check that a file can be read and has rows that the objective can learn from.
 
     Args:
@@ -109,6 +125,7 @@ def _file(what: str, path: str, settings: Mapping[str, Any], objective: str) -> 
         path: of the file.
         settings: section `data`, or one of its sources.
         objective: `train.objective`.
+        control: control tokens in the texts of rows.
     """
     try:
         existing_file(path, key=what)
@@ -119,13 +136,15 @@ def _file(what: str, path: str, settings: Mapping[str, Any], objective: str) -> 
         return [Finding(what, f"{path} has no rows", "a file with rows", f"{what}=<file>")]
     if settings["kind"] == "jsonl" and rows[0].problem and _is_list(path):
         wrong, right = f"{path} is one JSON list", Path(path).with_suffix(".json")
-        allowed = f"such a file is named .json: mv {path} {right}"
-        return [Finding(what, wrong, allowed, f"{what}={right}")]
+        allowed = f"such a file is named .json: {shlex.join(['mv', str(path), str(right)])}"
+        return [Finding(what, wrong, allowed, typed(what, right))]
     names = list(dict.fromkeys(name for row in rows for name in row.values))
     if not names:  # not one of them can be read
         wrong = f"{rows[0].place}: {rows[0].problem}"
-        allowed = f"{settings['kind']} as data.kind says"
-        return [Finding(what, wrong, allowed, "data=jsonl|csv|parquet")]
+        allowed, override = f"{settings['kind']} as data.kind says", "data=jsonl|csv|parquet"
+        if rows[0].problem.startswith("not UTF-8"):
+            allowed, override = "UTF-8", f"{what}=<the new file>"
+        return [Finding(what, wrong, allowed, override)]
     columns = Columns.of({k: v for k, v in settings.items() if k.endswith("_key")}).among(names)
     kind = kind_for(objective, texts=columns.text is not None)
     problems = wrong_columns(names, columns, kind=kind, where=str(path))
@@ -134,26 +153,34 @@ def _file(what: str, path: str, settings: Mapping[str, Any], objective: str) -> 
     if other is not None and not (other is TEXTS and named_near):
         return [_other_objective(rows, columns, objective, other, str(path))]
     problems = problems or _none_usable(rows, columns, kind, what)
-    return problems or (
-        _bad(rows, columns, kind, what) if settings["on_bad_line"] == "fail" else []
-    )
+    fail = settings["on_bad_line"] == "fail"
+    return problems or _bad(rows, columns, kind, control, what, fail=fail)
 
 
-def _bad(rows: Sequence[Row], columns: Columns, kind: Kind, what: str) -> list[Finding]:
-    """Refuse rows that would end the run: none is skipped unless the user asks for it."""
+def _bad(
+    rows: Sequence[Row], columns: Columns, kind: Kind, control: Control, what: str, *, fail: bool
+) -> list[Finding]:
+    """Refuse rows that would end the run, unless they are skipped; report control tokens."""
     reasons: list[str] = []
+    warnings: list[str] = []
     for row in rows:
         try:
             if row.problem:
                 raise Unusable(row.problem)
-            kind.read(row.values, columns.among(row.values))
+            _, warning = control.apply(kind.read(row.values, columns.among(row.values)))
+            warnings += [f"{row.place}: {warning}"] * bool(warning)
         except Unusable as reason:
             reasons.append(f"{row.place}: {reason}")
-    if not reasons:
-        return []
-    count = f"{len(reasons)} of the first {len(rows)} rows cannot be used"
-    override = "data.on_bad_line=skip, or rows without the mistake"
-    return [Finding(what, f"{count}, first {reasons[0]}", "all are needed", override)]
+    first, findings = f"of the first {len(rows)} rows", []
+    if reasons and fail:
+        found = f"{len(reasons)} {first} cannot be used, first {reasons[0]}"
+        override = "data.on_bad_line=skip, or rows without the mistake"
+        findings.append(Finding(what, found, "all are needed", override))
+    if warnings:
+        found = f"{len(warnings)} {first} with control tokens, first {warnings[0]}"
+        allowed, override = "it forges turns", f"data.control_tokens={ESCAPE}, {REFUSE} or {KEEP}"
+        findings.append(Finding(what, found, allowed, override, "warning"))
+    return findings
 
 
 def _is_list(path: str) -> bool:

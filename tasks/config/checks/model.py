@@ -339,19 +339,19 @@ def token_ids_as_loaded(folder: Path) -> list[Finding]:
     if not (folder / "tokenizer.json").is_file():
         return []
     findings = []
-    if template_of(folder).startswith("\ufeff"):
-        allowed = "every prompt would begin with U+FEFF"
-        mend = f"model.path=<a copy; {typed('source', folder)} in flows/audit.py tells how>"
-        findings.append(Finding("model.path", f"{folder}: byte-order mark", allowed, mend))
+    repair = f"python flows/audit.py {typed('source', folder)} fix=true out_dir=<a new folder>"
+    if "\ufeff" in template_of(folder):
+        value, allowed = f"{folder}: a byte-order mark in the template", "prompts without U+FEFF"
+        findings.append(Finding("model.path", value, allowed, repair))
     reason = misread(folder)
     if reason:
-        repair = f"python flows/audit.py {typed('source', folder)} tells what mends it"
+        tells = f"python flows/audit.py {typed('source', folder)} tells what mends it"
         value = f"the tokenizer is misread: {reason}"
         allowed = "the ids of tokenizer.json, which the base was trained on"
         findings.append(
-            Finding("model.path", value, allowed, repair, "warning")
+            Finding("model.path", value, allowed, tells, "warning")
             if is_leading(reason)
-            else Finding("model.path", value, allowed, repair)
+            else Finding("model.path", value, allowed, tells)
         )
     return findings
 

@@ -155,7 +155,7 @@ def _data(data: Mapping[str, Any], objective: str) -> Iterator[Unread]:
     kind = data["kind"]
     because = f"data.kind={kind}"
     if kind == "toy":
-        keys = f"{_OF_FILES} {_OF_HUB} {_OF_ROWS} data.on_bad_line"
+        keys = f"{_OF_FILES} {_OF_HUB} {_OF_ROWS} data.on_bad_line data.control_tokens"
         yield Unread(keys, because, "the embedded tasks are no file", "data.path=<file>")
         return
     keys = "data.train_size data.heldout_size data.tasks"
@@ -173,6 +173,9 @@ def _data(data: Mapping[str, Any], objective: str) -> Iterator[Unread]:
         readers, override = "only sources with probabilities are mixed", "data.sources=[...]"
         yield Unread("data.stopping", "sources without probabilities", readers, override)
     rows = kind_for(objective, texts=names_texts(data))
+    if rows is TEXTS:
+        readers, override = "control tokens separate its documents", "rows of messages"
+        yield Unread("data.control_tokens", "raw texts", readers, override)
     roles = {role for roles in rows.either for role in roles} | {*rows.extras, "text"}
     others = [key for key in data if key.endswith("_key") and key.removesuffix("_key") not in roles]
     keys, readers = " ".join(f"data.{key}" for key in others), f"rows are {rows.name}"

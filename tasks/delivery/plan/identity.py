@@ -13,6 +13,7 @@ from tasks.audit.source import open_source
 from tasks.core.disk import file_stats
 from tasks.core.errors import ConfigError
 from tasks.core.files import meant
+from tasks.core.terminal import typed
 from tasks.delivery.recognise import ADAPTER_CONFIG, CONFIG, Given
 from tasks.weights.files.documents import optional_json, read_manifest
 from tasks.weights.files.identity import base_mismatch, published
@@ -34,7 +35,7 @@ def find_base(given: Given, base: str | None, store: Path) -> Path | None:
         if not (folder / CONFIG).is_file():
             what = f"no {CONFIG} in it" if folder.is_dir() else "no such folder"
             near = "" if folder.is_dir() else meant(folder)
-            hint = f"base={near or '<folder of the base model>'}"
+            hint = typed("base", near or "<folder of the base model>")
             raise ConfigError(f"base={base}: {what}", hint=hint)
         return folder
     digest = recorded_digest(given)

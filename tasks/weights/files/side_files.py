@@ -7,6 +7,7 @@ for a tokenizer or a processor are copied, and only if `tasks/core/files.py` let
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -96,5 +97,6 @@ def require_own_files(folder: Path) -> None:
         raise ArtifactError(
             f"{folder}/{first_and_more(findings)}",
             details=findings,
-            hint=f"remove them, or copy what they lead to: cp -rL {folder} <a new folder>",
+            hint=f"remove them, or copy what they lead to: cp -rL {shlex.quote(str(folder))} "
+            "<a new folder>",
         )

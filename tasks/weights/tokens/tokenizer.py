@@ -6,7 +6,7 @@ takes milliseconds and needs no model library.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +100,38 @@ def token_ids(folder: Path) -> tuple[dict[str, tuple[str, int]], int]:
     """
     with _wrong_types_named(folder):
         return _token_ids(folder)
+
+
+def control_tokens(read: Callable[[str], Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the texts that a tokenizer turns into special tokens or ends of responses, sorted.
+
+    Single characters are left out: a tokenizer that pads with "!" reads it as every other does.
+
+    Args:
+        read: returns a JSON file of the model's folder by its name, {} if there is none.
+    """
+    settings, added = read("tokenizer_config.json"), _list(read("tokenizer.json"), "added_tokens")
+    listed = settings.get("added_tokens_decoder")
+    if isinstance(listed, dict):
+        added += [{"id": i, **token} for i, token in listed.items() if isinstance(token, dict)]
+    configs = [read(name) for name in ("config.json", "generation_config.json")]
+    ends = {str(i) for config in configs for i in _list(config, "eos_token_id")}
+    named = [settings.get(f"{role}_token") for role in ("bos", "eos", "pad", "unk")]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        named += _list(settings, key)
+    named += [
+        t for t in added if isinstance(t, dict) and (t.get("special") or str(t.get("id")) in ends)
+    ]
+    texts = {text for token in named if isinstance(text := _text(token), str)}
+    return tuple(sorted(text for text in texts if len(text.strip()) > 1))
+
+
+def _list(document: Mapping[str, Any], key: str) -> list[Any]:
+    """Return the values of a list or mapping, or the only value, as a list."""
+    value = document.get(key)
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(value) if isinstance(value, list) else [value]
 
 
 def _token_ids(folder: Path) -> tuple[dict[str, tuple[str, int]], int]:

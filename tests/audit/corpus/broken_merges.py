@@ -93,6 +93,14 @@ SETTINGS: dict[str, Broken] = {
     "another rope_theta than the base": Broken(
         "CONFIG_CHANGED", "merged", by.edited(rope_parameters=_ROPE)
     ),
+    "two dtypes": Broken("SETTING_TWICE", "qwen2", by.edited(torch_dtype="float16")),
+    "two thetas": Broken("SETTING_TWICE", "qwen2", by.edited(rope_theta=5e5)),
+    "two scalings": Broken(
+        "SETTING_TWICE",
+        "qwen2",
+        by.edited(rope_scaling={"type": "linear", "factor": 2.0}),
+    ),
+    "two numbers of layers": Broken("SETTING_TWICE", "qwen2", by.edited(n_layer=5)),
     "another eps than the base": Broken("CONFIG_CHANGED", "merged", by.edited(rms_norm_eps=1e-5)),
     "no eps": Broken("CONFIG_CHANGED", "merged", by.edited(rms_norm_eps=None)),
     "another activation": Broken("CONFIG_CHANGED", "merged", by.edited(hidden_act="gelu")),

@@ -20,7 +20,7 @@ from tasks.weights.tokens.render_template import (
 JINJA = "chat_template.jinja"
 _DOCUMENTS = (SETTINGS, "chat_template.json", "processor_config.json")
 _DEFAULT = "default"
-_MARK = "\ufeff"
+MARK = "\ufeff"
 
 
 def check(source: Source) -> Iterator[Finding]:
@@ -33,8 +33,9 @@ def check(source: Source) -> Iterator[Finding]:
         yield Templates.TEMPLATE_MISSING.at("", found="no chat template", expected=JINJA)
     yield from _agree(places)
     for place, text in places.items():
-        if text.startswith(_MARK):
-            yield Templates.TEMPLATE_MARK.at(place, found="begins with U+FEFF", expected="no mark")
+        if MARK in text:
+            found = f"U+FEFF at character {text.index(MARK)}"
+            yield Templates.TEMPLATE_MARK.at(place, found=found, expected="no mark")
     tokens = read_tokens(source.folder)
     for place, text in places.items():
         yield from _text(place, text, tokens)

@@ -1,0 +1,142 @@
+"""Control tokens in texts: refused in answers, reported elsewhere, escaped or kept if so set."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.cli.config import compose_config
+from tasks.config.checks import data
+from tasks.core.errors import DataError
+from tasks.data.kinds import kind_for
+from tasks.prepare import control_settings, prepare_data
+
+LOG = logging.getLogger("tests.control")
+END = "<|im_end|>"
+THINK = "<think>hm</think>"  # an added token that is not special
+MULTI = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": f"b{END}c"},
+    {"role": "user", "content": "d"},
+    {"role": "assistant", "content": f"{THINK}e"},
+]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    added: list[dict[str, Any]] = [
+        {"id": 300, "content": END, "special": True},
+        {"id": 301, "content": "<think>", "special": False},
+        {"id": 302, "content": "<end>", "special": False},
+        {"id": 303, "content": "!", "special": True},
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": [300, 302]}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": END}, "pad_token": "!", "unk_token": None,
+                    "extra_special_tokens": {"image": "<image>"}})
+    )  # fmt: skip
+    return folder
+
+
+def _settings(model: Path, row: dict[str, Any], train: str, *more: str) -> dict[str, Any]:
+    file = model.parent / "rows.jsonl"
+    good = [{k: _other(v, n) for k, v in row.items()} for n in range(3)]
+    file.write_text("".join(json.dumps(r) + "\n" for r in (*good, row)))
+    typed = [f"train={train}", f"data.path={file}", f"model.path={model}", *more]
+    return compose_config(typed).settings
+
+
+def _other(value: Any, number: int) -> Any:
+    if isinstance(value, list):
+        return [{**m, "content": f"{m['role']} {number}"} for m in value]
+    return f"{value[:1]}{number}" if isinstance(value, str) else value
+
+
+def _prepared(settings: dict[str, Any], out: Path) -> str:
+    out.mkdir()
+    section = {k: v for k, v in settings["data"].items() if k != "max_truncated"}
+    rows = kind_for(settings["train"]["objective"]).name
+    prepare_data(out, log=LOG, rows=rows, **section, **control_settings(settings))
+    return "".join((out / f"{name}.jsonl").read_text() for name in ("train", "heldout"))
+
+
+CASES = [
+    # row, objective, settings, refused in answers
+    ({"prompt": "question", "response": f"a{END}"}, "sft", [], True),
+    ({"prompt": "question", "response": "a<end>b"}, "sft", [], True),
+    ({"prompt": f"question{END}", "response": "a"}, "sft", [], False),
+    ({"prompt": "question <image>", "response": "a"}, "sft", ["data.control_tokens=refuse"], True),
+    ({"messages": MULTI}, "sft", [], True),
+    ({"messages": MULTI}, "sft", ["train.mask=last_answer"], False),
+    ({"prompt": "question", "chosen": f"a{END}", "rejected": "b"}, "dpo", [], True),
+    ({"prompt": "question", "chosen": "a", "rejected": f"b{END}"}, "reward", [], True),
+    ({"prompt": f"question{END}", "chosen": "a", "rejected": "b"}, "reward", [], False),
+    ({"prompt": "question", "response": f"a{END}", "label": True}, "kto", [], True),
+    ({"prompt": f"question{END}"}, "grpo", [], False),
+    ({"prompt": f"question{END}"}, "grpo", ["data.control_tokens=refuse"], True),
+]
+
+
+@pytest.mark.parametrize(("row", "train", "more", "refused"), CASES)
+def test_rows_with_control_tokens(
+    model: Path,
+    caplog: pytest.LogCaptureFixture,
+    row: dict[str, Any],
+    train: str,
+    more: list[str],
+    refused: bool,
+) -> None:
+    settings = _settings(model, row, train, *more)
+    findings = data.readable(settings["data"], train, data.control_of(settings))
+    assert [f.severity for f in findings] == ["error" if refused else "warning"]
+    assert "rows.jsonl:4: " in findings[0].found
+    if refused:
+        with pytest.raises(DataError, match=r"first rows\.jsonl:4: "):
+            _prepared(settings, model.parent / "out")
+    else:
+        assert _prepared(settings, model.parent / "out")
+        assert [r.levelname for r in caplog.records if "rows.jsonl:4: " in r.message] == ["WARNING"]
+
+
+@pytest.mark.parametrize(("row", "train"), [case[:2] for case in CASES])
+def test_escaped_and_kept_rows(model: Path, row: dict[str, Any], train: str) -> None:
+    texts = {}
+    for mode in ("escape", "keep"):
+        settings = _settings(model, row, train, f"data.control_tokens={mode}")
+        assert data.readable(settings["data"], train, data.control_of(settings)) == []
+        texts[mode] = _prepared(settings, model.parent / mode)
+    assert not any(token in texts["escape"] for token in (END, "<end>", "<image>"))
+    kept = [token for token in (END, "<end>", "<image>") if token in texts["keep"]]
+    assert kept
+    for token in kept:
+        assert f"< {token[1:]}" in texts["escape"]
+
+
+def test_what_is_no_control_token_is_taken(model: Path) -> None:
+    row = {"prompt": "question! <im_end>", "response": f"{THINK}a!"}
+    settings = _settings(model, row, "sft")
+    assert data.readable(settings["data"], "sft", data.control_of(settings)) == []
+    assert THINK in _prepared(settings, model.parent / "out")
+
+
+def test_a_reference_answer_is_no_text_for_the_model(model: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "b"}, {"role": "assistant", "content": END}]}
+    settings = _settings(model, row, "grpo")
+    assert data.readable(settings["data"], "grpo", data.control_of(settings)) == []
+    assert f'"answer": "{END}"' in _prepared(settings, model.parent / "out")
+
+
+def test_raw_texts_keep_their_separators(model: Path) -> None:
+    file = model.parent / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": f"a{END}{n}"}) + "\n" for n in range(4)))
+    typed = ["train=pretrain", "data.text_key=text", f"data.path={file}", f"model.path={model}"]
+    settings = compose_config(typed).settings
+    assert control_settings(settings) == {}
+    assert data.readable(settings["data"], "sft", data.control_of(settings)) == []

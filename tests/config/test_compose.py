@@ -1,12 +1,7 @@
-"""Every configuration file composes, and what it composes to is written down.
-
-After a wanted change: `REGENERATE=1 python -m pytest tests/config`, then read the difference.
-"""
+"""Every configuration file composes; short names and old names of experiments are known."""
 
 from __future__ import annotations
 
-import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +13,6 @@ from flows.cli.vocabulary import short_names
 from tasks.core.errors import ConfigError
 from tests.machines import with_gpus
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "conf"
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
 EXPERIMENTS = [file for file in FILES if file.parts[0] == "exp"]
 OPTIONS = [file for file in FILES if len(file.parts) == 2 and file.parts[0] not in ("exp", "hydra")]
@@ -38,20 +32,6 @@ def named(file: Path) -> str:
     return file.relative_to("exp").with_suffix("").as_posix()
 
 
-def test_globs_find_files() -> None:
-    assert {file.stem for file in EXPERIMENTS} >= {
-        "rlhf_qlora",
-        "sft_qlora",
-        "sft_lora_zero3",
-        "sft_full",
-        "grpo",
-        "ppo_full",
-    }
-    groups = {"model", "data", "train", "peft", "zero", "merge", "convert"}
-    groups |= {"smoke", "gate", "tracking", "paths", "rollout", "reward", "timeouts"}
-    assert {file.parts[0] for file in OPTIONS} == groups
-
-
 def _holds(section: Any, written: Any, path: str = "") -> list[str]:
     """Return the keys of an option's file whose values differ from the settings."""
     wrong = []
@@ -66,42 +46,16 @@ def _holds(section: Any, written: Any, path: str = "") -> list[str]:
 @pytest.mark.parametrize("file", OPTIONS, ids=str)
 def test_option_composes_and_reaches_the_settings(file: Path) -> None:
     section = compose_config([f"{file.parts[0]}={file.stem}"]).settings[file.parts[0]]
-    text = (CONF / file).read_text()
-    assert text.startswith("# "), "a file opens by saying what it is"
     written = OmegaConf.to_container(OmegaConf.load(CONF / file), resolve=False)
     assert written
     assert _holds(section, written) == []
 
 
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=str)
-def test_experiment_opens_with_its_package_command_and_description(file: Path) -> None:
-    lines = (CONF / file).read_text().splitlines()
-    assert lines[0] == "# @package _global_"
-    assert lines[1] == f"# python flows/rlhf.py +exp={named(file)}"
-    assert lines[2].startswith("# ")
-    assert lines[2].endswith("."), "one line that says what it trains, for --help"
-    head = "\n".join(line for line in lines if line.startswith("#"))
-    kinds = re.findall(r"^# (\w+): +\S", head, flags=re.M)
-    assert kinds == ["Needs", "Costs", "Hours", "Data"]
-    assert re.search(r"measured", head), "hours say whether they were measured"
-
-
-@pytest.mark.parametrize("file", EXPERIMENTS, ids=str)
-def test_experiment_composes_to_the_golden_file(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_experiment_composes(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(monkeypatch, 0)
-    composed = compose_config([f"+exp={named(file)}"])
-    golden = GOLDEN / file.relative_to("exp")
-    if os.environ.get("REGENERATE"):
-        golden.parent.mkdir(parents=True, exist_ok=True)
-        golden.write_text(composed.text)
-    assert composed.text == golden.read_text()
-
-
-def test_every_golden_file_has_its_experiment() -> None:
-    golden = {path.relative_to(GOLDEN) for path in GOLDEN.rglob("*.yaml")}
-    assert golden == {file.relative_to("exp") for file in EXPERIMENTS}
+    settings = compose_config([f"+exp={named(file)}"]).settings
+    assert (settings["model"]["kind"] == "toy") == (file.parts[1] == "toy")
 
 
 def test_every_name_of_before_is_known_and_every_toy_has_a_short_one() -> None:

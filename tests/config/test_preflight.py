@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flows.chain import stages as chain_stages
 from flows.cli.config import compose_config
 from tasks.config.checks import adapter, findings, machine, preflight, ranges
 from tasks.config.checks.quantizing import quantizing
@@ -153,19 +152,6 @@ def test_forced_stages_of_one_step() -> None:
     assert finding.override.startswith("force=[ppo.train]")
     assert finding.allowed.endswith("of one step alone: sft.train")
     assert ranges.forced(["ppo.train"]) != []  # where there are no links
-
-
-def test_stage_names_are_the_chains() -> None:
-    stages = [
-        chain_stages.DATA,
-        chain_stages.BASE,
-        chain_stages.ROLLOUT_BASE,
-        chain_stages.TRAIN,
-        chain_stages.GATHER_ADAPTER,
-    ]
-    stages += [chain_stages.MERGE, chain_stages.CONVERT, chain_stages.SMOKE]
-    stages += [chain_stages.QUANTIZE, chain_stages.SMOKE_QUANTIZED, chain_stages.LM_EVAL]
-    assert tuple(stage.name for stage in stages) == ranges.STAGES
 
 
 def test_libraries_that_only_some_settings_need() -> None:

@@ -91,21 +91,6 @@ def test_the_dashboard_asks_for_metrics_that_are_written(runs: Path) -> None:
     assert legends <= labels | {"runs"}
 
 
-def test_panels_have_places_of_their_own() -> None:
-    dashboard = json.loads((PROJECT / "infra" / "grafana.json").read_text())
-    ids = [panel["id"] for panel in dashboard["panels"]]
-    assert len(set(ids)) == len(ids)
-    taken: set[tuple[int, int]] = set()
-    for panel in dashboard["panels"]:
-        place = panel["gridPos"]
-        cells = {
-            (place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])
-        }
-        assert not cells & taken, panel["title"]
-        assert place["x"] + place["w"] <= 24
-        taken |= cells
-
-
 def test_a_reader_never_sees_half_a_file(runs: Path) -> None:
     metrics, stop = MetricsFile(runs), threading.Event()
     metrics.write()

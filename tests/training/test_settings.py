@@ -115,52 +115,6 @@ def test_batch_arithmetic() -> None:
     assert caught.value.hint.startswith("train.global_batch_size=8")
 
 
-def test_deepspeed_config_by_value() -> None:
-    settings = Settings(
-        optim=Optim(lr=2e-4, max_grad_norm=0.5),
-        batch=Batch(2, 16),
-        zero=Zero(3, offload_param="cpu", bucket_size=1000),
-    )
-    assert deepspeed_config(settings, 2) == {
-        "train_batch_size": 16,
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 4,
-        "gradient_clipping": 0.5,
-        "steps_per_print": 2**31 - 1,
-        "bf16": {"enabled": True},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "lr": 2e-4,
-                "betas": [0.9, 0.999],
-                "eps": 1e-8,
-                "weight_decay": 0.0,
-                "torch_adam": True,
-            },
-        },
-        "zero_optimization": {
-            "stage": 3,
-            "overlap_comm": False,
-            "contiguous_gradients": True,
-            "reduce_bucket_size": 1000,
-            "allgather_bucket_size": 1000,
-            "stage3_prefetch_bucket_size": 1000,
-            "stage3_param_persistence_threshold": 100_000,
-            "stage3_gather_16bit_weights_on_model_save": False,
-            "memory_efficient_linear": False,
-            "offload_param": {"device": "cpu", "pin_memory": False},
-        },
-    }
-    offloaded = deepspeed_config(replace(settings, zero=Zero(2, offload_optimizer="cpu")), 2)
-    assert offloaded["optimizer"]["params"]["torch_adam"] is False
-    assert "memory_efficient_linear" not in offloaded["zero_optimization"]
-    assert "data_types" not in offloaded
-    adapter = deepspeed_config(replace(settings, peft=Peft("lora")), 2, gpu=True)
-    assert adapter["zero_optimization"]["stage3_param_persistence_threshold"] == 1_000_000
-    assert adapter["optimizer"]["params"]["fused"] is True
-
-
 def test_ranks_wait_for_each_other_at_least_as_long_as_for_rollouts(tmp_path: Path) -> None:
     job = TrainJob(Settings(), tmp_path, "b", tmp_path, tmp_path, tmp_path)
     assert collective_timeout_s(job) == 1800

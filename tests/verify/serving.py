@@ -70,6 +70,20 @@ def serve(
         "--dtype", "bfloat16", "--max-model-len", "512", "--max-num-seqs", "32", "--enforce-eager",
         *(lora if adapters else []), *options,
     ]  # fmt: skip
+    with started(words, port, log) as running:
+        yield running
+
+
+@contextmanager
+def started(words: Sequence[str], port: int, log: Path, path: str = "/health") -> Iterator[Running]:
+    """Start a server, wait until it answers, and end all of its processes.
+
+    Args:
+        words: its command line.
+        port: its port.
+        log: file for its output.
+        path: page that answers once it is ready.
+    """
     env = environment(
         VLLM_CPU_KVCACHE_SPACE="1", VLLM_ALLOW_RUNTIME_LORA_UPDATING="True",
         VLLM_NO_USAGE_STATS="1", VLLM_USE_FLASHINFER_SAMPLER="0", HF_HUB_OFFLINE="1",
@@ -83,7 +97,7 @@ def serve(
         )  # fmt: skip
         try:
             url = f"http://127.0.0.1:{port}"
-            _wait(process, url, log)
+            _wait(process, url + path, log)
             yield Running(url, log)
         finally:
             with suppress(ProcessLookupError):
@@ -100,7 +114,7 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     while time.monotonic() < end:
         assert process.poll() is None, log.read_text()[-4000:]
         with suppress(httpx.HTTPError):
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+            if httpx.get(url, timeout=5).status_code == 200:
                 return
         time.sleep(0.5)
     raise AssertionError(f"no answer within {START_S:g} s: {log.read_text()[-4000:]}")

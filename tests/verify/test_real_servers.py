@@ -5,16 +5,10 @@ The same questions through one interface, and answers that are the trained model
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 
@@ -27,8 +21,7 @@ from tasks.verify.checks.prompt import template, tokens
 from tasks.verify.reference import Reference, read_reference
 from tasks.verify.servers.connect import connect
 from tasks.verify.servers.server import Scores, ServerError
-from tests.commands import environment
-from tests.verify.serving import START_S, Running, free_port
+from tests.verify.serving import Running, free_port, started
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
@@ -86,40 +79,16 @@ def test_vllm_says_what_is_wrong(server: Running) -> None:
     assert caught.value.code == "length"
 
 
-@contextmanager
-def running(words: Sequence[str], url: str, path: str, log: Path) -> Iterator[None]:
-    """Start a server, wait until it answers, and end it."""
-    env = environment(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            words, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            end = time.monotonic() + START_S
-            while True:
-                assert process.poll() is None, log.read_text()[-4000:]
-                assert time.monotonic() < end, log.read_text()[-4000:]
-                with suppress(httpx.HTTPError):
-                    if httpx.get(url + path, timeout=5).status_code == 200:
-                        break
-                time.sleep(0.5)
-            yield
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait(timeout=30)
-
-
 def test_transformers_serve_renders_as_in_training(
     models: Path, reference: Reference, tmp_path: Path
 ) -> None:
     """Without log-probabilities, prompts can be compared by their length, and never proven."""
-    url, folder = f"http://127.0.0.1:{(port := free_port())}", str(models / "base")
+    port, folder = free_port(), str(models / "base")
     program = Path(sys.executable).with_name("transformers")
     words = [str(program), "serve", folder, "--host", "127.0.0.1", "--port", str(port)]
     words += ["--device", "cpu"]
-    with running(words, url, "/health", tmp_path / "server.log"):
-        asked = connect(url, model=folder, tokenizer=models / "lora-0")
+    with started(words, port, tmp_path / "server.log") as server:
+        asked = connect(server.url, model=folder, tokenizer=models / "lora-0")
         assert asked.kind == "transformers"
         (made,) = asked.generate(folder, CHAT, 2, temperature=0)
         chat = next(probe for probe in reference.probes if probe.messages)

@@ -38,23 +38,27 @@ class Trained:
         return Fingerprint.load(self.record(folder) / f"{name}.fp")
 
 
-@pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a tiny Qwen2 of random weights and the toy's tokenizer."""
+def make_base(folder: Path, seed: int = 5) -> Path:
+    """Write a tiny Qwen2 of random weights and the toy's tokenizer."""
     import torch
 
     from tasks.toy.pretrain import build_model
     from tasks.toy.splits import corpus
     from tasks.toy.tokenizer import train_tokenizer
 
-    folder = tmp_path_factory.mktemp("witness") / "base"
     texts = [f"{question} {answer}" for question, answer in corpus(200, seed=0)]
     tokenizer = train_tokenizer(texts, context=256)
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     model = build_model(tokenizer)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a tiny Qwen2 of random weights and the toy's tokenizer."""
+    return make_base(tmp_path_factory.mktemp("witness") / "base")
 
 
 def train(

@@ -1,34 +1,7 @@
-"""Failures that users report of other trainers, and the test that rules out each.
-
-empty adapters under ZeRO-3
-    tests/training/engine/test_naive_save.py::test_peft_saves_empty_tensors_under_zero3_and_partitions_do_not
-`score.weight` not saved, or with a LoRA on it
-    tests/training/model/test_reward_head.py::test_the_head_is_trained_in_full_and_saved_in_the_shards
-two labels instead of one
-    tests/training/model/test_reward_head.py::test_the_config_has_one_label
-`CheckpointError`, recomputed metadata `torch.Size([0])`
-    tests/training/engine/test_engine_options.py::test_gradient_checkpointing_changes_no_number
-`.to` is not supported for `4-bit`
-    tests/training/model/test_adapters.py::test_a_4_bit_model_is_neither_moved_nor_cast
-`zip() argument 2 is longer`, of an empty parameter group
-    tests/training/test_selection.py::test_one_trained_tensor_is_enough_for_every_stage
-tied embeddings, and an `lm_head` that one side has and the other has not
-    tests/weights/families/test_gathering.py::test_a_stored_copy_of_a_tied_head_is_written_too
-pad token without a row in the embedding
-    tests/training/test_pad_token.py::test_a_pad_token_without_a_row_is_named
-first response token outside of the loss
-    tests/training/tokens/test_chat.py::test_the_first_token_of_an_answer_bears_loss_or_the_sample_is_refused
-samples skipped on resume, where an epoch is not a multiple of the batch
-    tests/training/test_known_failures.py::test_no_sample_is_skipped_on_resume
-best checkpoint deleted after resume
-    tests/training/test_known_failures.py::test_the_best_checkpoint_outlives_a_resume
-a rank that stops while the others wait
-    tests/training/test_interrupted.py::test_a_rank_that_is_stopped_ends_all_of_them_within_the_timeout
-"""
+"""A resumed run skips no sample and keeps its best checkpoint."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -42,14 +15,6 @@ from tasks.training.selection import judge
 from tasks.training.tokens.order import Order
 from tests.settings import Batch, Settings
 from tests.training.datasets import make_examples
-
-PROJECT = Path(__file__).resolve().parents[2]
-NAMED = re.findall(r"^    (tests/\S+\.py)::(\w+)$", __doc__ or "", re.M)
-
-
-@pytest.mark.parametrize(("path", "name"), NAMED, ids=[name for _, name in NAMED])
-def test_every_known_failure_has_its_test(path: str, name: str) -> None:
-    assert re.search(rf"^def {name}\(", (PROJECT / path).read_text(), re.M)
 
 
 @pytest.mark.parametrize("begun_by", [1, 2])

@@ -168,7 +168,7 @@ class Residue(Section, heading="Wrapper prefixes in key names"):
         "loaders find no key that they know: transformers initialises the model at random with a "
         "warning, vLLM stops",
         _FIX,
-        "OpenRLHF #991",
+        "OpenRLHF #991, Soup #335, axolotl #2744",
     )
     TRL_RESIDUE = error(
         "The key prefix of TRL's model with a value head",

@@ -21,7 +21,21 @@ def test_wrappers_of_a_model(prefix: str, tmp_path: Path) -> None:
 def test_a_wrapper_inside_a_name(tmp_path: Path) -> None:
     name = "model.layers.0._checkpoint_wrapped_module."
     renamed = {k.replace("model.layers.0.", name): array for k, array in tensors().items()}
-    assert codes(make_model(tmp_path / "it", renamed))["WRAPPER_RESIDUE"] == "error"
+    assert errors(codes(make_model(tmp_path / "it", renamed))) == {"WRAPPER_RESIDUE"}
+
+
+@pytest.mark.parametrize("inner", ["_orig_mod.", "_checkpoint_wrapped_module.", "module."])
+def test_wrappers_of_an_adapter_are_one_finding(inner: str, tmp_path: Path) -> None:
+    base = make_model(tmp_path / "tiny")
+    names = {
+        "outside": lambda key: inner + key,
+        "layers": lambda key: key.replace("layers.0.", f"layers.0.{inner}"),
+        "all": lambda key: key.replace("self_attn.", f"{inner}self_attn.{inner}"),
+    }
+    for place, how in names.items():
+        keys = {how(key): array for key, array in adapter_tensors().items()}
+        root = make_adapter(tmp_path / place, keys)
+        assert errors(codes(root, base=base)) == {"WRAPPER_RESIDUE"}
 
 
 def test_a_peft_model_saved_as_a_model(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.weights.making import ROWS, save_tokenizer
 
 SIZES = {
     "vocab_size": ROWS, "hidden_size": 64, "intermediate_size": 64, "tie_word_embeddings": False,
-    "max_position_embeddings": 128, "num_experts_per_tok": 2,
+    "max_position_embeddings": 128, "num_experts_per_tok": 2, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Moe", {"head_dim": 16, "num_experts": 8, "moe_intermediate_size": 64}),

@@ -88,11 +88,9 @@ def test_a_damaged_manifest_does_not_switch_the_check_off(
     assert not out.exists()
 
 
-@pytest.mark.parametrize(
-    ("what", "code", "found"), [("base", 1, "changed"), ("adapter", 2, "SHA256_DIFFERS")]
-)
+@pytest.mark.parametrize("what", ["base", "adapter"])
 def test_an_altered_input_of_a_merge_is_noticed_after_a_good_delivery(
-    here: Run, what: str, code: int, found: str, artifacts: tuple[Path, Path], tmp_path: Path
+    here: Run, what: str, artifacts: tuple[Path, Path], tmp_path: Path
 ) -> None:
     base, adapter = artifacts
     arguments = (f"source={adapter}", f"base={base}", f"out={tmp_path / 'out'}")
@@ -105,8 +103,8 @@ def test_an_altered_input_of_a_merge_is_noticed_after_a_good_delivery(
     file = {"base": base / "model.safetensors", "adapter": adapter / "adapter_model.safetensors"}
     name = flip(file[what])
     done = here(*arguments)
-    assert done.code == code, done.output
-    for part in (str(file[what].parent), name, found):
+    assert done.code == 2, done.output
+    for part in (str(file[what].parent), name, "SHA256_DIFFERS"):
         assert part in done.output
     assert (tmp_path / "out" / "manifest.json").read_bytes() == before
 

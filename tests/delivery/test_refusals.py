@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.delivery.conftest import Done
 from tests.weights.making import state_of
@@ -59,10 +59,16 @@ class TestAModelThatEqualsItsBase:
         self, here: Run, base: Path, other: Path, tmp_path: Path
     ) -> None:
         out = f"out={tmp_path / 'out'}"
-        alone = here(f"source={other}", out, "plan=true")
+        tuned = Path(shutil.copytree(base, tmp_path / "tuned"))
+        tensors = load_file(tuned / "model.safetensors")
+        tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.01
+        save_file(tensors, tuned / "model.safetensors", metadata={"format": "pt"})
+        alone = here(f"source={tuned}", out, "plan=true")
         assert (alone.code, "the base was not compared" in alone.output) == (0, True)
-        compared = here(f"source={other}", f"base={base}", out, "plan=true")
+        compared = here(f"source={tuned}", f"base={base}", out, "plan=true")
         assert (compared.code, "not compared" in compared.output) == (0, False)
+        foreign = here(f"source={other}", f"base={base}", out, "plan=true")
+        assert (foreign.code, "WRONG_BASE" in foreign.output) == (2, True), foreign.output
 
 
 class TestTheBase:

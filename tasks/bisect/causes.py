@@ -41,7 +41,8 @@ class Cause:
     hint: str = ""
 
 
-AUDIT = "python flows/audit.py {b} base={a} values=true"
+AUDIT = "audit b against a"
+"""Replaced by the command, with the folders (`run.py`)."""
 REDO = "make b's folder again from its source: python flows/deliver.py <source> out=<folder>"
 
 

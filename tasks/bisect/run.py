@@ -16,10 +16,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from tasks.bisect.causes import AUDIT
 from tasks.bisect.report import Report
 from tasks.config.after_training import Smoke
 from tasks.core.errors import ConfigError
 from tasks.core.machine import available_memory, has_gpu
+from tasks.core.terminal import typed
 from tasks.evaluation.evaluation_prompts import dtype_of
 from tasks.evaluation.scoring import ENV, ModelRef, ReferenceScorer
 from tasks.process.launch import launch, python_child
@@ -94,7 +96,10 @@ def bisect(a: ModelRef, b: ModelRef, options: Options, *, log: Log, log_path: Pa
             env=ENV,
             timeout_s=max(1.0, ends - time.monotonic()),
         )
-        return Report.from_json(json.loads((folder / "report").read_text()))
+        report = Report.from_json(json.loads((folder / "report").read_text()))
+    look = f"python flows/audit.py {typed('source', b.path)} {typed('base', a.path)} values=true"
+    rows = [replace(row, hint=row.hint.replace(AUDIT, look)) for row in report.divergences]
+    return replace(report, divergences=rows)
 
 
 def _encoded(a: ModelRef, options: Options, log: Log, log_path: Path) -> Options:

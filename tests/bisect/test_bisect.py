@@ -289,6 +289,7 @@ def test_vllm(tmp_path: Path) -> None:
         report = json.loads(out.read_text())
         assert report["verdict"] == ("differs" if status else "noise")
     assert report["first"]["module"] == "model.layers.1.mlp.up_proj"
+    assert f"python flows/audit.py source={b} base={a} values=true" in report["first"]["hint"]
 
 
 @pytest.mark.slow

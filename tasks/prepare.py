@@ -53,6 +53,7 @@ def prepare_base(
     log_path: Path,
     log: Log,
     on_event: OnEvent | None = None,
+    examine: Callable[[Path], Sequence[str]] = lambda _: (),
     source: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> StageReport:
@@ -63,6 +64,8 @@ def prepare_base(
         log_path: file for the child process's output.
         log: progress.
         on_event: gets the child process's events.
+        examine: raises ConfigError for a broken base of the Hub, which no preflight has read;
+            returns warnings.
         source: result of `source_identity`, for the notes.
         settings: keys of section `model`.
 
@@ -79,6 +82,9 @@ def prepare_base(
     elif base.kind == HF:
         folder = resolve_model(base.path, revision=base.revision)
         files = _usable(folder)
+        if not Path(base.path or "").expanduser().is_dir():
+            for warning in examine(folder):
+                log.warning("%s", warning)
         if base.trust_remote_code:
             files |= {path.name: path for path in side_files(folder, CODE)}
         for name, file in files.items():

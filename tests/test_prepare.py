@@ -7,12 +7,14 @@ import logging
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from tasks.core.errors import ArtifactError, ConfigError, DataError
+from tasks.delivery.examination import require_sound
 from tasks.pipeline.report import StageReport
 from tasks.prepare import prepare_base, prepare_data, resolve_model, source_identity
 
@@ -244,3 +246,7 @@ def test_a_hub_id_is_found_in_the_local_cache(
     assert resolve_model("owner/name") == cached / "snapshots" / commit
     with pytest.raises(ConfigError, match="model.path=owner/other: no such folder, and no such"):
         resolve_model("owner/other")
+    (tmp_path / "out").mkdir()
+    settings: dict[str, Any] = {"kind": "hf", "path": "owner/name", "examine": require_sound}
+    with pytest.raises(ConfigError, match="ARCHITECTURE_ABSENT"):
+        prepare_base(tmp_path / "out", log_path=tmp_path / "log", log=LOG, **settings)

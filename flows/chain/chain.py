@@ -28,6 +28,7 @@ from flows.orchestration.progress import progress
 from tasks.config.after_training import Smoke, engine_dtype
 from tasks.convert import convert
 from tasks.data.kinds import PROMPTS, TEXTS
+from tasks.delivery.examination import require_sound
 from tasks.evaluation.responses import Measure
 from tasks.evaluation.smoke_rewards import smoke_rewards
 from tasks.evaluation.smoke_texts import smoke_texts
@@ -80,7 +81,7 @@ class Chain(ChainRun):
             BASE,
             prepare_base,
             config={**config, "source": source_identity(**model)},
-            context={"log_path": self.log_path("prepare_base")},
+            context={"log_path": self.log_path("prepare_base"), "examine": require_sound},
             observe=progress,
         )
 

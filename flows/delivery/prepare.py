@@ -21,7 +21,7 @@ from tasks.config.checks.tracking import (
 )
 from tasks.core.errors import ConfigError, PlumblineError, first_and_more
 from tasks.core.terminal import typed
-from tasks.delivery.examination import examine, require_base
+from tasks.delivery.examination import examine, require_base, require_own_ids
 from tasks.delivery.plan.adapters import given_adapters
 from tasks.delivery.plan.identity import (
     base_findings,
@@ -41,7 +41,6 @@ from tasks.weights.execute.worker import perform
 from tasks.weights.execute.writer import parse_size, require_space
 from tasks.weights.files.reader import check_dtype
 from tasks.weights.files.side_files import require_own_files
-from tasks.weights.tokens.prove_ids import is_leading, misread
 
 
 def prepare_delivery(composed: Composed) -> Delivery:
@@ -116,7 +115,7 @@ def _prepare(composed: Composed) -> Delivery:
     folders = [folder for source in sources for folder in _token_folders(source)]
     tokens = find_tokens([*folders, *([base] if base is not None else [])])
     _refuse_misfits(work, tokens)
-    warnings += _refuse_misread(tokens.folder)
+    warnings += require_own_ids(tokens.folder)
     attention, unable = attention_of(given, store)
     if settings["smoke"]["engine"] != "none":
         _require_measurable(work, settings["smoke"]["engine"])
@@ -238,19 +237,6 @@ def _refuse_misfits(work: Work, tokens: Tokens) -> None:
             details=findings,
             hint="put the tokenizer that belongs to the model into SOURCE's folder",
         )
-
-
-def _refuse_misread(folder: Path) -> tuple[str, ...]:
-    """Refuse a tokenizer that transformers, and vLLM with it, misreads. Returns warnings."""
-    reason = misread(folder)
-    if not reason:
-        return ()
-    if is_leading(reason):
-        return (f"{folder}: the tokenizer as loaded: {reason}",)
-    raise ConfigError(
-        f"{folder}: the tokenizer is misread by transformers and vLLM: {reason}",
-        hint=f"python flows/audit.py {typed('source', folder)} tells what mends it",
-    )
 
 
 def _folder(text: str) -> Path:

@@ -19,6 +19,7 @@ from tasks.core.terminal import typed
 from tasks.delivery.handled import handled
 from tasks.evaluation.trained_artifact import write_json
 from tasks.pipeline.report import StageReport
+from tasks.weights.tokens.prove_ids import is_leading, misread
 
 FINDINGS = "findings.json"
 _SHOWN = 50
@@ -73,6 +74,25 @@ def require_base(base: Path, *, whole: bool) -> None:
     report = base_errors(base, whole=whole)
     if report.findings:
         raise refused([report], key="base", hint=report.command)
+
+
+def require_sound(base: Path) -> tuple[str, ...]:
+    """Refuse a base that is broken or whose tokenizer is misread. Returns warnings."""
+    require_base(base, whole=False)
+    return require_own_ids(base)
+
+
+def require_own_ids(folder: Path) -> tuple[str, ...]:
+    """Refuse a tokenizer that transformers, and vLLM with it, misreads. Returns warnings."""
+    reason = misread(folder)
+    if not reason:
+        return ()
+    if is_leading(reason):
+        return (f"{folder}: the tokenizer as loaded: {reason}",)
+    raise ConfigError(
+        f"{folder}: the tokenizer is misread by transformers and vLLM: {reason}",
+        hint=f"python flows/audit.py {typed('source', folder)} tells what mends it",
+    )
 
 
 def refused(

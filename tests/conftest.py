@@ -45,7 +45,7 @@ if settings is not None:
     settings.register_profile("plumbline", deadline=None)
     settings.load_profile("plumbline")
 
-TOGETHER = ("flows", "training", "infra/servers", "serving", "weights", "witness")
+TOGETHER = ("flows", "e2e", "training", "infra/servers", "serving", "weights", "witness")
 """Folders whose tests share what is expensive to make: one worker runs all of a folder.
 
 The longest one is the first; a folder in such a folder is a group of its own.

@@ -124,7 +124,7 @@ def test_ranks_that_share_rows_need_fewer_activations(large: Path) -> None:
 def test_a_model_on_the_hub_is_estimated_from_its_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the program, against a Hub on loopback: config.json is downloaded, and nothing else."""
+    """By the program, against a Hub on loopback: documents are downloaded, and no weights."""
     arguments = ["+exp=sft_qlora", "model=hf", "model.path=me/model", "plan=true"]
     arguments += ["data=jsonl", "data.path=rows.jsonl", "train.nproc=8", "train.device=cpu"]
     arguments += [f"paths.runs={tmp_path / 'runs'}"]
@@ -151,9 +151,11 @@ def test_a_model_on_the_hub_is_estimated_from_its_config(
         refused = planned("model.path=me/other")
         assert "no model me/other for this token; another model.path, or hf auth" in refused
 
+        documents = {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+        hub.files |= dict.fromkeys(documents, b"{}")
         hub.asked.clear()
         assert peak_gib(planned()) > 40  # 72 B parameters in 4 bits
-        assert {request.rpartition("/")[2] for request in hub.asked} == {"config.json"}
+        assert {request.rpartition("/")[2] for request in hub.asked} == {"config.json", *documents}
         asked = len(hub.asked)
         assert peak_gib(planned()) > 40
         assert len(hub.asked) == asked, "the cache has it"

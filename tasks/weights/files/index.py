@@ -18,7 +18,10 @@ from typing import Any, Generic, Protocol, TypeVar
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.documents import read_json
 
-OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "consolidated*.pt*")
+OTHER_WEIGHTS = (
+    "*.safetensors", "pytorch_model.bin", "pytorch_model-*.bin", "adapter_model.bin",
+    "consolidated*.pt*",
+)  # fmt: skip
 """File names that a loader that picks weights by glob would take for part of the model."""
 _MAX_NAME = 255
 """Longest file name of common file systems, in bytes."""

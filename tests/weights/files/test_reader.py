@@ -105,6 +105,13 @@ def test_a_stray_file_beside_a_single_one(tmp_path: Path) -> None:
     assert _findings(tmp_path) == ["adapter_model.safetensors: stray weight file"]
 
 
+def test_states_of_accelerate_beside_a_model_are_no_part_of_it(tmp_path: Path) -> None:
+    save_file(ONE, tmp_path / "model.safetensors")
+    for name in ("pytorch_model_fsdp.bin", "pytorch_model_1.bin", "optimizer.bin", "sampler.bin"):
+        torch.save({"a": torch.zeros(2)}, tmp_path / name)
+    assert set(read_checkpoint(tmp_path).tensors) == {*ONE}
+
+
 @pytest.mark.parametrize("name", ["..", "/etc/passwd", "a/b.safetensors", "", "x\0y"])
 def test_a_file_name_with_a_path_is_refused(folder: Path, name: str) -> None:
     _index(folder, {"a": name})

@@ -69,13 +69,18 @@ CANNOT_GO_ON = (
 """Exceptions that a check may raise on malicious files."""
 
 
-def examine(source: Source) -> list[Finding]:
-    """Return the findings of all checks without duplicates, the worst first."""
+def examine(source: Source, *, plan: bool = False) -> list[Finding]:
+    """Return the findings of all checks without duplicates, the worst first.
+
+    Args:
+        source: the folder.
+        plan: plan the merge of an adapter, too, if nothing else is wrong with it.
+    """
     seen: dict[Finding, None] = {}
     for check in CHECKS:
         seen |= dict.fromkeys(_findings(check, source))
-    if not any(finding.severity is Severity.ERROR for finding in seen):
-        seen |= dict.fromkeys(_findings(merge_plan.check, source))  # else its cause is known
+    if plan and not any(finding.severity is Severity.ERROR for finding in seen):
+        seen |= dict.fromkeys(_findings(merge_plan.check, source))
     return sorted(seen, key=lambda finding: finding.severity.rank)
 
 

@@ -144,7 +144,7 @@ def audit(
     values: bool = False,
     adapter: Path | None = None,
     public_key: Path | None = None,
-    plan: bool = True,
+    alone: bool = False,
 ) -> Report:
     """Examine a folder, and its base as if it were one; a broken base is not compared.
 
@@ -156,23 +156,20 @@ def audit(
         adapter: folder of the adapter that was merged into `base`; with `values` every tensor is
             compared with base and adapter.
         public_key: key that has to have signed the folder; its signature covers every byte.
-        plan: plan the merge of an adapter into its base, as `deliver` does.
+        alone: neither audit the base nor plan the merge into it: `deliver` has done the one and
+            does the other itself.
 
     Raises:
         ArtifactError: `source` or `base` is not a folder, or cannot be listed.
     """
     began = time.perf_counter()
-    opened = open_source(
-        source, base, values=values, adapter=adapter, public_key=public_key, plan=plan
-    )
+    opened = open_source(source, base, values=values, adapter=adapter, public_key=public_key)
     of_base = None
-    if opened.base is not None and not opened.base.is_adapter:
+    if opened.base is not None and not opened.base.is_adapter and not alone:
         of_base = audit(opened.base.folder.root, values=values)
         if any(finding.code in _UNREADABLE for finding in of_base.errors):
             opened = replace(opened, base=None)  # its gaps would be reported as the source's
-        if not of_base.ok:
-            opened = replace(opened, plan=False)  # the same, as reasons against a merge
-    findings = examine(opened)
+    findings = examine(opened, plan=of_base is not None and of_base.ok)
     mendable = is_repairable(opened, findings)
     completed = tuple(_with_paths(finding, source, opened) for finding in findings)
     seconds = time.perf_counter() - began

@@ -33,7 +33,6 @@ class Source:
         values: True if checks may read tensor data, not only headers.
         adapter: folder of the adapter that was merged into the base; None if unknown.
         public_key: key that has to have signed the folder; None if no key was given.
-        plan: True to plan the merge of an adapter; `deliver` plans it itself.
     """
 
     folder: Folder
@@ -42,7 +41,6 @@ class Source:
     values: bool = False
     adapter: Path | None = None
     public_key: Path | None = None
-    plan: bool = True
 
     @property
     def kind(self) -> Kind:
@@ -101,7 +99,6 @@ def open_source(
     values: bool = False,
     adapter: Path | None = None,
     public_key: Path | None = None,
-    plan: bool = True,
 ) -> Source:
     """Open a folder and its base: the one in `base`, or the local folder that an adapter names.
 
@@ -111,7 +108,6 @@ def open_source(
         values: True if checks may read tensor data.
         adapter: folder of the adapter that was merged into the base.
         public_key: key that has to have signed the folder.
-        plan: True to plan the merge of an adapter.
 
     Raises:
         ArtifactError: the folder or the base does not exist or cannot be listed.
@@ -123,7 +119,7 @@ def open_source(
         return Source(folder, recognised, None, values, adapter, public_key)
     base_folder = Folder(base.absolute())
     opened = Source(base_folder, recognise(base_folder), None, values)
-    return Source(folder, recognised, opened, values, adapter, public_key, plan)
+    return Source(folder, recognised, opened, values, adapter, public_key)
 
 
 def _named_base(folder: Folder) -> Path | None:

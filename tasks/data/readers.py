@@ -198,8 +198,8 @@ def _csv_rows(path: Path) -> Iterator[Row]:
 
 def _separator(header: bytes) -> str:
     """Return `;` or a tab if it alone separates the header, as in Excel's files; else a comma."""
-    found = [mark for mark in ",;\t" if mark.encode() in header]
-    return found[0] if len(found) == 1 else ","
+    separators = [mark for mark in ",;\t" if mark.encode() in header]
+    return separators[0] if len(separators) == 1 else ","
 
 
 def _csv_header(path: Path, fields: list[str], problem: str) -> list[str]:

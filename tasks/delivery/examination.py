@@ -47,7 +47,7 @@ def examine(
     Raises:
         ConfigError: errors that stop the delivery, each with code, place and fix.
     """
-    reports = tuple(audit(root, base=base, plan=False) for root in roots)
+    reports = tuple(audit(root, base=base, alone=True) for root in roots)
     if any(_blocking(report, check_base=check_base) for report in reports):
         raise refused(reports, check_base=check_base)
     return reports
@@ -91,7 +91,7 @@ def require_own_ids(folder: Path) -> tuple[str, ...]:
         return (f"{folder}: the tokenizer as loaded: {reason}",)
     raise ConfigError(
         f"{folder}: the tokenizer is misread by transformers and vLLM: {reason}",
-        hint=f"python flows/audit.py {typed('source', folder)} tells what mends it",
+        hint=f"python flows/audit.py {typed('source', folder)} tells what fixes it",
     )
 
 

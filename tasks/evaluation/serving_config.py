@@ -99,9 +99,8 @@ def agreement(out: Path, wanted: ServingConfig, facts: ModelFacts, plan: Plan) -
         _equal("config.json vocab_size", shapes[facts.embedding][0], text.get("vocab_size"))
     )
     reason = misread(out)
-    found = reason or "the same"
-    ok = not reason or is_leading(reason)
-    checks.append(Check("token ids as loaded", "those of tokenizer.json", found, ok=ok))
+    ids, ok = reason or "the same", not reason or is_leading(reason)
+    checks.append(Check("token ids as loaded", "those of tokenizer.json", ids, ok=ok))
     if wanted.tokenizer is not None:
         served = read_tokenizer(out)
         checks += _tokenizer_checks(wanted.tokenizer, served, required=wanted.template)

@@ -196,16 +196,17 @@ def compare_values(source: Source, base: Source) -> Iterator[Finding]:
 
 def _products(source: Source, base: Source, key: str) -> NDArray[np.float64]:
     """Return the sums of a*a, a*b, b*b over blocks of a tensor and its counterpart, shape (3,)."""
-    (a, one), (b, two) = ((side, side.tensors[key]) for side in (source, base))
+    ours, theirs = source.tensors[key], base.tensors[key]
     sums = np.zeros(3)
-    with Reader(a.extents(key)) as left, Reader(b.extents(key)) as right:
-        starts = range(0, one.numel, _BLOCK)
+    with Reader(source.extents(key)) as left, Reader(base.extents(key)) as right:
+        starts = range(0, ours.numel, _BLOCK)
         for at in starts[:: -(-len(starts) // _BLOCKS)]:
-            count = min(_BLOCK, one.numel - at)
+            count = min(_BLOCK, ours.numel - at)
             x, y = (
                 widened(reader.read(at * size, count * size), tensor.dtype)
                 for reader, tensor, size in (
-                    (left, one, one.nbytes // one.numel), (right, two, two.nbytes // two.numel)
+                    (left, ours, ours.nbytes // ours.numel),
+                    (right, theirs, theirs.nbytes // theirs.numel),
                 )
             )  # fmt: skip
             sums += np.dot(x, x), np.dot(x, y), np.dot(y, y)

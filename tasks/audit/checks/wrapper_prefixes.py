@@ -62,6 +62,6 @@ def _adapter(source: Source) -> Iterator[Finding]:
 
 
 def _wrapped(source: Source, keys: list[str], entry: Entry, why: str = "") -> Iterator[Finding]:
-    found = f"{len(keys)} keys with a wrapper's name"
-    for finding in entry.of(source, keys, found=found, expected=_OWN):
+    count = f"{len(keys)} keys with a wrapper's name"
+    for finding in entry.of(source, keys, found=count, expected=_OWN):
         yield replace(finding, why=why) if why else finding

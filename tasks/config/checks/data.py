@@ -38,9 +38,9 @@ USUAL = {
 
 def control_of(settings: Mapping[str, Any]) -> Control:
     """Return the control tokens of the model, and what becomes of rows that hold them."""
-    found = control_settings(settings)
+    tokens = control_settings(settings)
     mode = settings["data"]["control_tokens"]
-    return Control(found["model_tokens"], mode, found["last_answer"]) if found else Control()
+    return Control(tokens["model_tokens"], mode, tokens["last_answer"]) if tokens else Control()
 
 
 def readable(
@@ -173,13 +173,13 @@ def _bad(
             reasons.append(f"{row.place}: {reason}")
     first, findings = f"of the first {len(rows)} rows", []
     if reasons and fail:
-        found = f"{len(reasons)} {first} cannot be used, first {reasons[0]}"
+        value = f"{len(reasons)} {first} cannot be used, first {reasons[0]}"
         override = "data.on_bad_line=skip, or rows without the mistake"
-        findings.append(Finding(what, found, "all are needed", override))
+        findings.append(Finding(what, value, "all are needed", override))
     if warnings:
-        found = f"{len(warnings)} {first} with control tokens, first {warnings[0]}"
+        value = f"{len(warnings)} {first} with control tokens, first {warnings[0]}"
         allowed, override = "it forges turns", f"data.control_tokens={ESCAPE}, {REFUSE} or {KEEP}"
-        findings.append(Finding(what, found, allowed, override, "warning"))
+        findings.append(Finding(what, value, allowed, override, "warning"))
     return findings
 
 

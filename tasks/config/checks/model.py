@@ -27,11 +27,11 @@ from tasks.weights.files.header import read_header
 from tasks.weights.files.side_files import foreign_entries
 from tasks.weights.quantized.config_fields import is_packed, stored
 from tasks.weights.tokens.prove_ids import is_leading, misread
-from tasks.weights.tokens.tokenizer import template_of, token_ids
+from tasks.weights.tokens.tokenizer import token_ids
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-_SAID = ("TOKENIZER_ROWS", "TOKENIZER_MISREAD", "TEMPLATE_MARK")
+_REPORTED = ("TOKENIZER_ROWS", "TOKENIZER_MISREAD")
 """Findings of an audit that `vocabulary` and `token_ids_as_loaded` report, by the real loader."""
 ALL_LINEAR = "all-linear"
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -153,7 +153,7 @@ def _audited(folder: Path, _: str) -> list[Finding]:
             "model.path", f"{report.source}: {error.code} {error.where}: {error.found}",
             f"the base itself is broken: {error.why}; {error.fix}", report.command,
         )
-        for error in report.findings if error.code not in _SAID
+        for error in report.findings if error.code not in _REPORTED
     ]  # fmt: skip
 
 
@@ -338,22 +338,17 @@ def token_ids_as_loaded(folder: Path) -> list[Finding]:
     """
     if not (folder / "tokenizer.json").is_file():
         return []
-    findings = []
-    repair = f"python flows/audit.py {typed('source', folder)} fix=true out_dir=<a new folder>"
-    if "\ufeff" in template_of(folder):
-        value, allowed = f"{folder}: a byte-order mark in the template", "prompts without U+FEFF"
-        findings.append(Finding("model.path", value, allowed, repair))
     reason = misread(folder)
-    if reason:
-        tells = f"python flows/audit.py {typed('source', folder)} tells what mends it"
-        value = f"the tokenizer is misread: {reason}"
-        allowed = "the ids of tokenizer.json, which the base was trained on"
-        findings.append(
-            Finding("model.path", value, allowed, tells, "warning")
-            if is_leading(reason)
-            else Finding("model.path", value, allowed, tells)
+    if not reason:
+        return []
+    return [
+        Finding(
+            "model.path", f"the tokenizer is misread: {reason}",
+            "the ids of tokenizer.json, which the base was trained on",
+            f"python flows/audit.py {typed('source', folder)} tells what fixes it",
+            "warning" if is_leading(reason) else "error",
         )
-    return findings
+    ]  # fmt: skip
 
 
 def _without_row(value: str, role: str = "") -> Finding:

@@ -54,14 +54,14 @@ def is_leading(reason: str) -> bool:
 def difference(truth: Encode, other: Encode, texts: Iterable[str]) -> str:
     """Return the first text of which two tokenizers make other ids; "" if there is none."""
     for text in texts:
-        expected, found = list(truth(text)), list(other(text))
-        if expected != found:
-            at = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b),
-                      min(len(expected), len(found)))  # fmt: skip
+        ids, others = list(truth(text)), list(other(text))
+        if ids != others:
+            at = next((i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b),
+                      min(len(ids), len(others)))  # fmt: skip
             shown = text if len(text) < 50 else text[:50] + "..."
             return (
-                f"{shown!r} becomes {len(found)} ids, by tokenizer.json {len(expected)}; at "
-                f"{at}: {found[at : at + 3]} instead of {expected[at : at + 3]}"
+                f"{shown!r} becomes {len(others)} ids, by tokenizer.json {len(ids)}; at "
+                f"{at}: {others[at : at + 3]} instead of {ids[at : at + 3]}"
             )
     return ""
 
@@ -118,8 +118,8 @@ def _asked(folder: Path, stamps: tuple[tuple[str, int], ...], pipeline: str = ""
     except subprocess.TimeoutExpired as error:
         raise _unproven(folder, f"no answer within {_WAIT_S:.0f} s") from error
     except (ValueError, LookupError) as error:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        raise _unproven(folder, said[-1] if said else f"exit {done.returncode}") from error
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise _unproven(folder, lines[-1] if lines else f"exit {done.returncode}") from error
 
 
 def _unproven(folder: Path, reason: str) -> Exception:
@@ -203,9 +203,9 @@ def _with_charsmap(step: Any, charsmap: str | None) -> Any:
 
 
 if __name__ == "__main__":
-    given = sys.stdin.read()
-    if given:
-        reason = _compare_built(Path(sys.argv[1]), json.loads(given))
+    pipeline = sys.stdin.read()
+    if pipeline:
+        reason = _compare_built(Path(sys.argv[1]), json.loads(pipeline))
     else:
         sys.modules["torch"] = None  # type: ignore[assignment]  # seconds that no tokenizer needs
         reason = _compare(Path(sys.argv[1]))

@@ -143,8 +143,8 @@ def _undecodable(base: Source) -> Iterator[Finding]:
     if refused is None and in_fp8 and base.weights.is_whole:
         findings = fp8_findings(base.tensors, config)
     if findings:
-        found = f"{root}: {first_and_more(findings)}"
-        yield Adapters.BASE_QUANTISED.at("", found=found, expected=remedy(root))
+        text = f"{root}: {first_and_more(findings)}"
+        yield Adapters.BASE_QUANTISED.at("", found=text, expected=remedy(root))
 
 
 def _text_names(keys: AdapterKeys, base: Source) -> Iterator[Finding]:

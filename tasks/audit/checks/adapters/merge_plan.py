@@ -26,12 +26,12 @@ _ABSENT = "No module named"
 def check(source: Source) -> Iterator[Finding]:
     """Report what keeps a plan from being made, and names that peft does not find."""
     base = source.base
-    if not source.is_adapter or base is None or not base.is_model or not source.plan:
+    if not source.is_adapter or base is None or not base.is_model:
         return
     if source.config(ADAPTER_CONFIG).get("peft_type") != "LORA":
         return
     try:
-        made = planned(base.folder.root, source.folder.root, perform=_perform)
+        plan = planned(base.folder.root, source.folder.root, perform=_perform)
     except PlumblineError as error:
         if _ABSENT not in error.message:
             texts = [str(text) for text in error.details[:_SHOWN]] or [error.message]
@@ -39,7 +39,7 @@ def check(source: Source) -> Iterator[Finding]:
                 "", found="; ".join(texts), expected="an adapter of this base"
             )
         return
-    yield from _live_names(source, made)
+    yield from _live_names(source, plan)
 
 
 def _perform(request: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -47,12 +47,12 @@ def _perform(request: Mapping[str, Any]) -> Mapping[str, Any]:
     return perform(request) if "transformers" in sys.modules else perform_apart(request)
 
 
-def _live_names(source: Source, made: Planned) -> Iterator[Finding]:
+def _live_names(source: Source, plan: Planned) -> Iterator[Finding]:
     """Report names of older versions of transformers: a merge knows them, peft does not.
 
     peft converts the names of separate experts itself.
     """
-    live = made.live
+    live = plan.live
     keys = sort_keys(source.tensors)
     names = [plain_module(name) for name in keys.pairs if not EXPERT.search(name)]
     gone = [name for name in names if live is not None and name not in live.modules]

@@ -34,8 +34,8 @@ def check(source: Source) -> Iterator[Finding]:
     yield from _agree(places)
     for place, text in places.items():
         if MARK in text:
-            found = f"U+FEFF at character {text.index(MARK)}"
-            yield Templates.TEMPLATE_MARK.at(place, found=found, expected="no mark")
+            where = f"U+FEFF at character {text.index(MARK)}"
+            yield Templates.TEMPLATE_MARK.at(place, found=where, expected="no mark")
     tokens = read_tokens(source.folder)
     for place, text in places.items():
         yield from _text(place, text, tokens)

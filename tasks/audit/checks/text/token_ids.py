@@ -50,7 +50,7 @@ def _misread(source: Source, built: Mapping[str, Any]) -> Iterator[Finding]:
         severity = Severity.WARNING  # other steps may make the same ids; prompts have the same
     if reason:
         name = str(source.config(SETTINGS).get("tokenizer_class"))
-        kind = str(source.config().get("model_type"))
+        kind = _model_type(source)
         always = kind in _table()["not_of_config"]
         yield TokenIds.TOKENIZER_MISREAD.at(
             SETTINGS, "tokenizer_class", found=f"{name!r}: {reason}",
@@ -64,10 +64,9 @@ def _built(source: Source) -> Mapping[str, Any] | None:
     table, settings = _table(), source.config(SETTINGS)
     if "auto_map" in settings:
         return None  # code of the model
-    config = source.config() or (source.base.config() if source.base is not None else {})
-    kind, named = str(config.get("model_type", "")), settings.get("tokenizer_class")
-    named = named or config.get("tokenizer_class")
-    name = _loaded(kind, named.removesuffix("Fast") if isinstance(named, str) else "")
+    named = settings.get("tokenizer_class") or _config(source).get("tokenizer_class")
+    short = named.removesuffix("Fast") if isinstance(named, str) else ""
+    name = _loaded(_model_type(source), short)
     variants = table["built"].get(table["classes"].get(name, ""))
     if variants is None:
         return None
@@ -76,6 +75,15 @@ def _built(source: Source) -> Mapping[str, Any] | None:
     number = variants.get(json.dumps(chosen, sort_keys=True) if chosen else "", variants[""])
     pipeline: Mapping[str, Any] = table["pipelines"][number]
     return pipeline
+
+
+def _config(source: Source) -> Mapping[str, Any]:
+    """Return config.json of a model, or of an adapter's base."""
+    return source.config() or (source.base.config() if source.base is not None else {})
+
+
+def _model_type(source: Source) -> str:
+    return str(_config(source).get("model_type", ""))
 
 
 def _loaded(kind: str, named: str) -> str:

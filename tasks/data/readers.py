@@ -254,9 +254,9 @@ def _hub_rows(name: str, *, split: str) -> Iterator[Row]:
 def _not_utf8(error: UnicodeDecodeError, path: Path, line: str = "") -> str:
     """Return the byte that is not UTF-8, and the command if the whole file has another encoding."""
     encoding = _encoding(path)
-    mend = f": {_iconv(encoding, path)}" if encoding else ""
+    command = f": {_iconv(encoding, path)}" if encoding else ""
     at = f"0x{error.object[error.start]:02x} at position {error.start + 1}"
-    return f"not UTF-8: byte {at}{line}{mend}"
+    return f"not UTF-8: byte {at}{line}{command}"
 
 
 @lru_cache(maxsize=8)

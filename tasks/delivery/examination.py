@@ -19,6 +19,7 @@ from tasks.core.terminal import typed
 from tasks.delivery.handled import handled
 from tasks.evaluation.trained_artifact import write_json
 from tasks.pipeline.report import StageReport
+from tasks.weights.files.index import weight_files
 from tasks.weights.tokens.prove_ids import is_leading, misread
 
 FINDINGS = "findings.json"
@@ -64,7 +65,7 @@ def base_errors(base: Path, *, whole: bool = False) -> Report:
         base: its folder.
         whole: True to read the weights, and hash those of a hub cache, above `READ`, too.
     """
-    nbytes = sum(file.stat().st_size for file in base.glob("*.safetensors"))
+    nbytes = sum(file.stat().st_size for file in weight_files(base, "*.safetensors"))
     report = audit(base, values=whole or nbytes <= READ)
     return replace(report, findings=tuple(_blocking(report, check_base=True, is_base=True)))
 

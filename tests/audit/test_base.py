@@ -74,8 +74,8 @@ def test_an_interrupted_download_is_no_fault_of_the_adapter(tmp_path: Path, *, i
     report = audit(make_adapter(tmp_path / "it", adapter_tensors()), base=snapshot)
     assert report.of_base is not None
     assert not errors(report)
-    found = next(each for each in report.of_base.errors if each.code == "DOWNLOAD_INTERRUPTED")
-    assert found.fix.startswith("hf download x/y --revision aaaa")
+    (interrupted,) = (e for e in report.of_base.errors if e.code == "DOWNLOAD_INTERRUPTED")
+    assert interrupted.fix.startswith("hf download x/y --revision aaaa")
 
 
 def zeros(name: str) -> Callable[[Arrays], Arrays]:

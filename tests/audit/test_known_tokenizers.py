@@ -48,7 +48,7 @@ def _rebuilding() -> dict[str, type[Any]]:
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
     from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-    found = {}
+    classes = {}
     for name in sorted(_names()):
         try:
             made = tokenizer_class_from_name(name)
@@ -56,8 +56,8 @@ def _rebuilding() -> dict[str, type[Any]]:
             continue
         fast = isinstance(made, type) and issubclass(made, TokenizersBackend)
         if fast and made is not TokenizersBackend and "__init__" in made.__dict__:
-            found[name] = made
-    return found
+            classes[name] = made
+    return classes
 
 
 def _charsmap() -> bytes:

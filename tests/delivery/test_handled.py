@@ -36,8 +36,8 @@ def _other_prefix(folder: Path) -> None:
 def _eos_of_the_base(folder: Path) -> None:
     """Write another EOS id into both configurations than the tokenizer's (LLaMA-Factory #9338)."""
     save_trl(folder, "llama")
-    held = load_file(folder / "model.safetensors")
-    model = {name: tensor for name, tensor in held.items() if not name.startswith("v_head")}
+    stored = load_file(folder / "model.safetensors")
+    model = {name: tensor for name, tensor in stored.items() if not name.startswith("v_head")}
     save_file(model, folder / "model.safetensors", metadata={"format": "pt"})
     for name in ("config.json", "generation_config.json"):
         config = json.loads((folder / name).read_text()) | {"eos_token_id": 7}
@@ -47,8 +47,8 @@ def _eos_of_the_base(folder: Path) -> None:
 def _compiled(folder: Path) -> None:
     """Save a model that torch.compile and FSDP had wrapped."""
     save_trl(folder, "qwen")
-    held = load_file(folder / "model.safetensors")
-    model = {f"_orig_mod.{name}": tensor for name, tensor in held.items() if "v_head" not in name}
+    stored = load_file(folder / "model.safetensors")
+    model = {f"_orig_mod.{name}": tensor for name, tensor in stored.items() if "v_head" not in name}
     inner = {name.replace(".0.", ".0._fsdp_wrapped_module."): t for name, t in model.items()}
     save_file(inner, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -130,10 +130,10 @@ def test_other_errors_are_all_reported(
     source.mkdir()
     config = json.loads((adapter / "adapter_config.json").read_text()) | {"lora_alpha": 0}
     (source / "adapter_config.json").write_text(json.dumps(config))
-    held = load_file(adapter / "adapter_model.safetensors")
-    half = next(name for name in held if "lora_B" in name)
-    held[half] = torch.empty(0)
-    save_file(held, source / "adapter_model.safetensors")
+    stored = load_file(adapter / "adapter_model.safetensors")
+    half = next(name for name in stored if "lora_B" in name)
+    stored[half] = torch.empty(0)
+    save_file(stored, source / "adapter_model.safetensors")
     done = here(f"source={source}", f"base={base}", f"out={tmp_path / 'out'}")
     assert done.code == 2, done.output
     assert "ADAPTER_ALPHA adapter_config.json" in done.output
@@ -167,21 +167,21 @@ def test_wrapped_weights_beside_a_head_are_delivered(
 ) -> None:
     ppo, out = tmp_path / "ppo", tmp_path / "out"
     save_llamafactory(ppo, "qwen")
-    held = load_file(ppo / "model.safetensors")
-    wrapped = {prefix + name: tensor for name, tensor in held.items()}
+    stored = load_file(ppo / "model.safetensors")
+    wrapped = {prefix + name: tensor for name, tensor in stored.items()}
     save_file(wrapped, ppo / "model.safetensors", metadata={"format": "pt"})
     done = here(f"source={ppo}", f"out={out}")
     assert done.code == 0, done.output
     served = load_file(out / "model.safetensors")
-    assert served.keys() == held.keys()
-    assert all(torch.equal(each, held[name].to(each.dtype)) for name, each in served.items())
+    assert served.keys() == stored.keys()
+    assert all(torch.equal(each, stored[name].to(each.dtype)) for name, each in served.items())
 
 
 def _wrapped(adapter: Path, folder: Path, how: Callable[[str], str], *, pickled: bool) -> Path:
     shutil.copytree(adapter, folder)
-    held = load_file(folder / "adapter_model.safetensors")
-    named = {how(name): tensor for name, tensor in held.items()}
-    assert named.keys() != held.keys()
+    stored = load_file(folder / "adapter_model.safetensors")
+    named = {how(name): tensor for name, tensor in stored.items()}
+    assert named.keys() != stored.keys()
     (folder / "adapter_model.safetensors").unlink()
     if pickled:
         torch.save(named, folder / "adapter_model.bin")
@@ -213,8 +213,8 @@ def test_a_wrapped_adapter_is_merged_as_the_clean_one(
 ) -> None:
     is_bin = where == "layers"
     source = _wrapped(adapter, tmp_path / "source", WRAPPERS[where], pickled=is_bin)
-    found = audit(source, base=base).findings
-    assert [each.code for each in found if each.severity == "error"] == ["WRAPPER_RESIDUE"]
+    findings = audit(source, base=base).findings
+    assert [each.code for each in findings if each.severity == "error"] == ["WRAPPER_RESIDUE"]
     outs = []
     for each in (source, adapter):
         out = tmp_path / f"out-{each.name}"
@@ -235,16 +235,16 @@ def test_the_reference_of_wrapped_names_is_the_trained_model(
     source = _wrapped(adapter, tmp_path / "source", how, pickled=False)
     model = tmp_path / "wrapped"
     shutil.copytree(base, model)
-    held = load_file(model / "model.safetensors")
-    named = {how(name): tensor for name, tensor in held.items()}
+    stored = load_file(model / "model.safetensors")
+    named = {how(name): tensor for name, tensor in stored.items()}
     save_file(named, model / "model.safetensors", metadata={"format": "pt"})
-    for name, given in (("adapter", [f"base={base}", "merge.base=original"]), ("model", [])):
+    for name, more in (("adapter", [f"base={base}", "merge.base=original"]), ("model", [])):
         each = source if name == "adapter" else model
-        arguments = [f"source={each}", f"out={tmp_path / name / 'out'}", "smoke.probes=4", *given]
+        arguments = [f"source={each}", f"out={tmp_path / name / 'out'}", "smoke.probes=4", *more]
         done = here(*arguments, engine="transformers")
         assert done.code == 0, done.output
         assert done.summary["stages"][-1]["drift"]["mean_kl"] < 1e-4
-        assert load_file(tmp_path / name / "out" / "model.safetensors").keys() == held.keys()
+        assert load_file(tmp_path / name / "out" / "model.safetensors").keys() == stored.keys()
 
 
 def test_a_base_of_wrapped_names_is_refused(
@@ -253,8 +253,8 @@ def test_a_base_of_wrapped_names_is_refused(
     """Training and servers read the base as well: the command repairs it for all of them."""
     wrapped = tmp_path / "base"
     shutil.copytree(base, wrapped)
-    held = load_file(wrapped / "model.safetensors")
-    named = {f"_orig_mod.{name}": tensor for name, tensor in held.items()}
+    stored = load_file(wrapped / "model.safetensors")
+    named = {f"_orig_mod.{name}": tensor for name, tensor in stored.items()}
     save_file(named, wrapped / "model.safetensors", metadata={"format": "pt"})
     done = here(f"source={adapter}", f"base={wrapped}", f"out={tmp_path / 'out'}")
     assert done.code == 2, done.output

@@ -201,8 +201,8 @@ FP8 = {
 
 def scale_fp8(base: Path, out: Path, kind: str) -> dict[str, torch.Tensor]:
     """Save a model in fp8 in two files; return the exact values of its tensors in fp64."""
-    said = FP8[kind]
-    inverse = said["quant_method"] == "fp8"
+    fields = FP8[kind]
+    inverse = fields["quant_method"] == "fp8"
     blocks = kind in ("deepseek", "compressed-block")
     files: dict[str, torch.Tensor] = {}
     exact: dict[str, torch.Tensor] = {}
@@ -234,5 +234,5 @@ def scale_fp8(base: Path, out: Path, kind: str) -> dict[str, torch.Tensor]:
         save_file({k: v for k, v in files.items() if names[k] == name}, out / name)
     (out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     config = json.loads((base / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    (out / "config.json").write_text(json.dumps({**config, "quantization_config": fields}))
     return exact

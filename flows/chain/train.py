@@ -40,7 +40,7 @@ def train_stage(run: ChainRun, base: Artifact, data: Artifact) -> Artifact:
     # One folder per result, so that the next run finds the checkpoints of an interrupted one.
     key = stage.key(plain(config), inputs)
     checkpoints = run.mechanism.store.parent / "checkpoints" / key
-    trained = run.mechanism.run(
+    result = run.mechanism.run(
         stage,
         train,
         inputs=inputs,
@@ -57,13 +57,14 @@ def train_stage(run: ChainRun, base: Artifact, data: Artifact) -> Artifact:
             "leader": run.leader,
         },
         observe=partial(_observe, run),
-    ).artifact
-    if trained.digest:
-        refuse_cut_rows(run.settings, trained)
-    if not run.settings["train"]["keep_ckpts"]:
-        # Checkpoints only serve an interrupted run, and this result is published.
+    )
+    if result.artifact.digest:
+        refuse_cut_rows(run.settings, result.artifact)
+    if not result.reused and not run.settings["train"]["keep_ckpts"]:
+        # Checkpoints only serve an interrupted run, and this result is published. A plan, which
+        # comes before every run, trains nothing: those of an interrupted run are still needed.
         shutil.rmtree(checkpoints, ignore_errors=True)
-    return trained
+    return result.artifact
 
 
 def refuse_cut_rows(settings: Mapping[str, Any], trained: Artifact) -> None:

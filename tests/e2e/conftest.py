@@ -11,6 +11,12 @@ import pytest
 
 from tests.commands import command, environment, run_in_empty, summary_of
 
+SHORT = (
+    "+exp=sft_qlora", "model.steps=60", "train.max_steps=8", "train.save_steps=4",
+    "smoke.eval_samples=8",
+)  # fmt: skip
+"""The README's experiment with few steps: every hand-off is judged as at full length."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -24,6 +30,10 @@ class Run:
     def stage(self, name: str) -> dict[str, Any]:
         (entry,) = [s for s in self.summary["stages"] if s["name"] == name]
         return entry
+
+    def artifact(self, stage: str) -> Path:
+        """Return the folder that a stage made."""
+        return Path(self.stage(stage)["artifact"])
 
 
 @pytest.fixture(scope="session")
@@ -41,11 +51,11 @@ def rlhf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for the main jobs, so that they share the toy base and its data."""
-    return tmp_path_factory.mktemp("plumbline") / "runs"
+    """One folder with a blank in its name for all commands, so that they share the toy base."""
+    return tmp_path_factory.mktemp("plumb line") / "runs"
 
 
 @pytest.fixture(scope="session")
-def qlora(rlhf: Callable[..., Run], runs: Path) -> Run:
-    """`+exp=sft_qlora` from an empty folder."""
-    return rlhf(runs, "+exp=sft_qlora")
+def chain(rlhf: Callable[..., Run], runs: Path) -> Run:
+    """The short chain from an empty folder: Prefect, MLflow, two ranks, the scorer, vLLM."""
+    return rlhf(runs, *SHORT)

@@ -18,7 +18,8 @@ from mlflow import MlflowClient
 
 from tasks.config.checks.data import PEEK
 from tests.commands import command, environment
-from tests.flows.conftest import Run
+from tests.e2e.conftest import SHORT, Run
+from tests.e2e.processes import living
 
 
 def conversation(prompt: str, answer: str = "yes") -> str:
@@ -37,11 +38,11 @@ class TestNothingStarts:
     """Refused before any process is started: exit status 2, and no folder."""
 
     def test_a_base_with_a_truncated_file(
-        self, qlora: Run, rlhf: Callable[..., Run], tmp_path: Path
+        self, chain: Run, rlhf: Callable[..., Run], tmp_path: Path
     ) -> None:
         base = tmp_path / "base"
         base.mkdir()
-        for file in Path(qlora.stage("prepare_base")["artifact"]).iterdir():
+        for file in chain.artifact("prepare_base").iterdir():
             (base / file.name).write_bytes(file.read_bytes())
         weights = base / "model.safetensors"
         os.truncate(weights, weights.stat().st_size - 1000)
@@ -80,15 +81,15 @@ class TestAStageFails:
     """Exit status 1, a message of one screen, no partial artifact, every record closed."""
 
     @pytest.fixture
-    def start(self, qlora: Run, rlhf: Callable[..., Run]) -> Callable[..., Run]:
+    def start(self, chain: Run, rlhf: Callable[..., Run]) -> Callable[..., Run]:
         """Run in the main job's folder, which has the toy base."""
 
         def run(*overrides: str) -> Run:
-            done = rlhf(qlora.runs, "+exp=sft_qlora", *overrides)
+            done = rlhf(chain.runs, *SHORT, *overrides)
             assert done.code == 1, done.output
             assert done.summary["status"] == "failed"
-            assert not list(qlora.runs.glob("artifacts/*/.*.tmp")), "a staging folder was left"
-            client = MlflowClient(f"sqlite:///{qlora.runs}/mlflow/mlflow.db")
+            assert not list(chain.runs.glob("artifacts/*/.*.tmp")), "a staging folder was left"
+            client = MlflowClient(f"sqlite:///{chain.runs}/mlflow/mlflow.db")
             run_id = done.summary["mlflow_run_id"]
             assert client.get_run(run_id).info.status == "FAILED"
             return done
@@ -128,14 +129,12 @@ class TestAStageFails:
         assert kept[-1].parent.name in done.output, done.output
 
 
-@pytest.mark.parametrize(
-    ("number", "status"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow  # tests/process has it without a flow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_while_ranks_train_ends_everything_within_10_s(
-    number: signal.Signals, status: int, qlora: Run, tmp_path: Path
+    number: signal.Signals, status: int, chain: Run, tmp_path: Path
 ) -> None:
-    overrides = [f"seed={status}", f"tag=signal{status}", f"paths.runs={qlora.runs}"]
+    overrides = [f"seed={status}", f"tag=signal{status}", f"paths.runs={chain.runs}"]
     argv = command("rlhf", "+exp=sft_qlora", *overrides)
     child = subprocess.Popen(
         argv, cwd=tmp_path, env=environment(), start_new_session=True,
@@ -147,35 +146,22 @@ def test_a_signal_while_ranks_train_ends_everything_within_10_s(
         lines.append(line)
         if "step 1/" in line:
             break
-    assert len(ours(qlora.runs)) >= 3, "".join(lines)  # torchrun and its ranks
+    assert len(living(chain.runs)) >= 3, "".join(lines)  # torchrun and its ranks
     sent = time.monotonic()
     os.killpg(child.pid, number)
-    while any("tasks.training" in line for line in ours(qlora.runs)):
+    while any("tasks.training" in line for line in living(chain.runs)):
         assert time.monotonic() - sent < 12, "ranks live on"  # 10 s, and a busy machine
         time.sleep(0.1)
     child.communicate(timeout=60)
     assert child.returncode == status
     deadline = time.monotonic() + 5
-    while ours(qlora.runs) and time.monotonic() < deadline:
+    while living(chain.runs) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert ours(qlora.runs) == []
-    with sqlite3.connect(qlora.runs / "prefect" / "prefect.db") as db:
+    assert living(chain.runs) == []
+    with sqlite3.connect(chain.runs / "prefect" / "prefect.db") as db:
         unfinished = "select name from {} where state_type in ('RUNNING', 'PENDING')"
         for table in ("flow_run", "task_run"):
             assert db.execute(unfinished.format(table)).fetchall() == []
-    client = MlflowClient(f"sqlite:///{qlora.runs}/mlflow/mlflow.db")
+    client = MlflowClient(f"sqlite:///{chain.runs}/mlflow/mlflow.db")
     (experiment,) = [e for e in client.search_experiments() if e.name == "plumbline"]
     assert not client.search_runs([experiment.experiment_id], "attributes.status = 'RUNNING'")
-
-
-def ours(runs: Path) -> list[str]:
-    """Return the command lines of live processes that name this folder of runs."""
-    lines = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            text = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if str(runs) in text:
-            lines.append(text)
-    return lines

@@ -16,16 +16,16 @@ from safetensors.torch import load_file, save_file
 
 from tests.commands import environment
 from tests.conftest import PROJECT
-from tests.flows.conftest import Run
+from tests.e2e.conftest import Run
 
 
 @pytest.fixture
-def deliver(qlora: Run, tmp_path: Path) -> Callable[..., tuple[int, str]]:
+def deliver(chain: Run, tmp_path: Path) -> Callable[..., tuple[int, str]]:
     """Run the literal command in the store of the main job; returns (status, output)."""
 
     def run(*arguments: str) -> tuple[int, str]:
         program = [sys.executable, str(PROJECT / "flows" / "deliver.py"), *arguments]
-        words = [*program, f"paths.runs={qlora.runs}", "smoke.engine=none"]
+        words = [*program, f"paths.runs={chain.runs}", "smoke.engine=none"]
         done = subprocess.run(
             words, cwd=tmp_path, env=environment() | {"OMP_NUM_THREADS": "1"}, timeout=280,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -36,9 +36,9 @@ def deliver(qlora: Run, tmp_path: Path) -> Callable[..., tuple[int, str]]:
 
 
 @pytest.fixture
-def lookalike(qlora: Run, tmp_path: Path) -> Path:
+def lookalike(chain: Run, tmp_path: Path) -> Path:
     """A base with the same names and shapes, other numbers, and no manifest."""
-    folder = Path(shutil.copytree(qlora.stage("prepare_base")["artifact"], tmp_path / "chat"))
+    folder = Path(shutil.copytree(chain.stage("prepare_base")["artifact"], tmp_path / "chat"))
     (folder / "manifest.json").unlink()
     for file in folder.glob("*.safetensors"):
         state = {
@@ -49,17 +49,17 @@ def lookalike(qlora: Run, tmp_path: Path) -> Path:
 
 
 def test_an_adapter_is_refused_on_a_base_of_the_same_shape(
-    deliver: Callable[..., tuple[int, str]], qlora: Run, lookalike: Path, tmp_path: Path
+    deliver: Callable[..., tuple[int, str]], chain: Run, lookalike: Path, tmp_path: Path
 ) -> None:
-    base = Path(qlora.stage("prepare_base")["artifact"])
-    adapter, out = qlora.stage("gather")["artifact"], tmp_path / "out"
-    latest = os.readlink(qlora.runs / "latest")
+    base = chain.artifact("prepare_base")
+    adapter, out = chain.stage("gather")["artifact"], tmp_path / "out"
+    latest = os.readlink(chain.runs / "latest")
     status, output = deliver(f"source={adapter}", f"base={lookalike}", f"out={out}")
     assert status == 2, output
     assert f"wrong base: trained on {base}; the weights in {lookalike} are others" in output
     assert "check_base=false takes this one all the same" in output
     assert not out.exists()
-    assert os.readlink(qlora.runs / "latest") == latest, "a refusal is no run"
+    assert os.readlink(chain.runs / "latest") == latest, "a refusal is no run"
 
     status, output = deliver(f"source={adapter}", f"base={lookalike}", f"out={out}",
                            "check_base=false")  # fmt: skip
@@ -69,13 +69,13 @@ def test_an_adapter_is_refused_on_a_base_of_the_same_shape(
 
 
 def test_the_base_is_found_and_the_result_is_bit_identical(
-    deliver: Callable[..., tuple[int, str]], qlora: Run, tmp_path: Path
+    deliver: Callable[..., tuple[int, str]], chain: Run, tmp_path: Path
 ) -> None:
-    adapter, out = qlora.stage("gather")["artifact"], tmp_path / "out"
+    adapter, out = chain.stage("gather")["artifact"], tmp_path / "out"
     status, output = deliver(f"source={adapter}", f"out={out}")
     assert status == 0, output
-    assert f"base: {qlora.stage('prepare_base')['artifact']}" in output
-    served = Path(qlora.summary["served"])
+    assert f"base: {chain.stage('prepare_base')['artifact']}" in output
+    served = Path(chain.summary["served"])
     manifests = [json.loads((folder / "manifest.json").read_text()) for folder in (out, served)]
     assert manifests[0]["tensors"] == manifests[1]["tensors"]
     delivered, trained = (load_file(folder / "model.safetensors") for folder in (out, served))

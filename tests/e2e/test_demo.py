@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tasks.pipeline.artifact import open_artifact, verify
-from tests.flows.conftest import Run
-from tests.flows.test_online import OF_CRITICS, keys_of
-from tests.flows.tracked import children, curve
+from tests.e2e.conftest import Run
+from tests.e2e.test_online import OF_CRITICS, keys_of
+from tests.e2e.tracked import children, curve
 from tests.test_docs import TEXT
 
 pytestmark = pytest.mark.slow

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.flows.conftest import Run
-from tests.flows.tracked import client
+from tests.e2e.conftest import Run
+from tests.e2e.tracked import client
 from tests.release.hub import TOKEN, Hub, hub_on_loopback
 
 pytestmark = pytest.mark.slow

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from tests.commands import command, environment, summary_of
-from tests.flows.conftest import Run
-from tests.flows.test_bad_input import ours
+from tests.e2e.conftest import Run
+from tests.e2e.processes import living
 from tests.tracking.mlflow_process import MlflowProcess
 from tests.training.places import files
 
@@ -66,7 +66,7 @@ class Chain:
         ):
             yield psutil.Process(process.pid)
             process.wait(LIMIT_S)
-        wait_for(lambda: not ours(self.runs), None, "children live on")
+        wait_for(lambda: not living(self.runs), None, "children live on")
 
     def begun(self, stage: str) -> bool:
         return bool(list((self.runs / "artifacts" / MADE[stage]).glob(".*.tmp")))
@@ -211,5 +211,5 @@ def test_a_stage_that_is_too_slow_fails_and_says_what_to_type(
     assert done.code == 1
     assert "convert failed: not done within timeouts.convert_s=0.05" in done.output
     assert "-> timeouts.convert_s=<more seconds>" in done.output
-    assert not ours(chain.runs)
+    assert not living(chain.runs)
     assert chain.finish() == undisturbed

@@ -14,8 +14,8 @@ import pytest
 
 from tasks.drift.fingerprint import PROFILES
 from tasks.pipeline.artifact import open_artifact, verify
-from tests.flows.conftest import Run
-from tests.flows.tracked import children, client, curve
+from tests.e2e.conftest import Run
+from tests.e2e.tracked import children, client, curve
 
 pytestmark = pytest.mark.slow
 STAGES = {

@@ -12,9 +12,9 @@ from safetensors import safe_open
 
 from tasks.pipeline.artifact import open_artifact, verify
 from tasks.toy.dataset import write_dataset
-from tests.flows.conftest import Run
-from tests.flows.test_real_experiments import with_context
-from tests.flows.tracked import children, client, curve
+from tests.e2e.conftest import Run
+from tests.e2e.test_real_experiments import with_context
+from tests.e2e.tracked import children, client, curve
 
 pytestmark = pytest.mark.slow
 SMALL = ("rl.iterations=3", "rl.eval_prompts=16", "smoke.eval_samples=40")
@@ -170,12 +170,12 @@ def test_experiments_for_real_hardware_on_a_tiny_model_of_the_family(
     experiment: str,
     changes: tuple[str, ...],
     rlhf: Callable[..., Run],
-    qlora: Run,
+    chain: Run,
     prompts: Path,
     tmp_path: Path,
 ) -> None:
     """Overrides replace what this machine cannot have: weights, ranks, tokens."""
-    base = with_context(Path(qlora.stage("prepare_base")["artifact"]), tmp_path / "qwen", 4096)
+    base = with_context(chain.artifact("prepare_base"), tmp_path / "qwen", 4096)
     done = rlhf(
         tmp_path / "runs", f"+exp={experiment}", f"model.path={base}", f"data.path={prompts}",
         "rollout.max_new_tokens=48", "smoke.max_new_tokens=48",

@@ -17,7 +17,7 @@ from tasks.pipeline.locks import hold
 from tasks.pipeline.report import RegisteredModel
 from tasks.tracking.tracker import Tracker
 from tests.commands import command, environment, run_in_empty
-from tests.flows.conftest import Run
+from tests.e2e.conftest import SHORT, Run
 
 LONG_AGO = time.time() - 100 * 86400
 
@@ -116,12 +116,12 @@ def test_it_is_a_flow_too(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_after_a_prune_the_same_command_reuses_and_the_model_loads(
-    qlora: Run, rlhf: Callable[..., Run], tmp_path: Path
+    chain: Run, rlhf: Callable[..., Run], tmp_path: Path
 ) -> None:
     """The folder of a real run, moved: MLflow still has the old path."""
     runs = tmp_path / "runs"
-    shutil.copytree(qlora.runs, runs, symlinks=True)
-    failed = rlhf(runs, "+exp=sft_qlora", "train.lr=1e-4", "gate.min_eval_gain=99")
+    shutil.copytree(chain.runs, runs, symlinks=True)
+    failed = rlhf(runs, *SHORT, "train.lr=1e-4", "gate.min_eval_gain=99")
     assert failed.code == 1, failed.output
     before = set((runs / "artifacts").glob("[!.]*/[!.]*"))
 
@@ -137,11 +137,11 @@ def test_after_a_prune_the_same_command_reuses_and_the_model_loads(
     assert done.returncode == 0, done.stdout
     left = set((runs / "artifacts").glob("[!.]*/[!.]*"))
     assert left < before
-    stages = [stage for stage in qlora.summary["stages"] if stage["name"] != "register"]
+    stages = [stage for stage in chain.summary["stages"] if stage["name"] != "register"]
     assert {path.name for path in left} == {Path(stage["artifact"]).name for stage in stages}
     assert all(verify(open_artifact(path)) == [] for path in left)
 
-    again = rlhf(runs, "+exp=sft_qlora")
+    again = rlhf(runs, *SHORT)
     assert again.code == 0, again.output
     assert all(stage["reused"] for stage in again.summary["stages"][:-1])
     version = MlflowClient(database).get_model_version_by_alias("plumbline", "candidate")
@@ -149,7 +149,7 @@ def test_after_a_prune_the_same_command_reuses_and_the_model_loads(
     assert verify(open_artifact(served)) == []
     assert served == Path(again.summary["served"])
 
-    rebuilt = rlhf(runs, "+exp=sft_qlora", "train.lr=1e-4")
+    rebuilt = rlhf(runs, *SHORT, "train.lr=1e-4")
     assert rebuilt.code == 0, rebuilt.output
     reused = {s["name"]: s["reused"] for s in rebuilt.summary["stages"]}
     assert reused["prepare_base"]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.flows.conftest import Run
-from tests.flows.tracked import client
+from tests.e2e.conftest import Run
+from tests.e2e.tracked import client
 
 pytestmark = pytest.mark.slow
 

@@ -20,8 +20,8 @@ from tasks.pipeline.artifact import open_artifact, verify
 from tasks.toy.dataset import write_dataset
 from tasks.toy.splits import corpus
 from tasks.toy.tokenizer import train_tokenizer
-from tests.flows.conftest import Run
-from tests.flows.tracked import children, curve
+from tests.e2e.conftest import Run
+from tests.e2e.tracked import children, curve
 
 pytestmark = pytest.mark.slow
 STAGES = ["prepare_data", "prepare_base", "train", "gather", "merge", "convert", "smoke_eval"]
@@ -95,9 +95,9 @@ def adapter_shapes(run: Run) -> dict[str, list[int]]:
 
 
 def test_dpo_qwen72b_lora(
-    start: Callable[..., Run], qlora: Run, rows: Callable[[str, int], Path], tmp_path: Path
+    start: Callable[..., Run], chain: Run, rows: Callable[[str, int], Path], tmp_path: Path
 ) -> None:
-    base = with_context(Path(qlora.stage("prepare_base")["artifact"]), tmp_path / "qwen", 4096)
+    base = with_context(chain.artifact("prepare_base"), tmp_path / "qwen", 4096)
     done = start(
         "dpo_qwen72b_lora", base, rows("pairs", 700),
         "train.nproc=2", "train.global_batch_size=32",
@@ -114,9 +114,9 @@ def test_dpo_qwen72b_lora(
 
 
 def test_qlora_qwen7b(
-    start: Callable[..., Run], qlora: Run, rows: Callable[[str, int], Path], tmp_path: Path
+    start: Callable[..., Run], chain: Run, rows: Callable[[str, int], Path], tmp_path: Path
 ) -> None:
-    base = with_context(Path(qlora.stage("prepare_base")["artifact"]), tmp_path / "qwen", 4096)
+    base = with_context(chain.artifact("prepare_base"), tmp_path / "qwen", 4096)
     done = start("qlora_qwen7b", base, rows("conversations", 1400))
     losses = curve(done, "train/loss")
     assert len(losses) == 21

@@ -10,7 +10,7 @@ import pytest
 
 from tasks.pipeline.artifact import MANIFEST, content_digest, inventory
 from tasks.pipeline.signature import faults, sign
-from tests.flows.conftest import Run
+from tests.e2e.conftest import Run
 from tests.keys import make_pair
 
 pytestmark = pytest.mark.slow

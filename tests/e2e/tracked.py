@@ -6,7 +6,7 @@ from typing import Any
 
 from mlflow import MlflowClient
 
-from tests.flows.conftest import Run
+from tests.e2e.conftest import Run
 
 
 def client(run: Run) -> MlflowClient:

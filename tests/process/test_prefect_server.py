@@ -184,7 +184,7 @@ def test_a_server_of_the_users_is_used(
     assert not (tmp_path / "runs/prefect").exists()
 
 
-@pytest.mark.slow  # tests/flows/test_outage.py kills the server of a whole chain
+@pytest.mark.slow  # tests/e2e/test_outage.py kills the server of a whole chain
 def test_a_flow_goes_on_to_its_end_when_its_server_is_killed(start: Start, runs: Path) -> None:
     flow = start("wait-outage")
     flow.says("waiting", 90)

@@ -243,7 +243,7 @@ def test_a_merged_qlora_model_is_not_quantised_again(tmp_path: Path, dataset: Pa
     assert caught.value.hint == "peft=lora, or model.path=<the base before that training>"
 
 
-@pytest.mark.slow  # tests/process/test_torchrun.py and tests/flows/test_bad_input.py end ranks, too
+@pytest.mark.slow  # tests/process/test_torchrun.py and tests/e2e/test_bad_input.py end ranks, too
 def test_a_rank_that_dies_ends_all_of_them(tmp_path: Path, base: Path, dataset: Path) -> None:
     settings = replace(SETTINGS, batch=replace(SETTINGS.batch, max_steps=100_000), save_steps=2)
     killed: list[float] = []

@@ -17,7 +17,7 @@ from mlflow import MlflowClient
 from flows.servers.services import record_of, record_path
 from infra.servers.services import NAMES
 from tasks.pipeline.locks import hold
-from tests.flows.test_bad_input import ours
+from tests.e2e.processes import living
 from tests.infra.servers.site import FINAL, Site
 
 
@@ -114,7 +114,7 @@ def test_a_run_that_is_cancelled_in_prefect_goes_on_when_it_is_started_again(
     wait_until(lambda: bool(list(runs.glob("checkpoints/*/step-*/state.json"))), 900)
     cancelling = {"type": "CANCELLING", "name": "Cancelling"}
     own_site.services.prefect.post(f"/flow_runs/{run_id}/set_state", {"state": cancelling})
-    wait_until(lambda: not ours(runs), 30)
+    wait_until(lambda: not living(runs), 30)
     assert own_site.finished_run(run_id)["state_type"] == "CANCELLED"
     assert json.loads((runs / "latest/summary.json").read_text())["status"] == "cancelled"
     query = {"flow_runs": {"id": {"any_": [run_id]}}, "task_runs": {"name": {"like_": "train-"}}}

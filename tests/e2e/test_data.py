@@ -1,17 +1,9 @@
-"""Data of several kinds and a run that was killed, by the literal command in the main job's folder.
-
-A small share of the main job each: its base is there already.
-"""
+"""Data of several kinds, by the literal command, in a folder that has the base already."""
 
 from __future__ import annotations
 
 import csv
 import json
-import os
-import shutil
-import signal
-import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,11 +12,8 @@ import pytest
 
 from tasks.pipeline.artifact import open_artifact
 from tasks.toy.splits import conversation, examples
-from tests.commands import command, environment
-from tests.flows.conftest import Run
-from tests.flows.test_bad_input import ours
-from tests.flows.tracked import children, client, curve
-from tests.training.places import files
+from tests.e2e.conftest import Run
+from tests.e2e.tracked import curve
 
 pytestmark = pytest.mark.slow
 NATIVE = ("smoke.engine=transformers", "smoke.eval_samples=8", "smoke.min_stop_rate=0")
@@ -79,59 +68,6 @@ def test_several_sources_are_mixed_by_probability_and_each_is_read_to_its_limit(
     ]
     assert (kept.count(False), kept.count(True)) == (first, second)
     assert len(curve(done, "train/loss")) == 6
-
-
-def points(run: Run, name: str) -> list[tuple[int, float]]:
-    """Return step and value of every point of a curve of training."""
-    history = client(run).get_metric_history(children(run)["train"].info.run_id, name)
-    assert history, name
-    return sorted((metric.step, metric.value) for metric in history)
-
-
-def test_a_run_resumed_after_kill_9_gives_bit_identical_weights_and_one_curve(
-    rlhf: Callable[..., Run], runs: Path, tmp_path: Path
-) -> None:
-    """kill -9 of flow, torchrun and ranks; `train.resume=auto` is the default."""
-    overrides = ("+exp=sft_qlora", *STEPS, *NATIVE)
-    whole = rlhf(runs, *overrides)
-    assert whole.code == 0, whole.output
-    shards = Path(whole.stage("train")["artifact"])
-    kept = Path(shutil.move(shards, tmp_path / "whole"))
-
-    checkpoints = runs / "checkpoints" / shards.name
-    argv = command("rlhf", *overrides, f"paths.runs={runs}")
-    with subprocess.Popen(
-        argv, cwd=tmp_path, env=environment(), start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    ) as child:  # fmt: skip
-        while not (checkpoints / "step-00000004" / "state.json").is_file():
-            assert child.poll() is None
-            time.sleep(0.05)
-        os.kill(child.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while any("tasks.training" in line for line in ours(runs)):
-        assert time.monotonic() < deadline, "ranks live on"
-        time.sleep(0.1)
-    assert not shards.exists()
-
-    again = rlhf(runs, *overrides)
-    assert again.code == 0, again.output
-    assert "train: going on after step" in again.output
-    assert Path(again.stage("train")["artifact"]) == shards
-    assert open_artifact(shards).notes["resumed_after_step"] >= 4
-    losses = [
-        json.loads((folder / "train.json").read_text())["losses"] for folder in (kept, shards)
-    ]
-    assert len(losses[0]) == 12
-    assert losses[0] == losses[1]
-    expected, resumed = files(kept), files(shards)
-    assert sorted(expected) == sorted(resumed)
-    # These have times and the step at which the run started.
-    may_differ = {"train.json", "manifest.json"}
-    assert {path for path in expected if expected[path] != resumed[path]} <= may_differ
-    for name in ("train/loss", "train/grad_norm", "train/lr", "eval/loss"):
-        assert points(again, name) == points(whole, name), name
-    assert [step for step, _ in points(again, "train/loss")] == list(range(1, 13))
 
 
 def test_raw_texts_as_in_pre_training(rlhf: Callable[..., Run], runs: Path, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ if settings is not None:
     settings.register_profile("plumbline", deadline=None)
     settings.load_profile("plumbline")
 
-TOGETHER = ("flows", "e2e", "training", "infra/servers", "serving", "weights", "witness")
+TOGETHER = ("training", "infra/servers", "serving", "weights", "witness")
 """Folders whose tests share what is expensive to make: one worker runs all of a folder.
 
 The longest one is the first; a folder in such a folder is a group of its own.
@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     longest = {f"tests/{name}": place for place, name in enumerate(TOGETHER)}
     items.sort(key=lambda item: longest.get(item.nodeid.split("::")[0].rpartition("/")[0], 99))
     for item in items:
-        if item.path.parent.name == "flows" and item.get_closest_marker("timeout") is None:
+        if item.path.parent.name == "e2e" and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(1200))
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from tasks.config.checks.data import PEEK
 from tests.commands import command, environment
 from tests.e2e.conftest import SHORT, Run
 from tests.e2e.processes import living
@@ -36,21 +35,6 @@ def chats(tmp_path: Path) -> Path:
 
 class TestNothingStarts:
     """Refused before any process is started: exit status 2, and no folder."""
-
-    def test_a_base_with_a_truncated_file(
-        self, chain: Run, rlhf: Callable[..., Run], tmp_path: Path
-    ) -> None:
-        base = tmp_path / "base"
-        base.mkdir()
-        for file in chain.artifact("prepare_base").iterdir():
-            (base / file.name).write_bytes(file.read_bytes())
-        weights = base / "model.safetensors"
-        os.truncate(weights, weights.stat().st_size - 1000)
-        done = rlhf(tmp_path / "runs", "+exp=sft_qlora", "model=hf", f"model.path={base}")
-        assert done.code == 2, done.output
-        assert "truncated" in done.output
-        assert "model.safetensors" in done.output
-        assert not (tmp_path / "runs").exists()
 
     def test_several_problems_are_one_message(
         self, rlhf: Callable[..., Run], tmp_path: Path
@@ -72,7 +56,6 @@ class TestNothingStarts:
             fcntl.flock(lock, fcntl.LOCK_EX)
             done = rlhf(runs, "+exp=sft_qlora", "paths.wait_s=0")
         assert done.code == 1
-        assert "is in use by another run" in done.output
         assert "paths.wait_s=null" in done.output
         assert [p.name for p in runs.iterdir()] == [".lock"]
 
@@ -95,15 +78,6 @@ class TestAStageFails:
             return done
 
         return run
-
-    def test_a_broken_line_is_named(self, start: Callable[..., Run], chats: Path) -> None:
-        """The line comes after those that the preflight reads."""
-        lines = [conversation(f"say yes {i}") for i in range(PEEK + 50)]
-        lines[PEEK + 40] = '{"messages": [{"role": "user"'
-        chats.write_text("\n".join(lines) + "\n")
-        done = start("data=jsonl", f"data.path={chats}")
-        assert f"chats.jsonl:{PEEK + 41}" in done.output
-        assert done.summary["stages"] == []  # found before the base is made
 
     @pytest.mark.slow  # tests/training has it without a flow
     def test_a_prompt_longer_than_the_context(self, start: Callable[..., Run], chats: Path) -> None:

@@ -18,6 +18,7 @@ import mlflow
 import pytest
 from huggingface_hub import ModelCard
 
+from tasks.config.checks.data import PEEK
 from tasks.drift.fingerprint import PROFILES, Fingerprint
 from tasks.pipeline.artifact import open_artifact, verify
 from tests.commands import command, environment
@@ -241,6 +242,68 @@ def test_vllm_samples_from_the_policy_that_grpo_trains(
     check_chain(done, STAGES)
     assert curve(done, "train/approx_kl")[0] > 1e-3  # the first step moves the policy
     assert max(curve(done, "train/mismatch/mean_abs")) < 1e-4  # and vLLM has moved with it
+
+
+def test_a_truncated_base_starts_nothing(
+    chain: Run, rlhf: Callable[..., Run], tmp_path: Path
+) -> None:
+    base = Path(shutil.copytree(chain.artifact("prepare_base"), tmp_path / "base"))
+    os.truncate(base / "model.safetensors", (base / "model.safetensors").stat().st_size - 1000)
+    done = rlhf(tmp_path / "runs", *SHORT, "model=hf", f"model.path={base}")
+    assert done.code == 2, done.output
+    assert "model.safetensors" in done.output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_broken_row_that_the_preflight_does_not_read_is_named(
+    chain: Run, rlhf: Callable[..., Run], tmp_path: Path
+) -> None:
+    turns = [{"role": "user", "content": "say yes"}, {"role": "assistant", "content": "yes"}]
+    lines = [json.dumps({"messages": turns})] * (PEEK + 50)
+    lines[PEEK + 40] = '{"messages": [{"role": "user"'
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines) + "\n")
+    done = rlhf(chain.runs, *SHORT, "data=jsonl", f"data.path={tmp_path}/chats.jsonl")
+    assert done.code == 1, done.output
+    assert f"chats.jsonl:{PEEK + 41}" in done.output
+    assert (done.summary["status"], done.summary["stages"]) == ("failed", [])
+    assert not list(chain.runs.glob("artifacts/*/.*.tmp")), "a staging folder was left"
+    assert client(chain).get_run(done.summary["mlflow_run_id"]).info.status == "FAILED"
+
+
+def deliver(tmp_path: Path, chain: Run, *words: str) -> tuple[int, str]:
+    """Deliver the chain's adapter by the literal command; returns its exit status and output."""
+    argv = command(
+        "deliver", f"source={chain.artifact('gather')}", f"out={tmp_path / 'out'}",
+        f"paths.runs={chain.runs}", "smoke.engine=none", *words,
+    )  # fmt: skip
+    done = subprocess.run(
+        argv, cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"), timeout=280, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def test_deliver_knows_the_base_of_our_adapter_and_writes_the_same_bytes(
+    chain: Run, tmp_path: Path
+) -> None:
+    status, output = deliver(tmp_path, chain)
+    assert status == 0, output
+    for path in Path(chain.summary["served"]).glob("*.safetensors"):
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_our_adapter_is_refused_on_a_base_of_the_same_shape(chain: Run, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    other = Path(shutil.copytree(chain.artifact("prepare_base"), tmp_path / "other"))
+    (other / "manifest.json").unlink()
+    weights = {name: x * 1.25 for name, x in load_file(other / "model.safetensors").items()}
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    status, output = deliver(tmp_path, chain, f"base={other}")
+    assert status == 2, output
+    assert str(other) in output
+    assert str(chain.artifact("prepare_base")) in output  # it was trained on that
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

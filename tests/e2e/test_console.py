@@ -64,7 +64,8 @@ def on_terminal(columns: int, *words: str) -> tuple[int, str]:
     return process.returncode, written.decode(errors="replace")
 
 
-@pytest.mark.parametrize("columns", [100, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.slow  # a whole run
+@pytest.mark.parametrize("columns", [100, 200])
 def test_a_run_on_a_terminal(columns: int, tmp_path: Path) -> None:
     status, text = on_terminal(
         columns, sys.executable, str(PROJECT / "flows/rlhf.py"), "+exp=sft_qlora",

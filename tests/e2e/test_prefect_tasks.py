@@ -25,6 +25,7 @@ from tasks.pipeline.report import StageReport
 from tasks.pipeline.stage import Mechanism, Stage
 from tests.conftest import PROJECT
 
+pytestmark = pytest.mark.slow  # test_chain.py reads the graph of a real run
 PATIENCE_S = 60.0
 
 

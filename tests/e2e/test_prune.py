@@ -88,6 +88,7 @@ def test_it_does_not_guess(folder: Path, tmp_path: Path) -> None:
     assert present(folder) == set("abcd")
 
 
+@pytest.mark.slow
 def test_it_waits_for_runs(folder: Path, tmp_path: Path) -> None:
     with hold(folder) as held:
         held.share()

@@ -36,10 +36,12 @@ demo: setup  ## the main job on the embedded default (ARGS: Hydra overrides)
 	$(PY) flows/rlhf.py +exp=qlora $(ARGS)
 
 test: setup-dev  ## the default suite (ARGS: pytest arguments)
-	$(PY) -m pytest $(WORKERS) $(ARGS)
+	@TIMEFORMAT='make test: %0R s, of CPU %0U s and %0S s in the kernel'; \
+	  time $(PY) -m pytest $(WORKERS) $(ARGS)
 
 test-all: setup-dev setup-quantize  ## the default suite, and what is marked slow, peers or browser
-	$(PY) -m pytest $(WORKERS) -m '' $(ARGS)
+	@TIMEFORMAT='make test-all: %0R s, of CPU %0U s and %0S s in the kernel'; \
+	  time $(PY) -m pytest $(WORKERS) -m '' $(ARGS)
 
 test-gpu: setup-dev  ## everything that needs a GPU, on one, in 25 minutes (ARGS='-k fork': a part)
 	$(PY) -m pytest tests/gpu -m gpu -p no:randomly $(ARGS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -99,34 +98,21 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_log_handlers_stay() -> Iterator[None]:
-    """Remove log handlers that a test installs: Hydra's write to output that is closed by then."""
-    root = logging.getLogger()
-    before = list(root.handlers)
-    yield
-    for handler in [one for one in root.handlers if one not in before]:
-        root.removeHandler(handler)
+def process_is_as_before() -> Iterator[None]:
+    """Restore what a command that a test runs in this process leaves.
 
-
-@pytest.fixture(autouse=True)
-def umask_stays() -> Iterator[None]:
-    """Restore the umask: a command that a test runs in this process takes rights from others."""
-    before = os.umask(0o022)
-    os.umask(before)
-    yield
-    os.umask(before)
-
-
-@pytest.fixture(autouse=True)
-def settings_of_a_command_end() -> Iterator[None]:
-    """Unset what a command that a test runs in this process has set for its own child processes.
-
-    Prefect's home would otherwise be that of the first such command, for all later tests.
+    These are variables for its child processes, the umask, and handlers that write to output that
+    is closed by then.
     """
+    root = logging.getLogger()
+    handlers, variables, umask = list(root.handlers), dict(os.environ), os.umask(0o022)
+    os.umask(umask)
     yield
-    if bootstrap := sys.modules.get("flows.cli.bootstrap"):
-        while bootstrap._set_here:
-            os.environ.pop(bootstrap._set_here.pop(), None)
+    os.umask(umask)
+    os.environ.clear()
+    os.environ.update(variables)
+    for handler in set(root.handlers) - set(handlers):
+        root.removeHandler(handler)
 
 
 @pytest.hookimpl(wrapper=True)

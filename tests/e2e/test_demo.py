@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from tasks.pipeline.artifact import open_artifact, verify
+from tests.conftest import PROJECT
 from tests.e2e.conftest import Run
 from tests.e2e.test_online import OF_CRITICS, keys_of
 from tests.e2e.tracked import children, curve
-from tests.test_docs import TEXT
 
 pytestmark = pytest.mark.slow
+PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").rglob("*.md"))]
 STEPS = ("sft", "reward", "ppo")
 NEAR = 0.03
 """Allowed difference of a figure on another kind of CPU: a share, or standard deviations."""
@@ -36,7 +37,8 @@ def chain(rlhf: Callable[..., Run], folder: Path) -> Run:
 
 def pasted(line: str) -> list[float]:
     """Return the numbers after `line` in the README or the guides."""
-    (numbers,) = re.findall(rf"{re.escape(line)}(-?\d.*)", TEXT)
+    text = "\n".join(page.read_text() for page in PAGES)
+    (numbers,) = re.findall(rf"{re.escape(line)}(-?\d.*)", text)
     return [float(n) for n in re.findall(r"-?\d+\.\d+", numbers)]
 
 

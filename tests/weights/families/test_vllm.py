@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from tasks.serving.vllm.job import environment
-from tests.weights.families.making import FAMILIES, load, logits, make_model, save_adapter
-from tests.weights.families.test_families import merge
+from tests.weights.families.making import FAMILIES, load, logits, make_model, merge, save_adapter
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -67,8 +67,6 @@ def test_vllm_serves_both_formats_and_the_drift_is_that_of_8_bits(tmp_path: Path
     drifts: dict[str, Drift] = {name: drift(engine["none"], engine[name]) for name in BOTH}
     for name, result in drifts.items():
         here = measure_here(ModelRef(tmp_path / name), reference, tmp_path / f"{name}.fp")
-        print(name, "vllm against unquantised vllm:", result)
-        print(name, "vllm against transformers:", drift(here, engine[name]))
         assert 0 < result.mean_kl < 0.02
         assert result.top1_agreement >= 0.9
         assert drift(here, engine[name]).mean_kl < result.mean_kl

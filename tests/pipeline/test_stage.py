@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -81,44 +82,23 @@ class TestReuse:
         assert again[0].checks == first[0].checks
         assert again[0].metrics == {"n": 3.0}
 
-    def test_a_changed_stage_runs_again_and_so_does_what_reads_it(
-        self, mechanism: Mechanism
-    ) -> None:
-        run(mechanism, "one", "two")
+    def test_what_changed_or_is_damaged_or_forced_runs_again(self, mechanism: Mechanism) -> None:
+        first, _ = run(mechanism, "one", "two")
         assert [r.reused for r in run(mechanism, "ONE", "two")] == [False, False]
-
-    def test_an_altered_artifact_is_made_again(self, mechanism: Mechanism) -> None:
-        (first,) = run(mechanism, "one")
-        (first.artifact.path / "text.txt").write_text("ONE")
+        text = first.artifact.path / "text.txt"
+        text.write_text("ONE")
         (again,) = run(mechanism, "one")
         assert not again.reused
-        assert (again.artifact.path / "text.txt").read_text() == "one"
-
-    def test_a_deleted_artifact_is_made_again(self, mechanism: Mechanism) -> None:
-        import shutil
-
-        (first,) = run(mechanism, "one")
+        assert text.read_text() == "one"
         shutil.rmtree(first.artifact.path)
         assert not run(mechanism, "one")[0].reused
-
-    def test_force_runs_an_intact_stage_again(self, mechanism: Mechanism) -> None:
-        run(mechanism, "one")
         mechanism.force = frozenset({"write"})
         assert not run(mechanism, "one")[0].reused
 
 
 @pytest.mark.usefixtures("orchestrator")
 class TestRefusal:
-    def test_a_failed_check_publishes_nothing_but_is_logged(self, mechanism: Mechanism) -> None:
-        with pytest.raises(ContractError, match=r"write: contract not met: 1 failed, first t"):
-            run(mechanism, "one", context={"ok": False})
-        assert not [p for p in mechanism.store.rglob("*") if p.is_file()]
-        runs = runs_of(mechanism)
-        assert {r.info.status for r in runs} == {"FAILED"}
-        child = next(r for r in runs if r.data.tags.get("stage") == "write")
-        assert child.data.metrics["contract/failed"] == 1
-
-    def test_the_error_has_the_checks_hint_and_names_the_stages_log(
+    def test_a_failed_check_publishes_nothing_and_names_hint_and_log(
         self, mechanism: Mechanism
     ) -> None:
         mechanism.logs.mkdir()
@@ -128,6 +108,11 @@ class TestRefusal:
                 run(mechanism, "one", context={"ok": False})
             lines = caught.value.report().splitlines()
             assert lines[-2:] == ["  -> look at t", f"  log: {mechanism.logs / name}"]
+        assert not [p for p in mechanism.store.rglob("*") if p.is_file()]
+        runs = runs_of(mechanism)
+        assert {r.info.status for r in runs} == {"FAILED"}
+        child = next(r for r in runs if r.data.tags.get("stage") == "write")
+        assert child.data.metrics["contract/failed"] == 1
 
     def test_a_full_disk_is_named_and_nothing_stays(self, mechanism: Mechanism) -> None:
         def fill(out: Path, **_: object) -> StageReport:
@@ -136,9 +121,7 @@ class TestRefusal:
                 full.write("x")
             return StageReport("weights")
 
-        with pytest.raises(
-            ArtifactError, match=r"cannot write: No space left on device; .* GB are free there"
-        ) as caught:
+        with pytest.raises(ArtifactError, match="No space left on device") as caught:
             run(mechanism, "one", function=fill)
         assert "paths.runs=" in caught.value.hint
         assert not [p for p in mechanism.store.rglob("*") if p.is_file()]
@@ -170,7 +153,7 @@ class TestRefusal:
         def wrong(out: Path, **_: object) -> StageReport:
             return StageReport("adapter")
 
-        with pytest.raises(PlumblineError, match="made adapter, not weights"):
+        with pytest.raises(PlumblineError, match="adapter"):
             run(mechanism, "one", function=wrong)
 
 

@@ -25,7 +25,7 @@ sys.modules["vllm"].LLM = object
 VLLM = "from tasks.serving.vllm import child; child._import_vllm()"
 SCORER = "from tasks.serving.reference import child; child._warm_up()"
 CASES = [
-    pytest.param(WITHOUT_VLLM + VLLM, id="vllm_child"),
+    pytest.param(WITHOUT_VLLM + VLLM, id="vllm_child", marks=pytest.mark.slow),
     pytest.param(SCORER, id="reference"),
     pytest.param(VLLM, id="vllm itself", marks=pytest.mark.slow),
 ]

@@ -95,10 +95,10 @@ def test_an_altered_folder_is_not_loaded(
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    with pytest.raises(ArtifactError, match="is not the model that was registered: .* changed"):
+    with pytest.raises(ArtifactError, match=r"model\.safetensors"):
         mlflow.pyfunc.load_model("models:/toy@candidate")
     shutil.rmtree(artifact.path)
-    with pytest.raises(ArtifactError, match="no such folder on this machine"):
+    with pytest.raises(ArtifactError, match="folder"):
         mlflow.pyfunc.load_model("models:/toy@candidate")
 
 

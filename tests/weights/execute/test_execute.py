@@ -226,10 +226,10 @@ def test_the_largest_tensors_are_first_and_few_large_ones_run_at_a_time() -> Non
     waiting.join(10)
     assert third == [tasks[2]]
 
-    held = Pending(tasks)
-    held.take(), held.take()
-    waiting = threading.Thread(target=held.take)
+    closing = Pending(tasks)
+    closing.take(), closing.take()
+    waiting = threading.Thread(target=closing.take)
     waiting.start()
-    held.close()
+    closing.close()
     waiting.join(10)
     assert not waiting.is_alive()

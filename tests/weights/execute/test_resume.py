@@ -107,19 +107,19 @@ def test_a_journal_torn_anywhere_does_no_harm(inputs, reference, tmp_path, monke
 
 
 def test_a_journal_is_read_up_to_a_torn_line_and_only_by_its_own_run(tmp_path: Path) -> None:
-    one, two = (Outcome(name, "model.safetensors", "0" * 64) for name in ("one", "two"))
+    first, second = (Outcome(name, "model.safetensors", "0" * 64) for name in ("a", "b"))
     entries = Journal(tmp_path, "identity")
-    entries.enter(one)
-    entries.enter(two)
+    entries.enter(first)
+    entries.enter(second)
     path = tmp_path / JOURNAL
     path.write_bytes(path.read_bytes()[:-20])
-    assert read_outcomes(path, "identity") == [one]
+    assert read_outcomes(path, "identity") == [first]
     assert read_outcomes(path, "another") == []
     assert Journal(tmp_path, "another").recorded == {}
     path.unlink()
     path.symlink_to("/dev/full")
     with pytest.raises(ArtifactError, match="No space left") as raised:
-        entries.enter(one)
+        entries.enter(first)
     assert "paths.runs" in raised.value.hint
 
 

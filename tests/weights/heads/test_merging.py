@@ -61,9 +61,11 @@ def merge(base: Path, adapter: Path, out: Path) -> Plan:
     return parted.plan
 
 
-@pytest.mark.parametrize(("family", "told"), [("qwen", "task_type"), ("llama", "modules_to_save")])
-def test_a_saved_head_is_merged(tmp_path: Path, family: str, told: str) -> None:
-    extra = {"task_type": "SEQ_CLS"} if told == "task_type" else {"modules_to_save": ["score"]}
+@pytest.mark.parametrize(
+    ("family", "declared"), [("qwen", "task_type"), ("llama", "modules_to_save")]
+)
+def test_a_saved_head_is_merged(tmp_path: Path, family: str, declared: str) -> None:
+    extra = {"task_type": "SEQ_CLS"} if declared == "task_type" else {"modules_to_save": ["score"]}
     base, adapter, wrapped = made(tmp_path, family, target_modules=TARGETS, **extra)
     detected = detect(read_folder(adapter))
     assert detected.head is not None

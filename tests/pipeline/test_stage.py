@@ -1,4 +1,4 @@
-"""The mechanism around a stage, run inside real Prefect flows with a real MLflow database."""
+"""The mechanism around a stage, with a real MLflow database."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import logging
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mlflow import MlflowClient
 
-from flows.orchestration.prefect_tasks import PrefectTasks
 from tasks.core.contract import Check
 from tasks.core.errors import ArtifactError, ContractError, PlumblineError
 from tasks.pipeline.report import StageReport, StageResult
@@ -26,14 +23,6 @@ STAGE = Stage("write", "weights", code=("tasks.core.errors",), stack=("torch", "
 
 
 @pytest.fixture(scope="module")
-def orchestrator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    from prefect.testing.utilities import prefect_test_harness
-
-    with prefect_test_harness(server_startup_timeout=120):
-        yield
-
-
-@pytest.fixture(scope="module")
 def database(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
 
@@ -41,7 +30,9 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def mechanism(tmp_path: Path, database: str) -> Mechanism:
     tracker = Tracker(database, tmp_path.name, tmp_path / "mlflow", tmp_path / "outbox")
-    return Mechanism(tmp_path / "artifacts", tmp_path / "logs", tracker, PrefectTasks())
+    return Mechanism(
+        tmp_path / "artifacts", tmp_path / "logs", tracker, lambda _, work, __: work(LOG)
+    )
 
 
 def write(out: Path, *, text: str, log: object, ok: bool = True, **inputs: Path) -> StageReport:
@@ -52,26 +43,18 @@ def write(out: Path, *, text: str, log: object, ok: bool = True, **inputs: Path)
 
 
 def run(mechanism: Mechanism, *texts: str, function=write, context=None) -> list[StageResult]:
-    """One flow whose stages each read what the one before wrote."""
-    from prefect import flow
-
-    @flow(name="chain")
-    def chain() -> list[StageResult]:
-        results: list[StageResult] = []
-        with mechanism.tracker.flow("test", {"a": {"b": 1}}, "a: 1\n", {}):
-            for text in texts:
-                inputs = {"before": results[-1].artifact} if results else {}
-                results.append(
-                    mechanism.run(
-                        STAGE, function, inputs=inputs, config={"text": text}, context=context
-                    )
-                )
-        return results
-
-    return chain()
+    """Run stages in one flow; each reads what the one before wrote."""
+    results: list[StageResult] = []
+    with mechanism.tracker.flow("test", {"a": {"b": 1}}, "a: 1\n", {}):
+        for text in texts:
+            inputs = {"before": results[-1].artifact} if results else {}
+            config = {"text": text}
+            results.append(
+                mechanism.run(STAGE, function, inputs=inputs, config=config, context=context)
+            )
+    return results
 
 
-@pytest.mark.usefixtures("orchestrator")
 class TestReuse:
     def test_the_same_inputs_and_configuration_are_run_once(self, mechanism: Mechanism) -> None:
         first = run(mechanism, "one", "two")
@@ -96,7 +79,6 @@ class TestReuse:
         assert not run(mechanism, "one")[0].reused
 
 
-@pytest.mark.usefixtures("orchestrator")
 class TestRefusal:
     def test_a_failed_check_publishes_nothing_and_names_hint_and_log(
         self, mechanism: Mechanism
@@ -157,10 +139,11 @@ class TestRefusal:
             run(mechanism, "one", function=wrong)
 
 
-@pytest.mark.usefixtures("orchestrator")
 def test_mlflow_has_one_parent_and_a_child_a_stage_with_contract_and_manifest(
     mechanism: Mechanism,
 ) -> None:
+    from mlflow import MlflowClient
+
     run(mechanism, "one", "two")
     runs = runs_of(mechanism)
     parent = next(r for r in runs if "mlflow.parentRunId" not in r.data.tags)
@@ -179,6 +162,8 @@ def test_mlflow_has_one_parent_and_a_child_a_stage_with_contract_and_manifest(
 
 
 def runs_of(mechanism: Mechanism) -> list:
+    from mlflow import MlflowClient
+
     client = MlflowClient(mechanism.tracker.uri)
     return client.search_runs([mechanism.tracker.experiment_id])
 

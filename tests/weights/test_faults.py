@@ -26,7 +26,12 @@ LOG = logging.getLogger("tests.weights")
 JUDGED = {"profile": PROFILES["standard"], "log": LOG}
 
 
-@pytest.fixture(params=["gather", "merge", "convert"])
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(
+    params=["merge", pytest.param("gather", marks=SLOW), pytest.param("convert", marks=SLOW)]
+)
 def run(request, lora_run, llama, lora_adapter, full_weights, full_run, qwen) -> Run:
     """Each stage, ready to run into a directory; convert is set up so that it has to write."""
 

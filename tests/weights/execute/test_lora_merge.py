@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 
 from tasks.weights import native
 from tasks.weights.execute import lora_merge as folding
+from tasks.weights.execute.copying import Workspace
 from tasks.weights.execute.execute import Executed, execute
+from tasks.weights.execute.journal import Measured
 from tasks.weights.execute.lora_merge import fold_term
 from tasks.weights.files.opening import SourceRef, open_sources
 from tasks.weights.native import Library, binding, library
@@ -145,6 +147,21 @@ def test_execute_gives_the_same_bytes_with_kernel_and_torch(
     assert done.nearest_keeps == pytest.approx(by_torch.nearest_keeps, rel=1e-5)
     merged, wanted = state_of(tmp_path / "kernel"), state_of(tmp_path / "torch")
     assert all(torch.equal(merged[name], wanted[name]) for name in SHAPES)
+
+
+def test_memory_of_a_tensor_is_bounded_for_any_shape(inputs, monkeypatch) -> None:
+    slot = 20_000
+    monkeypatch.setattr(folding, "SLOT", slot)
+    sources = open_sources(inputs)
+    for op in _plan().ops:
+        workspace, (term,) = Workspace(), op.terms
+        assert isinstance(term, LowRank)
+        for _ in folding.fold(op, term, sources, workspace, Measured()):
+            pass
+        smallest = folding.size_of_a(term, sources) + 2 * 16 * op.shape[1]
+        rest = 2 * 15 * op.shape[1]  # rows that the last block takes with it
+        assert workspace.out.size <= max(slot, smallest) + rest
+        assert workspace.read.size <= 2 * (slot + 2 * 31 * 1030)  # and rows of B
 
 
 def test_unsupported_operations_are_left_to_torch(inputs) -> None:

@@ -18,8 +18,11 @@ from tasks.core.errors import ArtifactError, ContractError
 from tasks.weights.adapters.changes import changes
 from tasks.weights.adapters.read import read_adapter
 from tasks.weights.families.counts import MAX_EXPERTS, MAX_LAYERS, oversized
+from tasks.weights.families.merge_ops import carry
 from tasks.weights.families.merging import plan_merge
+from tasks.weights.families.places import Place
 from tasks.weights.files.header import TensorInfo, read_header
+from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows
 from tasks.weights.plan.contracts import ModelFacts, model_facts
 from tests.weights.families.making import (
     FAMILIES,
@@ -214,6 +217,25 @@ def test_a_stored_copy_of_a_tied_head_changes_with_the_embedding(tmp_path: Path)
     merged = state_of(tmp_path / "out")
     assert not torch.equal(merged["model.embed_tokens.weight"], embedding)
     assert torch.equal(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
+
+
+def test_terms_on_a_part_of_a_tensor_take_its_rows_or_are_refused() -> None:
+    part = Place("w3", (48, 32), "experts", (4, 96, 32), start=2 * 96 * 32 + 48 * 32)
+    operands = {"A": TensorInfo((8, 32), "F32", 0, 0)}
+    cut = LowRank("A", "B", 0.5, a_rows=(4, 6, 1), b_columns=(2, 8, 4), out_start=48)
+    assert carry(LowRank("A", "B", 0.5, experts=4), part, operands) == cut
+    turned = Place("w", (32, 96), "live", (96, 32), transpose=True)
+    assert carry(LowRank("A", "B", 1.0), turned, operands).transpose
+    assert not carry(LowRank("A", "B", 1.0, transpose=True), turned, operands).transpose
+    for term, place in (
+        (Dora("A", "B", "m", 1.0), part),
+        (Rows("A", (1,)), part),
+        (Add("A", 1.0), part),
+        (LowRank("A", "B", 1.0), part),
+        (Rows("A", (1,)), turned),
+    ):
+        with pytest.raises(ValueError, match=r"\w"):
+            carry(term, place, operands)
 
 
 HUGE = 10**9

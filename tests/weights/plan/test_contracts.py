@@ -39,11 +39,19 @@ def test_facts_of_a_tied_model(qwen: Artifact) -> None:
     assert ModelFacts.from_json(reply) == facts
 
 
-def test_adapter_contract_is_what_peft_writes(llama, lora_adapter: Path) -> None:
+def test_adapter_contract_is_what_peft_writes(llama, lora_adapter: Path, tmp_path: Path) -> None:
     header = read_header(lora_adapter / "adapter_model.safetensors")
     contract = adapter_contract(llama.path, lora_adapter / "adapter_config.json")
     assert len(contract) == 28
     assert all(check.ok for check in judge(contract, header.tensors))
+    path = tmp_path / "adapter_config.json"
+    document = json.loads((lora_adapter / "adapter_config.json").read_text())
+    path.write_text(json.dumps({**document, "target_modules": ["v_proj"], "r": 7}))
+    shapes = [expected.shape for expected in adapter_contract(llama.path, path)]
+    assert sorted(shapes) == [(7, 64), (7, 64), (32, 7), (32, 7)]
+    path.write_text(json.dumps({**document, "target_modules": ["c_attn"]}))
+    with pytest.raises(ArtifactError, match=r"adapter_config\.json|c_attn"):
+        adapter_contract(llama.path, path)
 
 
 @pytest.mark.parametrize("text", ['{"model_type": "no-such-model"}', "{", '{"hidden_size": 3}'])

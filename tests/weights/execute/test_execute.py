@@ -87,22 +87,6 @@ def test_workers_and_blocks_change_no_byte(
         assert all(left[1] == right[0] for left, right in pairwise(blocks))
 
 
-@pytest.mark.parametrize("rank", [1, 64, 300])
-def test_a_product_has_the_same_bits_in_blocks(rank: int) -> None:
-    """Check the assumption of `compute.py` for this machine's BLAS, with one and more threads."""
-    random = torch.Generator().manual_seed(rank)
-    a, b = (torch.randn(*s, generator=random) for s in ((rank, 700), (1100, rank)))
-    threads = torch.get_num_threads()
-    whole = b @ a
-    try:
-        torch.set_num_threads(1)
-        parts = [b[first:end] @ a for first, end in compute.row_blocks(1100, 30_000)]
-    finally:
-        torch.set_num_threads(threads)
-    assert len(parts) > 60
-    assert torch.equal(torch.cat(parts), whole)
-
-
 def test_unchanged_tensors_are_linked_or_copied_by_the_kernel(inputs, out, monkeypatch) -> None:
     base, _ = tensors()
     checkpoint = read_checkpoint(inputs["base"].path)

@@ -234,7 +234,7 @@ def test_terms_on_a_part_of_a_tensor_take_its_rows_or_are_refused() -> None:
         (LowRank("A", "B", 1.0), part),
         (Rows("A", (1,)), turned),
     ):
-        with pytest.raises(ValueError, match=r"\w"):
+        with pytest.raises(ValueError):
             carry(term, place, operands)
 
 

@@ -1,18 +1,16 @@
-"""The mechanism around a stage, run inside real Prefect flows with a real MLflow database."""
+"""The mechanism around a stage, with a real MLflow database."""
 
 from __future__ import annotations
 
 import json
 import logging
+import shutil
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mlflow import MlflowClient
 
-from flows.orchestration.prefect_tasks import PrefectTasks
 from tasks.core.contract import Check
 from tasks.core.errors import ArtifactError, ContractError, PlumblineError
 from tasks.pipeline.report import StageReport, StageResult
@@ -25,14 +23,6 @@ STAGE = Stage("write", "weights", code=("tasks.core.errors",), stack=("torch", "
 
 
 @pytest.fixture(scope="module")
-def orchestrator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    from prefect.testing.utilities import prefect_test_harness
-
-    with prefect_test_harness(server_startup_timeout=120):
-        yield
-
-
-@pytest.fixture(scope="module")
 def database(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
 
@@ -40,7 +30,9 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def mechanism(tmp_path: Path, database: str) -> Mechanism:
     tracker = Tracker(database, tmp_path.name, tmp_path / "mlflow", tmp_path / "outbox")
-    return Mechanism(tmp_path / "artifacts", tmp_path / "logs", tracker, PrefectTasks())
+    return Mechanism(
+        tmp_path / "artifacts", tmp_path / "logs", tracker, lambda _, work, __: work(LOG)
+    )
 
 
 def write(out: Path, *, text: str, log: object, ok: bool = True, **inputs: Path) -> StageReport:
@@ -51,26 +43,18 @@ def write(out: Path, *, text: str, log: object, ok: bool = True, **inputs: Path)
 
 
 def run(mechanism: Mechanism, *texts: str, function=write, context=None) -> list[StageResult]:
-    """One flow whose stages each read what the one before wrote."""
-    from prefect import flow
-
-    @flow(name="chain")
-    def chain() -> list[StageResult]:
-        results: list[StageResult] = []
-        with mechanism.tracker.flow("test", {"a": {"b": 1}}, "a: 1\n", {}):
-            for text in texts:
-                inputs = {"before": results[-1].artifact} if results else {}
-                results.append(
-                    mechanism.run(
-                        STAGE, function, inputs=inputs, config={"text": text}, context=context
-                    )
-                )
-        return results
-
-    return chain()
+    """Run stages in one flow; each reads what the one before wrote."""
+    results: list[StageResult] = []
+    with mechanism.tracker.flow("test", {"a": {"b": 1}}, "a: 1\n", {}):
+        for text in texts:
+            inputs = {"before": results[-1].artifact} if results else {}
+            config = {"text": text}
+            results.append(
+                mechanism.run(STAGE, function, inputs=inputs, config=config, context=context)
+            )
+    return results
 
 
-@pytest.mark.usefixtures("orchestrator")
 class TestReuse:
     def test_the_same_inputs_and_configuration_are_run_once(self, mechanism: Mechanism) -> None:
         first = run(mechanism, "one", "two")
@@ -81,44 +65,22 @@ class TestReuse:
         assert again[0].checks == first[0].checks
         assert again[0].metrics == {"n": 3.0}
 
-    def test_a_changed_stage_runs_again_and_so_does_what_reads_it(
-        self, mechanism: Mechanism
-    ) -> None:
-        run(mechanism, "one", "two")
+    def test_what_changed_or_is_damaged_or_forced_runs_again(self, mechanism: Mechanism) -> None:
+        first, _ = run(mechanism, "one", "two")
         assert [r.reused for r in run(mechanism, "ONE", "two")] == [False, False]
-
-    def test_an_altered_artifact_is_made_again(self, mechanism: Mechanism) -> None:
-        (first,) = run(mechanism, "one")
-        (first.artifact.path / "text.txt").write_text("ONE")
+        text = first.artifact.path / "text.txt"
+        text.write_text("ONE")
         (again,) = run(mechanism, "one")
         assert not again.reused
-        assert (again.artifact.path / "text.txt").read_text() == "one"
-
-    def test_a_deleted_artifact_is_made_again(self, mechanism: Mechanism) -> None:
-        import shutil
-
-        (first,) = run(mechanism, "one")
+        assert text.read_text() == "one"
         shutil.rmtree(first.artifact.path)
         assert not run(mechanism, "one")[0].reused
-
-    def test_force_runs_an_intact_stage_again(self, mechanism: Mechanism) -> None:
-        run(mechanism, "one")
         mechanism.force = frozenset({"write"})
         assert not run(mechanism, "one")[0].reused
 
 
-@pytest.mark.usefixtures("orchestrator")
 class TestRefusal:
-    def test_a_failed_check_publishes_nothing_but_is_logged(self, mechanism: Mechanism) -> None:
-        with pytest.raises(ContractError, match=r"write: contract not met: 1 failed, first t"):
-            run(mechanism, "one", context={"ok": False})
-        assert not [p for p in mechanism.store.rglob("*") if p.is_file()]
-        runs = runs_of(mechanism)
-        assert {r.info.status for r in runs} == {"FAILED"}
-        child = next(r for r in runs if r.data.tags.get("stage") == "write")
-        assert child.data.metrics["contract/failed"] == 1
-
-    def test_the_error_has_the_checks_hint_and_names_the_stages_log(
+    def test_a_failed_check_publishes_nothing_and_names_hint_and_log(
         self, mechanism: Mechanism
     ) -> None:
         mechanism.logs.mkdir()
@@ -128,6 +90,11 @@ class TestRefusal:
                 run(mechanism, "one", context={"ok": False})
             lines = caught.value.report().splitlines()
             assert lines[-2:] == ["  -> look at t", f"  log: {mechanism.logs / name}"]
+        assert not [p for p in mechanism.store.rglob("*") if p.is_file()]
+        runs = runs_of(mechanism)
+        assert {r.info.status for r in runs} == {"FAILED"}
+        child = next(r for r in runs if r.data.tags.get("stage") == "write")
+        assert child.data.metrics["contract/failed"] == 1
 
     def test_a_full_disk_is_named_and_nothing_stays(self, mechanism: Mechanism) -> None:
         def fill(out: Path, **_: object) -> StageReport:
@@ -136,9 +103,7 @@ class TestRefusal:
                 full.write("x")
             return StageReport("weights")
 
-        with pytest.raises(
-            ArtifactError, match=r"cannot write: No space left on device; .* GB are free there"
-        ) as caught:
+        with pytest.raises(ArtifactError, match="No space left on device") as caught:
             run(mechanism, "one", function=fill)
         assert "paths.runs=" in caught.value.hint
         assert not [p for p in mechanism.store.rglob("*") if p.is_file()]
@@ -170,14 +135,15 @@ class TestRefusal:
         def wrong(out: Path, **_: object) -> StageReport:
             return StageReport("adapter")
 
-        with pytest.raises(PlumblineError, match="made adapter, not weights"):
+        with pytest.raises(PlumblineError, match="adapter"):
             run(mechanism, "one", function=wrong)
 
 
-@pytest.mark.usefixtures("orchestrator")
 def test_mlflow_has_one_parent_and_a_child_a_stage_with_contract_and_manifest(
     mechanism: Mechanism,
 ) -> None:
+    from mlflow import MlflowClient
+
     run(mechanism, "one", "two")
     runs = runs_of(mechanism)
     parent = next(r for r in runs if "mlflow.parentRunId" not in r.data.tags)
@@ -196,6 +162,8 @@ def test_mlflow_has_one_parent_and_a_child_a_stage_with_contract_and_manifest(
 
 
 def runs_of(mechanism: Mechanism) -> list:
+    from mlflow import MlflowClient
+
     client = MlflowClient(mechanism.tracker.uri)
     return client.search_runs([mechanism.tracker.experiment_id])
 

@@ -97,15 +97,6 @@ def require_distance(
 
 
 @pytest.mark.slow
-def test_the_distance_of_a_model_to_itself_is_zero(
-    run: Callable[..., StageReport], served: Path
-) -> None:
-    metrics = run(base=served).metrics
-    assert metrics["drawn/kl"] == metrics["drawn/kl_error"] == 0.0
-    assert metrics["drawn/before"] == metrics["drawn/after"]
-
-
-@pytest.mark.slow
 def test_sampled_texts_are_reported_beside_greedy_ones(
     run: Callable[..., StageReport], tmp_path: Path
 ) -> None:

@@ -11,46 +11,11 @@ from typing import Any
 import pytest
 
 from tasks.process.launch import launch, python_child
-from tasks.training import entry
 from tasks.training.job import Peft, TrainJob
 from tests.settings import Loop, Settings
 
 LENGTHS = {"max_new_tokens": 6, "max_prompt_len": 8}
 ROLLOUT = {"rl": vars(Loop()), "rollout": {**LENGTHS, "offload_trainer": False}, "reward": {}}
-TRAINER = {**ROLLOUT, "rollout": {**ROLLOUT["rollout"], "engine": "transformers"}}
-SCORER = {**TRAINER, "reward": {"engine": "vllm"}}
-
-
-class Started(Exception):
-    """Raised once the rank's process is prepared."""
-
-
-@pytest.mark.parametrize(
-    ("online", "gpu", "compiler"),
-    [
-        (ROLLOUT, True, True),
-        (SCORER, True, True),
-        (TRAINER, True, False),
-        ({}, True, False),
-        (ROLLOUT, False, False),
-    ],
-)
-def test_ranks_with_an_engine_on_a_gpu_keep_the_compiler(
-    online: dict[str, Any], *, gpu: bool, compiler: bool, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    kept: list[bool] = []
-
-    def lean(*_: str, compiler: bool = False) -> None:
-        kept.append(compiler)
-        raise Started
-
-    monkeypatch.setattr(entry, "start_lean", lean)
-    monkeypatch.setattr(entry, "compiles", lambda: gpu)
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(Started):
-        entry._run(str(written(tmp_path, tmp_path, online)), "tasks.rl.run")
-    assert kept == [compiler]
 
 
 def written(folder: Path, base: Path, online: dict[str, Any]) -> Path:

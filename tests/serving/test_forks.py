@@ -17,17 +17,11 @@ from tests.serving.cuda_stand_in import LOST, STARTS
 
 PROJECT = Path(__file__).parents[2]
 LOG = logging.getLogger("tests.serving")
-WITHOUT_VLLM = """
-import sys, types
-sys.modules["vllm"] = types.ModuleType("vllm")
-sys.modules["vllm"].LLM = object
-"""
 VLLM = "from tasks.serving.vllm import child; child._import_vllm()"
 SCORER = "from tasks.serving.reference import child; child._warm_up()"
 CASES = [
-    pytest.param(WITHOUT_VLLM + VLLM, id="vllm_child"),
     pytest.param(SCORER, id="reference"),
-    pytest.param(VLLM, id="vllm itself", marks=pytest.mark.slow),
+    pytest.param(VLLM, id="vllm", marks=pytest.mark.slow),
 ]
 ENGINE = """
 import torch

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tasks.serving.reference.load import load_model
-from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
 
 NF4 = {"type": "nf4", "double_quant": True, "compute_dtype": "bfloat16"}
 
@@ -35,16 +34,12 @@ def evaluate(model: Any) -> Any:
         return model.eval()(torch.arange(24)[None]).logits
 
 
-def with_a_cpu_that_repacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
-
-
 def test_an_evaluation_changes_no_weight_and_stops_no_gradient(
     served: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
 
-    with_a_cpu_that_repacks(monkeypatch)
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)  # it repacks
     model = load_model(served, quantization=NF4)
     before, stored = values(model), {k: v.clone() for k, v in model.state_dict().items()}
     logits = evaluate(model)
@@ -55,22 +50,3 @@ def test_an_evaluation_changes_no_weight_and_stops_no_gradient(
     assert torch.equal(again, logits), "there is no dropout: training computes the same"
     (gradient,) = torch.autograd.grad(again.float().square().sum(), embedded)
     assert gradient.abs().amax(-1).gt(0).all()
-
-
-def test_bitsandbytes_still_repacks(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, `tasks/weights/quantized/bnb_no_repack.py` is no longer needed."""
-    import torch
-    from bitsandbytes.nn import Linear4bit
-
-    with_a_cpu_that_repacks(monkeypatch)
-    model = load_model(served, quantization=NF4)
-    name, kept = next(iter(linears(model).items()))
-    layer: Any = Linear4bit(kept.in_features, kept.out_features, bias=False)
-    layer.weight, layer.compute_dtype = kept.weight, torch.bfloat16
-    scales = layer.weight.quant_state.absmax
-    monkeypatch.setattr("bitsandbytes.nn.modules.bnb.matmul_4bit", lambda x, *_, **__: x)
-    with torch.no_grad():
-        layer.eval()(torch.zeros(1, kept.in_features, dtype=torch.bfloat16))
-    assert layer.weight.quant_state.absmax is not scales, name
-    assert layer.weight.quant_state.absmax.dtype == torch.bfloat16
-    assert keep_as_loaded(layer).support_avx512bf16_for_cpu is False

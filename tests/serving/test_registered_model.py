@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import mlflow
 import pytest
-from mlflow import MlflowClient
 
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
@@ -23,6 +21,8 @@ REQUEST = {"messages": [{"role": "user", "content": "Reverse: ape"}], "max_token
 
 @pytest.fixture
 def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tracker]:
+    import mlflow
+
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)  # MLflow sets it, too, and leaves it
     mlflow.set_tracking_uri(uri)
@@ -47,6 +47,13 @@ def registered(tracker: Tracker, tmp_path: Path) -> Callable[[Path], Artifact]:
     return register
 
 
+def candidate() -> Any:
+    """Load the registered model as its user does."""
+    import mlflow
+
+    return mlflow.pyfunc.load_model("models:/toy@candidate")
+
+
 def greedy(folder: Path) -> str:
     """Return the greedy response of transformers, as a reference."""
     import torch
@@ -64,8 +71,10 @@ def greedy(folder: Path) -> str:
 def test_the_candidate_answers_a_chat_request(
     registered: Callable[[Path], Artifact], served: Path, tmp_path: Path
 ) -> None:
+    from mlflow import MlflowClient
+
     artifact = registered(served)
-    model = mlflow.pyfunc.load_model("models:/toy@candidate")
+    model = candidate()
     reply: dict[str, Any] = model.predict({**REQUEST, "temperature": 0.0})
     (choice,) = reply["choices"]
     assert choice["message"] == {"role": "assistant", "content": greedy(served)}
@@ -95,11 +104,11 @@ def test_an_altered_folder_is_not_loaded(
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    with pytest.raises(ArtifactError, match="is not the model that was registered: .* changed"):
-        mlflow.pyfunc.load_model("models:/toy@candidate")
+    with pytest.raises(ArtifactError, match=r"model\.safetensors"):
+        candidate()
     shutil.rmtree(artifact.path)
-    with pytest.raises(ArtifactError, match="no such folder on this machine"):
-        mlflow.pyfunc.load_model("models:/toy@candidate")
+    with pytest.raises(ArtifactError, match="folder"):
+        candidate()
 
 
 def test_code_in_the_served_folder_never_runs(
@@ -112,7 +121,7 @@ def test_code_in_the_served_folder_never_runs(
     document["auto_map"] = {"AutoModelForCausalLM": "modeling_toy.Toy"}
     (folder / "config.json").write_text(json.dumps(document))
     registered(folder)
-    model = mlflow.pyfunc.load_model("models:/toy@candidate")  # by transformers' own class
+    model = candidate()  # by transformers' own class
     assert model.predict(REQUEST)["choices"]
     assert not (tmp_path / "ran").exists()
 
@@ -128,6 +137,6 @@ def test_a_reward_model_returns_a_score(
     model.save_pretrained(folder)
     registered(folder)
     talk = [*REQUEST["messages"], {"role": "assistant", "content": "epa"}]
-    loaded = mlflow.pyfunc.load_model("models:/toy@candidate")
+    loaded = candidate()
     scores = [loaded.predict({"messages": talk})["score"] for _ in range(2)]
     assert scores[0] == scores[1] != 0.0

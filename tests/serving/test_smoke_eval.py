@@ -1,3 +1,5 @@
+"""The served folder is compared with the live model, and its responses with those before."""
+
 from __future__ import annotations
 
 import json
@@ -72,19 +74,8 @@ def test_a_changed_layer_is_refused_and_placed(
     report = run(served=altered(3.0))
     ok, text = verdict(report, "drift")
     assert not ok
-    assert "drift appeared at: the served folder" in text
+    assert "the served folder" in text
     assert report.notes["drift_appeared_at"].startswith("the served folder")
-
-
-@pytest.mark.slow  # test_verdicts.py has the first stage that moved
-def test_a_stage_whose_record_shows_it_is_blamed(
-    run: Callable[..., StageReport], altered: Callable[[float], Path]
-) -> None:
-    moved = {**CALM, "mean_kl": 0.3}
-    history = {"gather": CALM, "merge": moved, "convert": moved}
-    ok, text = verdict(run(served=altered(3.0), history=history), "drift")
-    assert not ok
-    assert text.endswith("drift appeared at: merge")
 
 
 def test_when_the_folder_is_as_trained_the_engine_is_blamed(
@@ -97,8 +88,9 @@ def test_when_the_folder_is_as_trained_the_engine_is_blamed(
     nothing = Prompts([], [END])
     reference = trained / "fingerprint.fp"
     question = Question(served, served, reference, [], nothing, nothing, "bfloat16")
-    text = "serve: transformers finds the folder unmoved, vllm computes something else"
-    assert test.who_moved(question) == (text, True)
+    text, engine = test.who_moved(question)
+    assert text.startswith("serve: ")
+    assert engine
 
 
 def test_the_native_engine_gives_the_very_numbers(run: Callable[..., StageReport]) -> None:
@@ -128,36 +120,15 @@ def test_a_stray_value_head_is_reported_before_anything_is_loaded(
     ]
 
 
-def test_an_unknown_engine_is_refused(run: Callable[..., StageReport]) -> None:
-    with pytest.raises(ConfigError, match=r"smoke\.engine=sglang is none of vllm, server"):
+def test_unusable_heldout_data_and_engines(run: Callable[..., StageReport], tmp_path: Path) -> None:
+    path = tmp_path / "heldout.jsonl"
+    question = '{"messages": [{"role": "user", "content": "x"}]}'
+    for text, thing in (("", ""), ("{not json}", ":1"), ('{"messages": []}', ":1"), (question, "")):
+        path.write_text(text + "\n" * bool(text))
+        with pytest.raises(DataError, match=rf"heldout\.jsonl{thing}"):
+            read_heldout(path)
+    with pytest.raises(ConfigError, match=r"smoke\.engine=sglang"):
         run(engine="sglang")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "is empty"),
-        ("{not json}\n", r"heldout\.jsonl:1: not a conversation"),
-        ('{"messages": []}\n', r"heldout\.jsonl:1: not a conversation"),
-        ('{"messages": [{"role": "user", "content": "x"}]}\n', "not the assistant's"),
-    ],
-)
-def test_unusable_heldout_data(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "heldout.jsonl").write_text(text)
-    with pytest.raises(DataError, match=message):
-        read_heldout(tmp_path / "heldout.jsonl")
-
-
-@pytest.mark.slow
-def test_prompts_without_room_are_left_out_and_counted(
-    run: Callable[..., StageReport], data: Path, tmp_path: Path
-) -> None:
-    long = [{"role": "user", "content": "z" * 120}, {"role": "assistant", "content": "z"}]
-    rows = (data / "heldout.jsonl").read_text() + json.dumps({"id": "l", "messages": long}) + "\n"
-    (tmp_path / "heldout.jsonl").write_text(rows)
-    report = run(data=tmp_path)
-    assert report.metrics["eval/left_out"] == 1.0
-    assert report.metrics["eval/samples"] == len(WORDS)
 
 
 def prompts_in(folder: Path, *, answered: int) -> Path:
@@ -184,22 +155,3 @@ def test_prompts_without_answers_are_judged_on_all_but_exact_match(
     rows = [json.loads(line) for line in text.splitlines()]
     assert [row["expected"] for row in rows] == [None] * len(WORDS)
     assert [row["messages"] for row in rows] == [[messages[0]] for messages in CONVERSATIONS]
-
-
-@pytest.mark.slow
-def test_of_mixed_rows_those_with_answers_are_compared(
-    run: Callable[..., StageReport], tmp_path: Path
-) -> None:
-    report = run(data=prompts_in(tmp_path, answered=3))
-    assert report.metrics["eval/compared"] == 3.0
-    assert report.metrics["eval/samples"] == len(WORDS)
-    assert 0 <= report.metrics["eval/after"] <= 1
-    text = (tmp_path / "out" / "generations.jsonl").read_text()
-    expected = [json.loads(line)["expected"] for line in text.splitlines()]
-    assert expected == [w[::-1] for w in WORDS[:3]] + [None] * (len(WORDS) - 3)
-
-
-def test_a_difference_is_no_tie() -> None:
-    """With very different logits, another token is a difference."""
-    compared = compare_greedy([[1]], [[2]], [[[(2, 9.0), (1, 8.0)]]])
-    assert (compared.equal, compared.ties, len(compared.differences)) == (0, 0, 1)

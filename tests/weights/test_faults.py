@@ -18,6 +18,7 @@ from tasks.gather import gather
 from tasks.merge import merge
 from tasks.pipeline.artifact import Origin, publish, staging
 from tasks.pipeline.report import StageReport
+from tasks.weights.execute import writer
 from tests.weights.making import Copies, copy_reference
 
 Run = Callable[[Path], StageReport]
@@ -25,7 +26,12 @@ LOG = logging.getLogger("tests.weights")
 JUDGED = {"profile": PROFILES["standard"], "log": LOG}
 
 
-@pytest.fixture(params=["gather", "merge", "convert"])
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(
+    params=["merge", pytest.param("gather", marks=SLOW), pytest.param("convert", marks=SLOW)]
+)
 def run(request, lora_run, llama, lora_adapter, full_weights, full_run, qwen) -> Run:
     """Each stage, ready to run into a directory; convert is set up so that it has to write."""
 
@@ -64,8 +70,7 @@ def _fail_at(monkeypatch: pytest.MonkeyPatch, call: int, number: int) -> None:
     monkeypatch.setattr(os, "pwrite", failing)
 
 
-@pytest.mark.parametrize("call", [1, 2, 9])
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize(("call", "number"), [(1, errno.ENOSPC), (2, errno.EIO), (9, errno.ENOSPC)])
 def test_a_refused_write_shows_nothing_and_the_next_run_succeeds(
     run: Run, call: int, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,36 +79,26 @@ def test_a_refused_write_shows_nothing_and_the_next_run_succeeds(
         with pytest.raises(ArtifactError, match=os.strerror(number)) as caught:
             _publish(tmp_path, run)
     assert "paths.runs=" in caught.value.hint
-    assert _visible(tmp_path) == []
+    # Hidden folders are continued by the next run.
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == []
     assert (_publish(tmp_path, run) / "manifest.json").is_file()
     assert [path.name for path in tmp_path.iterdir()] == ["artifact"]
 
 
-def _visible(store: Path) -> list[str]:
-    """Return file names, except hidden folders, which the next run continues."""
-    return [path.name for path in store.iterdir() if not path.name.startswith(".")]
-
-
-def test_too_little_space_is_refused_before_writing(
+def test_too_little_space_and_an_interruption_leave_nothing(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tasks.weights.execute import writer
-
     class Usage:
         free = 1000
 
-    monkeypatch.setattr(writer.shutil, "disk_usage", lambda _: Usage)
-    with pytest.raises(ArtifactError, match="are free"):
-        _publish(tmp_path, run)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_interruption_midway_shows_nothing(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def interrupt(*_: object) -> int:
         raise KeyboardInterrupt
 
+    with monkeypatch.context() as patch:
+        patch.setattr(writer.shutil, "disk_usage", lambda _: Usage)
+        with pytest.raises(ArtifactError, match="free"):
+            _publish(tmp_path, run)
+    assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(os, "pwrite", interrupt)
     with pytest.raises(KeyboardInterrupt):
         _publish(tmp_path, run)

@@ -1,8 +1,9 @@
+"""The merge stage equals peft's merge, finds planted faults, and refuses what does not fit."""
+
 from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from tasks.evaluation.scoring import ModelRef
 from tasks.merge import ADAPTER_INPUT, BASE_INPUT, choose_mode, merge
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.pipeline.report import StageReport
+from tasks.serving.reference.load import load_model
 from tasks.weights.adapters.read import read_adapter
-from tasks.weights.execute.worker import perform
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.plan.operations import Plan
 from tasks.weights.proof.recheck import recompute, recomputed_check
@@ -45,11 +46,8 @@ def _merge(out: Path, adapter: Path, base: Path, trained: Path, **options) -> St
 
 
 def _peft_merge(
-    base: dict[str, torch.Tensor],
-    folder: Path,
-    adapter: Path,
-    dtype: torch.dtype = torch.bfloat16,
-) -> dict:
+    base: dict[str, torch.Tensor], folder: Path, adapter: Path, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, torch.Tensor]:
     """Merge with peft in fp32 on `base` and cast once."""
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -65,8 +63,6 @@ def _peft_merge(
 def _dequantised(base: Path) -> dict[str, torch.Tensor]:
     """Return the base as a 4-bit transformers model stores it."""
     from bitsandbytes import functional, nn
-
-    from tasks.serving.reference.load import load_model
 
     model = load_model(base, quantization=NF4)
     state = dict(model.named_parameters())
@@ -100,8 +96,13 @@ def test_qlora_merges_into_the_base_that_training_saw(qwen, qlora_adapter, qlora
     assert report.drift is not None
     assert report.drift.mean_kl <= STANDARD.mean_kl
     error = report.notes["quantization_error"]
-    assert len(error["by_tensor"]) == 14
     assert error["max"] == max(error["by_tensor"].values()) >= error["overall"] > 0
+    name = "model.layers.1.mlp.down_proj.weight"
+    key = f"base_model.model.{name.removesuffix('.weight')}"
+    lora = load_file(qlora_adapter / "adapter_model.safetensors")
+    change = 2.0 * lora[f"{key}.lora_B.weight"].float() @ lora[f"{key}.lora_A.weight"].float()
+    lost = float((state_of(qwen.path)[name].float() - seen[name].float()).norm() / change.norm())
+    assert error["by_tensor"][name] == pytest.approx(lost, 1e-5)
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
 
 
@@ -111,32 +112,10 @@ def test_qlora_into_the_original_base_is_another_model(qwen, qlora_adapter, qlor
     )
     assert report.notes["merge_base"] == "original"
     assert failed(report.checks) == ["drift from the trained model"]
-    assert "the base in 4 bits and merged into the one in 16: merge.base=auto; " in (
-        report.checks[-2].hint
-    )
+    assert "merge.base=auto" in report.checks[-2].hint
     expected = _peft_merge(state_of(qwen.path), qwen.path, qlora_adapter)
     state = state_of(out)
     assert [name for name in state if not torch.equal(state[name], expected[name])] == []
-
-
-def test_quantization_error_is_what_its_name_says(qwen, qlora_adapter, qlora_run, out) -> None:
-    report = _merge(out, qlora_adapter, qwen.path, qlora_run)
-    name = "model.layers.1.mlp.down_proj.weight"
-    key = f"base_model.model.{name.removesuffix('.weight')}"
-    lora = load_file(qlora_adapter / "adapter_model.safetensors")
-    change = 2.0 * lora[f"{key}.lora_B.weight"].float() @ lora[f"{key}.lora_A.weight"].float()
-    lost = state_of(qwen.path)[name].float() - _dequantised(qwen.path)[name].float()
-    expected = float(lost.norm() / change.norm())
-    assert report.notes["quantization_error"]["by_tensor"][name] == pytest.approx(expected, 1e-5)
-
-
-def test_only_tensors_that_are_read_are_checked(llama, lora_adapter, lora_run, out) -> None:
-    report = _merge(out, lora_adapter, llama.path, lora_run)
-    by_name = {check.name: check for check in report.checks}
-    assert "values of lm_head.weight" not in by_name  # copied by its hash: nothing was compared
-    assert by_name["values of model.layers.0.mlp.up_proj.weight"].ok
-    assert len(report.checks) == 14 + 4  # kept, rows, drift, share
-    assert by_name["sampled rows"].ok
 
 
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"
@@ -199,55 +178,39 @@ def test_planted_faults_are_found(request: pytest.FixtureRequest, out: Path, fau
     assert {name for name, check in finders.items() if not check.ok} == FAULTS[fault]
 
 
-@pytest.mark.parametrize(
-    ("setting", "quantization", "chosen"),
-    [("auto", None, "original"), ("auto", NF4, "dequantized"), ("original", NF4, "original")],
-)
-def test_choice_of_the_base(setting: str, quantization: dict | None, chosen: str) -> None:
-    assert choose_mode(setting, quantization) == chosen
-
-
-def test_dequantised_without_quantisation_is_refused() -> None:
-    with pytest.raises(ConfigError, match="did not quantise"):
-        choose_mode("dequantized", None)
-
-
-def test_unknown_choice_names_the_allowed_ones() -> None:
-    with pytest.raises(ConfigError, match="auto, dequantized, original"):
-        choose_mode("origina", None)
-
-
-def test_wrong_base_is_refused(qwen: Artifact, lora_adapter, lora_run, out) -> None:
-    with pytest.raises(ArtifactError, match="wrong base"):
+def test_inputs_that_do_not_fit_write_nothing(
+    llama, qwen: Artifact, lora_adapter, lora_run, out, tmp_path
+) -> None:
+    assert choose_mode("auto", None) == choose_mode("original", NF4) == "original"
+    assert choose_mode("auto", NF4) == "dequantized"
+    for setting in ("dequantized", "origina"):
+        with pytest.raises(ConfigError, match=setting):
+            choose_mode(setting, None)
+    with pytest.raises(ArtifactError, match="base"):
         _merge(out, lora_adapter, qwen.path, lora_run)
-    assert list(out.iterdir()) == []
 
-
-def test_every_misfit_of_the_adapter_in_one_error(llama, lora_adapter, lora_run, out, tmp_path):
     broken = shutil.copytree(lora_adapter, tmp_path / "broken")
     path = broken / "adapter_model.safetensors"
-    tensors = load_file(path)
+    whole, tensors = path.read_bytes(), load_file(path)
+    path.write_bytes(whole[:-2])
+    with pytest.raises(ArtifactError, match=r"adapter_model\.safetensors"):
+        _merge(out, broken, llama.path, lora_run)
     prefix = "base_model.model.model.layers.0.mlp"
-    tensors[f"{prefix}.up_projj.lora_A.weight"] = tensors.pop(f"{prefix}.up_proj.lora_A.weight")
-    tensors[f"{prefix}.up_projj.lora_B.weight"] = tensors.pop(f"{prefix}.up_proj.lora_B.weight")
+    for half in "AB":
+        key = f"{prefix}.up_proj.lora_{half}.weight"
+        tensors[key.replace("up_proj", "up_projj")] = tensors.pop(key)
     tensors[f"{prefix}.down_proj.lora_A.weight"] = torch.ones(4, 7)
     del tensors[f"{prefix}.gate_proj.lora_B.weight"]
     save_file(tensors, path)
     with pytest.raises(ContractError) as caught:
         _merge(out, broken, llama.path, lora_run)
     text = "\n".join(caught.value.details)
-    assert len(caught.value.details) == 7
-    assert "the adapter covers only 25 of the 28 tensors it has to hold" in text
-    assert "up_projj.lora_A.weight: unexpected: near: base_model.model.model.layers.0.mlp" in text
-    assert "down_proj.lora_A.weight: is [4, 7], the model and the rank need [4, 128]" in text
-    assert f"{prefix}.gate_proj.lora_B.weight: missing" in text
+    for thing in ("up_projj.lora_A.weight", "[4, 7]", f"{prefix}.gate_proj.lora_B.weight: missing"):
+        assert thing in text
     assert list(out.iterdir()) == []
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "unbiased"])
-def test_modules_without_effect_are_a_warning(
-    llama, lora_adapter, lora_run, out, tmp_path, caplog, rounding: str
-):
+def test_modules_without_effect_are_a_warning(llama, lora_adapter, lora_run, out, tmp_path, caplog):
     """A tower that saw no data has a lora_B of zeros, and an update may round away."""
     weak = shutil.copytree(lora_adapter, tmp_path / "weak")
     path = weak / "adapter_model.safetensors"
@@ -256,13 +219,13 @@ def test_modules_without_effect_are_a_warning(
     for module, value in values.items():
         tensors[f"base_model.model.model.layers.{module}.lora_B.weight"].fill_(value)
     save_file(tensors, path)
-    report = _merge(out, weak, llama.path, lora_run, rounding=rounding)
+    report = _merge(out, weak, llama.path, lora_run)
     assert failed(report.checks) == []
     base, made = state_of(llama.path), state_of(out)
     same = {name for name in made if torch.equal(base[name], made[name])}
     assert same >= {f"model.layers.{module}.weight" for module in values}
     (warning,) = [entry for entry in caplog.records if entry.levelname == "WARNING"]
-    assert [int(n) for n in re.findall(r"(?<![\w.])\d+", warning.getMessage())] == [3, 14, 2, 1]
+    assert "3 of 14" in warning.getMessage()
 
 
 def test_infinite_result_fails_the_stage_by_name(llama, lora_adapter, lora_run, out, tmp_path):
@@ -277,34 +240,6 @@ def test_infinite_result_fails_the_stage_by_name(llama, lora_adapter, lora_run, 
     report = _merge(out, hot, llama.path, lora_run)
     assert failed(report.checks) == ["values of model.layers.0.self_attn.k_proj.weight"]
     assert report.drift is None
-
-
-def test_another_process_may_do_the_work(qwen, qlora_adapter, qlora_run, tmp_path) -> None:
-    """Requests and results are plain JSON, and the merged files are the same."""
-
-    def elsewhere(request: dict) -> dict:
-        return json.loads(json.dumps(perform(json.loads(json.dumps(request)))))
-
-    folders = {tmp_path / "here": perform, tmp_path / "there": elsewhere}
-    reports = []
-    for folder, performer in folders.items():
-        folder.mkdir()
-        inputs = (qlora_adapter, qwen.path, qlora_run)
-        reports.append(_merge(folder, *inputs, perform=performer))
-    assert reports[0] == reports[1]
-    here, there = ((f / "model.safetensors").read_bytes() for f in folders)
-    assert here == there
-
-
-def test_truncated_inputs_are_refused_and_nothing_is_written(
-    llama, lora_adapter, lora_run, out, tmp_path
-):
-    short = shutil.copytree(lora_adapter, tmp_path / "short")
-    path = short / "adapter_model.safetensors"
-    path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(ArtifactError, match="truncated"):
-        _merge(out, short, llama.path, lora_run)
-    assert list(out.iterdir()) == []
 
 
 def test_a_tied_target_is_stored_separately(tmp_path, qwen, qlora_adapter, qlora_run, out) -> None:
@@ -329,16 +264,7 @@ def test_a_tied_target_is_stored_separately(tmp_path, qwen, qlora_adapter, qlora
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
 
 
-def test_merging_twice_gives_the_same_bytes(qwen, qlora_adapter, qlora_run, tmp_path) -> None:
-    folders = [tmp_path / "one", tmp_path / "two"]
-    for folder in folders:
-        folder.mkdir()
-        _merge(folder, qlora_adapter, qwen.path, qlora_run)
-    first, second = ({p.name: p.read_bytes() for p in f.iterdir()} for f in folders)
-    assert first == second
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_one_pass_with_convert_and_both_verdicts(
     llama, lora_adapter, lora_run, tmp_path, dtype: str
 ) -> None:
@@ -372,36 +298,23 @@ def test_one_pass_with_convert_and_both_verdicts(
     assert served.notes == {"linked": files, "drift_carried_over": True}
 
 
-def test_unchanged_shards_of_the_store_are_read_only_links(
-    llama, lora_adapter, lora_run, tmp_path
+@pytest.mark.parametrize("place", ["store", "elsewhere", "behind links"])
+def test_unchanged_shards_are_links_within_the_store_and_copies_elsewhere(
+    place: str, llama, lora_adapter, lora_run, tmp_path
 ) -> None:
     store = tmp_path / "artifacts"
-    base = Path(shutil.copytree(llama.path, store / "base" / "llama"))
+    base = llama.path if place == "elsewhere" else store / "base" / "llama"
+    if place != "elsewhere":
+        shutil.copytree(llama.path, base)
+    if place == "behind links":  # a base artifact is made of links to the user's files
+        for path in base.glob("*.safetensors"):
+            path.unlink()
+            path.symlink_to(llama.path / path.name)
     out = store / "weights" / ".key.tmp"
     out.mkdir(parents=True)
     _merge(out, lora_adapter, base, lora_run)
     linked = [p.name for p in out.glob("*.safetensors") if p.stat().st_nlink > 1]
-    assert linked  # the embedding and the head have files of their own in this base
+    assert not [path for path in out.iterdir() if path.is_symlink()]
+    assert bool(linked) == (place == "store")  # the embedding and the head have files of their own
     assert all((out / n).samefile(base / n) for n in linked)
     assert [n for n in linked if (base / n).stat().st_mode & 0o222] == []
-
-
-def test_unchanged_shards_from_elsewhere_are_copies(llama, lora_adapter, lora_run, out) -> None:
-    _merge(out, lora_adapter, llama.path, lora_run)
-    assert {path.stat().st_nlink for path in out.glob("*.safetensors")} == {1}
-
-
-def test_weights_behind_a_link_of_the_base_are_copies(
-    llama, lora_adapter, lora_run, tmp_path
-) -> None:
-    """A base artifact is made of links to the user's files, which are not in the store."""
-    store = tmp_path / "artifacts"
-    base = Path(shutil.copytree(llama.path, store / "base" / "llama"))
-    for path in base.glob("*.safetensors"):
-        path.unlink()
-        path.symlink_to(llama.path / path.name)
-    out = store / "weights" / ".key.tmp"
-    out.mkdir(parents=True)
-    _merge(out, lora_adapter, base, lora_run)
-    assert {path.stat().st_nlink for path in out.glob("*.safetensors")} == {1}
-    assert not [path for path in out.iterdir() if path.is_symlink()]

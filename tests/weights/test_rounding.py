@@ -72,7 +72,7 @@ def test_the_bits_are_those_of_the_definition() -> None:
     assert parts.astype(int).tolist() == PARTS
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     seed=st.integers(0, 2**32 - 1),
     shape=st.tuples(st.integers(1, 20), st.integers(1, 70)),
@@ -145,31 +145,12 @@ def test_wrong_random_bits_are_found(inputs: Path, tmp_path: Path) -> None:
     wrong = recompute(moved, sources, read_checkpoint(tmp_path / "out"))
     assert all(result.wrong for result in wrong[:3])
     path = tmp_path / "out" / "model.safetensors"
-    tensors = load_file(path)
-    tensors[NAMES[0]], tensors[NAMES[1]] = (
-        unbiased(
-            load_file(inputs / "base" / "model.safetensors")[name].float()
-            + load_file(inputs / "adapter" / "model.safetensors")[f"{name}.B"]
-            @ load_file(inputs / "adapter" / "model.safetensors")[f"{name}.A"],
-            load_file(inputs / "base" / "model.safetensors")[name].float(),
-            torch.bfloat16,
-            row_keys("another seed" if name == NAMES[0] else name, 0, ROWS),
-        )
-        for name in NAMES[:2]
-    )
+    tensors, name = load_file(path), NAMES[0]
+    base = load_file(inputs / "base" / "model.safetensors")[name].float()
+    low = load_file(inputs / "adapter" / "model.safetensors")
+    wide = base + low[f"{name}.B"] @ low[f"{name}.A"]
+    tensors[name] = unbiased(wide, base, torch.bfloat16, row_keys("another seed", 0, ROWS))
     save_file(tensors, path)
     results = recompute(plan, sources, read_checkpoint(tmp_path / "out"))
     assert results[0].wrong > 0
     assert results[1].wrong == 0
-
-
-def test_expected_value_over_many_names() -> None:
-    base = torch.full((1, 64), 1.0)
-    wide = base + 2.0**-7 * 0.3  # three tenths of a step
-    total = torch.zeros(1, 64)
-    for number in range(2000):
-        keys = row_keys(f"tensor {number}", 0, 1)
-        total += unbiased(wide, base, torch.bfloat16, keys).float() - base
-    share = total / 2000 / 2.0**-7
-    assert float(share.mean()) == pytest.approx(0.3, abs=0.005)
-    assert float((share - 0.3).abs().max()) < 0.06

@@ -1,7 +1,9 @@
-"""A broken checkpoint is refused with one error that names every finding."""
+"""A broken or hostile checkpoint is refused by name, and the audit has a code for it."""
 
 from __future__ import annotations
 
+import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +12,19 @@ from typing import Any
 import pytest
 import torch
 
+from tasks.audit.run import audit
 from tasks.core.errors import ArtifactError
 from tasks.weights.deepspeed.checkpoint import read_zero
+from tests.audit.making import adapter_tensors, codes, errors, make_adapter
 
 Copied = Callable[[str], Path]
+Damage = Callable[[Path], object]
+State = dict[str, Any]
+
+NORM = "base_model.model.model.norm.weight"
+MODEL_1, OPTIM_1 = "*_1_*_model_states.pt", "*_1_*_optim_states.pt"
+MODEL_0, OPTIM_0 = "*_0_*_model_states.pt", "*_0_*_optim_states.pt"
+MODEL = "mp_rank_00_model_states.pt"
 
 
 def files(folder: Path, pattern: str) -> list[Path]:
@@ -22,171 +33,254 @@ def files(folder: Path, pattern: str) -> list[Path]:
     return paths
 
 
-def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Load a file, change it and save it again, with torch."""
-    state = torch.load(path, weights_only=False)
-    change(state)
-    torch.save(state, path)
+def remove(pattern: str) -> Damage:
+    return lambda folder: [path.unlink() for path in files(folder, pattern)]
 
 
-def findings(folder: Path) -> list[str]:
-    with pytest.raises(ArtifactError) as raised:
-        read_zero(folder)
-    return [raised.value.message, *raised.value.details]
+def cut(pattern: str) -> Damage:
+    return lambda folder: [p.write_bytes(p.read_bytes()[:-100]) for p in files(folder, pattern)]
 
 
-def test_missing_ranks_are_named(copied: Copied) -> None:
-    folder = copied("full-3")
-    files(folder, "*_1_*_optim_states.pt")[0].unlink()
-    files(folder, "*_0_*_model_states.pt")[0].unlink()
-    lines = findings(folder)
-    assert "optim states of 2 ranks, absent: 1" in lines
-    assert "model states of 2 ranks, absent: 0" in lines
+def copy(pattern: str, name: Callable[[str], str]) -> Damage:
+    """Copy the first file of a pattern under another name."""
+
+    def damage(folder: Path) -> None:
+        path = files(folder, pattern)[0]
+        shutil.copy(path, path.with_name(name(path.name)))
+
+    return damage
 
 
-def test_all_optimizer_states_missing(copied: Copied) -> None:
-    folder = copied("lora-2")
-    for path in files(folder, "*_optim_states.pt"):
-        path.unlink()
-    assert any("fp32 weights of all 2 ranks are absent" in line for line in findings(folder))
+def rewrite(pattern: str, change: Callable[[State], object]) -> Damage:
+    """Load files with torch, change them and save them again."""
+
+    def damage(folder: Path) -> None:
+        for path in files(folder, pattern):
+            state = torch.load(path, weights_only=False)
+            change(state)
+            torch.save(state, path)
+
+    return damage
 
 
-def test_a_rank_too_many(copied: Copied) -> None:
-    folder = copied("full-2")
-    first = files(folder, "*_0_*_optim_states.pt")[0]
-    shutil.copy(first, first.with_name(first.name.replace("rank_0_", "rank_2_")))
-    assert any("there are only 2 ranks" in line for line in findings(folder))
+def latest(text: str) -> Damage:
+    return lambda folder: (folder / "latest").write_text(text)
 
 
-def test_two_files_of_one_rank(copied: Copied) -> None:
-    folder = copied("full-2")
-    first = files(folder, "*_0_*_optim_states.pt")[0]
-    shutil.copy(first, first.with_name(first.name.removeprefix("bf16_")))
-    assert any("rank 0 has another file" in line for line in findings(folder))
+def _step_back(state: State) -> None:
+    for entry in state["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+        entry["step"] = entry["step"] - 1
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("zero_pp_rank_0_mp_rank_01_model_states.pt", "tensor or pipeline parallel"),
-        ("layer_03-model_00-model_states.pt", "pipeline parallel"),
-        ("layer_0_expert_1_mp_rank_00_model_states.pt", "experts"),
-    ],
-)
-def test_other_parallelism_is_refused_by_name(copied: Copied, name: str, what: str) -> None:
-    folder = copied("full-3")
-    model = files(folder, "*_0_*_model_states.pt")[0]
-    shutil.copy(model, model.with_name(name))
-    assert any(name in line and what in line for line in findings(folder))
+def _shorten(key: str) -> Callable[[State], None]:
+    def change(state: State) -> None:
+        groups = state["optimizer_state_dict"][key]
+        groups[0] = groups[0].detach()[:-7].clone()
+
+    return change
 
 
-def test_files_of_two_steps(copied: Copied) -> None:
-    folder = copied("full-3")
-    rewrite(files(folder, "*_1_*_model_states.pt")[0], lambda state: state.update(global_steps=1))
-    assert any("more than one step" in line for line in findings(folder))
-
-
-def test_an_optimizer_part_of_another_step(copied: Copied) -> None:
-    def back(state: dict[str, Any]) -> None:
-        for entry in state["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
-            entry["step"] = entry["step"] - 1
-
-    folder = copied("full-2")
-    rewrite(files(folder, "*_1_*_optim_states.pt")[0], back)
-    assert any("more than one optimizer step" in line for line in findings(folder))
-
-
-def test_sizes_that_do_not_add_up_are_named(copied: Copied) -> None:
-    def cut(key: str) -> Callable[[dict[str, Any]], None]:
-        def change(state: dict[str, Any]) -> None:
-            groups = state["optimizer_state_dict"][key]
-            groups[0] = groups[0].detach()[:-7].clone()
-
-        return change
-
-    folder = copied("full-3")
-    rewrite(files(folder, "*_1_*_optim_states.pt")[0], cut("fp32_flat_groups"))
-    assert any("rank 1: parameters need" in line for line in findings(folder))
-    folder = copied("full-2")
-    rewrite(files(folder, "*_0_*_optim_states.pt")[0], cut("single_partition_of_fp32_groups"))
-    assert any("group 0: parameters need" in line for line in findings(folder))
-
-
-def test_parts_swapped_between_ranks_are_noticed(copied: Copied) -> None:
-    folder = copied("full-2")
+def _swap(folder: Path) -> None:
     first, second = files(folder, "*_optim_states.pt")
-    spare = first.with_suffix(".spare")
-    first.rename(spare)
+    spare = first.rename(first.with_suffix(".spare"))
     second.rename(first)
     spare.rename(second)
-    assert findings(folder)
 
 
-def test_a_frozen_part_that_is_missing(copied: Copied) -> None:
-    folder = copied("lora-3")
-    name = "base_model.model.model.norm.weight"
-    rewrite(
-        files(folder, "*_1_*_model_states.pt")[0],
-        lambda state: state["frozen_param_fragments"].pop(name),
-    )
-    assert any(name in line and "the ranks hold [6]" in line for line in findings(folder))
+def _two_steps_and_none_named(folder: Path) -> None:
+    shutil.copytree(folder / "global_step2", folder / "global_step4")
+    (folder / "latest").unlink()
 
 
-def test_a_parameter_of_which_nothing_was_saved(copied: Copied) -> None:
-    folder = copied("lora-3")
-    name = "base_model.model.model.norm.weight"
-    for path in files(folder, "*_model_states.pt"):
-        rewrite(path, lambda state: state["frozen_param_shapes"].pop(name))
-    assert f"{name}: a parameter of the model, but no rank holds data of it" in findings(folder)
-
-
-def test_an_empty_tensor_is_refused(copied: Copied) -> None:
-    folder = copied("lora-1")
-    name = "base_model.model.model.norm.weight"
-    rewrite(
-        files(folder, "mp_rank_00_model_states.pt")[0],
-        lambda state: state["module"].update({name: torch.empty(0)}),
-    )
-    assert f"{name}: has no elements, shape [0]" in findings(folder)
-
-
-def test_a_universal_parameter_that_is_missing_cut_or_extra(copied: Copied) -> None:
-    folder = copied("full-3-universal")
+def _spoil_universal(folder: Path) -> None:
     (zero,) = folder.glob("*/zero")
     shutil.rmtree(zero / "model.norm.weight")
     torch.save(torch.zeros(5), zero / "model.embed_tokens.weight" / "fp32.pt")
     shutil.copytree(zero / "model.layers.0.input_layernorm.weight", zero / "stranger")
-    lines = findings(folder)
-    assert any("zero/stranger" in line for line in lines)
-    assert any("no zero/model.norm.weight/fp32.pt" in line for line in lines)
-    assert any("[5], the model's is [37, 12]" in line for line in lines)
 
 
-def test_every_truncated_file_is_named(copied: Copied) -> None:
-    folder = copied("full-3")
-    paths = files(folder, "*_optim_states.pt")
-    for path in paths:
-        path.write_bytes(path.read_bytes()[:-100])
-    lines = findings(folder)
-    assert all(any(path.name in line for line in lines[1:]) for path in paths)
+def _integers(folder: Path) -> None:
+    (zero,) = folder.glob("*/zero")
+    torch.save(torch.ones(12, dtype=torch.int32), zero / "model.norm.weight" / "fp32.pt")
 
 
-def test_latest_names_an_absent_step(copied: Copied) -> None:
+def _optimizer(**changes: Any) -> Callable[[State], object]:
+    return lambda state: state["optimizer_state_dict"].update(changes)
+
+
+def _deep() -> list[Any]:
+    deep: list[Any] = []
+    for _ in range(60):
+        deep = [deep, deep]  # its repr would have 2**60 parts
+    return deep
+
+
+def _update(**changes: Any) -> Callable[[State], object]:
+    return lambda state: state.update(changes)
+
+
+DAMAGES: dict[str, tuple[str, Damage, list[str], str]] = {
+    # name: (checkpoint, damage, what the error names, the audit's code)
+    "rank missing": ("full-3", remove(OPTIM_1), ["absent: 1"], "ZERO_RANK_MISSING"),
+    "no optimizer": ("lora-2", remove("*_optim_states.pt"), ["2 ranks"], "ZERO_RANK_MISSING"),
+    "rank too many": (
+        "full-2",
+        copy(OPTIM_0, lambda name: name.replace("rank_0_", "rank_2_")),
+        ["2 ranks"],
+        "ZERO_WORLD_DISAGREES",
+    ),
+    "rank twice": (
+        "full-2", copy(OPTIM_0, lambda name: name.removeprefix("bf16_")), ["rank 0"], "",
+    ),
+    "tensor parallel": (
+        "full-3",
+        copy(MODEL_0, lambda _: "zero_pp_rank_0_mp_rank_01_model_states.pt"),
+        ["mp_rank_01"],
+        "ZERO_PARALLEL",
+    ),
+    "pipeline parallel": (
+        "full-3",
+        copy(MODEL_0, lambda _: "layer_03-model_00-model_states.pt"),
+        ["layer_03"],
+        "ZERO_PARALLEL",
+    ),
+    "experts": (
+        "full-3",
+        copy(MODEL_0, lambda _: "layer_0_expert_1_mp_rank_00_model_states.pt"),
+        ["layer_0_expert_1"],
+        "ZERO_PARALLEL",
+    ),
+    "two steps": (
+        "full-3", rewrite(MODEL_1, _update(global_steps=1)), ["step"], "ZERO_STEPS_MIXED",
+    ),
+    "optimizer step": ("full-2", rewrite(OPTIM_1, _step_back), ["optimizer step"], ""),
+    "short part of ZeRO-3": (
+        "full-3", rewrite(OPTIM_1, _shorten("fp32_flat_groups")), ["rank 1: parameters need"], "",
+    ),
+    "short part of ZeRO-2": (
+        "full-2",
+        rewrite(OPTIM_0, _shorten("single_partition_of_fp32_groups")),
+        ["group 0: parameters need"],
+        "",
+    ),
+    "parts swapped": ("full-2", _swap, [], ""),
+    "frozen part missing": (
+        "lora-3",
+        rewrite(MODEL_1, lambda state: state["frozen_param_fragments"].pop(NORM)),
+        [NORM],
+        "",
+    ),
+    "frozen weight missing": (
+        "lora-3",
+        rewrite("*_model_states.pt", lambda state: state["frozen_param_shapes"].pop(NORM)),
+        [NORM],
+        "",
+    ),
+    "empty tensor": (
+        "lora-1",
+        rewrite(MODEL, lambda state: state["module"].update({NORM: torch.empty(0)})),
+        [NORM],
+        "",
+    ),
+    "universal": (
+        "full-3-universal",
+        _spoil_universal,
+        ["zero/stranger", "zero/model.norm.weight/fp32.pt", "[5]"],
+        "",
+    ),
+    "universal integers": ("full-3-universal", _integers, ["I32"], ""),
+    "files cut short": ("full-3", cut("*_optim_states.pt"), ["_0_", "_1_"], "ZERO_UNUSABLE"),
+    "dangling latest": ("full-2", latest("global_step9"), ["global_step9"], "ZERO_LATEST_DANGLING"),
+    "no latest": (
+        "full-2",
+        _two_steps_and_none_named,
+        ["global_step2", "global_step4"],
+        "ZERO_LATEST_DANGLING",
+    ),
+    "latest leads out": ("full-2", latest("../full-2/global_step2"), ["latest"], ""),
+    "latest is absolute": ("full-2", latest("/etc"), ["latest"], ""),
+    "latest is empty": ("full-2", latest(""), ["latest"], ""),
+    "endless paddings": (
+        "full-2",
+        rewrite(OPTIM_0, _optimizer(param_alignment_paddings=[[0] * 100_000] * 100_000)),
+        ["100000 paddings"],
+        "",
+    ),
+    "endless groups": (
+        "full-2",
+        rewrite(MODEL, lambda s: s.update(param_shapes=[s["param_shapes"][0]] * 100_000)),
+        ["group"],
+        "",
+    ),
+    "endless shapes": (
+        "full-2",
+        rewrite(MODEL, _update(param_shapes=[{str(n): [1] * 100_000 for n in range(9)}])),
+        ["param_shapes"],
+        "",
+    ),
+    "deep count": ("full-2", rewrite(OPTIM_0, _optimizer(partition_count=_deep())), ["count"], ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_every_damage_is_refused_by_name(name: str, copied: Copied) -> None:
+    case, damage, things, code = DAMAGES[name]
+    folder = copied(case)
+    damage(folder)
+    with pytest.raises(ArtifactError) as raised:
+        read_zero(folder)
+    report = "\n".join([raised.value.message, *raised.value.details])
+    assert [thing for thing in things if thing not in report] == []
+    assert len(report) < 10_000
+    if code:
+        assert code in errors(codes(folder))
+
+
+def test_states_of_other_types_are_refused_or_ignored(copied: Copied) -> None:
     folder = copied("full-2")
-    (folder / "latest").write_text("global_step9")
-    assert any("names global_step9" in line for line in findings(folder))
+    (path,) = files(folder, MODEL)
+    whole = path.read_bytes()
+    for key in ("param_shapes", "buffer_names", "shared_params", "module"):
+        for value in (3, "x", [3], {"a": 3}):
+            path.write_bytes(whole)
+            rewrite(MODEL, _update(**{key: value}))(folder)
+            if (key, value) == ("buffer_names", [3]):
+                read_zero(folder)
+                continue
+            with pytest.raises(ArtifactError):
+                read_zero(folder)
 
 
-def test_several_steps_and_none_named(copied: Copied) -> None:
-    folder = copied("full-2")
-    shutil.copytree(folder / "global_step2", folder / "global_step4")
-    assert read_zero(folder).root.name == "global_step2"
-    (folder / "latest").unlink()
-    lines = findings(folder)
-    assert "2 steps and no file `latest`" in lines[0]
-    assert lines[1:] == ["global_step2", "global_step4"]
+def test_more_parameters_than_a_process_may_open_files(copied: Copied) -> None:
+    """A universal checkpoint has one file per parameter: thousands for a large model."""
+    folder = copied("full-2-universal")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, hard))
+    try:
+        assert len(read_zero(folder).trained) > 20
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:
-    assert "no DeepSpeed checkpoint" in findings(tmp_path)[0]
-    assert "no such folder" in findings(tmp_path / "absent")[0]
+    for folder in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(ArtifactError, match=folder.name):
+            read_zero(folder)
+
+
+@pytest.mark.parametrize("case", ["full-1", "lora-3", "full-2-universal"])
+def test_the_audit_tells_how_to_gather_a_complete_checkpoint(saved: Path, case: str) -> None:
+    report = audit(saved / case)
+    assert report.kind == "deepspeed"
+    assert report.ok, report.text()
+    (finding,) = [f for f in report.findings if f.code == "ZERO_NOT_GATHERED"]
+    assert f"source={saved / case} " in finding.fix
+
+
+def test_an_empty_adapter_beside_its_shards_can_be_gathered(copied: Copied) -> None:
+    folder = copied("lora-3")
+    make_adapter(folder, {key: value[:0, 0] for key, value in adapter_tensors().items()})
+    by_code = {finding.code: finding for finding in audit(folder).findings}
+    assert "EMPTY_TENSOR" in by_code
+    assert f"source={folder}/global_step2 " in by_code["ZERO_BESIDE"].fix

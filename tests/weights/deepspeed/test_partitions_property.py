@@ -108,7 +108,7 @@ def tensors(shapes: list[list[list[int]]]) -> Groups:
     align=st.sampled_from([1, 4]),
 )
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_partitions_are_joined_to_the_original_tensors(
     tmp_path: Path, shapes: list[list[list[int]]], stage: int, world: int, align: int
@@ -130,7 +130,7 @@ def test_partitions_are_joined_to_the_original_tensors(
     shape=st.lists(st.integers(1, 40), min_size=1, max_size=2),
 )
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_a_shape_that_was_altered_is_an_error(
     tmp_path: Path, stage: int, world: int, name: str, shape: list[int]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tasks.core.errors import ContractError
 from tasks.delivery.plan.gathering import gathered_adapter
 from tasks.delivery.plan.planning import prepare
 from tasks.delivery.plan.work import TRAINED, Request, Target
@@ -28,8 +27,10 @@ def request(folder: Path, dtype: str = "bfloat16") -> Request:
     return Request(recognise(folder), None, Target(dtype, 3000), None, None, perform)
 
 
-@pytest.mark.parametrize("dtype", list(DTYPES))
-@pytest.mark.parametrize("case", ["full-1", "full-2-universal", "full-3", "untied-3"])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [("full-1", "bfloat16"), ("full-2-universal", "float32"), ("untied-3", "float16")],
+)
 def test_a_model_is_deepspeeds_cast_once(
     saved: Path, tmp_path: Path, case: str, dtype: str
 ) -> None:
@@ -51,7 +52,7 @@ def test_a_model_is_deepspeeds_cast_once(
         assert torch.equal(have, want), name
 
 
-@pytest.mark.parametrize("case", ["lora-1", "lora-2-trained", "lora-3", "lora-3-universal"])
+@pytest.mark.parametrize("case", ["lora-1", "lora-3-universal"])
 def test_an_adapter_has_peft_names_and_no_empty_tensor(
     saved: Path, tmp_path: Path, case: str
 ) -> None:
@@ -68,12 +69,3 @@ def test_an_adapter_has_peft_names_and_no_empty_tensor(
         assert torch.equal(have, expected[name].to(have.dtype)), name
     kept = {op.key for op in plan.ops}
     assert {d.source.partition(":")[2] for d in plan.dropped} == set(checkpoint.tensors) - kept
-
-
-def test_a_model_is_no_adapter(saved: Path) -> None:
-    """Every parameter that does not belong to an adapter is named."""
-    checkpoint = read_zero(saved / "full-3")
-    (saved / "full-3" / "adapter_config.json").write_text("{}")
-    with pytest.raises(ContractError, match="no parameter of adapter") as raised:
-        gathered_adapter(request(saved / "full-3"), checkpoint, checkpoint.trained)
-    assert len(raised.value.details) > 20

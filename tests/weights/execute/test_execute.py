@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import logging
 import os
-import subprocess
-import sys
+import shutil
+import threading
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,18 +19,17 @@ from safetensors.torch import save_file
 from tasks.core.errors import ArtifactError
 from tasks.weights.execute import compute, copying
 from tasks.weights.execute.execute import Executed, execute
+from tasks.weights.execute.sinks import Sink
+from tasks.weights.execute.task_queue import LARGE, Pending, Task
 from tasks.weights.files import file_ranges as extents
-from tasks.weights.files.header import read_header
+from tasks.weights.files.header import TensorInfo, read_header
 from tasks.weights.files.opening import SourceRef, open_sources
 from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.plan.adapter_ops import Add
 from tasks.weights.plan.layout import with_output
 from tasks.weights.plan.operations import Op, Plan
 from tasks.weights.plan.validate import validate
 from tests.weights.making import state_of
 from tests.weights.plans import copied, expected, make_inputs, make_plan, tensors
-
-LOG = logging.getLogger("tests.weights")
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +59,7 @@ def test_every_kind_of_operation_bit_for_bit(inputs, out) -> None:
     assert written.keys() == wanted.keys()
     assert [name for name in written if not torch.equal(written[name], wanted[name])] == []
     assert len(list(out.glob("*.safetensors"))) > 2
+    assert set(read_checkpoint(out).tensors) == set(wanted), "the index agrees with the files"
     for file in out.glob("*.safetensors"):
         raw = file.read_bytes()
         for name, info in read_header(file).tensors.items():
@@ -67,58 +67,24 @@ def test_every_kind_of_operation_bit_for_bit(inputs, out) -> None:
             assert done.outcomes[name].file == file.name
 
 
-def test_the_index_agrees_with_the_files(inputs, out) -> None:
-    _run(make_plan(), inputs, out)
-    checkpoint = read_checkpoint(out)  # refuses an index that disagrees with the files
-    assert set(checkpoint.tensors) == set(expected())
-    index = json.loads((out / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(t.nbytes for t in expected().values())
-
-
 @pytest.mark.parametrize("shard", [None, 40_000, 1])
-def test_the_number_of_workers_changes_no_byte(inputs, tmp_path, shard) -> None:
+def test_workers_and_blocks_change_no_byte(
+    inputs, tmp_path, monkeypatch: pytest.MonkeyPatch, shard: int | None
+) -> None:
     folders = []
-    for workers in (1, 2, 5):
-        out = tmp_path / str(workers)
+    for workers, elements in ((1, 1 << 20), (5, 4096), (2, 300), (1, 1)):
+        monkeypatch.setattr(compute, "ELEMENTS", elements)
+        monkeypatch.setattr(copying, "BLOCK", 16 * elements)
+        out = tmp_path / f"{workers} {elements}"
         out.mkdir()
-        _run(make_plan(max_shard_bytes=shard), inputs, out, workers=workers)
+        done = _run(make_plan(max_shard_bytes=shard), inputs, out, workers=workers)
+        assert Executed.from_json(json.loads(json.dumps(done.as_json()))) == done
         folders.append(_files(out))
-    assert folders[0] == folders[1] == folders[2]
-
-
-@pytest.mark.parametrize("elements", [1, 300, 4096, 1 << 20])
-def test_the_size_of_blocks_changes_no_byte(inputs, out, monkeypatch, elements: int) -> None:
-    monkeypatch.setattr(compute, "ELEMENTS", elements)
-    monkeypatch.setattr(copying, "BLOCK", 16 * elements)
-    _run(make_plan(), inputs, out)
-    wanted = expected()
-    assert [n for n, t in state_of(out).items() if not torch.equal(t, wanted[n])] == []
-
-
-@pytest.mark.parametrize("rows", [*range(1, 40), 1031])
-@pytest.mark.parametrize("columns", [1, 24, 1 << 20])
-def test_blocks_cover_all_rows_once_and_none_is_too_small(rows: int, columns: int) -> None:
-    edges = list(compute.row_blocks(rows, columns))
-    assert edges[0][0] == 0
-    assert edges[-1][1] == rows
-    assert all(left[1] == right[0] for left, right in pairwise(edges))
-    assert all(end - first >= min(rows, compute.ROWS) for first, end in edges)
-
-
-@pytest.mark.parametrize("rank", [1, 3, 64, 300])
-def test_a_product_has_the_same_bits_in_blocks(rank: int) -> None:
-    """Check the assumption of `compute.py` for this machine's BLAS, with one and more threads."""
-    random = torch.Generator().manual_seed(rank)
-    a, b = (torch.randn(*s, generator=random) for s in ((rank, 700), (1100, rank)))
-    threads = torch.get_num_threads()
-    whole = b @ a
-    try:
-        torch.set_num_threads(1)
-        parts = [b[first:end] @ a for first, end in compute.row_blocks(1100, 30_000)]
-    finally:
-        torch.set_num_threads(threads)
-    assert len(parts) > 60
-    assert torch.equal(torch.cat(parts), whole)
+    assert all(folder == folders[0] for folder in folders)
+    edges = [list(compute.row_blocks(rows, 24)) for rows in range(1, 100)]
+    for rows, blocks in enumerate(edges, start=1):
+        assert (blocks[0][0], blocks[-1][1]) == (0, rows)
+        assert all(left[1] == right[0] for left, right in pairwise(blocks))
 
 
 def test_unchanged_tensors_are_linked_or_copied_by_the_kernel(inputs, out, monkeypatch) -> None:
@@ -143,47 +109,40 @@ def test_unchanged_tensors_are_linked_or_copied_by_the_kernel(inputs, out, monke
     assert torch.equal(state_of(out)[moved.name], base[first.name])
 
 
-def test_without_a_manifest_everything_is_read_and_nothing_linked(inputs, out, tmp_path) -> None:
-    import shutil
-
-    plain = shutil.copytree(inputs["base"].path, tmp_path / "plain")
-    (plain / "manifest.json").unlink()
+def test_hashes_of_a_manifest_are_trusted_only_while_they_can_be_right(
+    inputs, out, tmp_path
+) -> None:
     base, _ = tensors()
     plan = Plan(tuple(copied(name, tensor) for name, tensor in base.items()))
-    done = _run(plan, {"base": SourceRef(plain)}, out)
-    assert done.linked == []
-    assert done.read == sum(t.nbytes for t in base.values())
-    assert done.checksums == _run(plan, {"base": inputs["base"]}, out).checksums
-
-
-def test_another_tools_manifest_gives_no_hashes(inputs, tmp_path) -> None:
-    """Other tools' manifests are not compared with the files, so their hashes are not trusted."""
-    import shutil
-
     folder = shutil.copytree(inputs["base"].path, tmp_path / "folder")
     path = folder / "manifest.json"
-    document = json.loads(path.read_text())
-    path.write_text(json.dumps({"files": document["files"]}))
-    os.utime(path)
-    checkpoint = read_checkpoint(folder)
-    assert checkpoint.checksum("wide") is None
+    whole = path.read_text()
+    assert read_checkpoint(folder).checksum("wide") is not None
 
+    document = json.loads(whole)
+    document["tensors"]["model-00002-of-00002.safetensors"]["ids"]["blake3"] = "0" * 64
+    path.write_text(json.dumps(document))
+    with pytest.raises(ArtifactError, match="base:ids"):
+        _run(plan, {"base": SourceRef(folder)}, out, scan=True)
 
-def test_a_file_touched_after_its_manifest_is_read(inputs, tmp_path) -> None:
-    import shutil
-
-    folder = shutil.copytree(inputs["base"].path, tmp_path / "folder")
-    checkpoint = read_checkpoint(folder)
-    assert checkpoint.checksum("wide") is not None
-    os.utime(folder / "model-00001-of-00002.safetensors")
+    path.write_text(json.dumps({"files": document["files"]}))  # of another tool
+    assert read_checkpoint(folder).checksum("wide") is None
+    path.write_text(whole)
+    later = path.stat().st_mtime + 10
+    os.utime(folder / "model-00001-of-00002.safetensors", (later, later))  # touched afterwards
     checkpoint = read_checkpoint(folder)
     assert checkpoint.checksum("wide") is None
     assert checkpoint.checksum("norm") is not None
 
+    path.unlink()
+    shutil.rmtree(out)
+    out.mkdir()
+    done = _run(plan, {"base": SourceRef(folder)}, out)
+    assert done.linked == []
+    assert done.read == sum(t.nbytes for t in base.values())
+
 
 def test_where_the_kernel_cannot_copy_python_does(inputs, out, monkeypatch) -> None:
-    import errno
-
     def refuse(*_: object) -> int:
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
@@ -191,24 +150,6 @@ def test_where_the_kernel_cannot_copy_python_does(inputs, out, monkeypatch) -> N
     _run(make_plan(), inputs, out)
     wanted = expected()
     assert [n for n, t in state_of(out).items() if not torch.equal(t, wanted[n])] == []
-
-
-def test_a_wrong_hash_in_a_manifest_is_noticed_when_the_data_is_read(inputs, out, tmp_path) -> None:
-    import shutil
-
-    folder = shutil.copytree(inputs["base"].path, tmp_path / "folder")
-    path = folder / "manifest.json"
-    document = json.loads(path.read_text())
-    document["tensors"]["model-00002-of-00002.safetensors"]["ids"]["blake3"] = "0" * 64
-    path.write_text(json.dumps(document))
-    only = {"base": SourceRef(folder)}
-    base, _ = tensors()
-    plan = Plan(tuple(copied(name, tensor) for name, tensor in base.items()))
-    with pytest.raises(ArtifactError, match="base:ids: its bytes do not match"):
-        _run(plan, only, out, scan=True)
-    assert [p for p in out.iterdir() if p.suffix == ".safetensors"] == [] or (
-        out / ".journal.jsonl"
-    ).exists()
 
 
 def test_values_are_inspected_while_they_are_copied(out, tmp_path) -> None:
@@ -238,90 +179,41 @@ def test_a_tensor_without_changed_elements_is_reported(inputs, out) -> None:
     assert set(done.changed) == {"wide", "tall", "conv", "bias", "embed"}
 
 
-def test_changed_elements_are_counted_in_fp32_too(out, tmp_path) -> None:
-    stored = {"base": {"w": torch.ones(20, 24)}, "adapter": {"v": torch.eye(20, 24)}}
-    for name, state in stored.items():
-        (tmp_path / name).mkdir()
-        save_file(state, tmp_path / name / "model.safetensors")
-    op = Op("w", (20, 24), "F32", "base:w", "F32", terms=(Add("adapter:v", 0.5),))
-    done = _run(Plan((op,)), {name: SourceRef(tmp_path / name) for name in stored}, out)
-    assert done.changed == {"w": 20 / 480}
-    assert torch.equal(state_of(out)["w"], stored["base"]["w"] + 0.5 * stored["adapter"]["v"])
-
-
 def test_an_input_cut_short_between_plan_and_execution(inputs, out, tmp_path) -> None:
-    import shutil
-
     folder = shutil.copytree(inputs["base"].path, tmp_path / "short")
     refs = {**inputs, "base": SourceRef(folder)}
     sources = open_sources(refs)
     validate(make_plan(), sources)
     os.truncate(folder / "model-00001-of-00002.safetensors", 2000)
-    with pytest.raises(ArtifactError, match="became shorter while it was read"):
+    with pytest.raises(ArtifactError, match="model-00001-of-00002"):
         execute(make_plan(), sources, out)
 
 
-WITHOUT_TORCH = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from tasks.weights.execute.execute import execute
-from tasks.weights.files.opening import SourceRef, open_sources
-from tasks.weights.plan.operations import Op, Plan
-sources = open_sources({"base": SourceRef(Path(sys.argv[2]))})
-ops = [Op(n, i.shape, "F16" if i.dtype == "BF16" else i.dtype, f"base:{n}", i.dtype)
-       for n, i in sources["base"].tensors.items()]
-execute(Plan(tuple(ops)), sources, Path(sys.argv[3]))
-assert "torch" not in sys.modules
-"""
+def test_the_largest_tensors_are_first_and_few_large_ones_run_at_a_time() -> None:
+    def task(name: str, rows: int, memory: int = 0) -> Task:
+        op = Op(name, (rows,), "BF16", f"base:{name}", "F32")
+        place = Sink(-1, Path("out"), TensorInfo((rows,), "BF16", 0, 2 * rows))
+        return Task(op, place, None, None, memory)
 
+    pending = Pending([task(str(rows), rows) for rows in (1, 30, 20)])
+    assert [pending.take().op.name for _ in range(3)] == ["30", "20", "1"]
+    assert pending.take() is None
 
-def test_copies_and_casts_need_no_torch(inputs, out) -> None:
-    root = Path(__file__).resolve().parents[3]
-    command = [sys.executable, "-c", WITHOUT_TORCH, str(root), str(inputs["base"].path), str(out)]
-    subprocess.run(command, check=True, timeout=60)
-    base, _ = tensors()
-    assert torch.equal(state_of(out)["wide"], base["wide"].half())
+    tasks = [task(str(index), 9, LARGE + 1) for index in range(3)]
+    pending, third = Pending(tasks), []
+    first, _ = pending.take(), pending.take()
+    waiting = threading.Thread(target=lambda: third.append(pending.take()))
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    pending.done(first)
+    waiting.join(10)
+    assert third == [tasks[2]]
 
-
-OPTIMISED = """
-import sys; sys.path.insert(0, sys.argv[1])
-from pathlib import Path
-from tasks.weights.execute.execute import execute
-from tasks.weights.files.opening import SourceRef, open_sources
-from tasks.weights.files.reader import ADAPTER
-from tests.weights.plans import make_plan
-refs = {"base": SourceRef(Path(sys.argv[2])), "adapter": SourceRef(Path(sys.argv[3]), stem=ADAPTER)}
-execute(make_plan(), open_sources(refs), Path(sys.argv[4]))
-"""
-
-
-def test_nothing_is_computed_in_an_assert(inputs, out) -> None:
-    root = Path(__file__).resolve().parents[3]
-    folders = [root, inputs["base"].path, inputs["adapter"].path, out]
-    subprocess.run([sys.executable, "-O", "-c", OPTIMISED, *map(str, folders)], check=True)
-    written, wanted = state_of(out), expected()
-    assert [name for name in wanted if not torch.equal(written[name], wanted[name])] == []
-
-
-def test_executed_survives_json(inputs, out) -> None:
-    done = _run(make_plan(), inputs, out)
-    assert Executed.from_json(json.loads(json.dumps(done.as_json()))) == done
-
-
-def test_an_empty_folder_is_left_empty_when_nothing_was_finished(inputs, out, monkeypatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ArtifactError, match="No space left on device"):
-        _run(make_plan(), inputs, out)
-    assert list(out.iterdir()) == []
-
-
-def test_ops_compare_and_serialise() -> None:
-    plan = make_plan()
-    assert Plan.from_json(json.loads(json.dumps(plan.as_json()))) == plan
-    sharded = replace(plan, shards=(3, len(plan.ops) - 3))
-    assert Plan.from_json(json.loads(json.dumps(sharded.as_json()))) == sharded
-    assert Op("a", (2,), "F16", "x:y:z", "F16").key == "y:z"
+    closing = Pending(tasks)
+    closing.take(), closing.take()
+    waiting = threading.Thread(target=closing.take)
+    waiting.start()
+    closing.close()
+    waiting.join(10)
+    assert not waiting.is_alive()

@@ -1,15 +1,28 @@
-"""Make a tiny real model of every family with its own `save_pretrained`."""
+"""Make a tiny real model of every family with its own `save_pretrained`, and merge adapters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tasks.weights.adapters.changes import changes
+from tasks.weights.adapters.read import read_adapter
+from tasks.weights.adapters.values import require_values
+from tasks.weights.execute.execute import Executed, execute
+from tasks.weights.families.merging import MergeSettings, merged_config, plan_merge
 from tasks.weights.families.meta import auto_class
+from tasks.weights.files.reader import read_checkpoint
+from tasks.weights.plan.contracts import model_facts
+from tasks.weights.plan.operations import Plan
+from tasks.weights.plan.validate import validate
+from tasks.weights.proof.recheck import recompute
+from tasks.weights.rounding import Rounding
 from tests import tiny
 
 SIZES = {
@@ -171,6 +184,35 @@ def save_adapter(folder: Path, base: Path, family: str, **settings: Any) -> Path
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     model.save_pretrained(folder)
     return folder
+
+
+def merge(
+    base: Path,
+    adapters: Path | Sequence[tuple[Path, float]],
+    out: Path,
+    rounding: Rounding = "nearest",
+    dtype: str | None = None,
+) -> tuple[Plan, Executed]:
+    """Merge on disk as the stage does: plan, validate, execute, recompute sampled rows."""
+    pairs = [(adapters, 1.0)] if isinstance(adapters, Path) else adapters
+    read = [(read_adapter(folder, f"adapter{i}"), w) for i, (folder, w) in enumerate(pairs)]
+    facts = model_facts(base)
+    total = changes(read, facts.live)
+    require_values([adapter for adapter, _ in read], total.copies)
+    sources = {"base": read_checkpoint(base), **{a.name: a.tensors for a, _ in read}}
+    operands = {f"{a.name}:{k}": info for a, _ in read for k, info in a.tensors.tensors.items()}
+    settings = MergeSettings(rounding=rounding, dtype=dtype)
+    plan = plan_merge(sources["base"].tensors, facts, total, operands, settings)
+    validate(plan, sources)
+    out.mkdir()
+    done = execute(plan, sources, out, workers=1)
+    checked = recompute(plan, sources, read_checkpoint(out))
+    assert [result for result in checked if result.wrong or result.skipped] == []
+    for path in base.glob("*config.json"):
+        shutil.copy(path, out)
+    config = json.loads((base / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(merged_config(config, plan)))
+    return plan, done
 
 
 def merged_by_peft(base: Path, adapter: Path) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,16 @@ from tasks.weights.plan.validate import validate
 from tests.weights.families.making import FAMILIES, load, save_base
 from tests.weights.making import Spread, state_of, write_shards
 
+DEFAULT = [("qwen2", True), ("mixtral", False), ("deepseek_v3", False)]
+SLOW = [(name, False) for name in FAMILIES] + [("gemma3", True), ("falcon", True)]
 
-@pytest.mark.parametrize("world", [1, 3])
+
 @pytest.mark.parametrize(
-    ("family", "tied"),
-    [(name, False) for name in FAMILIES] + [("qwen2", True), ("gemma3", True), ("falcon", True)],
+    ("family", "tied", "world"),
+    [
+        *((*case, 3) for case in DEFAULT),
+        *(pytest.param(*case, 1, marks=pytest.mark.slow) for case in SLOW),
+    ],
 )
 def test_shards_of_live_tensors_become_the_checkpoint_they_came_from(
     tmp_path: Path, family: str, tied: bool, world: int
@@ -75,10 +79,9 @@ def test_everything_that_does_not_fit_is_one_error(tmp_path: Path) -> None:
     weights = read_checkpoint(base)
     with pytest.raises(ContractError) as raised:
         plan_full(trained, model_facts(base), base=weights.tensors)
-    told = "\n".join(raised.value.details)
-    assert re.search(r"down_proj: is \[4, 32, 47\], the model has F32 \[4, 32, 48\]", told)
-    assert "value_head.weight: the model has no such tensor" in told
-    assert "model.norm.weight: a parameter, but it was not trained" in told
+    report = "\n".join(raised.value.details)
+    for thing in ("[4, 32, 47]", "value_head.weight", "model.norm.weight"):
+        assert thing in report
 
 
 def test_frozen_parameters_come_from_the_base_when_asked(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ STEPS = st.tuples(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     count=st.integers(1, 4),
     shape=st.lists(st.integers(1, 5), min_size=1, max_size=3),
@@ -66,7 +66,7 @@ def test_every_element_is_where_its_piece_says(count, shape, steps) -> None:
         assert torch.equal(seen, tensor)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     count=st.integers(1, 4),
     shape=st.lists(st.integers(1, 5), min_size=1, max_size=3),
@@ -93,20 +93,14 @@ def test_a_place_gives_the_tensor_on_disk(count, shape, steps) -> None:
             assert torch.equal(part, real[place.disk])
 
 
-def test_conversions_that_mix_elements_are_refused_by_name() -> None:
+def test_conversions_that_cannot_be_traced_are_refused() -> None:
     traced = Traced.of("a", (4, 4))
     with pytest.raises(UntraceableError, match="reshape"):
         traced.reshape(2, 8)
     with pytest.raises(UntraceableError, match="flip"):
         torch.flip(traced, [0])
-
-
-def test_parts_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="cannot join"):
+    with pytest.raises(ValueError, match="join"):
         torch.cat([Traced.of("a", (2, 3)), Traced.of("b", (2, 4))], dim=0)
-
-
-def test_a_scattered_piece_is_refused() -> None:
-    traced = torch.cat([Traced.of("a", (2, 3)), Traced.of("b", (2, 3))], dim=1)
-    with pytest.raises(ValueError, match="a is scattered over live"):
-        places_of("live", traced, {"a": (2, 3), "b": (2, 3)})
+    scattered = torch.cat([Traced.of("a", (2, 3)), Traced.of("b", (2, 3))], dim=1)
+    with pytest.raises(ValueError, match="live"):
+        places_of("live", scattered, {"a": (2, 3), "b": (2, 3)})

@@ -1,3 +1,5 @@
+"""Names of live parameters become the keys that peft saves."""
+
 from __future__ import annotations
 
 import pytest
@@ -31,56 +33,32 @@ def test_names_survive_the_round_trip(parts: list[str], half: str) -> None:
     assert parse_peft(live_to_peft(live)) == key
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        f"module.{LIVE}",
-        f"module._orig_mod.{LIVE}",
-        LIVE.replace("mlp.", "mlp._checkpoint_wrapped_module."),
-    ],
-)
-def test_wrappers_are_dropped(name: str) -> None:
-    assert unwrap(name) == LIVE
-    assert live_to_peft(name) == PEFT
+def test_wrappers_are_dropped() -> None:
+    wrapped = LIVE.replace("mlp.", "mlp._checkpoint_wrapped_module.")
+    for name in (f"module.{LIVE}", f"module._orig_mod.{LIVE}", wrapped):
+        assert unwrap(name) == LIVE
+        assert live_to_peft(name) == PEFT
+    head = "module.lm_head.weight"  # full training keeps the model's own names
+    assert rename_all([head], adapter=False) == {head: "lm_head.weight"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_other_names_are_refused() -> None:
+    for name in (
         LIVE.replace("default", "other"),
         LIVE.replace("lora_A.default.weight", "weight"),
         LIVE.removeprefix("base_model.model."),
         LIVE.replace("lora_A.default.weight", "lora_A.default.bias.more"),
         LIVE.replace("weight", "scale"),
-    ],
-)
-def test_parameters_of_no_adapter_are_refused(name: str) -> None:
-    with pytest.raises(ContractError, match="no parameter of adapter 'default'"):
-        live_to_peft(name)
-
-
-@pytest.mark.parametrize(
-    "key", ["model.up_proj.lora_A.weight", "base_model.model.x.weight", PEFT + "s", ""]
-)
-def test_other_keys_are_not_parsed(key: str) -> None:
-    assert parse_peft(key) is None
-
-
-def test_two_names_for_one_key_are_refused() -> None:
-    with pytest.raises(ContractError, match="both become"):
-        rename_all([LIVE, f"module.{LIVE}"], adapter=True)
-
-
-def test_every_bad_name_is_listed() -> None:
+    ):
+        with pytest.raises(ContractError, match="default"):
+            live_to_peft(name)
+    for key in ("model.up_proj.lora_A.weight", "base_model.model.x.weight", PEFT + "s", ""):
+        assert parse_peft(key) is None
+    with pytest.raises(ContractError, match="up_proj"):
+        rename_all([LIVE, f"module.{LIVE}"], adapter=True)  # two names for one key
     with pytest.raises(ContractError) as caught:
         rename_all(["x.weight", LIVE, "y.weight"], adapter=True)
     assert len(caught.value.details) == 2
-
-
-def test_full_training_keeps_the_models_own_names() -> None:
-    assert rename_all(["module.lm_head.weight"], adapter=False) == {
-        "module.lm_head.weight": "lm_head.weight"
-    }
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.data())
 def test_an_error_or_an_identical_result(good: Path, tmp_path: Path, data: st.DataObject) -> None:

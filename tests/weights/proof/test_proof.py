@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -85,19 +83,17 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EXPERTS = {"target_modules": ["q_proj"], "target_parameters": list(FAMILIES["mixtral"].experts)}
 
 
-@pytest.mark.parametrize(
-    ("family", "name", "settings"),
-    [
-        ("qwen2", "plain", {}),
-        ("qwen2", "rslora", {"use_rslora": True}),
-        ("qwen2", "dora", {"use_dora": True}),
-        ("qwen2", "patterns", {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 3}}),
-        ("llama", "saved", {"modules_to_save": ["embed_tokens", "lm_head"]}),
-        ("llama", "embeddings", {"target_modules": ["embed_tokens", "lm_head", "k_proj"]}),
-        ("gpt2", "plain", {}),
-        ("mixtral", "plain", EXPERTS),
-    ],
-)
+RIGHT: list[tuple[str, str, Mapping[str, Any]]] = [
+    ("qwen2", "rslora", {"use_rslora": True, "rank_pattern": {"q_proj": 2}}),
+    ("qwen2", "dora", {"use_dora": True}),
+    ("llama", "saved", {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    ("llama", "embeddings", {"target_modules": ["embed_tokens", "lm_head", "k_proj"]}),
+    ("gpt2", "plain", {}),
+    ("mixtral", "plain", EXPERTS),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "settings"), RIGHT)
 def test_a_right_merge_is_proven_in_every_arithmetic(
     merges: Merges, family: str, name: str, settings: Mapping[str, Any]
 ) -> None:
@@ -152,7 +148,7 @@ def test_modules_left_out_are_named(broken: Callable[..., Proof]) -> None:
     assert states(proof) == dict.fromkeys(names, State.LEFT_OUT)
 
 
-@pytest.mark.parametrize("scale", [2.0, 0.5, -1.0, 1.02, 0.98])
+@pytest.mark.parametrize("scale", [2.0, -1.0, 0.98])
 def test_a_wrong_scale_is_named_and_measured(
     merges: Merges, broken: Callable[..., Proof], scale: float
 ) -> None:
@@ -168,13 +164,12 @@ def test_a_wrong_scale_is_named_and_measured(
     assert [fault.scale for fault in proof.faults] == pytest.approx([scale] * 21, abs=0.004)
 
 
-@pytest.mark.parametrize("double_quant", [True, False])
 def test_a_merge_into_the_dequantised_base_is_recognised(
-    merges: Merges, broken: Callable[..., Proof], double_quant: bool
+    merges: Merges, broken: Callable[..., Proof]
 ) -> None:
     def edit(tensors: Tensors, base: Tensors) -> None:
         for number, key in enumerate(projections(base)):
-            seen = as_trained(base[key], {"type": "nf4", "double_quant": double_quant}).float()
+            seen = as_trained(base[key], {"type": "nf4", "double_quant": True}).float()
             added = {3: 0.0, 4: 1.5}.get(number, 1.0) * change(merges, key)
             tensors[key] = (seen + added).bfloat16()
 
@@ -207,10 +202,7 @@ def test_a_single_wrong_number_is_found(broken: Callable[..., Proof]) -> None:
 
 def test_experts_in_another_order_are_named(broken: Callable[..., Proof]) -> None:
     def edit(tensors: Tensors, _: Tensors) -> None:
-        first, second = (
-            "layers.1.block_sparse_moe.experts.0.",
-            "layers.1.block_sparse_moe.experts.2.",
-        )
+        first, second = (f"layers.1.block_sparse_moe.experts.{n}." for n in (0, 2))
         for key in [key for key in tensors if first in key]:
             swapped = key.replace(first, second)
             tensors[key], tensors[swapped] = tensors[swapped], tensors[key]
@@ -263,18 +255,3 @@ def _dequantized(plan: Plan) -> list[Any]:
         if op["quantization"]:
             op["quantization"] = {**op["quantization"], "base": "dequantized"}
     return ops
-
-
-def test_the_proof_imports_numpy_alone(merges: Merges) -> None:
-    base, adapter = merges.base("qwen2"), merges.adapter("qwen2")
-    merged = merges.merged("qwen2", "plain", FP32, BF16)
-    code = (
-        "import sys; from pathlib import Path; from tasks.weights.files.opening import open_model\n"
-        "from tasks.weights.proof.merge import prove_merge\n"
-        "from tasks.weights.proof.planning import planned\n"
-        f"made = planned(Path({str(base)!r}), Path({str(adapter)!r}))\n"
-        f"print(prove_merge(made.plan, made.sources, open_model(Path({str(merged)!r}))).ok,"
-        "[one for one in ('torch', 'transformers', 'peft') if one in sys.modules])"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "True []"

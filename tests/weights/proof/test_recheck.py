@@ -19,7 +19,7 @@ from tasks.weights.quantized.nf4 import as_trained
 from tests.weights.making import NF4, copy_reference, failed, state_of
 
 NAME = "model.layers.1.self_attn.v_proj.weight"
-SIZES = (1.0, 2.0**-6, 2.0**-10)
+SIZES = (1.0, pytest.param(2.0**-6, marks=pytest.mark.slow), 2.0**-10)
 
 
 def _merged(out: Path, adapter: Path, base: Path, trained: Path, spoil=None) -> Check:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,9 @@ from tasks.weights.execute.execute import execute
 from tasks.weights.files.opening import SourceRef, open_sources
 from tasks.weights.plan.operations import Op, Plan
 from tasks.weights.plan.validate import validate
-from tasks.weights.quantized.packed import STATE
 from tasks.weights.quantized.source import decoding
-from tests.weights.making import (
-    state_of,
-)
+from tests.weights.making import state_of
 
-Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 SAID = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
@@ -127,51 +123,6 @@ def same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) ->
         bits.setdefault(name, []).append(described)
     return [name for name, both in bits.items() if len(both) != 2 or both[0] != both[1]]
 
-
-def alter(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
-    """Change the tensors of a folder and return the folder."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
-def restate(**changes: Any) -> Callable[[dict[str, torch.Tensor]], None]:
-    """Return a change of fields in the JSON of one matrix; None removes a field."""
-
-    def change(tensors: dict[str, torch.Tensor]) -> None:
-        (name,) = (key for key in tensors if key.startswith(Q_PROJ + STATE))
-        state = {**json.loads(bytes(tensors[name].tolist())), **changes}
-        state = {key: value for key, value in state.items() if value is not None}
-        tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-
-    return change
-
-
-TURNED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-
-
-def gpt2(folder: Path) -> Path:
-    """Save a GPT-2 in bf16, whose layers are `Conv1D`."""
-    from transformers import AutoModelForCausalLM, GPT2Config
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 90, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32}
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
-    model = AutoModelForCausalLM.from_config(GPT2Config(**sizes, **ends), dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    return folder
-
-
-def drop(*names: str) -> Callable[[dict[str, torch.Tensor]], None]:
-    return lambda tensors: [tensors.pop(Q_PROJ + name) for name in names]  # type: ignore[return-value]
-
-
-def put(name: str, value: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], None]:
-    return lambda tensors: tensors.update({Q_PROJ + name: value})
-
-
-STATE_KEY = STATE + "bitsandbytes__nf4"
 
 FP8 = {
     "deepseek": {"quant_method": "fp8", "weight_block_size": [48, 40]},

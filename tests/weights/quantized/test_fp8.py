@@ -22,7 +22,15 @@ def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return make_base(tmp_path_factory.mktemp(request.param), request.param).path
 
 
-@pytest.mark.parametrize("kind", FP8)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind
+        if kind in ("deepseek", "compressed-channel", "modelopt")
+        else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in FP8
+    ],
+)
 def test_each_number_times_its_scale(tmp_path: Path, plain: Path, kind: str) -> None:
     exact = scale_fp8(plain, tmp_path / "fp8", kind)
     decoded = decode_all(tmp_path / "fp8", tmp_path / "out")

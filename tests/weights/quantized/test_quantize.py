@@ -61,7 +61,10 @@ def test_every_weight_is_within_half_a_step_and_the_rest_is_untouched(
 ) -> None:
     from compressed_tensors.compressors.base import BaseCompressor
 
-    quantize(llama.path, tmp_path / "out", scheme)
+    plan, _ = quantize(llama.path, tmp_path / "out", scheme)
+    contract = quantized_contract(_facts(llama), scheme)
+    wanted = {tensor.name: (tensor.shape, tensor.dtype) for tensor in contract}
+    assert {op.name: (op.shape, op.dtype) for op in plan.ops} == wanted
     before, after = state_of(llama.path), state_of(tmp_path / "out")
     compressor = BaseCompressor.get_value_from_registry(SCHEMES[scheme].format)
     linear = {name for name in before if name.endswith("_proj.weight")}
@@ -117,27 +120,11 @@ def test_config_lists_unquantized_layers_and_is_read_by_the_library(llama: Artif
     assert (group.input_activations.strategy, group.input_activations.dynamic) == ("token", True)
 
 
-def test_a_tied_head_is_left_alone_by_name(qwen: Artifact) -> None:
-    assert left_alone(model_facts(qwen.path)) == ["lm_head"]
-
-
-def test_written_tensors_match_the_contract(llama: Artifact, tmp_path: Path) -> None:
-    plan, _ = quantize(llama.path, tmp_path / "out", "fp8")
-    contract = quantized_contract(_facts(llama), "fp8")
-    wanted = {tensor.name: (tensor.shape, tensor.dtype) for tensor in contract}
-    assert {op.name: (op.shape, op.dtype) for op in plan.ops} == wanted
-
-
 def test_bytes_depend_neither_on_workers_nor_on_files(llama: Artifact, tmp_path: Path) -> None:
     first = quantize(llama.path, tmp_path / "one", "w8a8", workers=1)[1]
     second = quantize(llama.path, tmp_path / "two", "w8a8", workers=3, limit=50_000)[1]
     assert first.checksums == second.checksums
     assert len(list((tmp_path / "two").glob("*.safetensors"))) > 3
-
-
-def test_the_plan_survives_json(llama: Artifact, tmp_path: Path) -> None:
-    plan, _ = quantize(llama.path, tmp_path / "out", "w8a8")
-    assert Plan.from_json(json.loads(json.dumps(plan.as_json()))) == plan
 
 
 def test_values_that_are_not_finite_are_counted(llama: Artifact, tmp_path: Path) -> None:
@@ -156,24 +143,23 @@ def test_values_that_are_not_finite_are_counted(llama: Artifact, tmp_path: Path)
 
 def test_unsupported_layers_are_refused_by_name(llama: Artifact) -> None:
     facts = _facts(llama)
-    with pytest.raises(ContractError, match="no linear layer"):
+    with pytest.raises(ContractError, match="linear"):
         quantized_plan(Plan(()), replace(facts, quantized=()), "w8a8")
     name = facts.quantized[0]
     odd = Plan((Op(name, (4, 4), "I64", f"model:{name}", "I64"),))
-    with pytest.raises(ContractError, match="no float matrix"):
+    with pytest.raises(ContractError, match="matrix"):
         quantized_plan(odd, facts, "w8a8")
 
 
 def test_a_stack_of_experts_is_refused(tmp_path: Path) -> None:
-    from tests.weights.adapters.making import base_model, quiet
+    from tests.weights.families.making import save_base
 
-    with quiet():
-        base_model("mixtral").save_pretrained(tmp_path)
-    with pytest.raises(ContractError, match=r"experts\.\w+: experts in one stack"):
+    save_base(tmp_path, "mixtral", tied=False)
+    with pytest.raises(ContractError, match=r"experts\.\w+"):
         quantized_plan(Plan(()), model_facts(tmp_path), "w8a8")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=12),
     st.sampled_from(BOTH),
@@ -202,9 +188,9 @@ def _facts(base: Artifact) -> ModelFacts:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"shape": (63, 64)}, "8 bits need a matrix of [63, 64]"),
-        ({"start": 64}, "8 bits need a matrix of [64, 64]"),
-        ({"encoding": Encoding("w8a8", "weight", 32)}, "8 bits need a matrix of [64, 32]"),
+        ({"shape": (63, 64)}, "[63, 64]"),
+        ({"start": 64}, "[64, 64]"),
+        ({"encoding": Encoding("w8a8", "weight", 32)}, "[64, 32]"),
     ],
 )
 def test_a_plan_that_encodes_other_shapes_is_refused(
@@ -220,14 +206,3 @@ def test_a_plan_that_encodes_other_shapes_is_refused(
     with pytest.raises(ContractError) as caught:
         validate(Plan((replace(good, **change),)), source)
     assert text in caught.value.report()
-
-
-def test_scales_alone_use_up_no_tensor(llama: Artifact) -> None:
-    name = "model.layers.0.self_attn.q_proj.weight"
-    scale = Op(
-        f"{name}_scale", (64, 1), "F32", f"model:{name}", "BF16",
-        encoding=Encoding("w8a8", "scale", 64),
-    )  # fmt: skip
-    weights = read_checkpoint(llama.path)
-    with pytest.raises(ContractError, match="used by nothing"):
-        validate(Plan((scale,)), {"model": Renamed(weights, {name: name})})

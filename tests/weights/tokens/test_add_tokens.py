@@ -91,9 +91,9 @@ def test_existing_spare_rows_are_used(tmp_path: Path) -> None:
 
 def test_unusable_tokens_and_models_are_refused(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "base", tied=True)
-    with pytest.raises(ConfigError, match=r"model.new_tokens: <\|im_start\|> is in the vocabulary"):
+    with pytest.raises(ConfigError, match=r"model.new_tokens: <\|im_start\|>"):
         grow(folder, ["<|im_start|>"])
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 258}))
-    with pytest.raises(ArtifactError, match="no embedding of vocab_size=258 rows"):
+    with pytest.raises(ArtifactError, match="vocab_size=258"):
         grow(folder, ["<c>"])

@@ -36,74 +36,55 @@ def test_agrees_with_transformers(folder: Path) -> None:
     assert ours.stops == [0, 2]
 
 
-def test_one_stop_where_the_turn_ends_with_eos(folder: Path) -> None:
-    _settings(folder, eos_token={"content": "<|im_end|>", "special": True}, pad_token=None)
-    facts = read_tokenizer(folder)
-    assert facts.stops == [2]
-    assert facts.pad is None
+IGNORING_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}"
+)
 
 
-def test_a_template_without_a_special_token_after_the_answer(folder: Path) -> None:
-    text = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
-    (folder / "chat_template.jinja").write_text(text)
-    assert read_tokenizer(folder).stops == [0]
-
-
-def test_generation_blocks_and_loop_controls(folder: Path) -> None:
-    text = (
-        "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
-        "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}"
-    )
-    (folder / "chat_template.jinja").write_text(text)
+def test_stops_of_other_templates(folder: Path) -> None:
+    template = folder / "chat_template.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
+    assert read_tokenizer(folder).stops == [0], "no special token after the answer"
+    template.write_text(IGNORING_SYSTEM)
     assert read_tokenizer(folder).end_of_turn == 2
-
-
-def test_a_template_inside_the_settings(folder: Path) -> None:
-    (folder / "chat_template.jinja").unlink()
-    _settings(folder, chat_template=[{"name": "default", "template": TEMPLATE}])
-    assert read_tokenizer(folder).end_of_turn == 2
-
-
-def test_no_template(folder: Path) -> None:
-    (folder / "chat_template.jinja").unlink()
+    template.unlink()
     facts = read_tokenizer(folder)
     assert (facts.template, facts.end_of_turn) == ("", None)
+    _settings(folder, chat_template=[{"name": "default", "template": TEMPLATE}])
+    assert read_tokenizer(folder).end_of_turn == 2
+    _settings(folder, eos_token={"content": "<|im_end|>", "special": True}, pad_token=None)
+    facts = read_tokenizer(folder)
+    assert (facts.stops, facts.pad) == ([2], None)
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{% for %}", "does not render"),
-        ("{{ raise_exception('no') }}", "does not render: no"),
-        ("{{ messages.__class__.__mro__ }}", "does not render"),
-        ("hello", "drops the assistant's answer"),
-    ],
-)
-def test_a_broken_template_is_refused(folder: Path, template: str, message: str) -> None:
-    (folder / "chat_template.jinja").write_text(template)
-    with pytest.raises(ArtifactError, match=message):
+def test_a_broken_template_is_refused(folder: Path) -> None:
+    path = folder / "chat_template.jinja"
+    for text in (
+        "{% for %}",
+        "{{ raise_exception('no') }}",
+        "{{ messages.__class__.__mro__ }}",
+        "hello",
+        "{{ 1 / 0 }}",
+        "{{ messages[0] + 1 }}",
+    ):
+        path.write_text(text)
+        with pytest.raises(ArtifactError, match="template"):
+            read_tokenizer(folder)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ArtifactError, match=r"chat_template\.jinja"):
         read_tokenizer(folder)
+    path.write_text("{{ raise_exception('roles must alternate') }}")
+    require_bounded_template(folder)  # of a base it is left to its users
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [({"eos_token": None}, "names no eos_token"), ({"eos_token": "</s>"}, "'</s>' has no id")],
-)
-def test_a_missing_eos_is_refused(folder: Path, change: dict, message: str) -> None:
-    _settings(folder, **change)
-    with pytest.raises(ArtifactError, match=message):
-        read_tokenizer(folder)
-
-
-def test_no_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_missing_eos_or_tokenizer_is_refused(folder: Path) -> None:
+    for eos in (None, "</s>"):
+        _settings(folder, eos_token=eos)
+        with pytest.raises(ArtifactError, match=eos or "eos_token"):
+            read_tokenizer(folder)
+    (folder / "tokenizer.json").unlink()
     with pytest.raises(ArtifactError, match=r"tokenizer\.json"):
-        read_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["{{ 1 / 0 }}", "{{ messages[0] + 1 }}", "{{ [1].index(2) }}"])
-def test_a_template_that_fails_in_python_is_refused(folder: Path, text: str) -> None:
-    (folder / "chat_template.jinja").write_text(text)
-    with pytest.raises(ArtifactError, match="the chat template does not render"):
         read_tokenizer(folder)
 
 
@@ -117,45 +98,38 @@ def test_a_template_that_fails_in_python_is_refused(folder: Path, text: str) -> 
         "{% endfor %}{{ ns.t }}",
         "x" * (MAX_CHARACTERS + 1),
     ],
+    ids=["loops", "product", "doubling", "length"],
 )
-@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
-def test_a_template_without_bounds_is_refused(folder: Path, bomb: str, place: str) -> None:
+def test_a_template_without_bounds_is_refused(folder: Path, bomb: str) -> None:
+    place = "tokenizer_config.json" if bomb.startswith("x") else "chat_template.jinja"
     (folder / "chat_template.jinja").unlink()
     if place == "chat_template.jinja":
         (folder / place).write_text(bomb)
     else:
         _settings(folder, chat_template=bomb)
     began = time.monotonic()
-    for refuse in (read_tokenizer, require_bounded_template):
+    endless = bomb.startswith("{% for")  # takes the whole time that is allowed
+    for refuse in (read_tokenizer,) if endless else (read_tokenizer, require_bounded_template):
         with pytest.raises(ArtifactError, match=place):
             refuse(folder)
     assert time.monotonic() - began < 150  # the machine may be busy
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 3 << 20  # kilobytes
 
 
-def test_a_faulty_template_of_a_base_is_left_to_its_users(folder: Path) -> None:
-    (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
-    require_bounded_template(folder)
-
-
-def test_a_template_that_is_not_text(folder: Path) -> None:
-    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(ArtifactError, match="chat_template.jinja: not UTF-8"):
-        read_tokenizer(folder)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"added_tokens": 3}, {"added_tokens": [3]}, {"added_tokens": [{"content": "a"}]},
-        {"added_tokens": [{"content": "a", "id": "x", "special": True}]}, {"model": 3},
-        {"model": {"vocab": {"a": [1]}}}, {"model": {"vocab": {"a": float("inf")}}},
-        {"model": {"vocab": {}}, "added_tokens": []},
-    ],
-)  # fmt: skip
-def test_a_tokenizer_with_values_of_other_types(folder: Path, changes: dict) -> None:
+def test_a_tokenizer_with_values_of_other_types(folder: Path) -> None:
     path = folder / "tokenizer.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    for read in (read_tokenizer, token_ids):
-        with pytest.raises(ArtifactError, match="tokenizer"):
-            read(folder)
+    document = json.loads(path.read_text())
+    for changes in (
+        {"added_tokens": 3},
+        {"added_tokens": [3]},
+        {"added_tokens": [{"content": "a"}]},
+        {"added_tokens": [{"content": "a", "id": "x", "special": True}]},
+        {"model": 3},
+        {"model": {"vocab": {"a": [1]}}},
+        {"model": {"vocab": {"a": float("inf")}}},
+        {"model": {"vocab": {}}, "added_tokens": []},
+    ):
+        path.write_text(json.dumps({**document, **changes}))
+        for read in (read_tokenizer, token_ids):
+            with pytest.raises(ArtifactError, match="tokenizer"):
+                read(folder)

@@ -1,0 +1,153 @@
+"""Checks of served responses: loops, exact match, ties of greedy tokens, rates, drift."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.core.errors import ArtifactError
+from tasks.drift.fingerprint import PROFILES, Drift, Fingerprint
+from tasks.drift.verdict import verdict
+from tasks.evaluation import smoke_checks
+from tasks.evaluation.greedy_ties import Agreement, compare_greedy, engine_noise
+from tasks.serving.text import LOOP_REPEATS, LOOP_TOKENS, MAX_BLOCK, exact_match, is_degenerate
+
+
+@pytest.mark.parametrize(
+    ("tokens", "caught"),
+    [
+        ([], False),
+        ([3] * 15, False),
+        ([3] * 16, True),
+        ([1, 2] * 7, False),
+        ([1, 2] * 8, True),
+        (list(range(10)) * 3, False),
+        (list(range(10)) * 4, True),
+        ([8, 9, *[3] * 16, 4], True),
+        (list(range(200)), False),
+    ],
+)
+def test_is_degenerate(tokens: list[int], caught: bool) -> None:
+    assert is_degenerate(tokens) is caught
+
+
+def has_a_loop(tokens: list[int]) -> bool:
+    """The definition itself: a block repeated often enough over enough tokens."""
+    for block in range(1, MAX_BLOCK + 1):
+        repeats = max(LOOP_REPEATS, -(-LOOP_TOKENS // block))
+        for start in range(len(tokens) - block * repeats + 1):
+            if tokens[start : start + block * repeats] == tokens[start : start + block] * repeats:
+                return True
+    return False
+
+
+@given(st.lists(st.integers(0, 1), max_size=40))
+def test_nothing_else_is_taken_for_a_loop(tokens: list[int]) -> None:
+    assert is_degenerate(tokens) is has_a_loop(tokens)
+
+
+def test_exact_match() -> None:
+    assert exact_match(["tac", " dog\n", "x"], ["tac", "dog", "y"]) == pytest.approx(2 / 3)
+    assert exact_match(["A"], ["a"]) == 0.0
+    for texts, expected in (([], []), (["a", "b"], ["a"])):
+        with pytest.raises(ValueError):
+            exact_match(texts, expected)
+
+
+STEPS = [[(4, 16.0), (5, 15.9), (6, 15.0)], [(7, 3.0), (8, 1.0)]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "equal", "ties"),
+    [
+        ([4, 7], 1, 0),
+        ([4, 7, 1, 1], 1, 0),
+        ([5, 9], 0, 1),  # 0.1 apart, a step is 0.125
+        ([6, 7], 0, 0),
+        ([9, 7], 0, 0),  # no candidate
+        ([4, 8], 0, 0),
+        ([4], 0, 0),
+    ],
+)
+def test_greedy_tokens_are_equal_tied_or_different(tokens: list[int], equal: int, ties: int):
+    agreement = compare_greedy([tokens], [[4, 7]], [STEPS])
+    assert (agreement.equal, agreement.ties) == (equal, ties)
+    assert len(agreement.differences) == 1 - equal - ties
+
+
+def test_ties_are_narrower_in_a_finer_dtype_and_wider_with_noise() -> None:
+    assert compare_greedy([[5, 9]], [[4, 7]], [STEPS], dtype="float32").ties == 0
+    assert compare_greedy([[6]], [[4, 7]], [STEPS], noise=0.9).ties == 0
+    assert compare_greedy([[6]], [[4, 7]], [STEPS], noise=1.1).ties == 1
+    ids = np.array([[3, 4, 5], [3, 4, 5]], np.int32)
+    first = np.array([[-0.1, -3.0, -4.0], [-1.0, -0.5, -9.0]], np.float32)
+    second = first + np.array([[0.0, 0.25, 7.0], [0.5, 0.0, 0.0]], np.float32)
+    prints = [
+        Fingerprint(((1, 2, 3),), ids, logprobs, np.array([3, 4], np.int32), "x")
+        for logprobs in (first, second)
+    ]
+    assert engine_noise(prints[0], prints[1]) == pytest.approx(0.5)
+    assert engine_noise(prints[0], prints[0]) == 0.0
+
+
+CALM = Drift(mean_kl=1e-5, p95_kl=1e-4, max_kl=9.0, top1_agreement=1.0, cosine=1.0)
+MOVED = Drift(mean_kl=0.2, p95_kl=0.5, max_kl=1.0, top1_agreement=0.5, cosine=0.7)
+STANDARD = PROFILES["standard"]
+
+
+def test_stray_weights_are_found_beside_one_file_and_beside_shards(tmp_path: Path) -> None:
+    def touch(*names: str) -> None:
+        for name in names:
+            (tmp_path / name).write_bytes(b"")
+
+    touch("model.safetensors", "config.json", "fingerprint.fp")
+    assert smoke_checks.stray_weights(tmp_path) == []
+    touch("value_head.safetensors", "adapter_model.bin")
+    strays = smoke_checks.stray_weights(tmp_path)
+    assert strays == ["adapter_model.bin", "value_head.safetensors"]
+    assert not smoke_checks.no_strays(strays).ok
+    for name in strays:
+        (tmp_path / name).unlink()
+    shards = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    touch(*shards)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict(zip("ab", shards, strict=True))}))
+    assert smoke_checks.stray_weights(tmp_path) == ["model.safetensors"]
+    index.write_text("{}")
+    with pytest.raises(ArtifactError, match="weight_map"):
+        smoke_checks.stray_weights(tmp_path)
+
+
+def test_a_failed_drift_check_names_stage_numbers_and_profile() -> None:
+    assert smoke_checks.drift_check(CALM, STANDARD, "").ok
+    bad = smoke_checks.drift_check(MOVED, STANDARD, "merge")
+    assert not bad.ok
+    for thing in ("2.00e-01", "5.00e-01", "0.5000", "merge"):
+        assert thing in bad.found
+    mild = Drift(mean_kl=2e-3, p95_kl=6e-3, max_kl=0.1, top1_agreement=0.99, cosine=1.0)
+    assert "gate=relaxed" in verdict(mild, STANDARD, cause="rounding").hint
+    assert "gate=" not in verdict(MOVED, STANDARD).hint
+    history = {"gather": asdict(CALM), "merge": asdict(MOVED), "convert": asdict(MOVED)}
+    assert smoke_checks.first_mover(history, STANDARD) == "merge"
+    assert smoke_checks.first_mover({"gather": asdict(CALM)}, STANDARD) is None
+
+
+def test_rates_of_greedy_stop_and_degenerate_responses() -> None:
+    assert smoke_checks.greedy_check(Agreement(30, 2, ()), 5).ok
+    assert not smoke_checks.greedy_check(Agreement(31, 0, ("prompt 3: ...",)), 5).ok
+    assert not smoke_checks.greedy_check(Agreement(0, 0, ()), 5).ok  # nothing was compared
+    for ended, ok in ((32, True), (27, True), (25, False), (0, False)):  # of 32: 0.9 is 28.8
+        assert smoke_checks.stop_check([True] * ended + [False] * (32 - ended), 0.9).ok is ok
+    # One of 32 is within the error of 2 %; 12 before training make the limit 38 %.
+    for before, after, ok in ((0, 1, True), (0, 3, False), (12, 17, True), (12, 19, False)):
+        tokens = ([[1, 2, 3]] * (32 - count) + [[0] * 40] * count for count in (after, before))
+        assert smoke_checks.degenerate_check(next(tokens), 0.02, next(tokens)).ok is ok
+    probes = [[1, 2, 3, 9], [1, 4]]  # the second one was cut within its prompt
+    assert smoke_checks.probes_check(probes, [[1, 2, 3], [1, 4, 5]]).ok
+    assert not smoke_checks.probes_check(probes, [[0, 1, 2, 3], [1, 4, 5]]).ok

@@ -1,0 +1,292 @@
+"""Adapters that are damaged or do not fit the model: every finding names its tensor or setting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tasks.core.contract import Expected
+from tasks.core.errors import ArtifactError, ContractError, PlumblineError
+from tasks.weights.adapters.changes import changes
+from tasks.weights.adapters.live import LiveModel, live_model
+from tasks.weights.adapters.read import read_adapter
+from tasks.weights.adapters.values import require_values, value_findings
+from tests.weights.adapters.making import Tensors, altered, opened, save, train
+from tests.weights.families.making import FAMILIES, make_model
+
+Edit = Callable[[Tensors], Any]
+
+A0, B0 = (f"base_model.model.model.layers.0.self_attn.q_proj.lora_{half}.weight" for half in "AB")
+OLD_EXPERT = "base_model.model.model.layers.0.block_sparse_moe.experts.1.w1.lora_A.weight"
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model(FAMILIES["llama"].config()).float()
+
+
+@pytest.fixture(scope="module")
+def live(model: Any) -> LiveModel:
+    return live_model(model)
+
+
+def _save(model: Any, folder: Path, *, seed: int = 1, **settings: Any) -> Path:
+    from peft import LoraConfig
+
+    return save(train(model, LoraConfig(r=4, lora_alpha=8, **settings), seed=seed), folder)
+
+
+@pytest.fixture(scope="module")
+def good(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good") / "adapter"
+    return _save(model, folder, target_modules=["q_proj", "down_proj"])
+
+
+def _put(key: str, value: torch.Tensor) -> Edit:
+    return lambda tensors: tensors.update({key: value})
+
+
+def _rename(new: str) -> Edit:
+    return lambda tensors: tensors.update({new: tensors.pop(A0)})
+
+
+TENSORS: dict[str, tuple[Edit, str]] = {
+    "missing": (lambda t: t.pop(A0), f"{A0}: missing"),
+    "a layer missing": (lambda t: [t.pop(k) for k in list(t) if ".1." in k], "4 of the 8"),
+    "other keys": (lambda t: t.clear() or t.update(x=torch.ones(1)), "x: unexpected"),
+    "shape": (_put(A0, torch.ones(2, 32)), "[2, 32]"),
+    "dtype": (_put(B0, torch.ones(32, 4, dtype=torch.int8)), "I8 [32, 4]"),
+    "empty": (_put(B0, torch.zeros(0)), "ZeRO-3"),
+    "not LoRA": (_put("base_model.model.model.norm.weight", torch.ones(32)), "norm.weight"),
+    "old experts": (_put(OLD_EXPERT, torch.ones(4, 32)), "experts"),
+    "live name": (_rename(A0.replace("lora_A.", "lora_A.default.")), "default"),
+    "no prefix": (_rename(A0.removeprefix("base_model.model.")), "base_model.model."),
+    "typing error": (_rename(A0.replace("q_proj", "q_porj")), "near: "),
+}
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"target_modules": ["nothing"]}, "nothing"),
+    ({"target_modules": ["q_proj", "o_proj", "down_proj"]}, "o_proj"),
+    ({"target_modules": ["q_proj"]}, "down_proj.lora_A.weight"),
+    ({"r": 8}, "[8, 32]"),
+    ({"rank_pattern": {"q_proj": 2}}, "[2, 32]"),
+    ({"use_dora": True}, "lora_magnitude_vector"),
+    ({"lora_bias": True}, "lora_bias"),
+    ({"modules_to_save": ["lm_head"]}, "lm_head.weight"),
+    ({"trainable_token_indices": [5]}, "trainable_tokens_delta"),
+    ({"trainable_token_indices": [96]}, "96"),
+    ({"trainable_token_indices": {"wte": [1]}}, "wte"),
+    ({"target_modules": ["q_proj", "down_proj", "norm"]}, "norm"),
+    ({"target_parameters": ["o_proj.weight"]}, "o_proj.lora_A.weight"),
+    ({"use_dora": True, "target_parameters": ["o_proj.weight"]}, "use_dora"),
+    ({"target_parameters": ["q_proj.weight"]}, "q_proj.weight: changed twice"),
+    ({"modules_to_save": ["proj"]}, "down_proj.weight: changed twice"),
+    ({"lora_alpha": 0}, "lora_alpha"),
+]
+
+
+def test_every_damage_is_named(good: Path, live: LiveModel, tmp_path: Path) -> None:
+    missed = []
+    for name, (edit, thing) in TENSORS.items():
+        total = changes(opened(altered(good, tmp_path / "bad", edit)), live)
+        if thing not in "\n".join(total.findings):
+            missed.append((name, total.findings))
+    for config, thing in SETTINGS:
+        total = changes(opened(altered(good, tmp_path / "bad", config=config)), live)
+        if thing not in "\n".join(total.findings):
+            missed.append((str(config), total.findings))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    larger = replace(live, tensors={**live.tensors, name: Expected(name, (48, 32))})
+    assert any("[48, 4]" in line for line in changes(opened(good), larger).findings)
+    assert missed == []
+    assert changes(opened(good), live).findings == ()
+
+
+def test_all_findings_come_at_once(good: Path, live: LiveModel, tmp_path: Path) -> None:
+    bad = altered(good, tmp_path / "bad", config={"lora_alpha": 0, "init_lora_weights": "pissa"})
+    assert len(changes(opened(bad), live).findings) == 2
+
+
+def _zeroed(half: str) -> Edit:
+    """Zero one factor of every pair, with the sign of zero on some elements."""
+    return lambda t: [t[key].neg_().mul_(0) for key in t if half in key]
+
+
+def test_values_that_no_training_leaves(good: Path, tmp_path: Path) -> None:
+    damages: list[tuple[Edit, str]] = [
+        (_zeroed("lora_A"), "zero"),
+        (_zeroed("lora_B"), "zero"),
+        (lambda t: t[A0][0].fill_(math.nan), "32 elements"),
+        (lambda t: t[B0][1, 1].fill_(-math.inf), "1 elements"),
+    ]
+    for edit, thing in damages:
+        bad = read_adapter(altered(good, tmp_path / "bad", edit))
+        assert any(thing in finding for finding in value_findings(bad))
+        with pytest.raises(ContractError):
+            require_values([bad])
+    for key in (A0, B0):  # a module that saw no data is no fault
+        fine = altered(good, tmp_path / "fine", lambda tensors, key=key: tensors[key].zero_())
+        require_values([read_adapter(fine)])
+
+
+def test_copies_of_a_tied_tensor_have_to_agree(tmp_path: Path) -> None:
+    tied = make_model(FAMILIES["qwen2"].config(tie_word_embeddings=True)).float()
+    folder = tmp_path / "good"
+    wrapped = _save(tied, folder, target_modules=["q_proj"])
+    from safetensors.torch import load_file, save_file
+
+    path, key = wrapped / "adapter_model.safetensors", "base_model.model.lm_head.weight"
+    table = tied.get_input_embeddings().weight.detach().clone()
+    stored = {key: table, key.replace("lm_head", "model.embed_tokens"): table.clone()}
+    save_file({**load_file(path), **stored}, path)
+    for added in (0.0, 1.0):
+        changed = altered(folder, tmp_path / "bad", lambda t, added=added: t[key].add_(added))
+        total = changes(opened(changed), live_model(tied))
+        assert f"adapter:{key}" in [entry.source for entry in total.dropped]
+        if added:
+            with pytest.raises(ContractError, match="lm_head"):
+                require_values([read_adapter(changed)], total.copies)
+        else:
+            require_values([read_adapter(changed)], total.copies)
+
+
+def test_folders_without_one_adapter(good: Path, live: LiveModel, tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError):
+        read_adapter(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ArtifactError, match=r"adapter_model\.safetensors"):
+        read_adapter(tmp_path)
+    both = altered(good, tmp_path / "both")
+    torch.save({}, both / "adapter_model.bin")
+    with pytest.raises(ArtifactError, match=r"adapter_model\.bin"):
+        read_adapter(both)
+    assert changes([], live).findings
+    assert changes(opened(good) * 2, live).findings
+
+
+STORED, TOKENS = {"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [3, 4]}
+HEAD = {"target_modules": ["lm_head"]}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "weight", "thing"),
+    [
+        (STORED, STORED, 1.0, "lm_head.weight"),
+        (STORED, HEAD, 1.0, "lm_head.weight"),
+        (HEAD, STORED, 1.0, "lm_head.weight"),
+        (TOKENS, {"trainable_token_indices": [4, 5]}, 1.0, "row 4"),
+        ({"use_dora": True}, {}, 1.0, "DoRA"),
+        ({}, STORED, 0.5, "0.5"),
+        ({}, TOKENS, 0.5, "0.5"),
+        ({}, {}, 0.0, "0.0"),
+        ({}, {}, math.nan, "nan"),
+    ],
+)
+def test_adapters_that_cannot_be_added(
+    first: dict[str, Any],
+    second: dict[str, Any],
+    weight: float,
+    thing: str,
+    model: Any,
+    live: LiveModel,
+    tmp_path: Path,
+) -> None:
+    adapters = []
+    for at, extra in enumerate((first, second)):
+        settings = {"target_modules": ["q_proj"], **extra}
+        folder = _save(model, tmp_path / str(at), seed=at, **settings)
+        adapters += opened(folder, f"a{at}", weight if at else 1.0)
+    assert any(thing in text for text in changes(adapters, live).findings)
+
+
+RICH: dict[str, tuple[str, dict[str, Any]]] = {
+    "many things": (
+        "qwen2",
+        {
+            "target_modules": ["q_proj", "up_proj"],
+            "use_dora": True,
+            "bias": "all",
+            "modules_to_save": ["model.norm"],
+            "trainable_token_indices": [3, 9],
+        },
+    ),
+    "tied": ("qwen2", {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}),
+    "conv1d": ("gpt2", {"target_modules": ["c_attn", "wte"]}),
+    "experts": (
+        "mixtral",
+        {"target_modules": ["o_proj"], "target_parameters": ["gate_up_proj", "down_proj"]},
+    ),
+}
+
+
+def _mutate(tensors: Tensors, data: Any) -> None:
+    from hypothesis import strategies as st
+
+    key = data.draw(st.sampled_from(sorted(tensors)))
+    kinds = ["drop", "shape", "transpose", "zero", "nan", "rename", "swap", "dtype", "again"]
+    kind = data.draw(st.sampled_from([*kinds, "empty", "order"]))
+    tensor = tensors[key]
+    match kind:
+        case "drop":
+            del tensors[key]
+        case "shape":
+            tensors[key] = tensor[:-1]
+        case "transpose":
+            tensors[key] = tensor.transpose(0, -1)
+        case "zero" if ".lora_magnitude" in key:  # zeros of other tensors may be intended
+            tensors[key] = torch.zeros_like(tensor)
+        case "nan":
+            tensors[key] = tensor * math.nan
+        case "rename":
+            tensors[key.replace("self_attn", "attn").replace("mlp", "ffn")] = tensors.pop(key)
+        case "swap":
+            factor = data.draw(st.sampled_from(["lora_A", "lora_B"]))
+            tensors[key.replace("lora_A", factor).replace("lora_B", factor)] = tensors.pop(key)
+        case "dtype":
+            tensors[key] = tensor.to(torch.int32)
+        case "again":
+            tensors[key.replace("base_model.model.", "")] = tensor.clone()
+        case "empty":
+            tensors[key] = torch.zeros(0)
+        case "order":
+            items = list(tensors.items())
+            tensors.clear()
+            tensors.update(reversed(items))
+
+
+@pytest.mark.parametrize("case", RICH)
+def test_a_mutated_adapter_is_an_error_or_the_same_merge(case: str, tmp_path: Path) -> None:
+    import shutil
+
+    from hypothesis import given, settings
+    from hypothesis import strategies as st
+
+    from tests.weights.families.making import merge
+    from tests.weights.making import state_of
+
+    family, options = RICH[case]
+    base, bad, out = tmp_path / "base", tmp_path / "bad", tmp_path / "out"
+    model = make_model(FAMILIES[family].config(tie_word_embeddings=family == "qwen2"))
+    model.save_pretrained(base)
+    good = _save(model.float(), tmp_path / "good", **options)
+    merge(base, good, tmp_path / "expected")
+    expected = state_of(tmp_path / "expected")
+
+    @settings(deadline=None, max_examples=15)
+    @given(data=st.data())
+    def check(data: st.DataObject) -> None:
+        altered(good, bad, lambda tensors: _mutate(tensors, data))
+        shutil.rmtree(out, ignore_errors=True)
+        try:
+            merge(base, bad, out)
+        except PlumblineError:
+            return
+        merged = state_of(out)
+        assert all(torch.equal(merged[name], expected[name]) for name in expected)
+
+    check()

@@ -101,8 +101,7 @@ def test_a_right_merge_passes_and_one_without_an_expert_does_not(
     adapter = make_adapter(tmp_path / "adapter", base, fused, seed)
     out, broken = tmp_path / "out", tmp_path / "broken"
     arguments = [f"source={adapter}", f"base={base}", "merge.base=original", f"out={out}"]
-    done = here(*arguments, "merge.rounding=unbiased", engine="transformers")
-    assert done.code == 0, done.output
+    here(*arguments, "merge.rounding=unbiased", engine="transformers")
     assert by_code(audit(out, base=base, adapter=adapter, values=True))["MERGE_PROVEN"] == "info"
     before, tensors = (load_file(folder / "model.safetensors") for folder in (base, out))
     skipped = {key for key in tensors if ".layers.1." in key and ".experts.3." in key}

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from tasks.drift.fingerprint import quantized_profile
-from tests.delivery.conftest import Done
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(1800)]
 CHATML = (
@@ -62,12 +61,15 @@ def test_a_gguf_file_is_measured_and_served_by_llama_cpp(
     kind: str, profile: str, qwen2: Path, llama_cpp: Path, deliver, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    done: Done = deliver(
-        f"source={qwen2}", f"out={out}", f"convert.quantize=gguf:{kind}",
-        f"convert.llama_cpp={llama_cpp}", f"convert.quantize_profile={profile}",
-        engine="vllm", timeout=900,
-    )  # fmt: skip
-    assert done.code == 0, done.output
+    done = deliver(
+        f"source={qwen2}",
+        f"out={out}",
+        f"convert.quantize=gguf:{kind}",
+        f"convert.llama_cpp={llama_cpp}",
+        f"convert.quantize_profile={profile}",
+        engine="vllm",
+        timeout=900,
+    )
     assert f"next: llama-server -m {out}/model-{kind}.gguf --temp 1.0" in done.output
     assert not list(out.glob("*.safetensors"))
     stages = {stage["name"]: stage for stage in done.summary["stages"]}
@@ -91,11 +93,14 @@ def test_a_layer_that_suffers_is_named(
     for path in qwen2.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    done: Done = deliver(
-        f"source={folder}", f"out={tmp_path / 'out'}", "convert.quantize=gguf:q8_0",
-        f"convert.llama_cpp={llama_cpp}", engine="transformers", timeout=900,
-    )  # fmt: skip
-    assert done.code == 1, done.output
+    done = deliver(
+        f"source={folder}",
+        "convert.quantize=gguf:q8_0",
+        f"convert.llama_cpp={llama_cpp}",
+        engine="transformers",
+        timeout=900,
+        code=1,
+    )
     assert "model.layers.1.mlp.up_proj lost most" in done.output
     assert not (tmp_path / "out").exists()
 
@@ -103,10 +108,13 @@ def test_a_layer_that_suffers_is_named(
 def test_a_tokenizer_that_llama_cpp_does_not_know_is_its_own_error(
     base: Path, llama_cpp: Path, deliver, tmp_path: Path
 ) -> None:
-    done: Done = deliver(
-        f"source={base}", f"out={tmp_path / 'out'}", "convert.quantize=gguf:q8_0",
-        f"convert.llama_cpp={llama_cpp}", engine="transformers", timeout=900,
-    )  # fmt: skip
-    assert done.code == 1, done.output
+    done = deliver(
+        f"source={base}",
+        "convert.quantize=gguf:q8_0",
+        f"convert.llama_cpp={llama_cpp}",
+        engine="transformers",
+        timeout=900,
+        code=1,
+    )
     assert "quantize failed" in done.output
     assert "pre-tokenizer was not recognized" in done.output

@@ -85,12 +85,10 @@ def test_a_stage_that_is_too_slow_names_its_limit(
     large: Path, here: Callable[..., Done], tmp_path: Path
 ) -> None:
     arguments = (f"source={large}", f"out={tmp_path / 'out'}", "convert.dtype=float32")
-    late = here(*arguments, "timeouts.convert_s=0.01")
-    assert late.code == 1
+    late = here(*arguments, "timeouts.convert_s=0.01", code=1)
     assert "convert failed: not done within timeouts.convert_s=0.01" in late.output
     assert "-> timeouts.convert_s=<more seconds>" in late.output
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob("runs/artifacts/served/.*.tmp"))
-    done = here(*arguments, "timeouts.convert_s=250")
-    assert done.code == 0, done.output
+    here(*arguments, "timeouts.convert_s=250")
     assert (tmp_path / "out" / "manifest.json").is_file()

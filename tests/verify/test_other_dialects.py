@@ -1,7 +1,6 @@
-"""llama.cpp, SGLang, TGI, Ollama and `transformers serve`, as their documentation says.
+"""llama.cpp, SGLang, TGI and Ollama, as their documentation says: a small server answers so.
 
-A small server answers so. Not run against the real server: SGLang, TGI and Ollama, which have no
-package for CPUs; test_llama_cpp.py and test_real_servers.py run the others.
+`test_llama_cpp.py` runs the real llama.cpp, `test_real_servers.py` vLLM and `transformers serve`.
 """
 
 from __future__ import annotations
@@ -190,32 +189,6 @@ def ollama(*, bos: bool = False, tells: bool = True) -> dict[str, Answer]:
     }
 
 
-def transformers_serve() -> dict[str, Answer]:
-    def completions(body: Any) -> Any:
-        unexpected = set(body) - {
-            "model",
-            "prompt",
-            "messages",
-            "max_tokens",
-            "stream",
-            "temperature",
-        }
-        if unexpected:
-            return refusal(422, f"Unexpected fields in the request: {unexpected}")
-        ids = split(body["prompt"]) if "prompt" in body else toy.rendered(body["messages"])
-        made = toy.text(toy.greedy(ids, body["max_tokens"]))
-        choice = {"text": made} if "prompt" in body else {"message": {"content": made}}
-        usage = {"prompt_tokens": len(ids)}
-        return {"choices": [{**choice, "finish_reason": "length"}], "usage": usage}
-
-    return {
-        "/v1/models": lambda _: {"data": []},
-        "/openapi.json": lambda _: {"paths": {"/load_model": {}, "/v1/models": {}}},
-        "/v1/completions": completions,
-        "/v1/chat/completions": completions,
-    }
-
-
 def check(scores: list[Scores], *, model: int = 0, most: int = 12) -> None:
     """Compare scores with the model's own numbers."""
     for sequence, scored in zip(SEQUENCES, scores, strict=True):
@@ -295,13 +268,6 @@ def test_tgi_scores_texts_that_become_the_same_tokens(folder: Path, bos: bool) -
         assert server.tokenize("toy", "ab") == (0, 1)
 
 
-def test_tgi_serves_the_adapter_that_was_named(folder: Path) -> None:
-    with answering(tgi()) as requests:
-        server = connect(requests.url, tokenizer=folder, model="tuned")
-        assert [entry.name for entry in server.models()] == ["toy", "tuned"]
-        check(server.score("tuned", SEQUENCES), model=1)
-
-
 @pytest.mark.parametrize("bos", [False, True])
 def test_ollama_scores_texts_that_have_as_many_tokens(folder: Path, bos: bool) -> None:
     with answering(ollama(bos=bos)) as requests:
@@ -318,25 +284,6 @@ def test_ollama_scores_texts_that_have_as_many_tokens(folder: Path, bos: bool) -
         with pytest.raises(ServerError, match="serves no model 'tiy'") as caught:
             server.score("tiy", SEQUENCES)
         assert "toy:latest" in caught.value.report()
-
-
-def test_an_old_ollama_and_a_source_without_tokenizer_prove_no_distribution(folder: Path) -> None:
-    with answering(ollama(tells=False)) as requests:
-        with pytest.raises(UnsupportedError):
-            connect(requests.url, tokenizer=folder).score("toy:latest", SEQUENCES)
-        with pytest.raises(UnsupportedError):
-            connect(requests.url).score("toy:latest", SEQUENCES)
-
-
-def test_transformers_serve_is_sent_nothing_that_it_refuses(folder: Path) -> None:
-    with answering(transformers_serve()) as requests:
-        server = connect(requests.url, tokenizer=folder, model="/models/toy")
-        assert (server.kind, server.abilities.next_logprobs) == ("transformers", 0)
-        assert [entry.name for entry in server.models()] == ["/models/toy"]
-        greedy_is_right(server, "/models/toy", ids=False)
-        assert server.generate("/models/toy", CHAT, 1)[0].prompt_length == len(RENDERED)
-        with pytest.raises(UnsupportedError):
-            server.score("/models/toy", SEQUENCES)
 
 
 def test_a_kind_that_is_none_or_another_one_is_refused() -> None:

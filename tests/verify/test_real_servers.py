@@ -69,16 +69,6 @@ def test_vllm_passes_every_check_of_prompts_and_load(server: Running, reference:
     print(*(f"{check.name}: {check.text}" for check in checks), sep="\n")
 
 
-def test_vllm_says_what_is_wrong(server: Running) -> None:
-    asked = connect(server.url)
-    with pytest.raises(ServerError, match="serves no model 'lora-9'") as caught:
-        asked.score("lora-9", [[1, 2, 3]])
-    assert "lora-0" in caught.value.report()
-    with pytest.raises(ServerError) as caught:
-        asked.score("base", [[1] * (asked.models()[0].max_length or 0)])
-    assert caught.value.code == "length"
-
-
 def test_transformers_serve_renders_as_in_training(
     models: Path, reference: Reference, tmp_path: Path
 ) -> None:

@@ -38,10 +38,10 @@ class Done:
         return {finding["code"] for finding in self.summary["findings"]}
 
 
-def _arguments(tmp_path: Path, given: tuple[str, ...], engine: str) -> list[str]:
-    out = [] if any(word.startswith("out=") for word in given) else [f"out={tmp_path / 'out'}"]
+def _arguments(tmp_path: Path, words: tuple[str, ...], engine: str) -> list[str]:
+    out = [] if any(word.startswith("out=") for word in words) else [f"out={tmp_path / 'out'}"]
     runs = [f"paths.runs={tmp_path / 'runs'}", f"smoke.engine={engine}"]
-    return command("deliver", AS_PEFT, *given, *out, *runs)
+    return command("deliver", AS_PEFT, *words, *out, *runs)
 
 
 @pytest.fixture
@@ -50,8 +50,8 @@ def deliver(tmp_path: Path) -> Callable[..., Done]:
     cwd = tmp_path / "elsewhere"
     cwd.mkdir()
 
-    def run(*given: str, engine: str = "none", code: int = 0, timeout: float = 280) -> Done:
-        argv = _arguments(tmp_path, given, engine)
+    def run(*words: str, engine: str = "none", code: int = 0, timeout: float = 280) -> Done:
+        argv = _arguments(tmp_path, words, engine)
         done = run_in_empty(cwd, argv, env=one_thread(), timeout=timeout)
         assert done.returncode == code, done.stdout
         return Done(code, done.stdout, summary_of(tmp_path / "runs"))
@@ -66,9 +66,9 @@ def here(
     """Run deliver in this process; check its status, and that a refusal writes nothing."""
     from flows.commands.deliver import main
 
-    def run(*given: str, engine: str = "none", code: int = 0) -> Done:
+    def run(*words: str, engine: str = "none", code: int = 0) -> Done:
         before = {path.name for path in tmp_path.iterdir()}
-        monkeypatch.setattr(sys, "argv", _arguments(tmp_path, given, engine)[1:])
+        monkeypatch.setattr(sys, "argv", _arguments(tmp_path, words, engine)[1:])
         status = main()
         captured = capsys.readouterr()
         output = captured.out + captured.err

@@ -87,7 +87,13 @@ def trained(
     return folder
 
 
-@pytest.mark.parametrize("name", CASES)
+DEFAULT = ("both, tied", "grown embedding, kept tied", "tokens of both")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in CASES],
+)
 def test_is_delivered_as_peft_merges_it(
     here: Run, name: str, bases: dict[bool, Path], tmp_path: Path
 ) -> None:
@@ -102,7 +108,7 @@ def test_is_delivered_as_peft_merges_it(
     assert not [finding for finding in done.summary["findings"] if finding["severity"] == "error"]
 
 
-@pytest.mark.parametrize("task", ["SEQ_CLS", "CAUSAL_LM"])
+@pytest.mark.parametrize("task", [pytest.param("SEQ_CLS", marks=pytest.mark.slow), "CAUSAL_LM"])
 def test_a_reward_adapter_that_names_every_head(
     here: Run, task: str, bases: dict[bool, Path], tmp_path: Path
 ) -> None:

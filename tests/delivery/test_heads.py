@@ -40,6 +40,7 @@ from tests.weights.rounding import near
 Run = Callable[..., Done]
 SAME = "convert.dtype=float32"
 BASE = "merge.base=original"
+SLOW = pytest.mark.slow
 
 
 def head_artifact(done: Done, tmp_path: Path) -> Tensors:
@@ -69,7 +70,7 @@ def reward_adapter(
     return base, adapter, wrapped
 
 
-@pytest.mark.parametrize("prefix", ["score", "value_head"])
+@pytest.mark.parametrize("prefix", [pytest.param("score", marks=SLOW), "value_head"])
 def test_an_openrlhf_reward_model(here: Run, prefix: str, tmp_path: Path) -> None:
     model = save_openrlhf(tmp_path / "rm", "llama", prefix=prefix, mean=1.5, std=2.5)
     done = here(f"source={tmp_path / 'rm'}", SAME)
@@ -82,7 +83,7 @@ def test_an_openrlhf_reward_model(here: Run, prefix: str, tmp_path: Path) -> Non
     assert (config["mean"], config["std"]) == (1.5, 2.5)
 
 
-@pytest.mark.parametrize("wrapper", ["", "pretrained_model."])
+@pytest.mark.parametrize("wrapper", [pytest.param("", marks=SLOW), "pretrained_model."])
 def test_a_trl_policy_with_its_value_head(here: Run, wrapper: str, tmp_path: Path) -> None:
     policy = save_trl(tmp_path / "ppo", "llama", prefix=wrapper)
     done = here(f"source={tmp_path / 'ppo'}", SAME)
@@ -108,7 +109,7 @@ def test_a_reward_adapter_and_its_base(
     assert near(scores(tmp_path / "out"), (raw - mean) / std)
 
 
-@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize("pickled", [pytest.param(False, marks=SLOW), True])
 def test_a_llamafactory_adapter_with_a_value_head_beside_it(
     here: Run, pickled: bool, tmp_path: Path
 ) -> None:
@@ -136,7 +137,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    ["one file", "shards and their index", pytest.param("pickles", marks=SLOW)],
+)
 def test_a_llamafactory_model_with_a_value_head_beside_it(
     here: Run, layout: str, tmp_path: Path
 ) -> None:

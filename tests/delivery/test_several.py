@@ -42,7 +42,7 @@ def merged_by_peft(base: Path, weighted: dict[Path, float]) -> Tensors:
     return {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_are_added_up_with_their_weights(
     here: Run, adapter: Path, second: Path, base: Path, count: int, tmp_path: Path
 ) -> None:

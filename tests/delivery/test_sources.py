@@ -249,7 +249,14 @@ def work(
     return Place(tmp_path, base, ours, adapter, shards, trained, merged)
 
 
-@pytest.mark.parametrize("name", SOURCES)
+MORE = ("axolotl", "a model in .bin files", "ZeRO-2", "unsloth, one file", "several wrappers")
+"""Sources that the default suite leaves to `make test-all`."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in MORE else ()) for name in SOURCES],
+)
 def test_is_delivered_with_the_tensors_that_were_trained(
     here: Run, name: str, work: Place, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ def test_every_stage_is_tracked_with_its_findings_and_verdicts(
     stages = {run.data.tags["stage"]: run for run in runs}
     assert set(stages) == {"audit", "reference", "convert", "value_head", "smoke_eval"}
 
-    def stored(run: object, name: str) -> object:
+    def stored(run: Any, name: str) -> Any:
         return json.loads(Path(client.download_artifacts(run.info.run_id, name)).read_text())
 
     metrics = stages["audit"].data.metrics

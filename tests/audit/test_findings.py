@@ -121,9 +121,6 @@ def _two_files_with_one_tensor(root: Path) -> None:
     part = {name: arrays[name] for name in list(arrays)[::3]}
     more = {name: arrays[name] for name in list(arrays)[1:2]}
     save_file({**part, **more}, root / "model-00001-of-00003.safetensors")
-    save_file(
-        {"model.norm.weight": np.ones(16, np.float32)}, root / "model-00002-of-00003.safetensors"
-    )
 
 
 def _no_index_and_a_shard_gone(root: Path) -> None:

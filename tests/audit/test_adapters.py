@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.audit.making import (
@@ -83,24 +82,6 @@ def test_tensors_beside_a_target_pattern(tmp_path: Path) -> None:
     assert codes(root, base=tmp_path / "tiny") == {**FINE, "ADAPTER_NO_MERGE": "error"}
 
 
-def test_ranks_of_patterns(tmp_path: Path) -> None:
-    arrays = adapter_tensors()
-    at = "base_model.model.model.layers.1.self_attn.q_proj.lora_"
-    arrays[f"{at}A.weight"] = arrays[f"{at}A.weight"][:2]
-    arrays[f"{at}B.weight"] = np.ascontiguousarray(arrays[f"{at}B.weight"][:, :2])
-    assert "ADAPTER_RANK" in codes(make_adapter(tmp_path / "a", arrays))
-    for number, pattern in enumerate(("layers.1.self_attn.q_proj", "1.self_attn.q_proj")):
-        root = make_adapter(tmp_path / f"b{number}", arrays, rank_pattern={pattern: 2})
-        assert codes(root) == FINE
-
-
-def test_a_bigger_base_of_the_same_family(tmp_path: Path) -> None:
-    """An adapter with fewer layers than the base belongs to a smaller model."""
-    deep = {key.replace("layers.1", "layers.2"): array for key, array in tensors().items()}
-    root = make_model(tmp_path / "tiny", {**deep, **tensors()}, num_hidden_layers=3)
-    assert errors(codes(make_adapter(tmp_path / "it"), base=root)) == {"ADAPTER_COVERAGE"}
-
-
 @pytest.mark.parametrize(
     "place",
     ["models--elsewhere--tiny/snapshots/0a1b", "tiny", "Tiny"],
@@ -134,12 +115,6 @@ def test_a_local_base_path_needs_no_option(tmp_path: Path) -> None:
     }
     reported = codes(make_adapter(tmp_path / "it", arrays, base_model_name_or_path=str(root)))
     assert "ADAPTER_NO_MODULE" in errors(reported)
-
-
-def test_scales_left_beside_unpacked_weights(tmp_path: Path) -> None:
-    arrays = tensors()
-    arrays["lm_head.weight_scale_inv"] = np.ones((1, 1), np.float32)
-    assert "QUANT_RESIDUE" in errors(codes(make_model(tmp_path / "it", arrays)))
 
 
 def test_an_unreadable_base_gives_no_errors(tmp_path: Path) -> None:

@@ -28,13 +28,6 @@ SETTINGS = {
     "eos_token": "<eos>", "chat_template": "{% for m in messages %}{{ m }}{% endfor %}",
     "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 64, "auto_map": {},
 }  # fmt: skip
-EXTRA = {
-    "quantization_config": {"quant_method": "bitsandbytes"}, "text_config": {"vocab_size": 40},
-    "vision_config": {}, "num_experts": 4, "num_local_experts": 4, "auto_map": {},
-    "dtype": "float32",
-    "value_head_prefix": "score", "mean": 1.0, "std": 2.0, "id2label": {"0": "a"}, "num_labels": 1,
-    "num_nextn_predict_layers": 1, "torch_dtype": "float32",
-}  # fmt: skip
 
 
 def fuzz(root: Path, name: str, base: Path | None = None) -> None:
@@ -54,7 +47,7 @@ def fuzz(root: Path, name: str, base: Path | None = None) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    root = make_shards(tmp_path / "it", 2, **{k: v for k, v in EXTRA.items() if "config" not in k})
+    root = make_shards(tmp_path / "it", 2, num_experts=4, auto_map={})
     write_json(root / "tokenizer.json", TOKENIZER)
     write_json(root / "tokenizer_config.json", SETTINGS)
     write_json(root / "generation_config.json", {"eos_token_id": 2, "pad_token_id": 0})
@@ -72,17 +65,6 @@ def test_json_values_of_wrong_types(name: str, model: Path) -> None:
     fuzz(model, name)
 
 
-@pytest.mark.parametrize("key", ["quantization_config", "text_config", "vision_config"])
-def test_nested_configurations(key: str, model: Path) -> None:
-    for value in VALUES:
-        edit_json(model / "config.json", **{key: value})
-        assert "CANNOT_JUDGE" not in codes(model)
-    for inner in ("vocab_size", "quant_method", "weights", "config_groups", "eos_token_id"):
-        for value in random.Random(inner).sample(VALUES, 4):
-            edit_json(model / "config.json", **{key: {inner: value}})
-            assert "CANNOT_JUDGE" not in codes(model)
-
-
 def test_an_adapters_configuration(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "use_dora": False, "use_rslora": False, "modules_to_save": None, "rank_pattern": {},
@@ -93,21 +75,6 @@ def test_an_adapters_configuration(tmp_path: Path) -> None:
     base = make_model(tmp_path / "base")
     root = make_adapter(tmp_path / "it", **settings)
     fuzz(root, "adapter_config.json", base)
-
-
-def test_random_byte_changes(model: Path) -> None:
-    """The audit ends whichever byte of a header or JSON file changes."""
-    rng = random.Random(0)
-    files = sorted(path for path in model.iterdir() if path.is_file())
-    for _ in range(100):
-        path = rng.choice(files)
-        before = path.read_bytes()
-        raw = bytearray(before)
-        for _ in range(rng.randint(1, 4)):
-            raw[rng.randrange(min(len(raw), 2000))] = rng.randrange(256)
-        path.write_bytes(raw)
-        assert "CANNOT_JUDGE" not in codes(model)
-        path.write_bytes(before)
 
 
 def test_more_files_than_are_listed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,15 +128,6 @@ def test_escape_sequences(model: Path) -> None:
         assert {char for char in text if not char.isprintable()} <= {"\n"}
 
 
-@pytest.mark.parametrize("name", ["config.json", "manifest.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("content", ['{"a": ' + "[" * 200_000, '{"a": [' + "[]," * 5_000_000])
-def test_deep_and_huge_documents(model: Path, name: str, content: str) -> None:
-    (model / name).write_text(content)
-    report = audit(model)
-    assert "CANNOT_JUDGE" not in {finding.code for finding in report.findings}
-    assert report.text()
-
-
 def test_a_manifest_with_paths_outside_the_folder(tmp_path: Path) -> None:
     root = make_model(tmp_path / "it")
     for files in (
@@ -206,8 +164,3 @@ def test_a_manifest_without_one_of_its_keys_is_a_finding(missing: str, tmp_path:
         read_manifest(root)
     write_json(root / "manifest.json", {"name": "an app", "files": []})  # another tool's
     assert read_manifest(root) == {}
-
-
-def test_a_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="No such file"):
-        audit(tmp_path / "absent")

@@ -95,8 +95,18 @@ def many_adapter_names(root: Path) -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [patterns, names, numbers, template, endless_string, endless_list, many_adapter_names],
-    ids=lambda make: make.__name__,
+    [
+        pytest.param(make, id=make.__name__, marks=() if make is patterns else pytest.mark.slow)
+        for make in (
+            patterns,
+            names,
+            numbers,
+            template,
+            endless_string,
+            endless_list,
+            many_adapter_names,
+        )
+    ],
 )
 def test_the_audit_stays_within_its_limits(make: Callable[[Path], None], tmp_path: Path) -> None:
     root, base = tmp_path / "it", make_model(tmp_path / "base")
@@ -104,6 +114,7 @@ def test_the_audit_stays_within_its_limits(make: Callable[[Path], None], tmp_pat
     assert examined(root, base if make in (patterns, names) else None)
 
 
+@pytest.mark.slow
 def test_plain_settings_are_checked_beside_a_bomb(tmp_path: Path) -> None:
     """Plain settings are checked even if a pattern is not tried."""
     settings: dict[str, Any] = {"rank_pattern": {BOMB: 2}, "lora_alpha": 0}

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from tasks.audit.repair import repair
 from tasks.audit.run import audit
@@ -73,15 +73,6 @@ def test_the_command_proves_a_merge_and_imports_no_torch(
     assert ran.stdout.strip() == "[]", ran.stderr
 
 
-def test_an_adapter_without_base_or_values_is_refused(adapter: Path, base: Path) -> None:
-    for words in ([f"adapter={adapter}"], [f"adapter={adapter}", f"base={base}"]):
-        done = run(f"source={base}", *words)
-        assert done.returncode == 2
-        assert "base=<folder of the base> values=true" in done.stderr
-    done = run(f"source={base}", f"base={base}", "values=true", f"adapter={base}")
-    assert (done.returncode, "no adapter_config.json in it" in done.stderr) == (2, True)
-
-
 def test_every_changed_setting_is_named(base: Path, tmp_path: Path) -> None:
     changes = {"rope_theta": 1e4, "rms_norm_eps": 1e-5, "max_position_embeddings": 128}
     report = audit(merge(tmp_path / "it", **changes), base=base)
@@ -128,20 +119,6 @@ def test_a_wrong_base_is_an_error_by_name_and_by_weights(base: Path, tmp_path: P
     assert "WRONG_BASE" not in codes(placed, base=base)
     packed = make_adapter(tmp_path / "packed", base_model_name_or_path="org/tiny-bnb-4bit")
     assert "WRONG_BASE" not in codes(packed, base=base)
-
-
-def test_a_partial_merge_is_suspected_without_the_adapter(base: Path, tmp_path: Path) -> None:
-    root = merge(tmp_path / "it", **THETA)
-    arrays, original = load_file(root / "model.safetensors"), tensors()
-    arrays |= {name: original[name] for name in arrays if ".layers.1." in name}
-    save_file(arrays, root / "model.safetensors")
-    (finding,) = (
-        candidate
-        for candidate in audit(root, base=base, values=True).findings
-        if candidate.code == "MERGE_PARTIAL"
-    )
-    assert finding.found == "2 of 4 tensors are the base's"
-    assert "MERGE_PARTIAL" not in codes(merge(tmp_path / "good", **THETA), base=base, values=True)
 
 
 def test_a_repair_copies_settings_of_the_base(base: Path, tmp_path: Path) -> None:

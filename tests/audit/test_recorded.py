@@ -84,33 +84,3 @@ def test_mlflow_has_the_findings(place: Path, report: dict[str, Any]) -> None:
         Path(client.download_artifacts(tracked.info.run_id, "report.json")).read_text()
     )
     assert kept == report
-
-
-def test_a_repair_in_the_flow(place: Path) -> None:
-    root = make_model(
-        place / "wrapped", {f"module.{key}": array for key, array in tensors().items()}
-    )
-    again = run(
-        place / "elsewhere", f"source={root}", "prefect=true", "fix=true",
-        f"out_dir={place / 'new'}", f"paths.runs={place / 'runs'}",
-    )  # fmt: skip
-    assert again.code == 0, again.err
-    assert "21 keys without wrapper prefixes" in again.err
-    assert (place / "new" / "manifest.json").is_file()
-
-
-def test_an_unreadable_source_leaves_no_record(place: Path) -> None:
-    runs = place / "bad-runs"
-    bad = run(
-        place / "elsewhere", f"source={place / 'absent'}", "prefect=true", f"paths.runs={runs}"
-    )
-    assert (bad.code, "Traceback" in bad.err) == (2, False), bad.err
-    assert "absent: no such folder" in bad.err
-    assert records(runs, "select state_type from flow_run") == [("FAILED",)]
-    assert records(runs, "select key from artifact where type = 'markdown'") == []
-    # The server creates the database when it starts.
-    client = MlflowClient(f"sqlite:///{runs / 'mlflow' / 'mlflow.db'}")
-    assert (
-        client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
-        == []
-    )

@@ -76,11 +76,6 @@ class TestKeys:
         done = repaired(make_model(tmp_path / "it", keys))
         assert same(done.artifact.path / "model.safetensors", tensors())
 
-    def test_an_adapters_name(self, tmp_path: Path) -> None:
-        named = {k.replace(".weight", ".policy.weight"): v for k, v in adapter_tensors().items()}
-        done = repaired(make_adapter(tmp_path / "it", named))
-        assert same(done.artifact.path / "adapter_model.safetensors", adapter_tensors())
-
     def test_an_adapter_without_its_prefix(self, tmp_path: Path) -> None:
         bare = {k.removeprefix("base_model.model."): v for k, v in adapter_tensors().items()}
         done = repaired(make_adapter(tmp_path / "it", bare))
@@ -90,11 +85,6 @@ class TestKeys:
         twice = {**tensors(), "module.lm_head.weight": tensors(1)["lm_head.weight"]}
         with pytest.raises(ContractError, match=r"both would be named lm_head\.weight"):
             repair(make_model(tmp_path / "it", twice), tmp_path / "new")
-
-    def test_lora_that_was_never_merged(self, tmp_path: Path) -> None:
-        lora = {k.removeprefix("base_model.model."): v for k, v in adapter_tensors().items()}
-        with pytest.raises(ContractError, match="never merged"):
-            repair(make_model(tmp_path / "it", {**tensors(), **lora}), tmp_path / "new")
 
 
 class TestFiles:
@@ -117,15 +107,6 @@ class TestFiles:
         done = repaired(root)
         assert same(done.artifact.path / "adapter_model.safetensors", adapter_tensors())
         assert not (done.artifact.path / "adapter_model.bin").exists()
-
-    def test_a_pickled_model(self, tmp_path: Path) -> None:
-        root = make_model(tmp_path / "it")
-        (root / "model.safetensors").unlink()
-        torch.save(
-            {k: torch.from_numpy(v) for k, v in tensors().items()}, root / "pytorch_model.bin"
-        )
-        done = repaired(root)
-        assert same(done.artifact.path / "model.safetensors", tensors())
 
 
 class TestHeads:
@@ -207,13 +188,6 @@ def test_an_altered_artifact_does_not_get_a_new_manifest(tmp_path: Path) -> None
 class TestMendable:
     """`mendable` of an audit predicts the result of a repair."""
 
-    def test_wrapper_prefixes(self, tmp_path: Path) -> None:
-        root = make_model(tmp_path / "it", {f"module.{k}": v for k, v in tensors().items()})
-        report = audit(root)
-        assert (report.ok, report.mendable) == (False, True)
-        assert report.text().endswith(f"source={root} fix=true out_dir=<a new folder>")
-        repaired(root)
-
     def test_a_clean_checkpoint(self, tmp_path: Path) -> None:
         report = audit(make_model(tmp_path / "it"))
         assert (report.ok, report.mendable) == (True, False)
@@ -232,11 +206,6 @@ class TestMendable:
         arrays["module.lm_head.weight"][0, 0] = np.nan
         assert not audit(make_model(tmp_path / "it", arrays), values=True).mendable
 
-    def test_tied_embeddings_that_differ(self, tmp_path: Path) -> None:
-        root = make_model(tmp_path / "it", tie_word_embeddings=True)
-        assert audit(root, values=True).mendable
-        repaired(root)
-
     def test_a_wrong_base(self, tmp_path: Path) -> None:
         arrays = {
             key.replace("q_proj", "x_proj"): array for key, array in adapter_tensors().items()
@@ -245,15 +214,6 @@ class TestMendable:
         report = audit(root, base=make_model(tmp_path / "base"))
         assert not report.ok
         assert not report.mendable
-
-    def test_the_fix_names_the_intact_set(self, tmp_path: Path) -> None:
-        root = make_adapter(tmp_path / "it", {k: v[:0, 0] for k, v in adapter_tensors().items()})
-        good = {key: torch.from_numpy(value) for key, value in adapter_tensors().items()}
-        torch.save(good, root / "adapter_model.bin")
-        report = audit(root)
-        assert report.mendable
-        (empty,) = (finding for finding in report.findings if finding.code == "EMPTY_TENSOR")
-        assert empty.fix.endswith("uses adapter_model.bin, which is intact")
 
 
 def test_the_printed_command_has_the_base_and_can_be_typed(tmp_path: Path) -> None:

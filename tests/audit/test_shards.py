@@ -12,7 +12,7 @@ from tasks.audit.checks import zero
 from tasks.audit.run import Report, audit
 from tasks.weights.deepspeed.checkpoint import read_zero
 from tests.audit.making import by_code as codes_of
-from tests.audit.making import edit_json, errors, write_json
+from tests.audit.making import errors, write_json
 from tests.weights.deepspeed.test_partitions_property import write
 from tests.weights.making import Spread, write_shards
 
@@ -39,17 +39,6 @@ class TestPlumblineShards:
         assert finding.code == "PARTITIONS_WHOLE"
         assert finding.found == "2 ranks, 2 tensors, adapter"
         assert finding.fix == f"python flows/deliver.py source={ours} base=<the base> out=<folder>"
-
-    def test_of_a_full_model_with_its_configuration_beside_it(self, tmp_path: Path) -> None:
-        write_shards(tmp_path, {"lm_head.weight": torch.ones(4, 16)}, Spread(3, full=True))
-        write_json(tmp_path / "config.json", {"model_type": "llama"})
-        report = audit(tmp_path)
-        assert report.what == "Plumbline's shards of a full model of 3 ranks"
-        assert "base=" not in report.findings[0].fix
-
-    def test_settings_that_its_adapter_cannot_have(self, ours: Path) -> None:
-        edit_json(ours / "adapter_config.json", lora_alpha=0)
-        assert errors(codes_of(audit(ours))) == {"ADAPTER_ALPHA"}
 
     def test_without_the_settings_of_its_adapter(self, ours: Path) -> None:
         (ours / "adapter_config.json").unlink()

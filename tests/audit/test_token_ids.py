@@ -64,11 +64,6 @@ def test_the_repair_with_a_misread_base_keeps_the_ids(llama: Path, tmp_path: Pat
     assert misread(tmp_path / "out") == ""
 
 
-def test_a_list_of_extra_special_tokens_is_told_as_the_class_is(llama: Path) -> None:
-    _edit(llama / "tokenizer_config.json", extra_special_tokens=["<|im_end|>"])
-    assert "TOKENIZER_CLASS" in _codes(llama)
-
-
 @pytest.mark.parametrize("step", ["pre_tokenizer", "merges", "vocabulary", "decoder"])
 def test_a_tokenizer_that_is_not_the_base_s(llama: Path, tmp_path: Path, step: str) -> None:
     base = tmp_path / "base"
@@ -101,9 +96,3 @@ def test_added_tokens_are_no_fault(llama: Path, tmp_path: Path) -> None:
     document["added_tokens"].append({**document["added_tokens"][0], "id": number, "content": "<t>"})
     path.write_text(json.dumps(document))
     assert "TOKENIZER_NOT_OF_BASE" not in _codes(llama, base)
-
-
-def test_a_byte_order_mark_in_the_template(llama: Path) -> None:
-    path = llama / "chat_template.jinja"
-    path.write_text("\ufeff" + path.read_text())
-    assert "TEMPLATE_MARK" in _codes(llama)

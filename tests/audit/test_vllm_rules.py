@@ -12,7 +12,6 @@ from safetensors import safe_open
 
 from tasks.audit.known import DEFAULT_LORA_RANK, known
 from tasks.audit.run import audit
-from tasks.weights.adapters.config import parse_config
 from tests.audit.corpus import Corpus
 from tests.audit.corpus.clean import CLEAN
 
@@ -103,23 +102,3 @@ def test_classes() -> None:
     for name in sorted(names):
         resolved = ModelRegistry._normalize_arch(name, plain)
         assert (resolved in ModelRegistry.models) == lists.serves(name), name
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"init_lora_weights": "pissa_niter_16"}, {"init_lora_weights": "olora"},
-     {"init_lora_weights": "loftq"}, {"alora_invocation_tokens": [1]}, {"use_qalora": True},
-     {"use_bdlora": True}, {"layer_replication": [[0, 1]]}],
-    ids=str,
-)  # fmt: skip
-def test_no_fix_suggests_a_merge_that_is_refused(
-    changes: dict[str, Any], corpus: Corpus, tmp_path: Path
-) -> None:
-    document = json.loads((corpus.clean("lora") / "adapter_config.json").read_text())
-    assert parse_config({**document, **changes})[1], "flows/deliver.py refuses it"
-    (tmp_path / "adapter_config.json").write_text(json.dumps({**document, **changes}))
-    fixes = [fix.fix for fix in audit(tmp_path).findings if fix.code in OF_SETTINGS]
-    assert fixes
-    assert not [fix for fix in fixes if "flows/deliver.py" in fix]
-    ways = ("peft", "get_base_model", "replicate the layers")
-    assert all(any(way in fix for way in ways) for fix in fixes)

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from flows.commands.deliver import main
 from tests.commands import command, environment, run_in_empty, summary_of
-from tests.weights.making import Spread, make_base, trained_model, write_trained
 
 AS_PEFT = "merge.rounding=nearest"
 """Rounding of the deliveries in these tests, which compare bytes with peft's; a test's own wins."""
@@ -35,19 +33,28 @@ class Done:
     def stages(self) -> list[str]:
         return [stage["name"] for stage in self.summary["stages"]]
 
+    @property
+    def codes(self) -> set[str]:
+        return {finding["code"] for finding in self.summary["findings"]}
+
+
+def _arguments(tmp_path: Path, words: tuple[str, ...], engine: str) -> list[str]:
+    out = [] if any(word.startswith("out=") for word in words) else [f"out={tmp_path / 'out'}"]
+    runs = [f"paths.runs={tmp_path / 'runs'}", f"smoke.engine={engine}"]
+    return command("deliver", AS_PEFT, *words, *out, *runs)
+
 
 @pytest.fixture
 def deliver(tmp_path: Path) -> Callable[..., Done]:
-    """Run `python /elsewhere/flows/deliver.py ARGUMENTS paths.runs=RUNS` in an empty directory."""
-    cwd, runs = tmp_path / "elsewhere", tmp_path / "runs"
+    """Run the real command in an empty folder, into `tmp_path / "out"`; check its exit status."""
+    cwd = tmp_path / "elsewhere"
     cwd.mkdir()
 
-    def run(*arguments: str, engine: str = "none", timeout: float = 280) -> Done:
-        argv = command(
-            "deliver", AS_PEFT, *arguments, f"paths.runs={runs}", f"smoke.engine={engine}"
-        )
+    def run(*words: str, engine: str = "none", code: int = 0, timeout: float = 280) -> Done:
+        argv = _arguments(tmp_path, words, engine)
         done = run_in_empty(cwd, argv, env=one_thread(), timeout=timeout)
-        return Done(done.returncode, done.stdout, summary_of(runs))
+        assert done.returncode == code, done.stdout
+        return Done(code, done.stdout, summary_of(tmp_path / "runs"))
 
     return run
 
@@ -56,25 +63,20 @@ def deliver(tmp_path: Path) -> Callable[..., Done]:
 def here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Done]:
-    """Run deliver in this process; a refusal or a plan needs no process of its own."""
-    runs = tmp_path / "runs"
+    """Run deliver in this process; check its status, and that a refusal writes nothing."""
+    from flows.commands.deliver import main
 
-    def run(*arguments: str, engine: str = "none") -> Done:
-        _, *argv = command(
-            "deliver", AS_PEFT, *arguments, f"paths.runs={runs}", f"smoke.engine={engine}"
-        )
-        monkeypatch.setattr(sys, "argv", argv)
-        code = main()
+    def run(*words: str, engine: str = "none", code: int = 0) -> Done:
+        before = {path.name for path in tmp_path.iterdir()}
+        monkeypatch.setattr(sys, "argv", _arguments(tmp_path, words, engine)[1:])
+        status = main()
         captured = capsys.readouterr()
-        return Done(code, captured.out + captured.err, summary_of(runs))
+        output = captured.out + captured.err
+        assert status == code, output
+        if code == 2:
+            assert {path.name for path in tmp_path.iterdir()} == before
+        return Done(status, output, summary_of(tmp_path / "runs"))
 
-    return run
-
-
-@pytest.fixture(params=["here", pytest.param("deliver", marks=pytest.mark.slow)])
-def either(request: pytest.FixtureRequest) -> Callable[..., Done]:
-    """Run deliver in this process, which is faster; in the long suite run the real command."""
-    run: Callable[..., Done] = request.getfixturevalue(request.param)
     return run
 
 
@@ -93,6 +95,8 @@ def foreign(artifact: Path, folder: Path) -> Path:
 @pytest.fixture(scope="session")
 def ours(place: Path) -> Path:
     """A base artifact."""
+    from tests.weights.making import make_base
+
     return make_base(place / "ours", "qwen").path
 
 
@@ -105,28 +109,38 @@ def base(place: Path, ours: Path) -> Path:
 @pytest.fixture(scope="session")
 def other(place: Path) -> Path:
     """A model with the same names and shapes and other weights."""
+    from tests.weights.making import make_base
+
     return foreign(make_base(place / "made-other", "qwen", seed=3).path, place / "tiny-qwen-chat")
 
 
 @pytest.fixture(scope="session")
-def adapter(place: Path, base: Path) -> Path:
+def trained(base: Path) -> Any:
+    """A PEFT model in memory, never to be changed."""
+    from tests.weights.making import Spread, trained_model
+
+    return trained_model(base, Spread(), 1)
+
+
+@pytest.fixture(scope="session")
+def adapter(place: Path, trained: Any) -> Path:
     """An adapter folder from `save_pretrained` of a PEFT model."""
-    folder = place / "adapter"
-    trained_model(base, Spread(), 1).save_pretrained(folder)
-    return folder
+    trained.save_pretrained(place / "adapter")
+    return place / "adapter"
+
+
+@pytest.fixture(scope="session")
+def merged(base: Path, adapter: Path) -> dict[str, Any]:
+    """The merge of `adapter` by peft."""
+    from tests.delivery.making import merged_by_peft
+
+    return merged_by_peft(base, adapter)
 
 
 @pytest.fixture(scope="session")
 def shards(place: Path, ours: Path) -> Path:
-    """A shards artifact from our training of an adapter."""
+    """A shards artifact from our training of the same adapter on three ranks."""
     from tasks.pipeline.artifact import open_artifact
+    from tests.weights.making import Spread, write_trained
 
     return write_trained(place / "shards", open_artifact(ours), Spread(world_size=3))
-
-
-@pytest.fixture(scope="session")
-def full_shards(place: Path, ours: Path) -> Path:
-    """A shards artifact from our full fine-tuning."""
-    from tasks.pipeline.artifact import open_artifact
-
-    return write_trained(place / "full", open_artifact(ours), Spread(world_size=2, full=True))

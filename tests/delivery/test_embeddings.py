@@ -6,7 +6,6 @@ The delivered model is peft's own merge, on the base with as many rows as in tra
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from flows.cli.config import compose_config
-from flows.delivery.run_delivery import direct, plan
 from tests.delivery.conftest import Done
+from tests.delivery.making import differing, merged_by_peft, with_rows
 from tests.weights.adapters.making import quiet
 from tests.weights.making import save_tokenizer, small_config, state_of
 
@@ -89,63 +87,28 @@ def trained(
     return folder
 
 
-def with_rows(base: Path, more: int) -> Any:
-    with quiet():
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        if more:
-            model.resize_token_embeddings(ROWS + more, mean_resizing=False)
-    return model
+DEFAULT = ("both, tied", "grown embedding, kept tied", "tokens of both")
 
 
-def merged_by_peft(base: Path, adapter: Path, more: int) -> dict[str, torch.Tensor]:
-    from peft import PeftModel
-
-    with quiet():
-        model = PeftModel.from_pretrained(with_rows(base, more), adapter).merge_and_unload()
-    return {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in CASES],
+)
 def test_is_delivered_as_peft_merges_it(
     here: Run, name: str, bases: dict[bool, Path], tmp_path: Path
 ) -> None:
     tied, more, options, served_tied = CASES[name]
     source = trained(with_rows(bases[tied], more), tmp_path / "adapter", **options)
-    done = here(
-        f"source={source}", f"base={bases[tied]}", "merge.base=original", f"out={tmp_path / 'out'}"
-    )
-    assert done.code == 0, done.output
+    done = here(f"source={source}", f"base={bases[tied]}", "merge.base=original")
     ours, theirs = state_of(tmp_path / "out"), merged_by_peft(bases[tied], source, more)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["tie_word_embeddings"], config["vocab_size"]) == (served_tied, ROWS + more)
     assert ("lm_head.weight" in ours) is not served_tied
-    if served_tied:
-        ours["lm_head.weight"] = ours["model.embed_tokens.weight"]
-    assert ours.keys() == theirs.keys()
-    assert [key for key, tensor in theirs.items() if not torch.equal(ours[key], tensor)] == []
+    assert differing(ours, theirs) == []
     assert not [finding for finding in done.summary["findings"] if finding["severity"] == "error"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["grown embedding, tied", "tokens, tied"])
-def test_the_reference_has_the_new_rows(name: str, bases: dict[bool, Path], tmp_path: Path) -> None:
-    tied, more, options, _ = CASES[name]
-    source = trained(with_rows(bases[tied], more), tmp_path / "adapter", **options)
-    composed = compose_config(
-        [
-            f"source={source}", f"base={bases[tied]}", "merge.base=original",
-            f"out={tmp_path / 'out'}", f"paths.runs={tmp_path / 'runs'}",
-            "smoke.engine=transformers", "smoke.probes=3",
-        ],
-        config_name="deliver",
-    )  # fmt: skip
-    summary = direct(plan(composed), logging.getLogger("tests.deliver"), "here")
-    drifts = [stage["drift"]["mean_kl"] for stage in summary["stages"] if stage["drift"]]
-    assert len(drifts) == 3
-    assert all(0 <= drift < 1e-4 for drift in drifts)
-
-
-@pytest.mark.parametrize("task", ["SEQ_CLS", "CAUSAL_LM"])
+@pytest.mark.parametrize("task", [pytest.param("SEQ_CLS", marks=pytest.mark.slow), "CAUSAL_LM"])
 def test_a_reward_adapter_that_names_every_head(
     here: Run, task: str, bases: dict[bool, Path], tmp_path: Path
 ) -> None:
@@ -159,10 +122,7 @@ def test_a_reward_adapter_that_names_every_head(
     path = source / "adapter_config.json"
     settings = json.loads(path.read_text()) | {"task_type": task, "modules_to_save": heads}
     path.write_text(json.dumps(settings))
-    done = here(
-        f"source={source}", f"base={bases[True]}", "merge.base=original", f"out={tmp_path / 'out'}"
-    )
-    assert done.code == 0, done.output
+    here(f"source={source}", f"base={bases[True]}", "merge.base=original")
     ours = state_of(tmp_path / "out")
     assert torch.equal(
         ours["score.weight"],

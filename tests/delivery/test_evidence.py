@@ -15,8 +15,7 @@ import torch
 from tasks.delivery.plan.comparing import _losses
 from tasks.delivery.plan.evidence import Held, find_evidence
 from tests.delivery.conftest import Done
-from tests.delivery.test_deliver import merged_by_peft
-from tests.delivery.test_deliver import same as equal
+from tests.delivery.making import differing, merged_as_trained, merged_by_peft
 from tests.weights.making import state_of
 
 Run = Callable[..., Done]
@@ -177,26 +176,20 @@ def test_pickled_arguments_are_never_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "ran").exists()  # the file is as hostile as it was meant to be
 
 
-class TestTheFoldersAbove:
-    def test_belong_to_the_run(self, tmp_path: Path) -> None:
-        step = tmp_path / "run" / "checkpoint-10" / "adapter"
-        step.mkdir(parents=True)
-        (tmp_path / "run" / "args.json").write_text(json.dumps(SWIFT))
-        (record,) = find_evidence(step)
-        assert record.file == tmp_path / "run" / "args.json"
-
-    def test_folder_with_the_state_of_a_run(self, tmp_path: Path) -> None:
-        (tmp_path / "mine").mkdir()
-        (tmp_path / "args.json").write_text(json.dumps(SWIFT))
-        assert find_evidence(tmp_path / "mine") == ()
-        (tmp_path / "trainer_state.json").write_text("{}")
-        assert len(find_evidence(tmp_path / "mine")) == 1
-
-    def test_further_up_are_left_alone(self, tmp_path: Path) -> None:
-        step = tmp_path / "checkpoint-1" / "checkpoint-2" / "checkpoint-3"
-        step.mkdir(parents=True)
-        (tmp_path / "args.json").write_text(json.dumps(SWIFT))
-        assert find_evidence(step) == ()
+def test_the_folders_above_belong_to_the_run(tmp_path: Path) -> None:
+    step = tmp_path / "run" / "checkpoint-10" / "adapter"
+    step.mkdir(parents=True)
+    (tmp_path / "run" / "args.json").write_text(json.dumps(SWIFT))
+    (record,) = find_evidence(step)
+    assert record.file == tmp_path / "run" / "args.json"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "args.json").write_text(json.dumps(SWIFT))
+    assert find_evidence(tmp_path / "mine") == ()  # no folder of a run
+    (tmp_path / "trainer_state.json").write_text("{}")
+    assert len(find_evidence(tmp_path / "mine")) == 1
+    deep = tmp_path / "checkpoint-1" / "checkpoint-2" / "checkpoint-3"
+    deep.mkdir(parents=True)
+    assert find_evidence(deep) == ()  # too far up
 
 
 @pytest.fixture
@@ -204,102 +197,56 @@ def foreign(adapter: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(adapter, tmp_path / "adapter"))
 
 
-def merged_as_trained(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
-    """Return peft's merge in fp32 into the dequantized base."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    four = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
-    model = AutoModelForCausalLM.from_pretrained(
-        base, quantization_config=four, dtype=torch.bfloat16
-    )
-    model = PeftModel.from_pretrained(model.dequantize().float(), adapter)
-    return {
-        name: tensor.to(torch.bfloat16)
-        for name, tensor in model.merge_and_unload().state_dict().items()
-    }
+EIGHT = {**SWIFT, **FOUR, "quant_bits": 8}
+REFUSED: dict[str, tuple[dict[str, str], list[str]]] = {
+    "no evidence": ({}, [f"merge.base={each}" for each in ("original", "dequantized", "compare")]),
+    "contradictions": (
+        {"args.json": json.dumps(SWIFT), "README.md": OLD_CARD},
+        ["args.json: tuner_type: lora", "README.md: load_in_4bit: true"],
+    ),
+    "eight bits": ({"args.json": json.dumps(EIGHT)}, ["quant_bits: 8", "merge.base=original"]),
+}
 
 
 class TestADelivery:
-    def test_without_evidence_is_refused(
-        self, here: Run, foreign: Path, base: Path, tmp_path: Path
-    ) -> None:
-        done = here(f"source={foreign}", f"base={base}", f"out={tmp_path / 'out'}", "plan=true")
-        assert done.code == 2, done.output
-        assert "nothing in or above it says whether it was trained" in done.output
-        for way in ("original for LoRA", "dequantized for QLoRA", "compare measures"):
-            assert f"merge.base={way}" in done.output
-        assert not (tmp_path / "out").exists()
-        assert not (tmp_path / "runs").exists()
+    @pytest.mark.parametrize("name", REFUSED)
+    def test_is_refused(self, here: Run, foreign: Path, base: Path, name: str) -> None:
+        files, parts = REFUSED[name]
+        for file, text in files.items():
+            (foreign / file).write_text(text)
+        done = here(f"source={foreign}", f"base={base}", code=2)
+        assert all(part in done.output for part in parts), done.output
 
-    def test_qlora_by_the_trainers_files(
-        self, here: Run, foreign: Path, base: Path, tmp_path: Path
+    @pytest.mark.parametrize("kind", ["dequantized", "original"])
+    def test_goes_by_the_trainers_files(
+        self, here: Run, foreign: Path, base: Path, kind: str, tmp_path: Path
     ) -> None:
-        (foreign / "args.json").write_text(json.dumps({**SWIFT, **FOUR}))
-        done = here(f"source={foreign}", f"base={base}", f"out={tmp_path / 'out'}")
-        assert done.code == 0, done.output
-        evidence = f"{foreign / 'args.json'}: quant_bits: 4, quant_method: bnb"
-        assert f"merge into: the dequantized base, nf4 ({evidence})" in done.output
-        merged = state_of(tmp_path / "out")
-        assert equal(merged, merged_as_trained(base, foreign))
-        assert not equal(merged, merged_by_peft(base, foreign))
+        four = FOUR if kind == "dequantized" else {}
+        (foreign / "args.json").write_text(json.dumps({**SWIFT, **four}))
+        done = here(f"source={foreign}", f"base={base}")
+        assert f"merge into: the {kind} base" in done.output
+        actual = state_of(tmp_path / "out")
+        merges = {"dequantized": merged_as_trained, "original": merged_by_peft}
+        equal = {
+            name for name, merge in merges.items() if not differing(actual, merge(base, foreign))
+        }
+        assert equal == {kind}
         notes = json.loads((tmp_path / "out" / "manifest.json").read_text())["notes"]
-        assert notes["merge_base"] == {"base": "dequantized", "decided_by": evidence}
+        assert notes["merge_base"]["base"] == kind
+        assert str(foreign / "args.json") in notes["merge_base"]["decided_by"]
 
-    def test_lora_by_the_trainers_files(
-        self, here: Run, foreign: Path, base: Path, tmp_path: Path
+    def test_against_the_trainers_files_is_warned_about(
+        self, here: Run, foreign: Path, base: Path
     ) -> None:
         (foreign / "args.json").write_text(json.dumps(SWIFT))
-        done = here(f"source={foreign}", f"base={base}", f"out={tmp_path / 'out'}")
-        assert done.code == 0, done.output
-        assert "merge into: the original base (" in done.output
-        assert equal(state_of(tmp_path / "out"), merged_by_peft(base, foreign))
-
-    def test_against_the_trainers_word_is_warned_about(
-        self, here: Run, foreign: Path, base: Path, tmp_path: Path
-    ) -> None:
-        (foreign / "args.json").write_text(json.dumps(SWIFT))
-        done = here(
-            f"source={foreign}", f"base={base}", f"out={tmp_path / 'out'}", "plan=true",
-            "merge.base=dequantized",
-        )  # fmt: skip
-        assert done.code == 0, done.output
-        assert (
-            "warning: merge.base=dequantized, but the adapter was trained on the base in full "
-            f"precision ({foreign / 'args.json'}" in done.output
-        )
-
-    def test_on_words_that_contradict_each_other_is_refused(
-        self, here: Run, foreign: Path, base: Path, tmp_path: Path
-    ) -> None:
-        (foreign / "args.json").write_text(json.dumps(SWIFT))
-        (foreign / "README.md").write_text(OLD_CARD)
-        done = here(f"source={foreign}", f"base={base}", f"out={tmp_path / 'out'}")
-        assert done.code == 2, done.output
-        assert "contradict each other" in done.output
-        assert f"{foreign / 'args.json'}: tuner_type: lora" in done.output
-        assert f"{foreign / 'README.md'}: load_in_4bit: true" in done.output
-
-    def test_eight_bits_are_refused(
-        self, here: Run, foreign: Path, base: Path, tmp_path: Path
-    ) -> None:
-        (foreign / "args.json").write_text(json.dumps({**SWIFT, **FOUR, "quant_bits": 8}))
-        done = here(f"source={foreign}", f"base={base}", f"out={tmp_path / 'out'}")
-        assert done.code == 2, done.output
-        assert "quant_bits: 8" in done.output
-        assert "merge.base=original" in done.output
+        done = here(f"source={foreign}", f"base={base}", "plan=true", "merge.base=dequantized")
+        (line,) = (each for each in done.output.splitlines() if "warning: merge.base" in each)
+        assert str(foreign / "args.json") in line
 
 
 @pytest.mark.slow
 def test_both_merges_are_measured(here: Run, foreign: Path, base: Path, tmp_path: Path) -> None:
-    done = here(f"source={foreign}", f"base={base}", f"out={tmp_path / 'out'}",
-                "merge.base=compare", "smoke.probes=4")  # fmt: skip
-    assert done.code == 0, done.output
+    done = here(f"source={foreign}", f"base={base}", "merge.base=compare", "smoke.probes=4")
     assert "tokens of 4 texts" in done.output
     assert "mean KL" in done.output
     assert "nats per token" in done.output

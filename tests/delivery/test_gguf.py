@@ -9,14 +9,18 @@ The converter refuses a tokenizer that it does not know, so the model has Qwen2'
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tasks.drift.fingerprint import quantized_profile
 from tests.delivery.conftest import Done
 
+Run = Callable[..., Done]
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(1800)]
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -59,54 +63,29 @@ def qwen2(llama_cpp: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("kind", "profile"), [("q8_0", "auto"), ("q6_k", "int4")])
 def test_a_gguf_file_is_measured_and_served_by_llama_cpp(
-    kind: str, profile: str, qwen2: Path, llama_cpp: Path, deliver, tmp_path: Path
+    kind: str, profile: str, qwen2: Path, llama_cpp: Path, deliver: Run, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
-    done: Done = deliver(
-        f"source={qwen2}", f"out={out}", f"convert.quantize=gguf:{kind}",
-        f"convert.llama_cpp={llama_cpp}", f"convert.quantize_profile={profile}",
-        engine="vllm", timeout=900,
-    )  # fmt: skip
-    assert done.code == 0, done.output
-    assert f"next: llama-server -m {out}/model-{kind}.gguf --temp 1.0" in done.output
-    assert not list(out.glob("*.safetensors"))
+    words = [f"convert.quantize=gguf:{kind}", f"convert.llama_cpp={llama_cpp}"]
+    words.append(f"convert.quantize_profile={profile}")
+    done = deliver(f"source={qwen2}", *words, engine="vllm", timeout=900)
+    assert f"next: llama-server -m {tmp_path / 'out'}/model-{kind}.gguf" in done.output
+    assert not list((tmp_path / "out").glob("*.safetensors"))
     stages = {stage["name"]: stage for stage in done.summary["stages"]}
     limit = quantized_profile(f"gguf:{kind}", profile).mean_kl
     for name in ("quantize", "smoke_quantized"):
         assert 0 <= stages[name]["drift"]["mean_kl"] < limit
-    assert "lost most: its outputs are off by" in done.output
 
 
 def test_a_layer_that_suffers_is_named(
-    qwen2: Path, llama_cpp: Path, deliver, tmp_path: Path
+    qwen2: Path, llama_cpp: Path, deliver: Run, tmp_path: Path
 ) -> None:
     """A weight that nothing multiplies makes the scales of its blocks useless."""
-    from safetensors.torch import load_file, save_file
-
+    folder = Path(shutil.copytree(qwen2, tmp_path / "outlier"))
     tensors = load_file(qwen2 / "model.safetensors")
     tensors["model.layers.1.post_attention_layernorm.weight"][::32] = 0
     tensors["model.layers.1.mlp.up_proj.weight"][:, ::32] = 2000
-    folder = tmp_path / "outlier"
-    folder.mkdir()
-    for path in qwen2.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    done: Done = deliver(
-        f"source={folder}", f"out={tmp_path / 'out'}", "convert.quantize=gguf:q8_0",
-        f"convert.llama_cpp={llama_cpp}", engine="transformers", timeout=900,
-    )  # fmt: skip
-    assert done.code == 1, done.output
+    words = ["convert.quantize=gguf:q8_0", f"convert.llama_cpp={llama_cpp}"]
+    done = deliver(f"source={folder}", *words, engine="transformers", timeout=900, code=1)
     assert "model.layers.1.mlp.up_proj lost most" in done.output
     assert not (tmp_path / "out").exists()
-
-
-def test_a_tokenizer_that_llama_cpp_does_not_know_is_its_own_error(
-    base: Path, llama_cpp: Path, deliver, tmp_path: Path
-) -> None:
-    done: Done = deliver(
-        f"source={base}", f"out={tmp_path / 'out'}", "convert.quantize=gguf:q8_0",
-        f"convert.llama_cpp={llama_cpp}", engine="transformers", timeout=900,
-    )  # fmt: skip
-    assert done.code == 1, done.output
-    assert "quantize failed" in done.output
-    assert "pre-tokenizer was not recognized" in done.output

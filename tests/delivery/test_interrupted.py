@@ -53,12 +53,12 @@ def test_nothing_is_visible_at_out(
     large: Path, number: signal.Signals, status: int, tmp_path: Path
 ) -> None:
     out, runs = tmp_path / "out", tmp_path / "runs"
-    given = command(
+    words = command(
         "deliver", f"source={large}", f"out={out}", f"paths.runs={runs}", "smoke.engine=none",
         "convert.dtype=float32",
     )  # fmt: skip
     process = subprocess.Popen(
-        given, env=one_thread(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        words, env=one_thread(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     deadline = time.monotonic() + 60
     while not list(runs.glob("artifacts/served/.*.tmp/model*.safetensors")):
@@ -70,7 +70,7 @@ def test_nothing_is_visible_at_out(
     assert process.returncode == status, output
     assert not out.exists()
     assert not list(tmp_path.glob(".out*"))
-    again = subprocess.run(given, env=one_thread(), capture_output=True, text=True, timeout=120)
+    again = subprocess.run(words, env=one_thread(), capture_output=True, text=True, timeout=120)
     assert again.returncode == 0, again.stderr
     assert (out / "manifest.json").is_file()
     assert not list(runs.glob("artifacts/served/.*.tmp"))
@@ -85,12 +85,10 @@ def test_a_stage_that_is_too_slow_names_its_limit(
     large: Path, here: Callable[..., Done], tmp_path: Path
 ) -> None:
     arguments = (f"source={large}", f"out={tmp_path / 'out'}", "convert.dtype=float32")
-    late = here(*arguments, "timeouts.convert_s=0.01")
-    assert late.code == 1
+    late = here(*arguments, "timeouts.convert_s=0.01", code=1)
     assert "convert failed: not done within timeouts.convert_s=0.01" in late.output
     assert "-> timeouts.convert_s=<more seconds>" in late.output
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob("runs/artifacts/served/.*.tmp"))
-    done = here(*arguments, "timeouts.convert_s=250")
-    assert done.code == 0, done.output
+    here(*arguments, "timeouts.convert_s=250")
     assert (tmp_path / "out" / "manifest.json").is_file()

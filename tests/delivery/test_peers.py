@@ -18,9 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.delivery.conftest import Done
+from tests.delivery.making import merged_as_trained, merged_by_peft
 from tests.delivery.peers import SAVER, make_place, run_peer, train_llamafactory, train_swift
-from tests.delivery.test_embeddings import merged_by_peft
-from tests.delivery.test_evidence import merged_as_trained
 from tests.delivery.test_heads import head_artifact
 from tests.weights.adapters.making import quiet
 from tests.weights.making import small_config, state_of
@@ -66,14 +65,10 @@ def test_llamafactory_names_no_base(
     source = train_llamafactory(
         place, f"sft-{bits}", **({"quantization_bit": bits} if bits else {})
     )
-    asked = here(f"source={source}", f"base={base}", f"out={tmp_path / 'out'}")
-    assert asked.code == 2, asked.output
+    asked = here(f"source={source}", f"base={base}", code=2)
     assert "merge.base=original for LoRA, merge.base=dequantized for QLoRA" in asked.output
     chosen = "dequantized" if bits else "original"
-    done = here(
-        f"source={source}", f"base={base}", f"merge.base={chosen}", f"out={tmp_path / 'out'}"
-    )
-    assert done.code == 0, done.output
+    here(f"source={source}", f"base={base}", f"merge.base={chosen}")
     ours = state_of(tmp_path / "out")
     with quiet():
         wanted = merged_as_trained(base, source) if bits else merged_by_peft(base, source, 0)
@@ -88,10 +83,7 @@ def test_llamafactory_with_new_tokens(here: Run, place: Path, tmp_path: Path) ->
     saved = load_file(source / "adapter_model.safetensors")
     (rows,) = {len(tensor) for name, tensor in saved.items() if "embed_tokens" in name}
     assert rows > ROWS
-    done = here(
-        f"source={source}", f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}"
-    )
-    assert done.code == 0, done.output
+    here(f"source={source}", f"base={base}", "merge.base=original")
     assert_equal(state_of(tmp_path / "out"), merged_by_peft(base, source, rows - ROWS))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["vocab_size"] == rows
@@ -101,10 +93,7 @@ def test_llamafactory_reward_model(here: Run, place: Path, tmp_path: Path) -> No
     """The value head beside the adapter is kept apart, and the language model is peft's merge."""
     base = place / "base"
     source = train_llamafactory(place, "rm", stage="rm", dataset="pairs")
-    done = here(
-        f"source={source}", f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}"
-    )
-    assert done.code == 0, done.output
+    done = here(f"source={source}", f"base={base}", "merge.base=original")
     assert_equal(state_of(tmp_path / "out"), merged_by_peft(base, source, 0))
     head, theirs = head_artifact(done, tmp_path), load_file(source / "value_head.safetensors")
     assert head.keys() == theirs.keys()
@@ -117,8 +106,7 @@ def test_swift_names_the_base(here: Run, bits: int | None, place: Path, tmp_path
     base = place / "base"
     options = ("--quant_method", "bnb", "--quant_bits", "4") if bits else ()
     source = train_swift(place, f"sft-{bits}", "sft", *options)
-    done = here(f"source={source}", f"base={base}", f"out={tmp_path / 'out'}")
-    assert done.code == 0, done.output
+    done = here(f"source={source}", f"base={base}")
     chosen = "the dequantized base, nf4" if bits else "the original base"
     assert f"merge into: {chosen} ({source / 'args.json'}" in done.output
     ours = state_of(tmp_path / "out")
@@ -136,8 +124,7 @@ def test_swift_reward_model(here: Run, place: Path, tmp_path: Path) -> None:
     base = place / "base"
     source = train_swift(place, "rm", "rlhf", "--rlhf_type", "rm")
     assert "v_head" in json.loads((source / "adapter_config.json").read_text())["modules_to_save"]
-    done = here(f"source={source}", f"base={base}", f"out={tmp_path / 'out'}")
-    assert done.code == 0, done.output
+    here(f"source={source}", f"base={base}")
     with quiet():
         model = AutoModelForSequenceClassification.from_pretrained(
             base, num_labels=1, dtype=torch.float32
@@ -164,15 +151,11 @@ def test_verl_merger(here: Run, place: Path, tmp_path: Path) -> None:
         "verl", "-m", "verl.model_merger", "merge", "--backend", "fsdp", "--local_dir",
         str(actor), "--target_dir", str(merged), cwd=place / "work-verl",
     )  # fmt: skip
-    refused = here(f"source={merged}", f"base={base}", f"out={tmp_path / 'out'}")
-    assert refused.code == 2, refused.output
+    refused = here(f"source={merged}", f"base={base}", code=2)
     assert str(merged / "lora_adapter") in refused.output
     assert not (tmp_path / "out").exists()
     source = merged / "lora_adapter"
-    done = here(
-        f"source={source}", f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}"
-    )
-    assert done.code == 0, done.output
+    here(f"source={source}", f"base={base}", "merge.base=original")
     ours = state_of(tmp_path / "out")
     assert_equal(ours, merged_by_peft(base, source, 0))
     assert moved(ours, base) == 14
@@ -187,10 +170,6 @@ def test_openrlhf_loses_the_head(here: Run, kind: str, place: Path, tmp_path: Pa
         cwd=place / "work-openrlhf",
     )  # fmt: skip
     assert not [name for name in load_file(source / "adapter_model.safetensors") if "score" in name]
-    done = here(
-        f"source={source}", f"base={place / 'base'}", "merge.base=original",
-        f"out={tmp_path / 'out'}",
-    )  # fmt: skip
-    assert done.code == 2, done.output
+    done = here(f"source={source}", f"base={place / 'base'}", "merge.base=original", code=2)
     assert "HEAD_MISSING" in done.output
     assert not (tmp_path / "out").exists()

@@ -79,8 +79,7 @@ BOTH = (".experts.lora_A.weight", ".experts.base_layer.lora_A.weight")
 
 
 def delivered(here: Run, source: Path, base: Path, out: Path) -> dict[str, torch.Tensor]:
-    done = here(f"source={source}", f"base={base}", "merge.base=original", f"out={out}")
-    assert done.code == 0, done.output
+    here(f"source={source}", f"base={base}", "merge.base=original", f"out={out}")
     return state_of(out)
 
 
@@ -102,10 +101,7 @@ def test_a_square_parameter_needs_the_version(
     base, adapter = made
     for version in (None, "0.18.2.dev0"):
         source = rewritten(adapter, tmp_path / str(version), version)
-        done = here(
-            f"source={source}", f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}"
-        )
-        assert done.code == 2, done.output
+        done = here(f"source={source}", f"base={base}", "merge.base=original", code=2)
         assert "gate_up_proj: peft 0.18 and 0.19.1 lay out the factors" in done.output
         assert '"peft_version": "0.19.1"' in done.output
 

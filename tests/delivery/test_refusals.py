@@ -1,9 +1,11 @@
-"""Checkpoints that cannot be delivered: one message, exit status 2, and nothing written."""
+"""Checkpoints that cannot be delivered: exit status 2, the thing is named, nothing is written."""
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,25 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.audit.making import edit_json
 from tests.delivery.conftest import Done
+from tests.delivery.making import differing
 from tests.weights.making import state_of
 
 Run = Callable[..., Done]
-
-
-@pytest.fixture
-def refused(here: Run, tmp_path: Path) -> Callable[..., str]:
-    """Run deliver, check that it refused and wrote nothing, and return the message."""
-
-    def run(*arguments: str, code: int = 2, left: tuple[str, ...] = ()) -> str:
-        before = {path.name for path in tmp_path.iterdir()}
-        done = here(*arguments)
-        assert done.code == code, done.output
-        assert {path.name for path in tmp_path.iterdir()} == before | set(left)
-        assert "Traceback" not in done.output
-        return done.output
-
-    return run
+BASE = "merge.base=original"
 
 
 def altered(adapter: Path, folder: Path, **changes: torch.Tensor | None) -> Path:
@@ -45,223 +35,168 @@ class TestAModelThatEqualsItsBase:
     """verl's merger leaves the base's weights beside `lora_adapter/` (verl #7285)."""
 
     def test_is_refused_where_the_base_is_known(
-        self, refused: Callable[..., str], base: Path, adapter: Path, tmp_path: Path
+        self, here: Run, base: Path, adapter: Path, tmp_path: Path
     ) -> None:
-        merged = tmp_path / "merged"
-        shutil.copytree(base, merged)
+        merged = Path(shutil.copytree(base, tmp_path / "merged"))
         shutil.copytree(adapter, merged / "lora_adapter")
-        text = refused(f"source={merged}", f"base={base}", f"out={tmp_path / 'out'}")
-        assert f"every tensor is that of base={base}, bit for bit" in text
-        assert f"an adapter lies in {merged / 'lora_adapter'}" in text
-        assert "check_base=false" in text
+        text = here(f"source={merged}", f"base={base}", code=2).output
+        assert f"base={base}" in text
+        assert str(merged / "lora_adapter") in text
 
     def test_is_told_that_nobody_compared_it_otherwise(
         self, here: Run, base: Path, other: Path, tmp_path: Path
     ) -> None:
-        out = f"out={tmp_path / 'out'}"
         tuned = Path(shutil.copytree(base, tmp_path / "tuned"))
         tensors = load_file(tuned / "model.safetensors")
         tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.01
         save_file(tensors, tuned / "model.safetensors", metadata={"format": "pt"})
-        alone = here(f"source={tuned}", out, "plan=true")
-        assert (alone.code, "the base was not compared" in alone.output) == (0, True)
-        compared = here(f"source={tuned}", f"base={base}", out, "plan=true")
-        assert (compared.code, "not compared" in compared.output) == (0, False)
-        foreign = here(f"source={other}", f"base={base}", out, "plan=true")
-        assert (foreign.code, "WRONG_BASE" in foreign.output) == (2, True), foreign.output
+        assert "not compared" in here(f"source={tuned}", "plan=true").output
+        compared = here(f"source={tuned}", f"base={base}", "plan=true")
+        assert "not compared" not in compared.output
+        foreign = here(f"source={other}", f"base={base}", "plan=true", code=2)
+        assert "WRONG_BASE" in foreign.output
 
 
 class TestTheBase:
-    def test_another_model_of_the_same_shape(
-        self, refused: Callable[..., str], adapter: Path, base: Path, other: Path, tmp_path: Path
+    def test_of_the_same_shape_is_another_model(
+        self, here: Run, adapter: Path, shards: Path, base: Path, other: Path, place: Path
     ) -> None:
-        message = refused(f"source={adapter}", f"base={other}", f"out={tmp_path / 'out'}")
-        assert f"wrong base: trained on {base}" in message
-        assert "check_base=false" in message
+        """By its folder's name, or by the digest that our training recorded."""
+        refused = here(f"source={adapter}", f"base={other}", code=2)
+        assert "wrong base" in refused.output
+        assert str(base) in refused.output
+        refused = here(f"source={shards}", f"base={place / 'made-other'}", code=2)
+        assert "wrong base" in refused.output
+        override = (BASE, "check_base=false", "plan=true")
+        assert "warning: " in here(f"source={adapter}", f"base={other}", *override).output
 
-    def test_base_with_another_digest_than_recorded(
-        self, refused: Callable[..., str], shards: Path, place: Path, tmp_path: Path
-    ) -> None:
-        other = place / "made-other"
-        if not other.exists():
-            from tests.weights.making import make_base
-
-            make_base(other, "qwen", seed=3)
-        message = refused(f"source={shards}", f"base={other}", f"out={tmp_path / 'out'}")
-        assert "wrong base: trained on the base" in message
-
-    def test_base_with_another_name_than_recorded(
-        self, refused: Callable[..., str], adapter: Path, other: Path, tmp_path: Path
+    def test_of_another_name_than_recorded(
+        self, here: Run, adapter: Path, other: Path, tmp_path: Path
     ) -> None:
         source = Path(shutil.copytree(adapter, tmp_path / "renamed"))
-        config = json.loads((source / "adapter_config.json").read_text())
-        config["base_model_name_or_path"] = "somebody/tiny-qwen"
-        (source / "adapter_config.json").write_text(json.dumps(config))
-        message = refused(f"source={source}", f"base={other}", f"out={tmp_path / 'out'}")
-        assert "trained on somebody/tiny-qwen" in message
-        message = refused(f"source={source}", f"out={tmp_path / 'out'}")
-        assert "its base is needed" in message
-        assert "base=<folder of the base model>" in message
+        edit_json(source / "adapter_config.json", base_model_name_or_path="somebody/tiny-qwen")
+        assert "somebody/tiny-qwen" in here(f"source={source}", f"base={other}", code=2).output
+        assert "base=<folder of the base model>" in here(f"source={source}", code=2).output
 
     def test_with_a_link_to_a_secret(
-        self, refused: Callable[..., str], adapter: Path, base: Path, tmp_path: Path
+        self, here: Run, adapter: Path, base: Path, tmp_path: Path
     ) -> None:
         source = Path(shutil.copytree(adapter, tmp_path / "adapter"))
         (source / "vocab.env").symlink_to("/proc/self/environ")
-        message = refused(f"source={source}", f"base={base}", f"out={tmp_path / 'out'}")
-        assert "LINK_OUTSIDE vocab.env: a link to /proc/self/environ" in message
-        assert "cp -rL" in message
+        assert "LINK_OUTSIDE vocab.env" in here(f"source={source}", f"base={base}", code=2).output
         linked = Path(shutil.copytree(base, tmp_path / "linked"))
         (linked / "vocab.txt").symlink_to("/etc/shadow")
-        message = refused(f"source={adapter}", f"base={linked}", f"out={tmp_path / 'out'}")
-        assert "vocab.txt: a link to /etc/shadow" in message
+        text = here(f"source={adapter}", f"base={linked}", code=2).output
+        assert "vocab.txt: a link to /etc/shadow" in text
 
     @pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe"])
-    def test_that_asks_for_a_billion_layers(
-        self, refused: Callable[..., str], adapter: Path, base: Path, model_type: str,
-        tmp_path: Path,
-    ) -> None:  # fmt: skip
-        hostile = Path(shutil.copytree(base, tmp_path / "hostile"))
-        config = json.loads((hostile / "config.json").read_text()) | {"model_type": model_type}
-        (hostile / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
-        told = refused(
-            f"source={adapter}",
-            f"base={hostile}",
-            "merge.base=original",
-            f"out={tmp_path / 'out'}",
-            "check_base=false",
-        )
-        assert "num_hidden_layers 1000000000, models have up to 2000" in told
-
-    def test_the_override_takes_it(
-        self, here: Run, adapter: Path, other: Path, tmp_path: Path
+    def test_of_a_billion_layers(
+        self, here: Run, adapter: Path, base: Path, model_type: str, tmp_path: Path
     ) -> None:
-        done = here(
-            f"source={adapter}", f"base={other}", "merge.base=original",
-            f"out={tmp_path / 'out'}", "check_base=false",
-            "plan=true",
-        )  # fmt: skip
-        assert done.code == 0, done.output
-        assert "warning: trained on" in done.output
+        hostile = Path(shutil.copytree(base, tmp_path / "hostile"))
+        edit_json(hostile / "config.json", model_type=model_type, num_hidden_layers=10**9)
+        arguments = [f"source={adapter}", f"base={hostile}", BASE, "check_base=false"]
+        assert "num_hidden_layers 1000000000" in here(*arguments, code=2).output
 
 
 class TestTheSource:
-    def test_unknown_kind(self, refused: Callable[..., str], tmp_path: Path) -> None:
-        (tmp_path / "odd").mkdir()
-        (tmp_path / "odd" / "weights.gguf").touch()
-        message = refused(f"source={tmp_path / 'odd'}", f"out={tmp_path / 'out'}")
-        assert "a GGUF model: FOREIGN_FORMAT" in message
-        assert "expected config.json and safetensors" in message
-        (tmp_path / "odd" / "weights.gguf").rename(tmp_path / "odd" / "notes.txt")
-        message = refused(f"source={tmp_path / 'odd'}", f"out={tmp_path / 'out'}")
-        assert "nothing known: NOTHING_HERE" in message
+    def test_of_an_unknown_kind(self, here: Run, tmp_path: Path) -> None:
+        odd = tmp_path / "odd"
+        odd.mkdir()
+        (odd / "weights.gguf").touch()
+        assert "FOREIGN_FORMAT" in here(f"source={odd}", code=2).output
+        (odd / "weights.gguf").rename(odd / "notes.txt")
+        assert "NOTHING_HERE" in here(f"source={odd}", code=2).output
 
-    def test_with_wrong_keys_names_all_of_them(
-        self, refused: Callable[..., str], adapter: Path, base: Path, tmp_path: Path
+    def test_with_several_faults_names_all_of_them(
+        self, here: Run, adapter: Path, base: Path, tmp_path: Path
     ) -> None:
         prefix = "base_model.model.model.layers.0.self_attn"
+        nan = f"{prefix}.v_proj.lora_B.weight"
+        bad = state_of(adapter, "adapter_model")[nan].clone()
+        bad[0, 0] = float("nan")
         source = altered(
             adapter, tmp_path / "wrong",
             **{
                 f"{prefix}.q_proj.lora_A.weight": None,
                 f"{prefix}.k_prj.lora_A.weight": torch.ones(4, 64, dtype=torch.bfloat16),
                 f"{prefix}.o_proj.lora_B.weight": torch.ones(64, 5, dtype=torch.bfloat16),
+                f"{prefix}.k_proj.lora_B.weight": torch.empty(0),
+                nan: bad,
             },
         )  # fmt: skip
-        output = refused(
-            f"source={source}", f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}"
-        )
-        for part in ("ADAPTER_HALF_PAIR", "ADAPTER_NO_MODULE", "k_prj", "ADAPTER_RANK", "o_proj"):
+        edit_json(source / "adapter_config.json", lora_alpha=0)
+        output = here(f"source={source}", f"base={base}", BASE, code=2).output
+        for part in (
+            "ADAPTER_HALF_PAIR", "ADAPTER_NO_MODULE", "k_prj", "ADAPTER_RANK", "o_proj",
+            "NOT_FINITE", nan, "ADAPTER_ALPHA", "EMPTY_TENSOR",
+        ):  # fmt: skip
             assert part in output
 
-    def test_with_numbers_that_are_none(
-        self, refused: Callable[..., str], adapter: Path, base: Path, tmp_path: Path
-    ) -> None:
-        name = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
-        bad = state_of(adapter, "adapter_model")[name].clone()
-        bad[0, 0] = float("nan")
-        source = altered(adapter, tmp_path / "nan", **{name: bad})
-        output = refused(
-            f"source={source}", f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}"
-        )
-        assert "NOT_FINITE" in output
-        assert name in output
-
-    def test_to_be_quantised_and_not_measured(
-        self, refused: Callable[..., str], base: Path, tmp_path: Path
-    ) -> None:
+    def test_to_be_quantised_and_not_measured(self, here: Run, base: Path) -> None:
         arguments = ("convert.quantize=w4a16", "convert.group_size=48")
-        text = refused(f"source={base}", f"out={tmp_path / 'out'}", *arguments)
-        assert "w4a16 without a smoke test" in text
+        text = here(f"source={base}", *arguments, code=2).output
         assert "smoke.engine=vllm" in text
         assert "w4a16 in groups of 48" in text
 
-    def test_stored_quantised(
-        self, refused: Callable[..., str], base: Path, tmp_path: Path
+    def test_with_a_quantiser_left_in_its_configuration(
+        self, here: Run, base: Path, tmp_path: Path
     ) -> None:
         source = Path(shutil.copytree(base, tmp_path / "quantised"))
-        config = json.loads((source / "config.json").read_text())
-        config["quantization_config"] = {"quant_method": "gptq"}
-        (source / "config.json").write_text(json.dumps(config))
-        output = refused(f"source={source}", f"out={tmp_path / 'out'}")
-        assert "QUANT_CONFIG_STALE config.json" in output
+        edit_json(source / "config.json", quantization_config={"quant_method": "gptq"})
+        assert "QUANT_CONFIG_STALE config.json" in here(f"source={source}", code=2).output
+
+    def test_with_an_index_that_leads_out_of_the_folder(
+        self, here: Run, base: Path, tmp_path: Path
+    ) -> None:
+        source = Path(shutil.copytree(base, tmp_path / "source"))
+        index = source / "model.safetensors.index.json"
+        names = dict.fromkeys(state_of(base), "../elsewhere.safetensors")
+        index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
+        (source / "model.safetensors").rename(source / "model-00001-of-00001.safetensors")
+        assert f"INDEX_PATH {index.name}" in here(f"source={source}", code=2).output
 
 
 class TestOut:
-    def test_that_holds_something_else(
-        self, refused: Callable[..., str], base: Path, tmp_path: Path
-    ) -> None:
+    def test_with_other_files(self, here: Run, base: Path, tmp_path: Path) -> None:
         out = tmp_path / "out"
         out.mkdir()
         (out / "thesis.txt").write_text("42")
         for more in ((), ("overwrite=true",)):
-            message = refused(f"source={base}", f"out={out}", *more)
-            assert "is not empty, and no delivery made it" in message
+            assert str(out) in here(f"source={base}", *more, code=2).output
         assert [path.name for path in out.iterdir()] == ["thesis.txt"]
 
-    def test_that_is_an_input(
-        self, refused: Callable[..., str], base: Path, tmp_path: Path
-    ) -> None:
-        message = refused(f"source={base}", f"out={base / 'served'}")
-        assert "lies in the input" in message
+    def test_in_an_input(self, here: Run, base: Path) -> None:
+        here(f"source={base}", f"out={base / 'served'}", code=2)
+        assert not (base / "served").exists()
 
     def test_another_delivery_is_replaced_with_overwrite(
         self, here: Run, base: Path, other: Path, tmp_path: Path
     ) -> None:
-        out = tmp_path / "out"
-        assert here(f"source={base}", f"out={out}").code == 0
-        done = here(f"source={other}", f"out={out}")
-        assert done.code == 2, done.output
-        assert "overwrite=true replaces it" in done.output
-        done = here(f"source={other}", f"out={out}", "overwrite=true")
-        assert done.code == 0, done.output
-        actual, wanted = state_of(out), state_of(other)
-        assert all(torch.equal(actual[name], wanted[name]) for name in wanted)
+        here(f"source={base}")
+        assert "overwrite=true" in here(f"source={other}", code=2).output
+        assert differing(state_of(tmp_path / "out"), state_of(base)) == []
+        here(f"source={other}", "overwrite=true")
+        assert differing(state_of(tmp_path / "out"), state_of(other)) == []
 
 
-class TestTheCommandLine:
-    def test_misspelt_keys_are_told(self, refused: Callable[..., str], base: Path) -> None:
-        message = refused(f"source={base}", "out=x", "convert.dtyp=float16")
-        assert "convert.dtyp is not a setting" in message
-        assert "-> convert.dtype=float16" in message
-
-    def test_numbers_that_are_no_limits_are_told_at_once(
-        self, refused: Callable[..., str], base: Path, tmp_path: Path
-    ) -> None:
-        text = refused(
-            f"source={base}", f"out={tmp_path / 'out'}", "timeouts.merge_s=0", "smoke.timeout_s=-1",
-            "timeouts.reference_s=nan",
-        )  # fmt: skip
-        assert "timeouts.merge_s: 0; more than 0 -> timeouts.merge_s=3600" in text
-        assert "timeouts.reference_s: nan; more than 0 -> timeouts.reference_s=3600" in text
-        assert "smoke.timeout_s: -1; more than 0 -> smoke.timeout_s=900" in text
-
-    def test_a_missing_value_is_told(self, refused: Callable[..., str], base: Path) -> None:
-        assert "out has to be given" in refused(f"source={base}")
-
-    def test_a_value_of_no_kind_is_told(self, refused: Callable[..., str], base: Path) -> None:
-        message = refused(f"source={base}", "out=x", "convert.dtype=int3")
-        assert "bfloat16, float16, float32" in message
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["out=x", "convert.dtyp=float16"], ["convert.dtyp", "-> convert.dtype=float16"]),
+        (["out="], ["out"]),
+        (["out=x", "convert.dtype=int3"], ["bfloat16, float16, float32"]),
+        (
+            ["out=x", "timeouts.merge_s=0", "smoke.timeout_s=-1", "timeouts.reference_s=nan"],
+            ["timeouts.merge_s: 0", "timeouts.reference_s: nan", "smoke.timeout_s: -1"],
+        ),
+    ],
+)
+def test_mistyped_settings_are_named(
+    here: Run, base: Path, words: list[str], parts: list[str]
+) -> None:
+    output = here(f"source={base}", *words, code=2).output
+    assert all(part in output for part in parts), output
 
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07\u202e\x9b31m"
@@ -271,29 +206,59 @@ ESCAPES = "\x1b[2J\x1b]0;owned\x07\u202e\x9b31m"
 def test_escape_sequences_of_a_checkpoint_do_not_reach_the_terminal(
     here: Run, adapter: Path, base: Path, tmp_path: Path, where: str
 ) -> None:
-    def edit(path: Path, **changes: object) -> None:
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
     model = Path(shutil.copytree(base, tmp_path / "model"))
     lora = Path(shutil.copytree(adapter, tmp_path / "lora"))
     if where == "file":
         (model / f"pytorch_model{ESCAPES}.bin").write_bytes(b"x")
     elif where == "token":
-        edit(model / "tokenizer_config.json", eos_token=ESCAPES, pad_token=ESCAPES)
+        edit_json(model / "tokenizer_config.json", eos_token=ESCAPES, pad_token=ESCAPES)
     elif where == "tensor":
         save_file({**state_of(model), ESCAPES: torch.ones(2)}, model / "model.safetensors")
     elif where == "config":
-        edit(model / "config.json", model_type=ESCAPES, architectures=[ESCAPES])
+        edit_json(model / "config.json", model_type=ESCAPES, architectures=[ESCAPES])
     elif where == "adapter":
-        edit(lora / "adapter_config.json", target_modules=[ESCAPES], peft_type=ESCAPES)
+        edit_json(lora / "adapter_config.json", target_modules=[ESCAPES], peft_type=ESCAPES)
     else:
-        edit(lora / "adapter_config.json", base_model_name_or_path=f"somebody/{ESCAPES}")
-    source = (f"source={lora}", f"base={model}") if where in ("adapter", "base") else (
+        edit_json(lora / "adapter_config.json", base_model_name_or_path=f"somebody/{ESCAPES}")
+    source = [f"source={lora}", f"base={model}"] if where in ("adapter", "base") else [
         f"source={model}",
-    )  # fmt: skip
-    done = here(*source, "plan=true", f"out={tmp_path / 'out'}")
-    assert done.code in (0, 2), done.output
-    assert "Traceback" not in done.output
+    ]  # fmt: skip
+    done = here(*source, "plan=true", code=0 if where == "file" else 2)
     assert done.output
     assert {char for char in done.output if not char.isprintable()} <= {"\n", "\t"}
-    assert "\u202e" not in done.output
+
+
+CODE = """
+from pathlib import Path
+Path({marker!r}).touch()
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast, LlamaForCausalLM
+class OwnConfig(PreTrainedConfig):
+    model_type = "own"
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+class OwnModel(LlamaForCausalLM):
+    pass
+"""
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_code_of_a_model_never_runs(
+    here: Run, base: Path, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even for a user who answers every question with yes, in the folder of the model."""
+    source = Path(shutil.copytree(base, tmp_path / "source"))
+    (source / "own.py").write_text(CODE.format(marker=str(source / "ran")))
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    edit_json(source / "config.json", auto_map=classes, **({} if known else {"model_type": "own"}))
+    edit_json(source / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "own.OwnToken"]})
+    monkeypatch.chdir(source)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+    done = here(f"source={source}", code=0 if known else 2)
+    assert not (source / "ran").exists()
+    assert "y/N" not in done.output
+    if known:
+        assert not list((tmp_path / "out").glob("*.py"))
+        for name in ("config.json", "tokenizer_config.json"):
+            assert "auto_map" not in json.loads((tmp_path / "out" / name).read_text())
+    else:
+        assert "auto_map" in done.output

@@ -6,17 +6,11 @@ import json
 import os
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 from mlflow import MlflowClient
 
@@ -24,9 +18,6 @@ from flows import program
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.pipeline.report import RegisteredModel
 from tasks.tracking.tracker import Tracker
-from tests.commands import environment
-from tests.serving.models import write_model
-from tests.verify.serving import START_S, free_port
 
 Command = Callable[..., tuple[int, str]]
 
@@ -175,56 +166,3 @@ def test_serve_leaves_memory_to_others_and_shows_the_command_that_it_becomes(
     assert shlex.join(words) in text
     assert os.environ["VLLM_CPU_KVCACHE_SPACE"] in ("1", "2", "3", "4")
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_serve_becomes_vllm_with_the_words_that_follow(tmp_path: Path) -> None:
-    plain = write_model(tmp_path / "plain", seed=0)
-    final = tmp_path / "served"
-    with staging(final) as work:
-        shutil.copytree(plain, work, dirs_exist_ok=True)
-        publish(work, final, Origin("served", "convert", "key"))
-    port = free_port()
-    words = [
-        "serve", str(final), "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32",
-        "--max-model-len", "64", "--max-num-seqs", "2", "--enforce-eager",
-        "--served-model-name", "mine",
-    ]  # fmt: skip
-    env = environment(
-        VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1",
-        OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
-    )  # fmt: skip
-    start = "from flows.program import main; main()"
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", start, *words], stdout=log, stderr=subprocess.STDOUT, env=env,
-            start_new_session=True,
-        )  # fmt: skip
-    try:
-        answer = _answer(process, f"http://127.0.0.1:{port}", tmp_path / "log")
-        assert answer["model"] == "mine"
-        assert answer["usage"]["completion_tokens"] == 3
-        assert "digest verified: " in (tmp_path / "log").read_text()
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=30)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=30)
-
-
-def _answer(process: subprocess.Popen[bytes], url: str, log: Path) -> dict[str, Any]:
-    request = {"model": "mine", "prompt": [5, 6], "max_tokens": 3, "ignore_eos": True}
-    end = time.monotonic() + START_S
-    while time.monotonic() < end:
-        assert process.poll() is None, log.read_text()[-4000:]
-        with suppress(httpx.ConnectError):
-            done = httpx.post(f"{url}/v1/completions", json=request, timeout=120)
-            assert done.status_code == 200, done.text
-            answer: dict[str, Any] = done.json()
-            return answer
-        time.sleep(0.5)
-    pytest.fail(log.read_text()[-4000:])

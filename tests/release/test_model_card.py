@@ -25,17 +25,6 @@ def served(tmp_path: Path) -> Artifact:
     return publish(work, tmp_path / "served", Origin("served", "convert", "k"))
 
 
-def test_hugging_face_reads_the_card() -> None:
-    read = ModelCard(TEXT)
-    assert (read.data.base_model, read.data.license, read.data.tags) == (
-        "a/b",
-        "mit",
-        ["plumbline"],
-    )
-    assert read.data.datasets is None
-    assert read.text.strip() == "# b after sft\n\n## Training\n\n- method: `sft`"
-
-
 def test_the_manifest_and_the_signature_cover_the_card(tmp_path: Path) -> None:
     made = served(tmp_path)
     assert write_card(made.path, TEXT)

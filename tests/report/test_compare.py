@@ -14,7 +14,6 @@ from flows.commands import compare as command
 from flows.report.bootstrap import paired, unpaired
 from flows.report.collect import collect
 from flows.report.compare import compare
-from tests.infra.servers.browser import browser, find_chromium
 from tests.report.recorded import NAME, recorded, refused
 
 Typed = Callable[..., tuple[int, str]]
@@ -199,28 +198,3 @@ def test_the_same_results_give_the_same_interval_and_none_gives_an_error() -> No
     assert paired([0.0] * 5, [1.0] * 5).is_significant is True
     with pytest.raises(ValueError, match="no results"):
         unpaired([], [1.0])
-
-
-@pytest.mark.slow
-@pytest.mark.browser
-@pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed")
-def test_a_browser_shows_the_page_without_errors(tmp_path: Path, typed: Typed) -> None:
-    a, b = two(tmp_path, hostile=HOSTILE)
-    out = tmp_path / "compare.html"
-    assert typed(str(a), str(b), f"out={out}")[0] == 0
-    with browser(tmp_path / "browser") as tab:
-        listen = (
-            "window.problems = [];"
-            "addEventListener('error', event => problems.push(event.message));"
-            "addEventListener('securitypolicyviolation', event => problems.push(event.blockedURI))"
-        )
-        tab.call("Page.enable")
-        tab.call("Page.addScriptToEvaluateOnNewDocument", source=listen)
-        tab.open(out.as_uri(), "B is better", "Final metrics", "train.betas")
-        assert tab.evaluate("problems") == []
-        assert tab.evaluate("document.title") == f"{NAME} and {NAME}"
-        tab.evaluate("document.querySelectorAll('#config th button')[0].click()")
-        tab.evaluate("document.querySelectorAll('#config th button')[0].click()")
-        assert (
-            tab.evaluate("document.querySelector('#config tbody td').textContent") == "train.betas"
-        )

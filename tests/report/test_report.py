@@ -6,22 +6,19 @@ import json
 import logging
 import re
 import sys
-from base64 import b64decode
 from html import unescape
 from pathlib import Path
 
 import pytest
 
 from flows.cli.config import compose_config
-from flows.commands.open import _pages
 from flows.delivery.run_delivery import Untracked
 from flows.orchestration.flow_run import FlowRun, in_this_process
 from flows.report.collect import collect
 from flows.report.figures import Lengths
-from flows.report.page import REPORT, number, page, responses_of, write_report
+from flows.report.page import REPORT, page, responses_of, write_report
 from tasks.core.errors import ArtifactError
 from tasks.tracking.tracker import Tracker
-from tests.infra.servers.browser import browser, find_chromium
 from tests.report.recorded import EVAL, NAME, SERVED, recorded, refused
 
 LOG = logging.getLogger(__name__)
@@ -54,17 +51,6 @@ def test_the_numbers_are_those_of_the_summary(tmp_path: Path) -> None:
     assert "src=" not in html
 
 
-def test_sections_come_in_order_and_those_without_data_are_left_out(tmp_path: Path) -> None:
-    html = written(recorded(tmp_path))
-    heads = re.findall(r"<h2>(.*?)</h2>", html)
-    assert heads == [
-        "The chain", "Evaluation", "Training", "Responses", "Samples", "Timeline", "Memory",
-        "Contract", "To do it again",
-    ]  # fmt: skip
-    assert html.index('id="verdict"') < html.index("<h2>")
-    assert html.index("Last letter: e p i k") < html.index("Same?")  # what changed comes first
-
-
 def test_a_failed_run_shows_its_error_and_what_to_type_first(tmp_path: Path) -> None:
     html = unescape(written(refused(tmp_path)))
     assert html.index("-> gate=loose") < html.index("<h2>")
@@ -73,16 +59,6 @@ def test_a_failed_run_shows_its_error_and_what_to_type_first(tmp_path: Path) -> 
     assert "more than 1.0e-3 ✗" in html
     assert 0.0162 in values(html)
     assert re.findall(r"<h2>(.*?)</h2>", html) == ["The chain", "Timeline"]
-
-
-def test_curves_have_the_steps_of_training_and_no_nan(tmp_path: Path) -> None:
-    folder = recorded(tmp_path)
-    curves = collect(folder).curves["train"]
-    assert curves["loss"] == [(step, 1 / step) for step in range(1, 6)]
-    assert curves["eval/loss"] == [(0, 1.5)]
-    html = written(folder)
-    for label in ("optimizer step", "nats per token", "training", "validation"):
-        assert f">{label}</text>" in html
 
 
 def test_changes_have_intervals_where_rows_are_known(tmp_path: Path) -> None:
@@ -179,20 +155,6 @@ def test_many_checks_are_cut_but_never_failed_ones(tmp_path: Path) -> None:
     assert "100 failed" in page(collected)
 
 
-def test_open_names_the_report_of_the_last_run(tmp_path: Path) -> None:
-    folder = recorded(tmp_path)
-    written(folder)
-    assert dict(_pages(tmp_path))["report"] == (folder / REPORT).as_uri()
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(None, ""), (0.0, "0"), (1e-3, "1.0e-3"), (0.03, "0.03"), (12, "12"), (1e-10, "1.0e-10")],
-)
-def test_numbers_are_short(value: float | None, text: str) -> None:
-    assert number(value) == text
-
-
 def begin(folder: Path, tracker: Tracker | Untracked) -> FlowRun:
     overrides = ["source=s", f"out={folder / 'out'}", f"paths.runs={folder / 'runs'}"]
     composed = compose_config(overrides, config_name="deliver")
@@ -221,19 +183,6 @@ def test_the_page_of_a_failed_run_says_what_to_type(tmp_path: Path) -> None:
     assert "tensor a is missing\n  b &lt;too&gt;\n  -&gt; force=[merge]" in html
 
 
-@pytest.mark.slow
-def test_mlflow_gets_the_page_of_a_failed_run(tmp_path: Path) -> None:
-    def stages(run: FlowRun) -> None:
-        raise ArtifactError("tensor a is missing")
-
-    files = tmp_path / "files"
-    tracker = Tracker(f"sqlite:///{tmp_path / 'db'}", "e", files, tmp_path / "outbox")
-    with pytest.raises(ArtifactError):
-        begin(tmp_path, tracker).run("title", stages)
-    (logged,) = files.rglob(REPORT)
-    assert "tensor a is missing" in logged.read_text()
-
-
 def test_a_cancelled_run_has_its_page(tmp_path: Path) -> None:
     def stages(run: FlowRun) -> None:
         raise KeyboardInterrupt(130)
@@ -251,108 +200,3 @@ def test_a_run_completes_without_its_page(tmp_path: Path, caplog: pytest.LogCapt
     summary = begin(tmp_path, Untracked()).run("title", stages)
     assert (summary["status"], summary["exit_status"]) == ("completed", 0)
     assert [line for line in caplog.messages if REPORT in line]
-
-
-@pytest.mark.slow
-@pytest.mark.browser
-@pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed")
-def test_a_browser_shows_it_without_errors_and_sorts_and_filters(tmp_path: Path) -> None:
-    folder = recorded(tmp_path, tensor=HOSTILE, response=HOSTILE)
-    written(folder)
-    with browser(tmp_path / "browser") as tab:
-        # Errors before the load are kept by a listener that runs ahead of the page's own script.
-        listen = (
-            "window.problems = [];"
-            "addEventListener('error', event => problems.push(event.message));"
-            "addEventListener('securitypolicyviolation', event => problems.push(event.blockedURI))"
-        )
-        tab.call("Page.enable")
-        tab.call("Page.addScriptToEvaluateOnNewDocument", source=listen)
-        for scheme in ("light", "dark"):
-            feature = {"name": "prefers-color-scheme", "value": scheme}
-            tab.call("Emulation.setEmulatedMedia", features=[feature])
-            text = tab.open((folder / REPORT).as_uri(), "Completed", "34.4%", "To do it again")
-            assert "8.9e-5" in text
-            assert tab.evaluate("problems") == []
-            assert tab.evaluate("document.title").startswith("completed: rlhf qlora")
-            colour = tab.evaluate("getComputedStyle(document.body).backgroundColor")
-            assert colour == {"light": "rgb(255, 255, 255)", "dark": "rgb(15, 19, 24)"}[scheme]
-        shown = "[...document.querySelectorAll('#contract tbody tr')].filter(r => !r.hidden)"
-        first = shown + ".map(row => row.cells[1].textContent)[0]"
-        assert tab.evaluate(first) == "train"
-        tab.evaluate("document.querySelectorAll('#contract th button')[1].click()")
-        assert tab.evaluate(first) == "merge"
-        tab.evaluate(
-            "const box = document.querySelector('input'); box.value = 'mean kl';"
-            "box.dispatchEvent(new Event('input'))"
-        )
-        assert tab.evaluate(shown + ".length") == 1
-
-
-CONTRAST = """
-(() => {
-  const rgb = text => text.match(/[\\d.]+/g).map(Number);
-  const bright = ([r, g, b]) => [r, g, b].map(v => v / 255)
-    .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-  const behind = node => {
-    for (; node; node = node.parentElement) {
-      const colour = rgb(getComputedStyle(node).backgroundColor);
-      if (colour.length === 3 || colour[3] > 0) return colour;
-    }
-    return [255, 255, 255];
-  };
-  const ratios = [];
-  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (walk.nextNode()) {
-    const at = walk.currentNode.parentElement;
-    if (!walk.currentNode.data.trim() || ['style', 'script'].includes(at.localName)) continue;
-    const style = getComputedStyle(at);
-    const colour = at instanceof SVGElement ? style.fill : style.color;
-    if (!colour.startsWith('rgb')) continue;
-    const [a, b] = [bright(rgb(colour)), bright(behind(at))].sort((x, y) => y - x);
-    ratios.push([(a + 0.05) / (b + 0.05), walk.currentNode.data.trim().slice(0, 40)]);
-  }
-  return ratios.sort((x, y) => x[0] - y[0]);
-})()
-"""
-"""Contrast of every text with what is behind it, the least first; WCAG 2.2 asks for 4.5."""
-
-
-@pytest.mark.slow
-@pytest.mark.browser
-@pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed")
-def test_it_is_readable_works_by_keyboard_and_prints(tmp_path: Path) -> None:
-    folder = recorded(tmp_path)
-    written(folder)
-    with browser(tmp_path / "browser") as tab:
-        for scheme, media in (("light", ""), ("dark", ""), ("dark", "print")):
-            feature = {"name": "prefers-color-scheme", "value": scheme}
-            tab.call("Emulation.setEmulatedMedia", features=[feature], media=media)
-            tab.open((folder / REPORT).as_uri(), "Completed")
-            ratios = tab.evaluate(CONTRAST)
-            assert len(ratios) > 100
-            assert ratios[0][0] >= 4.5, (scheme, media, ratios[:5])
-        hidden = "getComputedStyle(document.querySelector('.tools')).display"
-        assert tab.evaluate(hidden) == "none"
-        row = "getComputedStyle(document.querySelector('#contract tr.passed')).display"
-        assert tab.evaluate(row) == "none"  # on paper failures are enough
-        pages = tab.call("Page.printToPDF")["data"]
-        assert b64decode(pages).startswith(b"%PDF")
-        tab.call("Emulation.setEmulatedMedia", media="")
-        sizes = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-        tab.call("Emulation.setDeviceMetricsOverride", **sizes)
-        assert tab.evaluate("document.documentElement.scrollWidth") <= 420
-        tab.call("Emulation.clearDeviceMetricsOverride")
-        order = []
-        for _ in range(9):
-            tab.call("Input.dispatchKeyEvent", type="keyDown", key="Tab", code="Tab",
-                     windowsVirtualKeyCode=9)  # fmt: skip
-            order.append(tab.evaluate("document.activeElement.textContent.trim()"))
-            if order[-1] == "stage":
-                break
-        assert "verdict" in order
-        for kind in ("keyDown", "keyUp"):
-            tab.call("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", text="\r",
-                     windowsVirtualKeyCode=13)  # fmt: skip
-        assert tab.evaluate("document.activeElement.parentElement.ariaSort") == "ascending"

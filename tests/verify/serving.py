@@ -183,9 +183,3 @@ class LoraLeak:
         """Change the model of a request to the base."""
         if document.get("model") == "base" and under_way:
             document["model"] = self.adapter
-
-
-def bos_twice(path: str, document: dict[str, Any], under_way: int) -> None:
-    """Add special tokens to conversations, whose template has them already."""
-    if "messages" in document:
-        document["add_special_tokens"] = True

@@ -43,14 +43,6 @@ def test_all_mistakes_at_once(place: Path, capsys: pytest.CaptureFixture[str]) -
     assert keys == ["out", "timeout_s", "workers", "ca", "watch"]
 
 
-def test_nothing_set(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = errors(capsys, "profile=strict")
-    assert [line.rpartition("-> ")[2] for line in lines[1:]] == [
-        "url=http://<host>:8000",
-        "source=<folder with plumbline.witness>",
-    ]
-
-
 def test_a_server_that_is_down_and_a_source_without_a_reference(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,11 +87,3 @@ def test_neither_torch_nor_prefect_is_imported(place: Path) -> None:
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
     assert "2 problems" in done.stderr
-
-
-def test_another_programs_words_are_translated(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`model` is a group of configuration files, so the setting has another name."""
-    lines = errors(capsys, "url=http://127.0.0.1:1", "source=checkpoint", "model=mine")
-    assert lines[-1] == "  -> name=mine"

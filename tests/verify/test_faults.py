@@ -14,7 +14,7 @@ import pytest
 
 from tests.verify import faults
 from tests.verify.conftest import SPOILT, Answer
-from tests.verify.serving import LoraLeak, Running, bos_twice, gateway, serve
+from tests.verify.serving import LoraLeak, Running, gateway, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 Verify = Callable[..., Answer]
@@ -49,12 +49,6 @@ def test_a_lora_leak(server: Running, models: Path, verify: Verify) -> None:
     with gateway(server.url, LoraLeak("lora-0")) as url:
         answer = verify(f"url={url}", f"source={models / 'lora-0'}", "name=lora-0")
     is_found(answer, "lora-leak")
-
-
-def test_bos_twice(server: Running, models: Path, verify: Verify) -> None:
-    with gateway(server.url, bos_twice) as url:
-        answer = verify(f"url={url}", f"source={models / 'lora-0'}", "name=lora-0")
-    is_found(answer, "bos-twice")
 
 
 @dataclass(frozen=True)

@@ -138,30 +138,6 @@ def test_vllm_is_recognised_and_its_limit_of_log_probabilities_is_kept() -> None
     assert {body["model"] for body in bodies[-3:]} == {"tuned"}
 
 
-def test_vllm_tells_its_models_the_base_first() -> None:
-    with answering(vllm()) as requests:
-        base, tuned = connect(requests.url).models()
-    assert (base.name, base.parent, base.max_length) == ("base", None, 64)
-    assert (tuned.name, tuned.parent, tuned.root) == ("tuned", "base", "/adapters/tuned")
-
-
-def test_vllm_renders_tokenises_and_generates() -> None:
-    with answering(vllm()) as requests:
-        server = connect(requests.url)
-        assert server.tokenize("base", "abc", special=False) == (0, 1, 2)
-        assert server.tokenize("base", "abc") == (7, 0, 1, 2)
-        assert server.render("base", CHAT) == (5, 0, 1, 4, 2, 3, 6)
-        expected = toy.greedy([1, 2], 10)
-        for stream in (False, True):
-            (made,) = server.generate("base", [1, 2], 10, stream=stream, temperature=0)
-            assert list(made.ids or ()) == expected
-            assert made.text == toy.text(expected)
-            assert made.finish == ("stop" if toy.EOS in expected else "length")
-        (made,) = server.generate("base", CHAT, 1)
-        assert made.prompt_ids == (5, 0, 1, 4, 2, 3, 6)
-        assert "temperature" not in requests.bodies("/v1/chat/completions")[-1]
-
-
 def test_a_name_that_no_model_has_is_answered_with_the_names() -> None:
     with answering(vllm()) as requests:
         server = connect(requests.url)
@@ -186,13 +162,6 @@ def test_a_proxy_that_hides_the_tokeniser_is_no_error() -> None:
         assert server.abilities == Abilities(True, 5, 5, False, True)
         with pytest.raises(UnsupportedError):
             server.tokenize("base", "a")
-
-
-def test_echo_scores_every_position() -> None:
-    with answering(generic("logprobs", "echo", "ids")) as requests:
-        server = connect(requests.url)
-        assert (server.kind, server.abilities) == ("openai", Abilities(True, 5, 5, False, False))
-        check(server.score("base", SEQUENCES), alternatives=5)
 
 
 def test_echo_with_texts_for_tokens_scores_the_sequence_itself() -> None:

@@ -1,7 +1,6 @@
-"""llama.cpp, SGLang, TGI, Ollama and `transformers serve`, as their documentation says.
+"""llama.cpp, SGLang, TGI and Ollama, as their documentation says: a small server answers so.
 
-A small server answers so. Not run against the real server: SGLang, TGI and Ollama, which have no
-package for CPUs; test_llama_cpp.py and test_real_servers.py run the others.
+`test_llama_cpp.py` runs the real llama.cpp, `test_real_servers.py` vLLM and `transformers serve`.
 """
 
 from __future__ import annotations
@@ -126,23 +125,23 @@ def sglang() -> dict[str, Answer]:
     }
 
 
-def tgi(*, bos: bool = False) -> dict[str, Answer]:
+def tgi() -> dict[str, Answer]:
     def tokens(ids: list[int], values: list[float | None]) -> list[dict[str, Any]]:
         return [{"id": i, "text": NAMES[i], "logprob": v} for i, v in zip(ids, values, strict=True)]
 
     def generate(body: Any) -> Any:
         options = body["parameters"]
-        ids, model = split(body["inputs"], bos=bos), 1 if options.get("adapter_id") else 0
+        ids = split(body["inputs"])
         if options.get("temperature") == 0:
             return refusal(422, "`temperature` must be strictly positive")
-        made = toy.greedy(ids, options["max_new_tokens"], model)
+        made = toy.greedy(ids, options["max_new_tokens"])
         details = {
             "finish_reason": "eos_token" if toy.EOS in made else "length",
             "prefill": tokens(ids, [None] * len(ids)),
             "tokens": tokens(made, [-0.1] * len(made)),
         }
         if "top_n_tokens" in options:
-            tops = toy.tops(ids, options["top_n_tokens"], None, model)
+            tops = toy.tops(ids, options["top_n_tokens"])
             details["top_tokens"] = [tokens(list(tops), list(tops.values()))]
             details["tokens"] = tokens(made[:1], [tops[made[0]]])
         return {"generated_text": toy.text(made), "details": details}
@@ -154,7 +153,7 @@ def tgi(*, bos: bool = False) -> dict[str, Answer]:
         "/v1/models": lambda _: {"data": [{"id": "toy", "owned_by": "toy"}]},
         "/info": lambda _: {"model_id": "toy", "version": "3.3.6", "max_total_tokens": 64},
         "/generate": generate,
-        "/tokenize": lambda body: listed(split(body["inputs"], bos=bos)),
+        "/tokenize": lambda body: listed(split(body["inputs"])),
         "/chat_tokenize": lambda body: {
             "templated_text": "?",
             "tokenize_response": listed(toy.rendered(body["messages"])),
@@ -162,7 +161,7 @@ def tgi(*, bos: bool = False) -> dict[str, Answer]:
     }
 
 
-def ollama(*, bos: bool = False, tells: bool = True) -> dict[str, Answer]:
+def ollama(*, bos: bool = False) -> dict[str, Answer]:
     def generate(body: Any) -> Any:
         if body["model"] != "toy:latest":
             return refusal(404, f"model '{body['model']}' not found")
@@ -170,7 +169,7 @@ def ollama(*, bos: bool = False, tells: bool = True) -> dict[str, Answer]:
         made = toy.greedy(ids, options["num_predict"])
         answer = {"response": toy.text(made), "done_reason": "length"}
         answer["prompt_eval_count"] = len(ids)
-        if body.get("logprobs") and tells:
+        if body.get("logprobs"):
             tops = toy.tops(ids, body["top_logprobs"])
             told = [{"token": NAMES[i], "logprob": v, "bytes": list(NAMES[i].encode())}
                     for i, v in tops.items()]  # fmt: skip
@@ -187,32 +186,6 @@ def ollama(*, bos: bool = False, tells: bool = True) -> dict[str, Answer]:
         "/api/tags": lambda _: {"models": [{"name": "toy:latest"}]},
         "/api/generate": generate,
         "/api/chat": chat,
-    }
-
-
-def transformers_serve() -> dict[str, Answer]:
-    def completions(body: Any) -> Any:
-        unexpected = set(body) - {
-            "model",
-            "prompt",
-            "messages",
-            "max_tokens",
-            "stream",
-            "temperature",
-        }
-        if unexpected:
-            return refusal(422, f"Unexpected fields in the request: {unexpected}")
-        ids = split(body["prompt"]) if "prompt" in body else toy.rendered(body["messages"])
-        made = toy.text(toy.greedy(ids, body["max_tokens"]))
-        choice = {"text": made} if "prompt" in body else {"message": {"content": made}}
-        usage = {"prompt_tokens": len(ids)}
-        return {"choices": [{**choice, "finish_reason": "length"}], "usage": usage}
-
-    return {
-        "/v1/models": lambda _: {"data": []},
-        "/openapi.json": lambda _: {"paths": {"/load_model": {}, "/v1/models": {}}},
-        "/v1/completions": completions,
-        "/v1/chat/completions": completions,
     }
 
 
@@ -280,26 +253,14 @@ def test_sglang_scores_prompts_and_adapters() -> None:
             server.render("toy", CHAT)
 
 
-@pytest.mark.parametrize("bos", [False, True])
-def test_tgi_scores_texts_that_become_the_same_tokens(folder: Path, bos: bool) -> None:
-    with answering(tgi(bos=bos)) as requests:
+def test_tgi_scores_texts(folder: Path) -> None:
+    with answering(tgi()) as requests:
         server = connect(requests.url, tokenizer=folder)
         assert (server.kind, server.version) == ("tgi", "3.3.6")
-        if bos:  # the server puts token 7 before every text: only that sequence can be compared
-            scores = server.score("toy", SEQUENCES)
-            assert [any(map(len, s.ids)) for s in scores] == [False, True, False, False]
-            return
         check(server.score("toy", SEQUENCES))
         greedy_is_right(server, "toy")
         assert server.render("toy", CHAT) == RENDERED
         assert server.tokenize("toy", "ab") == (0, 1)
-
-
-def test_tgi_serves_the_adapter_that_was_named(folder: Path) -> None:
-    with answering(tgi()) as requests:
-        server = connect(requests.url, tokenizer=folder, model="tuned")
-        assert [entry.name for entry in server.models()] == ["toy", "tuned"]
-        check(server.score("tuned", SEQUENCES), model=1)
 
 
 @pytest.mark.parametrize("bos", [False, True])
@@ -320,25 +281,6 @@ def test_ollama_scores_texts_that_have_as_many_tokens(folder: Path, bos: bool) -
         assert "toy:latest" in caught.value.report()
 
 
-def test_an_old_ollama_and_a_source_without_tokenizer_prove_no_distribution(folder: Path) -> None:
-    with answering(ollama(tells=False)) as requests:
-        with pytest.raises(UnsupportedError):
-            connect(requests.url, tokenizer=folder).score("toy:latest", SEQUENCES)
-        with pytest.raises(UnsupportedError):
-            connect(requests.url).score("toy:latest", SEQUENCES)
-
-
-def test_transformers_serve_is_sent_nothing_that_it_refuses(folder: Path) -> None:
-    with answering(transformers_serve()) as requests:
-        server = connect(requests.url, tokenizer=folder, model="/models/toy")
-        assert (server.kind, server.abilities.next_logprobs) == ("transformers", 0)
-        assert [entry.name for entry in server.models()] == ["/models/toy"]
-        greedy_is_right(server, "/models/toy", ids=False)
-        assert server.generate("/models/toy", CHAT, 1)[0].prompt_length == len(RENDERED)
-        with pytest.raises(UnsupportedError):
-            server.score("/models/toy", SEQUENCES)
-
-
 def test_a_kind_that_is_none_or_another_one_is_refused() -> None:
     with answering(ollama()) as requests:
         with pytest.raises(ConfigError, match="kind=x"):
@@ -347,31 +289,25 @@ def test_a_kind_that_is_none_or_another_one_is_refused() -> None:
             connect(requests.url, kind="tgi")
 
 
-def test_a_byte_level_vocabulary_joins_the_bytes_of_letters(tmp_path: Path) -> None:
+def test_vocabularies_join_tokens_to_texts(tmp_path: Path) -> None:
     """Three tokens make the letter ö with a space before it: two of them are half a letter."""
-    document = {
+    byte_level = {
         "model": {"vocab": {"\u0120": 0, "\u00c3": 1, "\u00b6": 2, "a": 3}},
         "decoder": {"type": "ByteLevel"},
         "added_tokens": [{"id": 4, "content": "<eos>"}],
     }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-    vocabulary = read_vocabulary(tmp_path)
+    pieces = {"model": {"vocab": [["<unk>", 0.0], ["\u2581a", -1.0], ["<0x0A>", -2.0]]}}
+    for number, document in enumerate((byte_level, pieces)):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "tokenizer.json").write_text(json.dumps(document))
+    vocabulary = read_vocabulary(tmp_path / "0")
     assert vocabulary is not None
     assert vocabulary.text([0, 1, 2, 3, 4]) == " öa<eos>"
     assert vocabulary.text([0, 1]) is None
     assert (vocabulary.find(b" "), vocabulary.find(b"x")) == (0, None)
-
-
-def test_a_sentencepiece_vocabulary_has_spaces_and_bytes(tmp_path: Path) -> None:
-    document = {"model": {"vocab": [["<unk>", 0.0], ["\u2581a", -1.0], ["<0x0A>", -2.0]]}}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-    vocabulary = read_vocabulary(tmp_path)
+    vocabulary = read_vocabulary(tmp_path / "1")
     assert vocabulary is not None
     assert vocabulary.text([1, 2]) == " a\n"
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"model": {}}', '{"model": {"vocab": 3}}'])
-def test_a_tokenizer_that_is_not_understood_is_none(tmp_path: Path, content: str) -> None:
-    (tmp_path / "tokenizer.json").write_text(content)
-    assert read_vocabulary(tmp_path) is None
-    assert read_vocabulary(tmp_path / "nowhere") is None
+    for content in ("", "[]", '{"model": {}}', '{"model": {"vocab": 3}}'):
+        (tmp_path / "tokenizer.json").write_text(content)
+        assert read_vocabulary(tmp_path) is None

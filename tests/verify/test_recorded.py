@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from tests.infra.servers.site import deployed
 from tests.verify.conftest import Answer
 from tests.verify.serving import Running
 
@@ -59,22 +58,3 @@ def test_a_fault_is_a_failed_run_with_its_report(
     assert good.code == 0, good.out + good.err
     states = records(runs, "select state_type from flow_run order by start_time")
     assert states == [("FAILED",), ("COMPLETED",)]
-
-
-def test_a_run_of_the_deployment_fails_on_a_fault(
-    server: Running, models: Path, tmp_path: Path
-) -> None:
-    words = [f"url={server.url}", f"source={models / 'lora-0'}"]
-    with deployed(tmp_path / "site") as site:
-        good, bad = (
-            site.finished_run(site.start_run("verify-served", [*words, f"name={name}"]))
-            for name in ("lora-0", "zeros")
-        )
-        query = {
-            "artifacts": {"flow_run_id": {"any_": [bad["id"]]}, "key": {"like_": "verify-checks"}}
-        }
-        (checks,) = site.services.prefect.post("/artifacts/filter", query)
-    assert good["state_type"] == "COMPLETED", good["state"]
-    assert bad["state_type"] == "FAILED", bad["state"]
-    assert "base-served" in bad["state"]["message"]
-    assert "| distribution | FAULT |" in checks["data"]

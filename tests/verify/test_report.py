@@ -14,7 +14,7 @@ from tasks.core.errors import ConfigError, PlumblineError
 from tasks.verify.check import Cause, Check
 from tasks.verify.report import EXIT_STATUS, WIDTH, Report
 from tasks.verify.run import attempt, choose
-from tasks.verify.servers.server import ServedModel, ServerError
+from tasks.verify.servers.server import ServedModel
 
 SAME = Check("distribution", "ok", "as trained", {"mean_kl": 2e-5}, {"mean_kl": 1e-3})
 OTHER = Check(
@@ -62,12 +62,6 @@ def test_nothing_is_verified_without_the_distribution(
     assert EXIT_STATUS[made.outcome] == {"verified": 0, "fault": 1, "unverified": 2}[outcome]
 
 
-def test_the_line_says_what_was_not_proven() -> None:
-    assert report(SAME, HIDDEN).line.endswith("is the model of /runs/lora; not proven: prompt")
-    line = report(OTHER, DOSE, HIDDEN).line
-    assert "(distribution, adapter: base-served); not proven: prompt" in line
-
-
 def test_the_table_has_at_most_100_columns() -> None:
     text = report(OTHER, HIDDEN).text()
     assert max(map(len, text.splitlines())) <= WIDTH
@@ -107,11 +101,6 @@ def test_junit_counts_failures_and_skipped() -> None:
     assert unverified.find("testcase/error") is not None
 
 
-def test_markdown_renders_nothing_of_the_server() -> None:
-    text = report(replace(HIDDEN, text="<b>|`x`</b>")).markdown()
-    assert "| prompt | unknown | `<b>/'x'</b>` |  |" in text
-
-
 def test_a_check_that_raises_has_proven_nothing() -> None:
     def breaks() -> Check:
         raise ZeroDivisionError("division by zero")
@@ -125,14 +114,6 @@ def test_a_check_that_raises_has_proven_nothing() -> None:
     kept, goes_on = attempt("load", refused)
     assert (kept.verdict, kept.text) == ("unknown", "the server refuses; a key")
     assert goes_on == ""
-
-
-def test_a_server_that_is_gone_ends_the_checks() -> None:
-    def unreachable() -> Check:
-        raise ServerError("no answer", code="unreachable")
-
-    check, gone = attempt("load", unreachable)
-    assert (check.verdict, gone) == ("unknown", "no answer")
 
 
 BASE = ServedModel("base", None, "/models/base")

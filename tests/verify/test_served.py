@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import subprocess
@@ -11,7 +10,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import httpx
 import pytest
@@ -43,29 +41,11 @@ def test_twenty_clean_runs_without_an_alarm(server: Running, models: Path, verif
     print(f"{RUNS} clean runs, {min(seconds):.1f} to {max(seconds):.1f} s each")
 
 
-def test_the_name_of_the_model_is_found_by_its_folder(
-    server: Running, models: Path, verify: Verify
-) -> None:
-    answer = verify(f"url={server.url}", str(models / "lora-1"))
-    assert (answer.code, answer.report["model"]) == (0, "lora-1"), answer.out + answer.err
-    assert answer.report["base"] == "base"
-
-
 def test_an_adapter_that_was_loaded_later(server: Running, models: Path, verify: Verify) -> None:
     body = {"lora_name": "later", "lora_path": str(models / "lora-2")}
     httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=120).raise_for_status()
     words = (f"url={server.url}", f"source={models / 'lora-2'}", "name=later")
     assert verify(*words).code == 0
-
-
-def test_an_unknown_name_is_answered_with_those_of_the_server(
-    server: Running, models: Path, verify: Verify
-) -> None:
-    answer = verify(f"url={server.url}", "source=absent", "name=lora0", "base=bse")
-    assert answer.code == 2
-    lines = answer.err.splitlines()
-    assert lines[0] == "3 problems; nothing was verified"
-    assert "the server has no such model; it has base, lora-0" in answer.err
 
 
 def test_it_needs_20_seconds_200_mb_and_no_torch(
@@ -94,16 +74,6 @@ def test_it_needs_20_seconds_200_mb_and_no_torch(
     assert megabytes <= 200
     assert seconds <= 20 * 6  # the bar is 20 s on a machine that does nothing else
     assert list(tmp_path.iterdir()) == []
-
-
-def test_junit_and_json_on_standard_output(
-    server: Running, models: Path, verify: Verify, tmp_path: Path
-) -> None:
-    words = (f"url={server.url}", f"source={models / 'lora-0'}")
-    assert verify(*words, f"out={tmp_path / 'r.xml'}").code == 0
-    suite = ElementTree.parse(tmp_path / "r.xml").getroot()
-    assert (suite.get("failures"), suite.get("errors")) == ("0", "0")
-    assert json.loads(verify(*words, "out=-").out)["verdict"] == "verified"
 
 
 def test_watch_until_a_signal(server: Running, models: Path, tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def test_detection_agrees_with_simulation() -> None:
     reference = fingerprint(made.probes, made.trained)
     limit = replace(STANDARD, mean_kl=2e-3)
     clean = align(reference, answers(made.probes, made.trained))
-    said_of = power(reference, clean, limit)
+    estimate_of_power = power(reference, clean, limit)
     p = np.exp(logprobs_of(made.trained))
     susceptible = (p * (1 - p)).sum(1).mean() / 2
     random = np.random.default_rng(2)
@@ -217,9 +217,9 @@ def test_detection_agrees_with_simulation() -> None:
             error = np.sqrt(factors * size / susceptible)[:, None]
             served = logprobs_of(made.trained + error * random.normal(size=p.shape))
             seen += _mean_kl(reference, clean, served) > limit.mean_kl
-        assert seen / 150 == pytest.approx(said_of.detection(size), abs=0.08)
-    assert said_of.detection(said_of.smallest) == pytest.approx(0.99)
-    assert "would have been seen with 99%" in said_of.text
+        assert seen / 150 == pytest.approx(estimate_of_power.detection(size), abs=0.08)
+    assert estimate_of_power.detection(estimate_of_power.smallest) == pytest.approx(0.99)
+    assert "would have been seen with 99%" in estimate_of_power.text
 
 
 def test_detection_with_all_ids_returned_divides_by_nothing() -> None:

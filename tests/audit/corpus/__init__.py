@@ -35,13 +35,12 @@ class Clean:
 
 @dataclass(frozen=True)
 class Broken:
-    """A way in which checkpoints of users are broken.
+    """A way in which checkpoints of users are broken; the catalogue lists the public reports.
 
     Attributes:
         code: the expected finding.
         of: name of the clean checkpoint to copy.
         how: breaks the copy.
-        issues: public reports.
         base: name of the clean model for `base=`; "" for none, "-" for that of the clean one.
         values: True if only data shows the fault.
         adapter: name of the clean adapter for `adapter=`; "" for none.
@@ -50,7 +49,6 @@ class Broken:
     code: str
     of: str
     how: Break
-    issues: tuple[str, ...] = ()
     base: str = "-"
     values: bool = False
     adapter: str = ""

@@ -14,7 +14,6 @@ from tests.audit.corpus import breaking as by
 from tests.audit.corpus.breaking import MODEL, Tensors
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_LF, _RLHF = "LLaMA-Factory", "OpenRLHF"
 
 
 def _value_head(folder: Path, _: Corpus) -> None:
@@ -76,86 +75,67 @@ def _half_fused(weights: Tensors) -> None:
 
 
 FILES: dict[str, Broken] = {
-    "value head beside a single file": Broken(
-        "STRAY_WEIGHT_FILE", "qwen2", _value_head, (f"{_LF} #8635", f"{_LF} #7511")
+    "value head beside a single file": Broken("STRAY_WEIGHT_FILE", "qwen2", _value_head),
+    "value head beside a .bin": Broken("STRAY_WEIGHT_FILE", "bin", _value_head_bin),
+    "adapter beside a model": Broken(
+        "MIXTURE", "qwen2", by.both(_adapter_beside, by.copied("lora", "adapter_config.json"))
     ),
-    "value head beside a .bin": Broken(
-        "STRAY_WEIGHT_FILE", "bin", _value_head_bin, (f"{_LF} #8635",)
-    ),
-    "adapter beside a model": Broken("MIXTURE", "qwen2", by.both(
-        _adapter_beside, by.copied("lora", "adapter_config.json")), (f"{_LF} #4896",)),
     "adapter weights beside a model": Broken("MIXTURE", "qwen2", _adapter_beside),
-    "lora_adapter beside the base": Broken(
-        "LORA_BESIDE_MODEL", "qwen2", _lora_folder, ("verl #7285", "verl #4553", "verl #3087")
-    ),
-    "exported reward model's head in a side file": Broken(
-        "HEAD_SIDE_FILE", "qwen2", _value_head, (f"{_LF} #4379",)
-    ),
-    "head without its model": Broken(
-        "WEIGHTS_MISSING", "qwen2", _only_head_left,
-        (f"{_LF} #2703", f"{_LF} #10410", f"{_LF} #10230"),
-    ),
-    "truncated": Broken("BAD_HEADER", "qwen2", by.cut(), (f"{_LF} #1910",)),
-    "header cut": Broken("BAD_HEADER", "qwen2", by.cut(keep=0.01), (f"{_LF} #1910",)),
+    "lora_adapter beside the base": Broken("LORA_BESIDE_MODEL", "qwen2", _lora_folder),
+    "exported reward model's head in a side file": Broken("HEAD_SIDE_FILE", "qwen2", _value_head),
+    "head without its model": Broken("WEIGHTS_MISSING", "qwen2", _only_head_left),
+    "truncated": Broken("BAD_HEADER", "qwen2", by.cut()),
+    "header cut": Broken("BAD_HEADER", "qwen2", by.cut(keep=0.01)),
     "shard gone": Broken("INDEX_MISSING_FILE", "sharded", _shard_gone),
-    "index of more than was written": Broken(
-        "INDEX_MISSING_KEY", "sharded", _tensor_gone, ("Relax PR #148",)
-    ),
-    "nothing exported": Broken(
-        "WEIGHTS_MISSING", "qwen2", by.removed(MODEL), ("Megatron-Bridge #1883",)
-    ),
-    "final norm not exported": Broken(
-        "TENSOR_MISSING", "qwen2", by.dropped("model.norm.weight"), ("Megatron-Bridge #4107",)
-    ),
+    "index of more than was written": Broken("INDEX_MISSING_KEY", "sharded", _tensor_gone),
+    "nothing exported": Broken("WEIGHTS_MISSING", "qwen2", by.removed(MODEL)),
+    "final norm not exported": Broken("TENSOR_MISSING", "qwen2", by.dropped("model.norm.weight")),
     "total_size counts tensors": Broken("INDEX_TOTAL_SIZE", "sharded", _total_size),
     "raw state dict": Broken(
-        "FOREIGN_FORMAT", "mixtral", by.both(
-            by.removed(MODEL), by.state("consolidated.00.pt", lambda: {"w": torch.ones(2)})),
-        ("vLLM #2386",),
+        "FOREIGN_FORMAT",
+        "mixtral",
+        by.both(by.removed(MODEL), by.state("consolidated.00.pt", lambda: {"w": torch.ones(2)})),
     ),
     "generation config gone": Broken(
-        "GENERATION_CONFIG_MISSING", "qwen2", by.removed("generation_config.json"), ("verl #7198",)
+        "GENERATION_CONFIG_MISSING", "qwen2", by.removed("generation_config.json")
     ),
     "remote code": Broken(
-        "REMOTE_CODE", "llama", by.edited(auto_map={"AutoModelForCausalLM": "modeling_x.X"}),
-        (f"{_LF} #9346",),
+        "REMOTE_CODE", "llama", by.edited(auto_map={"AutoModelForCausalLM": "modeling_x.X"})
     ),
-}  # fmt: skip
+}
 
 HEADS: dict[str, Broken] = {
-    "reward model without its head": Broken(
-        "HEAD_MISSING", "reward", by.dropped("score"),
-        (f"{_LF} #7706", f"{_LF} #1411", f"{_LF} #1024", f"{_LF} #5939", f"{_RLHF} #209"),
-    ),
+    "reward model without its head": Broken("HEAD_MISSING", "reward", by.dropped("score")),
     "TRL's head in the model": Broken("HEAD_IN_MODEL", "qwen2", by.head()),
     "one row, two labels": Broken(
-        "HEAD_LABELS", "reward", by.edited(id2label=None, label2id=None, num_labels=None),
-        (f"{_RLHF} #1039", f"{_RLHF} #542", f"{_RLHF} #428", f"{_RLHF} #494"),
+        "HEAD_LABELS", "reward", by.edited(id2label=None, label2id=None, num_labels=None)
     ),
     "OpenRLHF's class": Broken(
-        "VLLM_ARCHITECTURE", "reward",
-        by.edited(architectures=["RewardModel"], value_head_prefix="score"), (f"{_RLHF} #1039",),
+        "VLLM_ARCHITECTURE",
+        "reward",
+        by.edited(architectures=["RewardModel"], value_head_prefix="score"),
     ),
     "another head than config.json says": Broken(
-        "HEAD_PREFIX", "reward",
+        "HEAD_PREFIX",
+        "reward",
         by.edited(architectures=["RewardModel"], value_head_prefix="value_head"),
     ),
     "mean and std only in config.json": Broken(
-        "HEAD_NORMALISATION", "reward", by.edited(
-            architectures=["RewardModel"], value_head_prefix="score", mean=1.5, std=2.5),
-        (f"{_RLHF} PR #1343",),
+        "HEAD_NORMALISATION",
+        "reward",
+        by.edited(architectures=["RewardModel"], value_head_prefix="score", mean=1.5, std=2.5),
     ),
     "never normalised": Broken(
-        "HEAD_NOT_NORMALISED", "reward",
+        "HEAD_NOT_NORMALISED",
+        "reward",
         by.edited(architectures=["RewardModel"], value_head_prefix="score"),
-        (f"{_RLHF} #693", f"{_RLHF} #224"),
     ),
     "no pad token": Broken("PAD_MISSING", "reward", by.edited(pad_token_id=None)),
-}  # fmt: skip
+}
 
 KEYS: dict[str, Broken] = {
     "keys of a live PEFT model": Broken(
-        "PEFT_RESIDUE", "qwen2", by.renamed(lambda k: f"base_model.model.{k}"), (f"{_RLHF} #920",)
+        "PEFT_RESIDUE", "qwen2", by.renamed(lambda k: f"base_model.model.{k}")
     ),
     "base_layer left by a merge": Broken(
         "PEFT_RESIDUE", "qwen2", by.renamed(lambda k: k.replace("q_proj.", "q_proj.base_layer."))
@@ -167,57 +147,50 @@ KEYS: dict[str, Broken] = {
         "TRL_RESIDUE", "llama", by.renamed(lambda k: f"pretrained_model.{k}")
     ),
     "text class, multimodal keys": Broken(
-        "ARCHITECTURE_KEYS", "gemma3", by.edited(
-            architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", vision_config=None,
-            text_config=None),
-        ("unsloth #1770", "vLLM #15031"),
+        "ARCHITECTURE_KEYS",
+        "gemma3",
+        by.edited(
+            architectures=["Gemma3ForCausalLM"],
+            model_type="gemma3_text",
+            vision_config=None,
+            text_config=None,
+        ),
     ),
     "multimodal class, text keys": Broken(
-        "ARCHITECTURE_KEYS", "gemma3", by.both(
+        "ARCHITECTURE_KEYS",
+        "gemma3",
+        by.both(
             by.dropped("vision_tower", "multi_modal_projector"),
-            by.renamed(lambda k: k.replace("language_model.", ""))),
-        ("unsloth #1770", "vLLM #15031", "GPTQModel #2694"),
+            by.renamed(lambda k: k.replace("language_model.", "")),
+        ),
     ),
     "a text class with the multimodal model_type": Broken(
-        "ARCHITECTURE_MODEL_TYPE", "gemma3", by.edited(architectures=["Gemma3ForCausalLM"]),
-        ("unsloth #1770",),
+        "ARCHITECTURE_MODEL_TYPE", "gemma3", by.edited(architectures=["Gemma3ForCausalLM"])
     ),
     "language_model. a level short": Broken(
-        "ARCHITECTURE_KEYS", "qwen2_5_vl", by.renamed(
-            lambda k: k if "visual" in k else f"language_model.{k.removeprefix('model.')}"),
-        (f"{_LF} #8241", f"{_LF} #8254", "vLLM #18983", "GLM-V #61"),
+        "ARCHITECTURE_KEYS",
+        "qwen2_5_vl",
+        by.renamed(lambda k: k if "visual" in k else f"language_model.{k.removeprefix('model.')}"),
     ),
-    "a prefix twice": Broken(
-        "ARCHITECTURE_KEYS", "qwen2", by.renamed(lambda k: f"model.{k}"),
-        ("Impromptu-VLA #52", "sglang PR #19850", "ms-swift #9172"),
-    ),
+    "a prefix twice": Broken("ARCHITECTURE_KEYS", "qwen2", by.renamed(lambda k: f"model.{k}")),
     "keys of a bare backbone": Broken(
         "ARCHITECTURE_KEYS", "qwen2", by.renamed(lambda k: k.removeprefix("model."))
     ),
-    "a layer gone": Broken(
-        "ARCHITECTURE_LAYERS", "qwen2", by.dropped("layers.1."), (f"{_RLHF} #1232",)
-    ),
+    "a layer gone": Broken("ARCHITECTURE_LAYERS", "qwen2", by.dropped("layers.1.")),
     "no class named": Broken("ARCHITECTURE_ABSENT", "qwen2", by.edited(architectures=None)),
     "multi-token prediction dropped": Broken(
-        "MTP_MISSING", "qwen3", by.edited(num_nextn_predict_layers=1), ("transformers #40968",)
+        "MTP_MISSING", "qwen3", by.edited(num_nextn_predict_layers=1)
     ),
     "an expert gone": Broken(
-        "EXPERTS_INCOMPLETE", "qwen3_moe", by.dropped("layers.1.mlp.experts.2."),
+        "EXPERTS_INCOMPLETE", "qwen3_moe", by.dropped("layers.1.mlp.experts.2.")
     ),
     "a layer's experts gone": Broken(
-        "EXPERTS_INCOMPLETE", "mixtral", by.dropped("layers.1.block_sparse_moe.experts"),
+        "EXPERTS_INCOMPLETE", "mixtral", by.dropped("layers.1.block_sparse_moe.experts")
     ),
-    "fused experts": Broken(
-        "EXPERTS_FUSED", "qwen3_moe", by.tensors(_fused),
-        ("vLLM PR #36997", "vLLM PR #31849", "MoE-Infinity PR #108", "1Cat-vLLM PR #21"),
-    ),
-    "experts in two layouts": Broken(
-        "EXPERTS_MIXED", "qwen3_moe", by.tensors(_half_fused), ("1Cat-vLLM PR #21",)
-    ),
-    "fewer experts than said": Broken(
-        "EXPERTS_COUNT", "qwen3_moe", by.edited(num_local_experts=3)
-    ),
-}  # fmt: skip
+    "fused experts": Broken("EXPERTS_FUSED", "qwen3_moe", by.tensors(_fused)),
+    "experts in two layouts": Broken("EXPERTS_MIXED", "qwen3_moe", by.tensors(_half_fused)),
+    "fewer experts than said": Broken("EXPERTS_COUNT", "qwen3_moe", by.edited(num_local_experts=3)),
+}
 
 
 BROKEN_FILES = {**FILES, **HEADS, **KEYS}

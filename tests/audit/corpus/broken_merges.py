@@ -94,14 +94,12 @@ SETTINGS: dict[str, Broken] = {
         "CONFIG_CHANGED", "merged", by.edited(rope_parameters=_ROPE)
     ),
     "two dtypes": Broken("SETTING_TWICE", "qwen2", by.edited(torch_dtype="float16")),
-    "two thetas": Broken("SETTING_TWICE", "qwen2", by.edited(rope_theta=5e5)),
+    "two thetas": Broken("SETTING_TWICE", "qwen2", by.edited(rope_theta=500000.0)),
     "two scalings": Broken(
-        "SETTING_TWICE",
-        "qwen2",
-        by.edited(rope_scaling={"type": "linear", "factor": 2.0}),
+        "SETTING_TWICE", "qwen2", by.edited(rope_scaling={"type": "linear", "factor": 2.0})
     ),
     "two numbers of layers": Broken("SETTING_TWICE", "qwen2", by.edited(n_layer=5)),
-    "another eps than the base": Broken("CONFIG_CHANGED", "merged", by.edited(rms_norm_eps=1e-5)),
+    "another eps than the base": Broken("CONFIG_CHANGED", "merged", by.edited(rms_norm_eps=1e-05)),
     "no eps": Broken("CONFIG_CHANGED", "merged", by.edited(rms_norm_eps=None)),
     "another activation": Broken("CONFIG_CHANGED", "merged", by.edited(hidden_act="gelu")),
     "untied without a head": Broken(
@@ -116,27 +114,21 @@ SETTINGS: dict[str, Broken] = {
     ),
     "no rope_theta": Broken("ROPE_THETA_ABSENT", "qwen2", by.edited(rope_parameters=None)),
     "rope_theta where transformers 4 does not look": Broken(
-        "ROPE_FORM", "qwen2", by.edited(rope_parameters=_ROPE),
-        ("vLLM PR #44158", "vLLM PR #42624"),
+        "ROPE_FORM", "qwen2", by.edited(rope_parameters=_ROPE)
     ),
     "a class of transformers 5": Broken(
-        "TOKENIZER_CLASS", "qwen2", by.edited(_TOKENIZER, tokenizer_class="TokenizersBackend"),
-        ("LLaMA-Factory #10310", "minimind #578", "QwenPaw #3084"),
+        "TOKENIZER_CLASS", "qwen2", by.edited(_TOKENIZER, tokenizer_class="TokenizersBackend")
     ),
-    "no processor": Broken(
-        "PROCESSOR_MISSING", "gemma3", by.removed("preprocessor_config.json"),
-        ("EasyR1 PR #48", "llm-compressor #1305"),
-    ),
+    "no processor": Broken("PROCESSOR_MISSING", "gemma3", by.removed("preprocessor_config.json")),
     "a text model's adapter": Broken(
-        "ADAPTER_TEXT_NAMES", "gemma3-lora", by.renamed(_text_names, ADAPTER),
-        ("vLLM #34186", "vLLM #48019"),
+        "ADAPTER_TEXT_NAMES", "gemma3-lora", by.renamed(_text_names, ADAPTER)
     ),
     "an adapter of the instruct model": Broken(
-        "WRONG_BASE", "lora",
+        "WRONG_BASE",
+        "lora",
         by.edited(_ADAPTER_CONFIG, base_model_name_or_path="somebody/qwen2-instruct"),
-        ("LLaMA-Factory #4913",),
     ),
-}  # fmt: skip
+}
 
 
 def _proof(code: str, edit: Any) -> Broken:
@@ -157,12 +149,18 @@ VALUES: dict[str, Broken] = {
         "MERGE_NOT_PROVEN", "merged", by.as_it_is, values=True, adapter="gpt2-lora"
     ),
     "experts in another order": Broken(
-        "MERGE_EXPERTS", "merged-experts", _merge(_swapped, "mixtral"),
-        values=True, adapter="moe-experts",
+        "MERGE_EXPERTS",
+        "merged-experts",
+        _merge(_swapped, "mixtral"),
+        values=True,
+        adapter="moe-experts",
     ),
     "one expert left out": Broken(
-        "MERGE_LEFT_OUT", "merged-experts", _merge(_one_expert, "mixtral"),
-        values=True, adapter="moe-experts",
+        "MERGE_LEFT_OUT",
+        "merged-experts",
+        _merge(_one_expert, "mixtral"),
+        values=True,
+        adapter="moe-experts",
     ),
     "half of the layers, no adapter given": Broken(
         "MERGE_PARTIAL", "merged", _merge(_left_out), values=True
@@ -170,6 +168,6 @@ VALUES: dict[str, Broken] = {
     "a transposed square, no adapter given": Broken(
         "MERGE_TRANSPOSED", "merged", _merge(_transposed), values=True
     ),
-}  # fmt: skip
+}
 
 BROKEN_MERGES = {**SETTINGS, **VALUES}

@@ -153,54 +153,33 @@ def save_merged(
     save_tokenizer(folder)
 
 
-def save_trl(corpus: Corpus, folder: Path, *, lora: bool) -> None:
-    """Save the result of one step of TRL's SFTTrainer."""
+def save_trl(corpus: Corpus, folder: Path, *, kind: str) -> None:
+    """Save the result of one step of TRL: "sft", "lora" (by the same trainer) or "reward"."""
+    import trl
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoTokenizer
-    from trl import SFTConfig, SFTTrainer
 
-    base = corpus.clean("qwen2")
-    talk = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "b a"}]
-    settings = SFTConfig(
-        output_dir=str(folder / "out"), max_steps=1, per_device_train_batch_size=1, use_cpu=True,
-        bf16=False, fp16=False, report_to=[], save_strategy="no", logging_strategy="no",
-    )  # fmt: skip
+    base = corpus.clean("reward" if kind == "reward" else "qwen2")
+    shared: dict[str, Any] = {
+        "output_dir": str(folder / "out"), "max_steps": 1, "per_device_train_batch_size": 1,
+        "use_cpu": True, "bf16": False, "fp16": False, "report_to": [], "save_strategy": "no",
+        "logging_strategy": "no",
+    }  # fmt: skip
+    question = [{"role": "user", "content": "a b"}]
+    chosen, rejected = ([{"role": "assistant", "content": text}] for text in ("b a", "c"))
+    if kind == "reward":
+        row = {"prompt": question, "chosen": chosen, "rejected": rejected}
+        trainer_class, settings = trl.RewardTrainer, trl.RewardConfig(**shared)
+    else:
+        row = {"messages": question + chosen}
+        trainer_class, settings = trl.SFTTrainer, trl.SFTConfig(**shared)
     adapter = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     with quiet():
-        trainer = SFTTrainer(
-            model=str(base), args=settings, train_dataset=Dataset.from_list([{"messages": talk}]),
+        trainer = trainer_class(
+            model=str(base), args=settings, train_dataset=Dataset.from_list([row]),
             processing_class=AutoTokenizer.from_pretrained(base),
-            peft_config=adapter if lora else None,
-        )  # fmt: skip
-        trainer.train()
-        trainer.save_model(str(folder))
-    shutil.rmtree(folder / "out", ignore_errors=True)
-
-
-def save_trl_reward(corpus: Corpus, folder: Path) -> None:
-    """Save the result of one step of TRL's RewardTrainer."""
-    from datasets import Dataset
-    from transformers import AutoTokenizer
-    from trl import RewardConfig, RewardTrainer
-
-    base = corpus.clean("reward")
-    settings = RewardConfig(
-        output_dir=str(folder / "out"), max_steps=1, per_device_train_batch_size=1, use_cpu=True,
-        bf16=False, fp16=False, report_to=[], save_strategy="no", logging_strategy="no",
-    )  # fmt: skip
-    question = [{"role": "user", "content": "a b"}]
-    rows = [
-        {
-            "prompt": question,
-            "chosen": [{"role": "assistant", "content": "b a"}],
-            "rejected": [{"role": "assistant", "content": "c"}],
-        }
-    ]
-    with quiet():
-        trainer = RewardTrainer(
-            model=str(base), args=settings, train_dataset=Dataset.from_list(rows),
-            processing_class=AutoTokenizer.from_pretrained(base),
+            peft_config=adapter if kind == "lora" else None,
         )  # fmt: skip
         trainer.train()
         trainer.save_model(str(folder))
@@ -280,7 +259,7 @@ CLEAN: dict[str, Clean] = {
         "mixtral",
         adapter="moe-experts",
     ),
-    "trl-sft": _also(partial(save_trl, lora=False), "qwen2", slow=True),
-    "trl-lora": _also(partial(save_trl, lora=True), "qwen2", slow=True),
-    "trl-reward": _also(save_trl_reward, "reward", slow=True),
+    "trl-sft": _also(partial(save_trl, kind="sft"), "qwen2", slow=True),
+    "trl-lora": _also(partial(save_trl, kind="lora"), "qwen2", slow=True),
+    "trl-reward": _also(partial(save_trl, kind="reward"), "reward", slow=True),
 }

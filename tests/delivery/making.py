@@ -1,13 +1,13 @@
 """Checkpoints as other tools leave them, saved by real peft, transformers, safetensors and torch.
 
-File names and config.json follow the source file of the tool that each docstring names. A tool that
-can be installed is run by its own test instead.
+File names and config.json follow the source file of the tool that each docstring names.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,101 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.weights.adapters.making import quiet, save
-from tests.weights.heads.making import head_tensors
-from tests.weights.making import save_tokenizer
+from tests.weights.heads.making import causal, head_tensors
+from tests.weights.making import save_tokenizer, small_config, state_of
 
+Tensors = dict[str, torch.Tensor]
+TARGETS = ["q_proj", "v_proj", "down_proj"]
 ADAPTER, INDEX = "adapter_model.safetensors", "model.safetensors.index.json"
+
+
+def with_rows(base: Path, more: int = 0) -> Any:
+    """Load a language model in fp32, with more rows in its embeddings."""
+    from transformers import AutoModelForCausalLM
+
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        if more:
+            model.resize_token_embeddings(model.config.vocab_size + more, mean_resizing=False)
+    return model
+
+
+def merged_by_peft(base: Path, adapter: Path, more: int = 0) -> Tensors:
+    """Return peft's merge in fp32, cast to bf16."""
+    from peft import PeftModel
+
+    with quiet():
+        model = PeftModel.from_pretrained(with_rows(base, more), adapter).merge_and_unload()
+    return {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+
+
+def merged_as_trained(base: Path, adapter: Path) -> Tensors:
+    """Return peft's merge in fp32 into the base that QLoRA dequantizes."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    four = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(
+        base, quantization_config=four, dtype=torch.bfloat16
+    )
+    model = PeftModel.from_pretrained(model.dequantize().float(), adapter).merge_and_unload()
+    return {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+
+
+def differing(actual: Tensors, wanted: Tensors) -> list[str]:
+    """Return the tensors that differ or are missing; a tied head is no tensor of its own."""
+    tied = {"lm_head.weight"} if "lm_head.weight" not in actual else set()
+    names = (actual.keys() | wanted.keys()) - tied
+    both = actual.keys() & wanted.keys()
+    return sorted(n for n in names if n not in both or not torch.equal(actual[n], wanted[n]))
+
+
+def classifier(base: Path) -> Any:
+    """Return the base with a new head of one label in fp32, as training does."""
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(9)
+    with quiet():
+        return AutoModelForSequenceClassification.from_pretrained(
+            base, num_labels=1, dtype=torch.float32
+        ).eval()
+
+
+def base_of(folder: Path, family: str = "qwen", heads: int = 4) -> Path:
+    """Save a language model in fp32 and its tokenizer."""
+    with quiet():
+        causal(family, heads=heads).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def servable(folder: Path) -> Path:
+    """Save a model with heads of 32, as vLLM needs on a CPU, and with distinct probabilities."""
+    from transformers import AutoModelForCausalLM
+
+    config = small_config("qwen")
+    config.hidden_size = 128
+    config.max_position_embeddings = 128
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            size = 0.5 if "embed" in name else 0.08
+            parameter.add_(torch.randn_like(parameter, dtype=torch.float32).to(parameter) * size)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def rename(source: Path, folder: Path, new_name: Callable[[str], str], stem: str = "model") -> Path:
+    """Copy a folder of one safetensors file with other names of its tensors."""
+    shutil.copytree(source, folder)
+    tensors = {new_name(name): tensor for name, tensor in state_of(source, stem).items()}
+    save_file(tensors, folder / f"{stem}.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def openrlhf_zero3(wrapped: Any, folder: Path) -> None:
@@ -83,8 +174,8 @@ def verl(wrapped: Any, folder: Path) -> None:
     config["peft_type"] = PeftType(config["peft_type"]).value
     config["target_modules"] = list(config["target_modules"])
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=4, ensure_ascii=False))
-    held = get_peft_model_state_dict(wrapped)
-    save_file({name: tensor.detach().cpu() for name, tensor in held.items()}, folder / ADAPTER)
+    tensors = get_peft_model_state_dict(wrapped)
+    save_file({name: tensor.detach().cpu() for name, tensor in tensors.items()}, folder / ADAPTER)
     torch.save({}, folder.parent / "model_world_size_2_rank_0.pt")
 
 
@@ -104,8 +195,8 @@ def unsloth_merged(merged: dict[str, torch.Tensor], base: Path, folder: Path) ->
     (folder / "config.json").write_text(json.dumps({**config, **marks}, indent=4))
     files = sorted(base.glob("*.safetensors"))
     for path in files:
-        held = {name: merged[name].contiguous() for name in load_file(path)}
-        save_file(held, folder / path.name, metadata={"format": "pt"})
+        tensors = {name: merged[name].contiguous() for name in load_file(path)}
+        save_file(tensors, folder / path.name, metadata={"format": "pt"})
     if len(files) > 1:
         shutil.copy2(base / INDEX, folder / INDEX)
 

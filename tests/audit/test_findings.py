@@ -1,0 +1,692 @@
+"""Variants of small checkpoints: the finding of each fault, and none for harmless differences.
+
+What public reports describe is in `corpus`, as libraries save it; here are the variants that need
+no library: two tables of a maker and codes, and tests where a finding has to name a thing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tasks.audit.finding import Finding
+from tasks.audit.run import audit
+from tests.audit.making import (
+    SIZES,
+    Arrays,
+    adapter_tensors,
+    codes,
+    edit_json,
+    errors,
+    make_adapter,
+    make_model,
+    make_shards,
+    tensors,
+    write_json,
+)
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBED, HEAD, UP = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.up_proj.weight"
+ROWS = SIZES["vocab_size"]
+V_HEAD = {"v_head.summary.weight": np.ones((1, 16), np.float32)}
+SCORE = {"base_model.model.score.weight": np.ones((1, 16), np.float32)}
+CLASSIFIER = ["LlamaForSequenceClassification"]
+
+Make = Callable[[Path], Path]
+Change = Callable[[Arrays], Any]
+After = Callable[[Path], Any]
+
+
+def _maker(make: Any, arrays: Arrays, after: After | None, settings: dict[str, Any]) -> Make:
+    def write(root: Path) -> Path:
+        folder: Path = make(root / "it", arrays=arrays, **settings)
+        if after:
+            after(folder)
+        return folder
+
+    return write
+
+
+def model(change: Change | None = None, after: After | None = None, **config: Any) -> Make:
+    """Return the maker of a model: with changed tensors and settings, then with changed files."""
+    arrays = tensors()
+    return _maker(make_model, (change(arrays) or arrays) if change else arrays, after, config)
+
+
+def shards(after: After | None = None, **config: Any) -> Make:
+    """Return the maker of a model in three files with their index."""
+    return _maker(make_shards, tensors(), after, config)
+
+
+def adapter(change: Change | None = None, after: After | None = None, **settings: Any) -> Make:
+    """Return the maker of an adapter."""
+    arrays = adapter_tensors()
+    return _maker(make_adapter, (change(arrays) or arrays) if change else arrays, after, settings)
+
+
+def trunk(arrays: Arrays) -> Arrays:
+    return {key: array for key, array in arrays.items() if key != HEAD}
+
+
+def scored(rows: int = 1, name: str = "score") -> Change:
+    """Put a classifier's head in place of the language model's."""
+    return lambda arrays: {**trunk(arrays), f"{name}.weight": np.ones((rows, 16), np.float32)}
+
+
+def named(change: Callable[[str], str]) -> Change:
+    return lambda arrays: {change(key): array for key, array in arrays.items()}
+
+
+def put(**changes: Any) -> Change:
+    """Set values of tensors: a number, or a pair of an index and a number."""
+    keys = {"embed": EMBED, "head": HEAD, "up": UP, "norm": "model.norm.weight",
+            "down": "model.layers.0.mlp.down_proj.weight"}  # fmt: skip
+
+    def change(arrays: Arrays) -> None:
+        for name, value in changes.items():
+            index, number = value if isinstance(value, tuple) else (slice(None), value)
+            arrays[keys[name]][index] = number
+
+    return change
+
+
+def index(change: Callable[[dict[str, str]], dict[str, Any]]) -> After:
+    """Change the table of an index."""
+
+    def edit(root: Path) -> None:
+        table = json.loads((root / INDEX).read_text())["weight_map"]
+        edit_json(root / INDEX, weight_map=change(table))
+
+    return edit
+
+
+def beside(name: str, arrays: Arrays | None = None) -> After:
+    """Add a safetensors file, of a value head if nothing else is said."""
+    return lambda root: save_file(V_HEAD if arrays is None else arrays, root / name)
+
+
+def text(name: str, content: str) -> After:
+    return lambda root: (root / name).write_text(content)
+
+
+def _two_files_with_one_tensor(root: Path) -> None:
+    arrays = tensors()
+    part = {name: arrays[name] for name in list(arrays)[::3]}
+    more = {name: arrays[name] for name in list(arrays)[1:2]}
+    save_file({**part, **more}, root / "model-00001-of-00003.safetensors")
+
+
+def _no_index_and_a_shard_gone(root: Path) -> None:
+    (root / INDEX).unlink()
+    (root / "model-00003-of-00003.safetensors").unlink()
+
+
+def _pickled(make_state: Callable[[], Any], name: str) -> After:
+    def write(root: Path) -> None:
+        import torch
+
+        for file in root.glob("*.safetensors"):
+            file.unlink()
+        torch.save(make_state(), root / name)
+
+    return write
+
+
+def _odd_state() -> dict[str, Any]:
+    import torch
+
+    state: dict[str, Any] = {k: torch.from_numpy(v) for k, v in adapter_tensors().items()}
+    first = next(iter(state))
+    state[first] = state[first].T.contiguous().T
+    return {**state, "step": 3}
+
+
+def _empty_state() -> dict[str, Any]:
+    import torch
+
+    return {key: torch.empty(0) for key in adapter_tensors()}
+
+
+def _lora_on_head(arrays: Arrays) -> Arrays:
+    at = "base_model.model.score.lora_"
+    return {**arrays, f"{at}A.weight": np.ones((4, 16), np.float32),
+            f"{at}B.weight": np.ones((1, 4), np.float32)}  # fmt: skip
+
+
+def _half_rank(arrays: Arrays) -> None:
+    at = "base_model.model.model.layers.1.self_attn.q_proj.lora_"
+    arrays[f"{at}A.weight"] = arrays[f"{at}A.weight"][:2]
+    arrays[f"{at}B.weight"] = np.ascontiguousarray(arrays[f"{at}B.weight"][:, :2])
+
+
+def _zero_b(arrays: Arrays, first: int = 0) -> None:
+    for key in [key for key in arrays if "lora_B" in key][first:]:
+        arrays[key][:] = 0
+
+
+REWARD: dict[str, Any] = {"architectures": ["RewardModel"], "num_labels": 1}
+OPENRLHF = {"base_model_class": "RewardModel", "parent_library": "openrlhf.models.model"}
+
+BROKEN: dict[str, tuple[Make, dict[str, str]]] = {
+    # Files and their index
+    "a tensor that the index does not name": (
+        shards(index(lambda table: {k: v for k, v in table.items() if k != HEAD})),
+        {"KEY_NOT_IN_INDEX": "error"},
+    ),
+    "a tensor in another file than the index says": (
+        shards(index(lambda table: {**table, HEAD: table[EMBED]})), {"INDEX_MISSING_KEY": "error"},
+    ),
+    "a tensor in two files": (shards(_two_files_with_one_tensor), {"KEY_TWICE": "error"}),
+    "an index that is no index": (
+        shards(text(INDEX, '{"weight_map": 3}')), {"INDEX_UNREADABLE": "error"},
+    ),
+    "an index that is cut": (shards(text(INDEX, "{")), {"INDEX_UNREADABLE": "error"}),
+    "an index that leads out of the folder": (
+        shards(index(lambda table: {**table, HEAD: "../other/model.safetensors"})),
+        {"INDEX_PATH": "error"},
+    ),
+    "an absolute path in the index": (
+        shards(index(lambda table: {**table, HEAD: "/etc/passwd"})), {"INDEX_PATH": "error"},
+    ),
+    "no index": (shards(lambda root: (root / INDEX).unlink()), {"INDEX_ABSENT": "error"}),
+    "no index and a shard gone": (
+        shards(_no_index_and_a_shard_gone),
+        {"INDEX_ABSENT": "error", "SHARDS_INCOMPLETE": "error"},
+    ),
+    "a single file beside an index": (
+        shards(beside(WEIGHTS, tensors(1))), {"STALE_INDEX": "warning"},
+    ),
+    "another file beside a single one": (
+        model(after=beside("other.safetensors")), {"STRAY_WEIGHT_FILE": "error"},
+    ),
+    "a value head beside an index": (
+        shards(beside("value_head.safetensors")),
+        {"STRAY_WEIGHT_FILE": "warning", "HEAD_SIDE_FILE": "warning"},
+    ),
+    "a consolidated file, the only one that vLLM reads": (
+        shards(beside("consolidated.safetensors")), {"STRAY_WEIGHT_FILE": "error"},
+    ),
+    "no configuration": (
+        model(after=lambda root: (root / "config.json").unlink()), {"CONFIG_MISSING": "error"},
+    ),
+    "a configuration that is a list": (
+        model(after=text("config.json", "[]")), {"JSON_UNREADABLE": "error"},
+    ),
+    "a processor's file that is cut": (
+        model(after=text("preprocessor_config.json", '{"a": ')), {"JSON_UNREADABLE": "error"},
+    ),
+    "a pointer of git LFS": (
+        model(after=text(WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid sha256:1\n")),
+        {"NOT_WEIGHTS_YET": "error"},
+    ),
+    "placeholders in a pickle": (
+        adapter(after=_pickled(_empty_state, "adapter_model.bin")), {"EMPTY_TENSOR": "error"},
+    ),
+    "entries of a pickle that are no tensors": (
+        adapter(after=_pickled(_odd_state, "adapter_model.bin")),
+        {"NO_TENSOR_ENTRY": "warning", "NOT_CONTIGUOUS": "warning"},
+    ),
+    # Keys
+    "FSDP around a model": (
+        model(named(lambda key: f"_fsdp_wrapped_module.{key}")), {"WRAPPER_RESIDUE": "error"},
+    ),
+    "checkpointing inside a name": (
+        model(named(lambda key: key.replace("layers.0.", "layers.0._checkpoint_wrapped_module."))),
+        {"WRAPPER_RESIDUE": "error"},
+    ),
+    "LoRA that was never merged": (
+        model(lambda a: {**a, **named(lambda k: k.removeprefix("base_model.model."))(
+            adapter_tensors())}),
+        {"PEFT_RESIDUE": "error"},
+    ),
+    "an adapter without its prefix": (
+        adapter(named(lambda key: key.removeprefix("base_model.model."))),
+        {"ADAPTER_PREFIX": "error"},
+    ),
+    "scales beside weights that are not packed": (
+        model(lambda a: {**a, "lm_head.weight_scale_inv": np.ones((1, 1), np.float32)}),
+        {"QUANT_RESIDUE": "error"},
+    ),
+    # Heads
+    "a critic of OpenRLHF": (
+        model(scored(), architectures=["CriticModel"], num_labels=1), {"HEAD_OF_CRITIC": "error"},
+    ),
+    "a value for every token": (
+        model(scored(), architectures=["LlamaForTokenClassification"], num_labels=1),
+        {"HEAD_OF_CRITIC": "error"},
+    ),
+    "two labels": (
+        model(scored(2), architectures=CLASSIFIER, num_labels=2), {"HEAD_TWO_LABELS": "warning"},
+    ),
+    "an empty head": (
+        model(lambda a: {**trunk(a), "score.weight": np.ones(0, np.float32)},
+              architectures=CLASSIFIER, num_labels=1),
+        {"EMPTY_TENSOR": "error", "HEAD_UNUSABLE": "error"},
+    ),
+    "a mean without its deviation": (
+        model(scored(), **REWARD, mean=1.5), {"HEAD_MEAN_STD": "error"},
+    ),
+    "a deviation of zero": (
+        model(scored(), **REWARD, mean=1.5, std=0.0), {"HEAD_MEAN_STD": "error"},
+    ),
+    "a class without its head": (
+        model(trunk, architectures=["RobertaForSequenceClassification"]), {"HEAD_MISSING": "error"},
+    ),
+    "a reward adapter of OpenRLHF without its head": (
+        adapter(task_type=None, auto_mapping=OPENRLHF), {"HEAD_MISSING": "error"},
+    ),
+    "a named head that lies nowhere": (
+        adapter(modules_to_save=["v_head"]), {"ADAPTER_SAVED_ABSENT": "error"},
+    ),
+    "a rank that no pattern explains": (adapter(_half_rank), {"ADAPTER_RANK": "error"}),
+}  # fmt: skip
+
+VALUES: dict[str, tuple[Make, dict[str, str]]] = {
+    "an infinite number": (model(put(up=(3, np.inf))), {"NOT_FINITE": "error"}),
+    "a pair without effect": (
+        adapter(lambda a: _zero_b(a, 1)), {"LORA_B_ZERO": "warning"},
+    ),
+    "an adapter without effect": (adapter(_zero_b), {"LORA_B_ZERO": "error"}),
+    "a tensor of zeros": (model(put(down=0)), {"ALL_ZERO": "error"}),
+    "constant rows": (model(put(up=(5, 0.25))), {"CONSTANT_ROWS": "warning"}),
+    "zero rows of an embedding": (
+        model(put(embed=([7, 9], 0)), pad_token_id=9), {"DEAD_EMBEDDING": "warning"},
+    ),
+    "a head that is not the tied embedding": (
+        model(tie_word_embeddings=True), {"TIED_HEAD_DIFFERS": "error"},
+    ),
+    "numbers beyond fp16": (model(put(up=((0, 0), 70_000.0))), {"DTYPE_RANGE": "warning"}),
+}  # fmt: skip
+
+
+def _hidden(root: Path) -> None:
+    """Add what macOS, NFS, the hub, editors and browsers leave beside the files."""
+    for path in list(root.iterdir()):
+        (root / f"._{path.name}").write_bytes(b"\0\5\26\7\0\2\0\0Mac OS X")
+        (root / f"{path.name}:Zone.Identifier").write_text("[ZoneTransfer]")
+    for name in (".DS_Store", ".nfs0001", "model.safetensors.lock"):
+        (root / name).write_bytes(b"")
+    (root / ".#config.json").symlink_to("me@host.1")
+    (root / ".cache").mkdir()
+    (root / ".cache/model.safetensors.metadata").write_text("1")
+
+
+def _states_of_trainers(root: Path) -> None:
+    import torch
+
+    for name in (
+        "training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", "scheduler.bin",
+        "sampler_1.bin", "pytorch_model_fsdp.bin",
+    ):  # fmt: skip
+        torch.save({"step": 1}, root / name)
+
+
+def _vendor_files(root: Path) -> None:
+    save_file(tensors(), root / "consolidated.safetensors")
+    write_json(root / "params.json", {"dim": 16})
+
+
+def _renamed_configuration(root: Path) -> None:
+    (root / "config.json").rename(root / "the-config.json")
+    (root / "config.json").symlink_to("the-config.json")
+
+
+def _packed(key: str, dtype: Any, suffix: str) -> Change:
+    def change(arrays: Arrays) -> None:
+        for name in [name for name in arrays if key in name]:
+            arrays[name] = arrays[name].astype(dtype)
+            arrays[name.replace(".weight", suffix)] = np.ones((1, 1), np.float16)
+
+    return change
+
+
+def _mixed(arrays: Arrays) -> Arrays:
+    arrays = {key: array.astype(np.float16) for key, array in arrays.items()}
+    wide = {"model.layers.0.mlp.gate.weight": (4, 16), "model.layers.0.mixer.A_log": (4, 16)}
+    arrays |= {key: np.ones(shape, np.float32) for key, shape in wide.items()}
+    arrays["model.norm.weight"] = arrays["model.norm.weight"].astype(np.float32)
+    return arrays
+
+
+def _prediction_layers(arrays: Arrays) -> Arrays:
+    layer = {k.replace("layers.1.", "layers.2."): v for k, v in arrays.items() if "layers.1." in k}
+    return {**arrays, **layer, "model.layers.2.embed_tokens.weight": arrays[EMBED]}
+
+
+def _every_fourth_layer(arrays: Arrays) -> Arrays:
+    """Return pairs on the queries of all layers, and on the values of each fourth."""
+    return {
+        key.replace("layers.0", f"layers.{layer}"): array
+        for layer in range(8)
+        for key, array in arrays.items()
+        if "layers.0" in key and (layer % 4 == 3 or "q_proj" in key)
+    }
+
+
+FINE: dict[str, tuple[Make, set[str]]] = {
+    # Makers, and codes that the checkpoint must not have; where none is named, no error at all.
+    "a model": (model(), set()),
+    "shards": (shards(), set()),
+    "an adapter": (adapter(), set()),
+    "links inside the folder": (model(after=_renamed_configuration), set()),
+    "hidden files": (model(after=_hidden), {"STRAY_WEIGHT_FILE", "JSON_UNREADABLE"}),
+    "states of trainers": (model(after=_states_of_trainers), {"STRAY_WEIGHT_FILE"}),
+    "a vendor's own format beside shards": (shards(_vendor_files), set()),
+    "buffers that transformers 4 saved": (
+        model(lambda a: {**a, "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2)}),
+        {"TENSOR_UNEXPECTED", "DTYPE_MIXED"},
+    ),
+    "layers of multi-token prediction": (
+        model(_prediction_layers, num_nextn_predict_layers=1),
+        {"ARCHITECTURE_LAYERS", "MTP_MISSING", "VOCAB_SIZE", "HEAD_ROWS"},
+    ),
+    "packed weights with their scales": (
+        model(_packed("_proj", np.int8, ".weight_scale"),
+              quantization_config={"quant_method": "compressed-tensors"}),
+        {"DTYPE_MIXED", "QUANT_RESIDUE", "QUANT_PARTIAL"},
+    ),
+    "routers, norms and states in fp32": (model(_mixed, dtype="float16"), {"DTYPE_MIXED"}),
+    "layers counted in halves": (
+        model(num_layers=2, num_hidden_layers=4), {"ARCHITECTURE_LAYERS"},
+    ),
+    "two embeddings at the same depth": (
+        model(lambda a: {**named(lambda k: f"thinker.{k}")(a), "talker.model.embed_tokens.weight":
+                         np.ones((4, 16), np.float32)}, architectures=["Xyz"], model_type="xyz"),
+        {"TOKENIZER_ROWS", "VOCAB_SIZE", "TOKEN_ID_RANGE"},
+    ),
+    "keys of remote code": (
+        model(named(lambda key: f"model.vision_tower.{key}"), architectures=["XyzForCausalLM"],
+              model_type="xyz", auto_map={"A": "b.C"}),
+        set(),
+    ),
+    "a reward model": (model(scored(), architectures=CLASSIFIER, num_labels=1), set()),
+    "a classifier of three classes": (
+        model(scored(3), architectures=CLASSIFIER, id2label={str(n): f"L{n}" for n in range(3)}),
+        set(),
+    ),
+    "a classifier of tokens": (
+        model(scored(9), architectures=["LlamaForTokenClassification"], num_labels=9),
+        {"HEAD_OF_CRITIC"},
+    ),
+    "a reward adapter with its head beside it": (
+        adapter(after=beside("value_head.safetensors"), modules_to_save=["v_head"]), set(),
+    ),
+    "a reward adapter with its head": (
+        adapter(lambda a: {**a, **SCORE}, task_type="SEQ_CLS",
+                modules_to_save=["classifier", "score"]), set(),
+    ),
+    "a language model that was wrapped without a task": (
+        adapter(task_type=None, auto_mapping={
+            "base_model_class": "LlamaForCausalLM", "parent_library": "transformers"}), set(),
+    ),
+    "pairs on some kinds of layers": (adapter(_every_fourth_layer), {"ADAPTER_GAPS"}),
+    "a rank by a pattern": (
+        adapter(_half_rank, rank_pattern={"layers.1.self_attn.q_proj": 2}), {"ADAPTER_RANK"},
+    ),
+    "a rank by the end of a name": (
+        adapter(_half_rank, rank_pattern={"1.self_attn.q_proj": 2}), {"ADAPTER_RANK"},
+    ),
+    "DeepSpeed's script": (
+        model(after=text("zero_to_fp32.py", "print(1)\n")), {"REMOTE_CODE"},
+    ),
+}  # fmt: skip
+
+
+def test_every_fault_has_its_finding(tmp_path: Path) -> None:
+    wrong = []
+    for table, values in ((BROKEN, False), (VALUES, True)):
+        for number, (name, (make, expected)) in enumerate(table.items()):
+            reported = codes(make(tmp_path / f"{values}-{number}"), values=values)
+            actual = {code: reported.get(code) for code in expected}
+            if actual != expected or "CANNOT_JUDGE" in reported:
+                wrong.append((name, actual, sorted(reported)))
+    assert wrong == [], wrong
+
+
+def test_harmless_differences_have_none(tmp_path: Path) -> None:
+    wrong = []
+    for number, (name, (make, absent)) in enumerate(FINE.items()):
+        reported = codes(make(tmp_path / str(number)))
+        unexpected = absent & reported.keys() if absent else errors(reported)
+        if unexpected:
+            wrong.append((name, sorted(unexpected)))
+    assert wrong == [], wrong
+
+
+def with_code(root: Path, code: str, **options: Any) -> list[Finding]:
+    return [finding for finding in audit(root, **options).findings if finding.code == code]
+
+
+def test_values_are_named_and_read_only_when_asked(tmp_path: Path) -> None:
+    root = model(put(up=([1, 3], np.nan), embed=([7, 9], 0)))(tmp_path)
+    assert errors(codes(root)) == set()
+    (finding,) = with_code(root, "NOT_FINITE", values=True)
+    assert (finding.tensor, finding.found.split()[0]) == (UP, "32")
+    (finding,) = with_code(root, "DEAD_EMBEDDING", values=True)
+    assert finding.found.endswith(": 7, 9")
+
+
+def test_the_block_size_does_not_change_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tasks.audit.scan import scan
+    from tasks.audit.source import open_source
+
+    root = model(put(up=(5, 0.25), embed=([0, 39], 0), head=((11, 3), np.inf)))(tmp_path)
+    source = open_source(root, values=True)
+    hashes = dict.fromkeys(source.tensors, "blake3")
+    whole = scan(source, source.tensors, hashes=hashes)
+    monkeypatch.setattr("tasks.audit.scan._BLOCK", 192)
+    assert scan(source, source.tensors, hashes=hashes) == whole
+
+
+def test_data_against_the_manifest(tmp_path: Path) -> None:
+    from tasks.pipeline.artifact import Origin, publish
+
+    root = tmp_path / "artifact"
+    publish(shards()(tmp_path), root, Origin("weights", "merge", "key"))
+    assert errors(codes(root, values=True)) == set()
+    file = root / "model-00002-of-00003.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-5] ^= 1
+    file.write_bytes(raw)
+    assert errors(codes(root, values=True)) == {"SHA256_DIFFERS"}
+    (root / "added.txt").write_text("later")
+    assert codes(root)["MANIFEST_DIFFERS"] == "error"
+
+
+def test_shapes_of_another_configuration(tmp_path: Path) -> None:
+    mismatches = with_code(model(intermediate_size=48)(tmp_path), "SHAPE_MISMATCH")
+    assert [(finding.found, finding.expected) for finding in mismatches] == [
+        ("[24, 16]", "[48, 16]"), ("[16, 24]", "[16, 48]"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arrays", "names", "kind", "tool"),
+    [
+        (scored(), CLASSIFIER, "reward-model", "LlamaFor"),
+        (scored(), ["RewardModel"], "reward-model", "OpenRLHF reward"),
+        (scored(), ["CriticModel"], "reward-model", "OpenRLHF critic"),
+        (lambda arrays: {**arrays, **V_HEAD}, None, "value-head-model", "TRL"),
+    ],
+)
+def test_models_with_heads_are_told_apart(
+    arrays: Change, names: list[str] | None, kind: str, tool: str, tmp_path: Path
+) -> None:
+    config = {"architectures": names, "num_labels": 1} if names else {}
+    report = audit(model(arrays, **config)(tmp_path))
+    assert report.kind == kind
+    assert tool in report.what
+    for finding in report.findings:
+        assert finding.code != "HEAD_OF_CRITIC" or "deliver" not in finding.fix
+
+
+@pytest.mark.slow
+def test_the_head_of_an_adapter_may_lie_in_its_base(tmp_path: Path) -> None:
+    base = model(scored(), architectures=CLASSIFIER, num_labels=1)(tmp_path / "base")
+    for number, root in enumerate((
+        adapter(_lora_on_head, target_modules=["q_proj", "v_proj", "score"]),
+        adapter(task_type=None, auto_mapping=OPENRLHF),
+    )):  # fmt: skip
+        folder = root(tmp_path / str(number))
+        assert {"HEAD_BASE_LOST", "HEAD_MISSING"} & errors(codes(folder))
+        assert not {"HEAD_BASE_LOST", "HEAD_MISSING"} & set(codes(folder, base=base))
+
+
+@pytest.mark.slow
+def test_heads_of_several_layers(tmp_path: Path) -> None:
+    """Encoders have no `score.weight`, and nothing is missing."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import RobertaConfig, RobertaForSequenceClassification
+
+    config = RobertaConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16, num_labels=1,
+    )  # fmt: skip
+    encoder = RobertaForSequenceClassification(config)
+    encoder.save_pretrained(tmp_path / "model")
+    lora = LoraConfig(r=2, task_type="SEQ_CLS", init_lora_weights=False)
+    get_peft_model(encoder, lora).save_pretrained(tmp_path / "it")
+    assert errors(codes(tmp_path / "model")) == set()
+    assert errors(codes(tmp_path / "it")) == set()
+    assert errors(codes(tmp_path / "it", base=tmp_path / "model")) == {"ADAPTER_NO_MERGE"}
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_trainers_folder_names_its_newest_checkpoint(zero: bool, tmp_path: Path) -> None:
+    from tests.weights.deepspeed.test_partitions_property import write
+
+    for step in (500, 1000):
+        if zero:
+            import torch
+
+            folder = tmp_path / f"checkpoint-{step}"
+            write(folder, [{"w": torch.ones(4)}], stage=3, world=2, align=1)
+        else:
+            make_adapter(tmp_path / f"checkpoint-{step}")
+    (finding,) = audit(tmp_path).findings
+    assert finding.code == "NOTHING_HERE"
+    assert finding.fix.endswith(f"source={tmp_path}/checkpoint-1000")
+
+
+@pytest.mark.parametrize(
+    ("file", "command"),
+    [
+        ("actor/model_world_size_2_rank_0.pt", "verl.model_merger merge --backend fsdp"),
+        ("pytorch_model_fsdp_0/__0_0.distcp", "accelerate merge-weights"),
+        ("iter_1/mp_rank_00/model_optim_rng.pt", "Megatron-Bridge"),
+        ("model.pt", "save_pretrained"),
+    ],
+)
+def test_another_tools_format_names_the_command_that_converts_it(
+    file: str, command: str, tmp_path: Path
+) -> None:
+    import torch
+
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"w": torch.ones(2)}, tmp_path / file)
+    (finding,) = with_code(tmp_path, "FOREIGN_FORMAT")
+    assert command in finding.fix
+
+
+def test_links_and_pipes(tmp_path: Path) -> None:
+    root, secret = model()(tmp_path), tmp_path / "id_ed25519"
+    secret.write_text('{"secret": 3}')
+    os.mkfifo(root / "tokenizer.json")
+    (root / "again").symlink_to(root)
+    (root / "lost.bin").symlink_to(tmp_path / "nowhere")
+    (root / "generation_config.json").symlink_to(secret)
+    (root / "environ").symlink_to("/proc/self/environ")
+    files = {code: sorted(each.file for each in with_code(root, code))
+             for code in ("ODD_ENTRY", "SPECIAL_FILE", "LINK_OUTSIDE")}  # fmt: skip
+    assert files == {
+        "ODD_ENTRY": ["again", "lost.bin"],
+        "SPECIAL_FILE": ["tokenizer.json"],
+        "LINK_OUTSIDE": ["environ", "generation_config.json"],
+    }
+    assert str(secret) in with_code(root, "LINK_OUTSIDE")[-1].found + audit(root).text()
+
+
+def test_links_of_a_hub_cache(tmp_path: Path) -> None:
+    repository = tmp_path / "models--somebody--something"
+    blobs = make_model(repository / "blobs")
+    snapshot = repository / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
+    assert errors(codes(snapshot)) == set()
+    (blobs / "beef").symlink_to("/etc/hostname")
+    (snapshot / "vocab.txt").symlink_to("../../blobs/beef")
+    assert codes(snapshot)["LINK_OUTSIDE"] == "error"
+
+
+def tokenizer(*added: dict[str, Any], **settings: Any) -> After:
+    """Add a tokenizer with an id for every row of the tiny model, and more tokens."""
+
+    def write(root: Path) -> None:
+        vocabulary = {f"t{number}": number for number in range(ROWS)}
+        document = {"added_tokens": list(added), "model": {"type": "BPE", "vocab": vocabulary}}
+        write_json(root / "tokenizer.json", document)
+        config = {"eos_token": "t2", "chat_template": "{{ messages }}", **settings}
+        config = {key: value for key, value in config.items() if value is not None}
+        write_json(root / "tokenizer_config.json", config)
+        write_json(root / "generation_config.json", {"eos_token_id": 2})
+
+    return write
+
+
+def _token(text: str, *, special: bool = True) -> dict[str, Any]:
+    return {"id": ROWS, "content": text, "special": special}
+
+
+TOKENS: dict[str, tuple[After, dict[str, str]]] = {
+    "as many as rows": (tokenizer(), {}),
+    "an unused one beyond the rows": (tokenizer(_token("<image>")), {"TOKENIZER_ROWS": "warning"}),
+    "padding beyond the rows": (
+        tokenizer(_token("[PAD]"), pad_token="[PAD]"), {"TOKENIZER_ROWS": "error"},
+    ),
+    "padding in the long form": (
+        tokenizer(_token("[PAD]"), pad_token={"content": "[PAD]"}), {"TOKENIZER_ROWS": "error"},
+    ),
+    "an ordinary one beyond the rows": (
+        tokenizer(_token("<tool>", special=False)), {"TOKENIZER_ROWS": "error"},
+    ),
+    "of a class that knows its end": (tokenizer(eos_token=None), {}),
+}  # fmt: skip
+
+
+def test_tokens_beyond_the_rows(tmp_path: Path) -> None:
+    for number, (name, (after, expected)) in enumerate(TOKENS.items()):
+        assert codes(model(after=after)(tmp_path / str(number))) == expected, name
+    several = model(after=tokenizer(eos_token="t5"), eos_token_id=[2, 5])(tmp_path / "several")
+    edit_json(several / "generation_config.json", eos_token_id=[5, 2])
+    assert codes(several) == {}
+
+
+@pytest.mark.parametrize("where", ["hf_quant_config.json", "compression_config", "text_config"])
+def test_quantisation_declared_in_another_place(where: str, tmp_path: Path) -> None:
+    """NVIDIA's exports, llm-compressor's early ones, multimodal models."""
+
+    def pack(arrays: Arrays) -> None:
+        for key in [key for key in arrays if key.endswith("_proj.weight")]:
+            arrays[key] = arrays[key][:, : arrays[key].shape[1] // 2].astype(np.uint8)
+            arrays[key.replace(".weight", ".weight_scale")] = np.ones((1, 1), np.float32)
+
+    root = model(pack, after=tokenizer())(tmp_path)
+    assert "QUANT_CONFIG_ABSENT" in errors(codes(root))
+    quantization = {"quant_method": "modelopt"}
+    if where.endswith(".json"):
+        write_json(root / where, {"quantization": {"quant_algo": "NVFP4"}})
+    elif where == "text_config":
+        edit_json(root / "config.json", text_config={"quantization_config": quantization})
+    else:
+        edit_json(root / "config.json", compression_config=quantization)
+    assert errors(codes(root)) == set()

@@ -7,14 +7,17 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tasks.training.job import Peft, TrainJob, Zero
 from tasks.training.memory.estimate import estimate
+from tasks.training.memory.mfu import Meter, meter, step_flops
 from tasks.training.memory.sizes import Sizes
 from tasks.training.tokens.examples import Example, Tokens
+from tasks.training.tokens.order import Counts
 from tests.commands import run_ranks
 from tests.settings import Batch, Launch, Settings
 from tests.training.datasets import write_examples
@@ -87,10 +90,8 @@ def settings_of(ranks: int, *, samples: int = 2, **changes: Any) -> Settings:
     return replace(Settings(batch=batch, launch=Launch(nproc=ranks)), **changes)
 
 
-def measured(
-    folder: Path, base: Path, data: Path, settings: Settings
-) -> tuple[int, list[dict[str, Any]]]:
-    """Return the peak bytes of a rank over all phases, and the peaks by rank and phase."""
+def measured(folder: Path, base: Path, data: Path, settings: Settings) -> int:
+    """Return the peak bytes of a rank over all phases."""
     out = folder / "out"
     out.mkdir()
     TrainJob(settings, base, "d", data, out, folder / "checkpoints").write(folder / "job.json")
@@ -101,23 +102,14 @@ def measured(
         ranks=settings.launch.nproc,
     )
     ranks = json.loads((out / "memory.json").read_text())
-    return max(max(rank["peaks"].values()) for rank in ranks), ranks
+    return max(max(rank["peaks"].values()) for rank in ranks)
 
 
 CASES = {
-    "lora_zero0": ("0.1B", settings_of(1, samples=1, zero=Zero(0), peft=LORA)),
-    "full_zero0": ("0.1B", settings_of(1, zero=Zero(0))),
     "full_zero2_2_ranks": ("0.1B", settings_of(2, zero=Zero(2))),
-    "full_zero3_2_ranks": ("0.1B", settings_of(2, zero=Zero(3))),
     "lora_zero3_2_ranks": ("0.1B", settings_of(2, zero=Zero(3), peft=LORA)),
-    "qlora_zero2_2_ranks": ("0.1B", settings_of(2, zero=Zero(2), peft=replace(LORA, kind="qlora"))),
-    "offload_zero2_2_ranks": ("0.1B", settings_of(2, zero=Zero(2, offload_optimizer="cpu"))),
-    "lora_zero0_24_layers": ("0.3B", settings_of(1, zero=Zero(0), peft=LORA)),
     "lora_checkpointing": (
         "0.3B", settings_of(1, zero=Zero(0), peft=LORA, gradient_checkpointing=True)),
-    "lora_checkpointing_12_layers": (
-        "0.1B", settings_of(1, zero=Zero(0), peft=LORA, gradient_checkpointing=True)),
-    "full_checkpointing": ("0.1B", settings_of(1, zero=Zero(0), gradient_checkpointing=True)),
     "lora_zero2_large_vocabulary": ("0.5B", settings_of(1, zero=Zero(2), peft=LORA)),
 }  # fmt: skip
 
@@ -129,13 +121,23 @@ def test_the_estimate_is_within_a_quarter(
 ) -> None:
     size, settings = CASES[name]
     base = model_of(size)
-    found, ranks = measured(tmp_path, base, longest, settings)
+    most = measured(tmp_path, base, longest, settings)
     config = json.loads((base / "config.json").read_text())
-    estimated = estimate(config, settings, settings.world_size)
-    expected = estimated.total
-    assert 0.75 < expected / found < 1.25, f"estimated {expected >> 20}, found {found >> 20} MiB"
-    if settings.world_size > 1:
-        weights = estimated.mapped or Sizes.of(config).weights() * 2
-        for rank in ranks:  # libraries' pages that are met later count as well
-            least = 0.7 if estimated.mapped else -0.1
-            assert least < rank["shared"] / weights < least + 0.5
+    expected = estimate(config, settings, settings.world_size).total
+    assert 0.75 < expected / most < 1.25, f"estimated {expected >> 20}, measured {most >> 20} MiB"
+
+
+def test_model_flops_utilisation_of_one_long_sequence(tmp_path: Path) -> None:
+    """6 N + 12 L H Q T per token (PaLM), with every token supervised; none on a CPU."""
+    import torch
+
+    sizes = Sizes(
+        hidden=4, intermediate=6, layers=2, vocab=10, heads=2, kv_heads=1, head_dim=2, tied=True
+    )
+    linear = 2 * (4 * 4 + 2 * 4 * 2 + 4 * 4 + 3 * 4 * 6)
+    counts = Counts(1, (512,), 512, 512**2)
+    flops = step_flops(sizes, Settings(), counts)
+    assert flops == 512 * (6 * (linear + 40) + 12 * 2 * 2 * 2 * 512)
+    assert Meter(sizes, Settings(), peak=4 * flops).mfu(counts, 0.5) == 0.5
+    job = TrainJob(Settings(), *[tmp_path, "d", tmp_path, tmp_path, tmp_path])
+    assert meter(job, SimpleNamespace(device=torch.device("cpu"), world_size=1)) is None

@@ -23,7 +23,9 @@ from tasks.training.engine.failure import collective_timeout_s
 from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import Peft, TrainJob, Zero
 from tasks.training.memory.estimate import adapter_weights, estimate
+from tasks.training.memory.mfu import Meter, step_flops
 from tasks.training.memory.sizes import Sizes
+from tasks.training.tokens.order import Counts
 from tests.settings import Batch, Launch, Optim, Settings
 
 QWEN_7B = {
@@ -47,23 +49,9 @@ def test_a_job_survives_its_file(tmp_path: Path) -> None:
     assert asdict(TrainJob.read(tmp_path / "job.json")) == asdict(job)
 
 
-def test_settings_from_sections() -> None:
-    sizes = {"micro_batch_size": 1, "global_batch_size": 3, "gradient_checkpointing": False}
-    settings = Settings.from_sections(
-        train={"objective": "sft", "lr": 0.5, "max_len": 7, "nproc": 3, "threads": 2, **sizes},
-        peft={"kind": "lora", "target_modules": ["q_proj", "v_proj"]},
-        zero={"stage": 3},
-        model={"kind": "toy", "dtype": "float32", "path": None},
-        seed=11,
-    )
-    assert settings.optim.lr == 0.5
-    assert settings.batch.max_len == 7
-    assert (settings.launch.nproc, settings.launch.threads, settings.world_size) == (3, 2, 3)
-    assert settings.peft.target_modules == ("q_proj", "v_proj")
-    assert (settings.zero.stage, settings.dtype, settings.seed) == (3, "float32", 11)
-    train = {"lrr": 1, "lr": 0.5, "max_len": 7, "nproc": 3, **sizes}
+def test_a_key_that_is_no_setting_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"train\.lrr"):
-        Settings.from_sections(train=train, peft={}, zero={}, model={}, seed=0)
+        Settings.from_sections(train={"lrr": 1}, peft={}, zero={}, model={}, seed=0)
 
 
 COMPUTED_FIELDS = {
@@ -74,17 +62,13 @@ COMPUTED_FIELDS = {
 }
 
 
-@pytest.mark.parametrize("kind", COMPUTED_FIELDS, ids=lambda kind: kind.__name__)
-def test_a_computed_default_has_to_be_filled_in(kind: type) -> None:
+def test_a_computed_default_has_to_be_filled_in() -> None:
     """Sections of the configuration are the ranks' settings; a marker is no value."""
-    computed = COMPUTED_FIELDS[kind]
-    assert {f.name for f in fields(kind) if f.default == COMPUTED} == computed
-    whole = kind(**dict.fromkeys(computed, 1))
-    for name in computed:
-        values = {other: 1 for other in computed if other != name}
-        with pytest.raises(TypeError, match=name):
-            kind(**values)
-        assert getattr(whole, name) == 1
+    for kind, computed in COMPUTED_FIELDS.items():
+        assert {f.name for f in fields(kind) if f.default == COMPUTED} == computed
+        for name in computed:
+            with pytest.raises(TypeError, match=name):
+                kind(**{other: 1 for other in computed if other != name})
     with pytest.raises(TypeError, match="gradient_checkpointing"):
         job.Settings(optim=Optim(), batch=Batch(), launch=Launch())
 
@@ -153,6 +137,18 @@ def test_the_memory_plan_of_a_published_model() -> None:
     assert [plan.optimizer for plan in full] == [12 * weights] + [3 * weights] * 3
     assert [plan.weights for plan in full] == [2 * weights] * 3 + [weights // 2]
     assert full[1].gradients > full[2].gradients
+
+
+def test_model_flops_utilisation_of_one_long_sequence() -> None:
+    """6 N + 12 L H Q T per token (PaLM), with every token supervised."""
+    sizes = Sizes(
+        hidden=4, intermediate=6, layers=2, vocab=10, heads=2, kv_heads=1, head_dim=2, tied=True
+    )
+    linear = 2 * (4 * 4 + 2 * 4 * 2 + 4 * 4 + 3 * 4 * 6)
+    counts = Counts(1, (512,), 512, 512**2)
+    flops = step_flops(sizes, Settings(), counts)
+    assert flops == 512 * (6 * (linear + 40) + 12 * 2 * 2 * 2 * 512)
+    assert Meter(sizes, Settings(), peak=4 * flops).mfu(counts, 0.5) == 0.5
 
 
 def test_modules_of_the_flow_need_no_torch() -> None:

@@ -1,4 +1,4 @@
-"""Run by torchrun: measure the peak memory of a rank in a few steps on the longest samples.
+"""Run by torchrun for `tests/gpu`: measure the peak memory of a rank in a few steps.
 
 On a CPU it is the growth of resident memory after all libraries are imported, on a GPU the memory
 allocated by torch. The peak is reset before each phase.
@@ -28,18 +28,9 @@ T = TypeVar("T")
 
 
 def resident(name: str = "VmRSS") -> int:
-    """Return the resident bytes of this process, mapped weights included.
-
-    `VmHWM` is their peak since the last reset by `Peaks`.
-    """
+    """Return the resident bytes of this process; `VmHWM` is their peak since the last reset."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{name}:"))
-
-
-def shared() -> int:
-    """Return the bytes of clean pages that other processes have mapped, too."""
-    with open("/proc/self/smaps_rollup") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Shared_Clean"))
 
 
 class Peaks:
@@ -93,20 +84,14 @@ def main(path: Path) -> None:
         import peft  # noqa: F401
     config = deepspeed_config(job.settings, ranks.world_size, gpu=ranks.gpu)
     tokenizer = load_tokenizer(job)
-    peaks, shared_before = Peaks(ranks.device), shared()
+    peaks = Peaks(ranks.device)
     model = peaks.during("load", lambda: load_model(job, ranks, config, tokenizer=tokenizer))
     engine = peaks.during("start", lambda: start_engine(model, config, job.settings.optim))
     losses = peaks.during("train", lambda: take_steps(engine, job, ranks))
     ranks.barrier()
-    now_shared = shared() - shared_before
     ranks.barrier()
-    everyone = ranks.all_objects({"peaks": peaks.peaks, "shared": now_shared, "losses": losses})
+    everyone = ranks.all_objects({"peaks": peaks.peaks, "losses": losses})
     assert all(module.training for module in engine.module.modules())  # or nothing is checkpointed
-    leave(job, ranks, everyone)
-
-
-def leave(job: TrainJob, ranks: Ranks, everyone: list[Any]) -> None:
-    """Write the measurements of all ranks, and end this process."""
     if ranks.first:
         (job.out / "memory.json").write_text(json.dumps(everyone))
     ranks.leave()

@@ -56,14 +56,6 @@ def marked(tokenizer, found: Tokens | Unfit) -> list[str]:
 CHAT = (("user", "hi"), ("assistant", "yo"), ("user", "c"), ("assistant", "d"))
 
 
-def test_loss_falls_on_the_answer_and_its_end_only(tokenizer) -> None:
-    found = encode(tokenizer, turns(*CHAT[:2]))
-    assert isinstance(found, Tokens)
-    start = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(found.ids) == start + "yo<|im_end|>"
-    assert marked(tokenizer, found) == ["yo<|im_end|>"]
-
-
 def test_loss_on_the_last_answer_every_answer_or_every_token(tokenizer) -> None:
     assert marked(tokenizer, encode(tokenizer, turns(*CHAT))) == ["d<|im_end|>"]
     every = encode(tokenizer, turns(*CHAT, first=0))
@@ -77,9 +69,8 @@ def test_loss_on_the_last_answer_every_answer_or_every_token(tokenizer) -> None:
 
 
 def test_answers_before_the_first_trained_one_bear_no_loss(tokenizer) -> None:
-    said = (*CHAT, ("user", "e"), ("assistant", "f"))
-    found = encode(tokenizer, turns(*said, first=2))
-    assert marked(tokenizer, found) == ["d<|im_end|>", "f<|im_end|>"]
+    conversation = turns(*CHAT, ("user", "e"), ("assistant", "f"), first=2)
+    assert marked(tokenizer, encode(tokenizer, conversation)) == ["d<|im_end|>", "f<|im_end|>"]
 
 
 THINKS = (
@@ -100,7 +91,7 @@ def test_a_template_that_drops_earlier_reasoning(tokenizer) -> None:
     assert "x</think>" not in tokenizer.decode(last.ids)
     every = encode(tokenizer, turns(*said, first=0), THINKS)
     assert isinstance(every, Unfit)
-    assert "renders message 2 differently when the conversation goes on" in str(every)
+    assert "message 2" in str(every)
     assert "train.mask=last_answer" in str(every)
 
 
@@ -114,34 +105,24 @@ def test_a_template_that_opens_reasoning_for_the_answer(tokenizer) -> None:
     assert marked(tokenizer, encode(tokenizer, turns(*CHAT[:2]), opened)) == ["yo<|im_end|>"]
 
 
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        (
-            "{% if add_generation_prompt %}A:{% endif %}{% for m in messages %}{{ m.content }}"
-            "{% endfor %}<|im_end|>",
-            "not prefix-stable",
-        ),
-        (
-            "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-            "{% if add_generation_prompt %}assistant: {% endif %}",
-            "does not end the turn",
-        ),
-        (
-            "{% for m in messages %}{{ m.role }}{% if m.role == 'user' %}{{ m.content }}{% endif %}"
-            "<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant{% endif %}",
-            "no trainable token",
-        ),
-        (
-            "{{ raise_exception('no assistants here') }}",
-            "the chat template refuses the conversation: no assistants here",
-        ),
-    ],
+USER = "{% if m.role == 'user' %}{{ m.content }}{% endif %}"
+HIDING = (
+    # The generation prompt stands before the conversation.
+    "{% if add_generation_prompt %}A:{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    "<|im_end|>",
+    # Turns do not end.
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}",
+    # The assistant's words are left out.
+    "{% for m in messages %}{{ m.role }}" + USER + "<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant{% endif %}",
+    "{{ raise_exception('no assistants here') }}",
 )
-def test_templates_that_hide_the_answer_are_refused(tokenizer, template, words) -> None:
-    found = encode(tokenizer, turns(*CHAT[:2]), template)
-    assert isinstance(found, Unfit)
-    assert words in str(found)
+
+
+@pytest.mark.parametrize("template", HIDING)
+def test_templates_that_hide_the_answer_are_refused(tokenizer, template: str) -> None:
+    assert isinstance(encode(tokenizer, turns(*CHAT[:2]), template), Unfit)
 
 
 def test_an_answer_without_a_token_before_it_is_refused(tokenizer) -> None:
@@ -150,13 +131,10 @@ def test_an_answer_without_a_token_before_it_is_refused(tokenizer) -> None:
     assert marked(tokenizer, encode(tokenizer, turns(*CHAT[:2]), bare)) == ["yo<|im_end|>"]
     found = encode(tokenizer, turns(("assistant", "yo")), bare)
     assert isinstance(found, Unfit)
-    assert "no token before the answer" in str(found)
 
 
 def test_a_conversation_that_ends_with_a_question_is_refused(tokenizer) -> None:
-    found = encode(tokenizer, turns(*CHAT[:3]))
-    assert isinstance(found, Unfit)
-    assert "the last message is not the assistant's" in str(found)
+    assert isinstance(encode(tokenizer, turns(*CHAT[:3])), Unfit)
 
 
 def merging_tokenizer():
@@ -187,7 +165,6 @@ def test_the_first_token_of_an_answer_bears_loss_or_the_sample_is_refused() -> N
     tokenizer = merging_tokenizer()
     apart = encode(tokenizer, turns(*CHAT[:2]), SPACED.replace("GAP", " "))
     assert isinstance(apart, Unfit)
-    assert "not prefix-stable" in str(apart)
     found = encode(tokenizer, turns(*CHAT[:2]), SPACED.replace("GAP", ""))
     assert marked(tokenizer, found) == [" yo<|im_end|>"]
     assert isinstance(found, Tokens)

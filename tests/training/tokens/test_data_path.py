@@ -67,20 +67,20 @@ class TestRows:
         rows = [{"id": str(i), "messages": [user(f"q{i}"), answer("a")], "desirable": True}
                 for i in range(3)]  # fmt: skip
         write(tmp_path, rows)
-        with pytest.raises(DataError, match=r"3 samples cannot be used, first 0: none of 2 other"):
+        with pytest.raises(DataError, match="3 samples.*first 0"):
             load(job_for(tmp_path, base), LABELLED)
 
     @pytest.mark.parametrize(
-        ("row", "roles", "words"),
+        ("row", "roles", "kinds"),
         [
-            (pair("a", "q", "x", "y"), CONVERSATIONS, "holds pairs, .* needs conversations"),
-            ({"id": "a", "messages": []}, PAIRS, "holds conversations, .* needs pairs"),
-            ({"id": "a", "messages": [], "desirable": 1}, PAIRS, "holds labelled"),
+            (pair("a", "q", "x", "y"), CONVERSATIONS, "pairs.*conversations"),
+            ({"id": "a", "messages": []}, PAIRS, "conversations.*pairs"),
+            ({"id": "a", "messages": [], "desirable": 1}, PAIRS, "labelled"),
         ],
     )
-    def test_rows_of_another_kind_are_refused(self, tmp_path: Path, row, roles, words) -> None:
+    def test_rows_of_another_kind_are_refused(self, tmp_path: Path, row, roles, kinds) -> None:
         path = write(tmp_path, [row])
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=kinds):
             Drafts(path, roles=roles, mask="last_answer", seed=0)
 
     def test_masks(self, base: Path, tmp_path: Path, capfd) -> None:
@@ -101,7 +101,7 @@ class TestRows:
             rows[number]["chosen"] = []
         rows[9] = {"id": "s9", "prompt": "q"}
         write(tmp_path, rows)
-        with pytest.raises(DataError, match=r"3 samples cannot be used, first s3:") as caught:
+        with pytest.raises(DataError, match="3 samples.*first s3") as caught:
             load(job_for(tmp_path, base), PAIRS)
         assert [line.partition(":")[0] for line in caught.value.details] == ["s3", "s7", "s9"]
         assert not list((tmp_path / "tokens").iterdir())
@@ -109,18 +109,18 @@ class TestRows:
     def test_a_broken_line_is_named(self, base: Path, tmp_path: Path) -> None:
         path = write(tmp_path, [{"id": "a", "messages": [user("q"), answer("a")]}])
         path.write_text(path.read_text() + "{oops\n")
-        with pytest.raises(DataError, match=r"train.jsonl:2: not JSON"):
+        with pytest.raises(DataError, match="train.jsonl:2"):
             load(job_for(tmp_path, base), CONVERSATIONS)
         path.write_text("")
-        with pytest.raises(DataError, match="no samples"):
+        with pytest.raises(DataError, match="train.jsonl"):
             load(job_for(tmp_path, base), CONVERSATIONS)
         path.unlink()
-        with pytest.raises(DataError, match="cannot be read: No such file"):
+        with pytest.raises(DataError, match="train.jsonl"):
             load(job_for(tmp_path, base), CONVERSATIONS)
 
     def test_rows_of_which_only_some_have_a_margin_are_refused(self, base, tmp_path) -> None:
         write(tmp_path, [pair("a", "q", "x", "y", margin=1), pair("b", "q", "x", "z")])
-        with pytest.raises(DataError, match=r"b: values \[\], not \('margin',\)"):
+        with pytest.raises(DataError, match="b: .*margin"):
             load(job_for(tmp_path, base), PAIRS)
 
     def test_a_full_disk_is_reported(self, base: Path, tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ class TestRows:
         handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
         try:
-            with pytest.raises(DataError, match="tokenised data cannot be written: File too large"):
+            with pytest.raises(DataError, match="File too large"):
                 load(job, PAIRS)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -168,7 +168,7 @@ class TestRows:
         tokenizer: Any = load_tokenizer(job)
         ranks: Any = SingleRank()
         tokenizer.chat_template = None
-        with pytest.raises(DataError, match="has no chat template") as caught:
+        with pytest.raises(DataError) as caught:
             load_split(job, "train", roles=PAIRS, tokenizer=tokenizer, ranks=ranks)
         assert "data.chat_template=" in caught.value.hint
 

@@ -91,9 +91,9 @@ def run_train(
     )
 
 
-def rank_pids(folder: Path) -> list[int]:
+def rank_pids(folder: Path, module: str = "tasks.training") -> list[int]:
     """Return the processes that run the job of `run_train`, without torchrun and its parents."""
-    mark = f"tasks.training\0{(folder / 'checkpoints' / 'job.json').resolve()}"
+    mark = f"{module}\0{(folder / 'checkpoints' / 'job.json').resolve()}"
     pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -105,9 +105,9 @@ def rank_pids(folder: Path) -> list[int]:
     return sorted(pids)
 
 
-def signal_ranks(folder: Path, number: int) -> None:
+def signal_ranks(folder: Path, number: int, module: str = "tasks.training") -> None:
     """Send a signal to all ranks of `run_train`."""
-    for pid in rank_pids(folder):
+    for pid in rank_pids(folder, module):
         os.kill(pid, number)
 
 
@@ -139,26 +139,31 @@ def losses(job: TrainJob) -> list[float]:
     return list(results(job)["losses"])
 
 
-def weights(job: TrainJob, shards: Path | None = None) -> dict[str, torch.Tensor]:
-    """Join all trained tensors by the metadata of the shards alone."""
+def stitched(folder: Path, shards: Path | None = None) -> dict[str, torch.Tensor]:
+    """Join all trained tensors of an artifact by the metadata of its shards alone."""
     from safetensors import safe_open
 
-    parameters = read_json(job.out / "partitions.json")["parameters"]
+    parameters = read_json(folder / "partitions.json")["parameters"]
     shapes = {name: parameter["shape"] for name, parameter in parameters.items()}
     full: dict[str, torch.Tensor] = {}
-    for path in sorted((shards or job.out / "shards").iterdir()):
+    for path in sorted((shards or folder / "shards").iterdir()):
         with safe_open(path, "pt") as file:
             for name, at in json.loads(file.metadata()["partitions"]).items():
                 part = file.get_tensor(name)
                 count = torch.Size(shapes[name]).numel()
-                empty = full.setdefault(name, torch.full((count,), torch.nan, dtype=part.dtype))
-                empty[at["start"] : at["end"]] = part
+                whole = full.setdefault(name, torch.full((count,), torch.nan, dtype=part.dtype))
+                whole[at["start"] : at["end"]] = part
+    assert set(full) == set(shapes)
     return {name: tensor.view(shapes[name]) for name, tensor in full.items()}
+
+
+def weights(job: TrainJob) -> dict[str, torch.Tensor]:
+    return stitched(job.out)
 
 
 def start_weights(job: TrainJob) -> dict[str, torch.Tensor]:
     """Return the trained tensors before the first step."""
-    return weights(job, job.out.parent / "start")
+    return stitched(job.out, job.out.parent / "start")
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -192,20 +192,10 @@ SHARED = {
     "sft_zero3": Wanted(
         replace(TEXTS, peft=LORA, zero=ZERO3, gradient_checkpointing=True), data="texts"
     ),
-    "sft_full_zero3": Wanted(replace(TEXTS, zero=ZERO3), "one_key_head", "texts"),
-    "sft_zero0": Wanted(replace(TEXTS, zero=Zero(0)), data="texts"),
-    "sft_reentrant": Wanted(
-        replace(
-            TEXTS, peft=LORA, gradient_checkpointing=True, gradient_checkpointing_reentrant=True
-        ),
-        data="texts",
-    ),
     "window": Wanted(TEXTS, "window", "texts"),
     "experts_dpo_zero3": Wanted(
         replace(SHARED_DPO, zero=ZERO3, router_aux_loss_coef=0.5), "experts", "pairs"
     ),
-    "dpo_full_zero3": Wanted(replace(SHARED_DPO, peft=Peft(), zero=ZERO3), data="pairs"),
-    "ipo": Wanted(replace(SHARED_DPO, peft=Peft(), loss=Loss(kind="ipo")), data="pairs"),
     "simpo": Wanted(replace(OF_PAIRS, objective="simpo", peft=LORA), data="pairs"),
     "orpo": Wanted(replace(OF_PAIRS, objective="orpo", peft=LORA), data="pairs"),
     "kto": Wanted(replace(OF_PAIRS, objective="kto", peft=LORA), data="labelled"),
@@ -349,7 +339,7 @@ def rows_of(kind: str, count: int, *, seed: int) -> list[Row]:
     rows: list[Row] = []
     for number in range(count):
         right, name = word(), f"s{number}"
-        turns = [user("copy"), answer(right)]
+        turns = [user(f"copy {right[:5]}"), answer(right)]
         if kind.endswith("pairs"):
             rows.append(pair(name, "say", right.upper(), right + "a"))
         elif kind == "texts":

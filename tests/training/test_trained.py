@@ -201,8 +201,8 @@ def test_a_reward_models_head_is_trained_in_full_and_saved(
     assert (full[key] != start[key]).float().mean() > 0.9
     assert [name for name in full if "score" in name and "lora" in name] == []
     if adapted:
-        said = read_json(job.out / "adapter_config.json")
-        assert (said["task_type"], "score" in said["modules_to_save"]) == ("SEQ_CLS", True)
+        adapter = read_json(job.out / "adapter_config.json")
+        assert (adapter["task_type"], "score" in adapter["modules_to_save"]) == ("SEQ_CLS", True)
         assert all(tensor.any() for name, tensor in full.items() if "lora" in name)
 
     (path,) = [p for p in job.out.iterdir() if p.name == results(job)["print"]]

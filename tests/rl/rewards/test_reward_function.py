@@ -28,7 +28,9 @@ def made(tmp_path: Path) -> Iterator[Make]:
         path = tmp_path / "judge.py"
         path.write_text(text)
         reference = FunctionReference.of(f"{path}:{name}")
-        function = Function(reference, timeout_s=timeout_s, log=LOG, log_path=tmp_path / "said.log")
+        function = Function(
+            reference, timeout_s=timeout_s, log=LOG, log_path=tmp_path / "output.log"
+        )
         opened.append(function)
         return function
 
@@ -85,7 +87,7 @@ def test_a_reference_answer_is_not_part_of_the_prompt(made: Make) -> None:
         ("async def score(answer):\n    return [len(a) for a in answer]", [3, 6, 3, 26]),
         ("def score(answer, level=2):\n    return tuple(level for _ in answer)", [2, 2, 2, 2]),
         ("import numpy\n\ndef score(prompts):\n    return numpy.arange(4) < 2", [1, 1, 0, 0]),
-        ("class Judge:\n    def __call__(self, **given):\n        return [0.5] * len(given['id'])\n"
+        ("class Judge:\n    def __call__(self, **row):\n        return [0.5] * len(row['id'])\n"
          "score = Judge()", [0.5] * 4),
         ("from neighbour import score", [9, 9, 9, 9]),
     ],

@@ -182,20 +182,6 @@ def test_a_slow_server_does_not_exceed_the_timeout(
         done.set()
 
 
-def test_connections_are_kept_between_batches(server: Server) -> None:
-    ports: list[int] = []
-
-    def port(handler: BaseHTTPRequestHandler) -> Generated:
-        handler.protocol_version = "HTTP/1.1"
-        handler.close_connection = False
-        ports.append(handler.client_address[1])
-        return 200, {}, b'{"rewards": [1, 2]}'
-
-    server.plan = [port, port]
-    assert ask(server.url, batch=2) == [1.0, 2.0, 1.0, 2.0]
-    assert ports[0] == ports[1]
-
-
 @pytest.mark.parametrize(
     ("content", "named"),
     [

@@ -32,6 +32,7 @@ POLICIES: dict[str, tuple[Peft, int, dict[str, Any]]] = {
     # by name: adapter, ZeRO stage, and what else section `rollout` says
     "lora": (LORA, 2, {}),
     "full": (Peft(), 3, {}),
+    "full-zero2": (Peft(), 2, {}),
     "native": (LORA, 3, {"engine": "transformers", "max_num_seqs": 4}),
     "faults": (LORA, 2, {}),
     "lora-zero3": (
@@ -40,6 +41,7 @@ POLICIES: dict[str, tuple[Peft, int, dict[str, Any]]] = {
         {},
     ),
     "qlora": (replace(LORA, kind="qlora"), 2, {}),
+    "dora": (replace(LORA, use_dora=True), 3, {}),
     "qdora": (replace(LORA, kind="qlora", use_dora=True), 2, {}),
     "parallel": (LORA, 2, {"tensor_parallel": 2}),
 }

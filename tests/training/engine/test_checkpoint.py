@@ -96,9 +96,9 @@ class TestComplete:
         progress = Progress(
             4, [1.5, float("nan")], {"loss": 1.0}, {"loss": 2.0}, [{"step": 2.0}], Best(2, 0.5), 1
         )
-        found = checkpoint.open_checkpoint(make(tmp_path, 4, progress=progress))
-        assert str(asdict(found.progress)) == str(asdict(progress))
-        assert (found.world_size, found.identity) == (2, WANTED)
+        opened = checkpoint.open_checkpoint(make(tmp_path, 4, progress=progress))
+        assert str(asdict(opened.progress)) == str(asdict(progress))
+        assert (opened.world_size, opened.identity) == (2, WANTED)
 
     def test_resuming_an_older_one_deletes_newer_ones(self, tmp_path: Path) -> None:
         for step in (1, 2, 3):
@@ -219,10 +219,10 @@ class TestIdentity:
 
     def test_it_survives_json(self, data: Path) -> None:
         settings = replace(Settings(), peft=replace(Settings().peft, target_modules=("q_proj",)))
-        found = identity(settings, base_digest="b", data=data)
+        wanted = identity(settings, base_digest="b", data=data)
         root = data / "checkpoints"
-        made = make(root, 1, identity=found)
-        chosen = choose("auto", root, found)
+        made = make(root, 1, identity=wanted)
+        chosen = choose("auto", root, wanted)
         assert chosen is not None
         assert (chosen.path, chosen.progress.step) == (made, 1)
 

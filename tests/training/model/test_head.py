@@ -47,10 +47,10 @@ def test_values_and_gradients_are_those_of_all_logits_at_once(
     wanted = [hidden, *(head.parameters() if trained else ())]
     expected = plain(head, hidden, targets, SCALINGS[name])
     theirs = torch.autograd.grad(expected @ weights.double(), wanted)
-    found = token_logprobs(head, hidden, targets, SCALINGS[name])
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=2e-6)
-    for mine, other in zip(torch.autograd.grad(found @ weights, wanted), theirs, strict=True):
+    computed = token_logprobs(head, hidden, targets, SCALINGS[name])
+    assert computed.dtype == torch.float32
+    torch.testing.assert_close(computed.double(), expected, rtol=1e-6, atol=2e-6)
+    for mine, other in zip(torch.autograd.grad(computed @ weights, wanted), theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
@@ -104,8 +104,8 @@ def test_wrapped_heads_and_entropies(
         (weights @ alone, weights @ expected[0]),
     ):
         theirs = torch.autograd.grad(other, wanted, retain_graph=True)
-        for found, right in zip(torch.autograd.grad(mine, wanted), theirs, strict=True):
-            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+        for gradient, right in zip(torch.autograd.grad(mine, wanted), theirs, strict=True):
+            torch.testing.assert_close(gradient, right, rtol=1e-4, atol=1e-4)
     assert calls == [hidden.shape] * 2  # with the backward passes
 
 
@@ -132,8 +132,8 @@ def test_the_heads_own_forward_is_given_back(
 
 def test_no_supervised_token_is_no_error() -> None:
     head, hidden, targets, _ = make()
-    found = token_logprobs(head, hidden[:0], targets[:0], Scaling())
-    assert found.shape == (0,)
-    found.sum().backward()
+    computed = token_logprobs(head, hidden[:0], targets[:0], Scaling())
+    assert computed.shape == (0,)
+    computed.sum().backward()
     assert hidden.grad is not None
     assert not hidden.grad.any()

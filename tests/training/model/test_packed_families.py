@@ -75,9 +75,9 @@ def test_packed_sequences_have_the_losses_and_gradients_of_unpacked_ones(family:
     model = make_model(family, "eager" if family in EAGER else "sdpa")
     accept_packed_rows(model)
     require_same(model, trial_row(examples))
-    found = model(row=pack(examples, range(len(LENGTHS))))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    require_same_gradients(gradients(model, found), theirs)
+    packed = model(row=pack(examples, range(len(LENGTHS))))
+    torch.testing.assert_close(packed, expected, rtol=0, atol=1e-5)
+    require_same_gradients(gradients(model, packed), theirs)
 
 
 @pytest.mark.parametrize("family", EACH)

@@ -35,15 +35,15 @@ class TestRows:
     def test_pairs(self, base: Path, tmp_path: Path, tokenizer) -> None:
         rows = [pair("a", "q", "good", "bad", margin=0.5), pair("b", "z", "x", "y", margin=2)]
         write(tmp_path, rows)
-        found = load(job_for(tmp_path, base), PAIRS)
+        examples = load(job_for(tmp_path, base), PAIRS)
         start = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n".format
-        assert texts(found, tokenizer) == [
+        assert texts(examples, tokenizer) == [
             [(start("q"), "good<|im_end|>"), (start("q"), "bad<|im_end|>")],
             [(start("z"), "x<|im_end|>"), (start("z"), "y<|im_end|>")],
         ]
-        assert found.values["margin"].tolist() == [0.5, 2.0]
-        assert list(found.names) == ["a", "b"]
-        assert found.supervised.tolist() == [[5, 4], [2, 2]]
+        assert examples.values["margin"].tolist() == [0.5, 2.0]
+        assert list(examples.names) == ["a", "b"]
+        assert examples.supervised.tolist() == [[5, 4], [2, 2]]
 
     def test_labelled_answers_and_their_mismatches(self, base: Path, tmp_path, tokenizer) -> None:
         rows = [
@@ -51,17 +51,17 @@ class TestRows:
             for i, (q, a) in enumerate([("q1", "a"), ("q1", "b"), ("q2", "a"), ("q3", "c")] * 3)
         ]
         write(tmp_path, rows)
-        found = load(job_for(tmp_path, base), LABELLED)
-        assert found.values["desirable"].tolist() == [1.0, 0.0] * 6
-        given = {(r["messages"][0]["content"], r["messages"][1]["content"]) for r in rows}
-        for (prompt, own), (same, other) in texts(found, tokenizer):
+        examples = load(job_for(tmp_path, base), LABELLED)
+        assert examples.values["desirable"].tolist() == [1.0, 0.0] * 6
+        known = {(r["messages"][0]["content"], r["messages"][1]["content"]) for r in rows}
+        for (prompt, own), (same, other) in texts(examples, tokenizer):
             assert prompt == same
             assert own != other
             question = prompt.removeprefix("<|im_start|>user\n").partition("<")[0]
-            foreign = {a for q, a in given if q != question}
+            foreign = {a for q, a in known if q != question}
             assert other.removesuffix("<|im_end|>") in foreign
         again = load(job_for(tmp_path, base, seed=1), LABELLED)
-        assert texts(found, tokenizer) != texts(again, tokenizer)
+        assert texts(examples, tokenizer) != texts(again, tokenizer)
 
     def test_labelled_answers_that_all_agree_are_refused(self, base: Path, tmp_path: Path) -> None:
         rows = [{"id": str(i), "messages": [user(f"q{i}"), answer("a")], "desirable": True}
@@ -84,12 +84,12 @@ class TestRows:
             Drafts(path, roles=roles, mask="last_answer", seed=0)
 
     def test_masks(self, base: Path, tmp_path: Path, capfd) -> None:
-        said = [user("a"), answer("b"), user("c"), answer("d")]
-        write(tmp_path, [{"id": "x", "messages": said}])
+        dialogue = [user("a"), answer("b"), user("c"), answer("d")]
+        write(tmp_path, [{"id": "x", "messages": dialogue}])
         wanted = {"last_answer": (2, 1), "every_answer": (4, 0)}
         for mask, (count, without_loss) in wanted.items():
-            found = load(job_for(tmp_path, base, mask=mask, max_len=200), CONVERSATIONS)
-            assert found.supervised.tolist() == [[count]], mask
+            examples = load(job_for(tmp_path, base, mask=mask, max_len=200), CONVERSATIONS)
+            assert examples.supervised.tolist() == [[count]], mask
             (told,) = data_events(capfd)
             assert told["without_loss"] == without_loss
         whole = load(job_for(tmp_path, base, mask="every_token", max_len=200), CONVERSATIONS)

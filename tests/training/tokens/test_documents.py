@@ -51,11 +51,11 @@ def test_texts_end_with_eos_and_all_tokens_but_the_first_bear_loss() -> None:
 @given(count=st.integers(2, 60), max_len=st.integers(2, 12))
 def test_pieces_have_every_token_and_each_bears_loss_once(count: int, max_len: int) -> None:
     whole = Tokens(np.arange(count, dtype=np.int32), np.ones(count, np.uint8))
-    found = list(pieces(whole, max_len))
-    assert all(2 <= len(piece.ids) <= max_len for piece in found)
-    learnt = [int(i) for piece in found for i in np.asarray(piece.ids)[np.asarray(piece.bears) > 0]]
+    parts = list(pieces(whole, max_len))
+    assert all(2 <= len(piece.ids) <= max_len for piece in parts)
+    learnt = [int(i) for piece in parts for i in np.asarray(piece.ids)[np.asarray(piece.bears) > 0]]
     assert learnt == list(range(1, count))
-    assert all(a.ids[-1] == b.ids[0] for a, b in pairwise(found))
+    assert all(a.ids[-1] == b.ids[0] for a, b in pairwise(parts))
 
 
 class TestSplit:
@@ -104,8 +104,8 @@ class TestSplit:
         tokenizer: Any = load_tokenizer(job)
         tokenizer.chat_template = None
         ranks: Any = SingleRank()
-        found = load_split(job, "train", roles=CONVERSATIONS, tokenizer=tokenizer, ranks=ranks)
-        assert len(found) == 3
+        examples = load_split(job, "train", roles=CONVERSATIONS, tokenizer=tokenizer, ranks=ranks)
+        assert len(examples) == 3
         with pytest.raises(ConfigError, match=r"train\.mask=last_answer") as caught:
             load(self.job(tmp_path / "other", base, "split", 64, "last_answer"), CONVERSATIONS)
         assert caught.value.hint == "train.mask=every_token"

@@ -31,8 +31,8 @@ class TestTruncation:
         return [[len(s.ids) for s in one.sequences] for one in kept], tally
 
     def test_answers_are_cut_at_the_end_and_their_ends_counted(self) -> None:
-        found, tally = self.run(Rule(10, "truncate"), sample("long", 12), sample("fits", 10))
-        assert found == [[10], [10]]
+        cut, tally = self.run(Rule(10, "truncate"), sample("long", 12), sample("fits", 10))
+        assert cut == [[10], [10]]
         assert (tally.read, tally.kept, tally.truncated, tally.ends_cut) == (2, 2, 1, 1)
         assert not tally.left_out
 
@@ -80,20 +80,20 @@ class TestTruncation:
 
     def test_answers_of_a_pair_are_cut_separately_and_prompts_never(self) -> None:
         rule = Rule(10, "truncate")
-        found, tally = self.run(rule, sample("p", 12, 9), sample("q", 14, 12))
-        assert found == [[10, 9], [10, 10]]
+        cut, tally = self.run(rule, sample("p", 12, 9), sample("q", 14, 12))
+        assert cut == [[10, 9], [10, 10]]
         assert (tally.kept, tally.truncated, tally.ends_cut) == (2, 2, 3)
 
     def test_pairs_that_become_equal_are_left_out_and_counted(self) -> None:
         one = sample("p", 12, 12)
         same = one.sequences[0]
         late = Tokens([*same.ids[:-1], 99], same.bears)
-        found, tally = self.run(Rule(11, "truncate"), Example("p", (same, late)), sample("q", 6, 6))
-        assert found == [[6, 6]]
+        cut, tally = self.run(Rule(11, "truncate"), Example("p", (same, late)), sample("q", 6, 6))
+        assert cut == [[6, 6]]
         assert (tally.read, tally.kept, tally.equal, tally.truncated) == (2, 1, 1, 0)
         assert [line.partition(":")[0] for line in tally.left_out] == ["p"]
-        found, tally = self.run(Rule(12, "truncate"), Example("p", (same, late)))
-        assert (found, tally.equal) == ([[12, 12]], 0)
+        cut, tally = self.run(Rule(12, "truncate"), Example("p", (same, late)))
+        assert (cut, tally.equal) == ([[12, 12]], 0)
         _, tally = self.run(Rule(11, "truncate"), Example("p", (same, late)))
         with pytest.raises(DataError, match="1 pairs"):
             tally.raise_if_unusable("s")
@@ -104,8 +104,8 @@ class TestTruncation:
         with pytest.raises(DataError, match="first p: prompt of 10 tokens") as bad:
             tally.raise_if_unusable("s")
         assert "train.max_len=12 " in bad.value.hint
-        found, tally = self.run(Rule(10, "refuse"), sample("x", 12), long, sample("y", 9))
-        assert (found, tally.refused) == ([[9]], 2)
+        cut, tally = self.run(Rule(10, "refuse"), sample("x", 12), long, sample("y", 9))
+        assert (cut, tally.refused) == ([[9]], 2)
         assert [line.partition(":")[0] for line in tally.left_out] == ["x", "p"]
         _, tally = self.run(Rule(10, "refuse"), long)
         with pytest.raises(DataError, match="1 too long"):
@@ -115,10 +115,10 @@ class TestTruncation:
            rule=st.sampled_from(["truncate", "refuse"]))  # fmt: skip
     def test_ranks_together_count_as_one_rank(self, parts, rule) -> None:
         def tally(lengths: list[int], at: int) -> Tally:
-            found = Tally()
+            total = Tally()
             for number, length in enumerate(lengths, at):
-                Rule(10, rule).apply(sample(str(number), length, prompt=length - 5), found)
-            return found
+                Rule(10, rule).apply(sample(str(number), length, prompt=length - 5), total)
+            return total
 
         starts = np.cumsum([0, *map(len, parts)])
         apart = sum((tally(p, int(s)) for p, s in zip(parts, starts, strict=False)), Tally())

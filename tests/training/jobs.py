@@ -54,7 +54,6 @@ PATTERNS = replace(
     exclude_modules=("down_proj",),
     modules_to_save=("embed_tokens",),
 )
-FP4 = replace(QLORA, quant_type="fp4", double_quant=False)
 NEW_TOKENS = replace(SHORT, new_tokens=("copy", "<tool>"), zero=ZERO3)
 FP32 = replace(SHORT, dtype="float32", optim=replace(SHORT.optim, weight_decay=0.1))
 CHECKPOINTED = replace(SHORT, zero=ZERO3, gradient_checkpointing=True)
@@ -62,7 +61,6 @@ OFFLOAD = {"offload_optimizer": "cpu"}
 STAGES = {
     "full_zero3": Wanted(replace(FULL, zero=ZERO3, batch=replace(FULL.batch, max_len=CUT_AT))),
     "qlora_zero2": Wanted(replace(SHORT, peft=QLORA, zero=Zero(2))),
-    "fp4_zero2": Wanted(replace(SHORT, peft=FP4, zero=Zero(2))),
     "lora_zero2": Wanted(replace(SHORT, zero=Zero(2))),
     "lora_zero3": Wanted(replace(SHORT, zero=ZERO3)),
     "checkpointed_zero3": Wanted(CHECKPOINTED),
@@ -101,7 +99,6 @@ REWARDS = {
     "reward_wide_zero3": Wanted(replace(REWARD, peft=LORA, zero=ZERO3), "wide", "pairs"),
     "reward_full_zero1": Wanted(replace(REWARD, zero=Zero(1)), data="pairs"),
     "reward_full_zero3": Wanted(replace(REWARD, zero=ZERO3), data="pairs"),
-    "reward_lora_zero0": Wanted(replace(REWARD, peft=LORA, zero=Zero(0)), data="pairs"),
     "reward_qlora_zero2": Wanted(replace(REWARD, peft=QLORA, zero=Zero(2)), data="pairs"),
 }
 # A rate that rises until nothing is learned any more: the best state is not the last one.

@@ -20,7 +20,6 @@ from tasks.rl import settings
 from tasks.train import _Events, _launch
 from tasks.training import job
 from tasks.training.engine.failure import collective_timeout_s
-from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import Peft, TrainJob, Zero
 from tasks.training.memory.estimate import adapter_weights, estimate
 from tasks.training.memory.mfu import Meter, step_flops
@@ -101,26 +100,6 @@ def test_ranks_wait_for_each_other_at_least_as_long_as_for_rollouts(tmp_path: Pa
     assert collective_timeout_s(job) == 1800
     online = {"rollout": {"timeout_s": 3800.0}}
     assert collective_timeout_s(replace(job, settings=Settings(online=online))) > 3800
-
-
-@pytest.mark.parametrize(("stage", "overlaps"), [(1, False), (2, False), (3, True)])
-def test_on_gpus_deepspeed_chooses_the_overlap(stage: int, overlaps: bool) -> None:
-    """Overlapped communication, and page-locked memory, without which copies block."""
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    zero = Zero(stage, offload_optimizer="cpu", offload_param="cpu" if stage == 3 else "none")
-    settings = Settings(optim=Optim(lr=1e-4), batch=Batch(1, 2), zero=zero)
-    made = deepspeed_config(settings, 2, gpu=True)["zero_optimization"]
-    assert "overlap_comm" not in made
-    assert made["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
-    assert ("offload_param" in made) == (stage == 3)
-    assert made.get("offload_param", made["offload_optimizer"])["pin_memory"]
-    assert DeepSpeedZeroConfig(**made).overlap_comm is overlaps
-    told = replace(settings, zero=replace(zero, overlap_comm=False))
-    assert deepspeed_config(told, 2, gpu=True)["zero_optimization"]["overlap_comm"] is False
-    on_cpus = deepspeed_config(settings, 2)["zero_optimization"]
-    assert on_cpus["overlap_comm"] is False
-    assert on_cpus["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
 
 
 def test_the_memory_plan_of_a_published_model() -> None:

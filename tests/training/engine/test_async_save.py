@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -15,7 +12,6 @@ import torch
 
 from tasks.training.engine import ops
 from tasks.training.engine.async_writer import Writer, on_host
-from tests.conftest import PROJECT
 
 
 def test_copies_of_a_state_change_with_nothing() -> None:
@@ -50,24 +46,6 @@ def test_an_error_is_raised_once_by_the_next_check() -> None:
     with pytest.raises(OSError, match="28"):
         writer.wait()
     writer.wait()
-
-
-@pytest.mark.slow
-def test_sigterm_has_its_usual_effect_only_after_the_write(tmp_path: Path) -> None:
-    program = f"""
-import os, pathlib, signal, time
-from tasks.training.engine.async_writer import Writer
-def write():
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.5)
-    pathlib.Path({str(tmp_path / "done")!r}).touch()
-writer = Writer()
-writer.start(write)
-time.sleep(30)
-"""
-    ended = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, timeout=60, check=False)
-    assert ended.returncode == -signal.SIGTERM
-    assert (tmp_path / "done").exists()
 
 
 def test_the_lock_of_a_killed_build_is_removed(

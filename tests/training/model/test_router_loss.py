@@ -100,7 +100,6 @@ def test_rows_weigh_as_their_tokens() -> None:
     [
         ({"model_type": "mixtral"}, {}, []),
         ({"model_type": "mixtral"}, {"objective": "dpo"}, []),
-        ({"model_type": "mixtral", "router_aux_loss_coef": 0.0}, {"objective": "grpo"}, []),
         ({"model_type": "mixtral"}, {"objective": "grpo", "router_aux_loss_coef": 0.0}, []),
         (
             {"model_type": "mixtral"},

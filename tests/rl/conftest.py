@@ -37,6 +37,13 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def base32(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen2 with heads of 32, vLLM's smallest on a CPU; tied embeddings."""
+    path = tmp_path_factory.mktemp("base32")
+    return save_base(path, make_tokenizer(), hidden_size=128, intermediate_size=256)
+
+
+@pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prompts without answers, reward functions and an environment for them."""
     path = tmp_path_factory.mktemp("online-data")

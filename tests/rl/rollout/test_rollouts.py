@@ -15,7 +15,6 @@ from tasks.training.job import Peft, TrainJob, Zero
 from tasks.weights.execute.worker import perform
 from tests.commands import run_ranks
 from tests.settings import Batch, Launch, Loop, Settings
-from tests.training.conftest import make_tokenizer, save_base
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 LORA = Peft(kind="lora", rank=8, alpha=24)
@@ -67,13 +66,6 @@ FAULTS: dict[str, dict[str, str]] = {
     "native": {"adapter off": "layers.0.self_attn.q_proj"},
 }
 """What the error names, for each fault of `stale_faults.py`. Without the fault there is none."""
-
-
-@pytest.fixture(scope="session")
-def base32(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Qwen2 with heads of 32, vLLM's smallest on a CPU; tied embeddings."""
-    path = tmp_path_factory.mktemp("base32")
-    return save_base(path, make_tokenizer(), hidden_size=128, intermediate_size=256)
 
 
 def run(

@@ -39,13 +39,6 @@ FAULTS = {
 
 
 @pytest.fixture(scope="module")
-def base32(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Qwen2 with heads of 32, vLLM's smallest on a CPU; tied embeddings."""
-    path = tmp_path_factory.mktemp("base32")
-    return save_base(path, make_tokenizer(), hidden_size=128, intermediate_size=256)
-
-
-@pytest.fixture(scope="module")
 def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with a head of its own, which vLLM computes with an adapter's matrices, too."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "tie_word_embeddings": False}

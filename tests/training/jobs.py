@@ -240,15 +240,21 @@ class Trained(Mapping[str, TrainJob]):
         self.folder = folder
         self._inputs = Inputs(folder, dataset, tokenizer)
         self._trained: dict[str, TrainJob] = {}
+        self._broken: dict[str, Exception] = {}
 
     def __getitem__(self, name: str) -> TrainJob:
+        kind = "default" if name in DEFAULT else "slow"
+        if kind in self._broken:
+            raise self._broken[kind]
         if name not in self._trained:
-            default = name in DEFAULT
-            names = DEFAULT if default else [n for n in JOBS if n not in DEFAULT]
-            launch = self.folder / ("default" if default else "slow")
+            launch = self.folder / kind
             (launch / "engines").mkdir(parents=True)
-            wanted = {name: JOBS[name] for name in names}
-            self._trained |= self.train(launch, wanted, checks=launch / "engines")
+            wanted = {n: job for n, job in JOBS.items() if (n in DEFAULT) == (name in DEFAULT)}
+            try:
+                self._trained |= self.train(launch, wanted, checks=launch / "engines")
+            except Exception as error:  # a rank alone has failed, and no job is complete
+                self._broken[kind] = error
+                raise
         return self._trained[name]
 
     def train(

@@ -55,9 +55,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             messages = [{"role": "user", "content": f"say {word}"}]
             rows.append({"id": f"{split}{number}", "messages": messages, "columns": {"word": word}})
         (path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name, value in REWARDS.items():
+    for name, body in REWARDS.items():
         (path / f"{name}.py").write_text(
-            f"calls = []\ndef score(completions, word, **_):\n    return {value}\n"
+            f"calls = []\ndef score(completions, word, **_):\n    {body}\n"
         )
     (path / "game.py").write_text(
         "class Game:\n"

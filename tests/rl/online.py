@@ -46,11 +46,12 @@ SETTINGS = Settings(
 )
 REWARDS = {
     # The length of a response, and a little of the prompt's.
-    "reward": "[len(c[0]['content'].encode()) / 10 + len(w) / 100\n"
+    "reward": "return [len(c[0]['content'].encode()) / 10 + len(w) / 100\n"
     "            for c, w in zip(completions, word)]",
-    "equal": "[1] * len(completions)",
-    "falling": "[-calls.append(0) or -len(calls) for c in completions[:1]] * len(completions)",
+    "equal": "return [1] * len(completions)",
+    "falling": "calls.append(0)\n    return [-len(calls)] * len(completions)",
 }
+"""Bodies of reward functions."""
 
 
 @dataclass(frozen=True)

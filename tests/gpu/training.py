@@ -180,18 +180,18 @@ def _short_settings() -> Settings:
 
 def overflow(setting: Setting) -> Numbers:
     """fp16: steps that overflow are skipped and reported, and training goes on."""
-    from tests.training.places import Place, said
+    from tests.training.places import Place, results
 
     place = Place(setting.folder / "overflow", base_of(replace(setting, tiny=True)),
                   words_of(setting))  # fmt: skip
     job = place.job("fp16", replace(_short_settings(), dtype="float16", save_steps=0))
-    events = place.run([job], nproc=1, program="engine.half_jobs")
+    events = place.run([job], nproc=1)
     skipped = [bool(one["skipped"]) for one in events if one["event"] == "step"]
     assert len(skipped) == 20
     first = skipped.index(False)
     assert 3 < first < 15, skipped
     assert sum(skipped[first:]) <= 2, skipped
-    metrics = said(job)["metrics"]
+    metrics = results(job)["metrics"]
     assert metrics["heldout_loss_after"] < metrics["heldout_loss_before"]
     return {"skipped": sum(skipped), "loss": f"{metrics['heldout_loss_after']:.3f}"}
 

@@ -12,6 +12,7 @@ import pytest
 from tasks.rl.environment.process import EnvironmentProcess
 from tasks.rl.rewards.reference import FunctionReference
 from tests.rl.environment.playing import LOG, Open
+from tests.rl.online import DEFAULT, REWARDS, SLOW, Bench, Finished, finish
 from tests.training.conftest import make_tokenizer, save_base
 
 
@@ -36,8 +37,15 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def base32(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen2 with heads of 32, vLLM's smallest on a CPU; tied embeddings."""
+    path = tmp_path_factory.mktemp("base32")
+    return save_base(path, make_tokenizer(), hidden_size=128, intermediate_size=256)
+
+
+@pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prompts without answers; the reward counts the letter e in a response."""
+    """Prompts without answers, reward functions and an environment for them."""
     path = tmp_path_factory.mktemp("online-data")
     draw = random.Random(0)
     for split, count in (("train", 40), ("heldout", 6)):
@@ -47,11 +55,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             messages = [{"role": "user", "content": f"say {word}"}]
             rows.append({"id": f"{split}{number}", "messages": messages, "columns": {"word": word}})
         (path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (path / "reward.py").write_text(
-        "def score(completions, word, **_):\n"
-        "    return [len(c[0]['content'].encode()) / 10 + len(w) / 100\n"
-        "            for c, w in zip(completions, word)]\n"
-    )
+    for name, body in REWARDS.items():
+        (path / f"{name}.py").write_text(
+            f"calls = []\ndef score(completions, word, **_):\n    {body}\n"
+        )
     (path / "game.py").write_text(
         "class Game:\n"
         "    def reset(self, word):\n"
@@ -61,6 +68,29 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "        return f'{self.left} left', len(text) / 10, self.left == 0\n"
     )
     return path
+
+
+@pytest.fixture
+def bench(tmp_path: Path, base: Path, chatty: Path, data: Path) -> Bench:
+    return Bench(tmp_path, {"base": base, "chatty": chatty}, data)
+
+
+@pytest.fixture(scope="session")
+def finished(
+    tmp_path_factory: pytest.TempPathFactory, base: Path, chatty: Path, data: Path
+) -> Finished:
+    """The runs of the default suite."""
+    bases = {"base": base, "chatty": chatty}
+    return finish(Bench(tmp_path_factory.mktemp("online"), bases, data), DEFAULT)
+
+
+@pytest.fixture(scope="session")
+def finished_slowly(
+    tmp_path_factory: pytest.TempPathFactory, base: Path, chatty: Path, data: Path
+) -> Finished:
+    """The runs of slow tests alone."""
+    bases = {"base": base, "chatty": chatty}
+    return finish(Bench(tmp_path_factory.mktemp("more-online"), bases, data), SLOW)
 
 
 @pytest.fixture

@@ -1,15 +1,12 @@
-"""Whole online runs on real ranks: settings, start, results."""
+"""Whole online runs on real ranks: settings, the table of runs, their launches and results."""
 
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import torch
-from safetensors import safe_open
 
 from tasks.training.job import Evaluate, Peft, TrainJob, Zero
 from tests.commands import run_ranks
@@ -47,70 +44,176 @@ SETTINGS = Settings(
     launch=Launch(nproc=2, threads=1),
     evaluate=Evaluate(best_metric="reward"),
 )
+REWARDS = {
+    # The length of a response, and a little of the prompt's.
+    "reward": "return [len(c[0]['content'].encode()) / 10 + len(w) / 100\n"
+    "            for c, w in zip(completions, word)]",
+    "equal": "return [1] * len(completions)",
+    "falling": "calls.append(0)\n    return [-len(calls)] * len(completions)",
+}
+"""Bodies of reward functions."""
 
 
-def job_of(settings: Settings, base: Path, data: Path, out: Path, **more: object) -> TrainJob:
-    out.mkdir(parents=True)
-    checkpoints = out / "checkpoints"
-    checkpoints.mkdir()
-    return TrainJob(settings, base, "digest", data, out, checkpoints, **more)
+@dataclass(frozen=True)
+class Run:
+    """An online run, with the run from whose checkpoint it resumes, if any."""
+
+    rl: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    rollout: Mapping[str, Any] = field(default_factory=dict)
+    reward: str = "reward"
+    base: str = "base"
+    resumes: str | None = None
+    at: int = 2
+    async_save: bool = False
 
 
-def settings_with(
-    data: Path, *, rl: dict[str, object] | None = None, **changed: object
-) -> Settings:
-    online = json.loads(json.dumps(ONLINE))
-    online["rl"] |= rl or {}
-    online["reward"]["function"] = f"{data / 'reward.py'}:score"
-    return replace(SETTINGS, online=online, **changed)
-
-
-def settings_in_game(data: Path, **changed: Any) -> Settings:
-    """Return settings of a run with the environment of `data`: episodes of 2 to 4 turns.
+def in_game(rl: Mapping[str, Any] | None = None, **settings: Any) -> Run:
+    """Return a run with the environment of `data`: episodes of 2 to 4 turns.
 
     Trainer and engine read the same context, observations included, or the run fails.
     """
-    rl = {"environment": f"{data / 'game.py'}:Game", "max_turns": 4, "mismatch_limit": 1e-3}
-    settings = settings_with(data, rl={**rl, "iterations": 2, **changed.pop("rl", {})}, **changed)
-    online = json.loads(json.dumps(settings.online))
-    online["rollout"] |= {"max_prompt_len": 30, "max_new_tokens": 96}
-    online["reward"] = {}
-    return replace(settings, online=online)
+    game = {"environment": "game.py:Game", "max_turns": 4, "mismatch_limit": 1e-3, "iterations": 2}
+    rollout = {"max_prompt_len": 30, "max_new_tokens": 96}
+    return Run({**game, **(rl or {})}, settings, rollout, reward="", base="chatty")
 
 
-def run(folder: Path, jobs: list[TrainJob], *, ranks: int = 2) -> list[dict[str, Any]]:
-    """Run jobs one after another on the same ranks; return the metrics of their iterations."""
-    return started("tests.rl.online_program", folder, *map(_written, jobs), ranks=ranks)
+GENTLE = Optim(lr=1e-3, scheduler="constant")
+SEPARATE = {"critic": "separate", "iterations": 3}
+FULL_GRPO = {"objective": "grpo", "peft": Peft(), "optim": GENTLE}
+ONE_STEP = {"objective": "grpo", "batch": Batch(4, 16, max_len=64), "save_steps": 0}
+ONE_EPOCH = {"iterations": 3, "ppo_epochs": 1, "correction": "sequence_mask"}
+DAPO = {"clip_high": 0.28, "kl_coef": 0.0, "ppo_epochs": 1, "refill": 2, "mask_truncated": True}
+STOPS = Evaluate(eval_steps=1, best_metric="reward", early_stop_patience=1, keep="last")
+DEFAULT = {
+    "whole": Run(async_save=True),
+    "resumed": Run(resumes="whole"),
+    "still": Run({"iterations": 2}, {"optim": Optim(lr=0.0, scheduler="constant")}),
+    "game": in_game(),
+    "grpo": Run({**ONE_EPOCH, "kl_coef": 0.0}, ONE_STEP),
+}
+"""Runs of the default suite."""
+SLOW = {
+    # A tiny `kl_coef` forces a measurement of its own; "grpo" measures during the update.
+    "grpo_measured": Run({**ONE_EPOCH, "kl_coef": 1e-12}, ONE_STEP),
+    "grpo_plain": Run({**ONE_EPOCH, "kl_coef": 0.0}, ONE_STEP),
+    "grpo_dropout": Run(
+        {**ONE_EPOCH, "kl_coef": 0.0},
+        {**ONE_STEP, "peft": Peft(kind="lora", rank=4, alpha=8, dropout=0.1)},
+    ),
+    "separate_lora": Run(SEPARATE, {"zero": Zero(3)}),
+    "separate_lora_resumed": Run(SEPARATE, {"zero": Zero(3)}, resumes="separate_lora"),
+    "separate_full": Run(SEPARATE, {"peft": Peft(), "optim": GENTLE}),
+    "separate_full_resumed": Run(
+        SEPARATE, {"peft": Peft(), "optim": GENTLE}, resumes="separate_full"
+    ),
+    "reference_zero2": Run({"iterations": 2}, {**FULL_GRPO, "zero": Zero(2)}),
+    "reference_zero3": Run({"iterations": 2}, {**FULL_GRPO, "zero": Zero(3)}),
+    "no_signal": Run({"iterations": 2, "kl_coef": 0.0}, {"objective": "grpo"}, reward="equal"),
+    "dapo": Run(DAPO, {"objective": "dapo"}, base="chatty"),
+    "dapo_resumed": Run(DAPO, {"objective": "dapo"}, base="chatty", resumes="dapo"),
+    "stopped": Run({}, {**DEFAULT["still"].settings, "save_steps": 1, "evaluate": STOPS}),
+    "nothing_left": Run(
+        {}, {**DEFAULT["still"].settings, "save_steps": 1, "evaluate": STOPS}, resumes="stopped"
+    ),
+    # The reward falls from the first iteration on, and the run returns to that iteration.
+    **{
+        f"best_of_{iterations}": Run(
+            {"iterations": iterations},
+            {"evaluate": Evaluate(eval_steps=1, best_metric="reward", keep="best")},
+            reward="falling",
+            async_save=True,
+        )
+        for iterations in (1, 3)
+    },
+    # DeepSpeed's own calls: on a CPU they copy what ZeRO-1 and 2 split, and lose links.
+    **{
+        f"{name}_zero{stage}": Run(
+            {"critic": "separate", "iterations": 2},
+            {"peft": Peft(), "zero": Zero(stage), "save_steps": 1, "dtype": "bfloat16"},
+            {"offload_trainer": name == "moved"},
+        )
+        for name in ("stays", "moved")
+        for stage in (1, 2, 3)
+    },
+}
+RUNS = {**DEFAULT, **SLOW}
 
 
-def run_to(point: str, folder: Path, job: TrainJob, *, rank: int) -> None:
-    """Run a job until a rank is killed, see `killed_program.py`."""
-    started("tests.rl.killed_program", folder, _written(job), point, str(rank))
+@dataclass
+class Bench:
+    """Bases and data of online runs, and a folder for their artifacts."""
+
+    folder: Path
+    bases: Mapping[str, Path]
+    data: Path
+
+    def settings(self, run: Run, **changes: Any) -> Settings:
+        """Return the settings of a run; `changes` are fields of them."""
+        online = json.loads(json.dumps(ONLINE))
+        online["rl"] |= run.rl
+        if game := run.rl.get("environment"):
+            online["rl"]["environment"] = f"{self.data / game}"
+        online["rollout"] |= run.rollout
+        if run.reward:
+            online["reward"]["function"] = f"{self.data / run.reward}.py:score"
+        return replace(SETTINGS, **{**run.settings, "online": online, **changes})
+
+    def job(self, name: str, run: Run, **more: Any) -> TrainJob:
+        """Return the job of a run, with an empty folder; `more` are fields of the settings."""
+        out = self.folder / name
+        checkpoints = out / "checkpoints"
+        checkpoints.mkdir(parents=True)
+        resume = None
+        if run.resumes:
+            resume = self.folder / run.resumes / "checkpoints" / f"step-{run.at:08d}"
+        return TrainJob(
+            self.settings(run, **more), self.bases[run.base], "digest", self.data, out, checkpoints,
+            resume=resume, async_save=run.async_save,
+        )  # fmt: skip
+
+    def start(self, jobs: list[TrainJob], *, ranks: int = 2) -> list[dict[str, Any]]:
+        """Run jobs one after another on the same ranks; return the metrics of iterations."""
+        paths = [written(job) for job in jobs]
+        return self.started("tests.rl.online_program", *paths, ranks=ranks)
+
+    def started(self, module: str, *arguments: str, ranks: int = 2) -> list[dict[str, Any]]:
+        """Run a module in ranks; return its "step" events. Raises StageProcessError."""
+        steps: list[dict[str, Any]] = []
+        runs: list[str] = []
+
+        def observe(event: dict[str, Any]) -> None:
+            if event["event"] == "run":
+                runs.append(event["name"])
+            elif event["event"] == "step":
+                steps.append({**event, "run": runs[-1] if runs else ""})
+
+        log_path = self.folder / f"log-{ranks}"
+        run_ranks(module, *arguments, log_path=log_path, ranks=ranks, on_event=observe)
+        return steps
 
 
-def _written(job: TrainJob) -> str:
+@dataclass
+class Finished:
+    """Runs of a launch: their folders by name, and the metrics of their iterations."""
+
+    folder: Path
+    steps: dict[str, list[dict[str, Any]]]
+
+    def __getitem__(self, name: str) -> Path:
+        return self.folder / name
+
+
+def finish(bench: Bench, runs: Mapping[str, Run]) -> Finished:
+    """Run a table of runs in one launch."""
+    steps = bench.start([bench.job(name, run) for name, run in runs.items()])
+    by_run: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
+    for step in steps:
+        by_run[step["run"]].append(step)
+    return Finished(bench.folder, by_run)
+
+
+def written(job: TrainJob) -> str:
     path = job.out / "job.json"
     job.write(path)
     return str(path)
-
-
-def started(module: str, folder: Path, *arguments: str, ranks: int = 2) -> list[dict[str, Any]]:
-    """Run a module in ranks; return its "step" events. Raises StageProcessError."""
-    events: list[dict[str, Any]] = []
-    log_path = folder / f"log-{ranks}"
-    run_ranks(module, *arguments, log_path=log_path, ranks=ranks, on_event=events.append)
-    return [event for event in events if event["event"] == "step"]
-
-
-def stitched(out: Path) -> dict[str, torch.Tensor]:
-    """Return all trained tensors, by the metadata of the shards alone."""
-    shapes = json.loads((out / "partitions.json").read_text())["parameters"]
-    full: dict[str, torch.Tensor] = {}
-    for path in sorted((out / "shards").iterdir()):
-        with safe_open(path, "pt") as file:
-            for name, at in json.loads(file.metadata()["partitions"]).items():
-                count = math.prod(at["shape"])
-                flat = full.setdefault(name, torch.full((count,), torch.nan))
-                flat[at["start"] : at["end"]] = file.get_tensor(name).float()
-    assert set(full) == set(shapes)
-    return full

@@ -2,8 +2,7 @@
 
 torchrun ... -m tests.rl.online_program JOB.json ...
 
-Checkpoints are found as `tasks.train` does, so a second job with the same checkpoint folder
-resumes.
+The event "run" tells which job the next steps belong to.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from tasks.core.events import emit
 from tasks.process.block_unused_imports import start_lean
 
 
@@ -25,7 +25,10 @@ def main(paths: list[str]) -> None:
 
     ranks = Ranks()
     for path in paths:
-        train_with(ranks, TrainJob.read(Path(path)), time.time())
+        job = TrainJob.read(Path(path))
+        if ranks.first:
+            emit("run", name=job.out.name)
+        train_with(ranks, job, time.time())
         ranks.barrier()
     ranks.leave()
     end_process()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.training.model.adapter_jobs import Adapted
+    from tests.training.jobs import Trained
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -73,6 +73,22 @@ def save_base(path: Path, tokenizer, *, device: str = "cpu", **sizes: object) ->
     return path
 
 
+def save_experts(path: Path, tokenizer, **sizes: object) -> Path:
+    """Save a tiny Qwen2-MoE with its tokenizer: four experts, two for each token, a shared one."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tests.tiny import tiny
+
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+               "shared_expert_intermediate_size": 40, "vocab_size": len(tokenizer)}  # fmt: skip
+    config = tiny("Qwen2Moe", **experts, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
     """Qwen2 with hidden 64 and 2 layers, bf16, tied embeddings."""
@@ -80,11 +96,11 @@ def base(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
 
 
 @pytest.fixture(scope="session")
-def adapted(tmp_path_factory: pytest.TempPathFactory, base: Path, tokenizer) -> Adapted:
-    """Files of the jobs of `adapter_jobs.py`, by name."""
-    from tests.training.model.adapter_jobs import Adapted
+def trained(tmp_path_factory: pytest.TempPathFactory, dataset: Path, tokenizer) -> Trained:
+    """The jobs of `jobs.py`, by name."""
+    from tests.training.jobs import Trained
 
-    return Adapted(tmp_path_factory.mktemp("adapters"), base, tokenizer)
+    return Trained(tmp_path_factory.mktemp("trained"), dataset, tokenizer)
 
 
 @pytest.fixture(scope="session")

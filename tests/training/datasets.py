@@ -63,14 +63,14 @@ def load(job: TrainJob, roles: tuple[str, ...]) -> Examples:
 
 def texts(examples: Examples, tokenizer: Any) -> list[list[tuple[str, str]]]:
     """Return the texts of every sequence that bear no loss, and those that do."""
-    found = []
+    decoded = []
     for example in range(len(examples)):
         sides = []
         for role in range(len(examples.roles)):
             ids, bears = examples.sequence(example, role)
             sides.append((tokenizer.decode(ids[bears == 0]), tokenizer.decode(ids[bears == 1])))
-        found.append(sides)
-    return found
+        decoded.append(sides)
+    return decoded
 
 
 def data_events(capfd: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:

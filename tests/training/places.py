@@ -1,11 +1,12 @@
-"""Jobs for `run_jobs.py`: their folders, how they are run, and their results."""
+"""Jobs for `run_jobs.py`: their folders, how they are run, and the files that they write."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,13 @@ from typing import Any
 import torch
 
 from tasks.process.launch import launch, python_child
-from tasks.train import build_ops
-from tasks.training.engine.partitions import SavedPartitions
+from tasks.train import build_ops, train
 from tasks.training.job import TrainJob
 from tasks.training.resume import identity
 from tests.settings import Settings
 
 LOG = logging.getLogger("test")
+Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -31,26 +32,23 @@ class Place:
     dataset: Path
 
     def job(self, name: str, settings: Settings, **more: Any) -> TrainJob:
-        out = self.root / name / "out"
-        out.mkdir(parents=True)
-        checkpoints = self.root / name / "checkpoints"
-        checkpoints.mkdir()
-        return TrainJob(
-            settings,
-            self.base,
-            "b" * 64,
-            self.dataset,
-            out,
-            checkpoints,
-            identity=identity(settings, base_digest="b" * 64, data=self.dataset),
-            **more,
-        )
+        """Return a job with empty folders; `more` changes its fields."""
+        out, checkpoints = self.root / name / "out", self.root / name / "checkpoints"
+        for folder in (out, checkpoints):
+            folder.mkdir(parents=True)
+        job = TrainJob(settings, self.base, "b" * 64, self.dataset, out, checkpoints)
+        job = replace(job, **more)
+        return replace(job, identity=identity(settings, base_digest="b" * 64, data=job.data))
 
     def run(
-        self, jobs: list[TrainJob], nproc: int = 2, *, program: str = "run_jobs"
-    ) -> list[dict[str, Any]]:
-        """Train all jobs by a program below this folder; return their events in order."""
-        events: list[dict[str, Any]] = []
+        self, jobs: list[TrainJob], nproc: int = 2, *, checks: Path | None = None
+    ) -> list[Event]:
+        """Train all jobs in one launch; return their events in order.
+
+        A job that fails on every rank leaves the file `failure` in its output, and the others run.
+        `engine_checks.py` writes to the folder `checks`.
+        """
+        events: list[Event] = []
         paths = [job.checkpoints / "job.json" for job in jobs]
         for job, path in zip(jobs, paths, strict=True):
             job.write(path)
@@ -59,24 +57,113 @@ class Place:
             if job.settings.zero.offload_optimizer == "cpu":
                 build_ops(job.settings, run)
                 break  # one library for all of them
-        how = ["--standalone", "--nproc-per-node", str(nproc), "-m", f"tests.training.{program}"]
+        how = ["--standalone", "--nproc-per-node", str(nproc), "-m", "tests.training.run_jobs"]
+        arguments = [*paths, checks] if checks else paths
         run(
-            python_child("torch.distributed.run", *how, *map(str, paths)),
+            python_child("torch.distributed.run", *how, *map(str, arguments)),
             env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
             on_event=events.append,
         )
         return events
 
 
-def said(job: TrainJob) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads((job.out / "train.json").read_text())
+def run_train(
+    folder: Path,
+    base: Path,
+    dataset: Path,
+    settings: Settings,
+    observe: Callable[[Event], None] = lambda event: None,
+    **more: Any,
+) -> Any:
+    """Run the stage "train" as the mechanism does; return its report."""
+    (folder / "out").mkdir(parents=True)
+    return train(
+        folder / "out",
+        base=base,
+        data=dataset,
+        base_digest="b" * 64,
+        settings=settings,
+        checkpoints=folder / "checkpoints",
+        log=LOG,
+        log_path=folder / "train.log",
+        on_event=observe,
+        **more,
+    )
+
+
+def rank_pids(folder: Path, module: str = "tasks.training") -> list[int]:
+    """Return the processes that run the job of `run_train`, without torchrun and its parents."""
+    mark = f"{module}\0{(folder / 'checkpoints' / 'job.json').resolve()}"
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = path.read_text()
+        except OSError:
+            continue
+        if mark in text and "torch.distributed.run" not in text:
+            pids.append(int(path.parent.name))
+    return sorted(pids)
+
+
+def signal_ranks(folder: Path, number: int, module: str = "tasks.training") -> None:
+    """Send a signal to all ranks of `run_train`."""
+    for pid in rank_pids(folder, module):
+        os.kill(pid, number)
+
+
+def at_step(step: int, act: Callable[[], None]) -> Callable[[Event], None]:
+    """Return an observer that calls a function once, at the event of a step."""
+    done: list[int] = []
+
+    def observe(event: Event) -> None:
+        if event["event"] == "step" and event["step"] == step and not done:
+            done.append(step)
+            act()
+
+    return observe
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def results(job: TrainJob) -> dict[str, Any]:
+    """Return what a job wrote to train.json."""
+    failure = job.out / "failure"
+    assert not failure.exists(), failure.read_text()
+    document: dict[str, Any] = read_json(job.out / "train.json")
     return document
 
 
-def weights(job: TrainJob) -> Mapping[str, torch.Tensor]:
-    names = json.loads((job.out / "partitions.json").read_text())["parameters"]
-    saved = SavedPartitions(job.out / "shards")
-    return {name: saved.whole(name) for name in names}
+def losses(job: TrainJob) -> list[float]:
+    return list(results(job)["losses"])
+
+
+def stitched(folder: Path, shards: Path | None = None) -> dict[str, torch.Tensor]:
+    """Join all trained tensors of an artifact by the metadata of its shards alone."""
+    from safetensors import safe_open
+
+    parameters = read_json(folder / "partitions.json")["parameters"]
+    shapes = {name: parameter["shape"] for name, parameter in parameters.items()}
+    full: dict[str, torch.Tensor] = {}
+    for path in sorted((shards or folder / "shards").iterdir()):
+        with safe_open(path, "pt") as file:
+            for name, at in json.loads(file.metadata()["partitions"]).items():
+                part = file.get_tensor(name)
+                count = torch.Size(shapes[name]).numel()
+                whole = full.setdefault(name, torch.full((count,), torch.nan, dtype=part.dtype))
+                whole[at["start"] : at["end"]] = part
+    assert set(full) == set(shapes)
+    return {name: tensor.view(shapes[name]) for name, tensor in full.items()}
+
+
+def weights(job: TrainJob) -> dict[str, torch.Tensor]:
+    return stitched(job.out)
+
+
+def start_weights(job: TrainJob) -> dict[str, torch.Tensor]:
+    """Return the trained tensors before the first step."""
+    return stitched(job.out, job.out.parent / "start")
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -85,3 +172,13 @@ def files(folder: Path) -> dict[str, bytes]:
         for path in folder.rglob("*")
         if path.is_file()
     }
+
+
+def require_same_artifact(expected: Path, other: Path) -> None:
+    """Compare two artifacts byte for byte; only `train.json` has durations."""
+    before, after = files(expected), files(other)
+    assert sorted(after) == sorted(before)
+    assert [path for path in before if before[path] != after[path]] == ["train.json"]
+    first, second = (read_json(folder / "train.json") for folder in (expected, other))
+    for name in ("losses", "evaluations", "scores"):
+        assert second[name] == first[name], name

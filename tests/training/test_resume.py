@@ -2,162 +2,138 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tasks.core.errors import StageProcessError
 from tasks.training.engine.checkpoint import complete
 from tasks.training.engine.universal import convert
-from tasks.training.job import Evaluate, Peft, TrainJob, Zero
-from tests.settings import Batch, Optim, Settings
-from tests.training.places import Place, files, said, weights
-
-pytestmark = pytest.mark.slow
-LORA = Peft("lora", rank=4, alpha=8, dropout=0.1, target_modules=("q_proj", "down_proj"))
-SETTINGS = Settings(
-    optim=Optim(lr=5e-3, warmup_ratio=0.2),
-    # 50 examples and 16 a step: steps 4 and 7 take examples of two epochs.
-    batch=Batch(micro_batch_size=4, global_batch_size=16, max_steps=7, max_len=64),
-    save_steps=3,
-    max_ckpt_num=0,
-    probes=3,
+from tasks.training.job import TrainJob
+from tests.training.jobs import DEFAULT, HALF, RESUMES, Trained
+from tests.training.places import (
+    Place,
+    at_step,
+    losses,
+    require_same_artifact,
+    results,
+    run_train,
+    signal_ranks,
+    weights,
 )
-CASES = {
-    "lora-0": replace(SETTINGS, peft=LORA, zero=Zero(0)),
-    "full-1": replace(SETTINGS, zero=Zero(1)),
-    "qlora-2": replace(SETTINGS, peft=replace(LORA, kind="qlora"), zero=Zero(2)),
-    "fp32-2": replace(SETTINGS, peft=replace(LORA, dropout=0.0), zero=Zero(2), dtype="float32"),
-    "lora-3": replace(SETTINGS, peft=LORA, zero=Zero(3), gradient_checkpointing=True),
-    "8bit-2": replace(
-        SETTINGS,
-        peft=LORA,
-        zero=Zero(2),
-        optim=replace(SETTINGS.optim, optimizer="adamw_8bit"),
-    ),
-    "full-3": replace(SETTINGS, zero=Zero(3), evaluate=Evaluate(eval_steps=2)),
-}
+
+pytestmark = pytest.mark.timeout(2400)
+CONVERTIBLE = [
+    name
+    for name in ("lora_0", "full_1", "qlora_2", "fp32_2", "lora_3", "full_3")
+    if RESUMES[name].optim.optimizer == "adamw"
+]
 
 
-ASYNC = ("full-1", "8bit-2", "lora-3", "lora-0")
-"""Cases whose checkpoints are written beside training."""
-CONVERTIBLE = [name for name in CASES if CASES[name].optim.optimizer == "adamw"]
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if f"again_{name}" in DEFAULT else pytest.param(name, marks=pytest.mark.slow)
+        for name in RESUMES
+    ],
+)
+def test_every_byte_that_is_published_is_equal(trained: Trained, name: str) -> None:
+    whole, again = trained[f"whole_{name}"], trained[f"again_{name}"]
+    assert len(losses(whole)) == RESUMES[name].batch.max_steps
+    assert len(set(losses(whole))) > 1, "it learns nothing"
+    require_same_artifact(whole.out, again.out)
+    steps = [path.name for path in complete(again.checkpoints)]
+    assert "step-00000006" in steps
+    assert "step-00000003" not in steps, "it started from the beginning"
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, base: Path, dataset: Path) -> Place:
-    root = tmp_path_factory.mktemp("resume")
-    small = root / "dataset"
-    small.mkdir()
-    lines = (dataset / "train.jsonl").read_text().splitlines(keepends=True)
-    (small / "train.jsonl").write_text("".join(lines[:50]))
-    (small / "heldout.jsonl").write_text((dataset / "heldout.jsonl").read_text())
-    return Place(root, base, small)
-
-
-@pytest.fixture(scope="module")
-def whole(place: Place) -> dict[str, TrainJob]:
-    """Train every case without interruption, with checkpoints of steps 3 and 6."""
-    jobs = {
-        name: place.job(f"whole-{name}", settings, async_save=name in ASYNC)
-        for name, settings in CASES.items()
-    }
-    place.run(list(jobs.values()))
-    return jobs
-
-
-def step_3(job: TrainJob) -> Path:
-    return next(p for p in complete(job.checkpoints) if p.name == "step-00000003")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in RESUMES if RESUMES[name].dtype == "float16"])
+def test_overflowing_float16_steps_are_skipped(trained: Trained, name: str) -> None:
+    """With the scale of step 3 lost, the resumed run would skip more of them and differ."""
+    metrics = results(trained[f"whole_{name}"])["metrics"]
+    assert metrics["steps"] == HALF.batch.max_steps
+    assert metrics["heldout_loss_after"] < metrics["heldout_loss_before"]
 
 
 @pytest.fixture(scope="module")
-def resumed(place: Place, whole: dict[str, TrainJob]) -> dict[str, TrainJob]:
-    """Resume from the checkpoints of step 3 with the same number of ranks."""
-    jobs = {
-        name: place.job(f"resumed-{name}", CASES[name], resume=step_3(job))
-        for name, job in whole.items()
-    }
-    place.run(list(jobs.values()))
-    return jobs
-
-
-@pytest.fixture(scope="module")
-def alone(place: Place, whole: dict[str, TrainJob]) -> dict[str, TrainJob]:
+def alone(trained: Trained) -> Mapping[str, TrainJob]:
     """Resume from the checkpoints of step 3 with one rank instead of two."""
-    jobs = {}
+    root = trained.folder / "alone"
+    place, jobs = Place(root, Path(), Path()), {}
     for name in CONVERTIBLE:
-        job = whole[name]
-        settings = replace(CASES[name], launch=replace(CASES[name].launch, nproc=1))
+        whole = trained[f"whole_{name}"]
+        step_3 = whole.checkpoints / "step-00000003"
+        settings = RESUMES[name]
+        settings = replace(settings, launch=replace(settings.launch, nproc=1))
         universal = None
         if settings.zero.stage:
-            universal = place.root / f"universal-{name}"
-            convert(step_3(job), universal)
-        jobs[name] = place.job(f"alone-{name}", settings, resume=step_3(job), universal=universal)
+            universal = root / f"universal-{name}"
+            convert(step_3, universal)
+        jobs[name] = place.job(
+            name, settings, base=whole.base, data=whole.data, resume=step_3, universal=universal
+        )
     place.run(list(jobs.values()), nproc=1)
     return jobs
 
 
-class TestTheSameRanks:
-    @pytest.mark.parametrize("name", CASES)
-    def test_losses_and_evaluations_are_equal(self, name, whole, resumed) -> None:
-        expected, found = said(whole[name]), said(resumed[name])
-        assert len(found["losses"]) == 7
-        assert found["losses"] == expected["losses"]
-        assert found["evaluations"] == expected["evaluations"]
-
-    @pytest.mark.parametrize("name", CASES)
-    def test_every_byte_that_is_published_is_equal(self, name, whole, resumed) -> None:
-        """Only `train.json` has durations."""
-        expected, found = (files(jobs[name].out) for jobs in (whole, resumed))
-        assert sorted(found) == sorted(expected)
-        differ = [path for path in expected if expected[path] != found[path]]
-        assert differ == ["train.json"]
-
-    @pytest.mark.parametrize("name", CASES)
-    def test_it_resumed_and_did_not_start_from_the_beginning(self, name, resumed) -> None:
-        steps = [path.name for path in complete(resumed[name].checkpoints)]
-        assert steps[-1] == "step-00000006"
-        assert "step-00000003" not in steps
-
-
-class TestOtherRanks:
-    """Another number of ranks changes the order of sums, so only rounding may differ.
-
-    Dropout depends on the rank: of cases with dropout only the first step is compared.
-    """
-
-    @pytest.mark.parametrize("name", [n for n in CONVERTIBLE if CASES[n].peft.dropout == 0])
-    def test_losses_agree(self, name, whole, alone) -> None:
-        expected, found = said(whole[name])["losses"], said(alone[name])["losses"]
-        assert found[:3] == expected[:3]
-        bf16 = CASES[name].dtype == "bfloat16"
-        assert found == pytest.approx(expected, rel=1e-2 if bf16 else 1e-5)
-
-    @pytest.mark.parametrize("name", CONVERTIBLE)
-    def test_the_first_loss_is_that_of_the_saved_weights(self, name, whole, alone) -> None:
-        expected, found = said(whole[name])["losses"], said(alone[name])["losses"]
-        assert found[:3] == expected[:3]
-        assert found[3] == pytest.approx(expected[3], rel=3e-2)
-
-    def test_weights_agree_in_fp32(self, whole, alone) -> None:
-        expected, found = weights(whole["fp32-2"]), weights(alone["fp32-2"])
-        for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-5)
-
-
-def test_ranks_that_share_rows_after_the_interruption(
-    place: Place, whole: dict[str, TrainJob]
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONVERTIBLE)
+def test_another_number_of_ranks_differs_by_rounding(
+    name: str, trained: Trained, alone: Mapping[str, TrainJob]
 ) -> None:
+    """Sums have another order; dropout depends on the rank, so only its first step is compared."""
+    whole = trained[f"whole_{name}"]
+    expected, measured = losses(whole), losses(alone[name])
+    assert measured[:3] == expected[:3]
+    assert measured[3] == pytest.approx(expected[3], rel=3e-2)
+    if RESUMES[name].peft.dropout == 0:
+        fp32 = RESUMES[name].dtype == "float32"
+        assert measured == pytest.approx(expected, rel=1e-5 if fp32 else 1e-2)
+    if name == "fp32_2":
+        final = weights(alone[name])
+        for key, tensor in weights(whole).items():
+            torch.testing.assert_close(final[key], tensor, rtol=0, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_rows_after_the_interruption(trained: Trained) -> None:
     """`train.sequence_parallel` may change: losses and weights are the same in fp32."""
-    settings, before = CASES["fp32-2"], whole["fp32-2"]
+    whole, settings = trained["whole_fp32_2"], RESUMES["fp32_2"]
     sharing = replace(settings, launch=replace(settings.launch, sequence_parallel=2))
-    job = place.job("shared", sharing, resume=step_3(before))
-    assert job.identity == before.identity
+    place = Place(trained.folder / "shared", whole.base, whole.data)
+    job = place.job("shared", sharing, resume=whole.checkpoints / "step-00000003")
+    assert job.identity == whole.identity
     place.run([job])
-    expected, resumed = said(before)["losses"], said(job)["losses"]
-    assert resumed[:3] == expected[:3]
-    assert resumed == pytest.approx(expected, rel=1e-5)
-    stored, loaded = weights(before), weights(job)
-    for name, tensor in stored.items():
-        torch.testing.assert_close(loaded[name], tensor, rtol=0, atol=2e-5)
+    assert losses(job)[:3] == losses(whole)[:3]
+    assert losses(job) == pytest.approx(losses(whole), rel=1e-5)
+    final = weights(job)
+    for name, tensor in weights(whole).items():
+        torch.testing.assert_close(final[name], tensor, rtol=0, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "async_save"), [("lora_3", True), ("kto", False), ("reward", False)]
+)
+def test_a_killed_and_restarted_run_equals_an_uninterrupted_one(
+    name: str, async_save: bool, tmp_path: Path, trained: Trained
+) -> None:
+    """All ranks get kill -9 after step 5, when the checkpoint of step 4 is the newest."""
+    job, settings = trained[f"whole_{name}"], replace(RESUMES[name], save_steps=2)
+    folders = {one: tmp_path / one for one in ("whole", "killed")}
+    inputs = (job.base, job.data, settings)
+    how = {"async_save": async_save, "max_truncated": 0.4}
+    run_train(folders["whole"], *inputs, **how)
+
+    kill = at_step(5, lambda: signal_ranks(folders["killed"], signal.SIGKILL))
+    with pytest.raises(StageProcessError):
+        run_train(folders["killed"], *inputs, observe=kill, **how)
+    (folders["killed"] / "out").rename(folders["killed"] / "broken")
+    report = run_train(folders["killed"], *inputs, **how)
+    assert report.notes["resumed_after_step"] >= 2
+    require_same_artifact(folders["whole"] / "out", folders["killed"] / "out")

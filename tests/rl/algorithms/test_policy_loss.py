@@ -134,19 +134,6 @@ def _floats(measures: object) -> dict[str, float]:
     return {name: float(value) for name, value in measures.items()}
 
 
-def test_the_example_is_clipped_on_both_sides_and_bounded() -> None:
-    """Otherwise the cases above would show nothing."""
-    logprobs, inputs = data()
-    measures = _floats(CASES["ppo"](logprobs, inputs).measures)
-    assert measures["clip_low_frac"] > 0.05
-    assert measures["clip_high_frac"] > 0.05
-    bounded, free = CASES["dual"](logprobs, inputs).value, CASES["ppo"](logprobs, inputs).value
-    assert float(bounded) < float(free) - 1e-3
-    measures = _floats(CASES["gspo"](logprobs, inputs).measures)
-    assert measures["clip_low_frac"] > 0
-    assert measures["clip_high_frac"] > 0
-
-
 def part_of(inputs: LossInputs, chosen: Sequence[int]) -> tuple[torch.Tensor, LossInputs]:
     """Return the tokens of the chosen responses, and the row of these alone."""
     places = torch.cat([(inputs.owner_n == s).nonzero()[:, 0] for s in chosen])
@@ -165,7 +152,7 @@ def part_of(inputs: LossInputs, chosen: Sequence[int]) -> tuple[torch.Tensor, Lo
     )
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.permutations(range(len(LENGTHS))), st.integers(1, 3), st.integers(0, 5))
 @pytest.mark.parametrize("case", CASES)
 def test_losses_of_rows_add_up_for_any_split(
@@ -241,18 +228,6 @@ def gradient_at(ratio: float, advantage: float, loss: PolicyLoss) -> float:
 def test_tokens_with_a_gradient(ratio: float, advantage: float, wanted: float) -> None:
     loss = PolicyLoss(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
     assert gradient_at(ratio, advantage, loss) == pytest.approx(wanted, rel=1e-12)
-
-
-def test_without_reference_and_entropy_they_are_not_reported() -> None:
-    logprobs, inputs = data()
-    actual = PolicyLoss()(logprobs, replace(inputs, reference_n=None, entropy_n=None))
-    assert sorted(actual.measures) == [
-        "approx_kl",
-        "clip_high_frac",
-        "clip_low_frac",
-        "policy_loss",
-        "ratio",
-    ]
 
 
 def test_masked_tokens_have_no_gradient() -> None:

@@ -166,28 +166,9 @@ def test_a_length_penalty_is_a_signal_and_rounding_is_none() -> None:
     assert groups_without_signal(known) == [1]
 
 
-def test_no_refill_if_all_groups_have_a_signal() -> None:
-    ((_, sampled),) = collect(
-        PromptOrder(len(PROMPTS), 4, 2, seed=0), lambda r: int.from_bytes(r.text.encode())
-    )
-    assert len(sampled) == 4
-
-
 def test_groups_stay_if_no_prompt_has_a_signal() -> None:
     prompt_order = PromptOrder(len(PROMPTS), 4, 2, seed=0)
     ((known, sampled),) = collect(prompt_order, lambda _: 1.0)
     assert groups_without_signal(known) == [0, 1, 2, 3]
     assert [known[4 * g][0] for g in range(4)] == prompt_order.numbers(0, 4)
     assert len(sampled) == 12
-
-
-def test_seconds_are_added_up_by_phase() -> None:
-    clock = Clock()
-
-    def work(ranks: Any) -> None:
-        collector_ = collector(ranks, lambda _: 1.0, RandomLetters())
-        collector_.collect(1, PromptOrder(len(PROMPTS), 2, 1, seed=0), 0, 2, clock)
-
-    on_ranks(1, work)
-    assert set(clock.seconds) == {"generate", "score"}
-    assert all(spent >= 0 for spent in clock.seconds.values())

@@ -18,7 +18,6 @@ from tasks.rl.experience.packed_rows import (
 )
 from tasks.rl.experience.responses import ScoredResponse
 from tasks.rl.update import minibatches
-from tasks.serving.vllm.colocation import Generated
 from tests.rl.making import response
 from tests.rl.peers import Peer, on_ranks
 from tests.settings import Batch, Loop, Settings
@@ -53,19 +52,12 @@ def test_responses_lie_end_to_end(got: Experience) -> None:
     np.testing.assert_array_equal(told, np.concatenate(ids_of(got)))
 
 
-def test_places_of_response_tokens(got: Experience) -> None:
+def test_places_and_targets_are_those_of_the_chosen_responses(got: Experience) -> None:
     every = torch.from_numpy(np.concatenate(ids_of(got)))
     for chosen in ([0], [3, 1], [7, 0, 5]):
         wanted = np.concatenate([ids_of(got)[n] for n in chosen])
         np.testing.assert_array_equal(every[got.places(chosen)].numpy(), wanted)
-
-
-def test_targets_of_a_row_are_the_chosen_responses_in_order(got: Experience) -> None:
-    row = got.row([5, 2, 6])
-    np.testing.assert_array_equal(
-        row.targets.numpy(), np.concatenate([ids_of(got)[n] for n in (5, 2, 6)])
-    )
-    assert row.sequences == 3
+        np.testing.assert_array_equal(got.row(chosen).targets.numpy(), wanted)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -138,19 +130,9 @@ def test_gathered_responses_are_ordered_by_group() -> None:
 
     for world in (1, 2, 3):
         for gathered in on_ranks(world, work):
-            assert [scored_response.group for _, scored_response in gathered] == [
-                0,
-                0,
-                1,
-                1,
-                2,
-                2,
-                3,
-                3,
-            ]
-            assert [scored_response.response.text for _, scored_response in gathered] == list(GIVEN)
-            assert [scored_response.reward for _, scored_response in gathered] == list(range(8))
-            for number, scored_response in gathered:
-                assert numbers[scored_response.group] == number
-                assert scored_response.response.prompt is prompts[number]
-                assert isinstance(scored_response.response.generated, Generated)
+            assert [s.group for _, s in gathered] == [0, 0, 1, 1, 2, 2, 3, 3]
+            assert [s.response.text for _, s in gathered] == list(GIVEN)
+            assert [s.reward for _, s in gathered] == list(range(8))
+            for number, s in gathered:
+                assert numbers[s.group] == number
+                assert s.response.prompt is prompts[number]

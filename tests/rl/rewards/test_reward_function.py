@@ -28,7 +28,9 @@ def made(tmp_path: Path) -> Iterator[Make]:
         path = tmp_path / "judge.py"
         path.write_text(text)
         reference = FunctionReference.of(f"{path}:{name}")
-        function = Function(reference, timeout_s=timeout_s, log=LOG, log_path=tmp_path / "said.log")
+        function = Function(
+            reference, timeout_s=timeout_s, log=LOG, log_path=tmp_path / "output.log"
+        )
         opened.append(function)
         return function
 
@@ -85,7 +87,7 @@ def test_a_reference_answer_is_not_part_of_the_prompt(made: Make) -> None:
         ("async def score(answer):\n    return [len(a) for a in answer]", [3, 6, 3, 26]),
         ("def score(answer, level=2):\n    return tuple(level for _ in answer)", [2, 2, 2, 2]),
         ("import numpy\n\ndef score(prompts):\n    return numpy.arange(4) < 2", [1, 1, 0, 0]),
-        ("class Judge:\n    def __call__(self, **given):\n        return [0.5] * len(given['id'])\n"
+        ("class Judge:\n    def __call__(self, **row):\n        return [0.5] * len(row['id'])\n"
          "score = Judge()", [0.5] * 4),
         ("from neighbour import score", [9, 9, 9, 9]),
     ],
@@ -122,7 +124,7 @@ def test_the_failing_response_is_named(made: Make) -> None:
     score = made("def score(answer):\n    return [1 / (len(a) - 6) for a in answer]")
     with pytest.raises(RewardError, match="ZeroDivisionError") as caught:
         score(responses())
-    assert "failed for row of copy beetle: 'copy beetle'" in caught.value.message
+    assert "row of copy beetle" in caught.value.message
     assert "judge.py:score" in caught.value.message
     assert "prompt: 'copy beetle'" in caught.value.details
     assert any("return [1 / (len(a) - 6)" in line for line in caught.value.details)
@@ -132,7 +134,7 @@ def test_the_failing_response_is_named(made: Make) -> None:
 
 def test_an_exception_that_no_single_response_causes(made: Make) -> None:
     score = made("def score(id):\n    if len(id) > 1:\n        raise SystemExit(7)\n    return [1]")
-    with pytest.raises(RewardError, match=r"failed on 4 responses, first row of copy ape.*7"):
+    with pytest.raises(RewardError, match="4 responses, first row of copy ape.*7"):
         score(responses())
 
 
@@ -154,7 +156,7 @@ def score(answer):
     )
     score.load()
     began = time.monotonic()
-    with pytest.raises(RewardError, match="took more than 3 s on 4 responses") as caught:
+    with pytest.raises(RewardError, match="3 s on 4 responses") as caught:
         score(responses())
     assert time.monotonic() - began < 60
     assert any("judge.py" in line and "in score" in line for line in caught.value.details)
@@ -169,89 +171,78 @@ def test_a_function_that_ends_its_process(made: Make) -> None:
         "import os\n\ndef score(answer):\n    print('farewell')\n"
         "    return [1] if len(answer) == 1 else os._exit(9)"
     )
-    with pytest.raises(RewardError, match=r"ended its process \(status 9\)") as caught:
+    with pytest.raises(RewardError, match="status 9") as caught:
         score(responses())
     assert "farewell" in caught.value.details
     assert score(responses()[:1]) == [1.0]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("def score(answer):\n    return [None for _ in answer]", "gave None for row of copy ape"),
-        ("def score(answer):\n    return {'reward': 1}", r"gave \"dict: \{'reward': 1\}\" \(str\)"),
-        ("def score(answer):\n    return [object() for _ in answer]", "gave object: <object"),
-        ("def score(answer):\n    return [1.0]", "gave 1 rewards for 4 responses"),
-        (
-            "def score(answer, gold):\n    return [1.0]",
-            "it needs gold; available are .*completions",
-        ),
-    ],
-)
-def test_invalid_return_values(made: Make, text: str, message: str) -> None:
-    with pytest.raises(RewardError, match=message) as caught:
+INVALID = {
+    "def score(answer):\n    return [None for _ in answer]": "None for row of copy ape",
+    "def score(answer):\n    return {'reward': 1}": "dict",
+    "def score(answer):\n    return [object() for _ in answer]": "object",
+    "def score(answer):\n    return [1.0]": "1 rewards for 4",
+    "def score(answer, gold):\n    return [1.0]": "gold.*completions",
+}
+UNLOADABLE = {
+    "import nothing_of_this_name\nscore = 1": "nothing_of_this_name",
+    "score = 'abc'": "score.*str",
+    "from os import *": "score",
+    "import time\ntime.sleep(1000)\ndef score(): ...": "2 s",
+}
+
+
+@pytest.mark.parametrize("text", INVALID)
+def test_invalid_return_values(made: Make, text: str) -> None:
+    with pytest.raises(RewardError, match=INVALID[text]) as caught:
         made(text)(responses())
     assert "prompt: 'copy ape'" in caught.value.details
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("import nothing_of_this_name\nscore = 1", "No module named 'nothing_of_this_name'"),
-        ("score = 'abc'", "'score' is not callable but str"),
-        ("from os import *", "no 'score' in it"),
-        ("import time\ntime.sleep(1000)\ndef score(): ...", "took more than 2 s while the file"),
-    ],
-)
-def test_a_file_that_cannot_be_loaded(made: Make, text: str, message: str) -> None:
-    with pytest.raises(RewardError, match=message):
+@pytest.mark.parametrize("text", UNLOADABLE)
+def test_a_file_that_cannot_be_loaded(made: Make, text: str) -> None:
+    with pytest.raises(RewardError, match=UNLOADABLE[text]):
         made(text, timeout_s=2.0 if "sleep" in text else 60.0).load()
 
 
-class TestReference:
-    @pytest.mark.parametrize("text", ["judge", "judge.py", "judge:score", "judge.py:a.b", ":score"])
-    def test_an_invalid_form(self, text: str) -> None:
-        with pytest.raises(ConfigError, match=r"not of the form path.py:name"):
-            FunctionReference.of(text)
+@pytest.mark.parametrize("text", ["judge", "judge.py", "judge:score", "judge.py:a.b", ":score"])
+def test_a_reference_of_an_invalid_form(text: str) -> None:
+    with pytest.raises(ConfigError, match="path.py:name"):
+        FunctionReference.of(text)
 
-    @pytest.mark.parametrize(
-        ("text", "name"),
-        [
-            ("def score(): ...", "score"),
-            ("async def score(): ...", "score"),
-            ("from functools import partial as score", "score"),
-            ("if 1:\n    a, (score, b) = 1, (2, 3)", "score"),
-            ("import os.path", "os"),
-            ("from os import *", "score"),  # only running it would tell
-            ("class score: ...", "score"),
-        ],
-    )
-    def test_a_name_in_the_file(self, tmp_path: Path, text: str, name: str) -> None:
-        (tmp_path / "judge.py").write_text(text)
-        FunctionReference.of(f"{tmp_path / 'judge.py'}:{name}").require()
 
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            (None, "No such file or directory"),
-            ("def score(:", "the file is not Python: invalid syntax"),
-            ("def scores(): ...", "no 'score' in the file, which has scores"),
-            ("def a():\n    score = 1\nclass B:\n    def score(self): ...", "which has B, a"),
-            ("", "which has nothing"),
-        ],
-    )
-    def test_a_name_that_is_missing(self, tmp_path: Path, text: str | None, message: str) -> None:
-        path = tmp_path / "judge.py"
-        if text is not None:
-            path.write_text(text)
-        with pytest.raises(ConfigError, match=message):
-            FunctionReference.of(f"{path}:score").require()
+@pytest.mark.parametrize(
+    ("text", "name", "there"),
+    [
+        ("async def score(): ...", "score", True),
+        ("from functools import partial as score", "score", True),
+        ("if 1:\n    a, (score, b) = 1, (2, 3)", "score", True),
+        ("import os.path", "os", True),
+        ("from os import *", "score", True),  # only running it would tell
+        ("def score(:", "score", False),
+        ("def scores(): ...", "score", False),
+        ("def a():\n    score = 1\nclass B:\n    def score(self): ...", "score", False),
+    ],
+)
+def test_a_name_is_looked_up_without_running_the_file(
+    tmp_path: Path, text: str, name: str, there: bool
+) -> None:
+    path = tmp_path / "judge.py"
+    with pytest.raises(ConfigError, match="judge.py"):
+        FunctionReference.of(f"{path}:{name}").require()
+    path.write_text(text)
+    reference = FunctionReference.of(f"{path}:{name}")
+    if there:
+        reference.require()
+    else:
+        with pytest.raises(ConfigError, match="judge.py"):
+            reference.require()
 
-    def test_the_digest_changes_with_the_file(self, tmp_path: Path) -> None:
-        path = tmp_path / "judge.py"
-        path.write_text("def score(): ...")
-        reference = FunctionReference.of(f"{path}:score")
-        before = reference.digest()
-        assert before == reference.digest()
-        path.write_text("def score(): return 1")
-        assert reference.digest() != before
+
+def test_the_digest_changes_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "judge.py"
+    path.write_text("def score(): ...")
+    reference = FunctionReference.of(f"{path}:score")
+    before = reference.digest()
+    path.write_text("def score(): return 1")
+    assert reference.digest() != before

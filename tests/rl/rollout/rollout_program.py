@@ -48,8 +48,6 @@ from tests.rl.rollout.stale_faults import stale_weights  # noqa: E402
 END = 256
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Layers of vLLM that fuse several layers of the checkpoint."""
-CROWD = 200
-"""Number of prompts of 15 tokens that exceeds the 2048 tokens that vLLM reads at once."""
 REPLIES = 6
 """Responses of the rank with the most; every rank runs as many passes to measure its own."""
 
@@ -149,14 +147,11 @@ def watch(bench: Bench) -> dict[str, Any]:
         first = answering.generate(mine)
         seen["replies"] = _ids(first)
         seen["again"] = _ids(answering.generate(mine)) == _ids(first)
-        seen["limited"] = limited(bench, answering, mine, _ids(first))
-        seen["alone"] = _ids(answering.generate(mine[:1])) == _ids(first[:1])
+        short = [replace(request, limit=2) for request in mine]  # as in later turns of an episode
+        seen["limited"] = _ids(answering.generate(short)) == [ids[:2] for ids in _ids(first)]
         seen["none"] = answering.generate([]) if bench.ranks.first else _ids(
             answering.generate(mine)
         ) == _ids(first)  # fmt: skip
-        if bench.rollout.max_num_seqs >= CROWD:
-            crowd = [Request(np.full(15, n, dtype=np.int32), 1, n) for n in range(CROWD)]
-            seen["crowd"] = [len(some) for some in answering.generate(crowd)]
         seen["ended"] = [g.ended == bool(g.ids[-1] == END) for some in first for g in some]
         seen["cut"] = [END not in g.ids[:-1] for some in first for g in some]
         seen["differs"] = bench.differs(first)
@@ -176,22 +171,6 @@ def watch(bench: Bench) -> dict[str, Any]:
     after = _process()
     seen["undisturbed"] = [name for name in before if before[name] != after[name]]
     return seen
-
-
-def limited(
-    bench: Bench, answering: Engine, mine: Sequence[Request], whole: list[list[int]]
-) -> dict[str, Any]:
-    """Sample with a token limit for each request, as in later turns of an episode."""
-    limits = [1 + n % 3 for n, request in enumerate(mine) for _ in range(request.samples)]
-    short = [replace(request, limit=1 + n % 3) for n, request in enumerate(mine)]
-    context = bench.rollout.max_prompt_len + bench.rollout.max_new_tokens
-    longest = Request(np.full(context - 2, 7, dtype=np.int32), 1, 7, limit=2)
-    return {
-        "prefixes": _ids(answering.generate(short))
-        == [ids[:limit] for ids, limit in zip(whole, limits, strict=True)],
-        "longest": [len(some[0].ids) <= 2 for some in answering.generate([longest])],
-        "too long": _said(lambda: answering.generate([replace(longest, limit=3)])),
-    }
 
 
 def sleep_and_wake(answering: Any, mine: Sequence[Request]) -> dict[str, Any]:
@@ -268,18 +247,6 @@ def break_it(bench: Bench) -> dict[str, Any]:
     return seen
 
 
-def tear(bench: Bench) -> dict[str, Any]:
-    """Cause an error in one of the ranks that share an engine; the other waits for it."""
-    mine = requests(bench.ranks.rank)
-    with bench.answering() as answering:
-        answering.sync_weights()
-        answering.generate(mine)
-        if bench.ranks.first:
-            _break_step(answering)
-        failure = _said(lambda: answering.generate(mine))
-    return {"failure": failure}
-
-
 def _break_step(answering: Any) -> None:
     """Make vLLM's next step fail like an unsupported kernel."""
     core = answering._engine._llm.llm_engine
@@ -320,7 +287,7 @@ def _process() -> dict[str, Any]:
     }
 
 
-LIVES = {"grpo": watch, "faults": break_it, "torn": tear}
+LIVES = {"grpo": watch, "faults": break_it}
 """Function for a policy, by its job's objective."""
 
 

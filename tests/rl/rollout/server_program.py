@@ -7,37 +7,25 @@ Each job writes `rank-<n>.json` with its observations.
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tasks.rl.experience.responses import Request
 from tasks.serving.rollout_servers.remote import RemoteServer
 from tests.rl.rollout.rollout_program import Bench, _ids, _said, main, requests
-
-MANY = 24
-"""Responses to each of five requests while a server is killed."""
-ENGINE_SEQS = 32
-"""`rollout.max_num_seqs` of the jobs."""
 
 
 def watch(bench: Bench) -> dict[str, Any]:
     """Sync, sample, change the policy, plant faults, kill servers; return what happens."""
     mine, seen = requests(bench.ranks.rank), {}
     bench.perturb(0.02)
-    began = time.monotonic()
     with bench.answering() as answering:
         engine: Any = answering
-        seen["start_s"] = time.monotonic() - began
         seen["unpublished"] = _said(lambda: answering.generate(mine))
         result = answering.sync_weights()
-        seen["versions"], seen["sync_s"] = [result.version], [result.seconds]
+        seen["versions"] = [result.version]
         first = answering.generate(mine)
         seen["replies"] = _ids(first)
         seen["again"] = _ids(answering.generate(mine)) == _ids(first)
@@ -62,7 +50,6 @@ def watch(bench: Bench) -> dict[str, Any]:
         seen["ahead"] = _ids(ahead) == _ids(second)
         seen["ahead of version"] = sorted({g.version for some in ahead for g in some})
         seen["faults"] = _faults(bench, answering)
-        seen["killed"] = _killed(bench, engine)
         folder = engine._folder
         bench.ranks.barrier()  # the first rank is the one that removes the folder
         seen["published"] = sorted(path.name.rpartition("-")[2] for path in folder.iterdir())
@@ -128,60 +115,6 @@ def _no_reload(answering: Any) -> Iterator[None]:
 
     with patch.object(RemoteServer, "load_weights", load):
         yield
-
-
-def _killed(bench: Bench, engine: Any) -> dict[str, Any]:
-    """Kill one server while it generates, then both, then both again."""
-    seen: dict[str, Any] = {}
-    many = [Request(r.ids, MANY, r.seed) for r in requests(bench.ranks.rank)]
-    good = _ids(engine.generate(many))
-    began = time.monotonic()
-    with _killing(bench, engine, 1):
-        seen["one"] = _ids(engine.generate(many)) == good
-    seen["one_s"] = time.monotonic() - began
-    seen["lost"] = len([s for s in engine._fleet.servers if s.lost])
-    bench.perturb(0.02)
-    engine.sync_weights()
-    seen["back"] = len(engine._fleet.present)
-    good = _ids(engine.generate(many))
-    with _killing(bench, engine, 2):
-        seen["both"] = _ids(engine.generate(many)) == good
-    seen["left"] = len(engine._fleet.present)
-    with _killing(bench, engine, 2):
-        seen["all"] = _said(lambda: engine.generate(many))
-    return seen
-
-
-@contextmanager
-def _killing(bench: Bench, engine: Any, count: int) -> Iterator[None]:
-    """Send SIGKILL to each of `count` servers with its 33rd request: 32 are under way at once."""
-    if not bench.ranks.first:
-        yield
-        return
-    right = RemoteServer.body
-    alive = [server for server in engine._fleet.started if not server.remote.lost]
-    doomed = {server.remote.url: server.pid for server in alive[:count]}
-    asked: Counter[str] = Counter()
-
-    def body(self: RemoteServer, *args: Any, **kwargs: Any) -> Any:
-        asked[self.url] += 1
-        if asked[self.url] == ENGINE_SEQS + 1 and self.url in doomed:
-            for pid in _descendants(doomed[self.url]):
-                os.kill(pid, signal.SIGKILL)
-        return right(self, *args, **kwargs)
-
-    with patch.object(RemoteServer, "body", body):
-        yield
-    assert all(asked[url] > ENGINE_SEQS for url in doomed), "nothing was killed"
-
-
-def _descendants(pid: int) -> list[int]:
-    """Return the processes below a supervisor, which are the server."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
-    return [p for child in map(int, children) for p in (child, *_descendants(child))]
 
 
 if __name__ == "__main__":

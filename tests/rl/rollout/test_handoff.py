@@ -113,34 +113,21 @@ def test_without_free_memory_the_folder_is_on_disk(
 
 
 @pytest.mark.parametrize(
-    ("settings", "rollout", "message"),
+    ("settings", "rollout", "named"),
     [
         (Settings(peft=Peft(kind="lora", rank=1024)), Rollout(), "peft.rank: 1024"),
-        (
-            Settings(peft=Peft(kind="lora", rank=320, init="pissa")),
-            Rollout(),
-            "peft.rank: 320 with peft.init=pissa, which doubles it",
-        ),
-        (
-            Settings(peft=Peft(kind="lora", modules_to_save=("lm_head",))),
-            Rollout(),
-            "peft.modules_to_save",
-        ),
+        (Settings(peft=Peft(kind="lora", rank=320, init="pissa")), Rollout(), "peft.init=pissa"),
+        (Settings(peft=Peft("lora", modules_to_save=("lm_head",))), Rollout(), "modules_to_save"),
         (Settings(peft=Peft(kind="lora"), new_tokens=("<a>",)), Rollout(), "model.new_tokens"),
-        (
-            Settings(peft=Peft(kind="qlora", target_modules=("q_proj", "embed_tokens"))),
-            Rollout(),
-            "embed_tokens",
-        ),
+        (Settings(peft=Peft("qlora", target_modules=("embed_tokens",))), Rollout(), "embed_tokens"),
         (Settings(), Rollout(temperature=0.7, top_p=0.9), "rollout.temperature: 0.7"),
     ],
 )
 def test_policies_that_vllm_cannot_serve_are_refused(
-    settings: Settings, rollout: Rollout, message: str
+    settings: Settings, rollout: Rollout, named: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
+    with pytest.raises(ConfigError, match=named):
         require_servable(settings, rollout)
-    assert "rollout=transformers" in caught.value.message
 
 
 def test_policies_that_vllm_can_serve_are_not_refused() -> None:
@@ -163,7 +150,7 @@ def test_room_for_a_rank_is_the_next_larger_size() -> None:
 def test_prompts_that_do_not_fit_are_named() -> None:
     rollout = Rollout(max_prompt_len=4)
     requests = [Request(np.arange(n, dtype=np.int32), 2, 0) for n in (4, 5, 0)]
-    with pytest.raises(ConfigError, match=r"prompt 1 of rank 3 \(0 1 2 3 4 \.\.\.\).*5 tok") as e:
+    with pytest.raises(ConfigError, match="prompt 1 of rank 3.*5 tok") as e:
         require_prompts_fit(requests, rollout, 3)
     assert len(e.value.details) == 2
     require_prompts_fit(requests[:1], rollout, 3)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tasks.core.errors import ArtifactError
 from tasks.rollout_base import write_rollout_base
 from tasks.training.job import Peft
 from tasks.weights.execute.worker import perform
@@ -66,8 +65,3 @@ def test_values_equal_those_of_the_loaded_layers(
     assert "quantization_config" not in config
     assert config["dtype"] == "bfloat16"
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
-
-
-def test_an_unknown_code_book_is_refused(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError):
-        made(tmp_path, base, {"type": "int8", "double_quant": True})

@@ -1,9 +1,8 @@
-"""`rollout=server` with real vLLM servers: syncs are proven, and servers are killed on the way."""
+"""`rollout=server` with real vLLM servers: syncs are proven, and faults of servers are noticed."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +13,10 @@ import pytest
 from tasks.core.errors import StageProcessError
 from tasks.training.job import Peft, TrainJob, Zero
 from tests.commands import run_ranks
-from tests.rl.online import job_of, run, settings_with, stitched
+from tests.rl.online import Bench, Finished, Run, finish
 from tests.settings import Batch, Launch, Loop, Settings
 from tests.training.conftest import make_tokenizer, save_base
+from tests.training.places import stitched
 
 pytestmark = pytest.mark.slow  # servers start for a minute each time
 
@@ -36,13 +36,6 @@ FAULTS = {
     "full": ("reload does nothing 0.02", "reload does nothing 0.002"),
 }
 """Faults of one of two servers, with the size of the policy's step, by policy."""
-
-
-@pytest.fixture(scope="module")
-def base32(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Qwen2 with heads of 32, vLLM's smallest on a CPU; tied embeddings."""
-    path = tmp_path_factory.mktemp("base32")
-    return save_base(path, make_tokenizer(), hidden_size=128, intermediate_size=256)
 
 
 @pytest.fixture(scope="module")
@@ -112,20 +105,7 @@ def test_a_server_with_an_old_version_is_named(seen: Any) -> None:
         for fault in FAULTS[name]:
             message = rank["faults"][fault]
             assert message.startswith("TrainingError: http://127.0.0.1:"), fault
-            assert "old version of the policy" in message or "does not sample from" in message
             assert rank["faults"][f"{fault}, then right"] == ""
-
-
-def test_a_killed_server_costs_no_response(seen: Any) -> None:
-    for rank in seen[1]:
-        killed = rank["killed"]
-        assert killed["one"] is True, "the other answered everything, each prompt once"
-        assert killed["both"] is True, "one is started again at once"
-        assert "TrainingError: no rollout server is left" in killed["all"]
-    killed = seen[1][0]["killed"]  # rank 0 has the servers
-    assert killed["lost"] <= 1, "the other may have answered everything before anyone noticed"
-    assert killed["back"] == 2, "started again at the next sync"
-    assert killed["left"] == 1, "each server is started once more, not twice"
 
 
 def test_nothing_is_left_behind(seen: Any) -> None:
@@ -135,19 +115,19 @@ def test_nothing_is_left_behind(seen: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def online(base32: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """GRPO with two servers and one step of staleness: whole, and stopped after four of six."""
-    folder = tmp_path_factory.mktemp("online")
-    loop = {"iterations": 6, "kl_coef": 0.0, "staleness": 1, "mismatch_limit": 0.1}
-    settings = settings_with(data, rl=loop, objective="grpo", dtype="bfloat16", save_steps=4)
+def online(
+    base32: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Finished, Bench]:
+    """GRPO with two servers and one step of staleness, stopped after four of six iterations."""
+    rl = {"iterations": 6, "kl_coef": 0.0, "staleness": 1, "mismatch_limit": 0.1}
     rollout = {**SERVERS, "max_prompt_len": 40, "max_new_tokens": 8, "temperature": 1.0}
-    settings = replace(settings, online={**settings.online, "rollout": rollout})
-    whole = job_of(settings, base32, data, folder / "whole")
-    return run(folder, [whole]), whole, folder, settings
+    whole = Run(rl, {"objective": "grpo", "dtype": "bfloat16", "save_steps": 4}, rollout)
+    bench = Bench(tmp_path_factory.mktemp("online"), {"base": base32}, data)
+    return finish(bench, {"whole": whole, "resumed": replace(whole, resumes="whole", at=4)}), bench
 
 
-def test_an_iteration_trains_on_the_version_before(online: Any) -> None:
-    steps, *_ = online
+def test_an_iteration_trains_on_the_version_before(online: tuple[Finished, Bench]) -> None:
+    steps = online[0].steps["whole"]
     # Nothing is sampled ahead over the checkpoint after the fourth iteration.
     assert [step["staleness"] for step in steps] == [0, 1, 1, 1, 0, 1]
     assert all(step["mismatch/mean_abs"] < 0.01 for step in steps)
@@ -156,18 +136,12 @@ def test_an_iteration_trains_on_the_version_before(online: Any) -> None:
     assert max(fresh) < 0.01 < min(stale), "the policy's move is no mismatch"
 
 
-def test_a_resumed_run_samples_what_the_whole_one_did(online: Any, data: Path) -> None:
-    steps, whole, folder, _ = online
-    (checkpoint,) = [p for p in whole.checkpoints.iterdir() if p.name.endswith("4")]
-    out = folder / "resumed"
-    out.mkdir()
-    resumed = replace(whole, out=out, resume=checkpoint)
-    again = run(folder, [resumed])
-    assert [step["step"] for step in again] == [5, 6]
-    for ours, theirs in zip(again, steps[4:], strict=True):
+def test_a_resumed_run_samples_what_the_whole_one_did(online: tuple[Finished, Bench]) -> None:
+    whole, resumed = (online[0].steps[name] for name in ("whole", "resumed"))
+    assert [step["step"] for step in resumed] == [5, 6]
+    for ours, theirs in zip(resumed, whole[4:], strict=True):
         assert ours["staleness"] == theirs["staleness"]
         # Servers compute in batches of their own: rounding may change a token.
         assert ours["reward"] == pytest.approx(theirs["reward"], abs=0.02)
-    first, second = stitched(whole.out), stitched(out)
+    first, second = (stitched(online[0][name]) for name in ("whole", "resumed"))
     assert max(float((first[n] - second[n]).abs().max()) for n in first) < 1e-3
-    assert os.listdir(out)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from blake3 import blake3
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
 from tasks.core.errors import ArtifactError, ConfigError
@@ -54,36 +53,33 @@ class Hostile:
         return os.system, ("false",)
 
 
+def run_code(folder: Path) -> None:
+    (folder / "engine").write_bytes(pickle.dumps(Hostile()))
+    list_again(folder)
+
+
 def steps(root: Path) -> list[int]:
     return [int(path.name.removeprefix("step-")) for path in checkpoint.complete(root)]
 
 
 class TestPrune:
-    def test_the_oldest_go_and_best_and_last_stay(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("keep", "most", "most_gb", "left"),
+        [
+            ({2}, 3, None, [2, 4, 5]),
+            ({2}, 1, None, [2, 5]),
+            (set(), 0, None, [1, 2, 3, 4, 5]),  # any number may stay
+            ({1}, 0, 250_000 / checkpoint.GB, [1, 5]),
+            (set(), 0, 1 / checkpoint.GB, [5]),  # the last one stays even above the limit
+        ],
+    )
+    def test_the_oldest_go_and_best_and_last_stay(
+        self, tmp_path: Path, keep: set[int], most: int, most_gb: float | None, left: list[int]
+    ) -> None:
         for step in (1, 2, 3, 4, 5):
-            make(tmp_path, step)
-        checkpoint.prune(tmp_path, keep={2}, most=3, most_gb=None)
-        assert steps(tmp_path) == [2, 4, 5]
-        checkpoint.prune(tmp_path, keep={2}, most=1, most_gb=None)
-        assert steps(tmp_path) == [2, 5]
-
-    def test_any_number_may_stay(self, tmp_path: Path) -> None:
-        for step in (1, 2, 3):
-            make(tmp_path, step)
-        checkpoint.prune(tmp_path, keep=set(), most=0, most_gb=None)
-        assert steps(tmp_path) == [1, 2, 3]
-
-    def test_gigabytes(self, tmp_path: Path) -> None:
-        for step in (1, 2, 3, 4):
             make(tmp_path, step, size=100_000)
-        checkpoint.prune(tmp_path, keep={1}, most=0, most_gb=250_000 / checkpoint.GB)
-        assert steps(tmp_path) == [1, 4]
-
-    def test_the_last_one_stays_even_above_the_limit(self, tmp_path: Path) -> None:
-        for step in (1, 2):
-            make(tmp_path, step, size=100_000)
-        checkpoint.prune(tmp_path, keep=set(), most=0, most_gb=1 / checkpoint.GB)
-        assert steps(tmp_path) == [2]
+        checkpoint.prune(tmp_path, keep=keep, most=most, most_gb=most_gb)
+        assert steps(tmp_path) == left
 
 
 class TestComplete:
@@ -99,9 +95,9 @@ class TestComplete:
         progress = Progress(
             4, [1.5, float("nan")], {"loss": 1.0}, {"loss": 2.0}, [{"step": 2.0}], Best(2, 0.5), 1
         )
-        found = checkpoint.open_checkpoint(make(tmp_path, 4, progress=progress))
-        assert str(asdict(found.progress)) == str(asdict(progress))
-        assert (found.world_size, found.identity) == (2, WANTED)
+        opened = checkpoint.open_checkpoint(make(tmp_path, 4, progress=progress))
+        assert str(asdict(opened.progress)) == str(asdict(progress))
+        assert (opened.world_size, opened.identity) == (2, WANTED)
 
     def test_resuming_an_older_one_deletes_newer_ones(self, tmp_path: Path) -> None:
         for step in (1, 2, 3):
@@ -132,31 +128,19 @@ class TestChoose:
         assert choose(str(theirs), tmp_path, WANTED) is not None
         torch.save({**state, "x": Hostile()}, theirs / "engine" / "mp_rank_00_model_states.pt")
         list_again(theirs)
-        with pytest.raises(ArtifactError, match=r"mp_rank_00_model_states.pt .* 'posix.system'"):
-            choose(str(theirs), tmp_path, WANTED)
-
-    def test_a_best_checkpoint_that_runs_code_is_refused(self, tmp_path: Path) -> None:
-        theirs = make(tmp_path / "theirs", 2, progress=Progress(2, best=Best(1, 0.5)))
-        best = make(tmp_path / "theirs", 1)
-        (best / "engine").write_bytes(pickle.dumps(Hostile()))
-        list_again(best)
-        with pytest.raises(ArtifactError, match=r"step-00000001/engine"):
-            choose(str(theirs), tmp_path, WANTED)
-
-    def test_a_given_folder_with_a_link_is_refused(self, tmp_path: Path) -> None:
-        theirs = make(tmp_path / "theirs", 2)
-        (theirs / "engine").symlink_to(tmp_path)
-        with pytest.raises(ArtifactError, match="engine .* is a link"):
+        with pytest.raises(ArtifactError, match=r"mp_rank_00_model_states.pt .*posix.system"):
             choose(str(theirs), tmp_path, WANTED)
 
     @pytest.mark.parametrize(
         ("alter", "problem"),
         [
-            (lambda it: (it / "weights").write_bytes(b"y" * 9), "weights: other bytes"),
-            (lambda it: (it / "weights").write_bytes(b"x" * 8), "weights: other bytes"),
-            (lambda it: (it / "weights").unlink(), "weights: missing"),
-            (lambda it: (it / "more").write_bytes(b""), "more: not in state.json"),
-            (lambda it: list_again(it, files=None), "state.json lists no files"),
+            (lambda it: (it / "weights").write_bytes(b"y" * 9), "weights"),
+            (lambda it: (it / "weights").write_bytes(b"x" * 8), "weights"),
+            (lambda it: (it / "weights").unlink(), "weights"),
+            (lambda it: (it / "more").write_bytes(b""), "more"),
+            (lambda it: list_again(it, files=None), "state.json"),
+            (lambda it: (it / "engine").symlink_to(it.parent), "engine"),
+            (run_code, "engine"),
         ],
     )
     def test_a_given_folder_that_is_not_as_it_was_written_is_refused(
@@ -167,42 +151,28 @@ class TestChoose:
             other = make(tmp_path / folder, 1, size=9)
             assert choose(str(theirs), tmp_path, WANTED) is not None
             alter(other if best else theirs)
-            with pytest.raises(ArtifactError, match=problem) as refused:
+            with pytest.raises(ArtifactError, match=problem):
                 choose(str(theirs), tmp_path, WANTED)
-            assert "train.resume=never" in refused.value.hint
 
-    def test_every_file_is_listed_with_its_hash(self, tmp_path: Path) -> None:
-        made = make(tmp_path, 1, size=3)
-        (made / "deeper").mkdir()
-        (made / "deeper" / "empty").touch()
-        assert checkpoint.file_names(made) == ["deeper/empty", "weights"]
-        listed = checkpoint.hash_files(made, checkpoint.file_names(made))
-        assert listed["deeper/empty"] == {"size": 0, "blake3": blake3(b"").hexdigest()}
-        assert listed["weights"] == {"size": 3, "blake3": blake3(b"xxx").hexdigest()}
-
-    @pytest.mark.parametrize(("name", "what"), [("gone", "does not exist"), ("", "no complete")])
-    def test_a_path_without_a_checkpoint(self, tmp_path: Path, name: str, what: str) -> None:
-        with pytest.raises(ConfigError, match=what) as caught:
+    @pytest.mark.parametrize("name", ["gone", ""])
+    def test_a_path_without_a_checkpoint(self, tmp_path: Path, name: str) -> None:
+        with pytest.raises(ConfigError, match=str(tmp_path / name)):
             choose(str(tmp_path / name), tmp_path, WANTED)
-        assert "train.resume=auto" in caught.value.hint
 
     def test_another_run_s_checkpoint_is_refused_and_every_difference_named(
         self, tmp_path: Path
     ) -> None:
         make(tmp_path, 1)
-        with pytest.raises(ConfigError, match="2 settings differ") as caught:
+        with pytest.raises(ConfigError) as caught:
             choose("auto", tmp_path, {**WANTED, "data": "e", "peft.rank": 8})
-        assert caught.value.details == (
-            "data: this run has e, the checkpoint d",
-            "peft.rank: this run has 8, the checkpoint None",
-        )
+        assert [line.partition(":")[0] for line in caught.value.details] == ["data", "peft.rank"]
 
     def test_former_names_of_settings_are_read(self, tmp_path: Path) -> None:
         made = make(tmp_path, 1, identity={"online.rl.prompts": 8, "online.rl.lam": 0.9})
         wanted = {"online.rl.rollout_batch_size": 8, "online.rl.gae_lambda": 0.9}
         chosen = choose(str(made), tmp_path, wanted)
         assert chosen is not None
-        with pytest.raises(ConfigError, match="gae_lambda: this run has 1, the checkpoint 0.9"):
+        with pytest.raises(ConfigError, match="gae_lambda"):
             choose(str(made), tmp_path, {**wanted, "online.rl.gae_lambda": 1})
 
 
@@ -239,10 +209,10 @@ class TestIdentity:
 
     def test_it_survives_json(self, data: Path) -> None:
         settings = replace(Settings(), peft=replace(Settings().peft, target_modules=("q_proj",)))
-        found = identity(settings, base_digest="b", data=data)
+        wanted = identity(settings, base_digest="b", data=data)
         root = data / "checkpoints"
-        made = make(root, 1, identity=found)
-        chosen = choose("auto", root, found)
+        made = make(root, 1, identity=wanted)
+        chosen = choose("auto", root, wanted)
         assert chosen is not None
         assert (chosen.path, chosen.progress.step) == (made, 1)
 
@@ -250,14 +220,11 @@ class TestIdentity:
 class TestSelection:
     def test_every_objective_has_metrics_for_best_metric(self) -> None:
         assert set(METRICS) == {*_MODULES, *PROMPTS.objectives}
-        assert direction("ppo", "reward") == 1
-        with pytest.raises(ConfigError, match=r"best_metric=loss.*objective=ppo"):
-            direction("ppo", "loss")
+        assert [direction("ppo", "reward"), direction("dpo", "accuracy")] == [1, 1]
         assert direction("sft", "loss") == -1
-        assert direction("dpo", "accuracy") == 1
-        with pytest.raises(ConfigError, match=r"best_metric=accuracy.*objective=sft") as caught:
-            direction("sft", "accuracy")
-        assert caught.value.hint == "train.best_metric=loss"
+        for objective, metric in (("ppo", "loss"), ("sft", "accuracy")):
+            with pytest.raises(ConfigError, match=f"best_metric={metric}.*{objective}"):
+                direction(objective, metric)
 
     def test_the_best_is_remembered_and_waiting_ends(self) -> None:
         progress, how = Progress(), Evaluate(eval_steps=1, early_stop_patience=2)

@@ -37,8 +37,7 @@ def make(*, bias: bool = False, trained: bool = False, dtype: torch.dtype = torc
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(("bias", "trained"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("portion", [97 * 7, 1 << 20])
 def test_values_and_gradients_are_those_of_all_logits_at_once(
     monkeypatch: pytest.MonkeyPatch, name: str, bias: bool, trained: bool, portion: int
@@ -48,10 +47,10 @@ def test_values_and_gradients_are_those_of_all_logits_at_once(
     wanted = [hidden, *(head.parameters() if trained else ())]
     expected = plain(head, hidden, targets, SCALINGS[name])
     theirs = torch.autograd.grad(expected @ weights.double(), wanted)
-    found = token_logprobs(head, hidden, targets, SCALINGS[name])
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=2e-6)
-    for mine, other in zip(torch.autograd.grad(found @ weights, wanted), theirs, strict=True):
+    computed = token_logprobs(head, hidden, targets, SCALINGS[name])
+    assert computed.dtype == torch.float32
+    torch.testing.assert_close(computed.double(), expected, rtol=1e-6, atol=2e-6)
+    for mine, other in zip(torch.autograd.grad(computed @ weights, wanted), theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
@@ -78,12 +77,14 @@ def wrapped(kind: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "copy", "rows", "frozen"])
-@pytest.mark.parametrize("name", ["none", "both"])
-@pytest.mark.parametrize("portion", [97 * 7, 1 << 20])
+@pytest.mark.parametrize(("name", "portion"), [("none", 1 << 20), ("both", 97 * 7)])
 def test_wrapped_heads_and_entropies(
     monkeypatch: pytest.MonkeyPatch, kind: str, name: str, portion: int
 ) -> None:
-    """Values and gradients equal those of all logits at once, and the head is called once."""
+    """Values and gradients equal those of all logits at once.
+
+    The head is called once: ZeRO-3 gathers a weight in the hooks around its module.
+    """
     monkeypatch.setattr(module, "PORTION", portion)
     plain_head, hidden, targets, weights = make()
     head, scaling = plain_head if kind == "frozen" else wrapped(kind), SCALINGS[name]
@@ -103,45 +104,36 @@ def test_wrapped_heads_and_entropies(
         (weights @ alone, weights @ expected[0]),
     ):
         theirs = torch.autograd.grad(other, wanted, retain_graph=True)
-        for found, right in zip(torch.autograd.grad(mine, wanted), theirs, strict=True):
-            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+        for gradient, right in zip(torch.autograd.grad(mine, wanted), theirs, strict=True):
+            torch.testing.assert_close(gradient, right, rtol=1e-4, atol=1e-4)
     assert calls == [hidden.shape] * 2  # with the backward passes
 
 
 def test_no_tensor_of_the_vocabularys_size_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PORTION", 97 * 7)
     head, hidden, targets, _ = make()
-    kept: list[int] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor.numel())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         token_logprobs(head, hidden, targets, Scaling())
-    assert kept == [hidden.numel()]
+    assert [tensor.numel() for tensor in kept] == [hidden.numel()]
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_hooks_see_the_head_once_and_its_forward_is_given_back(
+def test_the_heads_own_forward_is_given_back(
     monkeypatch: pytest.MonkeyPatch, trained: bool
 ) -> None:
-    """ZeRO-3 gathers a weight in the hooks around its module, on all ranks together."""
     monkeypatch.setattr(module, "PORTION", 97 * 7)
     head, hidden, targets, _ = make(trained=trained)
-    calls: list[torch.Size] = []
-    head.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0].shape))
     before = head(hidden)
     token_logprobs(head, hidden, targets, Scaling()).sum().backward()
-    assert calls == [hidden.shape] * 2
     assert "forward" not in head.__dict__
     assert torch.equal(head(hidden), before)
 
 
 def test_no_supervised_token_is_no_error() -> None:
     head, hidden, targets, _ = make()
-    found = token_logprobs(head, hidden[:0], targets[:0], Scaling())
-    assert found.shape == (0,)
-    found.sum().backward()
+    computed = token_logprobs(head, hidden[:0], targets[:0], Scaling())
+    assert computed.shape == (0,)
+    computed.sum().backward()
     assert hidden.grad is not None
     assert not hidden.grad.any()

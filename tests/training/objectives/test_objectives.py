@@ -160,33 +160,24 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_is_its_formula_in_float64(case: str) -> None:
-    name, knobs, formula = CASES[case]
-    made = objective(name, knobs)
-    data = examples(made.roles)
-    row = pack(data, range(len(data)), roles=trained_roles(made))
-    output = output_of(row, made)
-    loss = made.loss(output, row, step_counts(data, range(len(data))))
-    assert float(loss.value) == pytest.approx(formula(row, output), rel=2e-6)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_rows_add_up_to_the_step_however_examples_are_dealt(case: str) -> None:
+def test_loss_is_its_formula_however_examples_are_dealt(case: str) -> None:
+    """In float64; rows add up to the step, and so do their measures."""
     name, knobs, formula = CASES[case]
     made = objective(name, knobs)
     data = examples(made.roles)
     counts = step_counts(data, range(len(data)))
     whole = pack(data, range(len(data)), roles=trained_roles(made))
-    wanted = formula(whole, output_of(whole, made))
+    output = output_of(whole, made)
+    wanted, together = formula(whole, output), made.loss(output, whole, counts)
+    assert float(together.value) == pytest.approx(wanted, rel=2e-6)
     parts = []
     for dealt in ([3], [0, 5, 1], [4, 2]):
         row = pack(data, dealt, roles=trained_roles(made))
         parts.append(made.loss(output_of(row, made), row, counts))
     assert sum(float(p.value) for p in parts) == pytest.approx(wanted, rel=2e-6)
-    for measure in parts[0].measures:
+    for measure, value in together.measures.items():
         summed = sum(float(p.measures[measure]) for p in parts)
-        alone = made.loss(output_of(whole, made), whole, counts).measures[measure]
-        assert summed == pytest.approx(float(alone), rel=1e-5, abs=1e-6), measure
+        assert summed == pytest.approx(float(value), rel=1e-5, abs=1e-6), measure
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -240,24 +231,19 @@ def test_orpo_is_finite_for_a_certain_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "knobs", "says"),
+    ("name", "knobs", "named"),
     [
-        ("sfd", {}, "train.objective=sfd is not an objective"),
-        ("sft", {"beta": 0.1}, "train.loss.beta is not an option of train.objective=sft"),
-        ("dpo", {"gamma": 1.0, "center": 2.0}, "train.loss.center is not an option"),
-        ("dpo", {"kind": "hinge"}, "train.loss.kind=hinge is not a kind"),
+        ("sfd", {}, "train.objective=sfd"),
+        ("sft", {"beta": 0.1}, "train.loss.beta"),
+        ("dpo", {"gamma": 1.0, "center": 2.0}, "train.loss.center"),
+        ("dpo", {"kind": "hinge"}, "train.loss.kind=hinge"),
         ("dpo", {"label_smoothing": 0.5}, "train.loss.label_smoothing=0.5"),
-        ("reward", {"kind": "ipo"}, "train.loss.kind is not an option of train.objective=reward"),
+        ("reward", {"kind": "ipo"}, "train.loss.kind"),
     ],
 )
-def test_invalid_options_are_refused(name: str, knobs: dict[str, object], says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_invalid_options_are_refused(name: str, knobs: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
         objective(name, knobs)
-    assert caught.value.message.startswith(says)
-    assert caught.value.hint
-
-
-def test_an_option_that_is_null_keeps_its_default() -> None:
     assert objective("dpo", {"beta": None, "gamma": None}) == kind_of("dpo")()
 
 

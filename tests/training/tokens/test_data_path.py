@@ -35,15 +35,15 @@ class TestRows:
     def test_pairs(self, base: Path, tmp_path: Path, tokenizer) -> None:
         rows = [pair("a", "q", "good", "bad", margin=0.5), pair("b", "z", "x", "y", margin=2)]
         write(tmp_path, rows)
-        found = load(job_for(tmp_path, base), PAIRS)
+        examples = load(job_for(tmp_path, base), PAIRS)
         start = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n".format
-        assert texts(found, tokenizer) == [
+        assert texts(examples, tokenizer) == [
             [(start("q"), "good<|im_end|>"), (start("q"), "bad<|im_end|>")],
             [(start("z"), "x<|im_end|>"), (start("z"), "y<|im_end|>")],
         ]
-        assert found.values["margin"].tolist() == [0.5, 2.0]
-        assert list(found.names) == ["a", "b"]
-        assert found.supervised.tolist() == [[5, 4], [2, 2]]
+        assert examples.values["margin"].tolist() == [0.5, 2.0]
+        assert list(examples.names) == ["a", "b"]
+        assert examples.supervised.tolist() == [[5, 4], [2, 2]]
 
     def test_labelled_answers_and_their_mismatches(self, base: Path, tmp_path, tokenizer) -> None:
         rows = [
@@ -51,45 +51,45 @@ class TestRows:
             for i, (q, a) in enumerate([("q1", "a"), ("q1", "b"), ("q2", "a"), ("q3", "c")] * 3)
         ]
         write(tmp_path, rows)
-        found = load(job_for(tmp_path, base), LABELLED)
-        assert found.values["desirable"].tolist() == [1.0, 0.0] * 6
-        given = {(r["messages"][0]["content"], r["messages"][1]["content"]) for r in rows}
-        for (prompt, own), (same, other) in texts(found, tokenizer):
+        examples = load(job_for(tmp_path, base), LABELLED)
+        assert examples.values["desirable"].tolist() == [1.0, 0.0] * 6
+        known = {(r["messages"][0]["content"], r["messages"][1]["content"]) for r in rows}
+        for (prompt, own), (same, other) in texts(examples, tokenizer):
             assert prompt == same
             assert own != other
             question = prompt.removeprefix("<|im_start|>user\n").partition("<")[0]
-            foreign = {a for q, a in given if q != question}
+            foreign = {a for q, a in known if q != question}
             assert other.removesuffix("<|im_end|>") in foreign
         again = load(job_for(tmp_path, base, seed=1), LABELLED)
-        assert texts(found, tokenizer) != texts(again, tokenizer)
+        assert texts(examples, tokenizer) != texts(again, tokenizer)
 
     def test_labelled_answers_that_all_agree_are_refused(self, base: Path, tmp_path: Path) -> None:
         rows = [{"id": str(i), "messages": [user(f"q{i}"), answer("a")], "desirable": True}
                 for i in range(3)]  # fmt: skip
         write(tmp_path, rows)
-        with pytest.raises(DataError, match=r"3 samples cannot be used, first 0: none of 2 other"):
+        with pytest.raises(DataError, match="3 samples.*first 0"):
             load(job_for(tmp_path, base), LABELLED)
 
     @pytest.mark.parametrize(
-        ("row", "roles", "words"),
+        ("row", "roles", "kinds"),
         [
-            (pair("a", "q", "x", "y"), CONVERSATIONS, "holds pairs, .* needs conversations"),
-            ({"id": "a", "messages": []}, PAIRS, "holds conversations, .* needs pairs"),
-            ({"id": "a", "messages": [], "desirable": 1}, PAIRS, "holds labelled"),
+            (pair("a", "q", "x", "y"), CONVERSATIONS, "pairs.*conversations"),
+            ({"id": "a", "messages": []}, PAIRS, "conversations.*pairs"),
+            ({"id": "a", "messages": [], "desirable": 1}, PAIRS, "labelled"),
         ],
     )
-    def test_rows_of_another_kind_are_refused(self, tmp_path: Path, row, roles, words) -> None:
+    def test_rows_of_another_kind_are_refused(self, tmp_path: Path, row, roles, kinds) -> None:
         path = write(tmp_path, [row])
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=kinds):
             Drafts(path, roles=roles, mask="last_answer", seed=0)
 
     def test_masks(self, base: Path, tmp_path: Path, capfd) -> None:
-        said = [user("a"), answer("b"), user("c"), answer("d")]
-        write(tmp_path, [{"id": "x", "messages": said}])
+        dialogue = [user("a"), answer("b"), user("c"), answer("d")]
+        write(tmp_path, [{"id": "x", "messages": dialogue}])
         wanted = {"last_answer": (2, 1), "every_answer": (4, 0)}
         for mask, (count, without_loss) in wanted.items():
-            found = load(job_for(tmp_path, base, mask=mask, max_len=200), CONVERSATIONS)
-            assert found.supervised.tolist() == [[count]], mask
+            examples = load(job_for(tmp_path, base, mask=mask, max_len=200), CONVERSATIONS)
+            assert examples.supervised.tolist() == [[count]], mask
             (told,) = data_events(capfd)
             assert told["without_loss"] == without_loss
         whole = load(job_for(tmp_path, base, mask="every_token", max_len=200), CONVERSATIONS)
@@ -101,7 +101,7 @@ class TestRows:
             rows[number]["chosen"] = []
         rows[9] = {"id": "s9", "prompt": "q"}
         write(tmp_path, rows)
-        with pytest.raises(DataError, match=r"3 samples cannot be used, first s3:") as caught:
+        with pytest.raises(DataError, match="3 samples.*first s3") as caught:
             load(job_for(tmp_path, base), PAIRS)
         assert [line.partition(":")[0] for line in caught.value.details] == ["s3", "s7", "s9"]
         assert not list((tmp_path / "tokens").iterdir())
@@ -109,18 +109,18 @@ class TestRows:
     def test_a_broken_line_is_named(self, base: Path, tmp_path: Path) -> None:
         path = write(tmp_path, [{"id": "a", "messages": [user("q"), answer("a")]}])
         path.write_text(path.read_text() + "{oops\n")
-        with pytest.raises(DataError, match=r"train.jsonl:2: not JSON"):
+        with pytest.raises(DataError, match="train.jsonl:2"):
             load(job_for(tmp_path, base), CONVERSATIONS)
         path.write_text("")
-        with pytest.raises(DataError, match="no samples"):
+        with pytest.raises(DataError, match="train.jsonl"):
             load(job_for(tmp_path, base), CONVERSATIONS)
         path.unlink()
-        with pytest.raises(DataError, match="cannot be read: No such file"):
+        with pytest.raises(DataError, match="train.jsonl"):
             load(job_for(tmp_path, base), CONVERSATIONS)
 
     def test_rows_of_which_only_some_have_a_margin_are_refused(self, base, tmp_path) -> None:
         write(tmp_path, [pair("a", "q", "x", "y", margin=1), pair("b", "q", "x", "z")])
-        with pytest.raises(DataError, match=r"b: values \[\], not \('margin',\)"):
+        with pytest.raises(DataError, match="b: .*margin"):
             load(job_for(tmp_path, base), PAIRS)
 
     def test_a_full_disk_is_reported(self, base: Path, tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ class TestRows:
         handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
         try:
-            with pytest.raises(DataError, match="tokenised data cannot be written: File too large"):
+            with pytest.raises(DataError, match="File too large"):
                 load(job, PAIRS)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -168,7 +168,7 @@ class TestRows:
         tokenizer: Any = load_tokenizer(job)
         ranks: Any = SingleRank()
         tokenizer.chat_template = None
-        with pytest.raises(DataError, match="has no chat template") as caught:
+        with pytest.raises(DataError) as caught:
             load_split(job, "train", roles=PAIRS, tokenizer=tokenizer, ranks=ranks)
         assert "data.chat_template=" in caught.value.hint
 

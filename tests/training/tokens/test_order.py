@@ -48,9 +48,9 @@ def test_an_evaluation_row_needs_no_more_memory_than_a_step(
     With eight, a 72 B model that trains at 4096 tokens would run out of memory in evaluations.
     """
     batch = Batch(micro_batch_size=1, max_len=64)
-    found = heldout_rounds(make_examples([longest] * 16, roles=roles), batch, world_size=1, rank=0)
-    assert len(found) == rows
-    assert max(len(one.chosen) for one in found) == (HELDOUT_ROW if longest == 8 else 1)
+    rounds = heldout_rounds(make_examples([longest] * 16, roles=roles), batch, world_size=1, rank=0)
+    assert len(rounds) == rows
+    assert max(len(one.chosen) for one in rounds) == (HELDOUT_ROW if longest == 8 else 1)
 
 
 @given(count=st.integers(1, 40), epochs=st.integers(1, 3), ranks=st.integers(1, 3))

@@ -31,8 +31,8 @@ class TestTruncation:
         return [[len(s.ids) for s in one.sequences] for one in kept], tally
 
     def test_answers_are_cut_at_the_end_and_their_ends_counted(self) -> None:
-        found, tally = self.run(Rule(10, "truncate"), sample("long", 12), sample("fits", 10))
-        assert found == [[10], [10]]
+        cut, tally = self.run(Rule(10, "truncate"), sample("long", 12), sample("fits", 10))
+        assert cut == [[10], [10]]
         assert (tally.read, tally.kept, tally.truncated, tally.ends_cut) == (2, 2, 1, 1)
         assert not tally.left_out
 
@@ -45,11 +45,9 @@ class TestTruncation:
         few = self.account(*[10] * 98, 30, 400)
         assert (few["truncated"], few["tokens_cut"], few["ends_cut"]) == (2, 410, 2)
         assert (few["fits_99"], few["fits_all"]) == (30, 400)
-        assert truncation(few, max_len=10) == (
-            "2 of 100 rows (2.0%) are longer than train.max_len=10 and were cut: 410 tokens, 2 "
-            "answers without their end; train.max_len=30 keeps 99 % of the rows whole, "
-            "train.max_len=400 all"
-        )
+        warning = truncation(few, max_len=10)
+        for number in ("2 of 100", "train.max_len=30", "train.max_len=400"):
+            assert number in warning
         assert truncation(self.account(*[10] * 99, 30), max_len=10) == ""  # 1 % is no warning
         none = self.account(10, 9)
         assert (none["fits_99"], none["fits_all"], truncation(none, max_len=10)) == (0, 0, "")
@@ -63,14 +61,6 @@ class TestTruncation:
         assert length <= rounded(length) < 2**0.25 * length + 1
         assert rounded(rounded(length)) == rounded(length)
 
-    def test_rows_left_out_for_their_length_are_warned_about(self) -> None:
-        left = self.account(9, 9, 12, rule="refuse")
-        assert truncation(left, max_len=10) == (
-            "1 of 3 rows (33.3%) are longer than train.max_len=10 and were left out "
-            "(train.on_overlong=refuse); train.max_len=12 keeps all rows whole"
-        )
-        self.refuse(left, most=0.0)  # by the user's own wish
-
     def refuse(self, counts: dict[str, Any], *, most: float = 0.2, texts: bool = False) -> None:
         refuse_truncated(counts, source="train.jsonl", max_len=10, most=most, texts=texts)
 
@@ -79,61 +69,56 @@ class TestTruncation:
         cut = self.account(10, 10, 30, 12, 12)
         with pytest.raises(DataError) as bad:
             self.refuse(cut)
-        assert bad.value.message.startswith(
-            "train.jsonl: 3 of 5 rows (60.0%) are longer than train.max_len=10 and would be cut, "
-            "more than data.max_truncated=0.2"
-        )
-        assert bad.value.hint == (
-            "train.max_len=30 keeps all rows whole; train.on_overlong=refuse leaves them out; "
-            "data.max_truncated=0.6 accepts it"
-        )
+        assert "train.jsonl: 3 of 5" in bad.value.message
+        for setting in ("train.max_len=30", "on_overlong=refuse", "data.max_truncated=0.6"):
+            assert setting in bad.value.hint
         self.refuse(cut, most=0.6)
         with pytest.raises(DataError) as bad:
             self.refuse(cut, texts=True)
-        assert "train.on_overlong=split cuts them into pieces" in bad.value.hint
+        assert "train.on_overlong=split" in bad.value.hint
+        self.refuse(self.account(9, 9, 12, rule="refuse"), most=0.0)  # by the user's own wish
 
     def test_answers_of_a_pair_are_cut_separately_and_prompts_never(self) -> None:
         rule = Rule(10, "truncate")
-        found, tally = self.run(rule, sample("p", 12, 9), sample("q", 14, 12))
-        assert found == [[10, 9], [10, 10]]
+        cut, tally = self.run(rule, sample("p", 12, 9), sample("q", 14, 12))
+        assert cut == [[10, 9], [10, 10]]
         assert (tally.kept, tally.truncated, tally.ends_cut) == (2, 2, 3)
 
     def test_pairs_that_become_equal_are_left_out_and_counted(self) -> None:
         one = sample("p", 12, 12)
         same = one.sequences[0]
         late = Tokens([*same.ids[:-1], 99], same.bears)
-        found, tally = self.run(Rule(11, "truncate"), Example("p", (same, late)), sample("q", 6, 6))
-        assert found == [[6, 6]]
+        cut, tally = self.run(Rule(11, "truncate"), Example("p", (same, late)), sample("q", 6, 6))
+        assert cut == [[6, 6]]
         assert (tally.read, tally.kept, tally.equal, tally.truncated) == (2, 1, 1, 0)
-        assert tally.left_out == ["p: both answers have the same tokens after truncation to 11"]
-        found, tally = self.run(Rule(12, "truncate"), Example("p", (same, late)))
-        assert (found, tally.equal) == ([[12, 12]], 0)
+        assert [line.partition(":")[0] for line in tally.left_out] == ["p"]
+        cut, tally = self.run(Rule(12, "truncate"), Example("p", (same, late)))
+        assert (cut, tally.equal) == ([[12, 12]], 0)
         _, tally = self.run(Rule(11, "truncate"), Example("p", (same, late)))
-        with pytest.raises(DataError, match=r"none of 1 samples is left: 0 too long, 1 pairs"):
+        with pytest.raises(DataError, match="1 pairs"):
             tally.raise_if_unusable("s")
 
     def test_prompts_that_fill_the_context(self) -> None:
         long = sample("p", 12, prompt=10)
         _, tally = self.run(Rule(10, "truncate"), sample("x", 12), long)
-        with pytest.raises(DataError, match="first p: prompt of 10 tokens leaves no room") as bad:
+        with pytest.raises(DataError, match="first p: prompt of 10 tokens") as bad:
             tally.raise_if_unusable("s")
-        assert "train.on_overlong=refuse" in bad.value.hint
-        assert bad.value.hint.startswith("train.max_len=12 ")
-        found, tally = self.run(Rule(10, "refuse"), sample("x", 12), long, sample("y", 9))
-        assert (found, tally.refused) == ([[9]], 2)
+        assert "train.max_len=12 " in bad.value.hint
+        cut, tally = self.run(Rule(10, "refuse"), sample("x", 12), long, sample("y", 9))
+        assert (cut, tally.refused) == ([[9]], 2)
         assert [line.partition(":")[0] for line in tally.left_out] == ["x", "p"]
         _, tally = self.run(Rule(10, "refuse"), long)
-        with pytest.raises(DataError, match="none of 1 samples is left: 1 too long"):
+        with pytest.raises(DataError, match="1 too long"):
             tally.raise_if_unusable("s")
 
     @given(parts=st.lists(st.lists(st.integers(6, 16), max_size=30), min_size=1, max_size=4),
            rule=st.sampled_from(["truncate", "refuse"]))  # fmt: skip
     def test_ranks_together_count_as_one_rank(self, parts, rule) -> None:
         def tally(lengths: list[int], at: int) -> Tally:
-            found = Tally()
+            total = Tally()
             for number, length in enumerate(lengths, at):
-                Rule(10, rule).apply(sample(str(number), length, prompt=length - 5), found)
-            return found
+                Rule(10, rule).apply(sample(str(number), length, prompt=length - 5), total)
+            return total
 
         starts = np.cumsum([0, *map(len, parts)])
         apart = sum((tally(p, int(s)) for p, s in zip(parts, starts, strict=False)), Tally())

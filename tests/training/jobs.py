@@ -1,0 +1,366 @@
+"""All jobs that two ranks train for the tests: one launch for the default suite, one for the rest.
+
+The persistence threshold is 0: with DeepSpeed's default ZeRO-3 would not partition such models.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tasks.training.job import Evaluate, Loss, Peft, TrainJob, Zero
+from tests.settings import Batch, Launch, Optim, Settings
+from tests.training.conftest import save_base, save_experts
+from tests.training.datasets import Row, answer, pair, user, write
+from tests.training.places import Place
+
+ZERO3 = Zero(3, persistence_threshold=0)
+LORA = Peft("lora", rank=4, alpha=8)
+QLORA = replace(LORA, kind="qlora")
+CUT_AT = 36
+"""Tokens: rows with words of six letters have one more and lose their end."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A job: its settings, kinds of base and data, and the job whose step 3 it resumes from."""
+
+    settings: Settings
+    base: str = "tied"
+    data: str = "words"
+    record: bool = False
+    resumes: str | None = None
+    async_save: bool = False
+
+
+SHORT = Settings(
+    optim=Optim(lr=5e-3, warmup_ratio=0.1),
+    batch=Batch(micro_batch_size=4, global_batch_size=8, max_steps=4, max_len=64),
+    peft=LORA,
+    save_steps=0,
+    probes=8,
+)
+FULL = replace(SHORT, peft=Peft(), batch=replace(SHORT.batch, max_steps=6))
+ADAM_8BIT = replace(FULL, optim=replace(SHORT.optim, optimizer="adamw_8bit"))
+PATTERNS = replace(
+    LORA,
+    use_rslora=True,
+    rank_pattern={"q_proj": 2, "layers.1.mlp.up_proj": 6},
+    alpha_pattern={"q_proj": 32.0},
+    exclude_modules=("down_proj",),
+    modules_to_save=("embed_tokens",),
+)
+NEW_TOKENS = replace(SHORT, new_tokens=("copy", "<tool>"), zero=ZERO3)
+FP32 = replace(SHORT, dtype="float32", optim=replace(SHORT.optim, weight_decay=0.1))
+CHECKPOINTED = replace(SHORT, zero=ZERO3, gradient_checkpointing=True)
+OFFLOAD = {"offload_optimizer": "cpu"}
+STAGES = {
+    "full_zero3": Wanted(replace(FULL, zero=ZERO3, batch=replace(FULL.batch, max_len=CUT_AT))),
+    "qlora_zero2": Wanted(replace(SHORT, peft=QLORA, zero=Zero(2))),
+    "lora_zero2": Wanted(replace(SHORT, zero=Zero(2))),
+    "lora_zero3": Wanted(replace(SHORT, zero=ZERO3)),
+    "checkpointed_zero3": Wanted(CHECKPOINTED),
+    "reentrant_zero3": Wanted(replace(CHECKPOINTED, gradient_checkpointing_reentrant=True)),
+    "dora_zero2": Wanted(replace(SHORT, peft=replace(LORA, use_dora=True), zero=Zero(2))),
+    "dora_zero3": Wanted(replace(SHORT, peft=replace(LORA, use_dora=True), zero=ZERO3)),
+    "patterns_zero2": Wanted(replace(SHORT, peft=PATTERNS, zero=Zero(2))),
+    "patterns_zero3": Wanted(replace(SHORT, peft=PATTERNS, zero=ZERO3)),
+    "8bit_zero2": Wanted(replace(ADAM_8BIT, zero=Zero(2))),
+    "8bit_zero3": Wanted(replace(ADAM_8BIT, zero=ZERO3)),
+    "rows_zero2": Wanted(replace(NEW_TOKENS, zero=Zero(2)), "rows_tied"),
+    "rows_zero3": Wanted(NEW_TOKENS, "rows_tied"),
+    "rows_untied_zero3": Wanted(NEW_TOKENS, "rows_untied"),
+    "fp32_zero2": Wanted(replace(FP32, zero=Zero(2))),
+    "fp32_zero3": Wanted(replace(FP32, zero=ZERO3)),
+    "fp32_rows_of_1": Wanted(
+        replace(FP32, zero=Zero(2), batch=replace(FP32.batch, micro_batch_size=1))
+    ),
+    "fp32_offload_zero2": Wanted(replace(FP32, zero=Zero(2, **OFFLOAD))),
+    "fp32_offload_zero3": Wanted(
+        replace(FP32, zero=replace(ZERO3, offload_param="cpu", **OFFLOAD))
+    ),
+}
+REWARD = Settings(
+    objective="reward",
+    optim=Optim(lr=2e-3, warmup_ratio=0.1),
+    batch=Batch(micro_batch_size=4, global_batch_size=16, max_steps=6, max_len=128),
+    save_steps=0,
+    probes=9,
+)
+REWARDS = {
+    "reward_lora_zero3": Wanted(
+        replace(REWARD, peft=LORA, zero=ZERO3, gradient_checkpointing=True), data="pairs"
+    ),
+    # A base of width 5120, that of a 14B model, with an untied head.
+    "reward_wide_zero3": Wanted(replace(REWARD, peft=LORA, zero=ZERO3), "wide", "pairs"),
+    "reward_full_zero1": Wanted(replace(REWARD, zero=Zero(1)), data="pairs"),
+    "reward_full_zero3": Wanted(replace(REWARD, zero=ZERO3), data="pairs"),
+    "reward_qlora_zero2": Wanted(replace(REWARD, peft=QLORA, zero=Zero(2)), data="pairs"),
+}
+# A rate that rises until nothing is learned any more: the best state is not the last one.
+RISING = Settings(
+    peft=replace(LORA, target_modules=("q_proj", "down_proj")),
+    zero=Zero(2),
+    optim=Optim(lr=1.0, scheduler="linear", warmup_ratio=1.0),
+    batch=Batch(micro_batch_size=8, global_batch_size=16, max_steps=8, max_len=64),
+    evaluate=Evaluate(eval_steps=2, keep="best"),
+    save_steps=1,
+    max_ckpt_num=1,
+    probes=3,
+)
+COURSES = {
+    "best": Wanted(RISING),
+    "best_zero3": Wanted(replace(RISING, peft=Peft(), zero=ZERO3)),
+    "patience": Wanted(replace(RISING, evaluate=Evaluate(eval_steps=2, early_stop_patience=1))),
+    # A rate that rises linearly to 1e30 leaves bf16 within a step or two.
+    "diverges": Wanted(
+        replace(
+            SHORT,
+            optim=Optim(lr=1e30, scheduler="linear", warmup_ratio=0.9),
+            zero=Zero(0),
+            save_steps=1,
+        )
+    ),
+    "more_than_there_is": Wanted(
+        replace(SHORT, batch=Batch(32, 192, max_steps=2, max_len=64), zero=Zero(2))
+    ),
+}
+RESUMED = Settings(
+    optim=Optim(lr=5e-3, warmup_ratio=0.2),
+    # 50 examples and 16 a step: steps 4 and 7 take examples of two epochs.
+    batch=Batch(micro_batch_size=4, global_batch_size=16, max_steps=7, max_len=128),
+    save_steps=3,
+    max_ckpt_num=0,
+    probes=3,
+)
+DROPOUT = replace(LORA, dropout=0.1, target_modules=("q_proj", "down_proj"))
+DPO = replace(RESUMED, objective="dpo", peft=DROPOUT, zero=Zero(3))
+HALF = replace(RESUMED, dtype="float16", batch=replace(RESUMED.batch, max_steps=20))
+RESUMES = {
+    "lora_3": replace(RESUMED, peft=DROPOUT, zero=Zero(3), gradient_checkpointing=True),
+    "lora_0": replace(RESUMED, peft=DROPOUT, zero=Zero(0)),
+    "full_1": replace(RESUMED, zero=Zero(1)),
+    "qlora_2": replace(RESUMED, peft=replace(DROPOUT, kind="qlora"), zero=Zero(2)),
+    "fp32_2": replace(RESUMED, peft=replace(DROPOUT, dropout=0.0), zero=Zero(2), dtype="float32"),
+    "8bit_2": replace(
+        RESUMED, peft=DROPOUT, zero=Zero(2), optim=replace(RESUMED.optim, optimizer="adamw_8bit")
+    ),
+    "full_3": replace(RESUMED, zero=Zero(3), evaluate=Evaluate(eval_steps=2)),
+    "half_2": replace(HALF, zero=Zero(2)),
+    "half_3": replace(HALF, peft=DROPOUT, zero=ZERO3),
+    "reward": replace(RESUMED, objective="reward", peft=DROPOUT, zero=Zero(3)),
+    "reward_qlora": replace(
+        RESUMED, objective="reward", peft=replace(DROPOUT, kind="qlora"), zero=Zero(2)
+    ),
+    "dpo": replace(DPO, evaluate=Evaluate(eval_steps=2)),
+    "dpo_full": replace(DPO, peft=Peft(), zero=Zero(2), optim=Optim(lr=5e-4)),
+    "dpo_offload": replace(DPO, zero=Zero(2, **OFFLOAD)),
+    "kto": replace(RESUMED, objective="kto", peft=DROPOUT, zero=Zero(2)),
+    "sft_offload": replace(RESUMED, zero=Zero(3, **OFFLOAD)),
+}
+ASYNC = ("full_1", "8bit_2", "lora_3")
+"""Cases whose checkpoints are written beside training."""
+DATA_OF = {"sft": "fifty_words", "reward": "fifty_pairs", "dpo": "fifty_pairs", "kto": "labelled"}
+PLAIN_SGD = Settings(
+    dtype="float32",
+    # A large epsilon makes AdamW follow the gradient, as SGD does.
+    optim=Optim(lr=0.03, eps=1.0, weight_decay=0.01, scheduler="constant", max_grad_norm=1e9),
+    batch=Batch(4, 8, max_steps=2, max_len=256),
+    launch=Launch(nproc=2, threads=1),
+    zero=Zero(2),
+    save_steps=0,
+    probes=4,
+)
+TEXTS = replace(PLAIN_SGD, mask="every_token")
+OF_PAIRS = replace(
+    PLAIN_SGD, batch=replace(PLAIN_SGD.batch, micro_batch_size=2, global_batch_size=4)
+)
+SHARED_DPO = replace(OF_PAIRS, objective="dpo", peft=LORA)
+SHARED = {
+    "sft": Wanted(TEXTS, data="texts"),
+    "dpo": Wanted(replace(SHARED_DPO, loss=Loss(nll=0.5)), "one_key_head", "pairs"),
+    "experts": Wanted(
+        replace(TEXTS, router_aux_loss_coef=0.5, gradient_checkpointing=True), "experts", "texts"
+    ),
+    "sft_zero3": Wanted(
+        replace(TEXTS, peft=LORA, zero=ZERO3, gradient_checkpointing=True), data="texts"
+    ),
+    "window": Wanted(TEXTS, "window", "texts"),
+    "experts_dpo_zero3": Wanted(
+        replace(SHARED_DPO, zero=ZERO3, router_aux_loss_coef=0.5), "experts", "pairs"
+    ),
+    "simpo": Wanted(replace(OF_PAIRS, objective="simpo", peft=LORA), data="pairs"),
+    "orpo": Wanted(replace(OF_PAIRS, objective="orpo", peft=LORA), data="pairs"),
+    "kto": Wanted(replace(OF_PAIRS, objective="kto", peft=LORA), data="labelled"),
+    "reward": Wanted(
+        replace(
+            OF_PAIRS,
+            objective="reward",
+            peft=LORA,
+            zero=ZERO3,
+            optim=replace(PLAIN_SGD.optim, lr=0.001),
+        ),
+        data="pairs",
+    ),
+}
+"""Jobs whose losses and gradients do not depend on the ranks that share a row."""
+DEFAULT_SHARED = ("sft", "dpo", "experts")
+
+
+def shared(name: str, sharing: int, nproc: int = 2) -> Wanted:
+    """Return a job of `SHARED` whose rows are divided over `sharing` ranks."""
+    wanted = SHARED[name]
+    launch = replace(wanted.settings.launch, nproc=nproc, sequence_parallel=sharing)
+    return replace(wanted, settings=replace(wanted.settings, launch=launch), record=True)
+
+
+JOBS = {**STAGES, **REWARDS, **COURSES}
+for name, settings in RESUMES.items():
+    data, beside = DATA_OF[settings.objective], name in ASYNC
+    JOBS[f"whole_{name}"] = Wanted(settings, data=data, async_save=beside)
+    JOBS[f"again_{name}"] = Wanted(settings, data=data, resumes=f"whole_{name}")
+for name in SHARED:
+    JOBS |= {f"{name}_over_{sharing}": shared(name, sharing) for sharing in (1, 2)}
+DEFAULT = (
+    "full_zero3", "qlora_zero2", "dora_zero2", "dora_zero3", "rows_untied_zero3",
+    "reward_lora_zero3", "whole_lora_3", "again_lora_3", "best", "patience",
+    *(f"{name}_over_{sharing}" for name in DEFAULT_SHARED for sharing in (1, 2)), "diverges",
+)  # fmt: skip
+"""Jobs of the default suite, with every kind of file, objective, restart and sharing once."""
+
+
+class Trained(Mapping[str, TrainJob]):
+    """Every job by name. The first access to a job trains all of its launch."""
+
+    def __init__(self, folder: Path, dataset: Path, tokenizer: Any) -> None:
+        self.folder = folder
+        self._inputs = Inputs(folder, dataset, tokenizer)
+        self._trained: dict[str, TrainJob] = {}
+        self._broken: dict[str, Exception] = {}
+
+    def __getitem__(self, name: str) -> TrainJob:
+        kind = "default" if name in DEFAULT else "slow"
+        if kind in self._broken:
+            raise self._broken[kind]
+        if name not in self._trained:
+            launch = self.folder / kind
+            (launch / "engines").mkdir(parents=True)
+            wanted = {n: job for n, job in JOBS.items() if (n in DEFAULT) == (name in DEFAULT)}
+            try:
+                self._trained |= self.train(launch, wanted, checks=launch / "engines")
+            except Exception as error:  # a rank alone has failed, and no job is complete
+                self._broken[kind] = error
+                raise
+        return self._trained[name]
+
+    def train(
+        self, launch: Path, wanted: Mapping[str, Wanted], nproc: int = 2, **more: Any
+    ) -> dict[str, TrainJob]:
+        """Train jobs in one launch."""
+        jobs: dict[str, TrainJob] = {}
+        place = Place(launch, Path(), Path())
+        for name, one in wanted.items():
+            before = jobs[one.resumes].checkpoints if one.resumes else None
+            jobs[name] = place.job(
+                name,
+                one.settings,
+                base=self._inputs.base(one.base),
+                data=self._inputs.data(one.data),
+                resume=before / "step-00000003" if before else None,
+                async_save=one.async_save,
+                max_truncated=0.4,
+            )
+            if one.record:
+                (launch / name / "record").touch()
+        place.run(list(jobs.values()), nproc, **more)
+        return jobs
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(JOBS)
+
+    def __len__(self) -> int:
+        return len(JOBS)
+
+
+class Inputs:
+    """Makes each kind of base and of data once."""
+
+    def __init__(self, folder: Path, dataset: Path, tokenizer: Any) -> None:
+        self._folder, self._words, self._tokenizer = folder, dataset, tokenizer
+
+    def base(self, kind: str) -> Path:
+        path, far = self._folder / f"base_{kind}", {"max_position_embeddings": 512}
+        if path.exists():
+            return path
+        sizes: dict[str, dict[str, Any]] = {
+            "tied": far,
+            "rows_tied": {},
+            "rows_untied": {"tie_word_embeddings": False},
+            "wide": {
+                "hidden_size": 5120, "num_hidden_layers": 1, "num_attention_heads": 2,
+                "head_dim": 32, "num_key_value_heads": 1, "intermediate_size": 64,
+                "tie_word_embeddings": False, **far,
+            },
+            "one_key_head": {"num_key_value_heads": 1, **far},
+            "window": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1,
+                       **far},
+            "large_vocabulary": {"vocab_size": 151_936, "hidden_size": 16, "num_hidden_layers": 1,
+                                 "tie_word_embeddings": False, **far},
+            "far": {"max_position_embeddings": 8192},
+        }  # fmt: skip
+        if kind == "experts":
+            return save_experts(path, self._tokenizer, **far)
+        save_base(path, self._tokenizer, **sizes[kind])
+        if kind.startswith("rows_"):
+            from tasks.weights.tokens.add_tokens import grow
+
+            grow(path, ["copy", "<tool>"], multiple=8)
+        return path
+
+    def data(self, kind: str) -> Path:
+        if kind == "words":
+            return self._words
+        path = self._folder / f"data_{kind}"
+        if not path.exists():
+            for split, count in (("train", 50), ("heldout", 10)):
+                write(path, rows_of(kind, count, seed=count), split)
+        return path
+
+
+def rows_of(kind: str, count: int, *, seed: int) -> list[Row]:
+    """Make rows of very different lengths; the chosen answers of pairs are in capitals."""
+    draw = random.Random(seed)
+
+    def word() -> str:
+        length = draw.choice((draw.randint(1, 12), draw.randint(3, 6), draw.randint(20, 60)))
+        return "".join(draw.choice("abcdef") for _ in range(length))
+
+    rows: list[Row] = []
+    for number in range(count):
+        right, name = word(), f"s{number}"
+        turns = [user(f"copy {right[:5]}"), answer(right)]
+        if kind.endswith("pairs"):
+            rows.append(pair(name, "say", right.upper(), right + "a"))
+        elif kind == "texts":
+            rows.append({"id": name, "text": right * draw.choice((1, 1, 3))})
+        elif kind == "long_texts":
+            rows.append({"id": name, "text": "ab" * 4000})
+        elif kind == "labelled":
+            rows.append({"id": name, "messages": turns, "desirable": number % 2 == 0})
+        else:
+            rows.append({"id": name, "messages": turns})
+    return rows
+
+
+def read_record(job: TrainJob) -> tuple[dict[str, Any], int]:
+    """Return the gradients of every step, and the bytes that a pass kept for its backward pass."""
+    from safetensors.torch import load_file
+
+    folder = job.out.parent
+    return load_file(folder / "gradients.safetensors"), json.loads(
+        (folder / "kept.json").read_text()
+    )

@@ -1,0 +1,124 @@
+"""Loss, gradients and fingerprints do not depend on the ranks, nor on how they share rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from tasks.drift.fingerprint import Fingerprint
+from tasks.drift.reward_scores import ScorePrint
+from tasks.training.job import Peft, TrainJob
+from tests.settings import Batch
+from tests.training.jobs import (
+    DEFAULT_SHARED,
+    LORA,
+    PLAIN_SGD,
+    SHARED,
+    TEXTS,
+    ZERO3,
+    Trained,
+    Wanted,
+    read_record,
+    shared,
+)
+from tests.training.places import results
+
+pytestmark = pytest.mark.timeout(2400)
+TOLERANCE = 1e-5
+"""Largest difference of a number, and of a gradient relative to its largest number, in fp32."""
+RATIO = 1e-4
+"""Largest difference of a log-ratio: both of its sums are hundreds of nats."""
+
+
+def require_same(alone: TrainJob, divided: TrainJob, name: str) -> None:
+    """Compare a case's numbers and gradients with those on other ranks."""
+    expected, measured = results(alone), results(divided)
+    assert measured["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE), name
+    for before, after in zip(expected["evaluations"], measured["evaluations"], strict=True):
+        assert after == pytest.approx(before, rel=TOLERANCE, abs=RATIO), name
+    kind = ScorePrint if objective_of(name) == "reward" else Fingerprint
+    prints = [kind.load(job.out / expected["print"]) for job in (alone, divided)]
+    numbers = [p.scores if kind is ScorePrint else p.logprobs.ravel() for p in prints]
+    assert list(numbers[1]) == pytest.approx(list(numbers[0]), rel=TOLERANCE, abs=TOLERANCE)
+    one, two = (read_record(job)[0] for job in (alone, divided))
+    assert one.keys() == two.keys()
+    assert sum(bool(gradient.any()) for gradient in one.values()) > len(one) / 2
+    for key, gradient in one.items():
+        apart = float((two[key] - gradient).abs().max())
+        assert apart <= TOLERANCE * max(float(gradient.abs().max()), 1e-6), (name, key, apart)
+
+
+def objective_of(name: str) -> str:
+    return SHARED[name].settings.objective if name in SHARED else "sft"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in DEFAULT_SHARED else pytest.param(n, marks=pytest.mark.slow) for n in SHARED],
+)
+def test_two_ranks_share_rows_exactly(trained: Trained, name: str) -> None:
+    require_same(trained[f"{name}_over_1"], trained[f"{name}_over_2"], name)
+
+
+@pytest.mark.slow
+def test_any_number_of_ranks(trained: Trained) -> None:
+    """One rank, two groups of two, and one of four, with fewer key heads than ranks."""
+    names = ("sft_zero3", *DEFAULT_SHARED)
+    alone = trained.train(trained.folder / "one", {n: shared(n, 1, 1) for n in names}, 1)
+    for sharing in (2, 4):
+        wanted = {name: shared(name, sharing, 4) for name in names}
+        divided = trained.train(trained.folder / f"four-{sharing}", wanted, 4)
+        for name in names:
+            require_same(alone[name], divided[name], name)
+
+
+LARGE = replace(TEXTS, batch=replace(TEXTS.batch, micro_batch_size=1, global_batch_size=2))
+ONLY_HEAD = replace(LORA, target_modules=("q_proj", "lm_head"))
+HEADS: Mapping[str, Peft] = {
+    "full": Peft(),
+    "saved": replace(LORA, target_modules=("q_proj",), modules_to_save=("lm_head",)),
+    "lora": ONLY_HEAD,
+    "dora": replace(ONLY_HEAD, use_dora=True),
+}
+
+
+@pytest.mark.slow
+def test_a_vocabulary_of_real_size(trained: Trained) -> None:
+    """At which ranks compute their head in portions: 220 tokens at a time, some have several.
+
+    If ZeRO-3 gathered the head once per portion, a rank with more portions would wait for the
+    others until the collective timeout.
+    """
+    wanted = {
+        name: Wanted(replace(LARGE, peft=peft, zero=ZERO3), "large_vocabulary", "texts", True)
+        for name, peft in HEADS.items()
+    }
+    launch = replace(LARGE.launch, nproc=1)
+    single = {
+        name: replace(one, settings=replace(one.settings, launch=launch))
+        for name, one in wanted.items()
+    }
+    alone = trained.train(trained.folder / "large-1", single, 1)
+    divided = trained.train(trained.folder / "large-2", wanted)
+    for name in HEADS:
+        require_same(alone[name], divided[name], name)
+
+
+@pytest.mark.slow
+def test_a_long_row_costs_each_rank_half_of_the_activations(trained: Trained) -> None:
+    batch = Batch(2, 2, max_steps=1, max_len=8192)
+    settings = replace(TEXTS, batch=batch, probes=PLAIN_SGD.probes)
+    sharing = replace(settings, launch=replace(settings.launch, sequence_parallel=2))
+    alone = trained.train(
+        trained.folder / "long-1",
+        {"long": Wanted(replace(settings, launch=replace(settings.launch, nproc=1)), "far",
+                        "long_texts", True)},
+        1,
+    )["long"]  # fmt: skip
+    divided = trained.train(
+        trained.folder / "long-2", {"long": Wanted(sharing, "far", "long_texts", True)}
+    )["long"]
+    require_same(alone, divided, "long")
+    assert 0.45 < read_record(divided)[1] / read_record(alone)[1] < 0.55

@@ -1,0 +1,284 @@
+"""Real torchrun with two ranks: the files of each kind of training are the trained model."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tasks.core.errors import ConfigError
+from tasks.drift.fingerprint import EXACT, Fingerprint, drift, within
+from tasks.drift.reward_scores import ScorePrint, score_drift
+from tasks.training.engine.checkpoint import complete
+from tasks.training.job import Peft, TrainJob
+from tests.settings import Settings
+from tests.training.jobs import CUT_AT, DEFAULT, REWARD, REWARDS, STAGES, Trained
+from tests.training.places import losses, read_json, results, run_train, start_weights, weights
+
+
+def default_or_slow(*names: str) -> list[Any]:
+    return [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+# The slow launch trains all of its jobs before the first test that reads one.
+pytestmark = pytest.mark.timeout(2400)
+OF_TOKENS = default_or_slow(*(n for n in STAGES if not n.startswith("fp32_")))
+OF_SCORES = default_or_slow(*REWARDS)
+
+
+def load_trained(job: TrainJob, auto: Any, **extra: Any) -> Any:
+    """Load the trained model with peft and transformers, without code that trained it."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import BitsAndBytesConfig
+
+    from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
+
+    peft = job.settings.peft
+    if peft.kind == "qlora":
+        extra["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=peft.quant_type,
+            bnb_4bit_use_double_quant=peft.double_quant,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+    model = auto.from_pretrained(job.base, dtype=torch.bfloat16, **extra)
+    if peft.kind != "none":
+        document = read_json(job.out / "adapter_config.json")
+        unknown = {"peft_type", "peft_version", "auto_mapping", "inference_mode"}
+        config = LoraConfig(**{k: v for k, v in document.items() if k not in unknown})
+        model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    parameters = dict(model.named_parameters())
+    for name, tensor in weights(job).items():
+        assert parameters[name].shape == tensor.shape
+        parameters[name].data = tensor.bfloat16()
+    return keep_as_loaded(model).eval()
+
+
+@pytest.mark.parametrize("name", OF_TOKENS)
+def test_the_files_are_the_model_that_was_trained(trained: Trained, name: str) -> None:
+    """An independent scorer gives the live engine's fingerprint on the joined partitions."""
+    from transformers import AutoModelForCausalLM
+
+    job = trained[name]
+    assert losses(job)[-1] < losses(job)[0] - 0.1
+    full = weights(job)
+    assert all(torch.isfinite(t).all() and t.numel() for t in full.values())
+    assert all(t.any() for n, t in full.items() if "lora_B" in n)
+    model = load_trained(job, AutoModelForCausalLM)
+    reference = Fingerprint.load(job.out / "fingerprint.fp")
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        rows = [model(torch.tensor([p])).logits[0, :-1].float() for p in reference.probes]
+    logprobs = torch.log_softmax(torch.cat(rows), dim=-1)
+    measured = replace(
+        reference,
+        logprobs=logprobs.gather(1, torch.from_numpy(reference.ids).long()).numpy(),
+        top1=logprobs.argmax(-1).int().numpy(),
+        engine="test",
+    )
+    assert reference.noise is not None
+    assert within(drift(reference, measured), EXACT, noise=reference.noise) == []
+
+
+def test_files_beside_the_weights(trained: Trained, tokenizer) -> None:
+    names = {"shards", "partitions.json", "train.json", "config.json", "tokenizer",
+             "generation_config.json", "fingerprint.fp"}  # fmt: skip
+    for name, more in (("full_zero3", set()), ("qlora_zero2", {"adapter_config.json"})):
+        out = trained[name].out
+        assert {path.name for path in out.iterdir()} == names | more
+        assert "quantization_config" not in read_json(out / "config.json")
+        generation = read_json(out / "generation_config.json")
+        assert generation["eos_token_id"] == tokenizer.eos_token_id
+        assert read_json(out / "partitions.json")["dtype"] == "BF16"
+        document = results(trained[name])
+        assert document["base_digest"] == "b" * 64
+        assert (document["quantization"] is None) == (name == "full_zero3")
+
+
+def test_truncated_rows_are_reported_and_ranks_tokenise_as_one(
+    trained: Trained, tmp_path: Path
+) -> None:
+    from tests.training.datasets import load
+
+    job = trained["full_zero3"]
+    lines = (job.data / "train.jsonl").read_text().splitlines()
+    words = [json.loads(line)["messages"][1]["content"] for line in lines]
+    alone = load(replace(job, tokens=tmp_path), ("text",))
+    assert alone.lengths.max() == CUT_AT
+    (entry,) = tmp_path.iterdir()
+    notes = read_json(entry / "examples.json")["notes"]
+    assert notes["truncated"] == sum(len(word) == 6 for word in words) > 0
+    by_ranks = job.token_folder / entry.name
+    for path in entry.iterdir():
+        assert path.read_bytes() == (by_ranks / path.name).read_bytes(), path.name
+
+
+SAME: dict[str, tuple[str, float, float | None]] = {
+    "dora_zero3": ("dora_zero2", 2e-3, None),  # DoRA has its base weight under ZeRO-3
+    "patterns_zero3": ("patterns_zero2", 2e-3, None),
+    "rows_zero3": ("rows_zero2", 2e-3, None),
+    "checkpointed_zero3": ("lora_zero2", 2e-3, None),
+    "reentrant_zero3": ("lora_zero2", 2e-3, None),
+    "8bit_zero3": ("8bit_zero2", 0.05, None),
+    "reward_full_zero3": ("reward_full_zero1", 0.02, None),
+    # The fused LoRA layers are used without ZeRO-3, peft's own under it.
+    "fp32_zero3": ("fp32_zero2", 1e-5, 1e-5),
+    "fp32_rows_of_1": ("fp32_zero2", 1e-5, 1e-5),
+    "fp32_offload_zero2": ("fp32_zero2", 1e-5, 2e-5),
+    "fp32_offload_zero3": ("fp32_zero3", 1e-5, 2e-5),
+}
+"""Job: the job that trains the same, and tolerances of losses and weights."""
+
+
+@pytest.mark.parametrize("name", default_or_slow(*SAME))
+def test_engines_and_batches_do_not_change_the_training(trained: Trained, name: str) -> None:
+    other, of_losses, of_weights = SAME[name]
+    job, expected = trained[name], trained[other]
+    assert losses(job) == pytest.approx(losses(expected), abs=of_losses)
+    start, same_start = start_weights(job), start_weights(expected)
+    assert start.keys() == same_start.keys()
+    assert all(torch.equal(tensor, same_start[n]) for n, tensor in start.items())
+    if of_weights is not None:
+        final = weights(job)
+        for n, tensor in weights(expected).items():
+            torch.testing.assert_close(final[n], tensor, rtol=0, atol=of_weights)
+
+
+@pytest.mark.slow
+def test_patterns_and_modules_to_save(trained: Trained) -> None:
+    full = weights(trained["patterns_zero3"])
+    ranks = {name: tensor.shape[0] for name, tensor in full.items() if ".lora_A." in name}
+    assert len(ranks) == 2 * 6  # of seven linear maps one is excluded
+    assert not any("down_proj" in name for name in ranks)
+    for name, rank in ranks.items():
+        assert rank == (2 if "q_proj" in name else 6 if "layers.1.mlp.up_proj" in name else 4)
+    assert [name for name in full if "modules_to_save" in name] == [
+        "base_model.model.model.embed_tokens.modules_to_save.default.weight"
+    ]
+
+
+def test_rows_of_new_tokens_in_both_tables_of_an_untied_model(trained: Trained) -> None:
+    job = trained["rows_untied_zero3"]
+    indices = read_json(job.out / "adapter_config.json")["trainable_token_indices"]
+    assert indices == {"model.embed_tokens": [259, 260], "lm_head": [259, 260]}
+    assert read_json(job.out / "config.json")["vocab_size"] == 264
+    before, after = start_weights(job), weights(job)
+    moved = {
+        name.partition(".token_adapter")[0].rpartition(".")[2]: (before[name] != after[name])
+        for name in after
+        if "trainable_tokens" in name
+    }
+    # No text has "<tool>": what it is read as is not learnt, that it is not said is.
+    assert {name: rows.any(dim=1).tolist() for name, rows in moved.items()} == {
+        "embed_tokens": [True, False],
+        "lm_head": [True, True],
+    }
+
+
+@pytest.mark.parametrize("name", OF_SCORES)
+def test_a_reward_models_head_is_trained_in_full_and_saved(
+    trained: Trained, name: str, tokenizer
+) -> None:
+    """Known failures elsewhere: `score.weight` not saved, saved as [0], or with a LoRA on it."""
+    from transformers import AutoModelForSequenceClassification
+
+    job = trained[name]
+    full, start, config = weights(job), start_weights(job), read_json(job.out / "config.json")
+    assert losses(job)[-1] < 0.5 * losses(job)[0]
+    assert config["architectures"] == ["Qwen2ForSequenceClassification"]
+    assert config["id2label"] == {"0": "LABEL_0"}  # two labels is transformers' default
+    assert config["pad_token_id"] == tokenizer.pad_token_id
+    adapted, hidden = job.settings.peft.kind != "none", config["hidden_size"]
+    key = "base_model.model.score.modules_to_save.default.weight" if adapted else "score.weight"
+    draw = torch.Generator().manual_seed(REWARD.seed)
+    drawn = torch.randn(1, hidden, generator=draw) / math.sqrt(hidden + 1)
+    assert torch.equal(start[key], drawn.bfloat16())
+    assert (full[key] != start[key]).float().mean() > 0.9
+    assert [name for name in full if "score" in name and "lora" in name] == []
+    if adapted:
+        adapter = read_json(job.out / "adapter_config.json")
+        assert (adapter["task_type"], "score" in adapter["modules_to_save"]) == ("SEQ_CLS", True)
+        assert all(tensor.any() for name, tensor in full.items() if "lora" in name)
+
+    (path,) = [p for p in job.out.iterdir() if p.name == results(job)["print"]]
+    reference = ScorePrint.load(path)
+    model = load_trained(job, AutoModelForSequenceClassification, num_labels=1, pad_token_id=None)
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        scores = [float(model(torch.tensor([p])).logits[0, 0]) for p in reference.probes]
+    apart = score_drift(reference, replace(reference, scores=tuple(scores), engine="test"))
+    assert apart.mean_difference < 1e-3
+    assert apart.unit > 0.1
+    assert reference.noise is not None
+    assert reference.noise < 0.05 * apart.unit
+
+
+@pytest.mark.parametrize("name", default_or_slow("best", "best_zero3"))
+def test_the_best_weights_are_published_and_kept_beside_the_last(
+    trained: Trained, name: str
+) -> None:
+    job, document = trained[name], results(trained[name])
+    by_step = {e["step"]: e["loss"] for e in document["evaluations"]}
+    best = int(document["metrics"]["best_step"])
+    assert list(by_step) == [2, 4, 6, 8]
+    assert best == min(by_step, key=by_step.__getitem__) != 8
+    assert document["metrics"]["heldout_loss_after"] == by_step[best]
+    stored = job.checkpoints / f"step-{best:08d}" / "shards"
+    for path in sorted(stored.iterdir()):
+        assert (job.out / "shards" / path.name).read_bytes() == path.read_bytes()
+    kept = [path.name for path in complete(job.checkpoints)]
+    assert kept == [f"step-{best:08d}", "step-00000007"]
+
+
+def test_early_stopping(trained: Trained) -> None:
+    document = results(trained["patience"])
+    best = document["metrics"]["best_step"]
+    assert len(document["losses"]) == document["metrics"]["steps"] == best + 2 < 8
+    assert document["metrics"]["heldout_loss_after"] == document["evaluations"][-1]["loss"]
+
+
+@pytest.mark.slow
+def test_a_batch_larger_than_the_dataset(trained: Trained) -> None:
+    assert len(losses(trained["more_than_there_is"])) == 2
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(
+    trained: Trained,
+) -> None:
+    job = trained["diverges"]
+    failure = (job.out / "failure").read_text()
+    (last,) = complete(job.checkpoints)
+    assert str(last) in failure
+    assert "lora_A" in failure
+    assert "samples s" in failure
+    assert not (job.out / "train.json").exists()
+
+
+def test_gradients_are_summed_in_fp32_and_biases_do_not_decay(trained: Trained) -> None:
+    """DeepSpeed refuses fp32 sums of bf16 below ZeRO-2; one tensor is enough for every stage."""
+    assert trained["full_zero3"].out.is_dir()
+    folder = trained.folder / "default" / "engines"
+    sums, single = (read_json(folder / f"{name}.json") for name in ("sums", "single"))
+    whole = (256 + 63 * 0.5) / 64
+    assert [gradient for gradient, *_ in sums[2:]] == [whole, whole]
+    assert sums[0][0] < whole
+    assert [[weight, bias] for _, weight, bias in sums] == [[0.75, 1.0]] * 4
+    for measures in single:
+        assert measures == pytest.approx(single[0], rel=1e-6)
+    before, after, norm = single[0]
+    assert after < before
+    assert norm > 0.1  # reported under every stage
+
+
+def test_a_merged_qlora_model_is_not_quantised_again(tmp_path: Path, dataset: Path) -> None:
+    from tests.weights.making import near_nf4
+
+    settings = Settings(peft=Peft("qlora", rank=4, alpha=4))
+    with pytest.raises(ConfigError, match="layers.0.mlp.up_proj") as caught:
+        run_train(tmp_path, near_nf4(tmp_path / "merged", 0.01), dataset, settings)
+    assert "peft=lora" in caught.value.hint

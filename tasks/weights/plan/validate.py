@@ -81,10 +81,10 @@ def plan_findings(plan: Plan, sources: Mapping[str, Source]) -> Iterator[str]:
 def _coverage_findings(plan: Plan, sources: Mapping[str, Source]) -> Iterator[str]:
     """Check that every input tensor is used once and in full, or dropped for a reason."""
     used: dict[str, list[tuple[int, int, str]]] = {}
-    untied = set(plan.notes.get("untied", ()))
-    for op in sorted(plan.ops, key=lambda op: op.name in untied):
-        if op.name in untied and op.source in used:
-            continue  # a formerly tied tensor is read for both of its names
+    shared = {*plan.notes.get("untied", ()), *plan.notes.get("copied", ())}
+    for op in sorted(plan.ops, key=lambda op: op.name in shared):
+        if op.name in shared and op.source in used:
+            continue  # a tied tensor, or one that was, is read for both of its names
         if op.encoding is None or op.encoding.part == "weight":  # scales have the same source
             used.setdefault(op.source, []).append((op.start, op.start + prod(op.shape), op.name))
     used_by_terms = {name for op in plan.ops for term in op.terms for name in operands(term)}

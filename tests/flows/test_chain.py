@@ -12,12 +12,18 @@ from pathlib import Path
 import pytest
 
 from tasks.pipeline.artifact import open_artifact, verify
+from tests.conftest import PROJECT
 from tests.flows.conftest import Run
 from tests.flows.test_online import OF_CRITICS, keys_of
 from tests.flows.tracked import children, curve
-from tests.test_docs import TEXT
 
 pytestmark = pytest.mark.slow
+PAGES = (
+    PROJECT / "README.md",
+    *(PROJECT / "docs").glob("*.md"),
+    *(PROJECT / "docs/guides").glob("*"),
+)
+TEXT = "\n".join(page.read_text() for page in PAGES if page.name != "log.md")
 STEPS = ("sft", "reward", "ppo")
 NEAR = 0.03
 """Allowed difference of a figure on another kind of CPU: a share, or standard deviations."""

@@ -60,10 +60,8 @@ def test_a_sweep_runs_every_job_and_returns_the_worst(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["train.lrr=1"], "-> train.lr=1"),
         (["--multirun", "train.lrr=1"], "-> train.lr=1"),
         (["+exp=qlorra"], "-> +exp=qlora or "),
-        (["train.lr=["], "train.lr=["),
         (["+exp=sft_qlora", "chain={sft:[train=sft]}"], """'+chain={sft:["train=sft"]}'"""),
         ([], "python flows/rlhf.py --help"),
     ],

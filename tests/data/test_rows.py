@@ -342,48 +342,32 @@ def test_pairs_that_prefer_nothing_are_refused() -> None:
     ):
         row = {"prompt": "q", "chosen": "good", "rejected": "bad", "m": 1, **changes}
         wrong += refusals(partial(preference, row, Columns(margin="m")), named)
+    alone = [user("a"), answer("b")]
+    other = [user("c"), answer("b")]
+    for row, named in (
+        ({"rejected": "x"}, "'chosen'"),
+        ({}, "'chosen', no 'rejected'"),
+        ({"chosen": "x", "rejected": "y"}, "'chosen'"),
+        ({"chosen": alone, "rejected": other}, "message 1"),
+        ({"chosen": [*alone, *alone], "rejected": [*alone, *other]}, "message 3"),
+    ):
+        wrong += refusals(partial(preference, row, Columns()), named)
     assert wrong == []
     for raw, margin in ((1, 1.0), (-0.5, -0.5), ("0.25", 0.25)):
         row = {"prompt": "q", "chosen": "good", "rejected": "bad", "m": raw}
         assert preference(row, Columns(margin="m")) == {**WANTED, "margin": margin}
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ({"rejected": "x"}, "no 'chosen'"),
-        ({}, "no 'chosen', no 'rejected'"),
-        ({"chosen": "x", "rejected": "y"},
-         "'chosen' is a text, and there is no prompt to go with it"),
-        ({"chosen": [user("a"), answer("b")], "rejected": [user("c"), answer("b")]},
-         "the two conversations differ first at message 1, which is not an answer"),
-        ({"chosen": [user("a"), answer("b"), user("c"), answer("d")],
-          "rejected": [user("a"), answer("b"), user("e"), answer("d")]},
-         "the two conversations differ first at message 3, which is not an answer"),
-    ],
-)  # fmt: skip
-def test_unusable_pairs_without_a_prompt_have_a_reason(row: dict[str, Any], reason: str) -> None:
-    with pytest.raises(Unusable) as caught:
-        preference(row, Columns())
-    assert str(caught.value) == reason
-
-
-@pytest.mark.parametrize(
-    ("raw", "flag"),
-    [(True, True), (False, False), (1, True), (0, False), ("true", True), ("False", False)],
-)  # fmt: skip
-def test_labels(raw: object, flag: bool) -> None:
-    row = {"prompt": "q", "response": "a", "label": raw}
-    labelled_row = labelled(row, Columns())
-    assert labelled_row == {"messages": [user("q"), answer("a")], "desirable": flag}
-
-
-@pytest.mark.parametrize("raw", ["good", 2, 0.5, None, [True], ""])
-def test_labels_that_are_none(raw: object) -> None:
-    with pytest.raises(Unusable, match="'label' must be true or false, found "):
-        labelled({"prompt": "q", "response": "a", "label": raw}, Columns())
-    with pytest.raises(Unusable, match="no 'label', the column of the label"):
-        labelled({"prompt": "q", "response": "a"}, Columns())
+def test_labels() -> None:
+    bare = {"prompt": "q", "response": "a"}
+    flags = {True: True, False: False, "true": True, "False": False}
+    for raw, flag in [*flags.items(), (1, True), (0, False)]:
+        row = {"messages": [user("q"), answer("a")], "desirable": flag}
+        assert labelled({**bare, "label": raw}, Columns()) == row
+    wrong = []
+    for raw in ("good", 2, 0.5, None, [True], ""):
+        wrong += refusals(partial(labelled, {**bare, "label": raw}, Columns()), "'label'")
+    assert wrong + refusals(partial(labelled, bare, Columns()), "'label'") == []
 
 
 def test_transcripts_are_read_as_they_are_written() -> None:

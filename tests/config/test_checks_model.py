@@ -84,37 +84,16 @@ def test_a_hub_id_is_known_once_its_config_is_in_the_cache(
     assert "hf download owner/absent config.json" in str(unknown)
 
 
-def model_folder(path: Path, config: dict[str, Any]) -> Path:
-    """Return the folder of a model of this configuration, initialised at random."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(path)
-    (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}}))
-    return path
-
-
-def findings_of(path: Path, config: dict[str, Any], *overrides: str) -> dict[str, str]:
-    """Return the findings about base and objective of a run with this base, by key."""
-    base = model_folder(path / str(config["model_type"]), config)
-    composed = compose_config([*overrides, "model=hf", f"model.path={base}"]).settings
-    about = ("model.path", "model.attn_implementation", "train.objective")
-    return {f.what: str(f) for f in findings(composed, path / "runs") if f.what in about}
-
-
-def of_family(name: str, **changes: Any) -> dict[str, Any]:
-    """Return the config.json of a family, as transformers writes it."""
-    config: dict[str, Any] = tiny(name, **changes).to_dict()
-    return config
-
-
-def test_a_family_that_cannot_be_packed_is_refused(tmp_path: Path) -> None:
+def test_a_family_that_cannot_be_packed_is_refused(folder: Path) -> None:
     """Training packs sequences, and recurrent layers would carry one into the next."""
-    mamba = of_family("Mamba2", head_dim=16, num_heads=4, n_groups=1)
-    assert list(findings_of(tmp_path, mamba)) == ["model.path"]
-    gemma = of_family("Gemma2", head_dim=32)
-    capped = findings_of(tmp_path, gemma)
-    assert list(capped) == ["model.attn_implementation"]
-    assert "model.attn_implementation=eager" in capped["model.attn_implementation"]
+    gemma = Known(config=tiny("Gemma2", head_dim=32).to_dict())
+    (capped,) = model.packed("sdpa", gemma)
+    assert capped.override.startswith("model.attn_implementation=eager")
+    assert model.packed("eager", gemma) == []
+    (folder / "config.json").write_text(json.dumps({"model_type": "mamba2"}))
+    settings = compose_config(["model=hf", f"model.path={folder}"]).settings
+    problems = [str(finding) for finding in findings(settings, folder / "runs")]
+    assert [text for text in problems if text.startswith("model.path: mamba2 ")]
 
 
 @pytest.mark.parametrize(
@@ -155,25 +134,19 @@ def test_the_table_is_that_of_the_installed_transformers() -> None:
         assert families(name) == frozenset(getattr(auto, table))
 
 
-def shared_rows(path: Path, config: dict[str, Any], *overrides: str) -> list[str]:
-    """Return the offers of the findings about `train.sequence_parallel`."""
-    base = model_folder(path / str(config["model_type"]), config)
-    composed = compose_config([*overrides, "model=hf", f"model.path={base}"]).settings
-    problems = findings(composed, path / "runs")
-    return [f.override for f in problems if f.what == "train.sequence_parallel"]
-
-
-def test_every_reason_against_shared_rows_is_reported_at_once(tmp_path: Path) -> None:
-    falcon = of_family("Falcon", num_attention_heads=4, alibi=False)
-    overrides = ("train.sequence_parallel=3", "train.nproc=4", "train=grpo")
-    eager = "model.attn_implementation=eager"
-    assert shared_rows(tmp_path, falcon, *overrides, eager, "train.max_len=16") == [
+def test_every_reason_against_shared_rows_is_reported_at_once() -> None:
+    train = {"sequence_parallel": 3, "nproc": 4, "nodes": 1, "objective": "grpo"}
+    falcon = Known(config={"model_type": "falcon", "num_attention_heads": 4})
+    assert [finding.override for finding in model.shared_rows(train, "eager", falcon)] == [
         "train.sequence_parallel=2",  # ranks
         "train.sequence_parallel=2",  # heads
         "train.sequence_parallel=1",  # responses are sampled in whole rows
         "model.attn_implementation=sdpa or train.sequence_parallel=1",
         "train.sequence_parallel=1",  # attention of the family
     ]
+    qwen = Known(config={"model_type": "qwen2", "num_attention_heads": 4})
+    plain = {**train, "sequence_parallel": 2, "objective": "dpo"}
+    assert model.shared_rows(plain, "sdpa", qwen) == []
 
 
 def test_families_with_their_own_attention_are_recognised_by_their_code() -> None:

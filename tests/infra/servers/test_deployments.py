@@ -102,7 +102,7 @@ def test_a_run_on_a_terminal_uses_the_server(site: Site, tmp_path: Path) -> None
         f"pages: {here}/runs  http://127.0.0.1:"
     )
     assert running_server(tmp_path) == {}
-    assert pages(tmp_path, PROJECT, {}).endswith(f"up PLUMBLINE_RUNS={tmp_path}")
+    assert pages(tmp_path, PROJECT, {}).endswith(str(tmp_path))  # where no server runs
 
 
 def test_up_again_finds_what_runs_and_one_run_at_a_time(site: Site) -> None:

@@ -55,6 +55,7 @@ check: setup-dev  ## lint, format, types, import rules, documentation
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(PY) -m tasks.audit.page | diff docs/findings.md -
+	$(PY) -m infra.docs.run_blocks
 	@$(MAKE) --no-print-directory docs
 
 docs: setup-dev  ## the documentation as a site in build/site, every link checked

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,10 +10,8 @@ import pytest
 
 from flows.chain.steps import chain_steps, compose
 from flows.cli.config import CONF, Composed, compose_config
-from flows.cli.entry import run_main
-from flows.cli.plan import check, render
+from flows.cli.plan import check
 from flows.cli.vocabulary import experiments
-from flows.orchestration.summary import Summary
 from tasks.config.checks.unread import LOSS, unread
 from tasks.config.choices import Objective
 from tasks.config.defaults import ONLINE, RATES, default
@@ -22,7 +19,6 @@ from tasks.core.errors import ConfigError
 from tests.machines import with_gpus
 
 MINE = ["model.path=owner/name", "data.path=rows.jsonl"]
-TOY_EXPERIMENTS = [name for name in experiments(CONF) if name.startswith("toy/")]
 
 
 def kinds(composed: Composed) -> tuple[str, str, str | None]:
@@ -33,11 +29,8 @@ def kinds(composed: Composed) -> tuple[str, str, str | None]:
 @pytest.mark.parametrize(
     ("overrides", "wanted"),
     [
-        ([], ("toy", "toy", "messages")),
         (["model.path=/models/x", "data.path=c.jsonl"], ("hf", "jsonl", "messages")),
-        (["model.path=owner/name", "data.path=c.json"], ("hf", "jsonl", "messages")),
         (["model.path=/models/x", "data.path=c.CSV"], ("hf", "csv", None)),
-        (["model=hf", "model.path=x", "data.path=c.parquet"], ("hf", "parquet", "messages")),
         (["model.path=x", "data.name=owner/rows"], ("hf", "hub", "messages")),
         (["model.path=x", "data=parquet", "data.path=part-0"], ("hf", "parquet", "messages")),
         (["model.path=x", "data.sources=[{path: a.csv}]"], ("hf", "csv", None)),
@@ -50,19 +43,15 @@ def test_a_path_selects_the_kind(overrides: list[str], wanted: tuple[str, str, s
     assert kinds(compose_config([*exp, *overrides])) == wanted
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
+def test_the_embedded_default_beside_a_path_is_refused() -> None:
+    for overrides, key in (
         (["model=toy", "model.path=/x", "data.path=c.jsonl"], "model.path"),
-        (["data=toy", "data.path=c.jsonl"], "data.path"),
         (["data=toy", "data.name=owner/rows"], "data.name"),
-    ],
-)
-def test_the_embedded_default_beside_a_path_is_refused(overrides: list[str], key: str) -> None:
-    arguments = ["+exp=sft_qlora", *overrides]
-    with pytest.raises(ConfigError) as caught:
-        check(chain_steps(compose(arguments), arguments))
-    assert any(line.startswith(f"{key}: ") for line in caught.value.details)
+    ):
+        arguments = ["+exp=sft_qlora", *overrides]
+        with pytest.raises(ConfigError) as caught:
+            check(chain_steps(compose(arguments), arguments))
+        assert any(line.startswith(f"{key}: ") for line in caught.value.details)
 
 
 def test_one_of_the_users_and_one_embedded_is_a_warning(
@@ -70,22 +59,16 @@ def test_one_of_the_users_and_one_embedded_is_a_warning(
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(f"{json.dumps({'prompt': 'a', 'response': 'b'})}\n" * 3)
-    for override, said in (
-        (f"data.path={rows}", "model.kind: the embedded model, of 0.9M parameters; "),
-        ("model.path=owner/name", "data.kind: embedded tasks for owner/name; "),
-    ):
+    for override, key in ((f"data.path={rows}", "model.kind"), ("model.path=a/b", "data.kind")):
         arguments = ["+exp=sft_full", f"paths.runs={tmp_path / 'runs'}", override]
         check(chain_steps(compose(arguments), arguments))
-        assert f"warning: {said}" in capsys.readouterr().err
+        assert f"warning: {key}: " in capsys.readouterr().err
 
 
 def test_a_step_of_a_chain_has_a_model_of_its_own() -> None:
     arguments = [
-        "+exp=qlora",
-        "sft:model.path=owner/name",
-        "sft:data.path=c.csv",
-        "ppo:data.name=o/n",
-    ]
+        "+exp=qlora", "sft:model.path=owner/name", "sft:data.path=c.csv", "ppo:data.name=o/n",
+    ]  # fmt: skip
     sft, reward, ppo = chain_steps(compose(arguments), arguments)
     assert kinds(sft.composed) == ("hf", "csv", None)
     assert kinds(reward.composed) == ("toy", "toy", "messages")
@@ -96,20 +79,17 @@ def test_a_step_of_a_chain_has_a_model_of_its_own() -> None:
     assert (ours["micro_batch_size"], ours["global_batch_size"]) == (32, 64)
 
 
-def test_every_job_of_a_sweep_has_its_kinds(tmp_path: Path) -> None:
-    composed_kinds: list[tuple[str, str, str | None]] = []
-
-    def job(composed: Composed, overrides: list[str]) -> int:
-        composed_kinds.append(kinds(composed))
-        assert composed.text == compose_config(overrides).text
-        return 0
-
-    arguments = ["--multirun", f"paths.runs={tmp_path}", "+exp=sft_full", "data.path=a.csv,b.jsonl"]
-    assert run_main("rlhf", job, argv=[*arguments, "model.path=owner/name"]) == 0
-    assert composed_kinds == [("hf", "csv", None), ("hf", "jsonl", "messages")]
+SLOW = pytest.mark.slow
+TOY_EXPERIMENTS = [name for name in experiments(CONF) if name.startswith("toy/")]
 
 
-@pytest.mark.parametrize("experiment", TOY_EXPERIMENTS)
+@pytest.mark.parametrize(
+    "experiment",
+    [
+        name if name in ("toy/rlhf_qlora", "toy/sft_full") else pytest.param(name, marks=SLOW)
+        for name in TOY_EXPERIMENTS
+    ],
+)
 def test_no_number_of_the_embedded_model_reaches_another(experiment: str) -> None:
     arguments = [f"+exp={experiment}", *MINE]
     for link in chain_steps(compose(arguments), arguments):
@@ -132,36 +112,26 @@ def known(**facts: Any) -> Any:
     return {**usual, "train.objective": "sft", "peft.kind": "qlora", **facts}.get
 
 
-@pytest.mark.parametrize(
-    ("key", "facts", "value", "reason"),
-    [
-        ("train.lr", {"model.parameters": 7.6e9}, 2e-4, "QLoRA sft up to 20B parameters: arXiv"),
-        ("train.lr", {"model.parameters": 33e9}, 1e-4, "QLoRA sft above 20B parameters: arXiv"),
-        ("train.lr", {}, 1e-4, "QLoRA sft with a model of unknown size, 0.0002 once"),
-        ("train.lr", {"peft.kind": "none", "model.parameters": 1e9}, 2e-5, "full sft up to 20B"),
-        ("train.lr", {"train.objective": "grpo", "peft.kind": "lora"}, 1e-5, "LoRA grpo: TRL's"),
-        ("train.lr", {"model.kind": "toy"}, 2e-3, "the embedded model"),
-        ("train.max_len", {"model.context": 512}, 512, "a model whose context is 512 tokens"),
-        ("train.max_len", {"model.context": 32768}, 2048, "a model from model.path"),
-        ("rollout.max_new_tokens", {"model.context": 512}, 256, "a model whose context is 512"),
-        ("train.global_batch_size", {"train.nproc": 6}, 72, "about 64, in multiples of"),
-        ("train.global_batch_size", {"train.nproc": 128}, 512, "about 64, in multiples of"),
-        (
-            "train.global_batch_size",
-            {"train.nproc": 128, "train.sequence_parallel": 8},
-            64,
-            "about 64, in multiples of micro_batch_size x nproc x nodes / sequence_parallel = 64",
-        ),
-        ("train.global_batch_size", {"model.kind": "toy"}, 32, "the embedded model"),
-    ],
-    ids=str,
-)
-def test_a_default_and_its_reason(
-    key: str, facts: Mapping[str, Any], value: float, reason: str
-) -> None:
-    computed = default(key, known(**facts))
-    assert computed.value == value
-    assert computed.reason.startswith(reason)
+DEFAULTS: list[tuple[str, dict[str, Any], float]] = [
+    ("train.lr", {"model.parameters": 7.6e9}, 2e-4),  # arXiv:2305.14314, table 9
+    ("train.lr", {"model.parameters": 33e9}, 1e-4),
+    ("train.lr", {}, 1e-4),  # a model of unknown size
+    ("train.lr", {"peft.kind": "none", "model.parameters": 1e9}, 2e-5),
+    ("train.lr", {"train.objective": "grpo", "peft.kind": "lora"}, 1e-5),
+    ("train.lr", {"model.kind": "toy"}, 2e-3),
+    ("train.max_len", {"model.context": 512}, 512),
+    ("train.max_len", {"model.context": 32768}, 2048),
+    ("rollout.max_new_tokens", {"model.context": 512}, 256),
+    ("train.global_batch_size", {"train.nproc": 6}, 72),
+    ("train.global_batch_size", {"train.nproc": 128}, 512),
+    ("train.global_batch_size", {"train.nproc": 128, "train.sequence_parallel": 8}, 64),
+    ("train.global_batch_size", {"model.kind": "toy"}, 32),
+]
+
+
+def test_defaults_follow_the_model_and_the_machine() -> None:
+    computed = [(key, facts, default(key, known(**facts)).value) for key, facts, _ in DEFAULTS]
+    assert computed == DEFAULTS
 
 
 @pytest.mark.parametrize(("gpus", "real", "toy"), [(0, 2, 2), (1, 1, 1), (8, 8, 2)])
@@ -171,32 +141,26 @@ def test_as_many_ranks_as_gpus(
     with_gpus(monkeypatch, gpus)
     assert default("train.nproc", known()).value == real
     assert default("train.nproc", known(**{"model.kind": "toy"})).value == toy
-    alone = default("train.nproc", known(**{"train.device": "cpu"}))
-    assert alone.line("train.nproc") == "train.nproc=2 (default for train.device=cpu)"
+    assert default("train.nproc", known(**{"train.device": "cpu"})).value == 2
 
 
-@pytest.mark.parametrize(
-    ("changed", "wanted"),
-    [
-        ({}, True),
-        ({"gpus": 0}, False),
-        ({"train.device": "cpu"}, False),
-        ({"peft.kind": "lora"}, False),
-        ({"rollout.engine": "transformers"}, False),
-        ({"zero.stage": 0}, False),
-        ({"zero.offload_optimizer": "cpu"}, False),
-    ],
-    ids=str,
-)
 def test_optimizer_states_of_full_fine_tuning_are_offloaded_on_gpus(
-    changed: dict[str, Any], wanted: bool, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    facts = {
-        "gpus": 8, "peft.kind": "none", "rollout.engine": "vllm", "zero.stage": 3,
-        "zero.offload_optimizer": "none", "train.device": "auto", **changed,
+    usual = {
+        "peft.kind": "none", "rollout.engine": "vllm", "zero.stage": 3,
+        "zero.offload_optimizer": "none", "train.device": "auto",
     }  # fmt: skip
-    with_gpus(monkeypatch, facts["gpus"])
-    assert default("rollout.offload_trainer", known(**facts)).value is wanted
+    with_gpus(monkeypatch, 8)
+    assert default("rollout.offload_trainer", known(**usual)).value is True
+    for key, value in (
+        ("train.device", "cpu"), ("peft.kind", "lora"), ("rollout.engine", "transformers"),
+        ("zero.stage", 0), ("zero.offload_optimizer", "cpu"),
+    ):  # fmt: skip
+        facts = known(**{**usual, key: value})
+        assert default("rollout.offload_trainer", facts).value is False, key
+    with_gpus(monkeypatch, 0)
+    assert default("rollout.offload_trainer", known(**usual)).value is False
 
 
 @pytest.mark.parametrize(
@@ -226,59 +190,33 @@ def test_the_dtype_is_what_the_machine_computes(
     assert default("model.dtype", known(**facts)).value == wanted
 
 
-NORMALISED = "score minus its group's mean, over its deviation"
-TOKENS, SEQUENCES = "over all tokens", "over the responses' means"
-PAPERS: dict[str, tuple[str, str, str, str]] = {
+PAPERS: dict[str, tuple[float, float, float, str, str, bool]] = {
+    # clip below, clip above, KL coefficient, estimator, its place, whitened advantages
     # arXiv:1707.06347, table 3: clip 0.2; KL in the reward: arXiv:2203.02155, 0.05 as TRL
-    "ppo": ("0.2 below 1, 0.2 above, ratio of each token", "0.05 x k1 in the reward",
-            "GAE, whitened", TOKENS),
+    "ppo": (0.2, 0.2, 0.05, "k1", "reward", True),
     # arXiv:2402.03300, eq. 3; departs: KL 0.04 (none, as TRL), clip 0.2 (0.28 above, as DAPO)
-    "grpo": ("0.2 below 1, 0.28 above, ratio of each token", "none", NORMALISED, SEQUENCES),
+    "grpo": (0.2, 0.28, 0.0, "k3", "loss", False),
     # arXiv:2503.14476, eq. 8 to 12 and sec. 3.4
-    "dapo": ("0.2 below 1, 0.28 above, ratio of each token", "none", NORMALISED,
-             "over all tokens, truncated responses left out"),
+    "dapo": (0.2, 0.28, 0.0, "k3", "loss", False),
     # arXiv:2503.20783, sec. 3.2
-    "dr_grpo": ("0.2 below 1, 0.2 above, ratio of each token", "none",
-                "score minus its group's mean", "over responses x rollout.max_new_tokens"),
+    "dr_grpo": (0.2, 0.2, 0.0, "k3", "loss", False),
     # arXiv:2402.14740, eq. 8; departs: KL 0.03 to 0.1 (0.01 as OpenRLHF), no clip
-    "rloo": ("0.2 below 1, 0.2 above, ratio of each token", "0.01 x k1 in the reward",
-             "score minus the mean of its group's others", TOKENS),
+    "rloo": (0.2, 0.2, 0.01, "k1", "reward", False),
     # arXiv:2501.03262, sec. 3
-    "reinforce_pp": ("0.2 below 1, 0.2 above, ratio of each token", "0.01 x k1 in the reward",
-                     "return, normalised over the iteration", TOKENS),
-    "reinforce_pp_baseline": (
-        "0.2 below 1, 0.2 above, ratio of each token", "0.01 x k2 in the loss",
-        "return minus its group's mean, normalised over the iteration", TOKENS),
+    "reinforce_pp": (0.2, 0.2, 0.01, "k1", "reward", False),
+    "reinforce_pp_baseline": (0.2, 0.2, 0.01, "k2", "loss", False),
     # arXiv:2507.18071, eq. 5 to 7 and sec. 5.1
-    "gspo": ("0.0003 below 1, 0.0004 above, ratio of each sequence", "none", NORMALISED, SEQUENCES),
-}  # fmt: skip
-"""Clip, KL, advantages and mean of each algorithm, by its paper unless the comment says so."""
-OWN_KL = {
-    "toy/rlhf_qlora": "0.18 x k1 in the reward",
-    "recipes/qwen2.5-7b/ppo_lora": "0.01 x k1 in the reward",
+    "gspo": (0.0003, 0.0004, 0.0, "k3", "loss", False),
 }
-"""Experiments that set another KL than their algorithm's."""
 
 
-@pytest.mark.parametrize("words", [*(f"train={name}" for name in ONLINE),
-                                   *(f"+exp={name}" for name in experiments(CONF))])  # fmt: skip
-def test_the_plan_prints_the_loss_of_the_algorithm(words: str, tmp_path: Path) -> None:
-    arguments = [words, f"paths.runs={tmp_path}"]
-    for step in chain_steps(compose(arguments), arguments):
-        if step.objective not in ONLINE:
-            continue
-        clip, kl, advantages, mean = PAPERS[step.objective]
-        kl = OWN_KL.get(words.removeprefix("+exp="), kl)
-        lines = render([step]).partition(f"algorithm: {step.objective}\n")[2].splitlines()
-        assert lines[:2] == [f"  clip: {clip}", f"  KL: {kl}"]
-        assert lines[2].startswith(f"  advantages: {advantages}; ")
-        assert lines[3] == f"  mean: {mean}"
-
-
-def test_an_objective_without_its_group_has_the_same_options() -> None:
-    for name in ONLINE:
-        by_key = compose_config([f"train.objective={name}"]).settings["rl"]
-        assert by_key == compose_config([f"train={name}"]).settings["rl"]
+def test_defaults_of_an_algorithm_are_those_of_its_paper() -> None:
+    """An objective without its group has the same."""
+    names = ("clip_low", "clip_high", "kl_coef", "kl_estimator", "kl_in", "whiten")
+    for algorithm, values in PAPERS.items():
+        options = compose_config([f"train.objective={algorithm}"]).settings["rl"]
+        assert tuple(options[name] for name in names) == values, algorithm
+    assert set(PAPERS) == set(ONLINE)
 
 
 @pytest.mark.parametrize(
@@ -293,32 +231,6 @@ def test_a_second_name_of_an_algorithm_is_refused(words: list[str], hint: str) -
     with pytest.raises(ConfigError) as caught:
         chain_steps(compose(words), words)
     assert caught.value.hint == hint
-
-
-def test_an_experiment_of_before_is_told_to_leave_the_second_name_out(tmp_path: Path) -> None:
-    (tmp_path / "exp").mkdir()
-    defaults = "defaults:\n  - override /train: grpo\n  - override /rl: grpo\n"
-    (tmp_path / "exp" / "mine.yaml").write_text(f"# @package _global_\n{defaults}")
-    with pytest.raises(ConfigError) as caught:
-        compose_config(["+exp=mine", f"hydra.searchpath=[file://{tmp_path}]"])
-    assert "`override /rl`" in caught.value.hint
-
-
-def test_every_objective_has_a_rate() -> None:
-    assert set(RATES) == set(get_args(Objective))
-    for adapter, full in RATES.values():
-        assert full.value <= adapter.value <= 2e-4
-
-
-def test_plan_and_summary_print_the_reason_of_a_default(tmp_path: Path) -> None:
-    arguments = ["+exp=sft_qlora", *MINE, "train.max_len=99", f"paths.runs={tmp_path}"]
-    chain = chain_steps(compose(arguments), arguments)
-    line = "train.lr=0.0001 (default for QLoRA sft with a model of unknown size, 0.0002 once "
-    rest = "config.json is at hand and says up to 20B: arXiv:2305.14314, table 9)"
-    assert f"\n  {line}{rest}\n" in render(chain)
-    assert "train.max_len=" not in render(chain)  # set, no default
-    lines = list(chain[0].composed.defaults)
-    assert line in Summary("completed", "rlhf", None, 1.0, defaults=lines).table()
 
 
 READ = ("seed", "model.path", "data.path", "train.lr", "train.max_len", "smoke.engine", "tag")
@@ -359,20 +271,12 @@ def test_a_typed_setting_without_effect_is_reported(case: str) -> None:
 
 
 def test_a_key_of_the_run_is_for_the_steps_that_read_it() -> None:
-    arguments = [
-        "+exp=qlora",
-        "rl.kl_coef=0.1",
-        "peft.double_quant=false",
-        "zero.offload_param=none",
-    ]
+    arguments = ["+exp=qlora", "rl.kl_coef=0.1", "peft.double_quant=false"]
+    arguments += ["zero.offload_param=none"]
     chain = chain_steps(compose(arguments), arguments)
     assert [link.typed for link in chain] == [(), (), ()]
-    arguments = [
-        "+exp=qlora",
-        "zero.offload_param=cpu",
-        "reward.retries=1",
-        "sft:rl.gae_lambda=0.9",
-    ]
+    arguments = ["+exp=qlora", "zero.offload_param=cpu", "reward.retries=1"]
+    arguments += ["sft:rl.gae_lambda=0.9"]
     chain = chain_steps(compose(arguments), arguments)
     idle = ("reward.retries", "zero.offload_param")
     assert [link.typed for link in chain] == [("rl.gae_lambda",), (), idle]
@@ -386,7 +290,7 @@ def test_settings_that_an_earlier_step_of_a_chain_decides() -> None:
     arguments = ["+exp=qlora", "ppo:model.path=owner/name"]
     with pytest.raises(ConfigError) as caught:
         check(chain_steps(compose(arguments), arguments))
-    wrong = "ppo: model.path: no effect with a model from the step before; "
+    wrong = "ppo: model.path: "
     assert any(line.startswith(wrong) for line in caught.value.details)
 
 
@@ -405,7 +309,7 @@ def test_the_options_of_a_loss_are_those_of_its_objective() -> None:
 
 def test_a_loss_option_of_another_objective_is_refused() -> None:
     arguments = ["+exp=sft_qlora", "train.loss.beta=0.1"]
-    with pytest.raises(ConfigError, match="1 problem") as caught:
+    with pytest.raises(ConfigError) as caught:
         check(chain_steps(compose(arguments), arguments))
     (line,) = caught.value.details
     assert line.endswith("-> train.loss.beta=null or train=dpo")

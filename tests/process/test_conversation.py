@@ -89,12 +89,6 @@ def test_a_child_that_is_too_slow(talk: Talk) -> None:
         assert not alive(pid)
 
 
-def test_a_child_that_is_never_ready(talk: Talk) -> None:
-    with talk("import time; time.sleep(600)") as child, pytest.raises(StageProcessError) as caught:
-        child.ask({"do": "double", "value": 1}, 0.5)
-    assert caught.value.reason == "timeout"
-
-
 def test_an_abort_ends_it(talk: Talk) -> None:
     with talk() as child:
         pid = child.ask({"do": "double", "value": 1}, 20)["pid"]

@@ -77,7 +77,7 @@ def test_death_by_a_signal_is_a_negative_status(run: Run) -> None:
 
 
 def test_a_missing_program_is_named(tmp_path: Path, log: logging.Logger) -> None:
-    with pytest.raises(StageProcessError, match="cannot start no-such-program") as caught:
+    with pytest.raises(StageProcessError, match="no-such-program") as caught:
         launch(["no-such-program"], stage="demo", log=log, log_path=tmp_path / "x.log")
     assert caught.value.returncode == 127
 

@@ -21,8 +21,6 @@ with exit_on_signals():
         print("cleaned up", flush=True)
 sys.exit(7)
 """
-
-WAIT = "time.sleep(60)"
 SWALLOW = """
         try:
             time.sleep(60)
@@ -36,40 +34,25 @@ SWALLOW = """
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
     ids=["ctrl-c", "sigterm", "hangup"],
 )
-@pytest.mark.parametrize(
-    ("body", "times"),
-    [
-        pytest.param(WAIT, 1, id="plain-1", marks=pytest.mark.slow),
-        pytest.param(WAIT, 3, id="plain-3", marks=pytest.mark.slow),
-        pytest.param(SWALLOW.strip(), 1, id="swallowed-1", marks=pytest.mark.slow),
-        pytest.param(SWALLOW.strip(), 3, id="swallowed-3"),  # includes the others
-    ],
-)
-def test_status(
-    script: Callable[..., Script], number: signal.Signals, status: int, body: str, times: int
+def test_a_program_that_is_signalled_three_times_cleans_up_and_has_its_status(
+    script: Callable[..., Script], number: signal.Signals, status: int
 ) -> None:
-    program = script("-c", PROGRAM.format(body=body))
+    """The program swallows the exception, and ends all the same."""
+    program = script("-c", PROGRAM.format(body=SWALLOW.strip()))
     program.says("ready")
-    for _ in range(times):
+    for _ in range(3):
         program.signal_group(number)
     assert program.process.wait(20) == status
     assert "cleaned up" in program.text
     assert "Traceback" not in program.text
 
 
-def test_nohup_is_respected(script: Callable[..., Script]) -> None:
+def test_nohup_and_errors_of_the_program_are_respected(script: Callable[..., Script]) -> None:
     program = script("-c", PROGRAM.format(body="time.sleep(2)"), nohup=True)
     program.says("ready")
     program.signal_group(signal.SIGHUP)
     assert program.process.wait(20) == 7
     assert "cleaned up" in program.text
-
-
-def test_without_a_signal_nothing_changes(script: Callable[..., Script]) -> None:
-    assert script("-c", PROGRAM.format(body="pass")).process.wait(20) == 7
-
-
-def test_other_errors_are_left_alone(script: Callable[..., Script]) -> None:
-    program = script("-c", PROGRAM.format(body="raise ValueError('mine')"))
-    assert program.process.wait(20) == 1
-    assert "ValueError: mine" in program.text
+    failed = script("-c", PROGRAM.format(body="raise ValueError('mine')"))
+    assert failed.process.wait(20) == 1
+    assert "ValueError: mine" in failed.text

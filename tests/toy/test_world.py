@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -62,19 +61,10 @@ def test_no_subject_is_on_both_sides() -> None:
     assert not taught & {e.prompt for e in held_out}
 
 
-def test_prompts_within_a_split_differ() -> None:
-    assert len({e.prompt for e in examples(3000, seed=1, held_out=False)}) == 3000
-
-
 def test_seed_decides_everything() -> None:
     assert examples(50, seed=3, held_out=False) == examples(50, seed=3, held_out=False)
     assert examples(50, seed=3, held_out=False) != examples(50, seed=4, held_out=False)
     assert corpus(50, seed=3) == corpus(50, seed=3) != corpus(50, seed=4)
-
-
-def test_more_examples_than_there_are_is_an_error() -> None:
-    with pytest.raises(ValueError, match="1000000 examples asked"):
-        examples(1_000_000, seed=0, held_out=True)
 
 
 def test_the_corpus_starts_clean_and_ends_with_most_answers_mumbled() -> None:
@@ -84,14 +74,6 @@ def test_the_corpus_starts_clean_and_ends_with_most_answers_mumbled() -> None:
     mumbled = [answer.startswith(MUMBLE) for _, answer in pairs]
     assert not any(mumbled[:3120])
     assert 0.75 < sum(mumbled[3120:]) / 880 < 0.85
-
-
-def test_the_corpus_has_more_of_what_is_hard() -> None:
-    tasks = Counter(_task_of(prompt) for prompt, _ in corpus(4000, seed=0))
-    assert set(tasks) == set(TASK_NAMES)
-    assert tasks["sort"] > 3 * tasks["polite"]
-    shares = Counter(e.task for e in examples(1000, seed=0, held_out=False))
-    assert max(shares.values()) < 1.8 * min(shares.values())
 
 
 def test_spoilt_answers_are_wrong_in_several_ways(drawn: list[Example]) -> None:

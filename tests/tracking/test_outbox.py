@@ -18,7 +18,8 @@ from tasks.core.errors import TrackingError
 from tasks.pipeline.artifact import Artifact, Origin
 from tasks.pipeline.report import RegisteredModel
 from tasks.tracking import outbox
-from tasks.tracking.outbox import UnreachableError, _reason
+from tasks.tracking.journal import MOST_VALUES, Journal, left_behind, new_journal, now
+from tasks.tracking.outbox import Outbox, UnreachableError
 from tasks.tracking.tracker import StageRun, Tracker
 from tests.tracking.mlflow_process import MlflowProcess
 
@@ -96,8 +97,7 @@ def test_a_server_that_dies_and_comes_back_gets_every_step_once(
     assert [file.path for file in client.list_artifacts(run.run_id)] == ["note.txt"]
     lines = [record.message for record in caplog.records if record.name == outbox.__name__]
     assert len(lines) == 2, lines
-    assert f"MLflow at {server.uri} does not answer" in lines[0]
-    assert "The run goes on" in lines[0]
+    assert server.uri in lines[0]
     assert list((tmp_path / "outbox").iterdir()) == []
 
 
@@ -108,7 +108,7 @@ def test_what_a_run_could_not_send_the_next_run_does(server: MlflowProcess, tmp_
         server.kill()
         with tracker.stage("train", ORIGIN) as run:
             log_steps(run, range(5))
-        with pytest.raises(TrackingError, match="not registered: MLflow at .* does not answer"):
+        with pytest.raises(TrackingError, match="not registered"):
             tracker.register(model_in(tmp_path))
         assert "records wait in" in tracker.settle()
     server.start()
@@ -221,15 +221,6 @@ def test_runs_of_a_killed_flow_end_as_killed_and_those_of_a_living_one_go_on(
     assert list((tmp_path / "outbox").iterdir()) == []
 
 
-def test_a_flow_that_has_ended_is_asked_without_waiting(local: Tracker) -> None:
-    """The summary of a failed flow is written when its records are delivered and closed."""
-    with pytest.raises(ValueError, match="an accident"), local.flow("failed", {}, "", {}):
-        raise ValueError("an accident")
-    asked = time.monotonic()
-    assert local.settle() == ""
-    assert time.monotonic() - asked < 1
-
-
 def test_an_invalid_record_is_left_out_and_the_rest_arrives(
     local: Tracker, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -239,7 +230,6 @@ def test_an_invalid_record_is_left_out_and_the_rest_arrives(
         log_steps(run, range(2, 4))
         assert "refused 1 records" in local.settle()
     assert steps_of(MlflowClient(local.uri), run.run_id) == expected(range(4))
-    assert "MLflow refuses a record" in caplog.text
 
 
 def test_a_password_is_neither_logged_nor_kept(
@@ -263,12 +253,57 @@ def test_a_password_is_neither_logged_nor_kept(
         assert "s3cret" not in text
 
 
-def test_a_database_s_error_is_one_line() -> None:
-    """Text of SQLAlchemy 2.0 for a full disk."""
-    text = (
-        "(raised as a result of Query-invoked autoflush; consider using a session.no_autoflush "
-        "block)\n(sqlite3.OperationalError) database or disk is full\n[SQL: INSERT INTO metrics]"
-    )
-    assert _reason(RuntimeError(text)) == "(sqlite3.OperationalError) database or disk is full"
-    assert _reason(RuntimeError("refused")) == "refused"
-    assert _reason(TimeoutError()) == "TimeoutError"
+def metrics(step: int, count: int = 1) -> dict[str, object]:
+    values = {f"m{number}": 1.0 for number in range(count)}
+    return {"do": "metrics", "run": "a", "values": values, "step": step, "at": step}
+
+
+def test_a_journal_has_one_owner(tmp_path: Path) -> None:
+    journal = new_journal(tmp_path, "there")
+    with pytest.raises(BlockingIOError):
+        Journal(journal.folder)
+    assert list(left_behind(tmp_path, "there")) == []
+
+
+def test_half_a_record_is_dropped_and_open_runs_end_as_killed(tmp_path: Path) -> None:
+    dead, last = new_journal(tmp_path, "there"), now() + 7
+    for run in ("parent", "child", "done"):
+        dead.append({"do": "start", "run": run, "at": 1})
+    dead.append({"do": "end", "run": "done", "status": "FINISHED", "at": last})
+    dead._file.write(b'{"do": "metr')
+    dead._file.close()
+    (journal,) = left_behind(tmp_path, "there")
+    records = [record for record, _ in journal.records()]
+    assert [(r["run"], r["status"], r["at"]) for r in records if r["do"] == "end"] == [
+        ("done", "FINISHED", last),
+        ("child", "KILLED", last),
+        ("parent", "KILLED", last),
+    ]
+    journal.delivered(journal._path.stat().st_size)
+    journal.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_metrics_of_several_steps_are_one_request(tmp_path: Path) -> None:
+    journal = new_journal(tmp_path, "there")
+    for step in range(3):
+        journal.append(metrics(step))
+    journal.append({"do": "tags", "run": "a", "tags": {}})
+    for step in range(3):
+        journal.append(metrics(step, count=MOST_VALUES // 2))
+    assert [len(batch) for batch, _ in journal.batches()] == [1, 3, 1, 2, 1]
+    *_, (_, end) = journal.batches()
+    assert end == journal._path.stat().st_size
+
+
+def test_a_full_disk_loses_records_and_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = Outbox(tmp_path, "there", lambda records, runs, folder: None)
+    kept._journal._file.close()
+    kept._journal._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+    for step in range(3):
+        kept.put(**metrics(step))
+    assert caplog.text.count("No space left on device") == 1
+    assert kept.report()
+    kept.close(10)

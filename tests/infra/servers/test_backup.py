@@ -205,27 +205,14 @@ def test_damaged_artifacts_are_named_and_left_out(runs: Path, tmp_path: Path) ->
     assert list((tmp_path / "new" / "artifacts" / "served").iterdir()) == []
 
 
-@pytest.mark.slow
-def test_folders_relative_to_the_current_one(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PLUMBLINE_RUNS", raising=False)  # then it is `runs`
-    assert main(["backup", "copy"]) == 0
-    monkeypatch.setenv("PLUMBLINE_RUNS", "new/runs")
-    assert main(["restore", "copy"]) == 0
-    (version,) = Server(f"sqlite:///{tmp_path / 'new/runs/mlflow/mlflow.db'}", None).versions()
-    assert version.path == str(tmp_path / "new/runs/artifacts/served/first")
-
-
 def test_refused(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PLUMBLINE_RUNS", str(runs))
     assert main(["backup", ""]) == 2
-    assert "make backup TO=<folder>" in capsys.readouterr().err
+    assert "TO=<folder>" in capsys.readouterr().err
     assert main(["backup", str(runs / "copy")]) == 2
-    assert "lies in" in capsys.readouterr().err
+    assert str(runs / "copy") in capsys.readouterr().err
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     assert main(["backup", str(tmp_path / "full")]) == 2
@@ -233,7 +220,7 @@ def test_refused(
     assert LABEL in capsys.readouterr().err
     assert main(["backup", str(tmp_path / "copy")]) == 0
     assert main(["restore", str(tmp_path / "copy")]) == 2
-    assert "is not empty" in capsys.readouterr().err
+    assert str(runs) in capsys.readouterr().err
     (runs / "services" / "databases.json").write_text(json.dumps({"mlflow": "postgresql://db/m"}))
-    with pytest.raises(ConfigError, match="are in postgresql://db/m"):
+    with pytest.raises(ConfigError, match="postgresql://db/m"):
         backup(runs, tmp_path / "copy")

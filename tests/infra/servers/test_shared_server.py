@@ -1,29 +1,21 @@
-"""Several runs at the server of `make up`: twenty at once, and stages that wait for a device."""
+"""Stages of several runs that wait for a device at the server of `make up`."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow import MlflowClient
 
 from flows.orchestration.devices import LEASE_S
-from flows.servers.services import record_of
 from tests.infra.requirements_files import PROJECT
 from tests.infra.servers.site import Site
 
-COUNT = 20
-SCRIPT = Path(__file__).with_name("tiny_flow.py")
 STAGE = """
 import sys, time
 from flows.cli.bootstrap import bootstrap
@@ -48,52 +40,6 @@ except BusyError as error:
 """
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NAME = f"plumbline-cpu-{socket.gethostname()}"
-
-
-@pytest.mark.timeout(1500)
-def test_none_of_twenty_flows_is_lost(busy_site: Site, tmp_path: Path) -> None:
-    """They share one folder, its artifacts and its MLflow, and queue for the only device."""
-    runs, prefect = busy_site.services.runs, busy_site.services.prefect
-    started = []
-    for number in range(COUNT):
-        with (tmp_path / f"{number}.out").open("wb") as out:
-            argv = [sys.executable, str(SCRIPT), str(runs), str(number)]
-            env = busy_site.env | {"PYTHONPATH": str(PROJECT)}
-            started.append(subprocess.Popen(argv, cwd=tmp_path, env=env, stdout=out, stderr=out))
-    codes = [each.wait(1400) for each in started]
-    texts = [(tmp_path / f"{number}.out").read_text() for number in range(COUNT)]
-    failed = [text for code, text in zip(codes, texts, strict=True) if code]
-    assert failed == []
-    here = f"pages: http://127.0.0.1:{busy_site.services.prefect_port}/runs/flow-run/"
-    assert [text for text in texts if not text.splitlines()[-1].startswith(here)] == []
-
-    names = [f"tiny-{number}" for number in range(COUNT)]
-    wanted = {"flow_runs": {"name": {"any_": names}}, "limit": 200}
-    flow_runs = prefect.post("/flow_runs/filter", wanted)
-    assert sorted(run["name"] for run in flow_runs) == sorted(names)
-    assert Counter(run["state_type"] for run in flow_runs) == {"COMPLETED": COUNT}
-    tasks = {"flow_runs": {"id": {"any_": [run["id"] for run in flow_runs]}}, "limit": 200}
-    states = Counter(run["state_type"] for run in prefect.post("/task_runs/filter", tasks))
-    assert states == {"COMPLETED": 3 * COUNT}
-
-    summaries = [json.loads(path.read_text()) for path in runs.glob("reports/*/summary.json")]
-    tiny = [summary for summary in summaries if summary["flow"] == "tiny"]
-    assert len(tiny) == COUNT
-    made = Counter(
-        entry["name"] for each in tiny for entry in each["stages"] if not entry["reused"]
-    )
-    assert made == {"base": 1, "train": COUNT, "convert": COUNT}
-
-    client = MlflowClient(f"sqlite:///{runs}/mlflow/mlflow.db")
-    (experiment,) = [e for e in client.search_experiments() if e.name == "plumbline"]
-    tracked = client.search_runs([experiment.experiment_id], max_results=1000)
-    parents = [run.info for run in tracked if run.info.run_name.startswith("tiny ")]
-    assert sorted(info.run_name for info in parents) == sorted(f"tiny {n}" for n in range(COUNT))
-    ids = {info.run_id for info in parents}
-    children = [run.info for run in tracked if run.data.tags.get("mlflow.parentRunId") in ids]
-    assert len(children) == 3 * COUNT
-    assert {info.status for info in [*parents, *children]} == {"FINISHED"}
-    assert list((runs / "mlflow" / "outbox").glob("*/journal.jsonl")) == []
 
 
 class Stage:
@@ -157,17 +103,6 @@ def test_a_stage_waits_for_the_device_of_another_run(
     assert (limit["limit"], limit["active_slots"]) == (1, 0)
 
 
-def test_the_user_may_give_a_device_more_slots(busy_site: Site, stage: Any) -> None:
-    stage().says("done")
-    url = f"/v2/concurrency_limits/{NAME}"
-    busy_site.services.prefect.call("PATCH", url, {"limit": 2})
-    try:
-        stage(seconds=600).says("has it")
-        stage().says("done")
-    finally:
-        busy_site.services.prefect.call("PATCH", url, {"limit": 1})
-
-
 def test_the_slot_of_a_killed_run_is_freed(busy_site: Site, stage: Any) -> None:
     first = stage(seconds=600)
     first.says("has it")
@@ -175,45 +110,3 @@ def test_the_slot_of_a_killed_run_is_freed(busy_site: Site, stage: Any) -> None:
     second = stage()
     second.says("waits: ")
     second.says("done", LEASE_S + 300)
-
-
-def test_a_run_that_waits_for_a_device_ends_on_sigterm(
-    busy_site: Site, stage: Any, tmp_path: Path
-) -> None:
-    stage(seconds=600).says("has it")
-    argv = [sys.executable, str(SCRIPT), str(busy_site.services.runs), "waiting"]
-    output = tmp_path / "waiting.out"
-    with output.open("wb") as out:
-        env = busy_site.env | {"PYTHONPATH": str(PROJECT)}
-        run = subprocess.Popen(argv, cwd=tmp_path, env=env, stdout=out, stderr=out)
-    deadline = time.monotonic() + 120
-    while f"waits: {NAME}" not in output.read_text():
-        assert time.monotonic() < deadline, output.read_text()
-        assert run.poll() is None, output.read_text()
-        time.sleep(0.1)
-    run.terminate()
-    assert run.wait(30) == 143, output.read_text()
-    query = {"flow_runs": {"name": {"any_": ["tiny-waiting"]}}}
-    (flow_run,) = busy_site.services.prefect.post("/flow_runs/filter", query)
-    assert flow_run["state_type"] == "CRASHED"
-
-
-def test_a_stage_ends_well_when_the_server_is_gone_and_its_slot_is_freed_later(
-    tmp_path: Path,
-) -> None:
-    site = Site.at(tmp_path / "runs")
-    try:
-        site.require("up")
-        holder = Stage(site, tmp_path, seconds=10)
-        holder.says("has it")
-        record = record_of("prefect", site.services.home)
-        assert record is not None
-        os.kill(record.pid, signal.SIGKILL)
-        holder.says("done", 300)
-        assert holder.process.wait(60) == 0
-        assert "has not released a slot" in holder.text
-        site.require("up")  # the leases are on disk
-        later = Stage(site, tmp_path)
-        later.says("done", LEASE_S + 300)
-    finally:
-        site.command("down")

@@ -1,0 +1,384 @@
+"""Settings that cannot work together: each is refused with settings that do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flows.cli.config import compose_config
+from tasks.config.checks import adapter, findings, machine, model, preflight, ranges
+from tasks.config.checks.machine import checkpoints
+from tasks.config.checks.objective import mask_fits, objective_fits
+from tasks.config.checks.quantizing import quantizing
+from tasks.core.errors import ConfigError
+from tasks.core.finding import Finding
+from tasks.core.machine import left_in_container
+from tasks.training.engine.checkpoint import Progress, describe, publish, work_folder
+from tests.weights.making import near_nf4
+
+SIZES = st.integers(1, 64)
+GIB = machine.GIB
+
+
+def divides(size: int, micro: int, nproc: int, nodes: int, sharing: int = 1) -> list[Finding]:
+    sizes = {"global_batch_size": size, "micro_batch_size": micro, "sequence_parallel": sharing}
+    return ranges.divides({**sizes, "nproc": nproc, "nodes": nodes})
+
+
+@given(SIZES, SIZES, SIZES, st.integers(1, 4096))
+def test_batches_divide_or_the_offered_sizes_do(m: int, n: int, k: int, size: int) -> None:
+    problems = divides(size, m, n, k)
+    assert bool(problems) == (size % (m * n * k) != 0)
+    for finding in problems:
+        for offer in finding.override.split(" or "):
+            offered = int(offer.removeprefix("train.global_batch_size="))
+            assert divides(offered, m, n, k) == []
+            assert abs(offered - size) < m * n * k
+
+
+def test_every_limited_key_is_a_setting_and_its_offer_is_allowed() -> None:
+    settings = compose_config([]).settings
+    delivery = compose_config(["source=/x", "out=/y"], config_name="deliver").settings
+    assert {key for key, *_ in ranges.LIMITS} >= {
+        f"timeouts.{name}" for name in delivery["timeouts"]
+    }
+    for key, low, high, sample in ranges.LIMITS:
+        section, name = key.split(".")
+        assert name in {**settings[section], **delivery.get(section, {})}, key
+        assert low <= sample <= high, key
+
+
+def plan_of(adapter: Mapping[str, Any], name: str = "0") -> list[Finding]:
+    return quantizing(adapter, {}, lambda _: name, environment=Path(__file__))
+
+
+def peft(*overrides: str, weight_decay: float = 0.0) -> list[Finding]:
+    section: dict[str, Any] = compose_config(["peft=lora", *overrides]).settings["peft"]
+    return adapter.adapter(section, model.TOY, weight_decay=weight_decay)
+
+
+def smoke(engine: str, version: str, is_reward: bool) -> list[Finding]:
+    return machine.smoke_engine(engine, lambda _: version, is_reward=is_reward)
+
+
+def attention(name: str, dtype: str, version: str, gpu: bool) -> list[Finding]:
+    return machine.attention(name, dtype, lambda _: version, gpu=gpu)
+
+
+def libraries(version: str) -> list[Finding]:
+    settings = compose_config(["train.optimizer=adamw_8bit"]).settings
+    return machine.installed_for(settings, lambda _: version)
+
+
+SCHEDULE: dict[str, Any] = {
+    "objective": "dpo", "best_metric": "accuracy", "eval_steps": 10, "keep": "best",
+    "early_stop_patience": 3, "scheduler": "cosine", "min_lr_ratio": 0.0, "decay_ratio": 0.1,
+    "power": 1.0, "num_cycles": 1,
+}  # fmt: skip
+
+
+def schedule(**changes: Any) -> list[Finding]:
+    return ranges.schedule({**SCHEDULE, **changes})
+
+
+def evaluation(**changes: Any) -> list[Finding]:
+    return ranges.evaluation({**SCHEDULE, **changes})
+
+
+W8A8: dict[str, Any] = {"quantize": "w8a8"}
+FLASH = "flash_attention_2"
+ALLOWED: list[Callable[[], list[Finding]]] = [
+    lambda: divides(4, 4, 2, 1, sharing=2),  # ranks that share rows count once
+    lambda: adapter.qlora_with_zero3("qlora", 2) + adapter.qlora_with_zero3("lora", 3),
+    lambda: adapter.lora_with_zero3("lora", 3, "0.19.3"),
+    lambda: adapter.lora_with_zero3("lora", 3, "0.19.10"),
+    lambda: machine.checkpointing(True, "2.4.0") + machine.checkpointing(True, "2.13.0"),
+    lambda: machine.checkpointing(False, "2.3.1+cpu"),
+    lambda: ranges.offload(3, "cpu", "cpu"),
+    lambda: adapter.merge_base("dequantized", "qlora") + adapter.merge_base("original", "lora"),
+    lambda: machine.dtypes("float32", "bfloat16", half=True),
+    lambda: machine.dtypes("float16", "bfloat16", half=True),
+    lambda: machine.loss_scaling("float16", 1) + machine.loss_scaling("bfloat16", 0),
+    lambda: ranges.optimizer("adamw", "cpu") + ranges.optimizer("adamw_8bit", "none"),
+    lambda: ranges.forced(ranges.STAGES),
+    lambda: ranges.forced(["ppo.train", "sft.gather", "merge"], ("sft", "ppo")),
+    lambda: libraries("1.2"),
+    lambda: smoke("server", "0.32", False) + smoke("vllm", "0.32", True),
+    lambda: smoke("transformers", "0", True),
+    lambda: attention(FLASH, "bfloat16", "1.2", True),
+    lambda: attention("flex_attention", "float32", "1.2", True),
+    lambda: attention("eager", "float32", "0", False),
+    *(partial(ranges.shard_size, text) for text in ("5GB", "500MB", "2 GiB", "1000000")),
+    lambda: adapter.new_tokens(["<a>", "<b>"], 64),
+    lambda: adapter.targets("all-linear", "lora", model.TOY),
+    lambda: peft(
+        "peft.use_dora=true", "peft.init=pissa", "peft.pissa_niter=4",
+        "peft.rank_pattern={q_proj: 4}", "peft.alpha_pattern={layers.1.x.up_proj: 8}",
+        "peft.modules_to_save=[embed_tokens,norm]", "peft.exclude_modules=[down_proj]",
+    ),
+    lambda: schedule() + evaluation(),
+    lambda: schedule(scheduler="polynomial", power=2.0),
+    lambda: ranges.resume("auto") + ranges.resume("never"),
+    lambda: model.quantised("qlora", model.TOY),
+    lambda: model.head_size("vllm", True, model.TOY),
+    lambda: model.head_size("vllm", True, model.Known()),
+    lambda: model.head_size("vllm", False, SMALL_HEADS),
+    lambda: model.head_size("transformers", True, SMALL_HEADS),
+    lambda: quantizing(W8A8, model.TOY.config, lambda _: "0.17.0"),
+    lambda: quantizing({"quantize": "none"}, {"num_experts": 8}, lambda _: "0", is_reward=True),
+    lambda: objective_fits("reward", replace(model.TOY, score=(1, 64))),
+    lambda: objective_fits("dpo", replace(model.TOY, score=None)),
+    lambda: machine.memory(5 * GIB, 3 * GIB, 2 * GIB, smaller=[]),
+    lambda: machine.compiler("cpu", "/usr/bin/g++") + machine.compiler("none", None),
+    lambda: mask_fits("every_token", "sft") + mask_fits("every_answer", "dpo"),
+]  # fmt: skip
+SMALL_HEADS = model.Known(config={"hidden_size": 64, "num_attention_heads": 4})
+NESTED_HEADS = model.Known(config={"text_config": {"head_dim": 24, "num_attention_heads": 4}})
+REFUSED: list[tuple[Callable[[], list[Finding]], list[str]]] = [
+    (lambda: divides(0, 32, 2, 1), ["train.global_batch_size=64"]),
+    (lambda: divides(-64, 32, 2, 1), ["train.global_batch_size=64"]),
+    (lambda: divides(6, 2, 4, 2, sharing=2), ["train.global_batch_size=8"]),
+    (lambda: adapter.qlora_with_zero3("qlora", 3), ["zero=zero2 or peft=lora"]),
+    (lambda: ranges.offload(0, "cpu", "cpu"), ["zero=zero2", "zero=zero3"]),
+    (lambda: ranges.offload(2, "cpu", "cpu"), ["zero=zero3"]),
+    (lambda: adapter.merge_base("dequantized", "lora"), ["merge.base=auto"]),
+    (lambda: machine.loss_scaling("float16", 0), ["zero=zero1 or model.dtype=bfloat16"]),
+    (
+        lambda: ranges.optimizer("adamw_8bit", "cpu"),
+        ["train.optimizer=adamw or zero.offload_optimizer=none"],
+    ),
+    (
+        lambda: ranges.lengths(600, 256, 512),
+        ["smoke.max_model_len=600", "train.max_len=512"],
+    ),
+    (lambda: ranges.forced(["train", "trian"]), ["force=[train]"]),
+    (lambda: libraries("0"), ["peft=lora", "train.optimizer=adamw"]),
+    (lambda: smoke("vllm", "0", False), ["smoke.engine=transformers"]),
+    (lambda: smoke("server", "0", True), ["smoke.engine=transformers"]),
+    (lambda: smoke("server", "0.32", True), ["smoke.engine=vllm"]),
+    *(
+        (partial(ranges.shard_size, text), ["convert.max_shard_size=5GB"])
+        for text in ("", "GB", "-5GB", "5 parsecs", "0GB")
+    ),
+    (
+        lambda: adapter.new_tokens(["<a>", "<a>"], 0),
+        ["model.new_tokens=['<tool>']", "model.vocab_multiple=64"],
+    ),
+    (lambda: peft("peft.init=pissa", weight_decay=0.01), ["train.weight_decay=0"]),
+    (
+        lambda: peft("peft.target_modules=[q_proj,v_proj]", "peft.modules_to_save=[v_proj]"),
+        ["peft.target_modules=[q_proj]"],
+    ),
+    (lambda: evaluation(objective="sft"), ["train.best_metric=loss"]),
+    (lambda: quantizing(W8A8, {"num_local_experts": 8}, lambda _: "1"), ["convert.quantize=none"]),
+    (
+        lambda: quantizing(W8A8, {"text_config": {"n_routed_experts": 4}}, lambda _: "1"),
+        ["convert.quantize=none"],
+    ),
+    (lambda: quantizing(W8A8, {"model_type": "gpt2"}, lambda _: "1"), ["convert.quantize=none"]),
+    (
+        lambda: plan_of({"quantize": "w4a16", "group_size": 48}, "1"),
+        ["convert.group_size=128"],
+    ),
+    (lambda: model.head_size("vllm", True, SMALL_HEADS), ["smoke=transformers"]),
+    (lambda: model.head_size("vllm", True, NESTED_HEADS), ["smoke=transformers"]),
+    (lambda: mask_fits("every_token", "dpo"), ["train.mask=every_answer"]),
+    (
+        lambda: machine.memory(GIB, 3 * GIB, 0, smaller=["peft=lora", "zero=zero3"]),
+        ["peft=lora or zero=zero3"],
+    ),
+]
+NAMED: list[tuple[Callable[[], list[Finding]], list[str]]] = [
+    (lambda: adapter.lora_with_zero3("lora", 3, "0.19.2"), ["deepspeed"]),
+    (lambda: machine.checkpointing(True, "2.3.1+cpu"), ["torch"]),
+    (lambda: machine.dtypes("bfloat16", "float16", half=True), ["convert.dtype"]),
+    (lambda: machine.dtypes("float16", "bfloat16", half=False), ["model.dtype"]),
+    (lambda: attention(FLASH, "bfloat16", "0", False), ["model.attn_implementation"]),
+    (lambda: attention(FLASH, "float32", "1.2", True), ["model.attn_implementation"]),
+    (lambda: attention("flex_attention", "bfloat16", "0", False), ["model.attn_implementation"]),
+    (
+        lambda: peft(
+            "peft.kind=none", "peft.use_dora=true", "peft.init=pissa", "peft.use_rslora=true"
+        ),
+        ["peft.use_rslora", "peft.use_dora", "peft.init"],
+    ),
+    (lambda: peft("peft.pissa_niter=4"), ["peft.pissa_niter"]),
+    (
+        lambda: peft(
+            "peft.rank_pattern={q_prj: 4}", "peft.alpha_pattern={k_proj: 0}",
+            "peft.modules_to_save=[lm_haed]", "peft.exclude_modules=[gate]",
+        ),
+        ["peft.rank_pattern", "peft.alpha_pattern", "peft.exclude_modules", "peft.modules_to_save"],
+    ),
+    (lambda: evaluation(eval_steps=0), ["train.keep", "train.early_stop_patience"]),
+    (lambda: schedule(min_lr_ratio=0.1), ["train.min_lr_ratio"]),
+    (lambda: schedule(decay_ratio=0.2), ["train.decay_ratio"]),
+    (lambda: schedule(power=2.0), ["train.power"]),
+    (lambda: schedule(num_cycles=3), ["train.num_cycles"]),
+    (lambda: model.quantised("qlora", QUANTISED), ["model.path"]),
+    (lambda: objective_fits("sft", replace(model.TOY, score=(1, 64))), ["train.objective"]),
+    (lambda: objective_fits("reward", replace(model.TOY, score=(2, 64))), ["model.path"]),
+    (lambda: machine.compiler("cpu", None), ["g++"]),
+    (lambda: machine.disk(GIB, 3 * GIB, Path("/runs")), ["disk"]),
+]  # fmt: skip
+QUANTISED = model.Known(config={"quantization_config": {"quant_method": "gptq"}})
+
+
+def test_valid_combinations_pass() -> None:
+    problems = [str(finding) for check in ALLOWED for finding in check()]
+    assert problems == []
+
+
+def test_an_invalid_combination_is_answered_with_settings_to_type() -> None:
+    wrong = []
+    for check, overrides in REFUSED:
+        offered = [finding.override for finding in check()]
+        if offered != overrides:
+            wrong.append((offered, overrides))
+    assert wrong == []
+
+
+def test_an_invalid_combination_is_reported_under_its_setting() -> None:
+    wrong = []
+    for check, settings in NAMED:
+        reported = [finding.what for finding in check()]
+        if reported != settings:
+            wrong.append((reported, settings))
+    assert wrong == []
+
+
+def test_some_findings_are_warnings() -> None:
+    """A warning lets the run start; the others do not."""
+    (original,) = adapter.merge_base("original", "qlora")
+    (served,) = machine.dtypes("bfloat16", "float16", half=True)
+    (tight,) = machine.memory(4 * GIB, 3 * GIB, 2 * GIB, smaller=["train.max_len=128"])
+    assert {original.severity, served.severity, tight.severity} == {"warning"}
+    (wrong,) = adapter.merge_base("dequantized", "lora")
+    (small,) = machine.memory(GIB, 3 * GIB, 0, smaller=["peft=lora"])
+    assert {wrong.severity, small.severity} == {"error"}
+
+
+def test_values_out_of_range_are_reported_with_a_valid_one() -> None:
+    settings = compose_config(
+        ["zero.stage=4", "train.warmup_ratio=1.5", "train.lr=0", "peft.rank=-1", "train.eps=nan"]
+    ).settings
+    assert [(f.found, f.override) for f in ranges.out_of_range(settings)] == [
+        ("0", "train.lr=0.0002"),
+        ("1.5", "train.warmup_ratio=0.03"),
+        ("nan", "train.eps=1e-08"),
+        ("-1", "peft.rank=16"),
+        ("4", "zero.stage=2"),
+    ]
+
+
+def test_a_stage_of_a_step_that_does_not_exist_is_not_forced() -> None:
+    (finding,) = ranges.forced(["pppo.train"], ("sft", "ppo"))
+    assert finding.override.startswith("force=[ppo.train]")
+    assert ranges.forced(["ppo.train"]) != []  # in a run without steps
+
+
+def test_targets_offer_near_matches() -> None:
+    (finding,) = adapter.targets(["q_proj", "v_prj"], "lora", model.TOY)
+    assert "v_prj" in finding.found
+    assert "v_proj" in finding.override
+    assert "down_proj, gate_proj" in finding.allowed
+    assert len(adapter.targets("q_proj", "lora", model.TOY)) == 1
+
+
+def test_a_merged_qlora_model_is_no_base_for_qlora(tmp_path: Path) -> None:
+    folder = near_nf4(tmp_path / "merged", 0.01)
+    (folder / "config.json").write_text("{}")
+    (finding,) = adapter.merged("qlora", folder)
+    assert "model.layers.0.mlp.up_proj.weight" in finding.found
+    assert finding.override.startswith("peft=lora")
+    assert adapter.merged("lora", folder) == adapter.merged("qlora", tmp_path / "none") == []
+
+
+def test_quantising_reports_all_its_problems_at_once(tmp_path: Path) -> None:
+    convert = {"quantize": "w4a16", "group_size": 128}
+    config = {"num_local_experts": 8, "hidden_size": 576, "intermediate_size": 100}
+    problems = quantizing(
+        convert, config, lambda name: "0",
+        is_reward=True, engine="none", environment=tmp_path / "bin" / "python",
+    )  # fmt: skip
+    assert [finding.override for finding in problems] == [
+        "convert.quantize=none",
+        "convert.quantize=none",
+        "smoke.engine=vllm",
+        "pip install compressed-tensors",
+        "make setup-quantize",
+        "convert.group_size=64",
+        "convert.quantize=w8a8",
+    ]
+    gguf = {"quantize": "gguf:q4_k_m", "llama_cpp": str(tmp_path)}
+    problems = quantizing(gguf, {"model_type": "gpt2"}, lambda name: "0", engine="none")
+    assert [finding.override for finding in problems] == [
+        "convert.quantize=none",
+        "smoke.engine=vllm",
+        "convert.llama_cpp=<its folder, built>",
+        "pip install gguf",
+        "convert.quantize=none",
+    ]
+
+
+def test_a_folder_to_resume_from_holds_a_complete_checkpoint(tmp_path: Path) -> None:
+    (gone,) = ranges.resume(str(tmp_path / "gone"))
+    (empty,) = ranges.resume(str(tmp_path))
+    assert str(tmp_path) in empty.found
+    assert gone.found != empty.found
+    work = work_folder(tmp_path, 3)
+    work.mkdir()
+    describe(work, world_size=1, identity={}, progress=Progress(3), files={})
+    made = publish(work)
+    assert ranges.resume(str(tmp_path)) == ranges.resume(str(made)) == []
+
+
+def test_disk_space_for_checkpoints_is_counted() -> None:
+    each = 16_000
+    assert checkpoints(1000, most=3, most_gb=None) == 5 * each
+    assert checkpoints(1000, most=0, most_gb=None) == 6 * each
+    assert checkpoints(1000, most=20, most_gb=1e-5) == 10_000 + 2 * each
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({}, None),
+        ({"memory.max": "max\n"}, None),
+        (
+            {"memory.max": "1000\n", "memory.current": "700\n",
+             "memory.stat": "anon 500\ninactive_file 150\nactive_file 50\n"},
+            450,
+        ),
+        (
+            {"memory/memory.limit_in_bytes": "1000\n", "memory/memory.usage_in_bytes": "1200\n",
+             "memory/memory.stat": "cache 9\ntotal_inactive_file 100\n"},
+            0,
+        ),
+    ],
+)  # fmt: skip
+def test_a_container_s_limit_counts(
+    tmp_path: Path, files: dict[str, str], left: int | None
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert left_in_container(tmp_path) == left
+
+
+def test_all_problems_in_one_message(tmp_path: Path) -> None:
+    composed = compose_config(
+        ["+exp=sft_qlora", "zero=zero3", "train.global_batch_size=7", "data=jsonl", "model=hf"]
+    )
+    with pytest.raises(ConfigError) as caught:
+        preflight(findings(composed.settings, tmp_path))
+    what = [line.partition(":")[0] for line in caught.value.details]
+    assert what == ["model.path", "peft and zero", "train.global_batch_size", "data.path"]
+    assert caught.value.exit_code == 2

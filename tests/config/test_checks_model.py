@@ -1,0 +1,156 @@
+"""A base model that a run cannot train is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.cli.config import compose_config
+from tasks.config.checks import findings, model
+from tasks.config.checks.model import Known
+from tasks.config.checks.objective import _TABLES, families, head_exists
+from tests.machines import QWEN_7B, with_hub
+from tests.tiny import tiny
+
+
+def test_model_without_a_folder(tmp_path: Path) -> None:
+    (finding,) = model.look("hf", None)[1]
+    assert finding.override == "model.path=<folder or hub id>"
+    assert model.look("hf", "Qwen/Qwen2.5-0.5B") == (model.Known(), [])
+    assert model.look("hf", "owner--name") == (model.Known(), [])  # no id of the Hub
+    for path in ("/no/such/folder", "a/b/c", "./nothing"):
+        assert path in model.look("hf", path)[1][0].found
+    file = tmp_path / "model.gguf"
+    file.touch()
+    assert str(file) in model.look("hf", str(file))[1][0].found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a model folder whose headers name one tensor of 2 x 3."""
+    config = {"model_type": "qwen2", "max_position_embeddings": 99}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    entry = {"a.q_proj.weight": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}}
+    header = json.dumps(entry).encode()
+    weights = struct.pack("<Q", len(header)) + header + bytes(12)
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    return tmp_path
+
+
+def test_model_folder_is_read(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    known = model.Known(("a.q_proj",), 6, 99, config, owners=("a.q_proj",))
+    assert model.look("hf", str(folder)) == (known, [])
+
+
+def test_every_fault_of_a_model_folder_is_reported(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    (folder / "tokenizer.json").unlink()
+    (folder / "config.json").unlink()
+    config, tokenizer, tensor = [f.found for f in model.look("hf", str(folder))[1]]
+    assert "config.json" in config
+    assert "tokenizer.json" in tokenizer
+    assert "a.q_proj.weight" in tensor
+
+
+def test_a_hub_id_is_known_once_its_config_is_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Defaults, memory and context are computed from it."""
+    experts = QWEN_7B | {"num_experts": 8}
+    with_hub(monkeypatch, tmp_path, {"owner/seven": QWEN_7B, "owner/experts": experts})
+    known, problems = model.look("hf", "owner/seven")
+    assert problems == []
+    assert known.parameters == 7_615_616_512 - 28 * 4_608
+    assert (known.context, known.config) == (32768, QWEN_7B)
+    assert model.look("hf", "owner/seven", revision="other") == (model.Known(), [])
+    assert model.look("hf", "owner/experts")[0].parameters is None
+    arguments = ["+exp=sft_qlora", "data.path=rows.jsonl", "train.nproc=1"]
+    lr = [
+        next(line for line in compose_config([*arguments, f"model.path=owner/{name}"]).defaults
+             if line.startswith("train.lr="))
+        for name in ("seven", "experts", "absent")
+    ]  # fmt: skip
+    assert lr[0].startswith("train.lr=0.0002 ")
+    assert lr[1] == lr[2]
+    assert lr[2].startswith("train.lr=0.0001 ")
+    unknown = model.why_unknown({"path": "owner/absent", "revision": None})
+    assert "hf download owner/absent config.json" in str(unknown)
+
+
+def test_a_family_that_cannot_be_packed_is_refused(folder: Path) -> None:
+    """Training packs sequences, and recurrent layers would carry one into the next."""
+    gemma = Known(config=tiny("Gemma2", head_dim=32).to_dict())
+    (capped,) = model.packed("sdpa", gemma)
+    assert capped.override.startswith("model.attn_implementation=eager")
+    assert model.packed("eager", gemma) == []
+    (folder / "config.json").write_text(json.dumps({"model_type": "mamba2"}))
+    settings = compose_config(["model=hf", f"model.path={folder}"]).settings
+    problems = [str(finding) for finding in findings(settings, folder / "runs")]
+    assert [text for text in problems if text.startswith("model.path: mamba2 ")]
+
+
+@pytest.mark.parametrize(
+    ("objective", "config"),
+    [
+        ("sft", {"model_type": "t5", "is_encoder_decoder": True}),
+        ("dpo", {"model_type": "bert", "architectures": ["BertForMaskedLM"]}),
+        ("sft", {"model_type": "made-up"}),
+        ("reward", {"model_type": "granite"}),
+    ],
+)
+def test_an_objective_that_this_kind_of_model_cannot_have(
+    objective: str, config: dict[str, Any]
+) -> None:
+    (finding,) = head_exists(objective, Known(config=config))
+    assert finding.what == "train.objective"
+    assert finding.override.startswith("model.path=")
+
+
+def test_supported_families_pass() -> None:
+    for objective in ("sft", "reward", "dpo", "kto"):
+        for family in ("qwen2", "llama", "gpt2", "mixtral", "gemma2"):
+            assert head_exists(objective, Known(config={"model_type": family})) == []
+        assert head_exists(objective, model.TOY) == []
+        assert head_exists(objective, Known()) == []
+
+
+def test_a_model_with_its_own_classes_passes() -> None:
+    config = {"model_type": "made-up", "auto_map": {"AutoModelForCausalLM": "x.Y"}}
+    assert head_exists("sft", Known(config=config)) == []
+    assert len(head_exists("reward", Known(config=config))) == 1
+
+
+def test_the_table_is_that_of_the_installed_transformers() -> None:
+    from transformers.models.auto import modeling_auto as auto
+
+    for name, table in _TABLES.items():
+        assert families(name) == frozenset(getattr(auto, table))
+
+
+def test_every_reason_against_shared_rows_is_reported_at_once() -> None:
+    train = {"sequence_parallel": 3, "nproc": 4, "nodes": 1, "objective": "grpo"}
+    falcon = Known(config={"model_type": "falcon", "num_attention_heads": 4})
+    assert [finding.override for finding in model.shared_rows(train, "eager", falcon)] == [
+        "train.sequence_parallel=2",  # ranks
+        "train.sequence_parallel=2",  # heads
+        "train.sequence_parallel=1",  # responses are sampled in whole rows
+        "model.attn_implementation=sdpa or train.sequence_parallel=1",
+        "train.sequence_parallel=1",  # attention of the family
+    ]
+    qwen = Known(config={"model_type": "qwen2", "num_attention_heads": 4})
+    plain = {**train, "sequence_parallel": 2, "objective": "dpo"}
+    assert model.shared_rows(plain, "sdpa", qwen) == []
+
+
+def test_families_with_their_own_attention_are_recognised_by_their_code() -> None:
+    for family in ("qwen2", "llama", "gemma3_text", "mixtral", "made-up", ""):
+        assert model.takes_own_attention(family), family
+    for family in ("falcon", "stablelm", "gptj"):
+        assert not model.takes_own_attention(family), family

@@ -1,0 +1,361 @@
+"""Memory of ranks and engines, computed by hand, on this machine and on GPUs that are not here."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.chain import stages as chain_stages
+from flows.chain.steps import Step, chain_steps, compose
+from flows.cli.config import CONF, Composed, compose_config
+from flows.cli.plan import check, render
+from flows.cli.vocabulary import experiments, short_names
+from flows.delivery import stages as delivery_stages
+from flows.orchestration import devices
+from tasks.config.checks import findings
+from tasks.config.checks.engine import (
+    EngineMemory,
+    cache_fits,
+    engine_memory,
+    host_fits,
+    shareable,
+)
+from tasks.config.checks.phases import ASLEEP, RankMemory, memory_of, training_settings
+from tasks.core import machine
+from tasks.core.errors import ConfigError
+from tasks.pipeline.locks import Needs
+from tasks.training.job import Peft
+from tasks.training.memory.estimate import LIBRARIES, adapter_weights
+from tasks.training.memory.sizes import Sizes
+from tests.machines import GIB, H100, QWEN_7B, QWEN_14B, QWEN_72B, with_gpus, with_hub
+from tests.settings import Settings
+
+HALF = "model.dtype=bfloat16"
+"""The folder has one small tensor, which is no reason to compute in float32."""
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """Return a folder with a config.json of 72 B parameters and one tensor's header."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN_72B))
+    (folder / "tokenizer.json").write_text("{}")
+    entry = {"model.layers.0.self_attn.q_proj.weight": {
+        "dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}}  # fmt: skip
+    header = json.dumps(entry).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(12))
+    return folder
+
+
+def composed_of(large: Path, *overrides: str) -> Composed:
+    arguments = ["+exp=sft_full", "model=hf", f"model.path={large}", HALF, "train.max_len=4096"]
+    return compose_config([*arguments, f"paths.runs={large.parent / 'runs'}", *overrides])
+
+
+def memory_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("  error: memory")]
+
+
+def peak_gib(text: str) -> float:
+    return float(re.search(r"memory a rank: ([\d.]+) GiB at its peak", text)[1])
+
+
+def test_a_model_that_is_too_large_is_answered_with_overrides(large: Path) -> None:
+    text = render([Step("", composed_of(large))])
+    training, serving = memory_lines(text)
+    override = training.partition(" -> ")[2]
+    named = override.split(" or ")
+    assert {"peft=lora", "train.micro_batch_size=1"} & set(named)
+    before = peak_gib(text)
+    for name in (named[0], named[-1]):
+        assert peak_gib(render([Step("", composed_of(large, name))])) < before
+    assert serving.endswith(
+        " -> a machine with more memory"
+    )  # 135 GiB of weights, whatever the cache
+    with pytest.raises(ConfigError) as caught:
+        check([Step("", composed_of(large))])
+    assert any(override in line for line in caught.value.details)
+
+
+WEIGHTS = 7_615_616_512 - 28 * 4_608
+
+
+@cache
+def _settings() -> dict[str, Any]:
+    return compose_config(["model.dtype=bfloat16"]).settings
+
+
+def settings(**smoke: Any) -> dict[str, Any]:
+    return {**_settings(), "smoke": {**_settings()["smoke"], **smoke}}
+
+
+def test_an_engine_on_a_cpu_by_hand() -> None:
+    """56 KiB per token: 2 x 28 layers x 4 heads x 128 x 2 bytes; 1 GiB holds 18,724 tokens."""
+    engine = engine_memory(QWEN_7B, settings(max_model_len=1000), gpu_bytes=None)
+    assert (engine.weights, engine.cache, engine.token) == (2 * WEIGHTS, GIB, 57_344)
+    assert engine.longest == 1024 * 57_344  # blocks of 128
+    assert engine.together == 18
+    assert cache_fits(engine, on_gpu=False) == []
+
+
+def test_the_context_holds_prompt_and_response() -> None:
+    plain = _settings()
+    expected = plain["train"]["max_len"] + plain["smoke"]["max_new_tokens"] + 8
+    assert engine_memory(QWEN_7B, settings(), gpu_bytes=None).context == expected
+    short = {**QWEN_7B, "max_position_embeddings": 128}
+    assert engine_memory(short, settings(), gpu_bytes=None).context == 128
+
+
+def test_a_cache_too_small_for_one_sequence() -> None:
+    engine = engine_memory(QWEN_7B, settings(max_model_len=32768), gpu_bytes=None)
+    (finding,) = cache_fits(engine, on_gpu=False)
+    assert finding.what == "smoke.kv_cache_gib"
+    assert finding.override == "smoke.kv_cache_gib=2 or smoke.max_model_len=18688"
+    turned = engine_memory(QWEN_7B, settings(max_model_len=18688), gpu_bytes=None)
+    assert cache_fits(turned, on_gpu=False) == []
+
+
+def test_a_gpu_that_is_full_of_weights() -> None:
+    """vLLM takes 0.92 of the GPU; the KV cache is the rest beside weights and libraries."""
+    full = engine_memory(QWEN_7B, settings(), gpu_bytes=16 * GIB)
+    (finding,) = cache_fits(full, on_gpu=True)
+    assert finding.override == "a smaller model"
+    larger = engine_memory(QWEN_7B, settings(), gpu_bytes=24 * GIB)
+    assert larger.cache == int(0.92 * 24 * GIB) - 2 * WEIGHTS - GIB
+    assert cache_fits(larger, on_gpu=True) == []
+
+
+def test_the_host_has_to_hold_the_engine() -> None:
+    engine = EngineMemory(weights=4 * GIB, cache=8 * GIB, token=1024, context=128, block=128)
+    assert host_fits(engine, 13 * GIB, 8) == []
+    (finding,) = host_fits(engine, 10 * GIB, 8)
+    assert finding.override == "smoke.kv_cache_gib=5 or smoke=transformers"
+    (finding,) = host_fits(engine, 4 * GIB, 8)
+    assert finding.override == "a machine with more memory"
+
+
+PAIR = {"prompt": "a question", "chosen": "good", "rejected": "bad"}
+CHAT = {"prompt": "a question", "response": "good"}
+
+
+def arguments_of(experiment: str, tmp_path: Path) -> list[str]:
+    """Return the command line of an experiment, with rows, and rewards if it needs them."""
+    arguments = [f"+exp={experiment}", f"paths.runs={tmp_path / 'runs'}"]
+    experiment = short_names(CONF).get(experiment, experiment)
+    if "/model: hf" not in (CONF / "exp" / f"{experiment}.yaml").read_text():
+        return arguments
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(f"{json.dumps(PAIR | CHAT | {'answer': '4'})}\n" * 3)
+    arguments += [f"data.path={rows}"]
+    if experiment.endswith("/grpo"):
+        arguments += ["reward.function=exact_match"]
+    if experiment.endswith("/ppo_lora"):
+        reward = tmp_path / "reward"
+        reward.mkdir()
+        names = {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
+        (reward / "config.json").write_text(json.dumps(QWEN_14B | names | {"dtype": "bfloat16"}))
+        arguments += [f"reward.model={reward}", "reward.normalize=false"]
+    return arguments
+
+
+SLOW = pytest.mark.slow
+DAILY = ("toy/rlhf_qlora", "recipes/qwen2.5-72b/dpo_lora", "recipes/qwen2.5-7b/grpo")
+
+
+@pytest.mark.parametrize(
+    "experiment",
+    [name if name in DAILY else pytest.param(name, marks=SLOW) for name in experiments(CONF)],
+)
+def test_every_experiment_plans_without_a_finding_on_eight_gpus_of_80_gb(
+    experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peak is no more than all terms together."""
+    with_gpus(monkeypatch, 8)
+    with_hub(monkeypatch, tmp_path / "hub")
+    arguments = arguments_of(experiment, tmp_path)
+    for link in chain_steps(compose(arguments), arguments):
+        text = render([link])
+        assert text.endswith("nothing to report"), text
+        rank = memory_of(link.composed.settings, rewarded=link.rewarded)
+        assert rank is not None
+        assert rank.total <= sum(term.size for term in rank.terms)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "gpus", "gigabytes"),
+    [
+        ("grpo_qwen7b_qlora", 1, 48), ("sft_llama8b_lora_zero3", 4, 40),
+        pytest.param("qlora_qwen7b", 1, 24, marks=SLOW),
+        pytest.param("reward_qwen14b_lora_zero3", 4, 80, marks=SLOW),
+    ],
+)  # fmt: skip
+def test_experiments_fit_the_hardware_that_they_name(
+    experiment: str, gpus: int, gigabytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_gpus(monkeypatch, gpus, gigabytes * 10**9)
+    with_hub(monkeypatch, tmp_path / "hub")
+    arguments = arguments_of(experiment, tmp_path)
+    (link,) = chain_steps(compose(arguments), arguments)
+    assert link.composed.settings["train"]["nproc"] == gpus
+    assert render([link]).endswith("nothing to report")
+
+
+def test_a_stage_reserves_every_gpu_that_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 8)
+    server = ["rollout=server", "rollout.servers=3", "rollout.tensor_parallel=2"]
+    for overrides, needs, count in (
+        (["+exp=sft_full", "train.nproc=4"], Needs.RANKS, 4),
+        (["+exp=sft_full", "train.nproc=4"], Needs.DEVICE, 1),
+        (["+exp=sft_full", "smoke.tensor_parallel=8"], chain_stages.SMOKE.needs, 8),
+        (["+exp=sft_full", "smoke.tensor_parallel=4"], delivery_stages.SMOKE.needs, 4),
+        (["+exp=grpo", "train.nproc=2", *server], chain_stages.REINFORCE.needs, 8),
+        (["+exp=grpo", "train.nproc=2", "rollout.tensor_parallel=2"], Needs.RANKS, 2),
+    ):
+        uuids = [f"plumbline-{gpu.uuid}" for gpu in machine.gpus()[:count]]
+        assert devices.names(compose_config(overrides), needs) == uuids, overrides
+
+
+def test_72b_in_host_memory_and_in_the_engine_that_serves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base takes no memory of a rank: safetensors maps it once for all of them."""
+    with_gpus(monkeypatch, 8)
+    with_hub(monkeypatch, tmp_path / "hub")
+    arguments = arguments_of("dpo_qwen72b_lora", tmp_path)
+    composed = compose_config([*arguments, "train.async_save=true"])
+    settings, rank = composed.settings, memory_of(composed.settings)
+    assert rank is not None
+    sizes = Sizes.of(QWEN_72B)
+    # LoRA of rank 32 on eight ranks: master, moments, updated weights and gradient in host memory,
+    # and while a checkpoint is written a copy of all but the gradient, and the weights once more.
+    trained = adapter_weights(sizes, training_settings(settings))
+    assert rank.host == 18 * trained // 8 + 16 * trained // 8
+    monkeypatch.setattr(machine, "available_memory", lambda: 8 * (rank.host + LIBRARIES))
+    assert findings(settings, composed.runs, rank) == []
+    monkeypatch.setattr(machine, "available_memory", lambda: 8 * (rank.host + LIBRARIES) - 1)
+    (finding,) = findings(settings, composed.runs, rank)
+    assert finding.what == "memory"
+    assert finding.override == "train.async_save=false or zero.offload_optimizer=none"
+    served = engine_memory(QWEN_72B, settings, gpu_bytes=H100)
+    assert (served.weights, served.token) == (2 * sizes.weights() // 8, sizes.kv_cache(1) // 8)
+    with_gpus(monkeypatch, 8)
+    settings["smoke"]["tensor_parallel"] = 1
+    (finding,) = findings(settings, composed.runs, rank)
+    assert finding.what == "GPU memory of smoke_eval"
+    assert finding.override == "smoke.tensor_parallel=8"
+
+
+def test_processes_that_share_a_model_need_whole_heads_and_a_gpu_each() -> None:
+    key = "smoke.tensor_parallel"
+    assert shareable(key, 4, QWEN_7B, gpus=8) == shareable(key, 1, {}) == []
+    (finding,) = shareable(key, 8, QWEN_7B, gpus=8)
+    assert (finding.found, finding.override) == ("8", f"{key}=4")
+    assert shareable(key, 7, QWEN_7B, gpus=8)  # 28 heads, but 4 key heads and a width of 18944
+    (finding,) = shareable(key, 8, QWEN_72B, gpus=2)
+    assert finding.override == f"{key}=2"
+
+
+ROWS = ({"prompt": "2 + 2?", "answer": 4}, {"prompt": "who are you?", "answer": ""})
+
+
+def planned(tmp_path: Path, experiment: str, *overrides: str) -> tuple[RankMemory, list[str]]:
+    """Return a rank's memory and the findings of an experiment with Qwen2.5-7B."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    arguments = [
+        f"+exp={experiment}", "model.path=Qwen/Qwen2.5-7B-Instruct",
+        f"data.path={tmp_path}/rows.jsonl", f"paths.runs={tmp_path}/runs", *overrides,
+    ]  # fmt: skip
+    (link,) = chain_steps(compose(arguments), arguments)
+    rank = memory_of(link.composed.settings)
+    assert rank is not None
+    return rank, list(map(str, findings(link.composed.settings, link.composed.runs, rank)))
+
+
+def sizes_of(rank: RankMemory) -> dict[str, int]:
+    return {term.name: term.size for term in rank.terms}
+
+
+@pytest.fixture
+def eight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 8)
+    with_hub(monkeypatch, tmp_path / "hub")
+
+
+@pytest.mark.usefixtures("eight")
+def test_full_ppo_of_7b_counts_critic_reference_and_engine(tmp_path: Path) -> None:
+    """ZeRO-2: three copies of the weights on each GPU, and half of the GPU for the engine."""
+    stays = ("rollout.offload_trainer=false", "rollout.gpu_memory=0.5")
+    rank, (problems,) = planned(tmp_path, "ppo_full", *stays)
+    weights, table = Sizes.of(QWEN_7B).weights(), 152064 * 3584
+    terms = sizes_of(rank)
+    assert terms["weights"] == terms["reference"] == terms["engine weights"] == 2 * weights
+    assert terms["optimizer"] == 12 * weights // 8
+    assert terms["critic"] == 2 * weights
+    assert terms["critic, its optimizer"] == 12 * (weights - table) // 8
+    assert terms["engine activations"] == LIBRARIES
+    engine = sum(terms[name] for name in ("engine weights", "KV cache", "engine activations"))
+    assert engine == H100 // 2
+    lasting = terms["weights"] + terms["optimizer"] + terms["critic"] + terms["reference"]
+    lasting += terms["critic, its optimizer"]
+    assert rank.peaks["generate"] == lasting + engine
+    score = lasting + terms["pass without gradients"] + ASLEEP
+    assert rank.peaks["score"] == score
+    passing = terms["gradients"] + terms["activations"] + terms["logits"]
+    assert rank.peaks["train"] == lasting + max(passing, terms["step"]) + ASLEEP
+    assert 102.5 < rank.total / GIB < 103.5
+    assert problems.startswith("GPU memory: ")
+    named = problems.rpartition(" -> ")[2].split(" or ")
+    advised = {"rollout.offload_trainer=true", "rollout.gpu_memory=0.3"}
+    assert {"zero=zero3", "peft=lora", *advised} <= set(named)
+    split, none = planned(tmp_path, "ppo_full", *stays, "zero=zero3")
+    assert none == []
+    assert sizes_of(split)["reference"] == 2 * weights // 8
+    assert split.peaks["generate"] < rank.peaks["generate"] - 4 * weights
+
+
+@pytest.mark.usefixtures("eight")
+def test_what_an_adapter_a_reward_model_and_other_engines_add(tmp_path: Path) -> None:
+    folder = tmp_path / "reward"
+    folder.mkdir()
+    names = {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
+    (folder / "config.json").write_text(json.dumps(QWEN_7B | names | {"dtype": "bfloat16"}))
+    rewards = [f"reward.model={folder}", "reward.normalize=false"]
+    rank, _ = planned(tmp_path, "ppo_qwen7b_lora", *rewards)
+    sizes = Sizes.of(QWEN_7B)
+    terms, weights = sizes_of(rank), sizes.weights()
+    pairs = adapter_weights(sizes, Settings(peft=Peft("lora", rank=32)))
+    assert terms["critic"] == 2 * pairs  # an adapter on the policy's trunk
+    assert terms["critic, its optimizer"] == 12 * pairs // 8
+    assert terms["reward model"] == 2 * (weights - 152064 * 3584)
+    assert "reference" not in terms  # the policy without its adapter
+    assert rank.host == 2 * weights  # the base of the engine's adapters, while it sleeps
+    saving, _ = planned(tmp_path, "ppo_qwen7b_lora", *rewards, "train.async_save=true")
+    assert saving.host == 2 * weights + 2 * (16 * pairs // 8)  # both adapters, for checkpoints
+    (elsewhere,) = {"reward model"} - set(
+        sizes_of(planned(tmp_path, "ppo_qwen7b_lora", *rewards, "reward.engine=vllm")[0])
+    )
+    assert elsewhere == "reward model"
+    own, _ = planned(tmp_path, "ppo_qwen7b_lora", *rewards, "rollout=transformers")
+    share = rank.peaks["generate"] - own.peaks["generate"]
+    assert share == pytest.approx(0.4 * H100, abs=1)
+    group, problems = planned(tmp_path, "grpo", "rollout.tensor_parallel=4")
+    assert sizes_of(group)["engine weights"] == 2 * weights // 4
+    assert problems == []
+    _, (problems, *_) = planned(tmp_path, "grpo", "rollout.gpu_memory=0.15")
+    assert problems.endswith("-> rollout.gpu_memory=0.2")
+
+
+@pytest.mark.usefixtures("eight")
+def test_ranks_that_see_no_gpu_need_an_engine_that_needs_none(tmp_path: Path) -> None:
+    _, problems = planned(tmp_path, "grpo", "train.device=cpu")
+    assert problems[0].startswith("rollout.engine: vllm")
+    rank, problems = planned(tmp_path, "grpo_qlora", "train.device=cpu", "rollout=transformers")
+    assert problems == []
+    assert rank.mapped == 2 * Sizes.of(QWEN_7B).weights()  # as on a CPU

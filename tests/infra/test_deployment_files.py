@@ -1,0 +1,166 @@
+"""Files for containers and several nodes: valid, closed to others, and right about the nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import PROJECT
+
+INFRA = PROJECT / "infra"
+SECRET = re.compile(r"PASSWORD|SECRET|ACCESS_KEY|AUTH_STRING|_URI$|CONNECTION_URL")
+FROM_ENVIRONMENT = re.compile(r"\$\{[A-Z0-9_]+:\?[^}]+\}")
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    return yaml.safe_load((INFRA / "compose.yaml").read_text())
+
+
+def test_the_compose_file_and_the_action_follow_their_schemas() -> None:
+    for schema, path in (
+        ("vendor.compose-spec", INFRA / "compose.yaml"),
+        ("vendor.github-actions", INFRA / "action" / "action.yml"),
+    ):
+        program = Path(sys.executable).with_name("check-jsonschema")
+        done = subprocess.run(
+            [program, "--builtin-schema", schema, path], check=False, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout
+
+
+def test_secrets_come_from_the_environment_only(compose: dict[str, Any]) -> None:
+    literal = [
+        (name, key)
+        for name, service in compose["services"].items()
+        for key, value in service.get("environment", {}).items()
+        if SECRET.search(key)
+        and not FROM_ENVIRONMENT.search(value)
+        and ("@" in value or not re.search(r"_UR[IL]$", key))
+    ]
+    assert literal == []
+
+
+def test_ports_open_on_loopback_only(compose: dict[str, Any]) -> None:
+    ports = [port for service in compose["services"].values() for port in service.get("ports", [])]
+    assert len(ports) == 2
+    assert [port for port in ports if not port.startswith("127.0.0.1:")] == []
+
+
+NODES = PROJECT / "infra" / "nodes"
+SMALL = [
+    "+exp=lora_zero3",
+    "train.nodes=2",
+    "train.nproc=1",
+    "train.threads=1",
+    "train.max_steps=4",
+    "model.steps=20",
+    "smoke.engine=transformers",
+    "smoke.eval_samples=4",
+    "smoke.min_stop_rate=0",
+    "smoke.max_degenerate_rate=1",
+]
+
+
+def test_slurm_asks_for_the_nodes_of_the_job(tmp_path: Path) -> None:
+    """With a `srun` and a `scontrol` that only print their arguments."""
+    for name, does in (
+        ("srun", 'echo "$MASTER_ADDR $MASTER_PORT $*"'),
+        ("scontrol", "echo n7\necho n8"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    printed = subprocess.run(
+        [NODES / "slurm.sbatch", "+exp=lora_zero3"],
+        env={
+            **os.environ,
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "40001",
+            "SLURM_JOB_NODELIST": "n[7-8]",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_GPUS_ON_NODE": "4",
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert printed.startswith("n7 20001 ")
+    assert printed.strip().endswith("flows/rlhf.py +exp=lora_zero3 train.nodes=2 train.nproc=4")
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def namespaces() -> Iterator[list[str]]:
+    """Two network namespaces that see each other as 10.77.0.1 and 10.77.0.2, and nothing else."""
+    tag = uuid.uuid4().hex[:6]
+    names = [f"pl{tag}a", f"pl{tag}b"]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"network namespaces cannot be made here: {error}")
+    try:
+        ip("link", "add", "node0", "netns", names[0], "type", "veth",
+           "peer", "name", "node1", "netns", names[1])  # fmt: skip
+        for number, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", f"node{number}")
+            for device in ("lo", f"node{number}"):
+                ip("-n", name, "link", "set", device, "up")
+        yield names
+    finally:
+        for name in names:
+            ip("netns", "delete", name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_zero3_over_two_nodes(namespaces: list[str], tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    started = []
+    for number, name in enumerate(namespaces):
+        inside = ["ip", "netns", "exec", name, NODES / "bare.sh", str(number), "10.77.0.1"]
+        started.append(
+            subprocess.Popen(
+                [*inside, *SMALL, f"paths.runs={runs}"],
+                env={**os.environ, "INTERFACE": f"node{number}"},
+                stdout=(tmp_path / f"node{number}.log").open("w"),
+                stderr=subprocess.STDOUT,
+            )
+        )
+    ended = [process.wait(timeout=500) for process in started]
+    logs = [(tmp_path / f"node{number}.log").read_text() for number in range(2)]
+    assert ended == [0, 0], "\n".join(logs)
+    shards = sorted((runs / "artifacts" / "shards").glob("*/shards/*.safetensors"))
+    assert [path.name for path in shards] == [f"rank-0000{r}-of-00002.safetensors" for r in (0, 1)]
+    summary = json.loads((runs / "latest" / "summary.json").read_text())
+    assert summary["status"] == "completed"
+    drift = {stage["name"]: stage["drift"] for stage in summary["stages"]}
+    assert drift["gather"]["mean_kl"] == 0.0
+    assert "node 1 of 2 follows 10.77.0.1" in logs[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_node_without_leader_reports_it(tmp_path: Path) -> None:
+    """The error names the folder in which the node waits."""
+    ran = subprocess.run(
+        [NODES / "bare.sh", "1", "127.0.0.1", *SMALL, f"paths.runs={tmp_path}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 1
+    assert "node 0" in ran.stderr

@@ -120,33 +120,18 @@ def test_addresses_of_rewards() -> None:
         assert "word" not in str(finding)
 
 
-def test_a_reward_model(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    (finding,) = findings_of(reward={"model": str(folder)})
-    assert str(folder) in finding.found
-    folder.mkdir()
+def test_a_reward_model_is_a_folder_with_a_context_for_prompt_and_response(tmp_path: Path) -> None:
     config = {
-        "architectures": ["Qwen2ForSequenceClassification"],
-        "id2label": {"0": "LABEL_0"},
-        "max_position_embeddings": 320,
-        "mean": 0.5,
-        "std": 2.0,
-    }
-
-    def looked_at(**changes: Any) -> list[Finding]:
-        (folder / "config.json").write_text(json.dumps({**config, **changes}))
-        return findings_of(reward={"model": str(folder)})
-
-    assert looked_at() == []
-    (finding,) = looked_at(architectures=["Qwen2ForCausalLM"])
-    assert "Qwen2ForCausalLM" in finding.found
-    (finding,) = looked_at(std=None)
-    assert "std" in finding.found
-    (finding,) = looked_at(max_position_embeddings=319)
+        "architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "LABEL_0"},
+        "max_position_embeddings": 320, "mean": 0.5, "std": 2.0,
+    }  # fmt: skip
+    (finding,) = findings_of(reward={"model": str(tmp_path)})
+    assert str(tmp_path) in finding.found
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert findings_of(reward={"model": str(tmp_path)}) == []
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 319}))
+    (finding,) = findings_of(reward={"model": str(tmp_path)})
     assert "320" in finding.found
-    (folder / "config.json").write_text("{")
-    (finding,) = findings_of(reward={"model": str(folder)})
-    assert "config.json" in finding.found
 
 
 @given(SIZES, SIZES, SIZES)
@@ -244,18 +229,6 @@ def test_an_environment_and_its_chat_template(tmp_path: Path) -> None:
     path.write_text("class Game:\n    def reset(self): ...")
     (finding,) = findings_with(f"{path}:Game")
     assert finding.override == "def step(self, ...)"
-
-
-def test_the_template_of_the_model_is_checked(tmp_path: Path) -> None:
-    (tmp_path / "game.py").write_text(GAME)
-    name = f"{tmp_path / 'game.py'}:Game"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
-    (tmp_path / "chat_template.jinja").write_text(DROPS)
-    (finding,) = findings_with(name, folder=str(tmp_path))
-    assert finding.what == "data.chat_template"
-    keeps = DROPS.replace(".split('</think>')[-1]", "")
-    (tmp_path / "chat_template.jinja").write_text(keeps)
-    assert findings_with(name, folder=str(tmp_path)) == []
 
 
 URL = "http://10.0.0.7:8000"

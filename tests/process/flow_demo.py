@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +40,6 @@ def work(mode: str, logs: Path) -> dict[str, Any]:
         quick(i)
     if mode.startswith("long"):
         long(logs / "long.log")
-    if mode.startswith("wait"):
-        print("waiting", flush=True)
-        while not (logs / mode).exists():
-            time.sleep(0.05)
-        quick(20)
     if mode == "fail":
         raise ValueError("wrong on purpose")
     return {"mode": mode}

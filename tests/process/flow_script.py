@@ -1,7 +1,6 @@
 """A small flow, wired as `flows/commands/rlhf.py` does it: started as a process by the tests.
 
-Arguments: the folder of runs, then one mode for each flow run: quick (20 tasks), fail, long*,
-wait* (until a file of that name is in the logs).
+Arguments: the folder of runs, then one mode for each flow run: quick (20 tasks), fail, long*.
 """
 
 from __future__ import annotations

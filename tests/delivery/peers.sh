@@ -23,7 +23,6 @@ declare -A PACKAGES=(
         einops torchdata"
     [transformers4]="transformers==4.57.6 tokenizers==0.22.2 huggingface-hub<1 peft==0.17.1 datasets==4.0.0
         fsspec==2025.3.0 multiprocess dill==0.3.8"
-    [scanners]="picklescan==1.0.5 fickling==0.1.12 modelscan==0.8.8 tomlkit==0.13.3"
     [transformers440]="transformers==4.40.2 tokenizers==0.19.1 huggingface-hub<1 peft==0.10.0
         accelerate==0.30.1 datasets==2.21.0 fsspec==2024.6.1 multiprocess==0.70.16 dill==0.3.8"
     [llamacpp]="xllamacpp==2026.10.11549 gguf==0.19.0"

@@ -1,4 +1,4 @@
-"""The page of a run: its numbers, its verdict, texts of strangers, and a browser."""
+"""The page of a run: its numbers, its verdict and texts of strangers."""
 
 from __future__ import annotations
 

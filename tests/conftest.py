@@ -47,8 +47,13 @@ if settings is not None:
 TOGETHER = ("training", "infra/servers", "serving", "weights", "witness")
 """Folders whose tests share what is expensive to make: one worker runs all of a folder.
 
-The longest one is the first; a folder in such a folder is a group of its own.
+A folder in such a folder is a group of its own.
 """
+LONGEST = (
+    "tests/e2e/test_chain.py", "tests/e2e/test_first_screen.py", "tests/delivery/test_sources.py",
+    *(f"tests/{name}/" for name in TOGETHER),
+)  # fmt: skip
+"""What takes longest, and is started first: everything would wait for it at the end."""
 
 
 class ByFolder(LoadFileScheduling):
@@ -83,9 +88,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFolder:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the longest groups, so that they are not what everything waits for at the end."""
-    longest = {f"tests/{name}": place for place, name in enumerate(TOGETHER)}
-    items.sort(key=lambda item: longest.get(item.nodeid.split("::")[0].rpartition("/")[0], 99))
+    """Start with the longest groups; give a whole run its time."""
+    items.sort(
+        key=lambda item: next(
+            (place for place, name in enumerate(LONGEST) if item.nodeid.startswith(name)),
+            len(LONGEST),
+        )
+    )
     for item in items:
         if item.path.parent.name == "e2e" and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(1200))

@@ -68,8 +68,11 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
     }
 
 
-RARE = ("deepseek_v3", "falcon", "gemma2", "gemma3_text", "gpt_neox", "qwen2_5_vl", "qwen2_moe")
-"""Families that the default suite leaves to `make test-all`."""
+RARE = (
+    "deepseek_v3", "falcon", "gemma2", "gemma3", "gemma3_text", "gpt_neox", "merged-experts",
+    "moe-all-linear", "moe-linear", "qwen2_5_vl", "qwen2_moe", "vl-lora",
+)  # fmt: skip
+"""Checkpoints that the default suite leaves to `make test-all`."""
 
 
 @pytest.mark.parametrize(

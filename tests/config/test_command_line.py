@@ -241,6 +241,7 @@ def test_every_command_is_in_the_help_and_has_a_module(plumbline: Any) -> None:
     assert "plumbline audit x" in errors
 
 
+@pytest.mark.slow
 def test_a_plan_as_a_process_starts_nothing(tmp_path: Path) -> None:
     """As the script `plumbline` does it, in a folder that is not the checkout."""
     start = f"import sys; sys.argv[0] = 'plumbline'; sys.path.insert(0, {str(PROJECT)!r}); "

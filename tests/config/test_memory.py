@@ -67,6 +67,7 @@ def peak_gib(text: str) -> float:
     return float(re.search(r"memory a rank: ([\d.]+) GiB at its peak", text)[1])
 
 
+@pytest.mark.slow
 def test_a_model_that_is_too_large_is_answered_with_overrides(large: Path) -> None:
     text = render([Step("", composed_of(large))])
     training, serving = memory_lines(text)

@@ -77,12 +77,21 @@ CASES: dict[str, tuple[Make, set[str]]] = {
     "an end that stops nothing": (_eos_of_the_base, {"EOS_DISAGREES"}),
 }  # fmt: skip
 
+MORE = (
+    "TRL's wrapper around it", "a reward model of OpenRLHF", "the state of an unknown trainer",
+    "prefixes of wrappers",
+)  # fmt: skip
+"""Cases that the default suite leaves to `make test-all`."""
+
 
 def errors(folder: Path) -> set[str]:
     return {finding.code for finding in audit(folder).findings if finding.severity == "error"}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in MORE else ()) for name in CASES],
+)
 def test_handled_errors_are_not_in_out(here: Run, name: str, tmp_path: Path) -> None:
     make, codes = CASES[name]
     make(tmp_path / "source")

@@ -83,6 +83,7 @@ def test_an_openrlhf_reward_model(here: Run, prefix: str, tmp_path: Path) -> Non
     assert (config["mean"], config["std"]) == (1.5, 2.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", [pytest.param("", marks=SLOW), "pretrained_model."])
 def test_a_trl_policy_with_its_value_head(here: Run, wrapper: str, tmp_path: Path) -> None:
     policy = save_trl(tmp_path / "ppo", "llama", prefix=wrapper)
@@ -137,6 +138,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     ["one file", "shards and their index", pytest.param("pickles", marks=SLOW)],
@@ -226,6 +228,7 @@ class TestWithAnEngine:
         folder = Path(summary["stages"][-1]["artifact"])
         return dict(json.loads((folder / "report.json").read_text()))
 
+    @pytest.mark.slow
     def test_a_normalised_openrlhf_model(self, tmp_path: Path) -> None:
         save_openrlhf(tmp_path / "rm", "qwen", prefix="value_head", mean=1.5, std=2.5)
         summary = self.delivered(tmp_path, f"source={tmp_path / 'rm'}")

@@ -49,6 +49,7 @@ def artifacts(ours: Path, tmp_path: Path) -> tuple[Path, Path]:
     return base, out
 
 
+@pytest.mark.slow
 def test_an_altered_full_model(here: Run, artifacts: tuple[Path, Path], tmp_path: Path) -> None:
     source, _ = artifacts
     name = flip(source / "model.safetensors")

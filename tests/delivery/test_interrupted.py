@@ -81,6 +81,7 @@ def test_nothing_is_visible_at_out(
     assert [p for p in records if p.stat().st_mode & 0o077] == []
 
 
+@pytest.mark.slow
 def test_a_stage_that_is_too_slow_names_its_limit(
     large: Path, here: Callable[..., Done], tmp_path: Path
 ) -> None:

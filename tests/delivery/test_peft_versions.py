@@ -83,6 +83,7 @@ def delivered(here: Run, source: Path, base: Path, out: Path) -> dict[str, torch
     return state_of(out)
 
 
+@pytest.mark.slow
 def test_each_layout_is_read_by_its_version(
     here: Run, made: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -58,6 +58,7 @@ def test_every_stage_is_tracked_with_its_findings_and_verdicts(
     assert stages["smoke_eval"].data.tags["input.served"] == digest
 
 
+@pytest.mark.slow
 def test_a_delivered_folder_is_signed_and_can_be_a_source(
     here: Run, base: Path, tmp_path: Path
 ) -> None:

@@ -43,6 +43,7 @@ class TestAModelThatEqualsItsBase:
         assert f"base={base}" in text
         assert str(merged / "lora_adapter") in text
 
+    @pytest.mark.slow
     def test_is_told_that_nobody_compared_it_otherwise(
         self, here: Run, base: Path, other: Path, tmp_path: Path
     ) -> None:

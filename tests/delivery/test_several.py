@@ -57,6 +57,7 @@ def test_are_added_up_with_their_weights(
     assert set(manifest["inputs"]) == {*named, "base"}
 
 
+@pytest.mark.slow
 def test_the_weights_are_part_of_the_key(
     here: Run, adapter: Path, second: Path, base: Path
 ) -> None:

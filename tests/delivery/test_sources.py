@@ -249,7 +249,10 @@ def work(
     return Place(tmp_path, base, ours, adapter, shards, trained, merged)
 
 
-MORE = ("axolotl", "a model in .bin files", "ZeRO-2", "unsloth, one file", "several wrappers")
+MORE = (
+    "axolotl", "a model in .bin files", "ZeRO-2", "unsloth, one file", "unsloth, shards",
+    "several wrappers", "a base in 4 bits",
+)  # fmt: skip
 """Sources that the default suite leaves to `make test-all`."""
 
 

@@ -90,6 +90,16 @@ def test_a_server_of_adapters_is_verified_by_the_record(
     assert cause in text
 
 
+def test_an_adapter_of_another_step_is_refused(work: Work, tmp_path: Path) -> None:
+    """The record of step 2 beside the tensors of step 1."""
+    source = Path(shutil.copytree(work.adapter, tmp_path / "checkpoint-2"))
+    other = work.adapter.with_name("checkpoint-1") / "adapter_model.safetensors"
+    shutil.copyfile(other, source / other.name)
+    status, text = deliver(tmp_path, source, f"base={work.base}", "smoke.engine=transformers")
+    assert status == 1, text
+    assert not (tmp_path / "served").exists()
+
+
 def test_a_foreign_base_is_refused(work: Work, tmp_path: Path) -> None:
     foreign = make_base(tmp_path / "base", seed=6)
     source = Path(shutil.copytree(work.adapter, tmp_path / "checkpoint-2"))

@@ -71,6 +71,7 @@ def test_nothing_is_removed_without_yes(folder: Path, tmp_path: Path) -> None:
     assert list(folder.rglob("*.pruned")) == []
 
 
+@pytest.mark.slow
 def test_it_does_not_guess(folder: Path, tmp_path: Path) -> None:
     for overrides, texts in (
         ([], ["keep=10, or older_than=30"]),

@@ -147,6 +147,7 @@ def test_the_command_prints_a_table_of_100_columns_and_writes_a_page(
     assert typed(str(a), str(a))[0] == 0
 
 
+@pytest.mark.slow
 def test_a_run_is_named_by_its_name_or_an_end_of_it(tmp_path: Path, typed: Typed) -> None:
     recorded(tmp_path)
     place = f"paths.runs={tmp_path}"

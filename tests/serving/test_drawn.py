@@ -120,6 +120,7 @@ def test_vllm_samples_too(run: Callable[..., StageReport], judge: Path) -> None:
     assert report.metrics["drawn/kl"] > 0.1
 
 
+@pytest.mark.slow
 def test_a_function_of_the_user_judges_the_responses_of_both_models(
     run: Callable[..., StageReport], tmp_path: Path
 ) -> None:

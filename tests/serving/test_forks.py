@@ -66,6 +66,7 @@ def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "starts"
 
 
+@pytest.mark.slow
 def test_a_job_gets_a_new_process_if_a_fork_has_lost_cuda(starts: Path, tmp_path: Path) -> None:
     (tmp_path / "site" / "vllm.py").write_text(ENGINE)
     served = tmp_path / "served"

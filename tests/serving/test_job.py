@@ -63,6 +63,7 @@ def test_vllm_is_imported_once_in_a_block_and_each_run_has_its_log(vllm: Path) -
     assert (vllm / "warm.log").read_text() == ""
 
 
+@pytest.mark.slow
 def test_after_a_crash_the_next_run_starts_another_process(vllm: Path) -> None:
     broken = _job(vllm / "broken", vllm / "first", [1])
     good = _job(vllm / "good", vllm / "second", [1])

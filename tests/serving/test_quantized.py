@@ -89,6 +89,7 @@ def test_the_quantised_folder_stands_beside_the_one_in_16_bits(
     ] == []
 
 
+@pytest.mark.slow
 def test_a_refusal_names_the_layer_that_lost_most(
     quantized: Callable[..., tuple[Path, StageReport]], served: Path, scorer: ReferenceScorer,
     tmp_path: Path, probes: list[list[int]],

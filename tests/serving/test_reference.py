@@ -29,6 +29,7 @@ def test_fingerprint_equals_the_live_one_bit_for_bit(
     assert drift(live, Fingerprint.load(tmp_path / "new.fp")).mean_kl == 0.0
 
 
+@pytest.mark.slow
 def test_quantised_base_with_an_adapter(
     scorer: ReferenceScorer,
     served: Path,

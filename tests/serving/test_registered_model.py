@@ -68,6 +68,7 @@ def greedy(folder: Path) -> str:
     return str(tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True))
 
 
+@pytest.mark.slow
 def test_the_candidate_answers_a_chat_request(
     registered: Callable[[Path], Artifact], served: Path, tmp_path: Path
 ) -> None:

@@ -93,6 +93,7 @@ def test_when_the_folder_is_as_trained_the_engine_is_blamed(
     assert engine
 
 
+@pytest.mark.slow
 def test_the_native_engine_gives_the_very_numbers(run: Callable[..., StageReport]) -> None:
     report = run(dtype="bfloat16")  # as the fixture computed its fingerprint
     assert report.drift is not None
@@ -141,6 +142,7 @@ def prompts_in(folder: Path, *, answered: int) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_prompts_without_answers_are_judged_on_all_but_exact_match(
     run: Callable[..., StageReport], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -34,6 +34,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
     return _make(tmp_path_factory.mktemp("toy"))
 
 
+@pytest.mark.slow
 def test_the_child_says_how_far_it_is(made: tuple[Path, list[dict[str, Any]]]) -> None:
     events = made[1]
     assert [event["event"] for event in events] == ["progress", "pretrained"]

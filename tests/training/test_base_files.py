@@ -98,6 +98,7 @@ def with_tokenizer(base: Path, folder: Path, **changes: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_tokens_without_a_row_of_the_embedding_are_named(base: Path, tmp_path: Path) -> None:
     """`tokenizer.add_special_tokens` and no `resize_token_embeddings`."""
     usual = findings_of(base)

@@ -98,6 +98,7 @@ def test_stop_ids_are_the_tokenizers_the_templates_and_the_bases(
         assert "quantization_config" not in document
 
 
+@pytest.mark.slow
 def test_fp16_is_measured_again(full_weights, full_run, out) -> None:
     report = _convert(out, full_weights, full_run, dtype="float16", score=measure_here)
     assert failed(report.checks) == []

@@ -94,6 +94,7 @@ def test_an_adapter_is_what_peft_itself_would_save(lora_run, llama: Artifact, tm
     assert next(twice) == next(twice)
 
 
+@pytest.mark.slow
 def test_qlora_adapter_measures_as_the_live_model(qlora_run, qwen: Artifact, out) -> None:
     report = _gather(out, qlora_run, qwen, Here())
     assert failed(report.checks) == []

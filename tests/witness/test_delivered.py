@@ -20,17 +20,6 @@ def qlora(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return train(base, tmp_path_factory.mktemp("qlora") / "out", "qlora")
 
 
-def test_an_adapter_of_another_step_is_refused(tmp_path: Path, base: Path, lora: Trained) -> None:
-    source = tmp_path / "checkpoint-2"
-    shutil.copytree(lora.out / "checkpoint-2", source)
-    name = "adapter_model.safetensors"
-    shutil.copyfile(lora.out / "checkpoint-1" / name, source / name)
-    status, text = deliver(tmp_path, source, f"base={base}", "smoke.engine=transformers")
-    assert status == 1
-    assert "not the model that was measured when they were saved" in text
-    assert not (tmp_path / "served").exists()
-
-
 @pytest.mark.slow
 def test_what_was_trained_is_what_is_served(tmp_path: Path, base: Path, qlora: Trained) -> None:
     """Nothing in the adapter's own files tells that its base was in 4 bits; the record does."""

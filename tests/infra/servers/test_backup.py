@@ -130,6 +130,7 @@ def made_artifact(runs: Path, key: str) -> Any:
     return publish(work, work.with_name(key), Origin("served", "convert", key))
 
 
+@pytest.mark.slow
 def test_paths_and_waiting_records_move_along(runs: Path, tmp_path: Path) -> None:
     backup(runs, tmp_path / "copy")
     elsewhere = tmp_path / "else where"

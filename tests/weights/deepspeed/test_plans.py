@@ -27,6 +27,7 @@ def request(folder: Path, dtype: str = "bfloat16") -> Request:
     return Request(recognise(folder), None, Target(dtype, 3000), None, None, perform)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [("full-1", "bfloat16"), ("full-2-universal", "float32"), ("untied-3", "float16")],

@@ -99,6 +99,8 @@ def bare(arrays: Arrays) -> Arrays:
 )
 def test_values_of_a_base(change: Callable[[Arrays], Arrays], code: str, tmp_path: Path) -> None:
     require_base(make_model(tmp_path / "fine"), whole=True)
+    added = zeros("layers.1.self_attn.o_proj")(zeros("layers.1.mlp.down_proj")(tensors()))
+    require_base(make_model(tmp_path / "llama pro", added), whole=True)
     broken = make_model(tmp_path / "broken", change(tensors()))
     with pytest.raises(ConfigError, match=code):
         require_base(broken, whole=True)

@@ -153,7 +153,8 @@ class Values(Section, heading="Values (of adapters up to 2 GB; of others with va
     ALL_ZERO = warning(
         "A matrix of zeros",
         "the layer outputs nothing: memory was saved before it was filled. An error for the "
-        "projections, embeddings and output heads of a model",
+        "projections, embeddings and output heads of a model, unless both outputs of a block are "
+        "zero: such a block passes its input on (LLaMA-Pro)",
         "compare it with the base, and save again; copy a base from its origin again",
         "aprender #3971",
     )

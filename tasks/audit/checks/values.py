@@ -60,16 +60,28 @@ def _each(source: Source, seen: Mapping[str, Seen]) -> Iterator[Finding]:
         yield from Values.DTYPE_RANGE.of(
             source, wide, found=f"up to {top:.3g}", expected=f"up to {_FP16:.0f}"
         )
+    identity = _identity_blocks(seen)
     for name, stats in seen.items():
         if len(source.tensors[name].shape) in (2, 3) and not _is_lora(name):
-            yield from _matrix(source, name, stats)
+            yield from _matrix(source, name, stats, needed=name not in identity)
 
 
-def _matrix(source: Source, name: str, stats: Seen) -> Iterator[Finding]:
+def _identity_blocks(seen: Mapping[str, Seen]) -> set[str]:
+    """Return the matrices of zeros by which a block passes its input on, as LLaMA-Pro adds them."""
+    outputs = [(name, name.replace("self_attn.o_proj.", "mlp.down_proj.")) for name in seen]
+    return {
+        name
+        for attention, mlp in outputs
+        if attention != mlp and mlp in seen and seen[attention].is_zero and seen[mlp].is_zero
+        for name in (attention, mlp)
+    }
+
+
+def _matrix(source: Source, name: str, stats: Seen, *, needed: bool) -> Iterator[Finding]:
     file, rows = source.tensors[name].file, source.tensors[name].shape[0]
     indices = some(stats.rows)
     padding = {whole(of_text(source.config(), "pad_token_id"))}  # zero by design
-    of_model = source.is_model and _PROJECTION.search(name) is not None
+    of_model = needed and source.is_model and _PROJECTION.search(name) is not None
     worst = Severity.ERROR if of_model else None
     if stats.is_zero:
         yield Values.ALL_ZERO.at(

@@ -24,6 +24,7 @@ ONLINE = {
         "mismatch_limit": 10.0,
     },
     "rollout": {
+        "timeout_s": None,
         "engine": "transformers",
         "max_new_tokens": 6,
         "max_prompt_len": 40,

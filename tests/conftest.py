@@ -53,7 +53,7 @@ LONGEST = (
     "tests/e2e/test_chain.py", "tests/e2e/test_first_screen.py", "tests/delivery/test_sources.py",
     *(f"tests/{name}/" for name in TOGETHER),
 )  # fmt: skip
-"""What takes longest, and is started first: everything would wait for it at the end."""
+"""Files and folders to start first, so that nothing waits for them at the end."""
 
 
 class ByFolder(LoadFileScheduling):

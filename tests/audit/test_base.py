@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,19 +36,27 @@ def hub_cache(tmp_path: Path) -> Path:
     snapshot.mkdir(parents=True)
     (repository / "blobs").mkdir()
     for file in plain.iterdir():
-        blob = repository / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
+        if file.suffix == ".safetensors":
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        else:
+            digest = subprocess.check_output(["git", "hash-object", file], text=True).strip()
+        blob = repository / "blobs" / digest
         blob.write_bytes(file.read_bytes())
         (snapshot / file.name).symlink_to(f"../../blobs/{blob.name}")
     return snapshot
 
 
-def test_blobs_are_hashed_with_values_and_only_then(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model-00002-of-00003.safetensors", "config.json"])
+def test_blobs_are_hashed_with_values_and_only_then(tmp_path: Path, name: str) -> None:
     snapshot = hub_cache(tmp_path)
     assert not errors(audit(snapshot, values=True))
-    shard = (snapshot / "model-00002-of-00003.safetensors").resolve()
-    changed = bytearray(shard.read_bytes())
-    changed[-6] ^= 1
-    shard.write_bytes(changed)
+    blob = (snapshot / name).resolve()
+    data = bytearray(blob.read_bytes())
+    if name == "config.json":
+        data[1:1] = b" "
+    else:
+        data[-6] ^= 1
+    blob.write_bytes(data)
     assert not errors(audit(snapshot))
     adapter = make_adapter(tmp_path / "it")
     report = audit(adapter, base=snapshot, values=True)

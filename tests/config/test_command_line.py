@@ -123,7 +123,7 @@ def test_cfg_job_prints_no_password(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "names"),
     [
         (["seed=1", "train.lr=1e-4", "seed=2"], ["seed"]),
         (["model.path=a", "model.path=b", "+exp=sft_full"], ["model.path"]),
@@ -132,11 +132,11 @@ def test_cfg_job_prints_no_password(
     ],
 )
 def test_a_setting_that_is_set_twice_is_said(
-    words: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
+    words: list[str], names: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_main("rlhf", Job(), argv=words)
     warned = [line for line in capsys.readouterr().err.splitlines() if "set twice" in line]
-    assert [line.split()[1] for line in warned] == said
+    assert [line.split()[1] for line in warned] == names
 
 
 NAMES = [

@@ -142,17 +142,22 @@ def test_a_plan_that_is_refused_is_still_shown(tmp_path: Path) -> None:
         check([Step("", composed)])
 
 
-def test_the_plan_counts_the_rows_that_are_too_long(tmp_path: Path) -> None:
+def planned_rows(tmp_path: Path, rows: list[dict[str, Any]]) -> list[Step]:
+    """Compose a full SFT on these rows, at most 200 tokens long."""
     make_tokenizer().save_pretrained(tmp_path / "base")
     data = tmp_path / "chats.jsonl"
-    answers = ["a" * 40] * 6 + ["b" * 100] * 2 + ["c" * 300] * 3
-    rows = [{"prompt": f"{n}", "response": answer} for n, answer in enumerate(answers)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     composed = composed_in(
         tmp_path, "+exp=sft_full", "model=hf", f"model.path={tmp_path / 'base'}",
         "data=jsonl", f"data.path={data}", "train.max_len=200",
     )  # fmt: skip
-    steps = [Step("", composed)]
+    return [Step("", composed)]
+
+
+def test_the_plan_counts_the_rows_that_are_too_long(tmp_path: Path) -> None:
+    answers = ["a" * 40] * 6 + ["b" * 100] * 2 + ["c" * 300] * 3
+    rows = [{"prompt": f"{n}", "response": answer} for n, answer in enumerate(answers)]
+    steps = planned_rows(tmp_path, rows)
     counted = count_rows(steps)
     (line,) = (row for row in render(steps, counted).splitlines() if row.startswith("rows:"))
     assert "of 11 rows, 3 (27.3%)" in line
@@ -160,23 +165,16 @@ def test_the_plan_counts_the_rows_that_are_too_long(tmp_path: Path) -> None:
         check(steps, counted=counted, shown=False)
     pattern = r"train\.max_len: of 11 rows, 3 .*-> train\.max_len=3\d\d"
     assert any(re.fullmatch(pattern, line) for line in refused.value.details)
-    assert not composed.runs.exists()
+    assert not steps[0].composed.runs.exists()
 
 
 def test_rows_that_cannot_be_trained_are_problems_of_the_plan(tmp_path: Path) -> None:
-    make_tokenizer().save_pretrained(tmp_path / "base")
-    data = tmp_path / "chats.jsonl"
     for row, named in (
         ({"prompt": "q" * 300, "response": "a"}, "200"),
         ({"prompt": "q", "response": "a", "tools": [{"name": "f"}]}, "'tools'"),
     ):
         rows = [{**row, "response": f"a{number}"} for number in range(3)]
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        composed = composed_in(
-            tmp_path, "+exp=sft_full", "model=hf", f"model.path={tmp_path / 'base'}",
-            "data=jsonl", f"data.path={data}", "train.max_len=200",
-        )  # fmt: skip
-        steps = [Step("", composed)]
+        steps = planned_rows(tmp_path, rows)
         lines = render(steps, count_rows(steps)).splitlines()
         assert any(named in line and "error: data" in line for line in lines)
 

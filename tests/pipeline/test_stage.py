@@ -39,7 +39,7 @@ def write(out: Path, *, text: str, log: object, ok: bool = True, **inputs: Path)
     (out / "text.txt").write_text(text + "".join(sorted(inputs)))
     dtype = "BF16 [2]" if ok else "BF16 [0]"
     checks = (Check("t", "BF16 [2]", dtype, ok=ok, hint="look at t"),)
-    return StageReport("weights", checks=checks, metrics={"n": len(text)}, notes={"said": text})
+    return StageReport("weights", checks=checks, metrics={"n": len(text)}, notes={"text": text})
 
 
 def run(mechanism: Mechanism, *texts: str, function=write, context=None) -> list[StageResult]:

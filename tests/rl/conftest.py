@@ -76,21 +76,23 @@ def bench(tmp_path: Path, base: Path, chatty: Path, data: Path) -> Bench:
 
 
 @pytest.fixture(scope="session")
-def finished(
+def shared_bench(
     tmp_path_factory: pytest.TempPathFactory, base: Path, chatty: Path, data: Path
-) -> Finished:
-    """The runs of the default suite."""
-    bases = {"base": base, "chatty": chatty}
-    return finish(Bench(tmp_path_factory.mktemp("online"), bases, data), DEFAULT)
+) -> Bench:
+    """A folder for the runs that several tests read."""
+    return Bench(tmp_path_factory.mktemp("online"), {"base": base, "chatty": chatty}, data)
 
 
 @pytest.fixture(scope="session")
-def finished_slowly(
-    tmp_path_factory: pytest.TempPathFactory, base: Path, chatty: Path, data: Path
-) -> Finished:
+def finished(shared_bench: Bench) -> Finished:
+    """The runs of the default suite."""
+    return finish(shared_bench, DEFAULT)
+
+
+@pytest.fixture(scope="session")
+def finished_slowly(shared_bench: Bench) -> Finished:
     """The runs of slow tests alone."""
-    bases = {"base": base, "chatty": chatty}
-    return finish(Bench(tmp_path_factory.mktemp("more-online"), bases, data), SLOW)
+    return finish(shared_bench, SLOW)
 
 
 @pytest.fixture

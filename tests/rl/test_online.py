@@ -38,10 +38,10 @@ def require_same_bytes(first: Path, second: Path) -> None:
 
 
 def require_same_weights(first: Path, second: Path, tolerance: float = 1e-5) -> None:
-    one, other = stitched(first), stitched(second)
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        torch.testing.assert_close(tensor, other[name], rtol=0, atol=tolerance)
+    expected, actual = stitched(first), stitched(second)
+    assert expected.keys() == actual.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=0, atol=tolerance)
 
 
 def test_the_artifact_of_the_policy_has_no_critic(finished: Finished) -> None:

@@ -125,7 +125,7 @@ def test_a_killed_and_restarted_run_equals_an_uninterrupted_one(
 ) -> None:
     """All ranks get kill -9 after step 5, when the checkpoint of step 4 is the newest."""
     job, settings = trained[f"whole_{name}"], replace(RESUMES[name], save_steps=2)
-    folders = {one: tmp_path / one for one in ("whole", "killed")}
+    folders = {name: tmp_path / name for name in ("whole", "killed")}
     inputs = (job.base, job.data, settings)
     how = {"async_save": async_save, "max_truncated": 0.4}
     run_train(folders["whole"], *inputs, **how)

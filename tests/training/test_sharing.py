@@ -42,11 +42,11 @@ def require_same(alone: TrainJob, divided: TrainJob, name: str) -> None:
     prints = [kind.load(job.out / expected["print"]) for job in (alone, divided)]
     numbers = [p.scores if kind is ScorePrint else p.logprobs.ravel() for p in prints]
     assert list(numbers[1]) == pytest.approx(list(numbers[0]), rel=TOLERANCE, abs=TOLERANCE)
-    one, two = (read_record(job)[0] for job in (alone, divided))
-    assert one.keys() == two.keys()
-    assert sum(bool(gradient.any()) for gradient in one.values()) > len(one) / 2
-    for key, gradient in one.items():
-        apart = float((two[key] - gradient).abs().max())
+    whole, shared = (read_record(job)[0] for job in (alone, divided))
+    assert whole.keys() == shared.keys()
+    assert sum(bool(gradient.any()) for gradient in whole.values()) > len(whole) / 2
+    for key, gradient in whole.items():
+        apart = float((shared[key] - gradient).abs().max())
         assert apart <= TOLERANCE * max(float(gradient.abs().max()), 1e-6), (name, key, apart)
 
 
@@ -97,8 +97,8 @@ def test_a_vocabulary_of_real_size(trained: Trained) -> None:
     }
     launch = replace(LARGE.launch, nproc=1)
     single = {
-        name: replace(one, settings=replace(one.settings, launch=launch))
-        for name, one in wanted.items()
+        name: replace(job, settings=replace(job.settings, launch=launch))
+        for name, job in wanted.items()
     }
     alone = trained.train(trained.folder / "large-1", single, 1)
     divided = trained.train(trained.folder / "large-2", wanted)

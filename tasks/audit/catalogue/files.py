@@ -202,7 +202,7 @@ class Files(Section, heading="Files and index"):
         "Automodel PR #3582, semble #222",
     )
     BLOB_DIFFERS = error(
-        "A file of a Hugging Face cache whose SHA-256 is not its name",
+        "A file of a Hugging Face cache whose hash is not its name",
         "something wrote through the link of the snapshot, or the transfer was corrupted: the "
         "model is not the published one",
         "hf download --force-download <owner/name>",

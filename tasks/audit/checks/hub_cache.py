@@ -14,7 +14,8 @@ from tasks.audit.finding import Finding, some
 from tasks.audit.recognise import Kind
 from tasks.audit.source import Source
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+"""Names of blobs: git's SHA-1 of small files, the SHA-256 of those in LFS."""
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.\w+")
 _LOCAL = ".cache/huggingface/download"
 """Folder of unfinished files below a folder of `hf download --local-dir`."""
@@ -22,17 +23,17 @@ _THREADS = 4
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """Report an interrupted download; with `values`, blobs whose SHA-256 is not their name."""
+    """Report an interrupted download; with `values`, blobs whose hash is not their name."""
     yield from _interrupted(source)
     if not source.values:
         return
     blobs = _blobs(source)
     with ThreadPoolExecutor(_THREADS) as pool:
-        digests = dict(zip(blobs, pool.map(_sha256, blobs.values()), strict=True))
+        digests = dict(zip(blobs, pool.map(_hash, blobs.values()), strict=True))
     for name, digest in digests.items():
         if digest != blobs[name].name:
             yield Files.BLOB_DIFFERS.at(
-                name, found=f"SHA-256 {digest}", expected=f"{blobs[name].name}, as the blob's name",
+                name, found=f"hash {digest}", expected=f"{blobs[name].name}, as the blob's name",
                 fix=_download(source, name, "--force-download"),
             )  # fmt: skip
 
@@ -60,16 +61,20 @@ def _is_snapshot(root: Path) -> bool:
 
 
 def _blobs(source: Source) -> Mapping[str, Path]:
-    """Return the blobs of LFS files, whose names are hashes, by the name of the link."""
+    """Return the blobs whose names are hashes, by the name of the link."""
     root = source.folder.root
     links = {name: (root / name).resolve() for name in source.folder.files}
     return {
         name: path for name, path in links.items()
-        if path.parent.name == "blobs" and _SHA256.fullmatch(path.name)
+        if path.parent.name == "blobs" and _HASH.fullmatch(path.name)
     }  # fmt: skip
 
 
-def _sha256(path: Path) -> str:
+def _hash(path: Path) -> str:
+    """Return the hash of a blob, of the kind that its name is."""
+    if len(path.name) == 40:
+        data = path.read_bytes()
+        return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

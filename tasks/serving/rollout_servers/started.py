@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shlex
 import threading
 import time
 from collections.abc import Sequence
@@ -69,10 +70,9 @@ def options(how: Colocation, sampling: Sampling) -> list[str]:
 
 def typed_command(how: Colocation, sampling: Sampling) -> str:
     """Return the command line that starts a server for this run on another machine."""
-    quoted = [f"'{word}'" if " " in word else word for word in options(how, sampling)]
-    variables = [f"{name}={value}" for name, value in switches(how, sampling).items()]
-    words = [*variables, "vllm serve", str(how.model), "--host 0.0.0.0 --port 8000", *quoted]
-    return " ".join(words)
+    variables = [f"{name}={shlex.quote(value)}" for name, value in switches(how, sampling).items()]
+    words = ["vllm", "serve", str(how.model), "--host", "0.0.0.0", "--port", "8000"]
+    return " ".join([*variables, shlex.join([*words, *options(how, sampling)])])
 
 
 @dataclass(frozen=True)

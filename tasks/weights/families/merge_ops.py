@@ -55,7 +55,7 @@ class MergeOps:
         findings: result: everything that is wrong.
         replaced: result: source in the base -> source in an adapter that replaces it.
         untied: result: keys that were tied and are stored separately from now on.
-        copied: result: keys of the base that store a tied tensor a second time, and stay tied.
+        copied: result: keys that store a replaced tensor a second time, since they stay tied.
     """
 
     base: Mapping[str, TensorLike]
@@ -124,9 +124,10 @@ class MergeOps:
 
     def _changed(self, name: str, key: str, place: Place) -> Op:
         """Return the operation that writes base tensor `key`, changed at `place`, as `name`."""
-        if place.live in self.facts.live.tied and place.live not in self.changes.unties:
+        live = self._name(place.live)
+        if live != place.live and live in self.changes.replacements:
             self.copied.append(name)
-        op = self._with(self._plain(name, key), place, self._name(place.live))
+        op = self._with(self._plain(name, key), place, live)
         op = self._by_key(op)
         return replace(op, quantization=self._quantization(op, place, op.terms))
 

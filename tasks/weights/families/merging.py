@@ -42,8 +42,8 @@ def plan_merge(
 
     Returns:
         the plan. `notes["untied"]` lists keys that were tied and are no longer: config.json then
-        needs `tie_word_embeddings: false`. `notes["copied"]` lists keys that store a tied tensor
-        again. `notes["rows"]` has the rows of embeddings that grew, by name.
+        needs `tie_word_embeddings: false`. `notes["copied"]` lists keys that store a replaced
+        tensor again. `notes["rows"]` has the rows of embeddings that grew, by name.
 
     Raises:
         ContractError: lists every finding on the base, the adapters and their fit.

@@ -176,6 +176,8 @@ def _compare_built(folder: Path, pipeline: Mapping[str, Any]) -> str:
     step = _with_charsmap(pipeline["normalizer"], _charsmap(written))
     steps = {"normalizer": step, "pre_tokenizer": pipeline["pre_tokenizer"]}
     model, options = tokenizer.model, pipeline["model"]
+    if options.get("unk_token"):
+        options = {**options, "unk_token": getattr(model, "unk_token", None)}
     if type(model).__name__ == options["type"] == "BPE" and all(
         (getattr(model, name) or "") == (options.get(name) or "") for name in _BPE_AFFIXES
     ):
@@ -190,8 +192,7 @@ def _set_steps(tokenizer: Any, steps: Mapping[str, Any], options: Mapping[str, A
     from tokenizers import Tokenizer
 
     model = tokenizer.model
-    unknown = {"unk_token": model.unk_token} if options.get("unk_token") else {}
-    empty = {**options, **unknown, "vocab": {}, "merges": []}
+    empty = {**options, "vocab": {}, "merges": []}
     made = Tokenizer.from_str(json.dumps({"added_tokens": [], **steps, "model": empty}))
     for name in _BPE_OPTIONS:
         setattr(model, name, getattr(made.model, name))
@@ -210,8 +211,6 @@ def _rebuilt(folder: Path, steps: Mapping[str, Any], options: Mapping[str, Any])
     built = {**options, "vocab": vocabulary}
     if built["type"] == "BPE":
         built["merges"] = model.get("merges", [])
-    if built.get("unk_token"):
-        built["unk_token"] = model.get("unk_token")
     return Tokenizer.from_str(json.dumps({**document, **steps, "model": built}))
 
 

@@ -65,7 +65,7 @@ FAULTS: dict[str, dict[str, str]] = {
     },
     "native": {"adapter off": "layers.0.self_attn.q_proj"},
 }
-"""What the error names, for each fault of `stale_faults.py`. Without the fault there is none."""
+"""The words of the error by fault of `stale_faults.py`; without the fault there is no error."""
 
 
 def run(

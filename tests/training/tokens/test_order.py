@@ -35,7 +35,7 @@ def test_every_evaluation_example_counts_once_and_ranks_make_equally_many_passes
     examples = make_examples(lengths)
     ranks = [heldout_rounds(examples, batch, world_size=world, rank=rank) for rank in range(world)]
     assert len({len(rounds) for rounds in ranks}) == 1
-    counted = Counter(i for rounds in ranks for one in rounds if one.counted for i in one.chosen)
+    counted = Counter(i for rounds in ranks for row in rounds if row.counted for i in row.chosen)
     assert counted == Counter(range(len(lengths)))
 
 
@@ -50,7 +50,7 @@ def test_an_evaluation_row_needs_no_more_memory_than_a_step(
     batch = Batch(micro_batch_size=1, max_len=64)
     rounds = heldout_rounds(make_examples([longest] * 16, roles=roles), batch, world_size=1, rank=0)
     assert len(rounds) == rows
-    assert max(len(one.chosen) for one in rounds) == (HELDOUT_ROW if longest == 8 else 1)
+    assert max(len(row.chosen) for row in rounds) == (HELDOUT_ROW if longest == 8 else 1)
 
 
 @given(count=st.integers(1, 40), epochs=st.integers(1, 3), ranks=st.integers(1, 3))

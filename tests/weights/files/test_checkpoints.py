@@ -27,7 +27,7 @@ OUTSIDE = ["..", "../x", "/etc/passwd", "a/b.safetensors", "", "x\0y", "x" * 100
 
 @dataclass(frozen=True)
 class Format:
-    """How a model is stored in two files."""
+    """A model that is stored in two files."""
 
     first: str
     second: str

@@ -13,13 +13,14 @@ from pathlib import Path
 from tasks.drift.fingerprint import Fingerprint
 from tasks.drift.verdict import FINGERPRINT
 from tasks.evaluation import smoke_checks
-from tasks.evaluation.evaluation_prompts import answerable, question_of, read_heldout
+from tasks.evaluation.evaluation_prompts import answerable, read_heldout
 from tasks.evaluation.responses import Measure, describe, judge_of, numbers, read_answers
 from tasks.evaluation.sampled_responses import read_sampled
 from tasks.evaluation.scoring import Prompts
 from tasks.evaluation.serve import Question
 from tasks.evaluation.smoke import SmokeTest, smoke_test
 from tasks.pipeline.report import StageReport
+from tasks.serving.prompts import question_of
 
 
 @smoke_test
@@ -65,7 +66,7 @@ def smoke_eval(
         served=test.served,
         base=base,
         reference=test.trained / FINGERPRINT,
-        messages=[question_of(row) for row in prompted],
+        chats=[question_of(row) for row in prompted],
         prompts=Prompts([rendered.tokens[i] for i in chosen], rendered.eos),
         base_prompts=scorer.encode(base, prompted, template_from=test.served),
         dtype=test.model.dtype,

@@ -1,9 +1,10 @@
 """Read a row of the user's data as a prompt for online training.
 
-The prompt is a list of messages that ends with the user's, or a text in its own column. An answer
-after the last message, or in the answer column, is the reference answer: rewards and evaluation see
-it, the model does not. Null and blank text count as no answer, because a CSV file cannot leave a
-cell out. All other columns are passed on to rewards.
+The prompt is a list of messages that ends with the user's or a tool's, or a text in its own column.
+An answer after the last message, or in the answer column, is the reference answer: rewards and
+evaluation see it, the model does not. A call of tools is no reference answer. Null and blank text
+count as no answer, because a CSV file cannot leave a cell out. All other columns are passed on to
+rewards.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from tasks.data.columns import Columns
 from tasks.data.messages import (
+    TOOLS,
     Message,
     Unusable,
     column_text,
@@ -21,12 +23,13 @@ from tasks.data.messages import (
     require_turns,
     sound,
     system_message,
+    tools_of,
 )
 from tasks.data.readers import kind_of
 
 
 def asked(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
-    """Return `{"messages", "answer"?, "columns"}`; `messages` ends with the answer if there is one.
+    """Return `{"messages", "answer"?, "columns", "tools"?}`; an answer is the last message, too.
 
     Raises:
         Unusable: a column is missing, has a wrong type or cannot be written as JSON, or roles are
@@ -35,8 +38,9 @@ def asked(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
     messages, used = _prompt(values, columns)
     answer = None
     if messages[-1]["role"] == "assistant":
-        answer = messages.pop()["content"]
-    if not messages or messages[-1]["role"] != "user":
+        last = messages.pop()
+        answer = None if last.get("tool_calls") else last["content"]
+    if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise Unusable("there is no user's message to answer")
     if columns.answer is not None and columns.answer in values:
         used.add(columns.answer)
@@ -46,6 +50,8 @@ def asked(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
     if answer is not None:
         row["messages"] = [*messages, {"role": "assistant", "content": answer}]
         row["answer"] = answer
+    row |= tools_of(values)
+    used.update(TOOLS)
     row["columns"] = {key: _plain(key, value) for key, value in values.items() if key not in used}
     return row
 

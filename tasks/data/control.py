@@ -9,13 +9,13 @@ are, since control tokens separate their documents.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from tasks.config.choices import ControlTokens
-from tasks.data.messages import Unusable
+from tasks.data.messages import REASONING, Message, Unusable
 
 ESCAPE, REFUSE, KEEP = "escape", "refuse", "keep"
 _PARTS = ("prompt", "messages", "chosen", "rejected")
@@ -49,18 +49,19 @@ class Control:
         for part in (name for name in _PARTS if name in row):
             row[part] = list(row[part])
             reference = "columns" in row and row[part][-1]["role"] == "assistant"  # not rendered
-            for number, message in enumerate(row[part][: len(row[part]) - reference]):
-                match = pattern.search(message["content"])
+            for number, key in _texts(row[part][: len(row[part]) - reference]):
+                message = row[part][number]
+                match = pattern.search(message[key])
                 if match is None:
                     continue
                 answer = self._is_answer(row, part, number)
                 who = "an answer" if answer else f"by the {message['role']}"
                 holds = f"message {number + 1} of {part!r}, {who}, holds {match[0]!r}"
                 if self.mode == ESCAPE:
-                    text = pattern.sub(lambda m: f"{m[0][0]} {m[0][1:]}", message["content"])
+                    text = pattern.sub(lambda m: f"{m[0][0]} {m[0][1:]}", message[key])
                     if pattern.search(text):
                         raise Unusable(f"{holds}, and so does the text with a blank in it")
-                    row[part][number] = {**message, "content": text}
+                    row[part][number] = {**message, key: text}
                 elif answer or self.mode == REFUSE:
                     raise Unusable(f"{holds}, a control token: {WAYS}")
                 else:
@@ -73,6 +74,12 @@ class Control:
             return False
         only_last = part == "messages" and (self.last_answer or "desirable" in row)
         return not only_last or number == len(row[part]) - 1
+
+
+def _texts(messages: Sequence[Message]) -> list[tuple[int, str]]:
+    """Return the places of all texts: the number of the message, and the key."""
+    keys = ("content", *REASONING)
+    return [(number, key) for number, m in enumerate(messages) for key in keys if key in m]
 
 
 @lru_cache(maxsize=8)

@@ -1,10 +1,10 @@
 """Kinds of rows in a dataset artifact, and the objectives that train on them.
 
-    conversations   {"id", "messages"}
+    conversations   {"id", "messages", "tools"?}
     texts           {"id", "text"}
-    pairs           {"id", "prompt", "chosen", "rejected", "margin"?}
-    labelled        {"id", "messages", "desirable"}
-    prompts         {"id", "messages", "answer"?, "columns"}
+    pairs           {"id", "prompt", "chosen", "rejected", "margin"?, "tools"?}
+    labelled        {"id", "messages", "desirable", "tools"?}
+    prompts         {"id", "messages", "answer"?, "columns", "tools"?}
 
 Held-out pairs also have `messages`, the prompt with the chosen answer, to evaluate the served
 model.
@@ -21,7 +21,7 @@ from typing import Any
 from tasks.config.defaults import ONLINE
 from tasks.data.asked import asked
 from tasks.data.columns import Columns
-from tasks.data.messages import Message, Unusable, column_text, conversation, refuse_tools
+from tasks.data.messages import TOOLS, Message, Unusable, column_text, conversation, tools_of
 from tasks.data.pairs import labelled, preference
 
 Payload = dict[str, Any]
@@ -58,12 +58,11 @@ class Kind:
 
     def used(self, columns: Columns) -> set[str]:
         """Return the names of all columns that are used."""
-        return {*self.asked(columns).values(), *columns.named(self.extras).values()}
+        return {*self.asked(columns).values(), *columns.named(self.extras).values(), *TOOLS}
 
 
 def _messages(values: Mapping[str, Any], columns: Columns) -> Payload:
-    refuse_tools(values)
-    return {"messages": conversation(values, columns)}
+    return {"messages": conversation(values, columns), **tools_of(values)}
 
 
 def document(values: Mapping[str, Any], columns: Columns) -> Payload:
@@ -154,8 +153,9 @@ def side_id(payload: Payload) -> str:
     return content_id(payload)
 
 
-def _texts(messages: list[Message]) -> list[list[str]]:
-    return [[m["role"], m["content"]] for m in messages]
+def _texts(messages: list[Message]) -> list[Any]:
+    """Return role and text of plain messages, and anything else as it is."""
+    return [[m["role"], m["content"]] if set(m) == {"role", "content"} else m for m in messages]
 
 
 def _digest(parts: list[Any]) -> str:

@@ -3,10 +3,16 @@
 A message is `{"role", "content"}`, or `{"from", "value"}` as in ShareGPT. A conversation is a list
 of messages, or a prompt and a response in two columns; a system message may have its own column.
 Texts are not changed. An error names the number of the message.
+
+Tools and reasoning are read in the forms of OpenAI, ShareGPT and TRL, and kept in the one that chat
+templates take: the row's `tools` as `{"type", "function": {"name", "description", "parameters"}}`,
+the `tool_calls` of an answer with arguments that are objects, their results as messages of role
+`tool`, and `reasoning_content` or `thinking` as they are named.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -14,15 +20,25 @@ from typing import Any
 from tasks.data.columns import Columns
 from tasks.data.readers import kind_of
 
-Message = dict[str, str]
-ROLES = ("system", "user", "assistant")
+Message = dict[str, Any]
+ROLES = ("system", "user", "assistant", "tool")
 SHAREGPT = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
     "model": "assistant", "assistant": "assistant", "system": "system",
+    "tool": "tool", "observation": "tool", "function_response": "tool",
+    "function_call": "assistant", "tool_call": "assistant",
 }  # fmt: skip
 """Roles by speaker, the value of ShareGPT's `from`."""
-TOOLS = ("tool", "observation", "function", "function_call", "function_response", "tool_call")
-"""Speakers of turns that are not supported, because chat templates write them differently."""
+CALLS = ("function_call", "tool_call")
+"""Speakers of ShareGPT whose text is a call of a tool, as JSON."""
+TOOLS = ("tools", "functions")
+"""Columns with the schemas of the row's tools."""
+REASONING = ("reasoning_content", "thinking")
+_OF_ROLE = {
+    "assistant": ("tool_calls", "function_call", *REASONING),
+    "tool": ("name", "tool_call_id"),
+}
+"""Keys of a message beside role and content."""
 _SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
@@ -31,11 +47,54 @@ class Unusable(ValueError):
     """A row that cannot be used; the text is the reason."""
 
 
-def refuse_tools(values: Mapping[str, Any]) -> None:
-    """Raise Unusable for a row with tools, which the chat template would not show to the model."""
-    for name in ("tools", "functions"):
-        if values.get(name):
-            raise Unusable(f"it has {name!r}, which training would leave out")
+def tools_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `{"tools": schemas}` of a row that has tools, else {}.
+
+    Raises:
+        Unusable: the tools are no list of schemas.
+    """
+    for key in TOOLS:
+        raw = values.get(key)
+        if isinstance(raw, str) and raw.strip():
+            raw = _from_json(raw, repr(key))
+        if not raw:
+            continue
+        if not isinstance(raw, list):
+            raise Unusable(f"{key!r} must be a list of schemas, found {kind_of(raw)}")
+        return {"tools": [_tool(tool, f"tool {n} of {key!r}") for n, tool in enumerate(raw, 1)]}
+    return {}
+
+
+def _tool(raw: object, what: str) -> dict[str, Any]:
+    """Return a schema in OpenAI's form, its keys in the order in which servers pass them on."""
+    function = raw.get("function", raw) if isinstance(raw, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise Unusable(f"{what} has no name")
+    null = _null(function.get("parameters"))
+    if null:
+        raise Unusable(
+            f"{what} has null for {null!r}, which tables write for keys that other rows have: "
+            "store the tools as JSON text"
+        )
+    first = {key: function[key] for key in ("name", "description", "parameters") if key in function}
+    return {"type": "function", "function": {**first, **function}}
+
+
+def _null(schema: object) -> str:
+    """Return the first key of a schema whose value is null and may not be; "" if there is none."""
+    for key, value in schema.items() if isinstance(schema, Mapping) else ():
+        if value is None and key not in ("default", "const"):
+            return str(key)
+        if null := _null(value):
+            return null
+    return ""
+
+
+def _from_json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise Unusable(f"{what} is no JSON: {error}") from error
 
 
 def column_text(values: Mapping[str, Any], key: str) -> str:
@@ -77,13 +136,21 @@ def messages_of(raw: object, key: str) -> list[Message]:
 
 
 def require_turns(messages: list[Message]) -> None:
-    """Raise Unusable unless user and assistant alternate, after an optional system message."""
+    """Raise Unusable unless user and assistant alternate, after an optional system message.
+
+    Between an answer that calls tools and the next answer there are the results.
+    """
     turns = messages[1:] if messages[0]["role"] == "system" else messages
+    expected: tuple[str, ...] = ("user",)
     for number, turn in enumerate(turns):
-        expected = ("user", "assistant")[number % 2]
-        if turn["role"] != expected:
+        if turn["role"] not in expected:
             place = number + 1 + len(messages) - len(turns)
-            raise Unusable(f"message {place} is by {turn['role']!r}, expected {expected!r}")
+            wanted = " or ".join(map(repr, expected))
+            raise Unusable(f"message {place} is by {turn['role']!r}, expected {wanted}")
+        if turn["role"] == "assistant":
+            expected = ("tool",) if turn.get("tool_calls") else ("user",)
+        else:
+            expected = ("tool", "assistant") if turn["role"] == "tool" else ("assistant",)
 
 
 def transcript(raw: str) -> list[Message] | None:
@@ -137,20 +204,72 @@ def _message(entry: object, number: int) -> Message:
     if not isinstance(entry, Mapping):
         raise Unusable(f"message {number} must be an object, found {kind_of(entry)}")
     names = ("from", "value") if "role" not in entry and "from" in entry else ("role", "content")
-    for key in names:
-        if key not in entry:
-            raise Unusable(f"message {number} has no {key!r}")
-    further = sorted(key for key, value in entry.items() if key not in names and value is not None)
-    if further:
-        raise Unusable(f"message {number} has {further[0]!r}, which training would leave out")
-    role = sound(entry[names[0]], f"{names[0]} of message {number}")
-    content = sound(entry[names[1]], f"{names[1]} of message {number}")
+    if names[0] not in entry:
+        raise Unusable(f"message {number} has no {names[0]!r}")
+    speaker = sound(entry[names[0]], f"{names[0]} of message {number}")
+    role = "tool" if speaker == "function" else speaker
     if names[0] == "from":
         role = SHAREGPT.get(role.lower(), role)
-    if role.lower() in TOOLS:
-        raise Unusable(f"message {number} is by {role!r}: turns of tools are not trained")
     if role not in ROLES:
-        raise Unusable(f"message {number} has role {role!r}, not one of {', '.join(ROLES)}")
-    if role == "assistant" and not content.strip():
+        raise Unusable(f"message {number} has role {speaker!r}, not one of {', '.join(ROLES)}")
+    known = (*names, *_OF_ROLE.get(role, ()))
+    further = sorted(key for key, value in entry.items() if key not in known and value is not None)
+    if further:
+        raise Unusable(f"message {number} has {further[0]!r}, which training would leave out")
+    message: Message = {"role": role}
+    raw = entry.get(names[1])
+    if names[0] == "from" and speaker.lower() in CALLS:
+        what = f"the call of message {number}"
+        calls = _from_json(sound(raw, what), what)
+        return {"role": role, "content": "", "tool_calls": _calls(calls, number)}
+    calls = entry.get("tool_calls") or entry.get("function_call")
+    if raw is None and not calls:
+        raise Unusable(f"message {number} has no {names[1]!r}")
+    message["content"] = _content(raw, number)
+    for key in (*REASONING, "name", "tool_call_id"):
+        if entry.get(key):
+            message[key] = sound(entry[key], f"{key} of message {number}")
+    if calls:
+        message["tool_calls"] = _calls(calls, number)
+    if role == "assistant" and not calls and not message["content"].strip():
         raise Unusable(f"message {number} is an empty answer")
-    return {"role": role, "content": content}
+    return message
+
+
+def _content(raw: object, number: int) -> str:
+    """Return the text of a message; parts of text are joined by newlines, as vLLM does."""
+    if raw is None:
+        return ""
+    if not isinstance(raw, list):
+        return sound(raw, f"content of message {number}")
+    for part in raw:
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
+            raise Unusable(f"message {number} has a part of type {kind!r}: only text is trained")
+    return "\n".join(sound(part.get("text"), f"a part of message {number}") for part in raw)
+
+
+def _calls(raw: object, number: int) -> list[dict[str, Any]]:
+    """Return calls of tools in OpenAI's form, except that arguments are objects, not JSON text."""
+    listed = [raw] if isinstance(raw, Mapping) else raw
+    if not isinstance(listed, list):
+        raise Unusable(f"message {number}: calls of tools must be a list, found {kind_of(raw)}")
+    return [
+        _call(call, f"call {place} of message {number}") for place, call in enumerate(listed, 1)
+    ]
+
+
+def _call(raw: object, what: str) -> dict[str, Any]:
+    function = raw.get("function", raw) if isinstance(raw, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise Unusable(f"{what} names no tool")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = _from_json(arguments, f"'arguments' in {what}")
+        if isinstance(arguments, str):
+            raise Unusable(f"'arguments' in {what} are JSON text in JSON text: encoded twice")
+    if not isinstance(arguments, Mapping):
+        raise Unusable(f"'arguments' in {what} must be an object, found {kind_of(arguments)}")
+    call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    known = isinstance(raw, Mapping) and raw.get("id")
+    return {"id": sound(raw["id"], f"id of {what}"), **call} if known else call  # type: ignore[index]

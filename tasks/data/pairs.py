@@ -18,9 +18,9 @@ from tasks.data.messages import (
     column_text,
     conversation,
     messages_of,
-    refuse_tools,
     require_turns,
     system_message,
+    tools_of,
     transcript,
 )
 from tasks.data.readers import kind_of
@@ -35,7 +35,6 @@ def preference(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
         Unusable: a column is missing or has a wrong type, the answers are equal or empty, roles are
             out of order, or the margin is not a finite number.
     """
-    refuse_tools(values)
     missing = [name for name in (columns.chosen, columns.rejected) if name not in values]
     if missing:
         raise Unusable("no " + ", no ".join(repr(name) for name in missing))
@@ -52,6 +51,7 @@ def preference(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
     for name, turns in ((columns.chosen, chosen), (columns.rejected, rejected)):
         _require_answer(prompt, turns, name)
     row: dict[str, Any] = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    row |= tools_of(values)
     if columns.margin is not None:
         row["margin"] = _number(values, columns.margin)
     return row
@@ -63,7 +63,6 @@ def labelled(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
     Raises:
         Unusable: the conversation cannot be used, or the label is neither true nor false.
     """
-    refuse_tools(values)
     if columns.label not in values:
         raise Unusable(f"no {columns.label!r}, the column of the label")
     raw = values[columns.label]
@@ -71,7 +70,7 @@ def labelled(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
     if flag is None:
         shown = repr(raw) if isinstance(raw, str | int | float) else kind_of(raw)
         raise Unusable(f"{columns.label!r} must be true or false, found {shown[:40]}")
-    return {"messages": conversation(values, columns), "desirable": flag}
+    return {"messages": conversation(values, columns), "desirable": flag, **tools_of(values)}
 
 
 def _prompt(values: Mapping[str, Any], columns: Columns) -> list[Message] | None:
@@ -127,7 +126,8 @@ def _require_answer(prompt: list[Message], turns: list[Message], key: str) -> No
     require_turns([*prompt, *turns])
     if turns[0]["role"] != "assistant" or turns[-1]["role"] != "assistant":
         raise Unusable(f"{key!r} must begin and end with an answer after the prompt")
-    if not all(m["content"].strip() for m in turns if m["role"] == "assistant"):
+    answers = [m for m in turns if m["role"] == "assistant"]
+    if not all(m.get("tool_calls") or m["content"].strip() for m in answers):
         raise Unusable(f"{key!r} is empty: there is no answer to learn")
 
 

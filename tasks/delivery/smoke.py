@@ -174,7 +174,7 @@ def smoke(test: SmokeTest, out: Path) -> StageReport:
         served=test.served,
         base=None,
         reference=path,
-        messages=None,
+        chats=None,
         prompts=prompts,
         base_prompts=prompts,
         dtype=test.model.dtype,

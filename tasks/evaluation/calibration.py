@@ -14,6 +14,7 @@ from tasks.core.errors import DataError
 from tasks.drift.fingerprint import DriftLimit, Fingerprint
 from tasks.drift.verdict import FINGERPRINT
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
+from tasks.serving.prompts import chat
 
 TRAINING_ROWS = "train.jsonl"
 HELDOUT_ROWS = "heldout.jsonl"
@@ -54,13 +55,13 @@ def row_tokens(
     if "text" in rows[0]:
         tokens = scorer.encode_texts(tokenizer, [row["text"] for row in rows], limit=ROW_TOKENS)
     elif all(_messages(row)[-1]["role"] == "assistant" for row in rows):
-        tokens = scorer.encode_whole(tokenizer, [_messages(row) for row in rows])
+        tokens = scorer.encode_whole(tokenizer, [chat(_messages(row), row) for row in rows])
     else:
         tokens = scorer.encode(tokenizer, rows).tokens
     return [ids[:ROW_TOKENS] for ids in tokens if len(ids) > 1]
 
 
-def _messages(row: dict[str, Any]) -> list[dict[str, str]]:
+def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
     return list(row["messages"]) if "messages" in row else [*row["prompt"], *row["chosen"]]
 
 

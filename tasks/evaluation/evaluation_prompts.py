@@ -10,7 +10,9 @@ from typing import Any
 
 from tasks.core import machine
 from tasks.core.errors import DataError
+from tasks.data.messages import REASONING
 from tasks.evaluation.scoring import Prompts
+from tasks.serving.prompts import Chat, chat
 from tasks.weights.files.index import weight_files
 from tasks.weights.files.reader import read_json
 
@@ -34,7 +36,8 @@ def read_heldout(path: Path) -> list[dict[str, Any]]:
                 if len(rows) == ROWS_AT_MOST:
                     break
                 rows.append(_conversation(json.loads(line)))
-                if answer_of(rows[-1]) is None and "columns" not in rows[-1]:
+                answered = rows[-1]["messages"][-1]["role"] == "assistant"
+                if not answered and "columns" not in rows[-1]:
                     raise DataError(f"{path}:{number}: the last message is not the assistant's")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -48,15 +51,14 @@ def read_heldout(path: Path) -> list[dict[str, Any]]:
 
 
 def answer_of(row: Mapping[str, Any]) -> str | None:
-    """Return the expected answer of a row; None if the row is a prompt alone."""
+    """Return the expected answer of a row.
+
+    None if the row is a prompt alone, or its answer is more than a text: a template writes calls of
+    tools and reasoning in its own way.
+    """
     last = row["messages"][-1]
-    return str(last["content"]) if last["role"] == "assistant" else None
-
-
-def question_of(row: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the messages of the prompt, without the answer."""
-    messages = list(row["messages"])
-    return messages if answer_of(row) is None else messages[:-1]
+    more = last.keys() & {"tool_calls", *REASONING}
+    return str(last["content"]) if last["role"] == "assistant" and not more else None
 
 
 def _conversation(row: dict[str, Any]) -> dict[str, Any]:
@@ -85,17 +87,17 @@ def read_texts(path: Path) -> list[str]:
     return texts
 
 
-def read_pairs(path: Path) -> list[tuple[list[dict[str, str]], list[dict[str, str]]]]:
+def read_pairs(path: Path) -> list[tuple[Chat, Chat]]:
     """Return the held-out pairs: the conversations with the chosen and with the rejected answer.
 
     Raises:
         DataError: the file cannot be read (see `read_heldout`), or a row is not a pair.
     """
-    pairs = []
+    pairs: list[tuple[Chat, Chat]] = []
     for row in read_heldout(path):
         if "rejected" not in row:
             raise DataError(f"{path}: {row.get('id', 'a row')} is not a pair of answers")
-        pairs.append((row["messages"], [*row["prompt"], *row["rejected"]]))
+        pairs.append((row, chat([*row["prompt"], *row["rejected"]], row)))
     return pairs
 
 

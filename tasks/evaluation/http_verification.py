@@ -9,7 +9,7 @@ answers, so that reports and metrics keep their names.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tasks.process.output import Log
 from tasks.serving import http_server
 from tasks.serving.http_server import NAME
 from tasks.serving.llama_cpp import find_programs, gguf_file, serve_command
+from tasks.serving.prompts import Chat
 from tasks.serving.vllm.job import STAGE, time_limit
 from tasks.serving.vllm.server import AT_ONCE, running
 from tasks.verify import check as verdict
@@ -145,17 +146,22 @@ def reference_of(question: Question, scorer: ReferenceScorer) -> Reference:
     """
     trained = Fingerprint.load(question.reference)
     probes = tuple(Probe(ids, "served", number) for number, ids in enumerate(trained.probes))
-    if question.messages is not None:
-        conversations = [tuple(messages) for messages in question.messages]
-        rendered = question.prompts.tokens
-        texts = [str(messages[-1]["content"]) for messages in conversations[:TEXTS]]
+    if question.chats is not None:
+        conversations, rendered = list(question.chats), question.prompts.tokens
+        texts = [str(chat["messages"][-1]["content"]) for chat in conversations[:TEXTS]]
     else:
         texts = scorer.decode(question.served, question.prompts.tokens[:TEXTS])
         conversations, rendered = _public(question.served, scorer)
     ids = scorer.encode_texts(question.served, texts, limit=1 << 20)
     unscored = [
-        Probe(tuple(tokens), "chat", number, turns=turns)
-        for number, (turns, tokens) in enumerate(zip(conversations, rendered, strict=True))
+        Probe(
+            tuple(tokens),
+            "chat",
+            number,
+            turns=tuple(chat["messages"]),
+            tools=tuple(chat.get("tools", ())),
+        )
+        for number, (chat, tokens) in enumerate(zip(conversations, rendered, strict=True))
     ]
     unscored += [
         Probe(tuple(tokens), "text", number, text)
@@ -168,20 +174,18 @@ def reference_of(question: Question, scorer: ReferenceScorer) -> Reference:
     return Reference(probes, trained, None, facts, question.served, tuple(unscored))
 
 
-def _public(
-    served: Path, scorer: ReferenceScorer
-) -> tuple[list[tuple[Mapping[str, str], ...]], list[list[int]]]:
+def _public(served: Path, scorer: ReferenceScorer) -> tuple[list[Chat], list[list[int]]]:
     """Return the public conversations and their tokens; none for a folder without a template.
 
     Some templates refuse a system prompt, so conversations with one are left out.
     """
     if not (served / "chat_template.jinja").is_file():
         return [], []
-    chats = [chat for chat in CHATS if chat[0][0] != "system"]
-    turns: list[tuple[Mapping[str, str], ...]] = [
-        tuple({"role": role, "content": text} for role, text in chat) for chat in chats
-    ]
-    return turns, scorer.encode(served, [{"messages": list(chat)} for chat in turns]).tokens
+    public: list[Chat] = [
+        {"messages": [{"role": role, "content": text} for role, text in turns]}
+        for turns in CHATS if turns[0][0] != "system"
+    ]  # fmt: skip
+    return public, scorer.encode(served, public).tokens
 
 
 def fingerprint_of(reference: Fingerprint, served: Aligned) -> Fingerprint:

@@ -10,12 +10,13 @@ from pathlib import Path
 from statistics import pstdev
 from typing import Any
 
-from tasks.evaluation.evaluation_prompts import answer_of, question_of
+from tasks.evaluation.evaluation_prompts import answer_of
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.evaluation.serve import Responses
 from tasks.evaluation.smoke import Measured
 from tasks.process.output import Log
 from tasks.rl.rewards.reference import EVAL, FunctionReference
+from tasks.serving.prompts import question_of
 from tasks.serving.text import exact_match, is_degenerate, matches
 
 Judge = Callable[
@@ -61,7 +62,7 @@ def read_answers(
         for number, row in enumerate(rows):
             line = {
                 "id": row.get("id", str(number)),
-                "messages": question_of(row),
+                **question_of(row),
                 "expected": expected[number],
                 "before": before[number],
                 "after": after[number],

@@ -19,12 +19,12 @@ from tasks.evaluation.evaluation_prompts import (
     answer_of,
     computing_dtype_of,
     context_of,
-    question_of,
 )
 from tasks.evaluation.responses import exact_matches
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.evaluation.serve import Question
 from tasks.evaluation.smoke import Measured
+from tasks.serving.prompts import chat, question_of
 
 SAMPLED = "drawn.jsonl"
 
@@ -172,8 +172,8 @@ def _conversations(
         scorer.encode_whole(
             reward,
             [
-                [*question, {"role": "assistant", "content": text.strip()}]
-                for question, text in zip(questions, texts, strict=True)
+                chat([*row["messages"], {"role": "assistant", "content": text.strip()}], row)
+                for row, text in zip(questions, texts, strict=True)
             ],
         )
         for texts in sampled.texts

@@ -21,6 +21,7 @@ from tasks.drift.reward_scores import SCORES, ScorePrint
 from tasks.drift.verdict import Print
 from tasks.process.launch import Conversation, python_child
 from tasks.process.output import Log
+from tasks.serving.prompts import Chat, chat, question_of
 
 STAGE = "score"
 REQUEST_S = 1800.0
@@ -297,17 +298,15 @@ class ReferenceScorer:
         reply = self._ask(
             "encode",
             tokenizer=str(tokenizer),
-            rows=[{"messages": row["messages"]} for row in rows],
+            rows=list(map(question_of, rows)),
             template_from=str(template_from) if template_from else None,
         )
         return Prompts(reply["prompts"], reply["eos"])
 
-    def encode_whole(
-        self, tokenizer: Path, conversations: Sequence[Sequence[Mapping[str, str]]]
-    ) -> list[list[int]]:
+    def encode_whole(self, tokenizer: Path, conversations: Sequence[Chat]) -> list[list[int]]:
         """Return the token ids of conversations, with the id that ends the last message."""
-        messages = [list(conversation) for conversation in conversations]
-        reply = self._ask("encode_whole", tokenizer=str(tokenizer), conversations=messages)
+        chats = [chat(row["messages"], row) for row in conversations]
+        reply = self._ask("encode_whole", tokenizer=str(tokenizer), conversations=chats)
         tokens: list[list[int]] = reply["tokens"]
         return tokens
 

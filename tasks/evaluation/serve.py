@@ -18,6 +18,7 @@ from tasks.drift.fingerprint import Fingerprint
 from tasks.drift.verdict import FINGERPRINT
 from tasks.evaluation.scoring import Generated, ModelRef, Prompts, ReferenceScorer
 from tasks.process.output import Log
+from tasks.serving.prompts import Chat
 from tasks.serving.vllm.job import HEADROOM, Job, VllmChild
 
 
@@ -29,7 +30,7 @@ class Question:
         served: folder of the model under test.
         base: folder of the model before training; None to serve no other model.
         reference: fingerprint file with the probes and their token ids.
-        messages: conversations of the prompts, without answers; None for raw texts.
+        chats: conversations of the prompts, without answers; None for raw texts.
         prompts: the conversations rendered for `served`.
         base_prompts: the conversations rendered for `base`.
         dtype: torch dtype name.
@@ -40,7 +41,7 @@ class Question:
     served: Path
     base: Path | None
     reference: Path
-    messages: Sequence[Sequence[Mapping[str, str]]] | None
+    chats: Sequence[Chat] | None
     prompts: Prompts
     base_prompts: Prompts
     dtype: str
@@ -117,7 +118,7 @@ def serve_with_vllm(
         max_new_tokens=settings.max_new_tokens,
         max_model_len=settings.max_model_len or longest_sequence(question, settings.max_new_tokens),
         reference=str(question.reference),
-        messages=_plain(question.messages),
+        chats=None if question.chats is None else list(question.chats),
         dtype=question.dtype,
         tensor_parallel=settings.tensor_parallel,
         temperature=question.temperature,
@@ -130,7 +131,7 @@ def serve_with_vllm(
             prompts=question.base_prompts.tokens,
             stop=ending_ids(question),
             reference=None,
-            messages=None,
+            chats=None,
         )
         jobs.append(base)
     after, *before = _run(jobs, settings, out, child, log, log_path)
@@ -219,12 +220,6 @@ def serve_with_transformers(
         ]
     first, last = sampled[0], sampled[-1] if before else None
     return Served(fingerprint, after, before[0] if before else None, 0, 0.0, first, last)
-
-
-def _plain(
-    messages: Sequence[Sequence[Mapping[str, str]]] | None,
-) -> list[list[dict[str, str]]] | None:
-    return None if messages is None else [[dict(m) for m in turns] for turns in messages]
 
 
 def _ended(generated: Generated, stops: Sequence[int]) -> Responses:

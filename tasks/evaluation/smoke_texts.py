@@ -81,7 +81,7 @@ def _question(test: SmokeTest, base: Path, texts: Sequence[str]) -> Question:
         served=test.served,
         base=base,
         reference=test.trained / FINGERPRINT,
-        messages=None,
+        chats=None,
         prompts=prompts,
         base_prompts=prompts,  # without a template both models read the same
         dtype=test.model.dtype,

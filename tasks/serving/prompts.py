@@ -1,4 +1,8 @@
-"""Conversations to token ids and back, with the tokenizer and chat template of a model folder."""
+"""Conversations to token ids and back, with the tokenizer and chat template of a model folder.
+
+A conversation is an object with `messages` and, if there are any, `tools`: a row of a dataset, or a
+request to a server.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import Any
 
 from tasks.core.errors import ArtifactError, ContractError
 
-Messages = Sequence[Mapping[str, str]]
+Chat = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -22,40 +26,48 @@ class Rendered:
 
 
 def render(
-    folder: Path, conversations: Sequence[Messages], *, template_from: Path | None = None
+    folder: Path, conversations: Sequence[Chat], *, template_from: Path | None = None
 ) -> Rendered:
     """Render each conversation as a prompt: without its last answer, with the generation prompt.
 
     Args:
         folder: model folder with the tokenizer.
-        conversations: message lists; a final assistant message is left out.
+        conversations: a final assistant message is left out.
         template_from: folder of the chat template to use if `folder` has none (a base model).
 
     Raises:
         ContractError: no chat template.
     """
     tokenizer = _with_template(folder, template_from)
-    questions = [
-        messages[:-1] if messages[-1]["role"] == "assistant" else messages
-        for messages in conversations
-    ]
-    prompts = [[int(i) for i in render_one(tokenizer, messages)] for messages in questions]
+    questions = map(question_of, conversations)
+    prompts = [[int(i) for i in render_one(tokenizer, question)] for question in questions]
     return Rendered(prompts, stop_ids(folder, tokenizer.eos_token_id))
 
 
-def render_whole(folder: Path, conversations: Sequence[Messages]) -> list[list[int]]:
+def question_of(row: Chat) -> dict[str, Any]:
+    """Return the conversation of a row without the answer at its end."""
+    messages = list(row["messages"])
+    return chat(messages[:-1] if messages[-1]["role"] == "assistant" else messages, row)
+
+
+def chat(messages: Sequence[Mapping[str, Any]], row: Chat) -> dict[str, Any]:
+    """Return a conversation of these messages with the tools of a row."""
+    return {"messages": list(messages), **({"tools": row["tools"]} if row.get("tools") else {})}
+
+
+def render_whole(folder: Path, conversations: Sequence[Chat]) -> list[list[int]]:
     """Return the token ids of whole conversations, up to the id that ends the last answer.
 
     Args:
         folder: model folder with tokenizer and chat template.
-        conversations: message lists whose last message is the assistant's.
+        conversations: the last message of each is the assistant's.
 
     Raises:
         ContractError: no chat template.
     """
     tokenizer = _with_template(folder)
     stops = set(stop_ids(folder, tokenizer.eos_token_id))
-    return [whole_ids(tokenizer, messages, stops) for messages in conversations]
+    return [whole_ids(tokenizer, conversation, stops) for conversation in conversations]
 
 
 def _with_template(folder: Path, template_from: Path | None = None) -> Any:
@@ -67,25 +79,28 @@ def _with_template(folder: Path, template_from: Path | None = None) -> Any:
     return tokenizer
 
 
-def whole_ids(tokenizer: Any, messages: Messages, stops: Container[int]) -> list[int]:
+def whole_ids(tokenizer: Any, conversation: Chat, stops: Container[int]) -> list[int]:
     """Return the token ids of one whole conversation, up to the id that ends the last answer.
 
     Args:
         tokenizer: has a chat template.
-        messages: the last one is the assistant's.
+        conversation: its last message is the assistant's.
         stops: ids that end an answer.
     """
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False)
+    text = tokenizer.apply_chat_template(
+        list(conversation["messages"]), tools=conversation.get("tools"), tokenize=False
+    )
     ids = [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
     last = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] in stops), len(ids) - 1)
     return ids[: last + 1]
 
 
-def render_one(tokenizer: Any, messages: Messages) -> list[int]:
+def render_one(tokenizer: Any, conversation: Chat) -> list[int]:
     """Return one prompt's token ids, with the generation prompt at the end."""
     ids: list[int] = tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-    )
+        list(conversation["messages"]), tools=conversation.get("tools"),
+        add_generation_prompt=True, tokenize=True, return_dict=False,
+    )  # fmt: skip
     return ids
 
 

@@ -82,7 +82,7 @@ class RegisteredFolder:
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return a chat completion, as OpenAI's API has it."""
-        prompt = render_one(self.tokenizer, list(request["messages"]))
+        prompt = render_one(self.tokenizer, request)
         tokens = self.generate(prompt, request)
         ended = [at for at, token in enumerate(tokens) if token in self.stops]
         content = self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -170,7 +170,7 @@ class RewardFolder(RegisteredFolder):
         """Return the score of a conversation whose last message is the assistant's."""
         import torch
 
-        ids = whole_ids(self.tokenizer, list(request["messages"]), set(self.stops))
+        ids = whole_ids(self.tokenizer, request, set(self.stops))
         with torch.inference_mode():
             score = self.model(torch.tensor([ids])).logits[0, 0]
         return {"object": "score", "model": str(self.folder), "score": float(score)}

@@ -57,16 +57,18 @@ class Probe:
         text: what was tokenised, for conversations as the template rendered it; None if it was not
             recorded.
         turns: the conversation of kind "chat"; None for the public one of this number.
+        tools: schemas of its tools.
     """
 
     ids: tuple[int, ...]
     kind: str
     number: int
     text: str | None = None
-    turns: tuple[Mapping[str, str], ...] | None = None
+    turns: tuple[Mapping[str, Any], ...] | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
 
     @property
-    def messages(self) -> tuple[Mapping[str, str], ...] | None:
+    def messages(self) -> tuple[Mapping[str, Any], ...] | None:
         """The conversation, which ends in the user's turn; None unless it is of kind "chat"."""
         if self.turns is not None:
             return self.turns

@@ -171,7 +171,7 @@ def test_the_plan_counts_the_rows_that_are_too_long(tmp_path: Path) -> None:
 def test_rows_that_cannot_be_trained_are_problems_of_the_plan(tmp_path: Path) -> None:
     for row, named in (
         ({"prompt": "q" * 300, "response": "a"}, "200"),
-        ({"prompt": "q", "response": "a", "tools": [{"name": "f"}]}, "'tools'"),
+        ({"prompt": "q", "response": "a", "tools": [{"name": "f"}]}, "tools"),
     ):
         rows = [{**row, "response": f"a{number}"} for number in range(3)]
         steps = planned_rows(tmp_path, rows)

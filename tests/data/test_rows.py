@@ -115,7 +115,7 @@ def test_conversations_that_cannot_be_trained_are_refused() -> None:
         ({"messages": [{"role": "user"}]}, "'content'"),
         ({"messages": [{"content": "x"}]}, "'role'"),
         ({"messages": [{"from": "human"}]}, "'value'"),
-        ({"messages": [USER, {"from": "function_call", "value": "{}"}]}, "'function_call'"),
+        ({"messages": [USER, {"from": "function_call", "value": "{}"}]}, "names no tool"),
         ({"messages": [USER, narrator]}, "'narrator'"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "'tool'"),
         ({"messages": [USER]}, "last message is by 'user'"),
@@ -124,8 +124,8 @@ def test_conversations_that_cannot_be_trained_are_refused() -> None:
         ({"messages": [USER, USER]}, "message 2 is by 'user'"),
         ({"messages": [USER, SYSTEM, ANSWER]}, "message 2 is by 'system'"),
         ({"messages": [USER, answer("  ")]}, "message 2 is an empty"),
-        ({"messages": [USER, {**ANSWER, "tool_calls": [1]}]}, "'tool_calls'"),
-        ({"messages": [USER, {**ANSWER, "content": None}]}, "content of message 2"),
+        ({"messages": [USER, {**ANSWER, "tool_calls": [1]}]}, "call 1 of message 2"),
+        ({"messages": [USER, {**ANSWER, "content": None}]}, "message 2 has no 'content'"),
         ({"messages": [{"role": [], "content": "x"}]}, "role of message 1"),
     ):
         wrong += refusals(partial(conversation, row, Columns()), named)

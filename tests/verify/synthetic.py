@@ -177,7 +177,7 @@ class ArrayServer(Server):
         """Raise UnsupportedError."""
         raise UnsupportedError("no tokenizer")
 
-    def render(self, model: str, messages: Any) -> tuple[int, ...]:
+    def render(self, model: str, messages: Any, tools: Any = ()) -> tuple[int, ...]:
         """Raise UnsupportedError."""
         raise UnsupportedError("no template")
 

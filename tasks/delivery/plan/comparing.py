@@ -72,7 +72,7 @@ def read_rows(
             f"smoke.texts={path}: {error.message}", hint='rows of {"messages": [...]}'
         ) from error
     prompts = scorer.encode(tokenizer, rows).tokens
-    whole = scorer.encode_whole(tokenizer, [row["messages"] for row in rows])
+    whole = scorer.encode_whole(tokenizer, rows)
     pairs = zip(prompts, whole, strict=True)
     fits = [(prompt, ids[len(prompt) :]) for prompt, ids in pairs if len(ids) <= _LONGEST]
     replies = [(prompt, reply) for prompt, reply in fits if prompt and len(reply) >= SHORTEST]

@@ -102,7 +102,8 @@ class ObservationTokens:
         """
         try:
             conversations = probes(prompt.messages, self.role)
-            reason = unstable([render(messages, self.tokenizer) for messages in conversations])
+            rows = ({**prompt.row, "messages": messages} for messages in conversations)
+            reason = unstable([render(row, self.tokenizer) for row in rows])
             reason = reason or self._between(prompt, FIRST)[1]
         except TemplateError as error:
             reason = f"it rejects a message of role {self.role!r}: {error}"
@@ -127,7 +128,7 @@ class ObservationTokens:
             {"role": "assistant", "content": REPLIES[0]},
             {"role": self.role, "content": observation},
         ]
-        text = render(messages, self.tokenizer)
+        text = render({**prompt.row, "messages": messages}, self.tokenizer)
         ids = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
         start = len(prompt.ids)
         if not np.array_equal(ids[:start], prompt.ids):

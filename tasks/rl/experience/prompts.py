@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -82,7 +82,7 @@ def _tokenised(rows: RowFile, numbers: range, tokenizer: Any, limit: int) -> _Pa
         texts = []
         for row in chosen:
             try:
-                texts.append(render(row["messages"], tokenizer))
+                texts.append(render(row, tokenizer))
             except (TemplateError, KeyError) as error:
                 problems.append(f"{row['id']}: the chat template rejects it: {error}")
                 texts.append("")
@@ -96,12 +96,14 @@ def _tokenised(rows: RowFile, numbers: range, tokenizer: Any, limit: int) -> _Pa
     return _Part(token_ids, problems)
 
 
-def render(messages: Sequence[dict[str, str]], tokenizer: Any) -> str:
+def render(row: Mapping[str, Any], tokenizer: Any) -> str:
     """Return the prompt as a server renders it: no reference answer, with the generation prompt."""
-    prompt = list(messages)
+    prompt = list(row["messages"])
     if prompt and prompt[-1]["role"] == "assistant":
         prompt = prompt[:-1]
-    text: str = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    text: str = tokenizer.apply_chat_template(
+        prompt, tools=row.get("tools"), tokenize=False, add_generation_prompt=True
+    )
     return text
 
 

@@ -17,7 +17,7 @@ from tasks.process.output import Log
 from tasks.rl.experience.responses import Response
 from tasks.rl.rewards.folder import RewardFolder
 from tasks.rl.rewards.sources import describe, error_details
-from tasks.serving.prompts import load_tokenizer, stop_ids, whole_ids
+from tasks.serving.prompts import chat, load_tokenizer, stop_ids, whole_ids
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Encoding:
             return ids
         messages = [*response.prompt.messages, *response.messages]
         try:
-            ids = whole_ids(self.tokenizer, messages, self.stops)
+            ids = whole_ids(self.tokenizer, chat(messages, response.prompt.row), self.stops)
         except TemplateError as error:
             raise RewardError(
                 f"{self.label}: its chat template rejects {describe(response)}: {error}",

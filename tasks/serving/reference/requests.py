@@ -119,7 +119,7 @@ def _layer_errors(request: dict[str, Any]) -> Response:
 def _encode(request: dict[str, Any]) -> Response:
     rendered = render(
         Path(request["tokenizer"]),
-        [row["messages"] for row in request["rows"]],
+        request["rows"],
         template_from=Path(request["template_from"]) if request.get("template_from") else None,
     )
     return {"prompts": rendered.prompts, "eos": rendered.eos}

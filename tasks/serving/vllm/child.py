@@ -229,13 +229,13 @@ def generate(llm: Any, job: Job, *, temperature: float = 0.0) -> dict[str, Any]:
 
 def _rendered_differently(llm: Any, job: Job) -> int:
     """Return the number of conversations that vLLM's own tokenizer renders to other token ids."""
-    if job.messages is None:
+    if job.chats is None:
         return 0
     from tasks.serving.prompts import render_one
 
     tokenizer = llm.get_tokenizer()
-    pairs = zip(job.messages, job.prompts, strict=True)
-    return sum(render_one(tokenizer, messages) != prompt for messages, prompt in pairs)
+    pairs = zip(job.chats, job.prompts, strict=True)
+    return sum(render_one(tokenizer, chat) != prompt for chat, prompt in pairs)
 
 
 if __name__ == "__main__":

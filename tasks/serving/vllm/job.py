@@ -19,6 +19,7 @@ from tasks.core.errors import StageProcessError
 from tasks.core.machine import has_gpu
 from tasks.process.launch import Conversation, port_was_taken, python_child
 from tasks.process.output import Log
+from tasks.serving.prompts import Chat
 
 STAGE = "smoke_eval"
 HEADROOM = 8
@@ -52,7 +53,7 @@ class Job:
         max_new_tokens: token limit of each response.
         max_model_len: maximum tokens of prompt and response together.
         reference: fingerprint file with the probes and token ids to score, or None.
-        messages: conversations of `prompts`, to check that vLLM renders them to the same ids.
+        chats: conversations of `prompts`, to check that vLLM renders them to the same ids.
         stop: additional ids to stop at. Normally the served model has them all.
         dtype: torch dtype name.
         seed: of the engine; greedy decoding does not use it.
@@ -68,7 +69,7 @@ class Job:
     max_new_tokens: int
     max_model_len: int
     reference: str | None = None
-    messages: list[list[dict[str, str]]] | None = None
+    chats: list[Chat] | None = None
     stop: list[int] | None = None
     dtype: str = "bfloat16"
     seed: int = 0

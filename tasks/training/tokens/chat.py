@@ -4,12 +4,13 @@ Only answers and the tokens that end them bear loss. An answer begins where the 
 when it renders the messages before it with a generation prompt, as a server does. This prompt has
 to be a prefix of the whole conversation, both as text and as token ids. For an earlier answer the
 same holds for its end. So templates that drop or rewrite earlier turns (such as reasoning) are
-refused: a server would never show the model such a text.
+refused: a server would never show the model such a text. So are templates that leave out what a
+conversation has: its tools, their calls and results, the reasoning of an answer that is trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,9 +18,10 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
+from tasks.data.messages import REASONING
 from tasks.training.tokens.examples import Tokens
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 class Unfit(ValueError):
@@ -35,6 +37,7 @@ class Turns(NamedTuple):
     messages: Sequence[Message]
     first: int
     everything: bool = False
+    tools: Sequence[Mapping[str, Any]] | None = None
 
 
 class Answer(NamedTuple):
@@ -100,7 +103,9 @@ class Encoder:
         messages = turns.messages
         if not messages or messages[-1]["role"] != "assistant":
             return Unfit("the last message is not the assistant's")
-        text = self._render(messages)
+        text = self._render(messages, turns.tools)
+        if missing := self._left_out(turns, text):
+            return Unfit(f"the chat template leaves out {missing}")
         if turns.everything:
             return Rendered(text, (), everything=True)
         answers = []
@@ -108,9 +113,9 @@ class Encoder:
             if messages[number]["role"] != "assistant":
                 continue
             before = messages[:number]  # transformers cannot render an empty conversation
-            begin = self._render(before, add_generation_prompt=True) if before else ""
+            begin = self._render(before, turns.tools, prompt=True) if before else ""
             last = number == len(messages) - 1
-            end = text if last else self._render(messages[: number + 1])
+            end = text if last else self._render(messages[: number + 1], turns.tools)
             if not text.startswith(begin) or not text.startswith(end):
                 return Unfit(_unstable(number, last=last))
             if not begin:
@@ -118,9 +123,38 @@ class Encoder:
             answers.append(Answer(begin, end, number, last))
         return Rendered(text, tuple(answers), everything=False)
 
-    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    def _left_out(self, turns: Turns, text: str) -> str:
+        """Return what the template does not render; "" if nothing is missing."""
+
+        def unread(changed: Sequence[Message], tools: Any = turns.tools) -> bool:
+            try:
+                return self._render(changed, tools) == text
+            except TemplateError:  # it asks for what was taken away
+                return False
+
+        if turns.tools and unread(turns.messages, None):
+            return "the row's tools"
+        for number, message in enumerate(turns.messages):
+            before, after = turns.messages[:number], turns.messages[number + 1 :]
+            shown = ("tool_calls", *(REASONING if number >= turns.first else ()))
+            for key in (key for key in shown if key in message):
+                rest = {name: value for name, value in message.items() if name != key}
+                if unread([*before, rest, *after]):
+                    return f"{key!r} of message {number + 1}"
+            silent = [*before, {**message, "content": ""}, *after]
+            if message["role"] == "tool" and message["content"] and unread(silent):
+                return f"message {number + 1}, by a tool"
+        return ""
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        prompt: bool = False,
+    ) -> str:
         text: str = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt
         )
         return text
 

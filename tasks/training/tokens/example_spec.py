@@ -117,13 +117,14 @@ class Drafts:
             return Draft(name, (Document(row["text"]),), {})
         messages = row["messages"]
         first = len(messages) - 1 if self._mask == LAST_ANSWER else 0
-        turns = Turns(messages, first, everything=self._mask == EVERY_TOKEN)
+        turns = Turns(messages, first, self._mask == EVERY_TOKEN, row.get("tools"))
         earlier = sum(message["role"] == "assistant" for message in messages[:first])
         return Draft(name, (turns,), {}, without_loss=earlier)
 
     def _pair(self, name: str, row: dict[str, Any]) -> Draft:
         prompt = row["prompt"]
-        both = tuple(Turns([*prompt, *row[role]], len(prompt)) for role in PAIRS)
+        whole = ([*prompt, *row[role]] for role in PAIRS)
+        both = tuple(Turns(each, len(prompt), tools=row.get("tools")) for each in whole)
         values = {"margin": float(row["margin"])} if "margin" in row else {}
         return Draft(name, both, values)
 
@@ -135,7 +136,8 @@ class Drafts:
             return Draft(name, (), {}, f"none of {searched} other examples has another prompt and "
                          "another answer, which kto compares with")  # fmt: skip
         first = len(prompt)
-        both = (Turns(row["messages"], first), Turns([*prompt, mismatched], first))
+        whole = (row["messages"], [*prompt, mismatched])
+        both = tuple(Turns(each, first, tools=row.get("tools")) for each in whole)
         return Draft(name, both, {"desirable": float(bool(row["desirable"]))})
 
     def _partner(self, number: int, prompt: list[Message], answer: Message) -> Message | None:

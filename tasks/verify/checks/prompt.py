@@ -31,7 +31,8 @@ def template(answers: Answers, model: str, base: str | None) -> Check:
     bos = _special(reference, "bos_token_id")
     differing: list[tuple[Probe, Difference]] = []
     for probe in chats:
-        rendered, ids = server.render(model, probe.messages or ()), _ids(server, model, probe)
+        rendered = server.render(model, probe.messages or (), probe.tools)
+        ids = _ids(server, model, probe)
         differs = difference(ids, rendered, cut=len(ids) >= LIMIT, bos=bos)
         if differs is not None:
             differing.append((probe, differs))

@@ -20,7 +20,9 @@ from tasks.verify.servers.server import (
     Message,
     Scores,
     ServerError,
+    Tools,
     UnsupportedError,
+    chat_fields,
 )
 from tasks.verify.servers.vocabulary import Vocabulary
 
@@ -200,15 +202,15 @@ class VllmServer(CompletionsServer):
         body = {"model": model, "tokens": list(map(int, ids))}
         return str(self._native("/detokenize", body)["prompt"])
 
-    def render(self, model: str, messages: Sequence[Message]) -> tuple[int, ...]:
+    def render(self, model: str, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """Return the ids of a conversation with the generation prompt, by the server's template.
 
         A chat request tells what users get. Servers before 0.10.2 do not tell its ids; there,
         `/tokenize` renders, which knows nothing of `--default-chat-template-kwargs`.
         """
         if self.abilities.render:
-            return super().render(model, messages)
-        return self._tokens({"model": model, "messages": list(messages)})
+            return super().render(model, messages, tools)
+        return self._tokens({"model": model, **chat_fields(messages, tools)})
 
     def tokenizes(self, model: str) -> bool:
         """Return True if `/tokenize` is there; proxies often hide it."""

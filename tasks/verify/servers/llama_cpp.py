@@ -18,7 +18,9 @@ from tasks.verify.servers.server import (
     ServedModel,
     Server,
     ServerError,
+    Tools,
     UnsupportedError,
+    chat_fields,
 )
 
 _TOP = 100
@@ -105,12 +107,12 @@ class LlamaCppServer(Server):
         """Return the text of token ids."""
         return str(self.http.post("/detokenize", {"tokens": list(map(int, ids))})["content"])
 
-    def render(self, model: str, messages: Sequence[Message]) -> tuple[int, ...]:
+    def render(self, model: str, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """Return the ids of a conversation with the generation prompt, by the server's template.
 
         A chat request tokenises its prompt with special tokens, as here.
         """
-        prompt = self.http.post("/apply-template", {"messages": list(messages)})["prompt"]
+        prompt = self.http.post("/apply-template", chat_fields(messages, tools))["prompt"]
         return self.tokenize(model, str(prompt))
 
     def generate(

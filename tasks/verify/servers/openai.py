@@ -15,7 +15,9 @@ from tasks.verify.servers.server import (
     ServedModel,
     Server,
     ServerError,
+    Tools,
     UnsupportedError,
+    chat_fields,
 )
 
 
@@ -71,10 +73,13 @@ class OpenAiServer(Server):
         """Return the token ids of a text, with special tokens (BOS) unless told not."""
         raise UnsupportedError(f"{self.url} does not tokenise texts")
 
-    def render(self, model: str, messages: Sequence[Message]) -> tuple[int, ...]:
+    def render(self, model: str, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """Return the ids of a conversation with the generation prompt, by the server's template."""
         if self.abilities.render:
-            ids = self.generate(model, messages, 1)[0].prompt_ids
+            fields = chat_fields(messages, tools)
+            # "auto" needs a parser of calls; the prompt is the same.
+            choice = {"tools": fields["tools"], "tool_choice": "none"} if tools else {}
+            ids = self.generate(model, fields["messages"], 1, **choice)[0].prompt_ids
             if ids is not None:
                 return ids
         raise UnsupportedError(f"{self.url} does not tell the token ids of a conversation")

@@ -6,6 +6,7 @@ asking for it raises `UnsupportedError`, so that a check can say "unknown" inste
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ from numpy.typing import NDArray
 
 from tasks.core.errors import PlumblineError
 
-Message: TypeAlias = Mapping[str, str]
-"""A turn of a conversation: `role` and `content`."""
+Message: TypeAlias = Mapping[str, Any]
+"""A turn of a conversation: `role` and `content`, of tools also `tool_calls`."""
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+"""Schemas of the tools of a conversation, in OpenAI's form."""
 Entry: TypeAlias = tuple[NDArray[np.int32], NDArray[np.float32]]
 """Ids and natural-log probabilities of one position, both of shape (K,), most likely first."""
 Prompt: TypeAlias = Sequence[int] | Sequence[Message]
@@ -36,6 +39,21 @@ class ServerError(PlumblineError):
 
 class UnsupportedError(ServerError):
     """The API of this server cannot answer this; a check that needs it is "unknown"."""
+
+
+def chat_fields(messages: Sequence[Message], tools: Tools) -> dict[str, Any]:
+    """Return the fields of a chat request, in which the arguments of calls are JSON text."""
+    turns = [dict(message) for message in messages]
+    for turn in turns:
+        if "tool_calls" in turn:
+            turn["tool_calls"] = [_as_text(call) for call in turn["tool_calls"]]
+    return {"messages": turns, **({"tools": list(tools)} if tools else {})}
+
+
+def _as_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    function = {**call["function"], "arguments": arguments}
+    return {"id": "call", **call, "function": function}
 
 
 @dataclass(frozen=True)
@@ -173,7 +191,7 @@ class Server(ABC):
         raise UnsupportedError(f"{self.url} does not tell the text of token ids")
 
     @abstractmethod
-    def render(self, model: str, messages: Sequence[Message]) -> tuple[int, ...]:
+    def render(self, model: str, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """Return the ids of a conversation with the generation prompt, by the server's template."""
 
     @abstractmethod

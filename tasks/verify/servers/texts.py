@@ -22,6 +22,7 @@ from tasks.verify.servers.server import (
     Scores,
     Server,
     ServerError,
+    Tools,
     UnsupportedError,
 )
 from tasks.verify.servers.vocabulary import Vocabulary
@@ -84,7 +85,7 @@ class TextServer(Server):
         """Return the token ids of a text, with special tokens (BOS) unless told not."""
         raise UnsupportedError(f"{self.url} does not tokenise texts")
 
-    def render(self, model: str, messages: Sequence[Message]) -> tuple[int, ...]:
+    def render(self, model: str, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """Return the ids of a conversation with the generation prompt, by the server's template."""
         raise UnsupportedError(f"{self.url} does not tell the token ids of a conversation")
 

@@ -8,7 +8,15 @@ from typing import Any
 
 from tasks.verify.servers.http import Http
 from tasks.verify.servers.scoring import entry
-from tasks.verify.servers.server import Entry, Generated, Message, ServedModel, ServerError
+from tasks.verify.servers.server import (
+    Entry,
+    Generated,
+    Message,
+    ServedModel,
+    ServerError,
+    Tools,
+    chat_fields,
+)
 from tasks.verify.servers.texts import TextServer
 from tasks.verify.servers.vocabulary import Vocabulary
 
@@ -45,9 +53,10 @@ class TgiServer(TextServer):
         """Return the token ids of a text; TGI always adds special tokens."""
         return tuple(int(t["id"]) for t in self._post("/tokenize", model, {"inputs": text}))
 
-    def render(self, model: str, messages: Sequence[Message]) -> tuple[int, ...]:
+    def render(self, model: str, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """Return the ids of a conversation with the generation prompt, by the server's template."""
-        answer = self._post("/chat_tokenize", model, {"model": model, "messages": list(messages)})
+        body = {"model": model, **chat_fields(messages, tools)}
+        answer = self._post("/chat_tokenize", model, body)
         return tuple(int(token["id"]) for token in answer["tokenize_response"])
 
     def next_token(self, model: str, text: str, ids: Sequence[int]) -> Entry | None:

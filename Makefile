@@ -10,7 +10,7 @@ PY := $(VENV)/bin/python
 # Three at a time on two cores, since many tests wait; which stay together, tests/conftest.py says.
 WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup setup-sign setup-quantize setup-lm-eval setup-dev demo test test-all test-gpu test-gpus check docs \
+.PHONY: help setup setup-sign setup-quantize setup-lm-eval setup-smollm2 setup-dev demo demo-real test test-all test-gpu test-gpus check docs \
   format bench-weights bench-training bench-rl bench-gpu lock up deploy down status backup \
   restore
 
@@ -29,11 +29,17 @@ setup-quantize:  ## the environment, and one beside it that quantises to 4 bits 
 setup-lm-eval:  ## the environment, and lm-evaluation-harness (eval.lm_eval)
 	@infra/setup.sh lm-eval
 
+setup-smollm2:  ## the environment, and the real model of the demo (93 MB)
+	@infra/setup.sh smollm2
+
 setup-dev:  ## the environment with the test tools
 	@infra/setup.sh dev
 
 demo: setup  ## the main job on the embedded default (ARGS: Hydra overrides)
 	$(PY) flows/rlhf.py +exp=qlora $(ARGS)
+
+demo-real: setup-smollm2  ## SmolLM2-135M learns to answer in JSON (ARGS: Hydra overrides)
+	$(PY) flows/rlhf.py +exp=smollm2/sft $(ARGS)
 
 test: setup-dev  ## the default suite (ARGS: pytest arguments)
 	@TIMEFORMAT='make test: %0R s, of CPU %0U s and %0S s in the kernel'; \

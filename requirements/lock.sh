@@ -28,6 +28,7 @@ lock() {
             args=(--constraint .cache/below.txt --override requirements/overrides-quantize.txt)
             mapfile -t -O 4 args < <(sed -nE 's/^([^ #=]+)==.*/--no-emit-package=\1/p' .cache/below.txt)
             ;;
+        smollm2) args=(--no-deps) ;;
         torch) args=(--no-deps --index-url "$(sed -n 's/^TORCH_CPU_INDEX=//p' infra/setup.sh)") ;;
         cuda | tools) ;;
         *) args=(--constraint requirements/cpu.lock) ;;
@@ -43,5 +44,5 @@ lock() {
 
 infra/setup.sh tools
 names=("$@")
-((${#names[@]})) || names=(cpu cuda server gate sign lm-eval quantize dev build tools torch)
+((${#names[@]})) || names=(cpu cuda server gate sign smollm2 lm-eval quantize dev build tools torch)
 for name in "${names[@]}"; do lock "$name"; done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from tasks.core.redaction import (
     redacted,
     with_passwords,
 )
+from tasks.from_gguf import SUFFIX, hf_folder
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 """Folder of the configuration files, beside the packages in a checkout and when installed."""
@@ -88,7 +90,16 @@ def _setting(config: DictConfig, key: str) -> Any:
     return value.name if isinstance(value, Enum) else value
 
 
+def _project(name: str) -> str:
+    """Resolve `${project:name}`: a file of this project, or of an installed package."""
+    for root in (CONF.parent, *map(Path, sys.path)):
+        if (root / name).is_file():
+            return str(root / name)
+    return str(CONF.parent / name)  # the check of the setting reports it
+
+
 OmegaConf.register_new_resolver("default", _default, replace=True)
+OmegaConf.register_new_resolver("project", _project, replace=True)
 OmegaConf.register_new_resolver("toy", _toy, replace=True)
 for _program, _schema in SCHEMAS.items():
     _name = "schema" if _program == "rlhf" else f"{_program}_schema"
@@ -138,6 +149,7 @@ class Composed:
         names = vocabulary(program)
         try:
             refuse_unknown(config, names)
+            dequantised = _take_gguf(config) if program == "rlhf" else []
             typed = hide_variables_of(config)  # an error below may show a value
             settings = OmegaConf.to_container(
                 config, resolve=True, throw_on_missing=True, enum_to_str=True
@@ -160,8 +172,17 @@ class Composed:
             runs=runs,
             tracking_uri=uri or f"sqlite:///{store / 'mlflow.db'}",
             tracking_root=None if uri and not uri.startswith("sqlite:") else store / "artifacts",
-            defaults=tuple(_computed(config, settings)) if program == "rlhf" else (),
+            defaults=(*dequantised, *_computed(config, settings)) if program == "rlhf" else (),
         )
+
+
+def _take_gguf(config: DictConfig) -> list[str]:
+    """Put the Hugging Face folder of a GGUF file in its place in `model.path`; return what to say."""
+    path = config.model.path
+    if not (path and path.endswith(SUFFIX)):
+        return []
+    config.model.path = str(hf_folder(Path(path).expanduser()))
+    return [f"model.path={config.model.path} (the dequantised weights of {path}, in bf16)"]
 
 
 def _computed(config: DictConfig, settings: Mapping[str, Any]) -> Iterator[str]:

@@ -47,6 +47,8 @@ ONLINE = tuple(ALGORITHMS)
 PAIRS = ("reward", "dpo", "orpo", "simpo")
 """Objectives whose examples are pairs of sequences."""
 _SUFFIXES = {".csv": "csv", ".parquet": "parquet", ".pq": "parquet"}
+_SMALL, _SHORT = 1e9, 2048
+"""Parameters, and tokens a pass, up to which activations fit into the memory of most machines."""
 _LARGE = 20e9  # parameters; arXiv:2305.14314 halves the rate between 13B and 33B
 _EMBEDDED, _REAL = "the embedded model", "a model from model.path"
 
@@ -152,6 +154,10 @@ def _global_batch_size(get: Get) -> Default:
 def _gradient_checkpointing(get: Get) -> Default:
     if _toy(get):
         return Default(False, _EMBEDDED)
+    tokens = get("train.micro_batch_size") * get("train.max_len")
+    small = (get("model.parameters") or _SMALL + 1) <= _SMALL and tokens <= _SHORT
+    if small and not has_gpu(get("train.device")):
+        return Default(False, f"a model up to 1B on CPUs, and {tokens} tokens a pass")
     return Default(True, f"{_REAL}, as in TRL and LLaMA-Factory")
 
 

@@ -68,17 +68,6 @@ def differing(actual: Tensors, wanted: Tensors) -> list[str]:
     return sorted(n for n in names if n not in both or not torch.equal(actual[n], wanted[n]))
 
 
-def classifier(base: Path) -> Any:
-    """Return the base with a new head of one label in fp32, as training does."""
-    from transformers import AutoModelForSequenceClassification
-
-    torch.manual_seed(9)
-    with quiet():
-        return AutoModelForSequenceClassification.from_pretrained(
-            base, num_labels=1, dtype=torch.float32
-        ).eval()
-
-
 def base_of(folder: Path, family: str = "qwen", heads: int = 4) -> Path:
     """Save a language model in fp32 and its tokenizer."""
     with quiet():
@@ -141,23 +130,6 @@ def llamafactory(wrapped: Any, folder: Path) -> None:
     step = folder / "checkpoint-10"
     save(wrapped, step)
     torch.save({"state": {}, "param_groups": []}, step / "optimizer.pt")
-    _trainer_files(step)
-
-
-def axolotl(wrapped: Any, folder: Path) -> None:
-    """axolotl, `src/axolotl/train.py: save_initial_configs`, `save_trained_model`.
-
-    Tokenizer and config.json are written before training, the adapter after it. The folder of a
-    step has DeepSpeed's file beside the adapter.
-    """
-    wrapped.peft_config["default"].save_pretrained(folder)
-    save_tokenizer(folder)
-    wrapped.config.save_pretrained(folder)
-    save(wrapped, folder)
-    (folder / "README.md").write_text("---\nlibrary_name: peft\ntags:\n- axolotl\n---\n")
-    step = folder / "checkpoint-10"
-    save(wrapped, step)
-    wrapped.config.save_pretrained(step)
     _trainer_files(step)
 
 

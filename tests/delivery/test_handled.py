@@ -39,15 +39,6 @@ def _eos_of_the_base(folder: Path) -> None:
         (folder / name).write_text(json.dumps(config))
 
 
-def _compiled(folder: Path) -> None:
-    """Save a model that torch.compile and FSDP had wrapped."""
-    save_trl(folder, "qwen")
-    stored = load_file(folder / "model.safetensors")
-    model = {f"_orig_mod.{name}": tensor for name, tensor in stored.items() if "v_head" not in name}
-    inner = {name.replace(".0.", ".0._fsdp_wrapped_module."): t for name, t in model.items()}
-    save_file(inner, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def _other_trainers_state(folder: Path) -> None:
     """Save settings of a class that nobody knows, and random states that are cut."""
     save_llamafactory(folder, "qwen")
@@ -55,33 +46,24 @@ def _other_trainers_state(folder: Path) -> None:
     (folder / "rng_state_0.pth").write_bytes(b"\x80\x02}q\x00X\x05")
 
 
+def _in_trls_wrapper(folder: Path) -> None:
+    save_trl(folder, "qwen", prefix="pretrained_model.")
+
+
 CASES: dict[str, tuple[Make, set[str]]] = {
-    "a head in the model": (lambda folder: save_trl(folder, "qwen"), {"HEAD_IN_MODEL"}),
-    "TRL's wrapper around it": (
-        lambda folder: save_trl(folder, "qwen", prefix="pretrained_model."),
-        {"HEAD_IN_MODEL", "TRL_RESIDUE", "TENSOR_MISSING", "TENSOR_UNEXPECTED"},
-    ),
-    "a head beside the model": (
-        lambda folder: save_llamafactory(folder, "qwen"), {"STRAY_WEIGHT_FILE"},
-    ),
-    "a reward model of OpenRLHF": (
-        lambda folder: save_openrlhf(folder, "llama"), {"HEAD_LABELS", "VLLM_ARCHITECTURE"},
-    ),
     "a head of another name": (
         _other_prefix, {"HEAD_LABELS", "HEAD_PREFIX", "VLLM_ARCHITECTURE"},
     ),
-    "the state of an unknown trainer": (
-        _other_trainers_state, {"STRAY_WEIGHT_FILE", "PICKLE_CALLS", "PICKLE_OPAQUE"},
-    ),
-    "prefixes of wrappers": (_compiled, {"WRAPPER_RESIDUE"}),
     "an end that stops nothing": (_eos_of_the_base, {"EOS_DISAGREES"}),
 }  # fmt: skip
-
-MORE = (
-    "TRL's wrapper around it", "a reward model of OpenRLHF", "the state of an unknown trainer",
-    "prefixes of wrappers",
-)  # fmt: skip
-"""Cases that the default suite leaves to `make test-all`."""
+SLOW: dict[str, tuple[Make, set[str]]] = {
+    "TRL's wrapper around a model with a head": (
+        _in_trls_wrapper, {"HEAD_IN_MODEL", "TRL_RESIDUE", "TENSOR_MISSING", "TENSOR_UNEXPECTED"},
+    ),
+    "the state of an unknown trainer, and a head beside the model": (
+        _other_trainers_state, {"STRAY_WEIGHT_FILE", "PICKLE_CALLS", "PICKLE_OPAQUE"},
+    ),
+}  # fmt: skip
 
 
 def errors(folder: Path) -> set[str]:
@@ -89,11 +71,10 @@ def errors(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in MORE else ()) for name in CASES],
+    "name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
 def test_handled_errors_are_not_in_out(here: Run, name: str, tmp_path: Path) -> None:
-    make, codes = CASES[name]
+    make, codes = {**CASES, **SLOW}[name]
     make(tmp_path / "source")
     assert errors(tmp_path / "source") == codes
     done = here(f"source={tmp_path / 'source'}")

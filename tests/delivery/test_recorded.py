@@ -84,27 +84,3 @@ def test_a_delivered_folder_is_signed_and_can_be_a_source(
     private.chmod(0o644)
     refused = here(*words, f"out={tmp_path / 'third'}", code=2)
     assert f"register.sign: {private}" in refused.output
-
-
-@pytest.mark.slow
-def test_a_delivered_folder_is_pushed_with_its_signature(
-    deliver: Run, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tests.release.hub import TOKEN, hub_on_loopback
-
-    private, _ = make_pair(tmp_path / "keys")
-    words = [f"source={base}", "push=me/model", f"register.sign={private}"]
-    with hub_on_loopback() as hub:
-        environment = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("HF_TOKEN", "hf_AnotherAnotherAnother")
-        refused = deliver(*words, engine="transformers", code=2)
-        assert "hf_Another" not in refused.output
-        assert not (tmp_path / "out").exists()
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        done = deliver(*words, engine="transformers")
-    pushed = {path: content for path, content in hub.files.items() if path != ".gitattributes"}
-    assert pushed == {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
-    assert "model.sig" in pushed
-    assert TOKEN not in done.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from dataclasses import dataclass, replace
 from itertools import product
@@ -13,9 +14,12 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from tasks.drift.fingerprint import Fingerprint
+from tasks.drift.fingerprint import PROFILES, Fingerprint
 from tasks.evaluation.scoring import ModelRef
+from tasks.gather import gather
+from tasks.merge import merge
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
+from tasks.pipeline.report import StageReport
 from tasks.serving.reference.load import load_model
 from tasks.serving.reference.measure import fingerprint
 from tasks.serving.reference.requests import HANDLERS
@@ -254,3 +258,31 @@ def near_nf4(folder: Path, change: float, *, base: str = "nf4") -> Path:
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def gathered(root: Path, run: Path, base: Artifact) -> Path:
+    """Publish the output of the gather stage, whose checks must all be good."""
+    with staging(root) as work:
+        report = gather(
+            work,
+            trained=run,
+            base=base.path,
+            scorer=Here(),
+            profile=PROFILES["standard"],
+            log=logging.getLogger("tests.weights"),
+        )
+        assert failed(report.checks) == []
+        publish(work, root, Origin(report.kind, "gather", root.name))
+    return root
+
+
+def merged(out: Path, adapter: Path, base: Path, trained: Path, **options: Any) -> StageReport:
+    """Run the merge stage into an empty folder, rounding to nearest as peft does."""
+    settings = {
+        "base_mode": "auto",
+        "rounding": "nearest",
+        "score": copy_reference,
+        "profile": PROFILES["standard"],
+        "log": logging.getLogger("tests.weights"),
+    }
+    return merge(out, adapter=adapter, base=base, trained=trained, **{**settings, **options})

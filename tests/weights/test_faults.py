@@ -15,23 +15,17 @@ from tasks.convert import convert
 from tasks.core.errors import ArtifactError
 from tasks.drift.fingerprint import PROFILES
 from tasks.gather import gather
-from tasks.merge import merge
 from tasks.pipeline.artifact import Origin, publish, staging
 from tasks.pipeline.report import StageReport
 from tasks.weights.execute import writer
-from tests.weights.making import Copies, copy_reference
+from tests.weights.making import Copies, copy_reference, merged
 
 Run = Callable[[Path], StageReport]
-LOG = logging.getLogger("tests.weights")
-JUDGED = {"profile": PROFILES["standard"], "log": LOG}
+JUDGED = {"profile": PROFILES["standard"], "log": logging.getLogger("tests.weights")}
+OTHERS = [pytest.param(stage, marks=pytest.mark.slow) for stage in ("gather", "convert")]
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.fixture(
-    params=["merge", pytest.param("gather", marks=SLOW), pytest.param("convert", marks=SLOW)]
-)
+@pytest.fixture(params=["merge", *OTHERS])
 def run(request, lora_run, llama, lora_adapter, full_weights, full_run, qwen) -> Run:
     """Each stage, ready to run into a directory; convert is set up so that it has to write."""
 
@@ -39,8 +33,7 @@ def run(request, lora_run, llama, lora_adapter, full_weights, full_run, qwen) ->
         return gather(out, trained=lora_run, base=llama.path, scorer=Copies(), **JUDGED)
 
     def run_merge(out: Path) -> StageReport:
-        inputs = {"adapter": lora_adapter, "base": llama.path, "trained": lora_run}
-        return merge(out, **inputs, base_mode="auto", score=copy_reference, **JUDGED)
+        return merged(out, lora_adapter, llama.path, lora_run)
 
     def run_convert(out: Path) -> StageReport:
         settings: dict[str, Any] = {"dtype": "float32", "max_shard_size": "60KB"}
@@ -58,24 +51,20 @@ def _publish(store: Path, run: Run) -> Path:
     return final
 
 
-def _fail_at(monkeypatch: pytest.MonkeyPatch, call: int, number: int) -> None:
-    real, calls = os.pwrite, []
-
-    def failing(handle: int, data: memoryview, at: int) -> int:
-        calls.append(at)
-        if len(calls) == call:
-            raise OSError(number, os.strerror(number))
-        return real(handle, data, at)
-
-    monkeypatch.setattr(os, "pwrite", failing)
-
-
-@pytest.mark.parametrize(("call", "number"), [(1, errno.ENOSPC), (2, errno.EIO), (9, errno.ENOSPC)])
+@pytest.mark.parametrize(("call", "number"), [(1, errno.EIO), (9, errno.ENOSPC)])
 def test_a_refused_write_shows_nothing_and_the_next_run_succeeds(
     run: Run, call: int, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    real, calls = os.pwrite, []
+
+    def failing(*arguments: Any) -> int:
+        calls.append(arguments)
+        if len(calls) == call:
+            raise OSError(number, os.strerror(number))
+        return real(*arguments)
+
     with monkeypatch.context() as patch:
-        _fail_at(patch, call, number)
+        patch.setattr(os, "pwrite", failing)
         with pytest.raises(ArtifactError, match=os.strerror(number)) as caught:
             _publish(tmp_path, run)
     assert "paths.runs=" in caught.value.hint

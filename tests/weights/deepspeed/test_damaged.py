@@ -41,12 +41,13 @@ def cut(pattern: str) -> Damage:
     return lambda folder: [p.write_bytes(p.read_bytes()[:-100]) for p in files(folder, pattern)]
 
 
-def copy(pattern: str, name: Callable[[str], str]) -> Damage:
-    """Copy the first file of a pattern under another name."""
+def copy(pattern: str, name: str | tuple[str, str]) -> Damage:
+    """Copy the first file of a pattern under another name, or with a part of its name replaced."""
 
     def damage(folder: Path) -> None:
         path = files(folder, pattern)[0]
-        shutil.copy(path, path.with_name(name(path.name)))
+        new = name if isinstance(name, str) else path.name.replace(*name)
+        shutil.copy(path, path.with_name(new))
 
     return damage
 
@@ -104,8 +105,20 @@ def _integers(folder: Path) -> None:
     torch.save(torch.ones(12, dtype=torch.int32), zero / "model.norm.weight" / "fp32.pt")
 
 
+def _without(key: str) -> Callable[[State], object]:
+    return lambda state: state[key].pop(NORM)
+
+
+def _update(**changes: Any) -> Callable[[State], object]:
+    return lambda state: state.update(changes)
+
+
 def _optimizer(**changes: Any) -> Callable[[State], object]:
     return lambda state: state["optimizer_state_dict"].update(changes)
+
+
+def _endless_groups(state: State) -> None:
+    state["param_shapes"] = [state["param_shapes"][0]] * 100_000
 
 
 def _deep() -> list[Any]:
@@ -115,125 +128,82 @@ def _deep() -> list[Any]:
     return deep
 
 
-def _update(**changes: Any) -> Callable[[State], object]:
-    return lambda state: state.update(changes)
+ENDLESS = [[0] * 100_000] * 100_000
+LONG_SHAPES = [{str(n): [1] * 100_000 for n in range(9)}]
+FLAT_2, FLAT_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
+TENSOR_PARALLEL = "zero_pp_rank_0_mp_rank_01_model_states.pt"
 
-
-DAMAGES: dict[str, tuple[str, Damage, list[str], str]] = {
-    # name: (checkpoint, damage, what the error names, the audit's code)
-    "rank missing": ("full-3", remove(OPTIM_1), ["absent: 1"], "ZERO_RANK_MISSING"),
-    "no optimizer": ("lora-2", remove("*_optim_states.pt"), ["2 ranks"], "ZERO_RANK_MISSING"),
-    "rank too many": (
-        "full-2",
-        copy(OPTIM_0, lambda name: name.replace("rank_0_", "rank_2_")),
-        ["2 ranks"],
-        "ZERO_WORLD_DISAGREES",
-    ),
-    "rank twice": (
-        "full-2", copy(OPTIM_0, lambda name: name.removeprefix("bf16_")), ["rank 0"], "",
-    ),
-    "tensor parallel": (
-        "full-3",
-        copy(MODEL_0, lambda _: "zero_pp_rank_0_mp_rank_01_model_states.pt"),
-        ["mp_rank_01"],
-        "ZERO_PARALLEL",
-    ),
-    "pipeline parallel": (
-        "full-3",
-        copy(MODEL_0, lambda _: "layer_03-model_00-model_states.pt"),
-        ["layer_03"],
-        "ZERO_PARALLEL",
-    ),
-    "experts": (
-        "full-3",
-        copy(MODEL_0, lambda _: "layer_0_expert_1_mp_rank_00_model_states.pt"),
-        ["layer_0_expert_1"],
-        "ZERO_PARALLEL",
-    ),
-    "two steps": (
-        "full-3", rewrite(MODEL_1, _update(global_steps=1)), ["step"], "ZERO_STEPS_MIXED",
-    ),
-    "optimizer step": ("full-2", rewrite(OPTIM_1, _step_back), ["optimizer step"], ""),
-    "short part of ZeRO-3": (
-        "full-3", rewrite(OPTIM_1, _shorten("fp32_flat_groups")), ["rank 1: parameters need"], "",
-    ),
-    "short part of ZeRO-2": (
-        "full-2",
-        rewrite(OPTIM_0, _shorten("single_partition_of_fp32_groups")),
-        ["group 0: parameters need"],
-        "",
-    ),
-    "parts swapped": ("full-2", _swap, [], ""),
-    "frozen part missing": (
-        "lora-3",
-        rewrite(MODEL_1, lambda state: state["frozen_param_fragments"].pop(NORM)),
-        [NORM],
-        "",
-    ),
+DAMAGES: dict[str, tuple[str, Damage, list[str]]] = {
+    # name: (checkpoint, damage, what the error names)
+    "rank missing": ("full-3", remove(OPTIM_1), ["absent: 1"]),
+    "no optimizer": ("lora-2", remove("*_optim_states.pt"), ["2 ranks"]),
+    "rank too many": ("full-2", copy(OPTIM_0, ("rank_0_", "rank_2_")), ["2 ranks"]),
+    "rank twice": ("full-2", copy(OPTIM_0, ("bf16_", "")), ["rank 0"]),
+    "tensor parallel": ("full-3", copy(MODEL_0, TENSOR_PARALLEL), ["mp_rank_01"]),
+    "pipeline parallel": ("full-3", copy(MODEL_0, "layer_03-model_states.pt"), ["layer_03"]),
+    "experts": ("full-3", copy(MODEL_0, f"layer_0_expert_1_{MODEL}"), ["layer_0_expert_1"]),
+    "two steps": ("full-3", rewrite(MODEL_1, _update(global_steps=1)), ["step"]),
+    "optimizer step": ("full-2", rewrite(OPTIM_1, _step_back), ["optimizer step"]),
+    "short part of ZeRO-3": ("full-3", rewrite(OPTIM_1, _shorten(FLAT_3)), ["rank 1: "]),
+    "short part of ZeRO-2": ("full-2", rewrite(OPTIM_0, _shorten(FLAT_2)), ["group 0: "]),
+    "parts swapped": ("full-2", _swap, []),
+    "frozen part missing": ("lora-3", rewrite(MODEL_1, _without("frozen_param_fragments")), [NORM]),
     "frozen weight missing": (
-        "lora-3",
-        rewrite("*_model_states.pt", lambda state: state["frozen_param_shapes"].pop(NORM)),
-        [NORM],
-        "",
+        "lora-3", rewrite("*_model_states.pt", _without("frozen_param_shapes")), [NORM],
     ),
     "empty tensor": (
         "lora-1",
         rewrite(MODEL, lambda state: state["module"].update({NORM: torch.empty(0)})),
         [NORM],
-        "",
     ),
     "universal": (
         "full-3-universal",
         _spoil_universal,
         ["zero/stranger", "zero/model.norm.weight/fp32.pt", "[5]"],
-        "",
     ),
-    "universal integers": ("full-3-universal", _integers, ["I32"], ""),
-    "files cut short": ("full-3", cut("*_optim_states.pt"), ["_0_", "_1_"], "ZERO_UNUSABLE"),
-    "dangling latest": ("full-2", latest("global_step9"), ["global_step9"], "ZERO_LATEST_DANGLING"),
-    "no latest": (
-        "full-2",
-        _two_steps_and_none_named,
-        ["global_step2", "global_step4"],
-        "ZERO_LATEST_DANGLING",
-    ),
-    "latest leads out": ("full-2", latest("../full-2/global_step2"), ["latest"], ""),
-    "latest is absolute": ("full-2", latest("/etc"), ["latest"], ""),
-    "latest is empty": ("full-2", latest(""), ["latest"], ""),
+    "universal integers": ("full-3-universal", _integers, ["I32"]),
+    "files cut short": ("full-3", cut("*_optim_states.pt"), ["_0_", "_1_"]),
+    "dangling latest": ("full-2", latest("global_step9"), ["global_step9"]),
+    "no latest": ("full-2", _two_steps_and_none_named, ["global_step2", "global_step4"]),
+    "latest leads out": ("full-2", latest("../full-2/global_step2"), ["latest"]),
+    "latest is absolute": ("full-2", latest("/etc"), ["latest"]),
+    "latest is empty": ("full-2", latest(""), ["latest"]),
     "endless paddings": (
-        "full-2",
-        rewrite(OPTIM_0, _optimizer(param_alignment_paddings=[[0] * 100_000] * 100_000)),
-        ["100000 paddings"],
-        "",
+        "full-2", rewrite(OPTIM_0, _optimizer(param_alignment_paddings=ENDLESS)), ["100000"],
     ),
-    "endless groups": (
-        "full-2",
-        rewrite(MODEL, lambda s: s.update(param_shapes=[s["param_shapes"][0]] * 100_000)),
-        ["group"],
-        "",
-    ),
+    "endless groups": ("full-2", rewrite(MODEL, _endless_groups), ["group"]),
     "endless shapes": (
-        "full-2",
-        rewrite(MODEL, _update(param_shapes=[{str(n): [1] * 100_000 for n in range(9)}])),
-        ["param_shapes"],
-        "",
+        "full-2", rewrite(MODEL, _update(param_shapes=LONG_SHAPES)), ["param_shapes"],
     ),
-    "deep count": ("full-2", rewrite(OPTIM_0, _optimizer(partition_count=_deep())), ["count"], ""),
+    "deep count": ("full-2", rewrite(OPTIM_0, _optimizer(partition_count=_deep())), ["count"]),
 }  # fmt: skip
+CODES = {
+    "rank missing": "ZERO_RANK_MISSING",
+    "rank too many": "ZERO_WORLD_DISAGREES",
+    "tensor parallel": "ZERO_PARALLEL",
+    "two steps": "ZERO_STEPS_MIXED",
+    "files cut short": "ZERO_UNUSABLE",
+    "dangling latest": "ZERO_LATEST_DANGLING",
+}
+"""What the audit calls a damage."""
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_every_damage_is_refused_by_name(name: str, copied: Copied) -> None:
-    case, damage, things, code = DAMAGES[name]
-    folder = copied(case)
-    damage(folder)
-    with pytest.raises(ArtifactError) as raised:
-        read_zero(folder)
-    report = "\n".join([raised.value.message, *raised.value.details])
-    assert [thing for thing in things if thing not in report] == []
-    assert len(report) < 10_000
-    if code:
-        assert code in errors(codes(folder))
+def test_every_damage_is_refused_by_name(copied: Copied) -> None:
+    missed = []
+    for name, (case, damage, things) in DAMAGES.items():
+        folder = copied(case)
+        damage(folder)
+        try:
+            read_zero(folder)
+            report = "nothing"
+        except ArtifactError as error:
+            report = "\n".join([error.message, *error.details])
+        if report == "nothing" or len(report) >= 10_000 or any(t not in report for t in things):
+            missed.append((name, report))
+        if name in CODES and CODES[name] not in errors(codes(folder)):
+            missed.append((name, f"no {CODES[name]}"))
+        shutil.rmtree(folder)
+    assert missed == []
 
 
 def test_states_of_other_types_are_refused_or_ignored(copied: Copied) -> None:
@@ -253,7 +223,7 @@ def test_states_of_other_types_are_refused_or_ignored(copied: Copied) -> None:
 
 def test_more_parameters_than_a_process_may_open_files(copied: Copied) -> None:
     """A universal checkpoint has one file per parameter: thousands for a large model."""
-    folder = copied("full-2-universal")
+    folder = copied("full-3-universal")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, hard))
@@ -263,19 +233,12 @@ def test_more_parameters_than_a_process_may_open_files(copied: Copied) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_no_checkpoint_at_all(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(ArtifactError, match=folder.name):
-            read_zero(folder)
-
-
-@pytest.mark.parametrize("case", ["full-1", "lora-3", "full-2-universal"])
-def test_the_audit_tells_how_to_gather_a_complete_checkpoint(saved: Path, case: str) -> None:
-    report = audit(saved / case)
+def test_the_audit_tells_how_to_gather_a_complete_checkpoint(saved: Path) -> None:
+    report = audit(saved / "lora-3")
     assert report.kind == "deepspeed"
     assert report.ok, report.text()
     (finding,) = [f for f in report.findings if f.code == "ZERO_NOT_GATHERED"]
-    assert f"source={saved / case} " in finding.fix
+    assert f"source={saved / 'lora-3'} " in finding.fix
 
 
 def test_an_empty_adapter_beside_its_shards_can_be_gathered(copied: Copied) -> None:

@@ -61,15 +61,6 @@ def _trained(base: Path) -> dict[str, Any]:
     }
 
 
-def test_without_a_base_the_keys_are_those_of_save_pretrained(tmp_path: Path) -> None:
-    base = save_base(tmp_path / "base", "mixtral", tied=False)
-    trained, keys = _trained(base), set(state_of(base))
-    (base / "model.safetensors").unlink()
-    plan = plan_full(trained, model_facts(base), dtype="BF16")
-    assert {op.name for op in plan.ops} == keys
-    assert {op.dtype for op in plan.ops} == {"BF16"}
-
-
 def test_everything_that_does_not_fit_is_one_error(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", "mixtral", tied=False)
     trained = _trained(base)

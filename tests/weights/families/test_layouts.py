@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from tasks.core.errors import ArtifactError, ContractError
+from tasks.core.errors import ContractError
 from tasks.weights.adapters.changes import changes
 from tasks.weights.adapters.read import read_adapter
-from tasks.weights.families.counts import MAX_EXPERTS, MAX_LAYERS, oversized
 from tasks.weights.families.merge_ops import carry
 from tasks.weights.families.merging import plan_merge
 from tasks.weights.families.places import Place
@@ -25,7 +21,6 @@ from tasks.weights.files.header import TensorInfo, read_header
 from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows
 from tasks.weights.plan.contracts import ModelFacts, model_facts
 from tests.weights.families.making import (
-    FAMILIES,
     load,
     merge,
     merged_by_peft,
@@ -42,23 +37,15 @@ def _sub(pattern: str, to: str) -> Rename:
     return lambda key: re.sub(pattern, to, key)
 
 
-def relabel(base: Path, folder: Path, rename: Rename) -> Path:
-    """Copy a checkpoint with other keys."""
-    shutil.copytree(base, folder)
-    state = {rename(key): tensor for key, tensor in state_of(base).items()}
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("mixtral")
+    base = save_base(folder / "base", "mixtral", tied=False)
+    return base, save_adapter(folder / "adapter", base, "mixtral")
 
 
 OTHERS: dict[str, tuple[str, Rename]] = {
     "gpt2-without-prefix": ("gpt2", _sub(r"^transformer\.", "")),
-    "neox-as-in-memory": ("gpt_neox", _sub(r"^embed_out\.", "lm_head.")),
-    "qwen2_5_vl-as-in-memory": (
-        "qwen2_5_vl",
-        lambda key: re.sub(
-            r"^visual", "model.visual", re.sub(r"^model\.", "model.language_model.", key)
-        ),
-    ),
     "gemma3-as-in-memory": (
         "gemma3",
         lambda key: re.sub(
@@ -75,7 +62,9 @@ def test_keys_on_disk_decide_and_are_kept(tmp_path: Path, case: str) -> None:
     family, rename = OTHERS[case]
     base = save_base(tmp_path / "base", family, tied=False)
     adapter = save_adapter(tmp_path / "adapter", base, family)
-    relabelled = relabel(base, tmp_path / "other", rename)
+    relabelled = Path(shutil.copytree(base, tmp_path / "other"))
+    state = {rename(key): tensor for key, tensor in state_of(base).items()}
+    save_file(state, relabelled / "model.safetensors", metadata={"format": "pt"})
     merge(base, adapter, tmp_path / "out")
     merge(relabelled, adapter, tmp_path / "other-out")
     wanted, actual = state_of(tmp_path / "out"), state_of(tmp_path / "other-out")
@@ -84,10 +73,8 @@ def test_keys_on_disk_decide_and_are_kept(tmp_path: Path, case: str) -> None:
     load(tmp_path / "other-out")
 
 
-@pytest.mark.parametrize("family", ["mixtral", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
-def test_experts_that_are_fused_on_disk_stay_fused(tmp_path: Path, family: str) -> None:
-    base = save_base(tmp_path / "base", family, tied=False)
-    adapter = save_adapter(tmp_path / "adapter", base, family)
+def test_experts_that_are_fused_on_disk_stay_fused(mixtral, tmp_path: Path) -> None:
+    base, adapter = mixtral
     shutil.copytree(base, tmp_path / "fused")
     state = {key: tensor.contiguous() for key, tensor in load(base).state_dict().items()}
     save_file(state, tmp_path / "fused" / "model.safetensors", metadata={"format": "pt"})
@@ -163,25 +150,14 @@ def test_a_base_that_does_not_fit_is_refused_by_name(mixtral) -> None:
             _planned(base, adapter, change)
         assert thing in raised.value.report()
 
-
-def test_all_findings_come_in_one_error(mixtral) -> None:
-    base, adapter = mixtral
-
-    def change(header: dict[str, TensorInfo]) -> None:
+    def several(header: dict[str, TensorInfo]) -> None:
         _drop(r"layers\.0\.self_attn")(header)
         _enter("stray", (3,))(header)
 
     with pytest.raises(ContractError) as raised:
-        _planned(base, adapter, change)
+        _planned(base, adapter, several)
     assert len([finding for finding in raised.value.details if ": missing" in finding]) == 4
     assert any(finding.startswith("stray: ") for finding in raised.value.details)
-
-
-@pytest.fixture(scope="module")
-def mixtral(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("mixtral")
-    base = save_base(folder / "base", "mixtral", tied=False)
-    return base, save_adapter(folder / "adapter", base, "mixtral")
 
 
 def test_a_saved_module_replaces_every_part_that_is_stored(tmp_path: Path) -> None:
@@ -239,62 +215,3 @@ def test_terms_on_a_part_of_a_tensor_take_its_rows_or_are_refused() -> None:
     ):
         with pytest.raises(ValueError):
             carry(term, place, operands)
-
-
-HUGE = 10**9
-
-
-@pytest.mark.parametrize(
-    ("config", "thing"),
-    [
-        ({"num_hidden_layers": HUGE}, "num_hidden_layers 1000000000"),
-        ({"n_layer": MAX_LAYERS + 1}, "n_layer 2001"),
-        ({"vision_config": {"depth": HUGE}}, "depth 1000000000"),
-        ({"n_routed_experts": MAX_EXPERTS + 1}, "n_routed_experts 20001"),
-        ({"num_layers": 1 << 4000}, "num_layers"),
-        ({"num_layers": 1000, "num_experts": 1000}, "1000 layers of 1000 experts"),
-        ({"num_hidden_layers": MAX_LAYERS}, ""),
-        ({"num_hidden_layers": 61, "n_routed_experts": 384}, ""),
-        ({"num_layers": True, "n_layer": "9" * 20, "depth": 1e30}, ""),
-        ({"vocab_size": HUGE, "layers_to_transform": [HUGE]}, ""),
-    ],
-)
-def test_impossible_numbers_of_layers_or_experts(config: dict[str, Any], thing: str) -> None:
-    assert oversized(config).startswith(thing)
-    assert bool(oversized(config)) == bool(thing)
-
-
-@pytest.mark.slow
-def test_no_family_of_transformers_has_so_many() -> None:
-    from transformers import CONFIG_MAPPING
-
-    refused, count = {}, 0
-    for name, config in CONFIG_MAPPING.items():
-        try:
-            document = config().to_dict()
-        except Exception:  # its defaults take the Hub, or a library that is not here
-            continue
-        count += 1
-        refused |= {name: oversized(document)} if oversized(document) else {}
-    assert count > 300
-    assert refused == {}
-
-
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("qwen2", {"num_hidden_layers": HUGE}),
-        ("mixtral", {"num_hidden_layers": HUGE}),  # needs transformers
-        ("qwen2", {"hidden_size": "32"}),
-        ("qwen2", {"vocab_size": 10**18}),
-    ],
-)
-def test_impossible_models_are_not_built(family: str, changes: dict, tmp_path: Path) -> None:
-    name = {"qwen2": "Qwen2ForCausalLM", "mixtral": "MixtralForCausalLM"}[family]
-    FAMILIES[family].config(architectures=[name]).save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes | {"head_dim": None}))
-    began = time.process_time()
-    with pytest.raises(ArtifactError, match=r"config\.json"):
-        model_facts(tmp_path, disk={"x": (1,)})
-    assert time.process_time() - began < 30  # an import among it; the layers would take hours

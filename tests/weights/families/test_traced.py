@@ -46,32 +46,6 @@ STEPS = st.tuples(
     shape=st.lists(st.integers(1, 5), min_size=1, max_size=3),
     steps=st.lists(STEPS, max_size=4),
 )
-def test_every_element_is_where_its_piece_says(count, shape, steps) -> None:
-    numel = torch.Size(shape).numel()
-    real = [torch.arange(numel).reshape(shape) + 1000 * i for i in range(count)]
-    traced = [Traced.of(str(i), shape) for i in range(count)]
-    wanted, actual = run(real, steps), run(traced, steps)
-    assert [tensor.shape for tensor in actual] == [tuple(tensor.shape) for tensor in wanted]
-    for origin, tensor in zip(actual, wanted, strict=True):
-        seen = torch.full(origin.shape, -1)
-        for piece in origin.pieces:
-            box = tuple(slice(o, o + n) for o, n in zip(piece.origin, piece.shape, strict=True))
-            part = real[int(piece.key)]
-            order = [axis for axis in piece.axes if axis is not None]
-            begin = [b for b, axis in zip(piece.begin, piece.axes, strict=True) if axis is not None]
-            size = [n for n, axis in zip(piece.shape, piece.axes, strict=True) if axis is not None]
-            part = part.permute(order)
-            part = part[tuple(slice(b, b + n) for b, n in zip(begin, size, strict=True))]
-            seen[box] = part.reshape(piece.shape)
-        assert torch.equal(seen, tensor)
-
-
-@settings(max_examples=80, deadline=None)
-@given(
-    count=st.integers(1, 4),
-    shape=st.lists(st.integers(1, 5), min_size=1, max_size=3),
-    steps=st.lists(STEPS, max_size=4),
-)
 def test_a_place_gives_the_tensor_on_disk(count, shape, steps) -> None:
     """A place is read like a source: a range of elements, then the transposition."""
     numel = torch.Size(shape).numel()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from tasks.core.errors import ArtifactError
@@ -35,19 +35,8 @@ def _entry(shape: list, begin: int, end: int, dtype: str = "U8") -> dict:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-def test_offsets_point_at_the_bytes(tmp_path: Path, good: bytes) -> None:
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(good)
-    header = read_header(path)
-    for name, array in ARRAYS.items():
-        info = header.tensors[name]
-        assert good[info.start : info.end] == array.tobytes()
-        assert info.shape == array.shape
-    assert header.metadata == {"format": "pt"}
-
-
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_altered_bytes_give_an_error_or_what_safetensors_reads(
@@ -61,24 +50,15 @@ def test_altered_bytes_give_an_error_or_what_safetensors_reads(
     raw = raw[: data.draw(st.integers(len(raw) // 2, len(raw)))]
     path = tmp_path / "mutated.safetensors"
     path.write_bytes(raw)
-    ours = _ours(path)
-    assert ours is None or ours == _theirs(path)
-
-
-def _ours(path: Path) -> dict | None:
     try:
-        return {name: info.shape for name, info in read_header(path).tensors.items()}
+        tensors = read_header(path).tensors
     except ArtifactError:
-        return None
-
-
-def _theirs(path: Path) -> dict | None:
-    try:
-        with safe_open(path, framework="numpy") as file:
-            names = list(file.keys())
-            return {name: tuple(file.get_slice(name).get_shape()) for name in names}
-    except SafetensorError:
-        return None
+        return
+    with safe_open(path, framework="numpy") as file:
+        assert set(file.keys()) == set(tensors)
+        for name, info in tensors.items():
+            assert info.shape == tuple(file.get_slice(name).get_shape())
+            assert bytes(raw[info.start : info.end]) == file.get_tensor(name).tobytes()
 
 
 BAD: list[tuple[object, str]] = [

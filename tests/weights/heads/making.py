@@ -20,6 +20,7 @@ from tasks.weights.heads.separate import separate
 from tasks.weights.plan.validate import validate
 from tests.tiny import SIZES, tiny
 from tests.weights.adapters.making import quiet
+from tests.weights.families.making import load
 from tests.weights.making import save_tokenizer
 
 HIDDEN, ROWS, PAD = SIZES["hidden_size"], 300, 3
@@ -44,6 +45,17 @@ def causal(family: str, seed: int = 0, heads: int = 4) -> Any:
     with quiet():
         model = AutoModelForCausalLM.from_config(config_of(family, heads), dtype=torch.float32)
     return _stirred(model)
+
+
+def classifier(base: Path) -> Any:
+    """Return the base with a new head of one label in fp32, as training does."""
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(9)
+    with quiet():
+        return AutoModelForSequenceClassification.from_pretrained(
+            base, num_labels=1, dtype=torch.float32
+        ).eval()
 
 
 def _stirred(model: Any) -> Any:
@@ -131,31 +143,19 @@ def change_config(folder: Path, **changes: Any) -> None:
     )
 
 
-def hidden_states(model: Any) -> list[torch.Tensor]:
-    """Return the last hidden states of each text, (1, tokens, hidden), one text at a time."""
-    backbone = getattr(model, model.base_model_prefix)
-    with torch.no_grad():
-        return [
-            backbone(ids[None, :length]).last_hidden_state
-            for ids, length in zip(IDS, LENGTHS, strict=True)
-        ]
-
-
 def rewards(model: Any, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Apply a linear head at the last token of each text."""
-    per_text = [nn.functional.linear(h, weight, bias)[0, -1, 0] for h in hidden_states(model)]
+    """Apply a linear head at the last token of each text, one text at a time."""
+    backbone, per_text = getattr(model, model.base_model_prefix), []
+    with torch.no_grad():
+        for ids, length in zip(IDS, LENGTHS, strict=True):
+            hidden = backbone(ids[None, :length]).last_hidden_state
+            per_text.append(nn.functional.linear(hidden, weight, bias)[0, -1, 0])
     return torch.stack(per_text)
 
 
 def scores(folder: Path) -> torch.Tensor:
     """Score a converted folder with transformers, normalised as in its config.json."""
-    from transformers import AutoModelForSequenceClassification
-
-    with quiet():
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True
-        )
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    model = load(folder, torch.float32)
     assert model.config.num_labels == 1
     assert tuple(model.score.weight.shape) == (1, HIDDEN)
     logits = []

@@ -1,26 +1,32 @@
-"""Reward models of every dialect: equal scores after conversion, and refusals."""
+"""Reward models and reward adapters of every dialect: equal scores after conversion, refusals."""
 
 from __future__ import annotations
 
 import json
-import logging
-import os
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tasks.core.errors import ContractError
-from tasks.process.launch import launch
-from tasks.serving.vllm.job import environment
+from tasks.weights.adapters.read import read_adapter
+from tasks.weights.execute.execute import execute
+from tasks.weights.families.merging import MergeSettings
+from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.heads.detect import detect
 from tasks.weights.heads.folder import read_folder
+from tasks.weights.heads.merging import is_reward_adapter, merged_reward
+from tasks.weights.plan.operations import Plan
+from tasks.weights.plan.validate import validate
+from tests.weights.adapters.making import quiet, save, train
 from tests.weights.heads.making import (
     HIDDEN,
     batch_scores,
+    causal,
     change_config,
+    classifier,
     head_tensors,
     rewards,
     save_llamafactory,
@@ -44,8 +50,7 @@ def convert(folder: Path, out: Path) -> dict[str, object]:
     ("family", "name", "prefix"),
     [
         ("qwen", "Qwen2ForSequenceClassification", "score"),
-        ("llama", "LlamaForSequenceClassification", "value_head"),
-        ("neox", "GPTNeoXForSequenceClassification", "score"),
+        ("neox", "GPTNeoXForSequenceClassification", "value_head"),
     ],
 )
 def test_openrlhf_rewards_are_bit_identical(
@@ -70,23 +75,26 @@ def test_openrlhf_rewards_are_bit_identical(
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"),
-    [("qwen", "trl"), ("llama", "wrapped"), ("qwen", "side"), ("llama", "pickled")],
+    ("family", "kind", "mean", "std"),
+    [("qwen", "trl", 0, 1), ("llama", "pickled", 0, 1), ("qwen", "side", 0.25, 4.0)],
 )
 def test_rewards_of_a_value_head_with_bias_are_the_same(
-    tmp_path: Path, family: str, kind: str
+    tmp_path: Path, family: str, kind: str, mean: float, std: float
 ) -> None:
     folder = tmp_path / "rm"
-    if kind in ("trl", "wrapped"):
-        model = save_trl(folder, family, prefix="pretrained_model." if kind == "wrapped" else "")
+    if kind == "trl":
+        model = save_trl(folder, family, prefix="pretrained_model.")
     else:
         model = save_llamafactory(folder, family, pickled=kind == "pickled")
     head = head_tensors()
-    before = rewards(model, head["v_head.summary.weight"], head["v_head.summary.bias"])
+    raw = rewards(model, head["v_head.summary.weight"], head["v_head.summary.bias"])
+    before = (raw - mean) / std
+    if std != 1:
+        change_config(folder, mean=mean, std=std)
     config = convert(folder, tmp_path / "out")
     # The bias is added after the product's rounding, not within it.
     torch.testing.assert_close(scores(tmp_path / "out"), before, rtol=1e-6, atol=1e-6)
-    assert (config["mean"], config["std"]) == (-0.375, 1.0)
+    assert (config["mean"], config["std"]) == (mean - 0.375, std)
     assert not {"lm_head.weight", "v_head.summary.weight"} & set(state_of(tmp_path / "out"))
     assert [path.name for path in (tmp_path / "out").glob("*head*")] == []
 
@@ -99,17 +107,6 @@ def test_the_head_that_was_saved_wins_over_the_configured_name(tmp_path: Path) -
     assert detected.head is not None
     assert detected.head.weight == "model:value_head.weight"
     assert len(detected.notes) == 1
-
-
-def test_bias_and_normalisation_together(tmp_path: Path) -> None:
-    model = save_llamafactory(tmp_path / "rm", "qwen")
-    head = head_tensors()
-    change_config(tmp_path / "rm", mean=0.25, std=4.0)
-    convert(tmp_path / "rm", tmp_path / "out")
-    before = rewards(model, head["v_head.summary.weight"]) + head["v_head.summary.bias"]
-    torch.testing.assert_close(
-        scores(tmp_path / "out"), (before - 0.25) / 4.0, rtol=1e-6, atol=1e-6
-    )
 
 
 def test_buffers_and_padding_go_into_config(tmp_path: Path) -> None:
@@ -178,26 +175,92 @@ def test_odd_values_in_config_are_reported_or_ignored(tmp_path: Path) -> None:
         assert detected.head.role == "reward"
 
 
-@pytest.mark.slow
-def test_vllm_gives_the_same_scores(tmp_path: Path) -> None:
-    """Raw scores by default, normalised ones on request."""
-    save_llamafactory(tmp_path / "rm", "llama", heads=1)
-    config = convert(tmp_path / "rm", tmp_path / "out")
-    arguments = {"raw": [], "normalised": [str(config["mean"]), str(config["std"])]}
-    from_vllm = {}
-    for name, numbers in arguments.items():
-        argv = [sys.executable, "-m", "tests.weights.heads.score_with_vllm"]
-        launch(
-            [*argv, str(tmp_path / "out"), str(tmp_path / f"{name}.json"), *numbers],
-            stage="smoke_eval",
-            log=logging.getLogger("tests.weights"),
-            log_path=tmp_path / f"{name}.log",
-            env={**os.environ, **environment(1, 2)},
-            timeout_s=300,
-        )
-        document = json.loads((tmp_path / f"{name}.json").read_text())
-        from_vllm[name] = torch.tensor(document).flatten()
-    normalised = scores(tmp_path / "out")
-    torch.testing.assert_close(from_vllm["normalised"], normalised, rtol=1e-4, atol=1e-4)
-    raw = normalised * config["std"] + config["mean"]
-    torch.testing.assert_close(from_vllm["raw"], raw, rtol=1e-4, atol=1e-4)
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+
+
+def made(tmp_path: Path, family: str, **config: Any) -> tuple[Path, Path, Any]:
+    """Make a base, an adapter trained on it, and the trained model."""
+    from peft import LoraConfig
+
+    base = tmp_path / "base"
+    with quiet():
+        causal(family).save_pretrained(base)
+    wrapped = train(classifier(base), LoraConfig(r=4, **config))
+    return base, save(wrapped, tmp_path / "adapter"), wrapped
+
+
+def merge(base: Path, adapter: Path, out: Path) -> Plan:
+    """Plan, validate, execute, and write config.json."""
+    lora, config = read_adapter(adapter), json.loads((base / "config.json").read_text())
+    weights = read_checkpoint(base)
+    parted = merged_reward(lora, weights, config, MergeSettings(), dtype="float32")
+    validate(parted.plan, parted.sources)
+    out.mkdir()
+    execute(parted.plan, parted.sources, out, workers=1)
+    (out / "config.json").write_text(json.dumps(parted.config))
+    return parted.plan
+
+
+@pytest.mark.parametrize(
+    ("family", "declared", "mean", "std"),
+    [("qwen", {"task_type": "SEQ_CLS"}, 0.5, 2.0), ("llama", {"modules_to_save": ["score"]}, 0, 1)],
+)
+def test_an_adapter_with_its_head_is_merged(
+    tmp_path: Path, family: str, declared: dict[str, Any], mean: float, std: float
+) -> None:
+    """The normalisation in a config.json beside the adapter is kept."""
+    base, adapter, wrapped = made(tmp_path, family, target_modules=TARGETS, **declared)
+    if std != 1:
+        beside = {**json.loads((base / "config.json").read_text()), "mean": mean, "std": std}
+        (adapter / "config.json").write_text(json.dumps(beside))
+    detected = detect(read_folder(adapter))
+    assert detected.head is not None
+    assert (detected.head.dialect, detected.head.role) == ("peft", "reward")
+    assert is_reward_adapter(read_folder(adapter))
+    plan = merge(base, adapter, tmp_path / "out")
+    with quiet():
+        merged = wrapped.merge_and_unload()
+    theirs, ours = merged.state_dict(), state_of(tmp_path / "out")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    before = (rewards(merged, merged.score.weight.detach()) - mean) / std
+    assert near(scores(tmp_path / "out"), before)
+    dropped = {entry.source for entry in plan.dropped}
+    assert dropped == ({"base:lm_head.weight"} if family == "llama" else set())
+
+
+def test_a_policys_adapter_is_not_a_reward_adapter(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    folder = save(train(causal("qwen"), config), tmp_path / "adapter")
+    assert not is_reward_adapter(read_folder(folder))
+    torch.save(head_tensors(), folder / "value_head.bin")
+    assert not is_reward_adapter(read_folder(folder))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", TARGETS])
+def test_a_head_that_was_never_saved_is_refused(tmp_path: Path, targets: Any) -> None:
+    """OpenRLHF trains `all-linear` without a task type, so the head's own weight is lost."""
+    base, adapter, _ = made(tmp_path, "qwen", target_modules=targets)
+    if targets == "all-linear":
+        assert detect(read_folder(adapter)).lora_on == "score"
+        assert is_reward_adapter(read_folder(adapter))
+    with pytest.raises(ContractError, match="head"):
+        merge(base, adapter, tmp_path / "out")
+
+
+def test_lora_on_the_head_of_a_reward_model_merges(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    base = tmp_path / "base"
+    with quiet():
+        causal("qwen").save_pretrained(tmp_path / "lm")
+        model = classifier(tmp_path / "lm")
+        model.save_pretrained(base)
+    wrapped = train(model, LoraConfig(r=4, target_modules="all-linear"))
+    merge(base, save(wrapped, tmp_path / "adapter"), tmp_path / "out")
+    with quiet():
+        theirs = wrapped.merge_and_unload().state_dict()
+    ours = state_of(tmp_path / "out")
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)

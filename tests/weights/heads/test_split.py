@@ -1,19 +1,23 @@
-"""Split a policy and its value head into two artifacts that both load."""
+"""Split a policy and its value head; folders changed at random are an error or the same."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tasks.core.errors import ArtifactError, ContractError
+from tasks.core.errors import ArtifactError, ContractError, PlumblineError
 from tasks.weights.heads.detect import detect
 from tasks.weights.heads.folder import read_folder
 from tasks.weights.heads.split import plan_policy, write_value_head
 from tests.weights.adapters.making import save, train
+from tests.weights.families.making import load
 from tests.weights.heads.making import (
     HIDDEN,
     IDS,
@@ -40,24 +44,16 @@ def split(folder: Path, root: Path) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize(("family", "prefix"), [("qwen", ""), ("llama", "pretrained_model.")])
 def test_a_trl_policy_and_its_head_are_split(tmp_path: Path, family: str, prefix: str) -> None:
-    from transformers import AutoModelForCausalLM
-
     model = save_trl(tmp_path / "ppo", family, prefix=prefix)
     policy, head = split(tmp_path / "ppo", tmp_path)
-    loaded, info = AutoModelForCausalLM.from_pretrained(
-        policy, dtype=torch.float32, output_loading_info=True
-    )
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
-        assert torch.equal(loaded.eval()(IDS).logits, model(IDS).logits)
+        assert torch.equal(load(policy, torch.float32)(IDS).logits, model(IDS).logits)
     assert not [name for name in state_of(policy) if "v_head" in name]
     stored = load_file(head / "value_head.safetensors")
     assert stored.keys() == head_tensors().keys()
     assert all(torch.equal(stored[key], tensor) for key, tensor in head_tensors().items())
-    assert sorted(path.name for path in head.iterdir() if path.name[0] != ".") == [
-        "value_head.json",
-        "value_head.safetensors",
-    ]
+    visible = {path.name for path in head.iterdir() if path.name[0] != "."}
+    assert visible == {"value_head.json", "value_head.safetensors"}
 
 
 @pytest.mark.parametrize("pickled", [False, True])
@@ -125,3 +121,54 @@ def test_folders_that_cannot_be_split_are_refused(tmp_path: Path) -> None:
     save_file({"x": torch.ones(1)}, tmp_path / "two" / "other.safetensors")
     with pytest.raises(ArtifactError, match=r"other\.safetensors"):
         read_folder(tmp_path / "two")
+
+
+MUTATIONS = {
+    "renamed": lambda t, key: t.__setitem__(f"{key}.x", t.pop(key)),
+    "dropped": lambda t, key: t.pop(key),
+    "empty": lambda t, key: t.__setitem__(key, torch.zeros(0)),
+    "flat": lambda t, key: t.__setitem__(key, t[key].reshape(-1)),
+    "longer": lambda t, key: t.__setitem__(key, torch.cat([t[key], t[key]])),
+    "integers": lambda t, key: t.__setitem__(key, t[key].to(torch.int32)),
+    "second head": lambda t, key: t.__setitem__("v_head.summary.weight", torch.ones(1, HIDDEN)),
+    "labels": lambda t, key: t.__setitem__("score.weight", torch.ones(2, HIDDEN)),
+    "stranger": lambda t, key: t.__setitem__("model.layers.7.x.weight", torch.ones(2)),
+    "mean alone": lambda t, key: t.__setitem__("mean", torch.tensor([0.5])),
+    "not finite": lambda t, key: t[key].view(-1).__setitem__(0, torch.nan),
+    "nothing": lambda t, key: None,
+}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good") / "rm"
+    save_openrlhf(folder, "qwen")
+    return folder
+
+
+@settings(
+    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.data())
+def test_an_error_or_an_identical_result(good: Path, tmp_path: Path, data: st.DataObject) -> None:
+    folder, out = tmp_path / "rm", tmp_path / "out"
+    for path in (folder, out):
+        shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(good, folder)
+    out.mkdir()
+    tensors = load_file(good / "model.safetensors")
+    name = data.draw(st.sampled_from(sorted(MUTATIONS)))
+    MUTATIONS[name](tensors, data.draw(st.sampled_from(sorted(tensors))))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    try:
+        serve(detect(read_folder(folder)), out)
+    except PlumblineError:
+        assert name != "nothing"
+        assert name == "not finite" or not list(out.iterdir())
+        return
+    expected = load_file(good / "model.safetensors")
+    state = state_of(out)
+    assert state.keys() == expected.keys()
+    same = {key for key in state if torch.equal(state[key], expected[key])}
+    assert same == set(state), name  # flattening a norm or a bias is no change
+    assert "mean" not in json.loads((out / "config.json").read_text())

@@ -22,8 +22,7 @@ from tasks.weights.proof.planning import planned
 from tasks.weights.quantized.nf4 import as_trained
 from tests.weights.adapters.making import quiet, train
 from tests.weights.families.making import FAMILIES, load, make_model
-from tests.weights.making import copy_reference
-from tests.weights.test_merge import _merge
+from tests.weights.making import merged
 
 Tensors = dict[str, torch.Tensor]
 MODEL, SIZES = "model.safetensors", {"hidden_size": 64, "num_hidden_layers": 3}
@@ -231,9 +230,7 @@ def test_a_merge_of_ours_is_proven_by_its_plan(
     for mode in ("dequantized", "original"):
         out = tmp_path / mode
         out.mkdir()
-        report = _merge(
-            out, qlora_adapter, qwen.path, qlora_run, score=copy_reference, base_mode=mode
-        )
+        report = merged(out, qlora_adapter, qwen.path, qlora_run, base_mode=mode)
         sources = {
             "base": read_checkpoint(qwen.path),
             "adapter": read_checkpoint(qlora_adapter, "adapter_model"),

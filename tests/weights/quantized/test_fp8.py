@@ -57,9 +57,9 @@ def test_all_codes_as_torch_reads_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["no scale", "shape", "undeclared", "dtype"])
-def test_scales_that_do_not_fit(tmp_path: Path, plain: Path, fault: str) -> None:
+def test_scales_that_do_not_fit(tmp_path: Path, fault: str) -> None:
     folder = tmp_path / "fp8"
-    scale_fp8(plain, folder, "deepseek")
+    scale_fp8(make_base(tmp_path / "plain", "qwen").path, folder, "deepseek")
     tensors = state_of(folder)
     key = next(key for key in tensors if key.endswith("_scale_inv"))
     if fault == "no scale":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,15 @@ import pytest
 import torch
 
 from tasks.core.errors import ConfigError
-from tasks.drift.fingerprint import PROFILES
-from tasks.gather import gather
-from tasks.merge import merge
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
+from tasks.pipeline.report import StageReport
 from tests.weights.making import (
     NF4,
-    Here,
     Spread,
-    copy_reference,
     failed,
+    gathered,
     measure_here,
+    merged,
     save_tokenizer,
     state_of,
     write_trained,
@@ -46,27 +43,12 @@ def run(base: Artifact) -> Path:
 
 @pytest.fixture(scope="module")
 def adapter(base: Artifact, run: Path) -> Path:
-    root = base.path.parent / "adapter"
-    log = logging.getLogger("tests.weights")
-    with staging(root) as work:
-        report = gather(
-            work, trained=run, base=base.path, scorer=Here(), profile=PROFILES["standard"], log=log
-        )
-        assert failed(report.checks) == []
-        publish(work, root, Origin(report.kind, "gather", root.name))
-    return root
+    return gathered(base.path.parent / "adapter", run, base)
 
 
-def _merge(out: Path, base: Artifact, adapter: Path, run: Path, **other: Any) -> Any:
-    arguments: dict[str, Any] = {
-        "base_mode": "auto",
-        "score": copy_reference,
-        "profile": PROFILES["standard"],
-        "log": logging.getLogger("tests.weights"),
-    }
+def _merge(out: Path, base: Artifact, adapter: Path, run: Path, **other: Any) -> StageReport:
     out.mkdir()
-    where = {"adapter": adapter, "base": base.path, "trained": run}
-    return merge(out, **where, **{**arguments, **other})
+    return merged(out, adapter, base.path, run, **other)
 
 
 def test_equals_pefts_merge_in_fp32_into_the_dequantized_model(
@@ -76,12 +58,12 @@ def test_equals_pefts_merge_in_fp32_into_the_dequantized_model(
     from transformers import AutoModelForCausalLM
 
     out = tmp_path / "out"
-    report = _merge(out, base, adapter, run, rounding="nearest", score=measure_here)
+    report = _merge(out, base, adapter, run, score=measure_here)
     assert failed(report.checks) == []
     model = AutoModelForCausalLM.from_pretrained(base.path).dequantize().float()
-    merged = PeftModel.from_pretrained(model, adapter).merge_and_unload().state_dict()
+    wanted = PeftModel.from_pretrained(model, adapter).merge_and_unload().state_dict()
     written = state_of(out)
-    assert same(written, {name: merged[name].to(torch.bfloat16) for name in written}) == []
+    assert same(written, {name: wanted[name].to(torch.bfloat16) for name in written}) == []
     again, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not {*info["missing_keys"], *info["unexpected_keys"]}
     assert not hasattr(again, "hf_quantizer")
@@ -89,7 +71,7 @@ def test_equals_pefts_merge_in_fp32_into_the_dequantized_model(
     second = Path(shutil.copytree(run, tmp_path / "run"))
     settings = json.loads((second / "train.json").read_text())
     (second / "train.json").write_text(json.dumps({**settings, "quantization": NF4}))
-    _merge(tmp_path / "stored", base, adapter, second, rounding="nearest")
+    _merge(tmp_path / "stored", base, adapter, second)
     assert same(state_of(tmp_path / "stored"), written) == [], "the stored bits win"
     with pytest.raises(ConfigError) as caught:
         _merge(tmp_path / "original", base, adapter, run, base_mode="original")

@@ -19,7 +19,7 @@ from tasks.pipeline.artifact import Artifact
 from tasks.weights.execute.execute import Executed, execute
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.files.source import Renamed
-from tasks.weights.plan.contracts import ModelFacts, model_facts
+from tasks.weights.plan.contracts import model_facts
 from tasks.weights.plan.operations import Encoding, Op, Plan
 from tasks.weights.plan.validate import validate
 from tasks.weights.quantized.encode import SCHEMES, encode, library_scheme, row_scales
@@ -29,6 +29,7 @@ from tasks.weights.quantized.quantize import (
     quantized_contract,
     quantized_plan,
 )
+from tests.weights.families.making import load, save_base
 from tests.weights.making import state_of
 
 BOTH = tuple(SCHEMES)
@@ -62,7 +63,7 @@ def test_every_weight_is_within_half_a_step_and_the_rest_is_untouched(
     from compressed_tensors.compressors.base import BaseCompressor
 
     plan, _ = quantize(llama.path, tmp_path / "out", scheme)
-    contract = quantized_contract(_facts(llama), scheme)
+    contract = quantized_contract(model_facts(llama.path), scheme)
     wanted = {tensor.name: (tensor.shape, tensor.dtype) for tensor in contract}
     assert {op.name: (op.shape, op.dtype) for op in plan.ops} == wanted
     before, after = state_of(llama.path), state_of(tmp_path / "out")
@@ -84,40 +85,19 @@ def test_every_weight_is_within_half_a_step_and_the_rest_is_untouched(
 
 @pytest.mark.parametrize("scheme", BOTH)
 def test_transformers_loads_all_weights_unchanged(
-    qwen: Artifact, tmp_path: Path, scheme: str
+    llama: Artifact, tmp_path: Path, scheme: str
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
+    """The head is no quantized layer, which config.json says."""
     out = tmp_path / "out"
-    quantize(qwen.path, out, scheme)
-    model, info = AutoModelForCausalLM.from_pretrained(
-        out, dtype=torch.bfloat16, output_loading_info=True
-    )
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    stored = state_of(out)
+    quantize(llama.path, out, scheme)
+    model, stored = load(out), state_of(out)
     for name, tensor in model.state_dict().items():
         if name in stored:  # scales are held in bf16 here, and none of them is rounded by that
             assert torch.equal(tensor.float(), stored[name].float()), name
-    original = AutoModelForCausalLM.from_pretrained(qwen.path, dtype=torch.bfloat16)
     ids = torch.arange(40)[None]
     with torch.no_grad():
-        wanted, logits = (m.eval()(ids).logits.float() for m in (original, model))
+        wanted, logits = (m(ids).logits.float() for m in (load(llama.path), model))
     assert (wanted - logits).norm() / wanted.norm() < (0.05 if scheme == "w8a8" else 0.15)
-
-
-def test_config_lists_unquantized_layers_and_is_read_by_the_library(llama: Artifact) -> None:
-    from compressed_tensors.quantization import QuantizationConfig
-
-    facts = model_facts(llama.path)
-    document = library_config("w8a8", left_alone(facts))
-    read = QuantizationConfig.model_validate(document)
-    assert json.loads(read.model_dump_json()) == document
-    assert document["quant_method"] == "compressed-tensors"
-    assert document["ignore"] == ["lm_head"]
-    assert not read.requires_calibration_data()
-    group = read.config_groups["group_0"]
-    assert (group.weights.strategy, group.weights.num_bits) == ("channel", 8)
-    assert (group.input_activations.strategy, group.input_activations.dynamic) == ("token", True)
 
 
 def test_bytes_depend_neither_on_workers_nor_on_files(llama: Artifact, tmp_path: Path) -> None:
@@ -141,19 +121,14 @@ def test_values_that_are_not_finite_are_counted(llama: Artifact, tmp_path: Path)
     assert done.nonfinite == {f"{name}_scale": 1}
 
 
-def test_unsupported_layers_are_refused_by_name(llama: Artifact) -> None:
-    facts = _facts(llama)
+def test_unsupported_layers_are_refused_by_name(llama: Artifact, tmp_path: Path) -> None:
+    facts = model_facts(llama.path)
     with pytest.raises(ContractError, match="linear"):
         quantized_plan(Plan(()), replace(facts, quantized=()), "w8a8")
     name = facts.quantized[0]
     odd = Plan((Op(name, (4, 4), "I64", f"model:{name}", "I64"),))
-    with pytest.raises(ContractError, match="matrix"):
+    with pytest.raises(ContractError, match=name):
         quantized_plan(odd, facts, "w8a8")
-
-
-def test_a_stack_of_experts_is_refused(tmp_path: Path) -> None:
-    from tests.weights.families.making import save_base
-
     save_base(tmp_path, "mixtral", tied=False)
     with pytest.raises(ContractError, match=r"experts\.\w+"):
         quantized_plan(Plan(()), model_facts(tmp_path), "w8a8")
@@ -181,28 +156,18 @@ def test_scales_are_held_exactly_and_no_row_overflows(
     assert torch.equal(encode(encoding, block), scale)
 
 
-def _facts(base: Artifact) -> ModelFacts:
-    return model_facts(base.path)
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"shape": (63, 64)}, "[63, 64]"),
-        ({"start": 64}, "[64, 64]"),
-        ({"encoding": Encoding("w8a8", "weight", 32)}, "[64, 32]"),
-    ],
-)
-def test_a_plan_that_encodes_other_shapes_is_refused(
-    llama: Artifact, change: dict[str, Any], text: str
-) -> None:
+def test_a_plan_that_encodes_other_shapes_is_refused(llama: Artifact) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     good = Op(
         name, (64, 64), "I8", f"model:{name}", "BF16", encoding=Encoding("w8a8", "weight", 64)
     )
-    weights = read_checkpoint(llama.path)
-    source = {"model": Renamed(weights, {name: name})}
+    source = {"model": Renamed(read_checkpoint(llama.path), {name: name})}
     validate(Plan((good,)), source)
-    with pytest.raises(ContractError) as caught:
-        validate(Plan((replace(good, **change),)), source)
-    assert text in caught.value.report()
+    for change, text in (
+        ({"shape": (63, 64)}, "[63, 64]"),
+        ({"start": 64}, "[64, 64]"),
+        ({"encoding": Encoding("w8a8", "weight", 32)}, "[64, 32]"),
+    ):
+        with pytest.raises(ContractError) as caught:
+            validate(Plan((replace(good, **change),)), source)
+        assert text in caught.value.report()

@@ -1,3 +1,5 @@
+"""What a tokenizer says of a model: its rows, the ids that end a response, its chat template."""
+
 from __future__ import annotations
 
 import json

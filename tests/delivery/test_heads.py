@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tasks.core.errors import ContractError, DataError, DriftError
 from tasks.drift.reward_drift import reward_drift
 from tests.delivery.conftest import Done
-from tests.delivery.making import TARGETS, Tensors, base_of, differing, llamafactory_ppo
+from tests.delivery.making import TARGETS, Tensors, base_of, differing
 from tests.weights.adapters.making import quiet, save, train
 from tests.weights.heads.making import (
     causal,
@@ -26,6 +26,7 @@ from tests.weights.heads.making import (
     classifier,
     head_tensors,
     rewards,
+    save_llamafactory,
     save_openrlhf,
     scores,
 )
@@ -92,13 +93,12 @@ def test_an_adapter_with_a_value_head_beside_it(here: Run, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [{}, {"shard": "40KB"}, {"pickled": True}])
+@pytest.mark.parametrize("layout", [{}, {"shard": "40KB"}])
 def test_a_model_with_a_value_head_beside_it(
     here: Run, layout: dict[str, Any], tmp_path: Path
 ) -> None:
     """vLLM would load the head as part of the model, unless an index lists the model's files."""
-    policy = causal("qwen")
-    llamafactory_ppo(policy, tmp_path / "ppo", **layout)
+    policy = save_llamafactory(tmp_path / "ppo", "qwen", **layout)
     done = here(f"source={tmp_path / 'ppo'}", SAME)
     assert done.stages == ["audit", "convert", "value_head"]
     assert differing(state_of(tmp_path / "out"), policy.state_dict()) == []
@@ -106,24 +106,6 @@ def test_a_model_with_a_value_head_beside_it(
     stray = [each for each in done.summary["findings"] if each["code"] == "STRAY_WEIGHT_FILE"]
     assert [each["severity"] for each in stray] == ["warning" if "shard" in layout else "error"]
     assert "shard" in layout or stray[0]["handled"]
-
-
-@pytest.mark.slow
-def test_an_end_that_pads_is_not_taken_for_padding(here: Run, tmp_path: Path) -> None:
-    """With pad = eos transformers would score the token before EOS."""
-    from transformers import AutoModelForSequenceClassification
-
-    model = save_openrlhf(tmp_path / "rm", "qwen")
-    path = tmp_path / "rm" / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "pad_token": "<|endoftext|>"}))
-    change_config(tmp_path / "rm", pad_token_id=0, eos_token_id=0)
-    here(f"source={tmp_path / 'rm'}", SAME)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["pad_token_id"] is None
-    served = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
-    ids = torch.tensor([[7, 8, 9, 0]])
-    with torch.no_grad():
-        wanted = model.score(model.model(ids).last_hidden_state[:, -1])[0, 0]
-        assert near(served(ids).logits[0, 0], wanted)
 
 
 @pytest.mark.slow

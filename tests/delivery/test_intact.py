@@ -49,18 +49,6 @@ def artifacts(ours: Path, tmp_path: Path) -> tuple[Path, Path]:
     return base, out
 
 
-@pytest.mark.slow
-def test_an_altered_full_model(here: Run, artifacts: tuple[Path, Path], tmp_path: Path) -> None:
-    source, _ = artifacts
-    name = flip(source / "model.safetensors")
-    here(f"source={source}", "plan=true")
-    done = here(f"source={source}", code=1)
-    assert f"{source}/model.safetensors: tensor {name}" in done.output
-    assert not (tmp_path / "out").exists()
-    (source / "manifest.json").unlink()  # the way out that the error names
-    here(f"source={source}")
-
-
 def test_a_damaged_manifest_does_not_switch_the_check_off(
     here: Run, artifacts: tuple[Path, Path]
 ) -> None:

@@ -9,9 +9,7 @@ import json
 import logging
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -19,10 +17,8 @@ from safetensors.torch import load_file, save_file
 from flows.cli.config import compose_config
 from flows.delivery.run_delivery import direct, plan
 from tasks.audit.run import audit
-from tasks.core.errors import ContractError
 from tasks.delivery.recognise import recognise
 from tasks.delivery.recorded import attention_of
-from tasks.drift.fingerprint import Fingerprint
 
 LOG = logging.getLogger("tests.deliver")
 
@@ -62,46 +58,6 @@ def test_a_light_adapter_is_kept_by_default(adapter: Path, base: Path, tmp_path:
                   if f.code == "ADAPTER_ROUNDS_AWAY"]  # fmt: skip
     shares = [int(share) / 100 for share in re.findall(r"(\d+)%", finding.found)]
     assert shares[0] == pytest.approx(nearest / update, abs=0.05)
-
-
-@pytest.mark.slow
-def test_a_failed_gate_says_where_the_models_part(
-    shards: Path, ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A layer that convert spoils, and a trained model that is not the one on disk."""
-    import tasks.convert as conversion
-
-    honest = conversion.write_configs
-
-    def broken(out: Path, *arguments: Any, **options: Any) -> Any:
-        state = load_file(out / "model.safetensors")
-        state["model.layers.1.mlp.down_proj.weight"] *= 0
-        (out / "model.safetensors").unlink()
-        save_file(state, out / "model.safetensors", metadata={"format": "pt"})
-        return honest(out, *arguments, **options)
-
-    def refusal(source: Path, runs: Path) -> str:
-        composed = compose_config(
-            [
-                f"source={source}", f"base={ours}", f"out={tmp_path / 'out'}",
-                f"paths.runs={runs}", "smoke.engine=transformers",
-            ],
-            config_name="deliver",
-        )  # fmt: skip
-        with pytest.raises(ContractError) as refused:
-            direct(plan(composed), LOG, "here")
-        return "\n".join([str(refused.value), *refused.value.details])
-
-    altered = Path(shutil.copytree(shards, tmp_path / "altered"))
-    print_ = Fingerprint.load(altered / "fingerprint.fp")
-    replace(print_, logprobs=print_.logprobs - 0.5).save(altered / "fingerprint.fp")
-    text = refusal(altered, tmp_path / "first")
-    assert "the drift is older" in text
-    monkeypatch.setattr(conversion, "write_configs", broken)
-    text = refusal(shards, tmp_path / "second")
-    assert "bisect: they part at model.layers.1.mlp.down_proj (its weights)" in text
-    assert "zero" in text
-    assert len(list((tmp_path / "second").rglob("bisect.json"))) == 1
 
 
 class TestTheAttention:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,42 +12,23 @@ from safetensors.torch import load_file, save_file
 
 from tasks.serving.reference.load import load_model
 from tests.delivery.conftest import Done
-from tests.weights.families.making import EXPERTS, FAMILIES, SIZES, Family, save_adapter, save_base
+from tests.weights.families.making import FAMILIES, FUSED, make_model, save_adapter
 from tests.weights.making import save_tokenizer, state_of
 
 Run = Callable[..., Done]
-RANK, COUNT = 2, 4
+COUNT = 4  # experts
 FILE = "adapter_model.safetensors"
-
-
-def _moe(**changes: Any) -> Any:
-    from transformers import Qwen3MoeConfig
-
-    return Qwen3MoeConfig(**{
-        **SIZES, "head_dim": 8, "num_experts": COUNT, "num_experts_per_tok": 2,
-        "moe_intermediate_size": SIZES["hidden_size"] // 2, "decoder_sparse_step": 1,
-        "mlp_only_layers": [], "vocab_size": 320, **changes,
-    })  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def family(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "square_moe", Family(_moe, tuple(EXPERTS)))
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model with a square gate_up_proj in each expert, and an adapter by the current peft."""
     root = tmp_path_factory.mktemp("moe")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(FAMILIES, "square_moe", Family(_moe, tuple(EXPERTS)))
-        base = save_base(root / "base", "square_moe", tied=False)
-        adapter = save_adapter(
-            root / "adapter", base, "square_moe",
-            r=RANK, target_modules=["q_proj"], target_parameters=list(EXPERTS),
-        )  # fmt: skip
-    save_tokenizer(base)
-    return base, adapter
+    config = FAMILIES["qwen3_moe"].config(moe_intermediate_size=16, vocab_size=320)
+    make_model(config).save_pretrained(root / "base")
+    save_tokenizer(root / "base")
+    targets = {"target_modules": ["q_proj"], "target_parameters": list(FUSED)}
+    return root / "base", save_adapter(root / "adapter", root / "base", "qwen3_moe", **targets)
 
 
 def rewritten(

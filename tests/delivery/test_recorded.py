@@ -12,9 +12,8 @@ import pytest
 from tasks.pipeline.artifact import open_artifact, verify
 from tasks.pipeline.signature import faults
 from tests.delivery.conftest import Done
-from tests.delivery.making import llamafactory_ppo
 from tests.keys import make_pair
-from tests.weights.heads.making import causal
+from tests.weights.heads.making import save_llamafactory
 
 Run = Callable[..., Done]
 
@@ -26,7 +25,7 @@ def test_every_stage_is_tracked_with_its_findings_and_verdicts(
 ) -> None:
     from mlflow import MlflowClient
 
-    llamafactory_ppo(causal("qwen"), tmp_path / "ppo")
+    save_llamafactory(tmp_path / "ppo", "qwen")
     words = [f"source={tmp_path / 'ppo'}", "smoke.probes=8"]
     done = deliver(*words, engine="transformers", timeout=500)
     client = MlflowClient(f"sqlite:///{tmp_path / 'runs' / 'mlflow' / 'mlflow.db'}")

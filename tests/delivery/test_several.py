@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.delivery.conftest import Done
-from tests.delivery.making import Tensors, differing, with_rows
+from tests.delivery.making import Tensors, differing
+from tests.weights.families.making import merged_by_peft
 from tests.weights.making import Spread, state_of, trained_model
 
 Run = Callable[..., Done]
@@ -27,18 +27,8 @@ def second(place: Path, base: Path) -> Path:
     return place / "second"
 
 
-def merged_by_peft(base: Path, weighted: dict[Path, float]) -> Tensors:
-    """Return peft's merges in fp32, one after another, each with its scale, cast to bf16."""
-    from peft import PeftModel
-
-    model: Any = with_rows(base)
-    for folder, weight in weighted.items():
-        wrapped = PeftModel.from_pretrained(model, folder)
-        for module in wrapped.modules():
-            if hasattr(module, "set_scale"):
-                module.set_scale("default", weight)
-        model = wrapped.merge_and_unload()
-    return {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+def _merged(base: Path, weighted: dict[Path, float]) -> Tensors:
+    return dict(merged_by_peft(base, *weighted.items()).state_dict())
 
 
 def test_are_added_up_with_their_weights(
@@ -48,7 +38,7 @@ def test_are_added_up_with_their_weights(
     words = ",".join(f"{folder}:{weight}" for folder, weight in weighted.items())
     done = here(f"adapters=[{words}]", f"base={base}", BASE)
     assert done.stages == ["audit", "merge", "convert"]
-    assert differing(state_of(tmp_path / "out"), merged_by_peft(base, weighted)) == []
+    assert differing(state_of(tmp_path / "out"), _merged(base, weighted)) == []
     manifest = json.loads(Path(done.summary["stages"][1]["artifact"], "manifest.json").read_text())
     named = dict(zip(("adapter", "adapter_2"), WEIGHTS, strict=True))
     assert manifest["notes"]["adapters"] == manifest["config"]["weights"] == named
@@ -77,7 +67,7 @@ def test_the_reference_holds_all_of_them_unmerged(adapter: Path, second: Path, b
     named = {str(folder): weight for folder, weight in weighted.items()}
     model = load_model(base, weighted=named, dtype="float32")
     merged, plain = (load_model(base, dtype="float32") for _ in range(2))
-    merged.load_state_dict({k: v.float() for k, v in merged_by_peft(base, weighted).items()})
+    merged.load_state_dict({k: v.float() for k, v in _merged(base, weighted).items()})
     ids = torch.tensor([PROBES[0]])
     with torch.no_grad():
         actual, wanted, before = (each(input_ids=ids).logits for each in (model, merged, plain))

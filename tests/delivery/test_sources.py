@@ -23,7 +23,7 @@ from tests.delivery.making import INDEX, Tensors, differing, merged_by_peft, ren
 from tests.weights.adapters.making import quiet
 from tests.weights.deepspeed.test_partitions_property import write as write_zero
 from tests.weights.heads.making import change_config, save_llamafactory
-from tests.weights.making import Spread, make_base, save_tokenizer, state_of, trained_model
+from tests.weights.making import Spread, save_tokenizer, state_of, trained_model
 from tests.weights.quantized.making import pack, scale_fp8
 
 Run = Callable[..., Done]
@@ -158,26 +158,6 @@ def _packed_model(place: Place) -> Case:
     return Case([f"source={packed}"], ["convert"], wanted)
 
 
-def _fp8_experts(place: Place) -> Case:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    fp8, source, decoded = (place.root / name for name in ("fp8", "adapter", "decoded"))
-    base = make_base(place.root / "plain", "mixtral").path
-    exact = scale_fp8(base, fp8, "deepseek")
-    spread = Spread(parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
-    trained_model(fp8, spread, 3).save_pretrained(source)
-    assert "BASE_QUANTISED" not in codes(source, base=fp8)
-    decoded.mkdir()
-    shutil.copy(base / "config.json", decoded)
-    save_file({k: v.float() for k, v in exact.items()}, decoded / "model.safetensors")
-    model = AutoModelForCausalLM.from_pretrained(decoded, dtype=torch.float32)
-    merged = PeftModel.from_pretrained(model, source).merge_and_unload()
-    merged.save_pretrained(place.root / "peft")
-    wanted = {name: tensor.bfloat16() for name, tensor in state_of(place.root / "peft").items()}
-    return Case([f"source={source}", f"base={fp8}"], ["merge", "convert"], wanted)
-
-
 def _wrapped(place: Place) -> Case:
     """An adapter whose names have prefixes of torch.compile, DDP and FSDP, pickled."""
     source = rename(place.adapter, place.root / "wrapped", _several_wrappers, ADAPTER)
@@ -205,10 +185,8 @@ SOURCES: dict[str, Callable[[Place], Case]] = {
     "wrapped layers, pickled": _wrapped,
 }
 SLOW: dict[str, Callable[[Place], Case]] = {
-    "verl": _trainer(making.verl, "lora_adapter", "ADAPTER_IS_NO_MODEL"),
     "our shards of a full model": _our_full_shards,
     "unsloth, shards": _unsloth,
-    "experts in fp8": _fp8_experts,
 }
 
 
@@ -356,26 +334,6 @@ def test_fp8_does_not_go_through_4_bits(
     scale_fp8(base, tmp_path / "fp8", "static")
     arguments = [f"source={adapter}", f"base={tmp_path / 'fp8'}", "check_base=false"]
     here(*arguments, "merge.base=dequantized", code=2)
-
-
-@pytest.mark.slow  # TRL takes many seconds to import
-@pytest.mark.parametrize("name", ["trl-lora", "trl-sft", "trl-reward"])
-def test_checkpoints_of_trl(
-    here: Run, name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    from tests.audit.corpus import Corpus
-    from tests.audit.corpus.clean import CLEAN
-
-    corpus = Corpus(tmp_path_factory.mktemp("trl"), CLEAN)
-    source, more = corpus.clean(name), []
-    wanted = {key: tensor.bfloat16() for key, tensor in state_of(source).items()} if (
-        name != "trl-lora"
-    ) else merged_by_peft(corpus.clean("qwen2"), source)  # fmt: skip
-    if name == "trl-lora":
-        more = [f"base={corpus.clean('qwen2')}", BASE]
-    done = here(f"source={source}", *more)
-    assert done.stages == ["audit", *(["merge"] if more else []), "convert"]
-    assert differing(state_of(tmp_path / "out"), wanted) == []
 
 
 @pytest.mark.slow

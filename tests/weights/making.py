@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from tasks.drift.fingerprint import PROFILES, Fingerprint
 from tasks.evaluation.scoring import ModelRef
@@ -168,6 +170,17 @@ def write_shards(root: Path, parameters: dict[str, torch.Tensor], spread: Spread
     (root / "partitions.json").write_text(json.dumps(document))
 
 
+def alter_ranks(run: Path, world: int, ranks: Iterable[int], change: Callable[..., object]) -> None:
+    """Rewrite ranks' files after `change` has altered their tensors and tables."""
+    for rank in ranks:
+        path = run / "shards" / rank_file(rank, world)
+        with safe_open(path, framework="pt") as file:
+            table = json.loads(file.metadata()["partitions"])
+        tensors = load_file(path)
+        change(tensors, table)
+        save_file(tensors, path, metadata={"partitions": json.dumps(table)})
+
+
 def live_fingerprint(model: Any, noise: float | None) -> Fingerprint:
     """Return the trained model's fingerprint with all ids, since the vocabulary is small."""
     positions = sum(len(p) - 1 for p in PROBES)
@@ -187,17 +200,10 @@ class Here:
         return Fingerprint.load(out)
 
     def reference(
-        self,
-        model: ModelRef,
-        out: Path,
-        *,
-        probes: Any = (),
-        like: Path | None = None,
-        own: Path | None = None,
-        base: Path | None = None,
+        self, model: ModelRef, out: Path, *, probes: Any = (), **paths: Path | None
     ) -> Fingerprint:
-        paths = {"like": like, "own": own, "base": base}
-        texts = {name: str(path) if path else None for name, path in paths.items()}
+        wanted = {name: paths.get(name) for name in ("like", "own", "base")}
+        texts = {name: str(path) if path else None for name, path in wanted.items()}
         request = {"model": model.as_request(), "probes": probes, "out": str(out), **texts}
         HANDLERS["reference"](request)
         return Fingerprint.load(out)
@@ -207,29 +213,20 @@ class Copies(Here):
     """Copy the reference's fingerprint, for tests that do not check drift."""
 
     def measure(self, model: ModelRef, reference: Path, out: Path) -> Fingerprint:
-        return copy_reference(model, reference, out)
+        measured = Fingerprint.load(reference)
+        measured.save(out)
+        return measured
 
     def reference(self, model: ModelRef, out: Path, **paths: Any) -> Fingerprint:
-        copy_reference(model, paths["like"], paths["own"])
-        return copy_reference(model, paths["like"], out)
+        self.measure(model, paths["like"], paths["own"])
+        return self.measure(model, paths["like"], out)
 
 
-def measure_here(model: ModelRef, reference: Path, out: Path) -> Fingerprint:
-    """Measure a fingerprint with transformers and peft, in this process."""
-    return Here().measure(model, reference, out)
-
-
-def copy_reference(model: ModelRef, reference: Path, out: Path) -> Fingerprint:
-    """Copy the reference fingerprint, for tests that do not check drift."""
-    measured = Fingerprint.load(reference)
-    measured.save(out)
-    return measured
+measure_here, copy_reference = Here().measure, Copies().measure
 
 
 def state_of(folder: Path, stem: str = "model") -> dict[str, torch.Tensor]:
     """Read all tensors of a checkpoint folder with safetensors."""
-    from safetensors.torch import load_file
-
     state: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob(f"{stem}*.safetensors")):
         state.update(load_file(path))

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from tasks.core.errors import ArtifactError, ContractError
 from tasks.drift.fingerprint import PROFILES, Fingerprint, drift
@@ -27,6 +26,7 @@ from tests.weights.making import (
     Copies,
     Here,
     Spread,
+    alter_ranks,
     failed,
     state_of,
     trained_model,
@@ -45,17 +45,6 @@ def _gather(out: Path, trained: Path, base: Artifact, scorer: Any = None) -> Sta
     log, profile = logging.getLogger("tests.weights"), PROFILES["standard"]
     scorer = scorer or Copies()
     return gather(out, trained=trained, base=base.path, scorer=scorer, profile=profile, log=log)
-
-
-def _alter(run: Path, change: Callable[[dict, dict], object], ranks: Any = range(3)) -> None:
-    """Rewrite ranks' files after `change` has altered their tensors and tables."""
-    for rank in ranks:
-        path = run / "shards" / rank_file(rank, 3)
-        with safe_open(path, framework="pt") as file:
-            table = json.loads(file.metadata()["partitions"])
-        tensors = load_file(path)
-        change(tensors, table)
-        save_file(tensors, path, metadata={"partitions": json.dumps(table)})
 
 
 def _scale(pattern: str, factor: float) -> Callable[[dict, dict], None]:
@@ -131,17 +120,27 @@ def test_untrained_and_broken_values_are_refused_by_name(lora_run, llama, tmp_pa
     def poison(tensors: dict, table: dict) -> None:
         tensors[next(name for name in tensors if q_proj in name)][3] = math.nan
 
+    def forget(tensors: dict, table: dict) -> None:
+        for name in [name for name in tensors if q_proj in name]:
+            del tensors[name], table[name]
+
     for number, (change, ranks, thing) in enumerate(
         [
             (_scale("layers.1.mlp.up_proj", -0.0), range(3), ""),  # a module that saw no data
             (_scale("", -0.0), range(3), "trained lora_B"),
             (poison, [1], q_proj),
+            (forget, range(3), q_proj),
         ]
     ):
         run, out = tmp_path / f"run {number}", tmp_path / f"out {number}"
         shutil.copytree(lora_run, run)
         out.mkdir()
-        _alter(run, change, ranks)
+        alter_ranks(run, 3, ranks, change)
+        if change is forget:
+            path = run / "partitions.json"
+            table = json.loads(path.read_text())
+            kept = {name: p for name, p in table["parameters"].items() if q_proj not in name}
+            path.write_text(json.dumps({**table, "parameters": kept}))
         bad = [name for name in failed(_gather(out, run, llama).checks) if "drift" not in name]
         assert len(bad) == (1 if thing else 0)
         assert thing in "".join(bad)
@@ -167,7 +166,7 @@ def test_inputs_that_are_not_a_run_of_this_base_are_refused(
 
 
 def test_drift_beyond_rounding_fails_the_stage(run_copy, llama: Artifact, out) -> None:
-    _alter(run_copy, _scale("", 1.25), [0])
+    alter_ranks(run_copy, 3, [0], _scale("", 1.25))
     report = _gather(out, run_copy, llama, Here())
     assert failed(report.checks)[0] == "drift from the trained model"
     assert report.drift is not None
@@ -189,7 +188,7 @@ def test_on_other_hardware_only_float32_is_compared(run_copy, llama, out, fault:
     path = run_copy / "fingerprint.fp"
     live = replace(Fingerprint.load(path), measured_on={"device": "cuda", "name": "NVIDIA H100"})
     if fault == "sign":
-        _alter(run_copy, _scale("layers.0", -1), [0])
+        alter_ranks(run_copy, 3, [0], _scale("layers.0", -1))
     if fault == "engine":  # a fused kernel in training: the same weights, other numbers
         logits = torch.from_numpy(live.logprobs * 1.2)
         live = replace(live, logprobs=logits.log_softmax(-1).numpy())

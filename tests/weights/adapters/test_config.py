@@ -9,36 +9,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tasks.core.contract import Expected
 from tasks.weights.adapters.config import parse_config
 from tasks.weights.adapters.live import LiveModel, live_model
 from tasks.weights.adapters.pieces import Contract
 from tasks.weights.families.meta import auto_class
 from tests.weights.adapters.making import quiet
 from tests.weights.families.making import FAMILIES
-
-LIVE = LiveModel(
-    tensors={
-        name: Expected(name, shape)
-        for name, shape in (
-            ("model.embed.weight", (9, 4)),
-            ("model.layers.0.q_proj.weight", (4, 4)),
-            ("model.layers.0.q_proj.bias", (4,)),
-            ("model.layers.0.experts.up", (2, 4, 4)),
-            ("head.weight", (9, 4)),
-        )
-    },
-    modules={
-        "model": "other",
-        "model.embed": "embedding",
-        "model.layers.0.q_proj": "linear",
-        "model.layers.0.experts": "other",
-        "head": "linear",
-    },
-    tied={"head.weight": "model.embed.weight"},
-    input_embedding="model.embed",
-    output_embedding="head",
-)
 
 PLAIN: dict[str, Any] = {
     "peft_type": "LORA",
@@ -128,28 +104,6 @@ def test_scales() -> None:
     assert config.scale_of("layers.0.x_proj") == 1.5
     root, _ = parse_config({**PLAIN, "use_rslora": True})
     assert root.scale_of("any") == 4
-
-
-WORDS = ["model", "q_proj", "experts.up", "head", "model.embed", "lora_only", "all-linear"]
-TEXT = st.text(max_size=4) | st.sampled_from([*WORDS, "(", "*", "["])
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
-    max_leaves=6,
-)
-KEYS = [
-    *PLAIN, "rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters",
-    "exclude_modules", "layers_pattern", "layers_to_transform", "bias", "trainable_token_indices",
-    "lora_bias", "use_dora", "use_rslora", "task_type",
-]  # fmt: skip
-
-
-@settings(max_examples=80, deadline=None)
-@given(key=st.sampled_from(KEYS), value=JSON)
-def test_any_json_gives_findings_or_a_contract(key: str, value: Any) -> None:
-    config, findings = parse_config({**PLAIN, key: value})
-    contract = Contract(config, LIVE, {})
-    assert all(isinstance(finding, str) for finding in (*findings, *contract.findings))
 
 
 def _model() -> Any:

@@ -14,7 +14,7 @@ import torch
 from tasks.core.errors import ContractError
 from tests.tiny import tiny
 from tests.weights.adapters.making import quiet, save, train
-from tests.weights.families.making import FAMILIES, load, make_model, merge
+from tests.weights.families.making import FAMILIES, load, make_model, merge, merged_by_peft
 from tests.weights.making import state_of
 from tests.weights.rounding import rounded_alike
 
@@ -111,21 +111,6 @@ def _adapter(base: Path, folder: Path, *, seed: int = 1, **settings: Any) -> Pat
         return save(train(load(base, torch.float32), LoraConfig(**options), seed=seed), folder)
 
 
-def _peft(base: Path, *adapters: tuple[Path, float]) -> Any:
-    """Merge with peft in fp32, one adapter after the other, and cast once."""
-    from peft import PeftModel
-
-    model = load(base, torch.float32)
-    with quiet():
-        for folder, weight in adapters:
-            model = PeftModel.from_pretrained(model, folder)
-            for module in model.modules():
-                if weight != 1 and hasattr(module, "set_scale"):
-                    module.set_scale("default", weight)
-            model = model.merge_and_unload()
-    return model.to(torch.bfloat16)
-
-
 def _compare(out: Path, theirs: Any, base: Path) -> None:
     """Require equal tensors up to the order of sums, and that something changed."""
     ours, before = state_of(out), state_of(base)
@@ -148,31 +133,7 @@ def test_every_feature(feature: str, bases: Bases, tmp_path: Path) -> None:
     base = bases(family)
     adapter = _adapter(base, tmp_path / "adapter", **settings)
     merge(base, adapter, tmp_path / "out")
-    _compare(tmp_path / "out", _peft(base, (adapter, 1.0)), base)
-
-
-@pytest.mark.parametrize("kind", ["bf16", "pickled"])
-def test_adapters_that_peft_stores_otherwise(kind: str, bases: Bases, tmp_path: Path) -> None:
-    """A bf16 adapter is merged in fp32; an adapter_model.bin is read like safetensors."""
-    from peft import LoraConfig
-
-    base = bases("llama")
-    config = LoraConfig(r=4, target_modules=QV, use_dora=kind == "pickled")
-    wrapped = train(load(base, torch.float32), config)
-    wrapped = wrapped.to(torch.bfloat16) if kind == "bf16" else wrapped
-    adapter = save(wrapped, tmp_path / "adapter", safe_serialization=kind == "bf16")
-    assert (adapter / "adapter_model.bin").exists() == (kind == "pickled")
-    merge(base, adapter, tmp_path / "out")
-    _compare(tmp_path / "out", _peft(base, (adapter, 1.0)), base)
-
-
-def test_several_adapters_with_weights(bases: Bases, tmp_path: Path) -> None:
-    base = bases("llama")
-    first = _adapter(base, tmp_path / "a", target_modules=ALL)
-    second = _adapter(base, tmp_path / "b", seed=2, r=3, target_modules=QV, use_rslora=True)
-    pairs = ((first, 0.5), (second, -1.5))
-    merge(base, pairs, tmp_path / "out")
-    _compare(tmp_path / "out", _peft(base, *pairs), base)
+    _compare(tmp_path / "out", merged_by_peft(base, adapter), base)
 
 
 TIED: dict[str, dict[str, Any]] = {
@@ -242,7 +203,7 @@ def test_every_family(family: str, tied: bool, tmp_path: Path) -> None:
     settings = {"target_modules": entry.targets, "target_parameters": list(entry.experts) or None}
     adapter = _adapter(base, tmp_path / "adapter", task_type=None, **settings)
     plan, _ = merge(base, adapter, tmp_path / "out")
-    _peft(base, (adapter, 1.0)).save_pretrained(tmp_path / "peft")
+    merged_by_peft(base, adapter).save_pretrained(tmp_path / "peft")
     ours, theirs = state_of(tmp_path / "out"), state_of(tmp_path / "peft")
     assert list(ours) == list(state_of(base))
     assert set(ours) == set(theirs)
@@ -281,7 +242,7 @@ def test_a_base_that_the_initialiser_changed(tmp_path: Path) -> None:
     converted = tmp_path / "converted"
     save(wrapped, converted, path_initial_model_for_weight_conversion=str(initial))
     merge(base, converted, tmp_path / "out")
-    _compare(tmp_path / "out", _peft(base, (converted, 1.0)), base)
+    _compare(tmp_path / "out", merged_by_peft(base, converted), base)
     merge(tmp_path / "changed", other, tmp_path / "second", dtype="F32")
     wrapped.set_adapter("default")
     trained, second = wrapped.merge_and_unload().state_dict(), state_of(tmp_path / "second")

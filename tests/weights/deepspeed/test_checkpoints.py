@@ -9,17 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from tasks.core.errors import ArtifactError
-from tasks.delivery.plan.gathering import gathered_adapter
-from tasks.delivery.plan.planning import prepare
-from tasks.delivery.plan.work import TRAINED, Request, Target
-from tasks.delivery.recognise import recognise
 from tasks.weights.deepspeed.checkpoint import ZeroCheckpoint, read_zero
-from tasks.weights.execute.execute import execute
-from tasks.weights.execute.worker import perform
 from tasks.weights.files.reader import torch_dtype
-from tasks.weights.plan.operations import Plan
 from tests.weights.deepspeed.conftest import read, save_checkpoints
-from tests.weights.making import state_of
 
 SAME_AS_DEEPSPEED = (
     "full-2", "round-robin", "full-3", "full-3-universal", "untied-3",
@@ -102,50 +94,3 @@ def test_a_universal_checkpoint_that_deepspeed_mixed_up_is_refused(saved: Path) 
     with pytest.raises(ArtifactError) as raised:
         read_zero(saved / "round-robin-universal")
     assert len(raised.value.details) > 10
-
-
-BUFFERS = {"model.seen", "model.mean"}
-"""Buffers that only the test models have; transformers has none, so they are dropped."""
-
-
-def request(folder: Path, dtype: str = "bfloat16") -> Request:
-    """Request a delivery of that checkpoint, without a base."""
-    return Request(recognise(folder), None, Target(dtype, 3000), None, None, perform)
-
-
-@pytest.mark.parametrize(("case", "dtype"), [("full-2", "bfloat16"), ("untied-3", "float16")])
-def test_a_model_is_deepspeeds_cast_once(
-    saved: Path, tmp_path: Path, case: str, dtype: str
-) -> None:
-    work = prepare(request(saved / case, dtype))
-    assert work.gather == work.model
-    assert Plan.from_json(work.model.as_json()) == work.model
-    execute(work.model, work.opened, tmp_path, workers=2)
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-    written = state_of(tmp_path)
-    expected = load_file(saved / case / "expected.safetensors")
-    assert set(written) == set(expected) - set(read_zero(saved / case).tied) - BUFFERS
-    assert {d.source for d in work.model.dropped} == {f"{TRAINED}:{key}" for key in BUFFERS}
-    for name, have in written.items():
-        want = expected[name].to(getattr(torch, dtype))
-        assert have.dtype == want.dtype, name
-        assert torch.equal(have, want), name
-
-
-@pytest.mark.parametrize("case", ["lora-1", "lora-3-universal"])
-def test_an_adapter_has_peft_names_and_no_empty_tensor(
-    saved: Path, tmp_path: Path, case: str
-) -> None:
-    checkpoint = read_zero(saved / case)
-    plan, adapter = gathered_adapter(request(saved / case), checkpoint, checkpoint.trained)
-    assert not adapter.findings
-    execute(plan, {TRAINED: checkpoint}, tmp_path, stem="adapter_model")
-    written = load_file(tmp_path / "adapter_model.safetensors")
-    expected = load_file(saved / case / "expected.safetensors")
-    assert len(written) == 2 * 7 * 2
-    for name in checkpoint.trained:
-        have = written[name.replace(".default.", ".")]
-        assert have.numel() > 0
-        assert torch.equal(have, expected[name].to(have.dtype)), name
-    kept = {op.key for op in plan.ops}
-    assert {d.source.partition(":")[2] for d in plan.dropped} == set(checkpoint.tensors) - kept

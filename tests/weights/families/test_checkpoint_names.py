@@ -7,7 +7,6 @@ saves and merges.
 
 from __future__ import annotations
 
-import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from tasks.weights.families.merging import MergeSettings, plan_merge
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.plan.adapter_ops import Dora
 from tasks.weights.plan.contracts import model_facts
-from tests.weights.adapters.making import quiet, save, train
+from tests.weights.adapters.making import save, train
 from tests.weights.families.making import (
     FAMILIES,
     SIZES,
@@ -48,7 +47,6 @@ FUSED_DORA = ["shared_experts.gate_proj", "experts.1.w1", "k_proj"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"target_modules": [*MIXTRAL, "q_proj", "gate"], "use_rslora": True}),
     "mixtral, dora": ("mixtral", {"target_modules": ["w1", "v_proj"], "use_dora": True}),
-    "mixtral, some": ("mixtral", {"target_modules": r".*\.1\..*experts\.[02]\.w[13]"}),
     "mixtral, patterns": ("mixtral", {"target_modules": MIXTRAL, **PATTERNS}),
     "mixtral, saved": (
         "mixtral",
@@ -58,16 +56,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_moe",
         {"target_modules": [*QWEN, "gate", "shared_expert_gate", "embed_tokens"]},
     ),
-    "deepseek_v3": ("deepseek_v3", {"target_modules": [*QWEN, "kv_b_proj"]}),
-    "gemma3": ("gemma3", {"target_modules": ["q_proj", "fc1"]}),
-    "qwen2_5_vl": ("qwen2_5_vl", {"target_modules": ["q_proj", "qkv"]}),
     "minimax_m3": ("minimax_m3", {"target_modules": FUSED_DORA, "use_dora": True}),
     "hrm": (
         "hrm",
         {"target_modules": ["gqkv_proj", "gate_up_proj", "down_proj"], "use_dora": True},
     ),
 }
-SLOW = ("deepseek_v3", "qwen2_5_vl", "mixtral, some")
 
 
 def _minimax_m3(**changes: Any) -> Any:
@@ -97,19 +91,14 @@ def families(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "hrm", Family(_hrm))
 
 
-class _Layer(nn.Module):
-    """A module with tensors that are not matrices: a norm, a patch embedding."""
-
-    def __init__(self, **tensors: torch.Tensor) -> None:
-        super().__init__()
-        for name, tensor in tensors.items():
-            setattr(self, name, nn.Parameter(tensor))
-
-
-def _layer(name: str, tensors: dict[str, torch.Tensor]) -> nn.Module:
-    weight = tensors.get("weight")
-    if weight is None or weight.ndim != 2 or not set(tensors) <= {"weight", "bias"}:
-        return _Layer(**tensors)
+def _module(name: str, tensors: dict[str, torch.Tensor]) -> nn.Module:
+    """Make a linear layer of a matrix, an embedding, or a module that only has the tensors."""
+    weight = tensors["weight"]
+    if weight.ndim != 2:
+        other = nn.Module()
+        for leaf, tensor in tensors.items():
+            other.register_parameter(leaf, nn.Parameter(tensor))
+        return other
     if "embed" in name:
         return nn.Embedding.from_pretrained(weight)
     layer = nn.Linear(*reversed(weight.shape), bias="bias" in tensors)
@@ -118,20 +107,20 @@ def _layer(name: str, tensors: dict[str, torch.Tensor]) -> nn.Module:
 
 
 def _tree(state: dict[str, torch.Tensor]) -> nn.Module:
-    """Make modules under the names of a checkpoint, a linear layer for each matrix."""
+    """Make modules under the names of a checkpoint."""
     root = nn.Module()
     modules: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in state.items():
         module, _, leaf = key.rpartition(".")
         modules.setdefault(module, {})[leaf] = tensor.float()
-    for name, tensors in sorted(modules.items(), key=lambda item: item[0].count(".")):
+    for name, tensors in modules.items():
         *parents, last = name.split(".")
         at = root
         for parent in parents:
             if not hasattr(at, parent):
                 at.add_module(parent, nn.Module())
             at = getattr(at, parent)
-        at.add_module(last, _layer(name, tensors))
+        at.add_module(last, _module(name, tensors))
     return root
 
 
@@ -144,39 +133,19 @@ def _train(base: Path, folder: Path, **settings: Any) -> nn.Module:
     return model
 
 
-def _merged_by_peft(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
-    from peft import PeftModel
-
-    with quiet():
-        merged = PeftModel.from_pretrained(copy.deepcopy(model), folder).merge_and_unload()
-    return {name: tensor.to(torch.bfloat16) for name, tensor in merged.state_dict().items()}
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_each_layer_of_the_checkpoint_is_merged_as_peft_does(case: str, tmp_path: Path) -> None:
     family, settings = CASES[case]
     base = save_base(tmp_path / "base", family, tied=False)
     model = _train(base, tmp_path / "adapter", **settings)
     merge(base, tmp_path / "adapter", tmp_path / "out")
-    ours, theirs = state_of(tmp_path / "out"), _merged_by_peft(model, tmp_path / "adapter")
+    ours = state_of(tmp_path / "out")
+    theirs = merged_by_peft(model, tmp_path / "adapter").state_dict()
     assert list(ours) == list(state_of(base))
     assert set(ours) == set(theirs)
     assert not [key for key, tensor in theirs.items() if not rounded_alike(ours[key], tensor)]
     assert any(not torch.equal(tensor, ours[key]) for key, tensor in state_of(base).items())
     load(tmp_path / "out")
-
-
-def test_peft_loads_the_same_adapter_into_the_fused_model(tmp_path: Path) -> None:
-    base = save_base(tmp_path / "base", "mixtral", tied=False)
-    _train(base, tmp_path / "adapter", target_modules=MIXTRAL)
-    merge(base, tmp_path / "adapter", tmp_path / "out")
-    with quiet():
-        merged_by_peft(base, tmp_path / "adapter").save_pretrained(tmp_path / "peft")
-    ours, theirs = state_of(tmp_path / "out"), state_of(tmp_path / "peft")
-    for key, tensor in theirs.items():
-        torch.testing.assert_close(ours[key], tensor, rtol=2**-7, atol=1e-6, msg=key)
 
 
 @pytest.mark.parametrize("dora", [False, True])
@@ -227,11 +196,6 @@ def test_layers_that_cannot_be_merged_are_refused_by_name(tmp_path: Path) -> Non
     save_file(state, tmp_path / "c" / "adapter_model.safetensors", metadata={"format": "pt"})
     findings = _findings(mixtral, tmp_path / "c", tmp_path / "out")
     assert any(f"{key}: missing" in finding for finding in findings)
-
-    _train(mixtral, tmp_path / "dora", target_modules=["w1"], use_dora=True)
-    both = [(save_adapter(tmp_path / "d", mixtral, "mixtral"), 1.0), (tmp_path / "dora", 1.0)]
-    with pytest.raises(ContractError, match="w1"):
-        merge(mixtral, both, tmp_path / "out")
 
 
 def test_four_bits_of_layers_fused_on_disk_are_refused(tmp_path: Path) -> None:

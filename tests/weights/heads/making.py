@@ -37,11 +37,11 @@ def config_of(family: str, heads: int = 4) -> Any:
     return tiny(name, **sizes, num_key_value_heads=min(2, heads), tie_word_embeddings=tied)
 
 
-def causal(family: str, seed: int = 0, heads: int = 4) -> Any:
+def causal(family: str, heads: int = 4) -> Any:
     """Make a language model in fp32 with random weights."""
     from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     with quiet():
         model = AutoModelForCausalLM.from_config(config_of(family, heads), dtype=torch.float32)
     return _stirred(model)
@@ -65,13 +65,11 @@ def _stirred(model: Any) -> Any:
     return model.eval()
 
 
-def head_tensors(*, bias: bool = True, hidden: int = HIDDEN) -> dict[str, torch.Tensor]:
+def head_tensors() -> dict[str, torch.Tensor]:
     """Return the tensors of a value head under TRL's keys."""
     generator = torch.Generator().manual_seed(11)
-    tensors = {"v_head.summary.weight": torch.randn(1, hidden, generator=generator)}
-    if bias:
-        tensors["v_head.summary.bias"] = torch.tensor([0.375])
-    return tensors
+    weight = torch.randn(1, HIDDEN, generator=generator)
+    return {"v_head.summary.weight": weight, "v_head.summary.bias": torch.tensor([0.375])}
 
 
 def save_trl(folder: Path, family: str, *, prefix: str = "") -> Any:
@@ -79,20 +77,20 @@ def save_trl(folder: Path, family: str, *, prefix: str = "") -> Any:
     model = causal(family)
     with quiet():
         model.save_pretrained(folder)
-    tensors = {
-        prefix + key: tensor for key, tensor in load_file(folder / "model.safetensors").items()
-    }
-    tensors |= head_tensors()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "model.safetensors"
+    tensors = {prefix + key: tensor for key, tensor in load_file(path).items()}
+    save_file({**tensors, **head_tensors()}, path, metadata={"format": "pt"})
     save_tokenizer(folder)
     return model
 
 
-def save_llamafactory(folder: Path, family: str, *, pickled: bool = False, heads: int = 4) -> Any:
-    """Save a model with `value_head.safetensors|bin` beside it. Return the model."""
-    model = causal(family, heads=heads)
+def save_llamafactory(
+    folder: Path, family: str, *, pickled: bool = False, shard: str = "5GB"
+) -> Any:
+    """Save a model with `value_head.safetensors` or `.bin` beside it. Return the model."""
+    model = causal(family)
     with quiet():
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, max_shard_size=shard)
     if pickled:
         torch.save(head_tensors(), folder / "value_head.bin")
     else:
@@ -101,15 +99,17 @@ def save_llamafactory(folder: Path, family: str, *, pickled: bool = False, heads
     return model
 
 
-def openrlhf_model(family: str, *, prefix: str = "score", name: str = "RewardModel") -> Any:
-    """Make a regression model as OpenRLHF does: the family's base class, a backbone, a head.
+def save_openrlhf(
+    folder: Path, family: str, *, prefix: str = "score", name: str = "RewardModel", **config: Any
+) -> Any:
+    """Save a regression model as OpenRLHF does: the family's base class, a backbone, a head.
 
     Follows `get_llm_for_sequence_regression` of OpenRLHF 0.11 (Apache-2.0), from its description.
     """
     from transformers import AutoModel
 
-    config = config_of(family)
-    backbone = AutoModel._model_mapping[type(config)]
+    settings = config_of(family)
+    backbone = AutoModel._model_mapping[type(settings)]
 
     def init(self: Any, config: Any) -> None:
         backbone.__base__.__init__(self, config)
@@ -119,15 +119,7 @@ def openrlhf_model(family: str, *, prefix: str = "score", name: str = "RewardMod
 
     torch.manual_seed(3)
     with quiet():
-        return _stirred(type(name, (backbone.__base__,), {"__init__": init})(config))
-
-
-def save_openrlhf(
-    folder: Path, family: str, *, prefix: str = "score", name: str = "RewardModel", **config: Any
-) -> Any:
-    """Save such a model as OpenRLHF's `save_model` does. Return the model."""
-    model = openrlhf_model(family, prefix=prefix, name=name)
-    with quiet():
+        model = _stirred(type(name, (backbone.__base__,), {"__init__": init})(settings))
         model.save_pretrained(folder)
     change_config(folder, value_head_prefix=prefix, **config)
     save_tokenizer(folder)

@@ -121,9 +121,7 @@ def llamafactory(wrapped: Any, folder: Path) -> None:
 def unsloth_merged(merged: dict[str, torch.Tensor], base: Path, folder: Path) -> None:
     """unsloth, `unsloth-zoo/unsloth_zoo/saving_utils.py: merge_and_overwrite_lora`, 16 bits.
 
-    Tokenizer and config.json are saved, but no generation_config.json. The 16-bit shards of the
-    base are copied, with their index if there are several, and overwritten with the merged tensors.
-    config.json has `torch_dtype`, marks of unsloth, and no quantization.
+    The base's shards are overwritten with merged tensors; there is no generation_config.json.
     """
     folder.mkdir(parents=True)
     save_tokenizer(folder)

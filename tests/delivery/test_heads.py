@@ -1,7 +1,4 @@
-"""Reward models and value heads: scores and heads are the same after delivery.
-
-`tests/weights/heads` compares every dialect of them, `tests/audit` what cannot be delivered.
-"""
+"""Reward models and value heads are the same after delivery; repaired errors are not in OUT."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tasks.audit.run import audit
 from tasks.core.errors import ContractError, DataError, DriftError
 from tasks.drift.reward_drift import reward_drift
 from tests.delivery.conftest import Done
@@ -28,6 +26,7 @@ from tests.weights.heads.making import (
     rewards,
     save_llamafactory,
     save_openrlhf,
+    save_trl,
     scores,
 )
 from tests.weights.making import save_tokenizer, state_of
@@ -175,3 +174,60 @@ def test_the_distance_of_rewards_is_stated_in_the_spread_of_the_reference() -> N
     for bad in (float("nan"), float("inf")):
         with pytest.raises(DriftError):
             reward_drift([1.0, 2.0], [1.0, bad])
+
+
+Make = Callable[[Path], object]
+
+
+def _other_prefix(folder: Path) -> None:
+    """Write OpenRLHF's mistake: config.json names `value_head`, the weights have `score`."""
+    save_openrlhf(folder, "qwen")
+    change_config(folder, value_head_prefix="value_head")
+
+
+def _eos_of_the_base(folder: Path) -> None:
+    """Write another EOS id into both configurations than the tokenizer's (LLaMA-Factory #9338)."""
+    save_trl(folder, "llama")
+    stored = load_file(folder / "model.safetensors")
+    model = {name: tensor for name, tensor in stored.items() if not name.startswith("v_head")}
+    save_file(model, folder / "model.safetensors", metadata={"format": "pt"})
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((folder / name).read_text()) | {"eos_token_id": 7}
+        (folder / name).write_text(json.dumps(config))
+
+
+def _in_trls_wrapper(folder: Path) -> None:
+    save_trl(folder, "qwen", prefix="pretrained_model.")
+
+
+CASES: dict[str, tuple[Make, set[str]]] = {
+    "an end that stops nothing": (_eos_of_the_base, {"EOS_DISAGREES"}),
+    "a head of another name": (
+        _other_prefix, {"HEAD_LABELS", "HEAD_PREFIX", "VLLM_ARCHITECTURE"},
+    ),
+    "TRL's wrapper around a model with a head": (
+        _in_trls_wrapper, {"HEAD_IN_MODEL", "TRL_RESIDUE", "TENSOR_MISSING", "TENSOR_UNEXPECTED"},
+    ),
+}  # fmt: skip
+
+
+def errors(folder: Path) -> set[str]:
+    return {finding.code for finding in audit(folder).findings if finding.severity == "error"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if "head" in n else ()) for n in CASES]
+)
+def test_handled_errors_are_not_in_out(here: Run, name: str, tmp_path: Path) -> None:
+    make, codes = CASES[name]
+    make(tmp_path / "source")
+    assert errors(tmp_path / "source") == codes
+    done = here(f"source={tmp_path / 'source'}")
+    handled = {finding["code"] for finding in done.summary["findings"] if finding["handled"]}
+    assert handled == codes
+    assert errors(tmp_path / "out") == set()
+    (stage,) = (entry for entry in done.summary["stages"] if entry["name"] == "audit")
+    kept = json.loads((Path(stage["artifact"]) / "findings.json").read_text())
+    assert kept["findings"] == done.summary["findings"]
+    manifest = json.loads((Path(stage["artifact"]) / "manifest.json").read_text())
+    assert manifest["notes"]["metrics"]["audit/errors"] >= len(codes)

@@ -22,7 +22,8 @@ from tests.delivery.conftest import Done
 from tests.delivery.making import INDEX, Tensors, differing, merged_by_peft, rename
 from tests.weights.adapters.making import quiet
 from tests.weights.deepspeed.test_partitions_property import write as write_zero
-from tests.weights.heads.making import change_config, save_llamafactory
+from tests.weights.families.making import load
+from tests.weights.heads.making import change_config
 from tests.weights.making import Spread, save_tokenizer, state_of, trained_model
 from tests.weights.quantized.making import pack, scale_fp8
 
@@ -33,12 +34,9 @@ ADAPTER = "adapter_model"
 
 def is_whole(out: Path) -> None:
     """Check that transformers loads all of it, and that the artifact is as its manifest says."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    _, info = AutoModelForCausalLM.from_pretrained(
-        out, local_files_only=True, output_loading_info=True
-    )
-    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    load(out)
     assert AutoTokenizer.from_pretrained(out, local_files_only=True).chat_template
     assert verify(open_artifact(out, "served")) == []
     assert not [path for path in out.parent.iterdir() if path.name.startswith(".")]
@@ -112,15 +110,6 @@ def _our_shards(place: Place) -> Case:
     return Case(arguments, ["gather", "merge", "convert"], place.merged, ends=ends)
 
 
-def _our_full_shards(place: Place) -> Case:
-    from tests.weights.making import write_trained
-
-    spread = Spread(world_size=2, full=True)
-    source = write_trained(place.root / "full", open_artifact(place.ours), spread)
-    wanted = trained_model(place.ours, spread, 1).state_dict()
-    return Case([f"source={source}", f"base={place.ours}"], ["gather", "convert"], wanted)
-
-
 def _deepspeed(place: Place) -> Case:
     """A full fine-tuning in DeepSpeed's layout; `tests/weights/deepspeed` uses DeepSpeed."""
     generator = torch.Generator().manual_seed(2)
@@ -185,7 +174,6 @@ SOURCES: dict[str, Callable[[Place], Case]] = {
     "wrapped layers, pickled": _wrapped,
 }
 SLOW: dict[str, Callable[[Place], Case]] = {
-    "our shards of a full model": _our_full_shards,
     "unsloth, shards": _unsloth,
 }
 
@@ -288,16 +276,6 @@ def test_models_that_a_command_repairs_are_refused_with_it(here: Run, work: Plac
     wrapped = rename(work.base, work.root / "base", lambda name: f"_orig_mod.{name}")
     refused = here(f"source={work.adapter}", f"base={wrapped}", code=2)
     assert "WRAPPER_RESIDUE" in refused.output
-
-
-@pytest.mark.slow
-def test_wrapped_weights_beside_a_head_are_delivered(here: Run, tmp_path: Path) -> None:
-    save_llamafactory(tmp_path / "plain", "qwen")
-    rename(tmp_path / "plain", tmp_path / "ppo", lambda name: f"pretrained_model.module.{name}")
-    here(f"source={tmp_path / 'ppo'}")
-    stored = load_file(tmp_path / "plain" / "model.safetensors")
-    wanted = {name: tensor.bfloat16() for name, tensor in stored.items()}
-    assert differing(load_file(tmp_path / "out" / "model.safetensors"), wanted) == []
 
 
 @pytest.mark.slow

@@ -51,7 +51,6 @@ class Spread:
     targets: Any = "all-linear"
     parameters: list[str] | None = None
     full: bool = False
-    noise: float | None = None
 
 
 def small_config(family: str) -> Any:
@@ -141,7 +140,7 @@ def write_trained(root: Path, base: Artifact, spread: Spread, *, seed: int = 1) 
     model.config.save_pretrained(root)
     model.generation_config.save_pretrained(root)
     save_tokenizer(root / "tokenizer")
-    live_fingerprint(model, spread.noise).save(root / "fingerprint.fp")
+    live_fingerprint(model).save(root / "fingerprint.fp")
     return root
 
 
@@ -181,14 +180,14 @@ def alter_ranks(run: Path, world: int, ranks: Iterable[int], change: Callable[..
         save_file(tensors, path, metadata={"partitions": json.dumps(table)})
 
 
-def live_fingerprint(model: Any, noise: float | None) -> Fingerprint:
+def live_fingerprint(model: Any) -> Fingerprint:
     """Return the trained model's fingerprint with all ids, since the vocabulary is small."""
     positions = sum(len(p) - 1 for p in PROBES)
     ids = np.tile(np.arange(ROWS, dtype=np.int32), (positions, 1))
     empty = np.zeros(ids.shape, np.float32)
     blank = Fingerprint(PROBES, ids, empty, np.zeros(positions, np.int32), "deepspeed")
     measured = fingerprint(model, blank)
-    return replace(measured, engine="deepspeed", noise=noise)
+    return replace(measured, engine="deepspeed")
 
 
 class Here:

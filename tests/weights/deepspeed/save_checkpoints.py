@@ -26,7 +26,7 @@ ROWS = 37
 
 @dataclass(frozen=True)
 class Case:
-    """One model, saved once, or twice if it has frozen weights."""
+    """A model, saved once, or twice if it has frozen weights."""
 
     name: str
     stage: int

@@ -172,14 +172,6 @@ def test_few_large_tensors_run_at_a_time_the_largest_first() -> None:
     waiting.join(10)
     assert third == [tasks[2]]
 
-    closing = Pending(tasks)
-    closing.take(), closing.take()
-    waiting = threading.Thread(target=closing.take)
-    waiting.start()
-    closing.close()
-    waiting.join(10)
-    assert not waiting.is_alive()
-
 
 KINDS = st.tuples(st.sampled_from(sorted(ITEM_BITS)), st.lists(st.integers(0, 5), max_size=3))
 

@@ -18,7 +18,7 @@ from tasks.pipeline.artifact import Origin, open_artifact, publish, staging, swe
 from tasks.pipeline.staging import KEPT_S
 from tasks.weights.execute import writer
 from tasks.weights.execute.execute import Executed, execute
-from tasks.weights.execute.journal import JOURNAL, Journal, Outcome, read_outcomes
+from tasks.weights.execute.journal import JOURNAL, read_outcomes
 from tasks.weights.files.opening import SourceRef, open_sources
 from tasks.weights.plan.layout import lay_out
 from tests.weights.plans import expected, make_inputs, make_plan
@@ -87,23 +87,6 @@ def test_finished_tensors_are_kept_unless_they_are_damaged(
     assert verify(open_artifact(tmp_path / "made")) == []
     assert not work.exists()
     assert not (tmp_path / "made" / JOURNAL).exists()
-
-
-def test_a_journal_is_read_up_to_a_torn_line_and_only_by_its_own_run(tmp_path: Path) -> None:
-    first, second = (Outcome(name, "model.safetensors", "0" * 64) for name in ("a", "b"))
-    entries = Journal(tmp_path, "identity")
-    entries.enter(first)
-    entries.enter(second)
-    path = tmp_path / JOURNAL
-    path.write_bytes(path.read_bytes()[:-20])
-    assert read_outcomes(path, "identity") == [first]
-    assert read_outcomes(path, "another") == []
-    assert Journal(tmp_path, "another").recorded == {}
-    path.unlink()
-    path.symlink_to("/dev/full")
-    with pytest.raises(ArtifactError, match="No space left") as raised:
-        entries.enter(first)
-    assert "paths.runs" in raised.value.hint
 
 
 def test_other_inputs_start_anew(inputs, tmp_path, monkeypatch) -> None:

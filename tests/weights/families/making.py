@@ -33,18 +33,12 @@ SIZES = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+FUSED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family of models.
-
-    Attributes:
-        config: function that makes the configuration from changes to it.
-        experts: target_parameters of its fused experts; empty without experts.
-        targets: target_modules of the adapter.
-    """
+    """A family of models, with target_parameters of its fused experts and target_modules."""
 
     config: Callable[..., Any]
     experts: tuple[str, ...] = ()
@@ -111,7 +105,6 @@ _DEEPSEEK = {
     "kv_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
     "num_key_value_heads": 4,
 }  # fmt: skip
-FUSED = tuple(EXPERTS)
 BF16 = torch.bfloat16
 
 FAMILIES: dict[str, Family] = {

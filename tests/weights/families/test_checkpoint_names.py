@@ -17,12 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tasks.core.errors import ContractError
-from tasks.weights.adapters.changes import changes
-from tasks.weights.adapters.read import read_adapter
-from tasks.weights.families.merging import MergeSettings, plan_merge
-from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.plan.adapter_ops import Dora
-from tasks.weights.plan.contracts import model_facts
 from tests.weights.adapters.making import save, train
 from tests.weights.families.making import (
     FAMILIES,
@@ -57,10 +52,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"target_modules": [*QWEN, "gate", "shared_expert_gate", "embed_tokens"]},
     ),
     "minimax_m3": ("minimax_m3", {"target_modules": FUSED_DORA, "use_dora": True}),
-    "hrm": (
-        "hrm",
-        {"target_modules": ["gqkv_proj", "gate_up_proj", "down_proj"], "use_dora": True},
-    ),
 }
 
 
@@ -78,17 +69,10 @@ def _minimax_m3(**changes: Any) -> Any:
     return MiniMaxM3VLConfig(text_config=text, vision_config=vision, **changes)
 
 
-def _hrm(**changes: Any) -> Any:
-    from transformers import HrmTextConfig
-
-    return HrmTextConfig(**{**SIZES, "head_dim": 8, "num_layers_per_stack": 1, **changes})
-
-
 @pytest.fixture(autouse=True)
 def families(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MiniMax-M3 fuses gate and up of a dense layer in memory, HRM fuses them on disk."""
+    """MiniMax-M3 fuses gate and up of a dense layer in memory."""
     monkeypatch.setitem(FAMILIES, "minimax_m3", Family(_minimax_m3))
-    monkeypatch.setitem(FAMILIES, "hrm", Family(_hrm))
 
 
 def _module(name: str, tensors: dict[str, torch.Tensor]) -> nn.Module:
@@ -171,12 +155,6 @@ def _findings(base: Path, adapter: Path, out: Path) -> list[str]:
 
 
 def test_layers_that_cannot_be_merged_are_refused_by_name(tmp_path: Path) -> None:
-    hrm = save_base(tmp_path / "hrm", "hrm", tied=False)
-    adapter = save_adapter(tmp_path / "a", hrm, "hrm", target_modules=["q_proj", "o_proj"])
-    findings = _findings(hrm, adapter, tmp_path / "out")
-    assert len(findings) == 2
-    assert all("q_proj" in finding and "gqkv_proj" in finding for finding in findings)
-
     vision = save_base(tmp_path / "vl", "qwen2_5_vl", tied=False)
     targets = r".*(patch_embed\.proj|q_proj)"
     adapter = save_adapter(tmp_path / "b", vision, "qwen2_5_vl", target_modules=targets)
@@ -196,18 +174,3 @@ def test_layers_that_cannot_be_merged_are_refused_by_name(tmp_path: Path) -> Non
     save_file(state, tmp_path / "c" / "adapter_model.safetensors", metadata={"format": "pt"})
     findings = _findings(mixtral, tmp_path / "c", tmp_path / "out")
     assert any(f"{key}: missing" in finding for finding in findings)
-
-
-def test_four_bits_of_layers_fused_on_disk_are_refused(tmp_path: Path) -> None:
-    """Training quantised the layers one by one; the fused tensor would give other values."""
-    base = save_base(tmp_path / "base", "hrm", tied=False)
-    _train(base, tmp_path / "adapter", target_modules=["down_proj"])
-    facts, lora = model_facts(base), read_adapter(tmp_path / "adapter")
-    operands = {f"adapter:{key}": info for key, info in lora.tensors.tensors.items()}
-    four = {"type": "nf4", "base": "dequantized"}
-    settings = MergeSettings(quantization=four, quantized=frozenset(facts.quantized))
-    weights = read_checkpoint(base).tensors
-    with pytest.raises(ContractError) as raised:
-        plan_merge(weights, facts, changes([(lora, 1.0)], facts.live), operands, settings)
-    assert raised.value.details
-    assert all("_proj" in line for line in raised.value.details)

@@ -161,18 +161,6 @@ def scores(folder: Path) -> torch.Tensor:
     return (torch.stack(logits) - mean) / std
 
 
-def batch_scores(folder: Path) -> torch.Tensor:
-    """Return the same scores from one batch, padded on the right."""
-    from transformers import AutoModelForSequenceClassification
-
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    ids, mask = IDS.clone(), torch.ones_like(IDS)
-    for row, length in enumerate(LENGTHS):
-        ids[row, length:], mask[row, length:] = PAD, 0
-    with torch.no_grad():
-        return model(ids, attention_mask=mask).logits[:, 0]
-
-
 def serve(detected: Found, out: Path, *, reward: bool | None = None) -> None:
     """Plan, validate and write the model to serve; check and complete it as convert does."""
     config = detected.folder.config

@@ -65,9 +65,6 @@ def test_openrlhf_rewards_are_the_same(tmp_path: Path, family: str, name: str, p
     assert torch.equal(new.pop("score.weight"), old.pop(f"{prefix}.weight"))
     assert old.keys() == new.keys()
     assert all(torch.equal(new[key], old[key]) for key in old)
-    if family == "qwen":
-        batch = making.batch_scores(tmp_path / "out")  # padded
-        torch.testing.assert_close((batch - 1.5) / 2.5, before, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -128,28 +125,6 @@ def test_other_and_broken_models_are_refused(tmp_path: Path) -> None:
     detected = detect(read_folder(tmp_path / "lm"))
     assert (detected.head, detected.findings, detected.lora_on) == (None, (), "")
     assert "language model" in refused("lm")
-
-
-def test_odd_values_in_config_are_reported_or_ignored(tmp_path: Path) -> None:
-    folder = tmp_path / "rm"
-    making.save_openrlhf(folder, "qwen", std=2.0)
-    path = folder / "config.json"
-    text = path.read_text()
-    for number in ("1e300", "1" + "0" * 400, "NaN", '"x"', "true"):
-        path.write_text(text.rstrip().removesuffix("}") + f', "mean": {number}}}')
-        assert any("mean" in line for line in detect(read_folder(folder)).findings), number
-    for odd in (
-        {"architectures": 5},
-        {"architectures": [3, None]},
-        {"text_config": "x"},
-        {"hidden_size": "wide"},
-        {"value_head_prefix": ["score"]},
-    ):
-        path.write_text(text)
-        change_config(folder, **odd)
-        detected = detect(read_folder(folder))
-        assert detected.head is not None
-        assert detected.head.role == "reward"
 
 
 def made(tmp_path: Path, family: str, **config: Any) -> tuple[Path, Path, Any]:

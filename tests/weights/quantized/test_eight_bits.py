@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from tasks.pipeline.artifact import Artifact
 from tasks.serving.reference.load import load_model
 from tasks.weights.execute.execute import Executed, execute
 from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.files.source import Renamed
 from tasks.weights.plan.contracts import model_facts
 from tasks.weights.plan.operations import Encoding, Op, Plan
 from tasks.weights.plan.validate import validate
@@ -112,20 +110,6 @@ def test_bytes_depend_neither_on_workers_nor_on_files(llama: Artifact, tmp_path:
     assert len(list((tmp_path / "two").glob("*.safetensors"))) > 3
 
 
-def test_values_that_are_not_finite_are_counted(llama: Artifact, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    base = shutil.copytree(llama.path, tmp_path / "base")
-    (base / "manifest.json").unlink()
-    name = "model.layers.0.mlp.up_proj.weight"
-    path = next(p for p in base.glob("*.safetensors") if name in load_file(p))
-    tensors = load_file(path)
-    tensors[name][3, 5] = math.nan
-    save_file(tensors, path, metadata={"format": "pt"})
-    _, done = quantize(base, tmp_path / "out", "w8a8")
-    assert done.nonfinite == {f"{name}_scale": 1}
-
-
 def test_unsupported_layers_are_refused_by_name(llama: Artifact, tmp_path: Path) -> None:
     facts = model_facts(llama.path)
     with pytest.raises(ContractError, match="linear"):
@@ -159,23 +143,6 @@ def test_scales_are_held_exactly_and_no_row_overflows(
     assert (scale > 0).all()
     assert (block.abs() / scale <= limit * (1 + 1e-6)).all()
     assert torch.equal(encode(encoding, block), scale)
-
-
-def test_a_plan_that_encodes_other_shapes_is_refused(llama: Artifact) -> None:
-    name = "model.layers.0.self_attn.q_proj.weight"
-    good = Op(
-        name, (64, 64), "I8", f"model:{name}", "BF16", encoding=Encoding("w8a8", "weight", 64)
-    )
-    source = {"model": Renamed(read_checkpoint(llama.path), {name: name})}
-    validate(Plan((good,)), source)
-    for change, text in (
-        ({"shape": (63, 64)}, "[63, 64]"),
-        ({"start": 64}, "[64, 64]"),
-        ({"encoding": Encoding("w8a8", "weight", 32)}, "[64, 32]"),
-    ):
-        with pytest.raises(ContractError) as caught:
-            validate(Plan((replace(good, **change),)), source)
-        assert text in caught.value.report()
 
 
 @pytest.fixture(scope="module", params=["qwen", "mixtral"])

@@ -88,9 +88,7 @@ DEFAULT = ("grown embedding, kept tied",)
     "name",
     [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in CASES],
 )
-def test_is_delivered_as_peft_merges_it(
-    here: Run, name: str, bases: dict[bool, Path], tmp_path: Path
-) -> None:
+def test_is_delivered_as_peft_merges_it(here, name, bases, tmp_path) -> None:
     tied, more, options, served_tied = CASES[name]
     source = trained(with_rows(bases[tied], more), tmp_path / "adapter", **options)
     done = here(f"source={source}", f"base={bases[tied]}", "merge.base=original")
@@ -118,9 +116,7 @@ def _merged(base: Path, weighted: dict[Path, float]) -> Tensors:
     return dict(families.merged_by_peft(base, *weighted.items()).state_dict())
 
 
-def test_are_added_up_with_their_weights(
-    here: Run, adapter: Path, second: Path, base: Path, tmp_path: Path
-) -> None:
+def test_are_added_up_with_their_weights(here, adapter, second, base, tmp_path) -> None:
     weighted = dict(zip((adapter, second), WEIGHTS, strict=True))
     words = ",".join(f"{folder}:{weight}" for folder, weight in weighted.items())
     done = here(f"adapters=[{words}]", f"base={base}", BASE)
@@ -132,9 +128,7 @@ def test_are_added_up_with_their_weights(
     assert set(manifest["inputs"]) == {*named, "base"}
 
 
-def test_adapters_that_cannot_be_added_up_are_refused(
-    here: Run, adapter: Path, second: Path, base: Path, other: Path
-) -> None:
+def test_adapters_that_cannot_be_added_up_are_refused(here, adapter, second, base, other) -> None:
     words = f"base={base}"
     full = here(f"adapters=[{adapter}:0.5,{base}:0.5]", words, code=2)
     assert "a full Qwen2ForCausalLM" in full.output
@@ -211,9 +205,7 @@ def delivered(here: Run, source: Path, base: Path, out: Path) -> dict[str, torch
 
 
 @pytest.mark.slow
-def test_each_layout_is_read_by_its_version(
-    here: Run, made: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_each_layout_is_read_by_its_version(here, made, tmp_path) -> None:
     base, adapter = made
     today = delivered(here, adapter, base, tmp_path / "today")
     assert any("experts" in key for key in today)
@@ -223,9 +215,7 @@ def test_each_layout_is_read_by_its_version(
         assert all(torch.equal(tensor, today[key]) for key, tensor in older.items())
 
 
-def test_a_square_parameter_needs_the_version(
-    here: Run, made: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_square_parameter_needs_the_version(here, made, tmp_path) -> None:
     base, adapter = made
     for version in (None, "0.18.2.dev0"):
         source = rewritten(adapter, tmp_path / str(version), version)
@@ -235,9 +225,7 @@ def test_a_square_parameter_needs_the_version(
 
 
 @pytest.mark.parametrize("version", ["0.18.1", "0.21.2"])
-def test_the_reference_reads_it_the_same_way(
-    made: tuple[Path, Path], version: str, tmp_path: Path
-) -> None:
+def test_the_reference_reads_it_the_same_way(made, version, tmp_path) -> None:
     base, adapter = made
     source = rewritten(adapter, tmp_path / "a", version, OLD_PAIRS if version < "0.19" else ())
     ids = torch.tensor([[3, 5, 8, 13, 21]])
@@ -303,9 +291,7 @@ class TestTheAttention:
         assert attention_of(recognise(made), store) == ("eager", "")
         assert attention_of(recognise(made), tmp_path / "elsewhere") == ("sdpa", "")
 
-    def test_that_is_not_installed_is_told(
-        self, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_that_is_not_installed_is_told(self, shards, tmp_path, monkeypatch) -> None:
         source = eager(shards, tmp_path / "shards")
         path = source / "train.json"
         path.write_text(path.read_text().replace('"eager"', '"flash_attention_2"'))

@@ -200,9 +200,7 @@ def test_a_delivery_without_clear_evidence_is_refused(here: Run, foreign: Path, 
             (foreign / file).unlink()
 
 
-def test_a_delivery_goes_by_the_trainers_files(
-    here: Run, foreign: Path, base: Path, tmp_path: Path
-) -> None:
+def test_a_delivery_goes_by_the_trainers_files(here, foreign, base, tmp_path) -> None:
     record = foreign / "args.json"
     record.write_text(json.dumps(SWIFT))
     words = (f"source={foreign}", f"base={base}")

@@ -93,9 +93,7 @@ def test_an_adapter_with_a_value_head_beside_it(here: Run, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [{}, {"shard": "40KB"}])
-def test_a_model_with_a_value_head_beside_it(
-    here: Run, layout: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_model_with_a_value_head_beside_it(here, layout, tmp_path) -> None:
     """vLLM would load the head as part of the model, unless an index lists the model's files."""
     policy = save_llamafactory(tmp_path / "ppo", "qwen", **layout)
     done = here(f"source={tmp_path / 'ppo'}", SAME)
@@ -141,9 +139,7 @@ def test_another_head_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ("engine", "dtype", "limit"),
     [("transformers", "float32", 1e-5), ("vllm", "float32", 1e-4), ("vllm", "bfloat16", 0.03)],
 )
-def test_an_engine_scores_an_unmerged_adapter(
-    deliver: Run, engine: str, dtype: str, limit: float, tmp_path: Path
-) -> None:
+def test_an_engine_scores_an_unmerged_adapter(deliver, engine, dtype, limit, tmp_path) -> None:
     base, adapter, _ = reward_adapter(tmp_path, "qwen", heads=1)  # of 32, as vLLM needs on a CPU
     words = [f"source={adapter}", f"base={base}", BASE, f"convert.dtype={dtype}", "smoke.probes=8"]
     done = deliver(*words, engine=engine, timeout=570)

@@ -51,9 +51,7 @@ def artifacts(ours: Path, tmp_path: Path) -> tuple[Path, Path]:
     return base, out
 
 
-def test_a_damaged_manifest_does_not_switch_the_check_off(
-    here: Run, artifacts: tuple[Path, Path]
-) -> None:
+def test_a_damaged_manifest_does_not_switch_the_check_off(here, artifacts) -> None:
     base, adapter = artifacts
     for folder, damage in ((base, "cut"), (base, "kind"), (adapter, "digest"), (adapter, "files")):
         (weights,) = folder.glob("*model.safetensors")
@@ -90,9 +88,7 @@ def test_an_altered_input_of_a_merge_is_noticed_after_a_good_delivery(
         assert part in done.output
 
 
-def test_a_file_that_was_added_and_one_that_is_gone_are_both_named(
-    here: Run, artifacts: tuple[Path, Path]
-) -> None:
+def test_a_file_that_was_added_and_one_that_is_gone_are_both_named(here, artifacts) -> None:
     base, adapter = artifacts
     (base / "generation_config.json").unlink()
     (adapter / "notes.txt").write_text("mine")
@@ -104,9 +100,7 @@ def test_a_file_that_was_added_and_one_that_is_gone_are_both_named(
 @pytest.mark.parametrize(
     "identity", [folder_identity, model_digest, lambda folder: find_tokens([folder]).identity()]
 )
-def test_an_altered_file_of_a_foreign_folder_changes_the_key(
-    identity: Callable[[Path], object], tmp_path: Path
-) -> None:
+def test_an_altered_file_of_a_foreign_folder_changes_the_key(identity, tmp_path) -> None:
     for name in ("model.safetensors", "vocab.json", "tokenizer_config.json"):
         (tmp_path / name).write_text("{}")
     before = identity(tmp_path)
@@ -154,9 +148,7 @@ def _link(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [_link, Path.mkdir, os.mkfifo])
-def test_entries_that_are_no_files_of_the_folder(
-    tmp_path: Path, make: Callable[[Path], None]
-) -> None:
+def test_entries_that_are_no_files_of_the_folder(tmp_path, make) -> None:
     source = folder(tmp_path / "source", "tokenizer_config.json", "vocab.json")
     for name in ("merges.txt", "preprocessor_config.json") if make is _link else ("merges.txt",):
         make(source / name)

@@ -47,9 +47,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (signal.SIGKILL, -9),
     ],
 )
-def test_nothing_is_visible_at_out(
-    large: Path, number: signal.Signals, status: int, tmp_path: Path
-) -> None:
+def test_nothing_is_visible_at_out(large, number, status, tmp_path) -> None:
     out, runs = tmp_path / "out", tmp_path / "runs"
     words = command(
         "deliver", f"source={large}", f"out={out}", f"paths.runs={runs}", "smoke.engine=none",

@@ -20,9 +20,7 @@ Run = Callable[..., Done]
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_every_stage_is_tracked_with_its_findings_and_verdicts(
-    deliver: Run, tmp_path: Path
-) -> None:
+def test_every_stage_is_tracked_with_its_findings_and_verdicts(deliver, tmp_path) -> None:
     from mlflow import MlflowClient
 
     save_llamafactory(tmp_path / "ppo", "qwen")
@@ -58,9 +56,7 @@ def test_every_stage_is_tracked_with_its_findings_and_verdicts(
 
 
 @pytest.mark.slow
-def test_a_delivered_folder_is_signed_and_can_be_a_source(
-    here: Run, base: Path, tmp_path: Path
-) -> None:
+def test_a_delivered_folder_is_signed_and_can_be_a_source(here, base, tmp_path) -> None:
     private, public = make_pair(tmp_path / "keys")
     out = tmp_path / "out"
     words = [f"source={base}", f"register.sign={private}"]

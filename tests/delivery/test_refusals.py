@@ -24,9 +24,7 @@ BASE = "merge.base=original"
 class TestAModelThatEqualsItsBase:
     """verl's merger leaves the base's weights beside `lora_adapter/` (verl #7285)."""
 
-    def test_is_refused_where_the_base_is_known(
-        self, here: Run, base: Path, adapter: Path, tmp_path: Path
-    ) -> None:
+    def test_is_refused_where_the_base_is_known(self, here, base, adapter, tmp_path) -> None:
         merged = Path(shutil.copytree(base, tmp_path / "merged"))
         shutil.copytree(adapter, merged / "lora_adapter")
         text = here(f"source={merged}", f"base={base}", code=2).output
@@ -47,17 +45,13 @@ class TestTheBase:
         override = (BASE, "check_base=false", "plan=true")
         assert "warning: " in here(f"source={adapter}", f"base={other}", *override).output
 
-    def test_of_another_name_than_recorded(
-        self, here: Run, adapter: Path, other: Path, tmp_path: Path
-    ) -> None:
+    def test_of_another_name_than_recorded(self, here, adapter, other, tmp_path) -> None:
         source = Path(shutil.copytree(adapter, tmp_path / "renamed"))
         edit_json(source / "adapter_config.json", base_model_name_or_path="somebody/tiny-qwen")
         assert "somebody/tiny-qwen" in here(f"source={source}", f"base={other}", code=2).output
         assert "base=<folder of the base model>" in here(f"source={source}", code=2).output
 
-    def test_with_a_link_to_a_secret(
-        self, here: Run, adapter: Path, base: Path, tmp_path: Path
-    ) -> None:
+    def test_with_a_link_to_a_secret(self, here, adapter, base, tmp_path) -> None:
         source = Path(shutil.copytree(adapter, tmp_path / "adapter"))
         (source / "vocab.env").symlink_to("/proc/self/environ")
         assert "LINK_OUTSIDE vocab.env" in here(f"source={source}", f"base={base}", code=2).output
@@ -66,9 +60,7 @@ class TestTheBase:
         text = here(f"source={adapter}", f"base={linked}", code=2).output
         assert "vocab.txt: a link to /etc/shadow" in text
 
-    def test_of_a_billion_layers(
-        self, here: Run, adapter: Path, base: Path, tmp_path: Path
-    ) -> None:
+    def test_of_a_billion_layers(self, here, adapter, base, tmp_path) -> None:
         hostile = Path(shutil.copytree(base, tmp_path / "hostile"))
         edit_json(hostile / "config.json", model_type="qwen3_moe", num_hidden_layers=10**9)
         arguments = [f"source={adapter}", f"base={hostile}", BASE, "check_base=false"]
@@ -84,9 +76,7 @@ class TestTheSource:
         (odd / "weights.gguf").rename(odd / "notes.txt")
         assert "NOTHING_HERE" in here(f"source={odd}", code=2).output
 
-    def test_with_several_faults_names_all_of_them(
-        self, here: Run, adapter: Path, base: Path, tmp_path: Path
-    ) -> None:
+    def test_with_several_faults_names_all_of_them(self, here, adapter, base, tmp_path) -> None:
         prefix = "base_model.model.model.layers.0.self_attn"
         nan = f"{prefix}.v_proj.lora_B.weight"
         bad = state_of(adapter, "adapter_model")[nan].clone()
@@ -114,9 +104,7 @@ class TestTheSource:
         assert "smoke.engine=vllm" in text
         assert "w4a16 in groups of 48" in text
 
-    def test_with_an_index_that_leads_out_of_the_folder(
-        self, here: Run, base: Path, tmp_path: Path
-    ) -> None:
+    def test_with_an_index_that_leads_out_of_the_folder(self, here, base, tmp_path) -> None:
         source = Path(shutil.copytree(base, tmp_path / "source"))
         index = source / "model.safetensors.index.json"
         names = dict.fromkeys(state_of(base), "../elsewhere.safetensors")
@@ -194,9 +182,7 @@ class OwnModel(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_code_of_a_model_never_runs(
-    here: Run, base: Path, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_of_a_model_never_runs(here, base, known, tmp_path, monkeypatch) -> None:
     """Even for a user who answers every question with yes, in the folder of the model."""
     source = Path(shutil.copytree(base, tmp_path / "source"))
     (source / "own.py").write_text(CODE.format(marker=str(source / "ran")))

@@ -189,9 +189,7 @@ def work(
 @pytest.mark.parametrize(
     "name", [*SOURCES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
-def test_is_delivered_with_the_tensors_that_were_trained(
-    here: Run, name: str, work: Place, tmp_path: Path
-) -> None:
+def test_is_delivered_with_the_tensors_that_were_trained(here, name, work, tmp_path) -> None:
     case = {**SOURCES, **SLOW}[name](work)
     done = here(*case.arguments)
     assert done.stages == ["audit", *case.stages]
@@ -247,9 +245,7 @@ def test_a_second_delivery_does_nothing_and_nothing_is_shared_with_the_store(
     assert differing(state_of(out), state_of(other)) == []
 
 
-def test_an_adapter_that_was_not_gathered_names_the_shards_beside_it(
-    here: Run, work: Place, tmp_path: Path
-) -> None:
+def test_an_adapter_that_was_not_gathered_names_the_shards_beside_it(here, work, tmp_path) -> None:
     """A folder of transformers' Trainer under ZeRO: an adapter of empty tensors."""
     source = tmp_path / "checkpoint-1"
     parameters = work.trained.named_parameters()
@@ -279,9 +275,7 @@ def test_models_that_a_command_repairs_are_refused_with_it(here: Run, work: Plac
 
 
 @pytest.mark.slow
-def test_the_reference_of_wrapped_names_is_the_trained_model(
-    here: Run, adapter: Path, base: Path, tmp_path: Path
-) -> None:
+def test_the_reference_of_wrapped_names_is_the_trained_model(here, adapter, base, tmp_path) -> None:
     """peft finds none of these names, and would answer as the base."""
     source = rename(adapter, tmp_path / "source", _several_wrappers, ADAPTER)
     words = [f"source={source}", f"base={base}", BASE, "smoke.probes=4"]
@@ -296,9 +290,7 @@ def test_the_reference_of_wrapped_names_is_the_trained_model(
         ({"quant_method": "gptq", "bits": 4}, "original"),
     ],
 )
-def test_a_base_that_cannot_be_decoded_is_refused(
-    tmp_path: Path, base: Path, adapter: Path, here: Run, how: dict[str, object], mode: str
-) -> None:
+def test_a_base_that_cannot_be_decoded_is_refused(tmp_path, base, adapter, here, how, mode) -> None:
     folder = Path(shutil.copytree(base, tmp_path / "quantised"))
     change_config(folder, quantization_config=how)
     (folder / "README.md").write_text("---\nbase_model:\n- some/original\n---\n")
@@ -306,9 +298,7 @@ def test_a_base_that_cannot_be_decoded_is_refused(
     here(f"source={adapter}", f"base={folder}", f"merge.base={mode}", code=2)
 
 
-def test_fp8_does_not_go_through_4_bits(
-    tmp_path: Path, base: Path, adapter: Path, here: Run
-) -> None:
+def test_fp8_does_not_go_through_4_bits(tmp_path, base, adapter, here) -> None:
     scale_fp8(base, tmp_path / "fp8", "static")
     arguments = [f"source={adapter}", f"base={tmp_path / 'fp8'}", "check_base=false"]
     here(*arguments, "merge.base=dequantized", code=2)
@@ -317,9 +307,7 @@ def test_fp8_does_not_go_through_4_bits(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_an_engine_agrees_with_base_and_adapter_in_peft(
-    deliver: Run, engine: str, tmp_path: Path
-) -> None:
+def test_an_engine_agrees_with_base_and_adapter_in_peft(deliver, engine, tmp_path) -> None:
     """The folder of the last step, beside the adapter, is not used."""
     base = making.servable(tmp_path / "base")
     source = tmp_path / "checkpoints" / "lora"

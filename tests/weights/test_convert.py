@@ -97,9 +97,7 @@ def _edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_what_cannot_be_served_fails_by_name(
-    weights_copy, full_run, out: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_served_fails_by_name(weights_copy, full_run, out, tmp_path) -> None:
     trained = shutil.copytree(full_run, tmp_path / "run")
     path, config = weights_copy / "model.safetensors", weights_copy / "config.json"
     tensors, whole = load_file(path), path.read_bytes()

@@ -56,9 +56,7 @@ def _scale(pattern: str, factor: float) -> Callable[[dict, dict], None]:
     return change
 
 
-def test_an_adapter_is_what_peft_itself_would_save(
-    lora_run, llama: Artifact, out, tmp_path
-) -> None:
+def test_an_adapter_is_what_peft_itself_would_save(lora_run, llama, out, tmp_path) -> None:
     """The same bytes twice; and a fingerprint in float32, the reference of later stages."""
     from peft import get_peft_model_state_dict
 

@@ -155,9 +155,7 @@ LISTS = st.lists(NAMES, min_size=1, max_size=4, unique=True)
     pattern=st.sampled_from([None, "layers", ["layers", "h"]]),
     ranks=st.dictionaries(NAMES, st.integers(1, 5), max_size=3),
 )
-def test_the_rules_of_matching(
-    target: Any, exclude: Any, layers: Any, pattern: Any, ranks: dict[str, int]
-) -> None:
+def test_the_rules_of_matching(target, exclude, layers, pattern, ranks) -> None:
     options = {"target_modules": target, "exclude_modules": exclude, "rank_pattern": ranks}
     if isinstance(target, list) and layers is not None:
         options |= {"layers_to_transform": layers, "layers_pattern": pattern}

@@ -75,9 +75,7 @@ def test_every_kind_of_operation_bit_for_bit(inputs, out) -> None:
 
 
 @pytest.mark.parametrize("shard", [None, 40_000, 1])
-def test_workers_and_blocks_change_no_byte(
-    inputs, tmp_path, monkeypatch: pytest.MonkeyPatch, shard: int | None
-) -> None:
+def test_workers_and_blocks_change_no_byte(inputs, tmp_path, monkeypatch, shard) -> None:
     """Blocks begin and end within experts; for blocks of one row BLAS uses another routine."""
     sums = []
     for workers, elements in ((1, 1 << 20), (5, 4096), (2, 300), (1, 1)):

@@ -131,9 +131,7 @@ def test_a_failed_check_or_a_second_process_leaves_nothing(inputs, tmp_path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_too_little_space_and_an_interruption_leave_nothing(
-    inputs, tmp_path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_space_and_an_interruption_leave_nothing(inputs, tmp_path, monkeypatch) -> None:
     class Usage:
         free = 1000
 

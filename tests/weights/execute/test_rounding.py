@@ -107,9 +107,7 @@ def test_two_implementations_agree_bit_for_bit(seed, shape, size, dtype) -> None
     assert (written == wanted).all()
 
 
-def test_values_near_infinity_stay_finite_and_large_updates_are_rounded_to_nearest(
-    inputs: Path,
-) -> None:
+def test_values_near_infinity_stay_finite_and_large_updates_are_rounded_to_nearest(inputs) -> None:
     largest = torch.finfo(torch.bfloat16).max
     base = torch.full((64, 64), largest)
     wide = base * (1 + 2.0**-11)  # nearest is the largest number, above is infinity

@@ -77,8 +77,8 @@ def families(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _module(name: str, tensors: dict[str, torch.Tensor]) -> nn.Module:
     """Make a linear layer of a matrix, an embedding, or a module that only has the tensors."""
-    weight = tensors["weight"]
-    if weight.ndim != 2:
+    weight = tensors.get("weight")
+    if weight is None or weight.ndim != 2 or not set(tensors) <= {"weight", "bias"}:
         other = nn.Module()
         for leaf, tensor in tensors.items():
             other.register_parameter(leaf, nn.Parameter(tensor))
@@ -97,7 +97,7 @@ def _tree(state: dict[str, torch.Tensor]) -> nn.Module:
     for key, tensor in state.items():
         module, _, leaf = key.rpartition(".")
         modules.setdefault(module, {})[leaf] = tensor.float()
-    for name, tensors in modules.items():
+    for name, tensors in sorted(modules.items(), key=lambda item: item[0].count(".")):
         *parents, last = name.split(".")
         at = root
         for parent in parents:

@@ -187,9 +187,7 @@ def test_a_saved_module_replaces_every_part_that_is_stored(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["pair", "whole embedding"])
-def test_a_stored_copy_of_a_tied_head_changes_with_the_embedding(
-    tmp_path: Path, whole: bool
-) -> None:
+def test_a_stored_copy_of_a_tied_head_changes_with_the_embedding(tmp_path, whole) -> None:
     base = save_base(tmp_path / "base", "qwen2", tied=True)
     state = state_of(base)
     embedding = state["model.embed_tokens.weight"]

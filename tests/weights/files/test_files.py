@@ -52,9 +52,7 @@ def _entry(shape: list, begin: int, end: int, dtype: str = "U8") -> dict:
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_altered_bytes_give_an_error_or_what_safetensors_reads(
-    tmp_path: Path, good: bytes, data: st.DataObject
-) -> None:
+def test_altered_bytes_give_an_error_or_what_safetensors_reads(tmp_path, good, data) -> None:
     """A header that is accepted here is read the same way by the safetensors library."""
     raw = bytearray(good)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -162,9 +160,7 @@ def _patterns(dtype: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kernel", [True, False])
-def test_casts_equal_torchs_except_for_nan_payloads(
-    kernel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_casts_equal_torchs_except_for_nan_payloads(kernel, monkeypatch) -> None:
     """Every 16-bit pattern and a million 32-bit patterns."""
     if not kernel:
         monkeypatch.setattr(dtype_conversion, "library", lambda: None)

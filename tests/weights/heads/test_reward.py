@@ -71,9 +71,7 @@ def test_openrlhf_rewards_are_the_same(tmp_path: Path, family: str, name: str, p
     ("family", "kind", "mean", "std"),
     [("qwen", "trl", 0, 1), ("llama", "pickled", 0, 1), ("qwen", "side", 0.25, 4.0)],
 )
-def test_rewards_of_a_value_head_with_bias_are_the_same(
-    tmp_path: Path, family: str, kind: str, mean: float, std: float
-) -> None:
+def test_rewards_of_a_value_head_with_bias_are_the_same(tmp_path, family, kind, mean, std) -> None:
     folder = tmp_path / "rm"
     if kind == "trl":
         model = making.save_trl(folder, family, prefix="pretrained_model.")
@@ -164,9 +162,7 @@ def merged_by_peft(wrapped: Any, out: Path) -> Any:
     ("family", "declared", "mean", "std"),
     [("qwen", {"task_type": "SEQ_CLS"}, 0.5, 2.0), ("llama", {"modules_to_save": ["score"]}, 0, 1)],
 )
-def test_an_adapter_with_its_head_is_merged(
-    tmp_path: Path, family: str, declared: dict[str, Any], mean: float, std: float
-) -> None:
+def test_an_adapter_with_its_head_is_merged(tmp_path, family, declared, mean, std) -> None:
     """The normalisation in a config.json beside the adapter is kept."""
     base, adapter, wrapped = made(tmp_path, family, target_modules=TARGETS, **declared)
     if std != 1:

@@ -136,9 +136,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.data())
-def test_a_changed_folder_is_an_error_or_the_same(
-    good: Path, tmp_path: Path, data: st.DataObject
-) -> None:
+def test_a_changed_folder_is_an_error_or_the_same(good, tmp_path, data) -> None:
     folder, out = tmp_path / "rm", tmp_path / "out"
     for path in (folder, out):
         shutil.rmtree(path, ignore_errors=True)

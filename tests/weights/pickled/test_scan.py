@@ -177,9 +177,7 @@ def test_endless_files_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert time.process_time() - started < 5
 
 
-def test_data_beyond_what_is_read_is_unreadable_only_if_it_exists(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_beyond_what_is_read_is_unreadable_only_if_it_exists(tmp_path, monkeypatch) -> None:
     data = program(b"".join(b"X\x03\0\0\0abc0" for _ in range(30_000)), reduce("os", "system", "x"))
     assert hostile(scanned(tmp_path / "x.bin", data)) == {"os.system"}
     monkeypatch.setattr(scan, "MAX_BYTES", 1 << 17)

@@ -117,9 +117,7 @@ def test_other_objects_than_state_dicts_are_refused(tmp_path: Path) -> None:
         read_state(tmp_path / "x.bin")
 
 
-def test_other_files_and_records_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_files_and_records_are_refused(tmp_path, monkeypatch) -> None:
     path = tmp_path / "x.pt"
     many = {f"{number:03d}/x{number}": b"" for number in range(500)}
     for content, thing in (
@@ -132,7 +130,7 @@ def test_other_files_and_records_are_refused(
         (zipped(many), "000, 001, 002"),
     ):
         path.write_bytes(content)
-        with pytest.raises(ArtifactError, match=thing) as raised:
+        with pytest.raises(ArtifactError, match=thing or None) as raised:
             read_torch_file(path)
         assert len(raised.value.message) < 300
     path.write_bytes(zipped({"x/data.pkl": b"N." * 50}))
@@ -159,9 +157,7 @@ FLIPS = st.lists(
 @settings(
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_a_flipped_byte_is_an_error_or_changes_nothing(
-    good: bytes, tmp_path: Path, flips: list[tuple[float, int]], length: float
-) -> None:
+def test_a_flipped_byte_is_an_error_or_changes_nothing(good, tmp_path, flips, length) -> None:
     """A file that is cut is always an error."""
     raw = bytearray(good)
     for at, mask in flips:
@@ -184,9 +180,7 @@ def test_a_flipped_byte_is_an_error_or_changes_nothing(
 @settings(
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_a_hostile_pickle_ends_in_a_value_or_an_error(
-    good: bytes, tmp_path: Path, flips: list[tuple[float, int]]
-) -> None:
+def test_a_hostile_pickle_ends_in_a_value_or_an_error(good, tmp_path, flips) -> None:
     """The checksum is corrected, so that the pickle interpreter itself is tested."""
     path = tmp_path / "x.pt"
     path.write_bytes(good)

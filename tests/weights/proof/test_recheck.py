@@ -78,9 +78,7 @@ def _write(folder: Path, tensor: torch.Tensor, name: str = NAME) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("fault", ["none", "left out", "scale", "other base"])
-def test_faults_of_a_qlora_merge(
-    fault: str, size: float, qwen, qlora_adapter, qlora_run, tmp_path
-) -> None:
+def test_faults_of_a_qlora_merge(fault, size, qwen, qlora_adapter, qlora_run, tmp_path) -> None:
     adapter, change = _of_size(qlora_adapter, size, tmp_path / "adapter")
     base = state_of(qwen.path)[NAME]
     seen = as_trained(base, NF4)
@@ -98,9 +96,7 @@ def test_faults_of_a_qlora_merge(
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("factor", [0.0, 0.98, 1.0, 1.02, 2.0])
-def test_faults_of_a_lora_merge(
-    factor: float, size: float, llama, lora_adapter, lora_run, tmp_path
-) -> None:
+def test_faults_of_a_lora_merge(factor, size, llama, lora_adapter, lora_run, tmp_path) -> None:
     adapter, change = _of_size(lora_adapter, size, tmp_path / "adapter")
     base = state_of(llama.path)[NAME]
     tensor = (base.double() + factor * change).to(base.dtype)
@@ -150,9 +146,7 @@ def prove(base: Path, adapter: Path, folder: Path) -> Proof:
 
 
 @pytest.mark.parametrize(("family", "settings"), RIGHT)
-def test_a_right_merge_is_proven_in_every_arithmetic(
-    tmp_path: Path, family: str, settings: Mapping[str, Any]
-) -> None:
+def test_a_right_merge_is_proven_in_every_arithmetic(tmp_path, family, settings) -> None:
     base, adapter = made(tmp_path, family, settings)
     for arithmetic, stored in (("bfloat16", "bfloat16"), ("float16", "float16"), ("float32",) * 2):
         folder = tmp_path / arithmetic
@@ -182,9 +176,7 @@ def test_a_single_wrong_number_and_a_missing_tensor_are_found(tmp_path: Path) ->
     assert proof.extra == ("v_head.weight",)
 
 
-def test_a_merge_of_ours_is_proven_by_its_plan(
-    qwen: Any, qlora_adapter: Path, qlora_run: Path, tmp_path: Path
-) -> None:
+def test_a_merge_of_ours_is_proven_by_its_plan(qwen, qlora_adapter, qlora_run, tmp_path) -> None:
     sources = {
         "base": read_checkpoint(qwen.path),
         "adapter": read_checkpoint(qlora_adapter, "adapter_model"),

@@ -87,9 +87,7 @@ def test_every_weight_is_within_half_a_step_and_the_rest_is_untouched(
 
 
 @pytest.mark.parametrize("scheme", BOTH)
-def test_transformers_loads_all_weights_unchanged(
-    llama: Artifact, tmp_path: Path, scheme: str
-) -> None:
+def test_transformers_loads_all_weights_unchanged(llama, tmp_path, scheme) -> None:
     """The head is no quantized layer, which config.json says."""
     out = tmp_path / "out"
     quantize(llama.path, out, scheme)
@@ -129,9 +127,7 @@ def test_unsupported_layers_are_refused_by_name(llama: Artifact, tmp_path: Path)
     st.sampled_from(BOTH),
     st.sampled_from(["BF16", "F16", "F32"]),
 )
-def test_scales_are_held_exactly_and_no_row_overflows(
-    row: list[float], scheme: str, dtype_name: str
-) -> None:
+def test_scales_are_held_exactly_and_no_row_overflows(row, scheme, dtype_name) -> None:
     limit = 448 if scheme == "fp8" else 127.5
     row = [max(-60_000 * limit, min(x, 60_000 * limit)) for x in row]  # or fp16 has no such scale
     block = torch.tensor([row], dtype=torch.float32)

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
-from tasks.pipeline.report import StageReport
 from tasks.weights.adapters.changes import Changes
 from tasks.weights.execute.execute import execute
 from tasks.weights.families.merging import MergeSettings, plan_merge
@@ -33,7 +32,7 @@ from tasks.weights.quantized.nf4 import (
 )
 from tasks.weights.quantized.packed import BLOCKSIZES, LEVELS, STATE
 from tasks.weights.quantized.source import read_base
-from tests.weights.families.making import FAMILIES, make_model
+from tests.weights.families.making import FAMILIES, load, make_model, merged_by_peft
 from tests.weights.making import (
     NF4,
     Spread,
@@ -48,7 +47,8 @@ from tests.weights.making import (
 )
 from tests.weights.quantized.making import decode_all, pack, restored, same, write_packed
 
-Change = Callable[[dict[str, torch.Tensor]], Any]
+Tensors = dict[str, torch.Tensor]
+Change = Callable[[Tensors], Any]
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 STATE_KEY = STATE + "bitsandbytes__nf4"
@@ -216,9 +216,7 @@ DAMAGES: list[tuple[Change, str]] = [
 ]
 
 
-def test_every_damage_is_refused_by_the_name_of_its_matrix(
-    nf4: Path, damaged: Path, tmp_path: Path
-) -> None:
+def test_every_damage_is_refused_by_the_name_of_its_matrix(nf4, damaged, tmp_path) -> None:
     missed = []
     for number, (change, thing) in enumerate(DAMAGES):
         folder = Path(shutil.copytree(nf4, tmp_path / str(number)))
@@ -264,9 +262,7 @@ BF16 = torch.bfloat16
 
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("quant_type", "double_quant"), [("nf4", True), ("fp4", False)])
-def test_equal_to_a_4bit_load_by_transformers(
-    double_quant: bool, quant_type: str, dtype: torch.dtype, llama: Artifact
-) -> None:
+def test_equal_to_a_4bit_load_by_transformers(double_quant, quant_type, dtype, llama) -> None:
     """Every Linear4bit of the loaded model, and only modules that the facts list."""
     from bitsandbytes import functional, nn
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -326,52 +322,31 @@ def test_a_merged_qlora_model_is_recognised_by_its_values(tmp_path: Path) -> Non
         assert text is None or text.startswith("model.layers.0.mlp.up_proj.weight")
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory, qwen: Artifact) -> Artifact:
-    root = tmp_path_factory.mktemp("stage") / "base"
-    with staging(root) as work:
-        pack(qwen.path, work)
-        save_tokenizer(work)
-        return publish(work, root, Origin("base", "prepare", root.name))
-
-
-@pytest.fixture(scope="module")
-def run(base: Artifact) -> Path:
-    return write_trained(base.path.parent / "run", base, Spread())
-
-
-@pytest.fixture(scope="module")
-def adapter(base: Artifact, run: Path) -> Path:
-    return gathered(base.path.parent / "adapter", run, base)
-
-
-def _merge(out: Path, base: Artifact, adapter: Path, run: Path, **other: Any) -> StageReport:
-    out.mkdir()
-    return merged(out, adapter, base.path, run, **other)
-
-
-def test_equals_pefts_merge_in_fp32_into_the_dequantized_model(
-    base: Artifact, adapter: Path, run: Path, tmp_path: Path
-) -> None:
-    from peft import PeftModel
+def test_a_merge_into_a_packed_base_equals_pefts(qwen: Artifact, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    out = tmp_path / "out"
-    report = _merge(out, base, adapter, run, score=measure_here)
-    assert failed(report.checks) == []
-    model = AutoModelForCausalLM.from_pretrained(base.path).dequantize().float()
-    wanted = PeftModel.from_pretrained(model, adapter).merge_and_unload().state_dict()
-    written = state_of(out)
-    assert same(written, {name: wanted[name].to(torch.bfloat16) for name in written}) == []
-    again, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
-    assert not {*info["missing_keys"], *info["unexpected_keys"]}
-    assert not hasattr(again, "hf_quantizer")
+    with staging(tmp_path / "base") as work:
+        pack(qwen.path, work)
+        save_tokenizer(work)
+        base = publish(work, tmp_path / "base", Origin("base", "prepare", "base"))
+    run = write_trained(tmp_path / "run", base, Spread())
+    adapter = gathered(tmp_path / "adapter", run, base)
 
-    second = Path(shutil.copytree(run, tmp_path / "run"))
-    settings = json.loads((second / "train.json").read_text())
-    (second / "train.json").write_text(json.dumps({**settings, "quantization": NF4}))
-    _merge(tmp_path / "stored", base, adapter, second)
-    assert same(state_of(tmp_path / "stored"), written) == [], "the stored bits win"
+    def merge(name: str, **other: Any) -> Tensors:
+        (tmp_path / name).mkdir()
+        report = merged(tmp_path / name, adapter, base.path, run, **other)
+        assert failed(report.checks) == []
+        return state_of(tmp_path / name)
+
+    written = merge("out", score=measure_here)
+    model = AutoModelForCausalLM.from_pretrained(base.path).dequantize().float()
+    wanted = merged_by_peft(model, adapter).state_dict()
+    assert same(written, {name: wanted[name] for name in written}) == []
+    assert not hasattr(load(tmp_path / "out"), "hf_quantizer")
     with pytest.raises(ConfigError) as caught:
-        _merge(tmp_path / "original", base, adapter, run, base_mode="original")
+        merge("original", base_mode="original")
     assert "merge.base=auto" in caught.value.hint
+
+    settings = json.loads((run / "train.json").read_text())
+    (run / "train.json").write_text(json.dumps({**settings, "quantization": NF4}))
+    assert same(merge("stored"), written) == [], "the stored bits win"

@@ -105,13 +105,13 @@ RECORDS: dict[str, tuple[str, str, Held, dict[str, Any]]] = {
 
 def test_records_are_read(tmp_path: Path) -> None:
     missed = []
-    for name, (file, text, held, quantization) in RECORDS.items():
+    for name, (file, text, precision, quantization) in RECORDS.items():
         folder = tmp_path / name
         folder.mkdir()
         (folder / file).write_text(text)
         records = find_evidence(folder)
         if [(r.file, r.held, r.quantization) for r in records] != [
-            (folder / file, held, quantization)
+            (folder / file, precision, quantization)
         ]:
             missed.append((name, records))
     assert missed == []

@@ -19,7 +19,7 @@ from tasks.weights.plan.validate import validate
 from tasks.weights.quantized.source import decoding
 from tests.weights.making import state_of
 
-SAID = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
 def pack(
@@ -73,7 +73,7 @@ def write_packed(folder: Path, tensors: Mapping[str, torch.Tensor], **options: A
         files |= {f"{key}.{name}": side for name, side in state.as_dict(packed=True).items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(files, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"quantization_config": SAID}))
+    (folder / "config.json").write_text(json.dumps({"quantization_config": BITSANDBYTES}))
 
 
 def restored(folder: Path) -> dict[str, torch.Tensor]:

@@ -65,7 +65,7 @@ def test_every_weight_is_within_half_a_step_and_the_rest_is_untouched(
 ) -> None:
     from compressed_tensors.compressors.base import BaseCompressor
 
-    plan, _ = quantize(llama.path, tmp_path / "out", scheme)
+    plan, done = quantize(llama.path, tmp_path / "out", scheme, workers=1)
     contract = quantized_contract(model_facts(llama.path), scheme)
     wanted = {tensor.name: (tensor.shape, tensor.dtype) for tensor in contract}
     assert {op.name: (op.shape, op.dtype) for op in plan.ops} == wanted
@@ -85,27 +85,16 @@ def test_every_weight_is_within_half_a_step_and_the_rest_is_untouched(
             step = torch.maximum(before[name].float().abs() / 16, scale * 2**-10)
             assert (error <= step * (1 + 1e-5)).all()
 
-
-@pytest.mark.parametrize("scheme", BOTH)
-def test_transformers_loads_all_weights_unchanged(llama, tmp_path, scheme) -> None:
-    """The head is no quantized layer, which config.json says."""
-    out = tmp_path / "out"
-    quantize(llama.path, out, scheme)
-    model, stored = load(out), state_of(out)
+    model = load(tmp_path / "out")  # by transformers; config.json says what is not quantized
     for name, tensor in model.state_dict().items():
-        if name in stored:  # scales are held in bf16 here, and none of them is rounded by that
-            assert torch.equal(tensor.float(), stored[name].float()), name
+        if name in after:  # scales are held in bf16 here, and none of them is rounded by that
+            assert torch.equal(tensor.float(), after[name].float()), name
     ids = torch.arange(40)[None]
     with torch.no_grad():
         wanted, logits = (m(ids).logits.float() for m in (load(llama.path), model))
     assert (wanted - logits).norm() / wanted.norm() < (0.05 if scheme == "w8a8" else 0.15)
-
-
-def test_bytes_depend_neither_on_workers_nor_on_files(llama: Artifact, tmp_path: Path) -> None:
-    first = quantize(llama.path, tmp_path / "one", "w8a8", workers=1)[1]
-    second = quantize(llama.path, tmp_path / "two", "w8a8", workers=3, limit=50_000)[1]
-    assert first.checksums == second.checksums
-    assert len(list((tmp_path / "two").glob("*.safetensors"))) > 3
+    again = quantize(llama.path, tmp_path / "again", scheme, workers=3, limit=50_000)[1]
+    assert done.checksums == again.checksums
 
 
 def test_unsupported_layers_are_refused_by_name(llama: Artifact, tmp_path: Path) -> None:

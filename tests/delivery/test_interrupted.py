@@ -21,12 +21,12 @@ HIDDEN, ROWS = 1024, 300
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2 of 150 MB, large enough for an interruption."""
+    """A Qwen2 of 75 MB, large enough for an interruption."""
     from transformers import Qwen2Config
 
     folder = tmp_path_factory.mktemp("large") / "model"
     config = Qwen2Config(
-        vocab_size=ROWS, hidden_size=HIDDEN, intermediate_size=4096, num_hidden_layers=4,
+        vocab_size=ROWS, hidden_size=HIDDEN, intermediate_size=4096, num_hidden_layers=2,
         num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=True,
         architectures=["Qwen2ForCausalLM"],
     )  # fmt: skip

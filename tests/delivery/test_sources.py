@@ -170,10 +170,10 @@ SOURCES: dict[str, Callable[[Place], Case]] = {
     "a base in .bin files": _base_in_bin_files,
     "our shards": _our_shards,
     "ZeRO-3": _deepspeed,
-    "a model in 4 bits": _packed_model,
     "wrapped layers, pickled": _wrapped,
 }
 SLOW: dict[str, Callable[[Place], Case]] = {
+    "a model in 4 bits": _packed_model,
     "unsloth, shards": _unsloth,
 }
 

@@ -121,7 +121,7 @@ def test_another_head_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         save_file(state, out / "model.safetensors", metadata={"format": "pt"})
         return honest(out, *arguments, **options)
 
-    save_openrlhf(tmp_path / "rm", "qwen", prefix="value_head", mean=1.5, std=2.5)
+    save_openrlhf(tmp_path / "rm", "qwen")
     words = [f"source={tmp_path / 'rm'}", "smoke.engine=transformers", SAME]
     places = [f"out={tmp_path / 'out'}", f"paths.runs={tmp_path / 'runs'}"]
     composed = compose_config([*words, *places], config_name="deliver")

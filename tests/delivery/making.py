@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.weights.adapters.making import quiet, save
-from tests.weights.heads.making import causal, head_tensors
+from tests.weights.families import making as families
+from tests.weights.heads.making import causal
 from tests.weights.making import save_tokenizer, small_config, state_of
 
 Tensors = dict[str, torch.Tensor]
@@ -36,28 +36,13 @@ def with_rows(base: Path, more: int = 0) -> Any:
 
 
 def merged_by_peft(base: Path, adapter: Path, more: int = 0) -> Tensors:
-    """Return peft's merge in fp32, cast to bf16."""
-    from peft import PeftModel
-
-    with quiet():
-        model = PeftModel.from_pretrained(with_rows(base, more), adapter).merge_and_unload()
-    return {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+    """Return peft's merge in fp32 into a base with so many more rows, cast to bf16."""
+    return dict(families.merged_by_peft(with_rows(base, more), adapter).state_dict())
 
 
 def merged_as_trained(base: Path, adapter: Path) -> Tensors:
-    """Return peft's merge in fp32 into the base that QLoRA dequantizes."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    four = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(
-        base, quantization_config=four, dtype=torch.bfloat16
-    )
-    model = PeftModel.from_pretrained(model.dequantize().float(), adapter).merge_and_unload()
-    return {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+    """Return peft's merge in fp32 into the base that QLoRA dequantizes, cast to bf16."""
+    return dict(families.merged_as_trained(base, adapter).state_dict())
 
 
 def differing(actual: Tensors, wanted: Tensors) -> list[str]:
@@ -66,17 +51,6 @@ def differing(actual: Tensors, wanted: Tensors) -> list[str]:
     names = (actual.keys() | wanted.keys()) - tied
     both = actual.keys() & wanted.keys()
     return sorted(n for n in names if n not in both or not torch.equal(actual[n], wanted[n]))
-
-
-def classifier(base: Path) -> Any:
-    """Return the base with a new head of one label in fp32, as training does."""
-    from transformers import AutoModelForSequenceClassification
-
-    torch.manual_seed(9)
-    with quiet():
-        return AutoModelForSequenceClassification.from_pretrained(
-            base, num_labels=1, dtype=torch.float32
-        ).eval()
 
 
 def base_of(folder: Path, family: str = "qwen", heads: int = 4) -> Path:
@@ -144,47 +118,10 @@ def llamafactory(wrapped: Any, folder: Path) -> None:
     _trainer_files(step)
 
 
-def axolotl(wrapped: Any, folder: Path) -> None:
-    """axolotl, `src/axolotl/train.py: save_initial_configs`, `save_trained_model`.
-
-    Tokenizer and config.json are written before training, the adapter after it. The folder of a
-    step has DeepSpeed's file beside the adapter.
-    """
-    wrapped.peft_config["default"].save_pretrained(folder)
-    save_tokenizer(folder)
-    wrapped.config.save_pretrained(folder)
-    save(wrapped, folder)
-    (folder / "README.md").write_text("---\nlibrary_name: peft\ntags:\n- axolotl\n---\n")
-    step = folder / "checkpoint-10"
-    save(wrapped, step)
-    wrapped.config.save_pretrained(step)
-    _trainer_files(step)
-
-
-def verl(wrapped: Any, folder: Path) -> None:
-    """verl, `verl/workers/fsdp_workers.py: ActorRolloutRefWorker.save_checkpoint`.
-
-    `lora_adapter/` of the actor: the settings as a plain dictionary, no tokenizer.
-    """
-    from peft import PeftType, TaskType, get_peft_model_state_dict
-
-    folder.mkdir(parents=True)
-    config = asdict(wrapped.peft_config["default"])
-    config["task_type"] = TaskType(config["task_type"]).value
-    config["peft_type"] = PeftType(config["peft_type"]).value
-    config["target_modules"] = list(config["target_modules"])
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=4, ensure_ascii=False))
-    tensors = get_peft_model_state_dict(wrapped)
-    save_file({name: tensor.detach().cpu() for name, tensor in tensors.items()}, folder / ADAPTER)
-    torch.save({}, folder.parent / "model_world_size_2_rank_0.pt")
-
-
 def unsloth_merged(merged: dict[str, torch.Tensor], base: Path, folder: Path) -> None:
     """unsloth, `unsloth-zoo/unsloth_zoo/saving_utils.py: merge_and_overwrite_lora`, 16 bits.
 
-    Tokenizer and config.json are saved, but no generation_config.json. The 16-bit shards of the
-    base are copied, with their index if there are several, and overwritten with the merged tensors.
-    config.json has `torch_dtype`, marks of unsloth, and no quantization.
+    The base's shards are overwritten with merged tensors; there is no generation_config.json.
     """
     folder.mkdir(parents=True)
     save_tokenizer(folder)
@@ -199,26 +136,6 @@ def unsloth_merged(merged: dict[str, torch.Tensor], base: Path, folder: Path) ->
         save_file(tensors, folder / path.name, metadata={"format": "pt"})
     if len(files) > 1:
         shutil.copy2(base / INDEX, folder / INDEX)
-
-
-def llamafactory_ppo(
-    model: Any, folder: Path, *, shard: str = "5GB", pickled: bool = False
-) -> None:
-    """LLaMA-Factory, `src/llamafactory/train/callbacks.py: fix_valuehead_checkpoint`.
-
-    The language model as transformers saves it, `value_head.*` beside it.
-    """
-    with quiet():
-        model.save_pretrained(folder, max_shard_size=shard)
-    save_tokenizer(folder)
-    _trainer_files(folder)
-    head = head_tensors(hidden=model.config.hidden_size)
-    if pickled:
-        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-        (folder / "model.safetensors").unlink()
-        torch.save(head, folder / "value_head.bin")
-    else:
-        save_file(head, folder / "value_head.safetensors", metadata={"format": "pt"})
 
 
 def _trainer_files(folder: Path) -> None:

@@ -25,11 +25,7 @@ WITNESS = Path(__file__).parents[2] / "tasks" / "witness"
 def run_peer(peer: str, *arguments: str, cwd: Path, witnessed: bool = False) -> None:
     """Run `python ARGUMENTS` in the environment of a trainer, offline and on the CPU.
 
-    Args:
-        peer: name of the environment below $PLUMBLINE_PEERS; the test is skipped without it.
-        arguments: as typed after `python`.
-        cwd: an own folder, which takes the log and what trainers leave beside their output.
-        witnessed: True to run it by `python -m plumbline_witness -- python ARGUMENTS`.
+    `cwd` takes what trainers leave beside their output; `witnessed` runs it under the witness.
     """
     root = os.environ.get("PLUMBLINE_PEERS")
     if not root:
@@ -53,10 +49,7 @@ def run_peer(peer: str, *arguments: str, cwd: Path, witnessed: bool = False) -> 
 def make_place(root: Path, base: Path | None = None) -> Path:
     """Write `base` and data sets in the trainers' formats.
 
-    Args:
-        root: folder to write to.
-        base: model to copy; None for a tied Qwen2 of two layers with heads of 16, which vLLM does
-            not serve on a CPU.
+    Without a base to copy it is a tied Qwen2 with heads of 16, which vLLM does not serve on a CPU.
     """
     if base is None:
         _save_small(root / "base")

@@ -1,4 +1,4 @@
-"""Altered artifacts are refused: one changed byte, even with the old mtime."""
+"""Altered artifacts and foreign side files are refused, even with the old mtime."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tasks.core.errors import ArtifactError, ConfigError
 from tasks.delivery.plan.identity import folder_identity
 from tasks.delivery.side_files import find_tokens
 from tasks.pipeline.artifact import Origin, publish, staging
 from tasks.rl.rewards.identity import model_digest
 from tasks.weights.files.header import read_header
+from tasks.weights.files.side_files import foreign_entries
 from tests.delivery.conftest import Done
 from tests.weights.making import Spread, trained_model
 
@@ -49,67 +51,44 @@ def artifacts(ours: Path, tmp_path: Path) -> tuple[Path, Path]:
     return base, out
 
 
-@pytest.mark.slow
-def test_an_altered_full_model(here: Run, artifacts: tuple[Path, Path], tmp_path: Path) -> None:
-    source, _ = artifacts
-    name = flip(source / "model.safetensors")
-    here(f"source={source}", "plan=true")
-    done = here(f"source={source}", code=1)
-    assert f"{source}/model.safetensors: tensor {name}" in done.output
-    assert not (tmp_path / "out").exists()
-    (source / "manifest.json").unlink()  # the way out that the error names
-    here(f"source={source}")
-
-
-@pytest.mark.parametrize(
-    ("what", "damage"),
-    [("base", "cut"), ("base", "kind"), ("adapter", "digest"), ("adapter", "files"),
-     ("adapter", "tensors")],
-)  # fmt: skip
-def test_a_damaged_manifest_does_not_switch_the_check_off(
-    here: Run, what: str, damage: str, artifacts: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_damaged_manifest_does_not_switch_the_check_off(here, artifacts) -> None:
     base, adapter = artifacts
-    folder = base if what == "base" else adapter
-    flip(next(folder.glob("*model.safetensors")))
-    path = folder / "manifest.json"
-    text = path.read_text()
-    document = {key: value for key, value in json.loads(text).items() if key != damage}
-    path.write_text(text[: len(text) // 2] if damage == "cut" else json.dumps(document))
-    done = here(f"source={adapter}", f"base={base}", "check_base=false", code=2)
-    assert "manifest.json" in done.output
+    for folder, damage in ((base, "cut"), (base, "kind"), (adapter, "digest"), (adapter, "files")):
+        (weights,) = folder.glob("*model.safetensors")
+        path = folder / "manifest.json"
+        good, text = weights.read_bytes(), path.read_text()
+        flip(weights)
+        document = {key: value for key, value in json.loads(text).items() if key != damage}
+        path.write_text(text[: len(text) // 2] if damage == "cut" else json.dumps(document))
+        done = here(f"source={adapter}", f"base={base}", "check_base=false", code=2)
+        assert str(path) in done.output, damage
+        path.write_text(text)
+        weights.write_bytes(good)
 
 
-@pytest.mark.parametrize("what", ["base", "adapter"])
 def test_an_altered_input_of_a_merge_is_noticed_after_a_good_delivery(
-    here: Run, what: str, artifacts: tuple[Path, Path], tmp_path: Path
+    here: Run, artifacts: tuple[Path, Path], tmp_path: Path
 ) -> None:
     base, adapter = artifacts
     arguments = (f"source={adapter}", f"base={base}")
     here(*arguments)
     before = (tmp_path / "out" / "manifest.json").read_bytes()
-    file = {"base": base / "model.safetensors", "adapter": adapter / "adapter_model.safetensors"}
-    name = flip(file[what])
-    done = here(*arguments, code=2)
-    for part in (str(file[what].parent), name, "SHA256_DIFFERS"):
-        assert part in done.output
-    assert (tmp_path / "out" / "manifest.json").read_bytes() == before
-
-
-def test_each_of_several_adapters_is_checked(
-    here: Run, artifacts: tuple[Path, Path], tmp_path: Path
-) -> None:
-    base, first = artifacts
-    second = Path(shutil.copytree(first, tmp_path / "inputs" / "second"))
+    for file in (base / "model.safetensors", adapter / "adapter_model.safetensors"):
+        good = file.read_bytes()
+        name = flip(file)
+        done = here(*arguments, code=2)
+        for part in (str(file.parent), name, "SHA256_DIFFERS"):
+            assert part in done.output
+        assert (tmp_path / "out" / "manifest.json").read_bytes() == before
+        file.write_bytes(good)
+    second = Path(shutil.copytree(adapter, tmp_path / "inputs" / "second"))
     name = flip(second / "adapter_model.safetensors")
-    done = here(f"adapters=[{first}:0.5,{second}:0.5]", f"base={base}", code=2)
+    done = here(f"adapters=[{adapter}:0.5,{second}:0.5]", f"base={base}", code=2)
     for part in (str(second), name, "SHA256_DIFFERS"):
         assert part in done.output
 
 
-def test_a_file_that_was_added_and_one_that_is_gone_are_both_named(
-    here: Run, artifacts: tuple[Path, Path]
-) -> None:
+def test_a_file_that_was_added_and_one_that_is_gone_are_both_named(here, artifacts) -> None:
     base, adapter = artifacts
     (base / "generation_config.json").unlink()
     (adapter / "notes.txt").write_text("mine")
@@ -121,9 +100,7 @@ def test_a_file_that_was_added_and_one_that_is_gone_are_both_named(
 @pytest.mark.parametrize(
     "identity", [folder_identity, model_digest, lambda folder: find_tokens([folder]).identity()]
 )
-def test_an_altered_file_of_a_foreign_folder_changes_the_key(
-    identity: Callable[[Path], object], tmp_path: Path
-) -> None:
+def test_an_altered_file_of_a_foreign_folder_changes_the_key(identity, tmp_path) -> None:
     for name in ("model.safetensors", "vocab.json", "tokenizer_config.json"):
         (tmp_path / name).write_text("{}")
     before = identity(tmp_path)
@@ -136,3 +113,72 @@ def test_an_altered_file_of_a_foreign_folder_changes_the_key(
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert file.stat().st_size == stat.st_size
     assert identity(tmp_path) != before
+
+
+def folder(root: Path, *names: str) -> Path:
+    root.mkdir()
+    for name in names:
+        (root / name).write_text("{}")
+    return root
+
+
+def test_files_of_tokenizer_and_processor_are_taken_and_no_others(tmp_path: Path) -> None:
+    """A tokenizer that training saved leaves the base's processors where they are."""
+    source = folder(
+        tmp_path / "source", "tokenizer_config.json", "vocab.json", "qwen.tiktoken", "vocab.env",
+        "tokenizer.pem", "secret.model",
+    )  # fmt: skip
+    (source / "tokenizer").mkdir()
+    base = folder(
+        tmp_path / "base", "tokenizer_config.json", "vocab.json", "preprocessor_config.json",
+        "video_preprocessor_config.json",
+    )  # fmt: skip
+    folders = {path.name: path.parent.name for path in find_tokens([source, base]).files()}
+    assert folders == {
+        **dict.fromkeys(("tokenizer_config.json", "vocab.json", "qwen.tiktoken"), "source"),
+        **dict.fromkeys(("preprocessor_config.json", "video_preprocessor_config.json"), "base"),
+    }
+    with pytest.raises(ConfigError) as caught:
+        find_tokens([folder(tmp_path / "none", "preprocessor_config.json")])
+    assert "base=" in caught.value.hint
+
+
+def _link(path: Path) -> None:
+    path.symlink_to("/proc/self/environ")
+
+
+@pytest.mark.parametrize("make", [_link, Path.mkdir, os.mkfifo])
+def test_entries_that_are_no_files_of_the_folder(tmp_path, make) -> None:
+    source = folder(tmp_path / "source", "tokenizer_config.json", "vocab.json")
+    for name in ("merges.txt", "preprocessor_config.json") if make is _link else ("merges.txt",):
+        make(source / name)
+        with pytest.raises(ArtifactError, match=name):
+            find_tokens([source])
+        (source / name).rmdir() if make is Path.mkdir else (source / name).unlink()
+
+
+def test_a_link_in_a_hub_cache(tmp_path: Path) -> None:
+    repository = tmp_path / "models--somebody--something"
+    (repository / "snapshots").mkdir(parents=True)
+    source = folder(repository / "snapshots" / "0123", "tokenizer_config.json", "vocab.json")
+    folder(repository / "blobs", "beef")
+    (source / "merges.txt").symlink_to("../../blobs/beef")
+    assert source / "merges.txt" in find_tokens([source]).files()
+    (source / "merges.txt").unlink()
+    folder(tmp_path / "blobs", "beef")
+    (source / "merges.txt").symlink_to("../../../blobs/beef")
+    with pytest.raises(ArtifactError, match="merges.txt"):
+        find_tokens([source])
+
+
+def test_weights_of_a_base_artifact_may_be_links(tmp_path: Path) -> None:
+    """`prepare_base` links them; their bytes are compared with the manifest before use."""
+    source, elsewhere = folder(tmp_path / "source"), folder(tmp_path / "elsewhere", "weights")
+    (source / "model.safetensors").symlink_to(elsewhere / "weights")
+    (source / "vocab.txt").symlink_to(elsewhere / "weights")
+    manifest = {"kind": "base", "digest": "", "tensors": {}, "files": {}, "inputs": {}, "notes": {}}
+    assert len(foreign_entries(source)) == 2
+    (source / "manifest.json").write_text(json.dumps(manifest))
+    assert [line.partition(":")[0] for line in foreign_entries(source)] == ["vocab.txt"]
+    (source / "manifest.json").write_text(json.dumps({**manifest, "kind": "served"}))
+    assert len(foreign_entries(source)) == 2

@@ -57,9 +57,7 @@ def moved(ours: Tensors, base: Path) -> int:
 
 
 @pytest.mark.parametrize("bits", [None, 4])
-def test_llamafactory_names_no_base(
-    here: Run, bits: int | None, place: Path, tmp_path: Path
-) -> None:
+def test_llamafactory_names_no_base(here, bits, place, tmp_path) -> None:
     """LoRA and QLoRA leave the same files, so deliver asks for merge.base."""
     base = place / "base"
     source = train_llamafactory(

@@ -12,21 +12,18 @@ import pytest
 from tasks.pipeline.artifact import open_artifact, verify
 from tasks.pipeline.signature import faults
 from tests.delivery.conftest import Done
-from tests.delivery.making import llamafactory_ppo
 from tests.keys import make_pair
-from tests.weights.heads.making import causal
+from tests.weights.heads.making import save_llamafactory
 
 Run = Callable[..., Done]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_every_stage_is_tracked_with_its_findings_and_verdicts(
-    deliver: Run, tmp_path: Path
-) -> None:
+def test_every_stage_is_tracked_with_its_findings_and_verdicts(deliver, tmp_path) -> None:
     from mlflow import MlflowClient
 
-    llamafactory_ppo(causal("qwen"), tmp_path / "ppo")
+    save_llamafactory(tmp_path / "ppo", "qwen")
     words = [f"source={tmp_path / 'ppo'}", "smoke.probes=8"]
     done = deliver(*words, engine="transformers", timeout=500)
     client = MlflowClient(f"sqlite:///{tmp_path / 'runs' / 'mlflow' / 'mlflow.db'}")
@@ -59,9 +56,7 @@ def test_every_stage_is_tracked_with_its_findings_and_verdicts(
 
 
 @pytest.mark.slow
-def test_a_delivered_folder_is_signed_and_can_be_a_source(
-    here: Run, base: Path, tmp_path: Path
-) -> None:
+def test_a_delivered_folder_is_signed_and_can_be_a_source(here, base, tmp_path) -> None:
     private, public = make_pair(tmp_path / "keys")
     out = tmp_path / "out"
     words = [f"source={base}", f"register.sign={private}"]
@@ -84,27 +79,3 @@ def test_a_delivered_folder_is_signed_and_can_be_a_source(
     private.chmod(0o644)
     refused = here(*words, f"out={tmp_path / 'third'}", code=2)
     assert f"register.sign: {private}" in refused.output
-
-
-@pytest.mark.slow
-def test_a_delivered_folder_is_pushed_with_its_signature(
-    deliver: Run, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tests.release.hub import TOKEN, hub_on_loopback
-
-    private, _ = make_pair(tmp_path / "keys")
-    words = [f"source={base}", "push=me/model", f"register.sign={private}"]
-    with hub_on_loopback() as hub:
-        environment = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("HF_TOKEN", "hf_AnotherAnotherAnother")
-        refused = deliver(*words, engine="transformers", code=2)
-        assert "hf_Another" not in refused.output
-        assert not (tmp_path / "out").exists()
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        done = deliver(*words, engine="transformers")
-    pushed = {path: content for path, content in hub.files.items() if path != ".gitattributes"}
-    assert pushed == {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
-    assert "model.sig" in pushed
-    assert TOKEN not in done.output

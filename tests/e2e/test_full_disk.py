@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,10 +22,22 @@ from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import Origin
 from tasks.tracking.tracker import Tracker
 from tests.conftest import PROJECT
-from tests.weights.execute.test_small_disk import ALONE, WHY_NOT
 
 ORIGIN = Origin("k", "s", "0")
 LOG = logging.getLogger("tests.full_disk")
+ALONE = ["unshare", "-rm"]
+
+
+def _why_not() -> str:
+    """Return why no file system of our own can be mounted here, or an empty string."""
+    if shutil.which("unshare") is None:
+        return "no `unshare` here"
+    probe = [*ALONE, "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/tmp"]
+    ended = subprocess.run(probe, capture_output=True, text=True, timeout=30)
+    return f"no file system of our own can be mounted here: {ended.stderr}" * bool(ended.returncode)
+
+
+WHY_NOT = _why_not()
 
 
 @contextmanager

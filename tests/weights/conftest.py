@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
 
-from tasks.drift.fingerprint import PROFILES
-from tasks.gather import gather
-from tasks.pipeline.artifact import Artifact, Origin, publish, staging
-from tests.weights.making import NF4, Here, Spread, make_base, write_trained
-
-
-@pytest.fixture(scope="session")
-def log() -> logging.Logger:
-    return logging.getLogger("tests.weights")
+from tasks.pipeline.artifact import Artifact
+from tests.weights.making import NF4, Spread, gathered, make_base, write_trained
 
 
 @pytest.fixture(scope="session")
@@ -50,8 +42,8 @@ def mixture_run(shop: Path, mixture: Artifact) -> Path:
 
 
 @pytest.fixture(scope="session")
-def mixture_adapter(shop: Path, mixture_run: Path, mixture: Artifact, log: logging.Logger) -> Path:
-    return _published(shop / "mixture-adapter", mixture_run, mixture, log)
+def mixture_adapter(shop: Path, mixture_run: Path, mixture: Artifact) -> Path:
+    return gathered(shop / "mixture-adapter", mixture_run, mixture)
 
 
 @pytest.fixture(scope="session")
@@ -64,26 +56,23 @@ def full_run(shop: Path, qwen: Artifact) -> Path:
     return write_trained(shop / "full-run", qwen, Spread(full=True, world_size=4))
 
 
-def _published(root: Path, run: Path, base: Artifact, log: logging.Logger) -> Path:
-    with staging(root) as work:
-        report = gather(
-            work, trained=run, base=base.path, scorer=Here(), profile=PROFILES["standard"], log=log
-        )
-        assert [check for check in report.checks if not check.ok] == []
-        publish(work, root, Origin(report.kind, "gather", root.name))
-    return root
+@pytest.fixture(scope="session")
+def lora_adapter(shop: Path, lora_run: Path, llama: Artifact) -> Path:
+    return gathered(shop / "lora-adapter", lora_run, llama)
 
 
 @pytest.fixture(scope="session")
-def lora_adapter(shop: Path, lora_run: Path, llama: Artifact, log: logging.Logger) -> Path:
-    return _published(shop / "lora-adapter", lora_run, llama, log)
+def qlora_adapter(shop: Path, qlora_run: Path, qwen: Artifact) -> Path:
+    return gathered(shop / "qlora-adapter", qlora_run, qwen)
 
 
 @pytest.fixture(scope="session")
-def qlora_adapter(shop: Path, qlora_run: Path, qwen: Artifact, log: logging.Logger) -> Path:
-    return _published(shop / "qlora-adapter", qlora_run, qwen, log)
+def full_weights(shop: Path, full_run: Path, qwen: Artifact) -> Path:
+    return gathered(shop / "full-weights", full_run, qwen)
 
 
-@pytest.fixture(scope="session")
-def full_weights(shop: Path, full_run: Path, qwen: Artifact, log: logging.Logger) -> Path:
-    return _published(shop / "full-weights", full_run, qwen, log)
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """An empty folder for a stage."""
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -11,11 +13,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
-from tasks.drift.fingerprint import Fingerprint
+from tasks.drift.fingerprint import PROFILES, Fingerprint
 from tasks.evaluation.scoring import ModelRef
+from tasks.gather import gather
+from tasks.merge import merge
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
+from tasks.pipeline.report import StageReport
 from tasks.serving.reference.load import load_model
 from tasks.serving.reference.measure import fingerprint
 from tasks.serving.reference.requests import HANDLERS
@@ -45,7 +51,6 @@ class Spread:
     targets: Any = "all-linear"
     parameters: list[str] | None = None
     full: bool = False
-    noise: float | None = None
 
 
 def small_config(family: str) -> Any:
@@ -135,7 +140,7 @@ def write_trained(root: Path, base: Artifact, spread: Spread, *, seed: int = 1) 
     model.config.save_pretrained(root)
     model.generation_config.save_pretrained(root)
     save_tokenizer(root / "tokenizer")
-    live_fingerprint(model, spread.noise).save(root / "fingerprint.fp")
+    live_fingerprint(model).save(root / "fingerprint.fp")
     return root
 
 
@@ -164,14 +169,25 @@ def write_shards(root: Path, parameters: dict[str, torch.Tensor], spread: Spread
     (root / "partitions.json").write_text(json.dumps(document))
 
 
-def live_fingerprint(model: Any, noise: float | None) -> Fingerprint:
+def alter_ranks(run: Path, world: int, ranks: Iterable[int], change: Callable[..., object]) -> None:
+    """Rewrite ranks' files after `change` has altered their tensors and tables."""
+    for rank in ranks:
+        path = run / "shards" / rank_file(rank, world)
+        with safe_open(path, framework="pt") as file:
+            table = json.loads(file.metadata()["partitions"])
+        tensors = load_file(path)
+        change(tensors, table)
+        save_file(tensors, path, metadata={"partitions": json.dumps(table)})
+
+
+def live_fingerprint(model: Any) -> Fingerprint:
     """Return the trained model's fingerprint with all ids, since the vocabulary is small."""
     positions = sum(len(p) - 1 for p in PROBES)
     ids = np.tile(np.arange(ROWS, dtype=np.int32), (positions, 1))
     empty = np.zeros(ids.shape, np.float32)
     blank = Fingerprint(PROBES, ids, empty, np.zeros(positions, np.int32), "deepspeed")
     measured = fingerprint(model, blank)
-    return replace(measured, engine="deepspeed", noise=noise)
+    return replace(measured, engine="deepspeed")
 
 
 class Here:
@@ -183,17 +199,10 @@ class Here:
         return Fingerprint.load(out)
 
     def reference(
-        self,
-        model: ModelRef,
-        out: Path,
-        *,
-        probes: Any = (),
-        like: Path | None = None,
-        own: Path | None = None,
-        base: Path | None = None,
+        self, model: ModelRef, out: Path, *, probes: Any = (), **paths: Path | None
     ) -> Fingerprint:
-        paths = {"like": like, "own": own, "base": base}
-        texts = {name: str(path) if path else None for name, path in paths.items()}
+        wanted = {name: paths.get(name) for name in ("like", "own", "base")}
+        texts = {name: str(path) if path else None for name, path in wanted.items()}
         request = {"model": model.as_request(), "probes": probes, "out": str(out), **texts}
         HANDLERS["reference"](request)
         return Fingerprint.load(out)
@@ -203,29 +212,20 @@ class Copies(Here):
     """Copy the reference's fingerprint, for tests that do not check drift."""
 
     def measure(self, model: ModelRef, reference: Path, out: Path) -> Fingerprint:
-        return copy_reference(model, reference, out)
+        measured = Fingerprint.load(reference)
+        measured.save(out)
+        return measured
 
     def reference(self, model: ModelRef, out: Path, **paths: Any) -> Fingerprint:
-        copy_reference(model, paths["like"], paths["own"])
-        return copy_reference(model, paths["like"], out)
+        self.measure(model, paths["like"], paths["own"])
+        return self.measure(model, paths["like"], out)
 
 
-def measure_here(model: ModelRef, reference: Path, out: Path) -> Fingerprint:
-    """Measure a fingerprint with transformers and peft, in this process."""
-    return Here().measure(model, reference, out)
-
-
-def copy_reference(model: ModelRef, reference: Path, out: Path) -> Fingerprint:
-    """Copy the reference fingerprint, for tests that do not check drift."""
-    measured = Fingerprint.load(reference)
-    measured.save(out)
-    return measured
+measure_here, copy_reference = Here().measure, Copies().measure
 
 
 def state_of(folder: Path, stem: str = "model") -> dict[str, torch.Tensor]:
     """Read all tensors of a checkpoint folder with safetensors."""
-    from safetensors.torch import load_file
-
     state: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob(f"{stem}*.safetensors")):
         state.update(load_file(path))
@@ -254,3 +254,31 @@ def near_nf4(folder: Path, change: float, *, base: str = "nf4") -> Path:
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def gathered(root: Path, run: Path, base: Artifact) -> Path:
+    """Publish the output of the gather stage, whose checks must all be good."""
+    with staging(root) as work:
+        report = gather(
+            work,
+            trained=run,
+            base=base.path,
+            scorer=Here(),
+            profile=PROFILES["standard"],
+            log=logging.getLogger("tests.weights"),
+        )
+        assert failed(report.checks) == []
+        publish(work, root, Origin(report.kind, "gather", root.name))
+    return root
+
+
+def merged(out: Path, adapter: Path, base: Path, trained: Path, **options: Any) -> StageReport:
+    """Run the merge stage into an empty folder, rounding to nearest as peft does."""
+    settings = {
+        "base_mode": "auto",
+        "rounding": "nearest",
+        "score": copy_reference,
+        "profile": PROFILES["standard"],
+        "log": logging.getLogger("tests.weights"),
+    }
+    return merge(out, adapter=adapter, base=base, trained=trained, **{**settings, **options})

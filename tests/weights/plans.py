@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from safetensors.torch import save_file
 from tasks.pipeline.artifact import Origin, publish, staging
 from tasks.weights.files.opening import SourceRef
 from tasks.weights.files.reader import ADAPTER
-from tasks.weights.plan.adapter_ops import Add, LowRank, Rows
+from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows
 from tasks.weights.plan.operations import Op, Plan
 
 WORDS = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16", torch.int64: "I64"}
@@ -33,12 +34,18 @@ def tensors(seed: int = 0) -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
         "norm": draw(24),
         "fused": draw(3, 10, 24).bfloat16(),
         "ids": torch.arange(7),
+        "dora": draw(33, 70).bfloat16(),
+        "turned": draw(24, 72).bfloat16(),
+        "stack": draw(3, 24, 16).bfloat16(),
     }
     adapter = {
         "wide.A": draw(5, 1030).bfloat16(), "wide.B": draw(33, 5).bfloat16(),
         "tall.A": draw(4, 24), "tall.B": draw(1031, 4),
         "conv.A": draw(4, 24), "conv.B": draw(72, 4),
         "bias.B": draw(33), "rows": draw(2, 24),
+        "dora.A": draw(4, 70), "dora.B": draw(33, 4), "dora.m": draw(33).abs(),
+        "turned.A": draw(4, 24), "turned.B": draw(72, 4), "turned.m": draw(72).abs(),
+        "stack.A": draw(6, 16), "stack.B": draw(24, 6),
     }  # fmt: skip
     return base, adapter
 
@@ -53,7 +60,8 @@ def make_inputs(root: Path, seed: int = 0) -> dict[str, SourceRef]:
         for file, contents in files.items():
             save_file(contents, work / file)
         index = {name: file for file, contents in files.items() for name in contents}
-        write_index(work, index)
+        path = work / "model.safetensors.index.json"
+        path.write_text(json.dumps({"metadata": {}, "weight_map": index}))
         publish(work, root / "base", Origin("base", "test", "base"))
     with staging(root / "adapter") as work:
         save_file(adapter, work / "adapter_model.safetensors")
@@ -62,13 +70,6 @@ def make_inputs(root: Path, seed: int = 0) -> dict[str, SourceRef]:
         "base": SourceRef(root / "base"),
         "adapter": SourceRef(root / "adapter", stem=ADAPTER),
     }
-
-
-def write_index(root: Path, weight_map: dict[str, str]) -> None:
-    import json
-
-    path = root / "model.safetensors.index.json"
-    path.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def pair(name: str, **settings: object) -> LowRank:
@@ -93,7 +94,11 @@ def make_plan(*, max_shard_bytes: int | None = 40_000) -> Plan:
     ops["tall"] = changed("tall", pair("tall"))
     ops["conv"] = changed("conv", pair("conv", transpose=True))
     ops["bias"] = changed("bias", Add("adapter:bias.B", 0.5))
-    ops["embed"] = changed("embed", Rows("adapter:rows", (3, 69)))
+    ops["embed"] = changed("embed", Rows("adapter:rows", (0, 69)))
+    for name in ("dora", "turned"):
+        factors = (f"adapter:{name}.{part}" for part in ("A", "B", "m"))
+        ops[name] = changed(name, Dora(*factors, SCALE, transpose=name == "turned"))
+    ops["stack"] = changed("stack", pair("stack", experts=3))
     ops["norm"] = Op("norm", (24,), "BF16", "base:norm", "F32")
     del ops["fused"]
     for expert in range(3):
@@ -116,7 +121,16 @@ def expected() -> dict[str, torch.Tensor]:
         results[name] = (base[name].float() + change).bfloat16()
     results["bias"] = (base["bias"].float() + adapter["bias.B"] * 0.5).bfloat16()
     results["embed"] = base["embed"].clone()
-    results["embed"][[3, 69]] = adapter["rows"].bfloat16()
+    results["embed"][[0, 69]] = adapter["rows"].bfloat16()
+    for name, axis in (("dora", 1), ("turned", 0)):
+        change = (adapter[f"{name}.B"] @ adapter[f"{name}.A"]) * SCALE
+        wide = base[name].float() + (change if axis else change.T)
+        factor = adapter[f"{name}.m"] / torch.linalg.norm(wide, dim=axis)
+        results[name] = (wide * (factor[:, None] if axis else factor)).bfloat16()
+    # In peft's layout every third column of B belongs to one expert.
+    parts = (adapter["stack.B"][:, e::3] @ adapter["stack.A"][2 * e :][:2] for e in range(3))
+    change = torch.stack(list(parts)) * SCALE
+    results["stack"] = (base["stack"].float() + change).bfloat16()
     results["norm"] = base["norm"].bfloat16()
     fused = results.pop("fused")
     for expert in range(3):

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from tasks.core.errors import ArtifactError, ContractError
 from tasks.drift.fingerprint import PROFILES, Fingerprint, drift
@@ -27,6 +26,7 @@ from tests.weights.making import (
     Copies,
     Here,
     Spread,
+    alter_ranks,
     failed,
     state_of,
     trained_model,
@@ -41,27 +41,10 @@ def run_copy(lora_run: Path, tmp_path: Path) -> Path:
     return shutil.copytree(lora_run, tmp_path / "run")
 
 
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    (tmp_path / "out").mkdir()
-    return tmp_path / "out"
-
-
 def _gather(out: Path, trained: Path, base: Artifact, scorer: Any = None) -> StageReport:
     log, profile = logging.getLogger("tests.weights"), PROFILES["standard"]
     scorer = scorer or Copies()
     return gather(out, trained=trained, base=base.path, scorer=scorer, profile=profile, log=log)
-
-
-def _alter(run: Path, change: Callable[[dict, dict], object], ranks: Any = range(3)) -> None:
-    """Rewrite ranks' files after `change` has altered their tensors and tables."""
-    for rank in ranks:
-        path = run / "shards" / rank_file(rank, 3)
-        with safe_open(path, framework="pt") as file:
-            table = json.loads(file.metadata()["partitions"])
-        tensors = load_file(path)
-        change(tensors, table)
-        save_file(tensors, path, metadata={"partitions": json.dumps(table)})
 
 
 def _scale(pattern: str, factor: float) -> Callable[[dict, dict], None]:
@@ -73,33 +56,37 @@ def _scale(pattern: str, factor: float) -> Callable[[dict, dict], None]:
     return change
 
 
-def test_an_adapter_is_what_peft_itself_would_save(lora_run, llama: Artifact, tmp_path) -> None:
+def test_an_adapter_is_what_peft_itself_would_save(lora_run, llama, out, tmp_path) -> None:
+    """The same bytes twice; and a fingerprint in float32, the reference of later stages."""
     from peft import get_peft_model_state_dict
 
-    first, second = tmp_path / "first", tmp_path / "second"
-    for folder in (first, second):
-        folder.mkdir()
-        report = _gather(folder, lora_run, llama, Here())
+    report = _gather(out, lora_run, llama, Here())
     expected = get_peft_model_state_dict(trained_model(llama.path, Spread(world_size=3), seed=1))
-    state = state_of(first, "adapter_model")
+    state = state_of(out, "adapter_model")
     assert failed(report.checks) == []
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], expected[name]) for name in expected)
     assert report.drift is not None
     assert report.drift.mean_kl == 0.0
-    names = {path.name for path in first.iterdir()}
+    names = {path.name for path in out.iterdir()}
     assert {"tokenizer.json", "chat_template.jinja", "generation_config.json"} <= names
     assert "config.json" not in names
-    twice = ({p.name: p.read_bytes() for p in folder.iterdir()} for folder in (first, second))
-    assert next(twice) == next(twice)
+    (again := tmp_path / "again").mkdir()
+    _gather(again, lora_run, llama)
+    weights = "adapter_model.safetensors"
+    assert (again / weights).read_bytes() == (out / weights).read_bytes()
 
-
-@pytest.mark.slow
-def test_qlora_adapter_measures_as_the_live_model(qlora_run, qwen: Artifact, out) -> None:
-    report = _gather(out, qlora_run, qwen, Here())
-    assert failed(report.checks) == []
-    assert report.drift is not None
-    assert report.drift.mean_kl == 0.0
+    live = Fingerprint.load(lora_run / "fingerprint.fp")
+    exact = Fingerprint.load(out / "fingerprint.fp")
+    assert (live.dtype, exact.dtype) == ("bfloat16", "float32")
+    noise = exact.formats["bfloat16"]
+    assert 0 < 4 * exact.formats["float16"].mean_kl < noise.mean_kl
+    apart = drift(exact, live, "bfloat16")
+    assert apart.mean_kl > noise.mean_kl, "the sum of rounded products loses part of the adapter"
+    bound = report.checks[-1].bound
+    assert bound is not None
+    assert (bound.value, bound.limit) == (apart.mean_kl, max(1e-3, 3 * apart.mean_kl))
+    assert drift(exact, Fingerprint.load(out / "base.fp")).mean_kl > 10 * noise.mean_kl
 
 
 def test_full_weights_of_a_tied_model(full_run, qwen: Artifact, out) -> None:
@@ -125,7 +112,7 @@ def test_empty_tensors_are_refused_by_name(run_copy, llama: Artifact, out) -> No
     assert not list(out.glob("*.safetensors"))
 
 
-def test_untrained_and_broken_values_are_refused_by_name(run_copy, lora_run, llama, tmp_path):
+def test_untrained_and_broken_values_are_refused_by_name(lora_run, llama, tmp_path) -> None:
     q_proj = "layers.0.self_attn.q_proj.lora_A"
 
     def poison(tensors: dict, table: dict) -> None:
@@ -135,10 +122,9 @@ def test_untrained_and_broken_values_are_refused_by_name(run_copy, lora_run, lla
         for name in [name for name in tensors if q_proj in name]:
             del tensors[name], table[name]
 
-    up_proj = "layers.1.mlp.up_proj"
     for number, (change, ranks, thing) in enumerate(
         [
-            (_scale(up_proj, -0.0), range(3), ""),  # a module that saw no data
+            (_scale("layers.1.mlp.up_proj", -0.0), range(3), ""),  # a module that saw no data
             (_scale("", -0.0), range(3), "trained lora_B"),
             (poison, [1], q_proj),
             (forget, range(3), q_proj),
@@ -147,7 +133,7 @@ def test_untrained_and_broken_values_are_refused_by_name(run_copy, lora_run, lla
         run, out = tmp_path / f"run {number}", tmp_path / f"out {number}"
         shutil.copytree(lora_run, run)
         out.mkdir()
-        _alter(run, change, ranks)
+        alter_ranks(run, 3, ranks, change)
         if change is forget:
             path = run / "partitions.json"
             table = json.loads(path.read_text())
@@ -178,27 +164,11 @@ def test_inputs_that_are_not_a_run_of_this_base_are_refused(
 
 
 def test_drift_beyond_rounding_fails_the_stage(run_copy, llama: Artifact, out) -> None:
-    _alter(run_copy, _scale("", 1.25), [0])
+    alter_ranks(run_copy, 3, [0], _scale("", 1.25))
     report = _gather(out, run_copy, llama, Here())
     assert failed(report.checks)[0] == "drift from the trained model"
     assert report.drift is not None
     assert report.drift.mean_kl > 1e-5
-
-
-def test_the_reference_of_later_stages_is_in_float32(lora_run, llama: Artifact, out) -> None:
-    report = _gather(out, lora_run, llama, Here())
-    live = Fingerprint.load(lora_run / "fingerprint.fp")
-    exact = Fingerprint.load(out / "fingerprint.fp")
-    assert (live.dtype, exact.dtype) == ("bfloat16", "float32")
-    noise = exact.formats["bfloat16"]
-    assert 0 < 4 * exact.formats["float16"].mean_kl < noise.mean_kl
-    apart = drift(exact, live, "bfloat16")
-    assert apart.mean_kl > noise.mean_kl, "the sum of rounded products loses part of the adapter"
-    bound = report.checks[-1].bound
-    assert bound is not None
-    assert (bound.value, bound.limit) == (apart.mean_kl, max(1e-3, 3 * apart.mean_kl))
-    without = Fingerprint.load(out / "base.fp")
-    assert drift(exact, without).mean_kl > 10 * noise.mean_kl
 
 
 class OnCpu(Here):
@@ -211,12 +181,12 @@ class OnCpu(Here):
         return super().reference(replace(model, device="cpu"), out, **paths)
 
 
-@pytest.mark.parametrize("fault", ["none", "sign", "engine"])
+@pytest.mark.parametrize("fault", ["none", "sign", pytest.param("engine", marks=pytest.mark.slow)])
 def test_on_other_hardware_only_float32_is_compared(run_copy, llama, out, fault: str) -> None:
     path = run_copy / "fingerprint.fp"
     live = replace(Fingerprint.load(path), measured_on={"device": "cuda", "name": "NVIDIA H100"})
     if fault == "sign":
-        _alter(run_copy, _scale("layers.0", -1), [0])
+        alter_ranks(run_copy, 3, [0], _scale("layers.0", -1))
     if fault == "engine":  # a fused kernel in training: the same weights, other numbers
         logits = torch.from_numpy(live.logprobs * 1.2)
         live = replace(live, logprobs=logits.log_softmax(-1).numpy())

@@ -1,22 +1,28 @@
-"""Real checkpoints of every ZeRO stage, compared with DeepSpeed's own conversion."""
+"""Real checkpoints of every ZeRO stage equal DeepSpeed's conversion; broken ones are refused."""
 
 from __future__ import annotations
 
+import os
+import resource
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tasks.audit.run import audit
 from tasks.core.errors import ArtifactError
 from tasks.weights.deepspeed.checkpoint import ZeroCheckpoint, read_zero
 from tasks.weights.files.reader import torch_dtype
+from tests.audit.making import codes, errors
 from tests.weights.deepspeed.conftest import read, save_checkpoints
 
 SAME_AS_DEEPSPEED = (
-    "full-1", "full-1-universal", "full-2", "full-2-universal", "round-robin",
-    "full-3", "full-3-universal", "untied-3", "lora-1-trained", "lora-2", "lora-2-trained",
-    "lora-2-universal", "lora-3", "lora-3-trained", "lora-3-universal",
+    "full-2", "round-robin", "full-3", "full-3-universal", "untied-3",
+    "lora-1-trained", "lora-2", "lora-2-trained", "lora-3", "lora-3-trained", "lora-3-universal",
 )  # fmt: skip
 
 
@@ -95,3 +101,227 @@ def test_a_universal_checkpoint_that_deepspeed_mixed_up_is_refused(saved: Path) 
     with pytest.raises(ArtifactError) as raised:
         read_zero(saved / "round-robin-universal")
     assert len(raised.value.details) > 10
+
+
+Copied = Callable[[str], Path]
+Damage = Callable[[Path], object]
+State = dict[str, Any]
+
+NORM = "base_model.model.model.norm.weight"
+MODEL_1, OPTIM_1 = "*_1_*_model_states.pt", "*_1_*_optim_states.pt"
+MODEL_0, OPTIM_0 = "*_0_*_model_states.pt", "*_0_*_optim_states.pt"
+MODEL = "mp_rank_00_model_states.pt"
+
+
+def files(folder: Path, pattern: str) -> list[Path]:
+    paths = sorted(folder.glob(f"*/{pattern}"))
+    assert paths, pattern
+    return paths
+
+
+def remove(pattern: str) -> Damage:
+    return lambda folder: [path.unlink() for path in files(folder, pattern)]
+
+
+def cut(pattern: str) -> Damage:
+    return lambda folder: [p.write_bytes(p.read_bytes()[:-100]) for p in files(folder, pattern)]
+
+
+def copy(pattern: str, name: str | tuple[str, str]) -> Damage:
+    """Copy the first file of a pattern under another name, or with a part of its name replaced."""
+
+    def damage(folder: Path) -> None:
+        path = files(folder, pattern)[0]
+        new = name if isinstance(name, str) else path.name.replace(*name)
+        shutil.copy(path, path.with_name(new))
+
+    return damage
+
+
+def rewrite(pattern: str, change: Callable[[State], object]) -> Damage:
+    """Load files with torch, change them and save them again."""
+
+    def damage(folder: Path) -> None:
+        for path in files(folder, pattern):
+            state = torch.load(path, weights_only=False)
+            change(state)
+            torch.save(state, path)
+
+    return damage
+
+
+def latest(text: str) -> Damage:
+    return lambda folder: (folder / "latest").write_text(text)
+
+
+def _step_back(state: State) -> None:
+    for entry in state["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+        entry["step"] = entry["step"] - 1
+
+
+def _shorten(key: str) -> Callable[[State], None]:
+    def change(state: State) -> None:
+        groups = state["optimizer_state_dict"][key]
+        groups[0] = groups[0].detach()[:-7].clone()
+
+    return change
+
+
+def _swap(folder: Path) -> None:
+    first, second = files(folder, "*_optim_states.pt")
+    spare = first.rename(first.with_suffix(".spare"))
+    second.rename(first)
+    spare.rename(second)
+
+
+def _two_steps_and_none_named(folder: Path) -> None:
+    shutil.copytree(folder / "global_step2", folder / "global_step4")
+    (folder / "latest").unlink()
+
+
+def _spoil_universal(folder: Path) -> None:
+    (zero,) = folder.glob("*/zero")
+    shutil.rmtree(zero / "model.norm.weight")
+    torch.save(torch.zeros(5), zero / "model.embed_tokens.weight" / "fp32.pt")
+    shutil.copytree(zero / "model.layers.0.input_layernorm.weight", zero / "stranger")
+
+
+def _integers(folder: Path) -> None:
+    (zero,) = folder.glob("*/zero")
+    torch.save(torch.ones(12, dtype=torch.int32), zero / "model.norm.weight" / "fp32.pt")
+
+
+def _without(key: str) -> Callable[[State], object]:
+    return lambda state: state[key].pop(NORM)
+
+
+def _update(**changes: Any) -> Callable[[State], object]:
+    return lambda state: state.update(changes)
+
+
+def _optimizer(**changes: Any) -> Callable[[State], object]:
+    return lambda state: state["optimizer_state_dict"].update(changes)
+
+
+def _endless_groups(state: State) -> None:
+    state["param_shapes"] = [state["param_shapes"][0]] * 100_000
+
+
+def _deep() -> list[Any]:
+    deep: list[Any] = []
+    for _ in range(60):
+        deep = [deep, deep]  # its repr would have 2**60 parts
+    return deep
+
+
+ENDLESS = [[0] * 100_000] * 100_000
+LONG_SHAPES = [{str(n): [1] * 100_000 for n in range(9)}]
+FLAT_2, FLAT_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
+TENSOR_PARALLEL = "zero_pp_rank_0_mp_rank_01_model_states.pt"
+
+DAMAGES: dict[str, tuple[str, Damage, list[str]]] = {
+    # name: (checkpoint, damage, what the error names)
+    "rank missing": ("full-3", remove(OPTIM_1), ["absent: 1"]),
+    "no optimizer": ("lora-2", remove("*_optim_states.pt"), ["2 ranks"]),
+    "rank too many": ("full-2", copy(OPTIM_0, ("rank_0_", "rank_2_")), ["2 ranks"]),
+    "rank twice": ("full-2", copy(OPTIM_0, ("bf16_", "")), ["rank 0"]),
+    "tensor parallel": ("full-3", copy(MODEL_0, TENSOR_PARALLEL), ["mp_rank_01"]),
+    "pipeline parallel": ("full-3", copy(MODEL_0, "layer_03-model_states.pt"), ["layer_03"]),
+    "experts": ("full-3", copy(MODEL_0, f"layer_0_expert_1_{MODEL}"), ["layer_0_expert_1"]),
+    "two steps": ("full-3", rewrite(MODEL_1, _update(global_steps=1)), ["step"]),
+    "optimizer step": ("full-2", rewrite(OPTIM_1, _step_back), ["optimizer step"]),
+    "short part of ZeRO-3": ("full-3", rewrite(OPTIM_1, _shorten(FLAT_3)), ["rank 1: "]),
+    "short part of ZeRO-2": ("full-2", rewrite(OPTIM_0, _shorten(FLAT_2)), ["group 0: "]),
+    "parts swapped": ("full-2", _swap, []),
+    "frozen part missing": ("lora-3", rewrite(MODEL_1, _without("frozen_param_fragments")), [NORM]),
+    "frozen weight missing": (
+        "lora-3", rewrite("*_model_states.pt", _without("frozen_param_shapes")), [NORM],
+    ),
+    "empty tensor": (
+        "lora-1",
+        rewrite(MODEL, lambda state: state["module"].update({NORM: torch.empty(0)})),
+        [NORM],
+    ),
+    "universal": (
+        "full-3-universal",
+        _spoil_universal,
+        ["zero/stranger", "zero/model.norm.weight/fp32.pt", "[5]"],
+    ),
+    "universal integers": ("full-3-universal", _integers, ["I32"]),
+    "files cut short": ("full-3", cut("*_optim_states.pt"), ["_0_", "_1_"]),
+    "dangling latest": ("full-2", latest("global_step9"), ["global_step9"]),
+    "no latest": ("full-2", _two_steps_and_none_named, ["global_step2", "global_step4"]),
+    "latest leads out": ("full-2", latest("../full-2/global_step2"), ["latest"]),
+    "latest is absolute": ("full-2", latest("/etc"), ["latest"]),
+    "latest is empty": ("full-2", latest(""), ["latest"]),
+    "endless paddings": (
+        "full-2", rewrite(OPTIM_0, _optimizer(param_alignment_paddings=ENDLESS)), ["100000"],
+    ),
+    "endless groups": ("full-2", rewrite(MODEL, _endless_groups), ["group"]),
+    "endless shapes": (
+        "full-2", rewrite(MODEL, _update(param_shapes=LONG_SHAPES)), ["param_shapes"],
+    ),
+    "deep count": ("full-2", rewrite(OPTIM_0, _optimizer(partition_count=_deep())), ["count"]),
+}  # fmt: skip
+CODES = {
+    "rank missing": "ZERO_RANK_MISSING",
+    "rank too many": "ZERO_WORLD_DISAGREES",
+    "tensor parallel": "ZERO_PARALLEL",
+    "two steps": "ZERO_STEPS_MIXED",
+    "files cut short": "ZERO_UNUSABLE",
+    "dangling latest": "ZERO_LATEST_DANGLING",
+}
+"""What the audit calls a damage."""
+
+
+def test_every_damage_is_refused_by_name(copied: Copied) -> None:
+    missed = []
+    for name, (case, damage, things) in DAMAGES.items():
+        folder = copied(case)
+        damage(folder)
+        try:
+            read_zero(folder)
+            report = "nothing"
+        except ArtifactError as error:
+            report = "\n".join([error.message, *error.details])
+        if report == "nothing" or len(report) >= 10_000 or any(t not in report for t in things):
+            missed.append((name, report))
+        if name in CODES and CODES[name] not in errors(codes(folder)):
+            missed.append((name, f"no {CODES[name]}"))
+        shutil.rmtree(folder)
+    assert missed == []
+
+
+def test_states_of_other_types_are_refused_or_ignored(copied: Copied) -> None:
+    folder = copied("full-2")
+    (path,) = files(folder, MODEL)
+    whole = path.read_bytes()
+    for key in ("param_shapes", "buffer_names", "shared_params", "module"):
+        for value in (3, "x", [3], {"a": 3}):
+            path.write_bytes(whole)
+            rewrite(MODEL, _update(**{key: value}))(folder)
+            if (key, value) == ("buffer_names", [3]):
+                read_zero(folder)
+                continue
+            with pytest.raises(ArtifactError):
+                read_zero(folder)
+
+
+def test_more_parameters_than_a_process_may_open_files(copied: Copied) -> None:
+    """A universal checkpoint has one file per parameter: thousands for a large model."""
+    folder = copied("full-3-universal")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, hard))
+    try:
+        assert len(read_zero(folder).trained) > 20
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_audit_tells_how_to_gather_a_complete_checkpoint(saved: Path) -> None:
+    report = audit(saved / "lora-3")
+    assert report.kind == "deepspeed"
+    assert report.ok, report.text()
+    (finding,) = [f for f in report.findings if f.code == "ZERO_NOT_GATHERED"]
+    assert f"source={saved / 'lora-3'} " in finding.fix

@@ -24,6 +24,7 @@ from tasks.weights.plan.validate import validate
 from tasks.weights.proof.recheck import recompute
 from tasks.weights.rounding import Rounding
 from tests import tiny
+from tests.weights.adapters.making import quiet, save
 
 SIZES = {
     **tiny.SIZES,
@@ -32,18 +33,12 @@ SIZES = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+FUSED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family of models.
-
-    Attributes:
-        config: function that makes the configuration from changes to it.
-        experts: target_parameters of its fused experts; empty without experts.
-        targets: target_modules of the adapter.
-    """
+    """A family of models, with target_parameters of its fused experts and target_modules."""
 
     config: Callable[..., Any]
     experts: tuple[str, ...] = ()
@@ -110,7 +105,7 @@ _DEEPSEEK = {
     "kv_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
     "num_key_value_heads": 4,
 }  # fmt: skip
-FUSED = tuple(EXPERTS)
+BF16 = torch.bfloat16
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(_config("LlamaConfig")),
@@ -169,21 +164,15 @@ def save_adapter(folder: Path, base: Path, family: str, **settings: Any) -> Path
     from peft import LoraConfig, get_peft_model
 
     entry = FAMILIES[family]
-    options = {
-        "r": 3,
-        "lora_alpha": 5,
-        "target_modules": entry.targets,
-        "target_parameters": list(entry.experts) or None,
-        **settings,
-    }
+    experts = {"target_parameters": list(entry.experts) or None}
+    options = {"r": 3, "lora_alpha": 5, "target_modules": entry.targets, **experts, **settings}
     model = get_peft_model(load(base), LoraConfig(**options))
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    model.save_pretrained(folder)
-    return folder
+    return save(model, folder)
 
 
 def merge(
@@ -215,16 +204,34 @@ def merge(
     return plan, done
 
 
-def merged_by_peft(base: Path, adapter: Path) -> Any:
-    """Merge with peft in fp32 and cast once."""
+def merged_by_peft(
+    base: Path | Any, *adapters: Path | tuple[Path, float], dtype: Any = BF16
+) -> Any:
+    """Merge weighted adapters with peft in fp32, one after the other, and cast once.
+
+    `base` is a folder or a model in fp32.
+    """
     from peft import PeftModel
 
-    model = PeftModel.from_pretrained(load(base, torch.float32), adapter)
-    return model.merge_and_unload().to(torch.bfloat16).eval()
+    model = load(base, torch.float32) if isinstance(base, Path) else base
+    with quiet():
+        for entry in adapters:
+            folder, weight = entry if isinstance(entry, tuple) else (entry, 1.0)
+            model = PeftModel.from_pretrained(model, folder)
+            for module in model.modules():
+                if weight != 1 and hasattr(module, "set_scale"):
+                    module.set_scale("default", weight)
+            model = model.merge_and_unload()
+    return model.to(dtype).eval()
 
 
-def logits(model: Any) -> torch.Tensor:
-    """Return the logits of a fixed sequence."""
-    ids = torch.arange(3, 19).reshape(1, -1)
-    with torch.no_grad():
-        return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float()
+def merged_as_trained(base: Path, adapter: Path, dtype: Any = BF16) -> Any:
+    """Merge with peft in fp32 into the base that QLoRA dequantizes, and cast once."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    four = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=four, dtype=BF16)
+    return merged_by_peft(model.dequantize().float(), adapter, dtype=dtype)

@@ -20,6 +20,7 @@ from tasks.weights.heads.separate import separate
 from tasks.weights.plan.validate import validate
 from tests.tiny import SIZES, tiny
 from tests.weights.adapters.making import quiet
+from tests.weights.families.making import load
 from tests.weights.making import save_tokenizer
 
 HIDDEN, ROWS, PAD = SIZES["hidden_size"], 300, 3
@@ -36,14 +37,25 @@ def config_of(family: str, heads: int = 4) -> Any:
     return tiny(name, **sizes, num_key_value_heads=min(2, heads), tie_word_embeddings=tied)
 
 
-def causal(family: str, seed: int = 0, heads: int = 4) -> Any:
+def causal(family: str, heads: int = 4) -> Any:
     """Make a language model in fp32 with random weights."""
     from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     with quiet():
         model = AutoModelForCausalLM.from_config(config_of(family, heads), dtype=torch.float32)
     return _stirred(model)
+
+
+def classifier(base: Path) -> Any:
+    """Return the base with a new head of one label in fp32, as training does."""
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(9)
+    with quiet():
+        return AutoModelForSequenceClassification.from_pretrained(
+            base, num_labels=1, dtype=torch.float32
+        ).eval()
 
 
 def _stirred(model: Any) -> Any:
@@ -53,13 +65,11 @@ def _stirred(model: Any) -> Any:
     return model.eval()
 
 
-def head_tensors(*, bias: bool = True, hidden: int = HIDDEN) -> dict[str, torch.Tensor]:
+def head_tensors() -> dict[str, torch.Tensor]:
     """Return the tensors of a value head under TRL's keys."""
     generator = torch.Generator().manual_seed(11)
-    tensors = {"v_head.summary.weight": torch.randn(1, hidden, generator=generator)}
-    if bias:
-        tensors["v_head.summary.bias"] = torch.tensor([0.375])
-    return tensors
+    weight = torch.randn(1, HIDDEN, generator=generator)
+    return {"v_head.summary.weight": weight, "v_head.summary.bias": torch.tensor([0.375])}
 
 
 def save_trl(folder: Path, family: str, *, prefix: str = "") -> Any:
@@ -67,20 +77,20 @@ def save_trl(folder: Path, family: str, *, prefix: str = "") -> Any:
     model = causal(family)
     with quiet():
         model.save_pretrained(folder)
-    tensors = {
-        prefix + key: tensor for key, tensor in load_file(folder / "model.safetensors").items()
-    }
-    tensors |= head_tensors()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "model.safetensors"
+    tensors = {prefix + key: tensor for key, tensor in load_file(path).items()}
+    save_file({**tensors, **head_tensors()}, path, metadata={"format": "pt"})
     save_tokenizer(folder)
     return model
 
 
-def save_llamafactory(folder: Path, family: str, *, pickled: bool = False, heads: int = 4) -> Any:
-    """Save a model with `value_head.safetensors|bin` beside it. Return the model."""
-    model = causal(family, heads=heads)
+def save_llamafactory(
+    folder: Path, family: str, *, pickled: bool = False, shard: str = "5GB"
+) -> Any:
+    """Save a model with `value_head.safetensors` or `.bin` beside it. Return the model."""
+    model = causal(family)
     with quiet():
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, max_shard_size=shard)
     if pickled:
         torch.save(head_tensors(), folder / "value_head.bin")
     else:
@@ -89,15 +99,17 @@ def save_llamafactory(folder: Path, family: str, *, pickled: bool = False, heads
     return model
 
 
-def openrlhf_model(family: str, *, prefix: str = "score", name: str = "RewardModel") -> Any:
-    """Make a regression model as OpenRLHF does: the family's base class, a backbone, a head.
+def save_openrlhf(
+    folder: Path, family: str, *, prefix: str = "score", name: str = "RewardModel", **config: Any
+) -> Any:
+    """Save a regression model as OpenRLHF does: the family's base class, a backbone, a head.
 
     Follows `get_llm_for_sequence_regression` of OpenRLHF 0.11 (Apache-2.0), from its description.
     """
     from transformers import AutoModel
 
-    config = config_of(family)
-    backbone = AutoModel._model_mapping[type(config)]
+    settings = config_of(family)
+    backbone = AutoModel._model_mapping[type(settings)]
 
     def init(self: Any, config: Any) -> None:
         backbone.__base__.__init__(self, config)
@@ -107,15 +119,7 @@ def openrlhf_model(family: str, *, prefix: str = "score", name: str = "RewardMod
 
     torch.manual_seed(3)
     with quiet():
-        return _stirred(type(name, (backbone.__base__,), {"__init__": init})(config))
-
-
-def save_openrlhf(
-    folder: Path, family: str, *, prefix: str = "score", name: str = "RewardModel", **config: Any
-) -> Any:
-    """Save such a model as OpenRLHF's `save_model` does. Return the model."""
-    model = openrlhf_model(family, prefix=prefix, name=name)
-    with quiet():
+        model = _stirred(type(name, (backbone.__base__,), {"__init__": init})(settings))
         model.save_pretrained(folder)
     change_config(folder, value_head_prefix=prefix, **config)
     save_tokenizer(folder)
@@ -131,31 +135,19 @@ def change_config(folder: Path, **changes: Any) -> None:
     )
 
 
-def hidden_states(model: Any) -> list[torch.Tensor]:
-    """Return the last hidden states of each text, (1, tokens, hidden), one text at a time."""
-    backbone = getattr(model, model.base_model_prefix)
-    with torch.no_grad():
-        return [
-            backbone(ids[None, :length]).last_hidden_state
-            for ids, length in zip(IDS, LENGTHS, strict=True)
-        ]
-
-
 def rewards(model: Any, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Apply a linear head at the last token of each text."""
-    per_text = [nn.functional.linear(h, weight, bias)[0, -1, 0] for h in hidden_states(model)]
+    """Apply a linear head at the last token of each text, one text at a time."""
+    backbone, per_text = getattr(model, model.base_model_prefix), []
+    with torch.no_grad():
+        for ids, length in zip(IDS, LENGTHS, strict=True):
+            hidden = backbone(ids[None, :length]).last_hidden_state
+            per_text.append(nn.functional.linear(hidden, weight, bias)[0, -1, 0])
     return torch.stack(per_text)
 
 
 def scores(folder: Path) -> torch.Tensor:
     """Score a converted folder with transformers, normalised as in its config.json."""
-    from transformers import AutoModelForSequenceClassification
-
-    with quiet():
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True
-        )
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    model = load(folder, torch.float32)
     assert model.config.num_labels == 1
     assert tuple(model.score.weight.shape) == (1, HIDDEN)
     logits = []
@@ -167,18 +159,6 @@ def scores(folder: Path) -> torch.Tensor:
         torch.tensor(document.get(key, plain)) for key, plain in (("mean", 0.0), ("std", 1.0))
     )
     return (torch.stack(logits) - mean) / std
-
-
-def batch_scores(folder: Path) -> torch.Tensor:
-    """Return the same scores from one batch, padded on the right."""
-    from transformers import AutoModelForSequenceClassification
-
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    ids, mask = IDS.clone(), torch.ones_like(IDS)
-    for row, length in enumerate(LENGTHS):
-        ids[row, length:], mask[row, length:] = PAD, 0
-    with torch.no_grad():
-        return model(ids, attention_mask=mask).logits[:, 0]
 
 
 def serve(detected: Found, out: Path, *, reward: bool | None = None) -> None:

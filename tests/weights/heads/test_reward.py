@@ -1,36 +1,32 @@
-"""Reward models of every dialect: equal scores after conversion, and refusals."""
+"""Reward models and reward adapters of every dialect: equal scores after conversion, refusals."""
 
 from __future__ import annotations
 
 import json
-import logging
-import os
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tasks.core.errors import ContractError
-from tasks.process.launch import launch
-from tasks.serving.vllm.job import environment
+from tasks.weights.adapters.read import read_adapter
+from tasks.weights.execute.execute import execute
+from tasks.weights.families.merging import MergeSettings
+from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.heads.detect import detect
 from tasks.weights.heads.folder import read_folder
-from tests.weights.heads.making import (
-    HIDDEN,
-    batch_scores,
-    change_config,
-    head_tensors,
-    rewards,
-    save_llamafactory,
-    save_openrlhf,
-    save_trl,
-    scores,
-    serve,
-)
+from tasks.weights.heads.merging import is_reward_adapter, merged_reward
+from tasks.weights.plan.operations import Plan
+from tasks.weights.plan.validate import validate
+from tests.weights.adapters.making import quiet, save, train
+from tests.weights.heads import making
+from tests.weights.heads.making import change_config, rewards, scores, serve
 from tests.weights.making import state_of
 from tests.weights.rounding import near
+
+TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 
 def convert(folder: Path, out: Path) -> dict[str, object]:
@@ -40,164 +36,170 @@ def convert(folder: Path, out: Path) -> dict[str, object]:
     return dict(json.loads((out / "config.json").read_text()))
 
 
+def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Replace tensors of a model in one file, or leave them out."""
+    path = folder / "model.safetensors"
+    tensors = {**load_file(path), **changes}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, path, metadata={"format": "pt"})
+
+
 @pytest.mark.parametrize(
     ("family", "name", "prefix"),
     [
         ("qwen", "Qwen2ForSequenceClassification", "score"),
-        ("llama", "LlamaForSequenceClassification", "value_head"),
-        ("neox", "GPTNeoXForSequenceClassification", "score"),
+        ("neox", "GPTNeoXForSequenceClassification", "value_head"),
     ],
 )
-def test_openrlhf_rewards_are_bit_identical(
-    tmp_path: Path, family: str, name: str, prefix: str
-) -> None:
-    mean, std = 1.5, 2.5
-    model = save_openrlhf(tmp_path / "rm", family, prefix=prefix, mean=mean, std=std)
+def test_openrlhf_rewards_are_the_same(tmp_path: Path, family: str, name: str, prefix: str) -> None:
+    model = making.save_openrlhf(tmp_path / "rm", family, prefix=prefix, mean=1.5, std=2.5)
+    if prefix == "value_head":  # the flag of OpenRLHF, which does not say what was trained
+        change_config(tmp_path / "rm", value_head_prefix="score")
+        assert len(detect(read_folder(tmp_path / "rm")).notes) == 1
     config = convert(tmp_path / "rm", tmp_path / "out")
-    with torch.no_grad():  # as RewardModel.forward does in eval mode
-        raw = rewards(model, getattr(model, prefix).weight)
-        before = (raw - torch.tensor(mean)) / torch.tensor(std)
+    before = (rewards(model, getattr(model, prefix).weight.detach()) - 1.5) / 2.5
     assert near(scores(tmp_path / "out"), before)
     assert config["architectures"] == [name]
-    assert (config["mean"], config["std"], config["value_head_prefix"]) == (mean, std, "score")
+    assert (config["mean"], config["std"], config["value_head_prefix"]) == (1.5, 2.5, "score")
     old, new = state_of(tmp_path / "rm"), state_of(tmp_path / "out")
     assert torch.equal(new.pop("score.weight"), old.pop(f"{prefix}.weight"))
-    assert {k: t.shape for k, t in old.items()} == {k: t.shape for k, t in new.items()}
+    assert old.keys() == new.keys()
     assert all(torch.equal(new[key], old[key]) for key in old)
-    if prefix == "score":
-        batch = batch_scores(tmp_path / "out")  # padded
-        torch.testing.assert_close((batch - mean) / std, before, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"),
-    [("qwen", "trl"), ("llama", "wrapped"), ("qwen", "side"), ("llama", "pickled")],
+    ("family", "kind", "mean", "std"),
+    [("qwen", "trl", 0, 1), ("llama", "pickled", 0, 1), ("qwen", "side", 0.25, 4.0)],
 )
-def test_rewards_of_a_value_head_with_bias_are_the_same(
-    tmp_path: Path, family: str, kind: str
-) -> None:
+def test_rewards_of_a_value_head_with_bias_are_the_same(tmp_path, family, kind, mean, std) -> None:
     folder = tmp_path / "rm"
-    if kind in ("trl", "wrapped"):
-        model = save_trl(folder, family, prefix="pretrained_model." if kind == "wrapped" else "")
+    if kind == "trl":
+        model = making.save_trl(folder, family, prefix="pretrained_model.")
     else:
-        model = save_llamafactory(folder, family, pickled=kind == "pickled")
-    head = head_tensors()
-    before = rewards(model, head["v_head.summary.weight"], head["v_head.summary.bias"])
+        model = making.save_llamafactory(folder, family, pickled=kind == "pickled")
+    weight, bias = making.head_tensors().values()
+    before = (rewards(model, weight, bias) - mean) / std
+    if std != 1:
+        change_config(folder, mean=mean, std=std)
     config = convert(folder, tmp_path / "out")
     # The bias is added after the product's rounding, not within it.
     torch.testing.assert_close(scores(tmp_path / "out"), before, rtol=1e-6, atol=1e-6)
-    assert (config["mean"], config["std"]) == (-0.375, 1.0)
+    assert (config["mean"], config["std"]) == (mean - 0.375, std)
     assert not {"lm_head.weight", "v_head.summary.weight"} & set(state_of(tmp_path / "out"))
     assert [path.name for path in (tmp_path / "out").glob("*head*")] == []
 
 
-def test_the_head_that_was_saved_wins_over_the_configured_name(tmp_path: Path) -> None:
-    """OpenRLHF trains `value_head` and writes the flag `score` into config.json."""
-    save_openrlhf(tmp_path / "rm", "qwen", prefix="value_head")
-    change_config(tmp_path / "rm", value_head_prefix="score")
-    detected = detect(read_folder(tmp_path / "rm"))
-    assert detected.head is not None
-    assert detected.head.weight == "model:value_head.weight"
-    assert len(detected.notes) == 1
-
-
-def test_bias_and_normalisation_together(tmp_path: Path) -> None:
-    model = save_llamafactory(tmp_path / "rm", "qwen")
-    head = head_tensors()
-    change_config(tmp_path / "rm", mean=0.25, std=4.0)
-    convert(tmp_path / "rm", tmp_path / "out")
-    before = rewards(model, head["v_head.summary.weight"]) + head["v_head.summary.bias"]
-    torch.testing.assert_close(
-        scores(tmp_path / "out"), (before - 0.25) / 4.0, rtol=1e-6, atol=1e-6
-    )
-
-
 def test_buffers_and_padding_go_into_config(tmp_path: Path) -> None:
-    save_openrlhf(tmp_path / "rm", "qwen")
+    making.save_openrlhf(tmp_path / "rm", "qwen")
     change_config(tmp_path / "rm", pad_token_id=0)  # <|endoftext|>, which ends texts
-    path = tmp_path / "rm" / "model.safetensors"
     buffers = {"mean": torch.tensor([1.25]), "std": torch.tensor([0.5], dtype=torch.bfloat16)}
-    save_file({**load_file(path), **buffers}, path, metadata={"format": "pt"})
+    change_tensors(tmp_path / "rm", **buffers)
     config = convert(tmp_path / "rm", tmp_path / "out")
     assert (config["mean"], config["std"], config["pad_token_id"]) == (1.25, 0.5, None)
     assert not set(buffers) & set(state_of(tmp_path / "out"))
 
 
-def _refused(folder: Path, out: Path) -> str:
-    with pytest.raises(ContractError) as caught:
-        convert(folder, out)
-    assert list(out.iterdir()) == []
-    return caught.value.report()
+def test_other_and_broken_models_are_refused(tmp_path: Path) -> None:
+    def refused(folder: str) -> str:
+        out = tmp_path / f"{folder} out"
+        with pytest.raises(ContractError) as caught:
+            convert(tmp_path / folder, out)
+        assert list(out.iterdir()) == []
+        return caught.value.report()
 
-
-def test_all_findings_come_in_one_error(tmp_path: Path) -> None:
-    save_openrlhf(tmp_path / "rm", "qwen", mean=1.0, std=-1.0)
-    path = tmp_path / "rm" / "model.safetensors"
-    odd = {"score.weight": torch.zeros(2, HIDDEN + 1), "mean": torch.tensor([2.0])}
-    save_file({**load_file(path), **odd}, path, metadata={"format": "pt"})
-    text = _refused(tmp_path / "rm", tmp_path / "out")
+    making.save_openrlhf(tmp_path / "rm", "qwen", mean=1.0, std=-1.0)
+    wide = torch.zeros(2, making.HIDDEN + 1)
+    change_tensors(tmp_path / "rm", mean=torch.tensor([2.0]), **{"score.weight": wide})
+    text = refused("rm")
     for part in ("2 labels", "33 columns", "std is -1.0", "mean: 2.0"):
         assert part in text
-
-
-def test_other_models_are_no_reward_models(tmp_path: Path) -> None:
-    save_openrlhf(tmp_path / "critic", "qwen", name="CriticModel")
-    assert "critic" in _refused(tmp_path / "critic", tmp_path / "a")
-    save_llamafactory(tmp_path / "lm", "qwen")
+    making.save_openrlhf(tmp_path / "critic", "qwen", name="CriticModel")
+    assert "critic" in refused("critic")
+    making.save_openrlhf(tmp_path / "lost", "qwen")
+    change_tensors(tmp_path / "lost", **{"score.weight": None})
+    assert "RewardModel" in refused("lost")
+    making.save_llamafactory(tmp_path / "lm", "qwen")
     (tmp_path / "lm" / "value_head.safetensors").unlink()
     detected = detect(read_folder(tmp_path / "lm"))
     assert (detected.head, detected.findings, detected.lora_on) == (None, (), "")
-    assert "language model" in _refused(tmp_path / "lm", tmp_path / "b")
-    save_openrlhf(tmp_path / "rm", "qwen")
-    path = tmp_path / "rm" / "model.safetensors"
-    tensors = load_file(path)
-    del tensors["score.weight"]
-    save_file(tensors, path, metadata={"format": "pt"})
-    assert "RewardModel" in _refused(tmp_path / "rm", tmp_path / "c")
+    assert "language model" in refused("lm")
 
 
-def test_odd_values_in_config_are_reported_or_ignored(tmp_path: Path) -> None:
-    folder = tmp_path / "rm"
-    save_openrlhf(folder, "qwen", std=2.0)
-    path = folder / "config.json"
-    text = path.read_text()
-    for number in ("1e300", "1" + "0" * 400, "NaN", '"x"', "true"):
-        path.write_text(text.rstrip().removesuffix("}") + f', "mean": {number}}}')
-        assert any("mean" in line for line in detect(read_folder(folder)).findings), number
-    for odd in (
-        {"architectures": 5},
-        {"architectures": [3, None]},
-        {"text_config": "x"},
-        {"hidden_size": "wide"},
-        {"value_head_prefix": ["score"]},
-    ):
-        path.write_text(text)
-        change_config(folder, **odd)
-        detected = detect(read_folder(folder))
-        assert detected.head is not None
-        assert detected.head.role == "reward"
+def made(tmp_path: Path, family: str, **config: Any) -> tuple[Path, Path, Any]:
+    """Make a base, an adapter trained on it, and the trained model."""
+    from peft import LoraConfig
+
+    base = tmp_path / "base"
+    with quiet():
+        making.causal(family).save_pretrained(base)
+    wrapped = train(making.classifier(base), LoraConfig(r=4, **config))
+    return base, save(wrapped, tmp_path / "adapter"), wrapped
 
 
-@pytest.mark.slow
-def test_vllm_gives_the_same_scores(tmp_path: Path) -> None:
-    """Raw scores by default, normalised ones on request."""
-    save_llamafactory(tmp_path / "rm", "llama", heads=1)
-    config = convert(tmp_path / "rm", tmp_path / "out")
-    arguments = {"raw": [], "normalised": [str(config["mean"]), str(config["std"])]}
-    from_vllm = {}
-    for name, numbers in arguments.items():
-        argv = [sys.executable, "-m", "tests.weights.heads.score_with_vllm"]
-        launch(
-            [*argv, str(tmp_path / "out"), str(tmp_path / f"{name}.json"), *numbers],
-            stage="smoke_eval",
-            log=logging.getLogger("tests.weights"),
-            log_path=tmp_path / f"{name}.log",
-            env={**os.environ, **environment(1, 2)},
-            timeout_s=300,
-        )
-        document = json.loads((tmp_path / f"{name}.json").read_text())
-        from_vllm[name] = torch.tensor(document).flatten()
-    normalised = scores(tmp_path / "out")
-    torch.testing.assert_close(from_vllm["normalised"], normalised, rtol=1e-4, atol=1e-4)
-    raw = normalised * config["std"] + config["mean"]
-    torch.testing.assert_close(from_vllm["raw"], raw, rtol=1e-4, atol=1e-4)
+def merge(base: Path, adapter: Path, out: Path) -> Plan:
+    """Plan, validate, execute, and write config.json."""
+    lora, config = read_adapter(adapter), json.loads((base / "config.json").read_text())
+    weights = read_checkpoint(base)
+    parted = merged_reward(lora, weights, config, MergeSettings(), dtype="float32")
+    validate(parted.plan, parted.sources)
+    out.mkdir()
+    execute(parted.plan, parted.sources, out, workers=1)
+    (out / "config.json").write_text(json.dumps(parted.config))
+    return parted.plan
+
+
+def merged_by_peft(wrapped: Any, out: Path) -> Any:
+    """Merge with peft, and require that the folder has the same tensors."""
+    with quiet():
+        merged = wrapped.merge_and_unload()
+    ours, theirs = state_of(out), merged.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    return merged
+
+
+@pytest.mark.parametrize(
+    ("family", "declared", "mean", "std"),
+    [("qwen", {"task_type": "SEQ_CLS"}, 0.5, 2.0), ("llama", {"modules_to_save": ["score"]}, 0, 1)],
+)
+def test_an_adapter_with_its_head_is_merged(tmp_path, family, declared, mean, std) -> None:
+    """The normalisation in a config.json beside the adapter is kept."""
+    base, adapter, wrapped = made(tmp_path, family, target_modules=TARGETS, **declared)
+    if std != 1:
+        beside = {**json.loads((base / "config.json").read_text()), "mean": mean, "std": std}
+        (adapter / "config.json").write_text(json.dumps(beside))
+    detected = detect(read_folder(adapter))
+    assert detected.head is not None
+    assert (detected.head.dialect, detected.head.role) == ("peft", "reward")
+    assert is_reward_adapter(read_folder(adapter))
+    plan = merge(base, adapter, tmp_path / "out")
+    merged = merged_by_peft(wrapped, tmp_path / "out")
+    before = (rewards(merged, merged.score.weight.detach()) - mean) / std
+    assert near(scores(tmp_path / "out"), before)
+    dropped = {entry.source for entry in plan.dropped}
+    assert dropped == ({"base:lm_head.weight"} if family == "llama" else set())
+
+
+@pytest.mark.parametrize("targets", ["all-linear", TARGETS])
+def test_a_head_that_was_never_saved_is_refused(tmp_path: Path, targets: Any) -> None:
+    """OpenRLHF trains `all-linear` without a task type, so the head's own weight is lost."""
+    base, adapter, wrapped = made(tmp_path, "qwen", target_modules=targets)
+    if targets == "all-linear":
+        assert detect(read_folder(adapter)).lora_on == "score"
+        assert is_reward_adapter(read_folder(adapter))
+    with pytest.raises(ContractError, match="head"):
+        merge(base, adapter, tmp_path / "out")
+    if targets == "all-linear":  # the base of another run may be a reward model itself
+        making.classifier(base).save_pretrained(tmp_path / "reward")
+        merge(tmp_path / "reward", adapter, tmp_path / "out")
+        merged_by_peft(wrapped, tmp_path / "out")
+
+
+def test_a_policys_adapter_is_not_a_reward_adapter(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    folder = save(train(making.causal("qwen"), config), tmp_path / "adapter")
+    assert not is_reward_adapter(read_folder(folder))
+    torch.save(making.head_tensors(), folder / "value_head.bin")
+    assert not is_reward_adapter(read_folder(folder))

@@ -1,79 +1,84 @@
-"""Split a policy and its value head into two artifacts that both load."""
+"""Split a policy and its value head; folders changed at random are an error or the same."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tasks.core.errors import ArtifactError, ContractError
+from tasks.core.errors import ArtifactError, ContractError, PlumblineError
 from tasks.weights.heads.detect import detect
 from tasks.weights.heads.folder import read_folder
 from tasks.weights.heads.split import plan_policy, write_value_head
 from tests.weights.adapters.making import save, train
-from tests.weights.heads.making import (
-    HIDDEN,
-    IDS,
-    causal,
-    head_tensors,
-    save_llamafactory,
-    save_openrlhf,
-    save_trl,
-    serve,
-)
+from tests.weights.families.making import load
+from tests.weights.heads import making
+from tests.weights.heads.making import HIDDEN, head_tensors, serve
 from tests.weights.making import state_of
 
 
 def split(folder: Path, root: Path) -> tuple[Path, Path]:
-    """Write policy and head, each to a folder of its own."""
+    """Write policy and head, each to a folder of its own; the policy must have no trace of it."""
     policy, head = root / "policy", root / "head"
     policy.mkdir()
     head.mkdir()
     detected = detect(read_folder(folder))
     serve(detected, policy)
     write_value_head(detected, head)
-    return policy, head
-
-
-@pytest.mark.parametrize(("family", "prefix"), [("qwen", ""), ("llama", "pretrained_model.")])
-def test_a_trl_policy_and_its_head_are_split(tmp_path: Path, family: str, prefix: str) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = save_trl(tmp_path / "ppo", family, prefix=prefix)
-    policy, head = split(tmp_path / "ppo", tmp_path)
-    loaded, info = AutoModelForCausalLM.from_pretrained(
-        policy, dtype=torch.float32, output_loading_info=True
-    )
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    with torch.no_grad():
-        assert torch.equal(loaded.eval()(IDS).logits, model(IDS).logits)
-    assert not [name for name in state_of(policy) if "v_head" in name]
+    assert not [*policy.glob("*.bin"), *policy.glob("value_head*")]
+    assert (policy / "tokenizer.json").is_file() == (folder / "tokenizer.json").is_file()
     stored = load_file(head / "value_head.safetensors")
     assert stored.keys() == head_tensors().keys()
     assert all(torch.equal(stored[key], tensor) for key, tensor in head_tensors().items())
-    assert sorted(path.name for path in head.iterdir() if path.name[0] != ".") == [
-        "value_head.json",
-        "value_head.safetensors",
-    ]
+    visible = {path.name for path in head.iterdir() if path.name[0] != "."}
+    assert visible == {"value_head.json", "value_head.safetensors"}
+    return policy, head
 
 
-@pytest.mark.parametrize("pickled", [False, True])
-def test_a_side_file_never_reaches_the_served_folder(tmp_path: Path, pickled: bool) -> None:
-    save_llamafactory(tmp_path / "ppo", "qwen", pickled=pickled)
+@pytest.mark.parametrize("prefix", ["", "pretrained_model."])
+def test_a_trl_policy_and_its_head_are_split(tmp_path: Path, prefix: str) -> None:
+    model = making.save_trl(tmp_path / "ppo", "llama", prefix=prefix)
+    policy, _ = split(tmp_path / "ppo", tmp_path)
+    with torch.no_grad():
+        logits = load(policy, torch.float32)(making.IDS).logits
+        assert torch.equal(logits, model(making.IDS).logits)
+    assert not [name for name in state_of(policy) if "v_head" in name]
+
+
+def test_a_side_file_never_reaches_the_served_folder(tmp_path: Path) -> None:
+    making.save_llamafactory(tmp_path / "ppo", "qwen")
     policy, head = split(tmp_path / "ppo", tmp_path)
     assert [p.name for p in policy.glob("*.safetensors")] == ["model.safetensors"]
-    assert not [*policy.glob("*.bin"), *policy.glob("value_head*")]
-    assert (policy / "tokenizer.json").is_file()
     document = json.loads((head / "value_head.json").read_text())
     assert (document["role"], document["dialect"]) == ("either", "llamafactory")
     assert (document["hidden_size"], document["dtype"]) == (HIDDEN, "F32")
 
 
+@pytest.mark.parametrize("trl", [False, True])
+def test_an_adapter_with_a_head_beside_it(tmp_path: Path, trl: bool) -> None:
+    """LLaMA-Factory's side file, and TRL's: a `pytorch_model.bin` with only the head."""
+    from peft import LoraConfig
+
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    folder = save(train(making.causal("qwen"), config), tmp_path / "adapter")
+    torch.save(head_tensors(), folder / ("pytorch_model.bin" if trl else "value_head.bin"))
+    detected = detect(read_folder(folder))
+    assert detected.head is not None
+    assert detected.head.dialect == ("trl" if trl else "llamafactory")
+    policy, _ = split(folder, tmp_path)
+    before, after = (state_of(adapter, "adapter_model") for adapter in (folder, policy))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
 def test_a_critics_head_keeps_its_normalisation(tmp_path: Path) -> None:
-    model = save_openrlhf(tmp_path / "c", "llama", name="CriticModel", mean=0.5, std=2.0)
+    model = making.save_openrlhf(tmp_path / "c", "llama", name="CriticModel", mean=0.5, std=2.0)
     head = tmp_path / "head"
     head.mkdir()
     detected = detect(read_folder(tmp_path / "c"))
@@ -86,42 +91,70 @@ def test_a_critics_head_keeps_its_normalisation(tmp_path: Path) -> None:
     assert torch.equal(stored["v_head.summary.weight"], model.score.weight)
 
 
-@pytest.mark.parametrize("trl", [False, True])
-def test_an_adapter_with_a_head_beside_it(tmp_path: Path, trl: bool) -> None:
-    """LLaMA-Factory's side file, and TRL's: a `pytorch_model.bin` with only the head."""
-    from peft import LoraConfig
-
-    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    folder = save(train(causal("qwen"), config), tmp_path / "adapter")
-    if trl:
-        torch.save(head_tensors(), folder / "pytorch_model.bin")
-    else:
-        save_file(head_tensors(), folder / "value_head.safetensors", metadata={"format": "pt"})
-    detected = detect(read_folder(folder))
-    assert detected.head is not None
-    assert detected.head.dialect == ("trl" if trl else "llamafactory")
-    policy, head = split(folder, tmp_path)
-    before, after = (state_of(adapter, "adapter_model") for adapter in (folder, policy))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)
-    assert not [*policy.glob("*.bin"), *policy.glob("value_head*")]
-    assert load_file(head / "value_head.safetensors").keys() == head_tensors().keys()
-
-
 def test_folders_that_cannot_be_split_are_refused(tmp_path: Path) -> None:
-    save_trl(tmp_path / "mixed", "qwen")
+    making.save_trl(tmp_path / "mixed", "qwen")
     path = tmp_path / "mixed" / "model.safetensors"
     odd = {"pretrained_model.model.norm.weight": torch.ones(HIDDEN)}
     save_file({**load_file(path), **odd}, path, metadata={"format": "pt"})
-    save_llamafactory(tmp_path / "empty", "qwen")
+    making.save_llamafactory(tmp_path / "empty", "qwen")
     side = tmp_path / "empty" / "value_head.safetensors"
     save_file({"v_head.summary.weight": torch.zeros(0)}, side, metadata={"format": "pt"})
-    save_llamafactory(tmp_path / "two", "qwen")
+    making.save_llamafactory(tmp_path / "two", "qwen")
     torch.save(head_tensors(), tmp_path / "two" / "value_head.bin")
     for folder, thing in (("mixed", "pretrained_model"), ("empty", "ZeRO-3"), ("two", "two")):
-        detected = detect(read_folder(tmp_path / folder))
         with pytest.raises(ContractError, match=thing):
-            plan_policy(detected)
+            plan_policy(detect(read_folder(tmp_path / folder)))
     save_file({"x": torch.ones(1)}, tmp_path / "two" / "other.safetensors")
     with pytest.raises(ArtifactError, match=r"other\.safetensors"):
         read_folder(tmp_path / "two")
+
+
+MUTATIONS = {
+    "renamed": lambda t, key: t.__setitem__(f"{key}.x", t.pop(key)),
+    "dropped": lambda t, key: t.pop(key),
+    "empty": lambda t, key: t.__setitem__(key, torch.zeros(0)),
+    "flat": lambda t, key: t.__setitem__(key, t[key].reshape(-1)),
+    "longer": lambda t, key: t.__setitem__(key, torch.cat([t[key], t[key]])),
+    "integers": lambda t, key: t.__setitem__(key, t[key].to(torch.int32)),
+    "second head": lambda t, key: t.__setitem__("v_head.summary.weight", torch.ones(1, HIDDEN)),
+    "labels": lambda t, key: t.__setitem__("score.weight", torch.ones(2, HIDDEN)),
+    "stranger": lambda t, key: t.__setitem__("model.layers.7.x.weight", torch.ones(2)),
+    "mean alone": lambda t, key: t.__setitem__("mean", torch.tensor([0.5])),
+    "not finite": lambda t, key: t[key].view(-1).__setitem__(0, torch.nan),
+    "nothing": lambda t, key: None,
+}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good") / "rm"
+    making.save_openrlhf(folder, "qwen")
+    return folder
+
+
+@settings(
+    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.data())
+def test_a_changed_folder_is_an_error_or_the_same(good, tmp_path, data) -> None:
+    folder, out = tmp_path / "rm", tmp_path / "out"
+    for path in (folder, out):
+        shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(good, folder)
+    out.mkdir()
+    tensors = load_file(good / "model.safetensors")
+    expected = dict(tensors)
+    name = data.draw(st.sampled_from(sorted(MUTATIONS)))
+    MUTATIONS[name](tensors, data.draw(st.sampled_from(sorted(tensors))))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    try:
+        serve(detect(read_folder(folder)), out)
+    except PlumblineError:
+        assert name != "nothing"
+        assert name == "not finite" or not list(out.iterdir())
+        return
+    state = state_of(out)
+    assert state.keys() == expected.keys()
+    same = {key for key in state if torch.equal(state[key], expected[key])}
+    assert same == set(state), name  # flattening a norm or a bias is no change
+    assert "mean" not in json.loads((out / "config.json").read_text())

@@ -19,7 +19,7 @@ from tasks.weights.plan.validate import validate
 from tasks.weights.quantized.source import decoding
 from tests.weights.making import state_of
 
-SAID = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
 def pack(
@@ -28,15 +28,10 @@ def pack(
     *,
     kind: str = "nf4",
     double: bool = True,
-    blocksize: int = 64,
     storage: torch.dtype = torch.uint8,
     max_shard_size: str = "5GB",
 ) -> dict[str, torch.Tensor]:
-    """Save a 4-bit model as transformers does; return the tensors that it dequantizes to.
-
-    transformers has no setting for the block size, so other block sizes are packed again here.
-    """
-    from bitsandbytes import nn
+    """Save a 4-bit model as transformers does; return the tensors that it dequantizes to."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     config = BitsAndBytesConfig(
@@ -49,23 +44,8 @@ def pack(
     model = AutoModelForCausalLM.from_pretrained(
         base, dtype=torch.bfloat16, quantization_config=config
     )
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear4bit)}
-    if blocksize != 64:
-        plain = state_of(base)
-        for name, layer in layers.items():
-            layer.weight = nn.Params4bit(
-                plain[f"{name}.weight"],
-                requires_grad=False,
-                blocksize=blocksize,
-                compress_statistics=double,
-                quant_type=kind,
-                quant_storage=storage,
-                module=layer,
-            ).to("cpu")
     model.save_pretrained(out, max_shard_size=max_shard_size)
-    again = AutoModelForCausalLM.from_pretrained(out)
-    assert all(m.weight.quant_state.blocksize == blocksize for m in layers.values())
-    return again.dequantize().state_dict()
+    return AutoModelForCausalLM.from_pretrained(out).dequantize().state_dict()
 
 
 def decode_all(folder: Path, out: Path) -> dict[str, torch.Tensor]:
@@ -93,7 +73,7 @@ def write_packed(folder: Path, tensors: Mapping[str, torch.Tensor], **options: A
         files |= {f"{key}.{name}": side for name, side in state.as_dict(packed=True).items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(files, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"quantization_config": SAID}))
+    (folder / "config.json").write_text(json.dumps({"quantization_config": BITSANDBYTES}))
 
 
 def restored(folder: Path) -> dict[str, torch.Tensor]:

@@ -1,9 +1,8 @@
-"""8-bit weights: compared with compressed-tensors' own, and loaded by transformers."""
+"""Weights in 8 bits: written as compressed-tensors reads them, read from fp8 bit for bit."""
 
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +12,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
-from tasks.core.errors import ContractError
+from tasks.core.errors import ArtifactError, ContractError
 from tasks.pipeline.artifact import Artifact
+from tasks.serving.reference.load import load_model
 from tasks.weights.execute.execute import Executed, execute
 from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.files.source import Renamed
-from tasks.weights.plan.contracts import ModelFacts, model_facts
+from tasks.weights.plan.contracts import model_facts
 from tasks.weights.plan.operations import Encoding, Op, Plan
 from tasks.weights.plan.validate import validate
+from tasks.weights.quantized.decode import decoded_values
 from tasks.weights.quantized.encode import SCHEMES, encode, library_scheme, row_scales
 from tasks.weights.quantized.quantize import (
     left_alone,
@@ -29,7 +30,10 @@ from tasks.weights.quantized.quantize import (
     quantized_contract,
     quantized_plan,
 )
-from tests.weights.making import state_of
+from tasks.weights.quantized.source import packing, read_base
+from tests.weights.families.making import load, save_base
+from tests.weights.making import make_base, state_of
+from tests.weights.quantized.making import FP8, decode_all, same, scale_fp8
 
 BOTH = tuple(SCHEMES)
 
@@ -61,8 +65,8 @@ def test_every_weight_is_within_half_a_step_and_the_rest_is_untouched(
 ) -> None:
     from compressed_tensors.compressors.base import BaseCompressor
 
-    plan, _ = quantize(llama.path, tmp_path / "out", scheme)
-    contract = quantized_contract(_facts(llama), scheme)
+    plan, done = quantize(llama.path, tmp_path / "out", scheme, workers=1)
+    contract = quantized_contract(model_facts(llama.path), scheme)
     wanted = {tensor.name: (tensor.shape, tensor.dtype) for tensor in contract}
     assert {op.name: (op.shape, op.dtype) for op in plan.ops} == wanted
     before, after = state_of(llama.path), state_of(tmp_path / "out")
@@ -81,79 +85,26 @@ def test_every_weight_is_within_half_a_step_and_the_rest_is_untouched(
             step = torch.maximum(before[name].float().abs() / 16, scale * 2**-10)
             assert (error <= step * (1 + 1e-5)).all()
 
-
-@pytest.mark.parametrize("scheme", BOTH)
-def test_transformers_loads_all_weights_unchanged(
-    qwen: Artifact, tmp_path: Path, scheme: str
-) -> None:
-    from transformers import AutoModelForCausalLM
-
-    out = tmp_path / "out"
-    quantize(qwen.path, out, scheme)
-    model, info = AutoModelForCausalLM.from_pretrained(
-        out, dtype=torch.bfloat16, output_loading_info=True
-    )
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    stored = state_of(out)
+    model = load(tmp_path / "out")  # by transformers; config.json says what is not quantized
     for name, tensor in model.state_dict().items():
-        if name in stored:  # scales are held in bf16 here, and none of them is rounded by that
-            assert torch.equal(tensor.float(), stored[name].float()), name
-    original = AutoModelForCausalLM.from_pretrained(qwen.path, dtype=torch.bfloat16)
+        if name in after:  # scales are held in bf16 here, and none of them is rounded by that
+            assert torch.equal(tensor.float(), after[name].float()), name
     ids = torch.arange(40)[None]
     with torch.no_grad():
-        wanted, logits = (m.eval()(ids).logits.float() for m in (original, model))
+        wanted, logits = (m(ids).logits.float() for m in (load(llama.path), model))
     assert (wanted - logits).norm() / wanted.norm() < (0.05 if scheme == "w8a8" else 0.15)
+    again = quantize(llama.path, tmp_path / "again", scheme, workers=3, limit=50_000)[1]
+    assert done.checksums == again.checksums
 
 
-def test_config_lists_unquantized_layers_and_is_read_by_the_library(llama: Artifact) -> None:
-    from compressed_tensors.quantization import QuantizationConfig
-
+def test_unsupported_layers_are_refused_by_name(llama: Artifact, tmp_path: Path) -> None:
     facts = model_facts(llama.path)
-    document = library_config("w8a8", left_alone(facts))
-    read = QuantizationConfig.model_validate(document)
-    assert json.loads(read.model_dump_json()) == document
-    assert document["quant_method"] == "compressed-tensors"
-    assert document["ignore"] == ["lm_head"]
-    assert not read.requires_calibration_data()
-    group = read.config_groups["group_0"]
-    assert (group.weights.strategy, group.weights.num_bits) == ("channel", 8)
-    assert (group.input_activations.strategy, group.input_activations.dynamic) == ("token", True)
-
-
-def test_bytes_depend_neither_on_workers_nor_on_files(llama: Artifact, tmp_path: Path) -> None:
-    first = quantize(llama.path, tmp_path / "one", "w8a8", workers=1)[1]
-    second = quantize(llama.path, tmp_path / "two", "w8a8", workers=3, limit=50_000)[1]
-    assert first.checksums == second.checksums
-    assert len(list((tmp_path / "two").glob("*.safetensors"))) > 3
-
-
-def test_values_that_are_not_finite_are_counted(llama: Artifact, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    base = shutil.copytree(llama.path, tmp_path / "base")
-    (base / "manifest.json").unlink()
-    name = "model.layers.0.mlp.up_proj.weight"
-    path = next(p for p in base.glob("*.safetensors") if name in load_file(p))
-    tensors = load_file(path)
-    tensors[name][3, 5] = math.nan
-    save_file(tensors, path, metadata={"format": "pt"})
-    _, done = quantize(base, tmp_path / "out", "w8a8")
-    assert done.nonfinite == {f"{name}_scale": 1}
-
-
-def test_unsupported_layers_are_refused_by_name(llama: Artifact) -> None:
-    facts = _facts(llama)
     with pytest.raises(ContractError, match="linear"):
         quantized_plan(Plan(()), replace(facts, quantized=()), "w8a8")
     name = facts.quantized[0]
     odd = Plan((Op(name, (4, 4), "I64", f"model:{name}", "I64"),))
-    with pytest.raises(ContractError, match="matrix"):
+    with pytest.raises(ContractError, match=name):
         quantized_plan(odd, facts, "w8a8")
-
-
-def test_a_stack_of_experts_is_refused(tmp_path: Path) -> None:
-    from tests.weights.families.making import save_base
-
     save_base(tmp_path, "mixtral", tied=False)
     with pytest.raises(ContractError, match=r"experts\.\w+"):
         quantized_plan(Plan(()), model_facts(tmp_path), "w8a8")
@@ -165,9 +116,7 @@ def test_a_stack_of_experts_is_refused(tmp_path: Path) -> None:
     st.sampled_from(BOTH),
     st.sampled_from(["BF16", "F16", "F32"]),
 )
-def test_scales_are_held_exactly_and_no_row_overflows(
-    row: list[float], scheme: str, dtype_name: str
-) -> None:
+def test_scales_are_held_exactly_and_no_row_overflows(row, scheme, dtype_name) -> None:
     limit = 448 if scheme == "fp8" else 127.5
     row = [max(-60_000 * limit, min(x, 60_000 * limit)) for x in row]  # or fp16 has no such scale
     block = torch.tensor([row], dtype=torch.float32)
@@ -181,28 +130,64 @@ def test_scales_are_held_exactly_and_no_row_overflows(
     assert torch.equal(encode(encoding, block), scale)
 
 
-def _facts(base: Artifact) -> ModelFacts:
-    return model_facts(base.path)
+@pytest.fixture(scope="module", params=["qwen", "mixtral"])
+def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base(tmp_path_factory.mktemp(request.param), request.param).path
 
 
 @pytest.mark.parametrize(
-    ("change", "text"),
+    "kind",
     [
-        ({"shape": (63, 64)}, "[63, 64]"),
-        ({"start": 64}, "[64, 64]"),
-        ({"encoding": Encoding("w8a8", "weight", 32)}, "[64, 32]"),
+        kind
+        if kind in ("deepseek", "compressed-channel", "modelopt")
+        else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in FP8
     ],
 )
-def test_a_plan_that_encodes_other_shapes_is_refused(
-    llama: Artifact, change: dict[str, Any], text: str
-) -> None:
-    name = "model.layers.0.self_attn.q_proj.weight"
-    good = Op(
-        name, (64, 64), "I8", f"model:{name}", "BF16", encoding=Encoding("w8a8", "weight", 64)
-    )
-    weights = read_checkpoint(llama.path)
-    source = {"model": Renamed(weights, {name: name})}
-    validate(Plan((good,)), source)
-    with pytest.raises(ContractError) as caught:
-        validate(Plan((replace(good, **change),)), source)
-    assert text in caught.value.report()
+def test_each_number_times_its_scale(tmp_path: Path, plain: Path, kind: str) -> None:
+    exact = scale_fp8(plain, tmp_path / "fp8", kind)
+    decoded = decode_all(tmp_path / "fp8", tmp_path / "out")
+    tensors = read_base(tmp_path / "fp8").tensors
+    assert any(info.dtype == "F32" for info in tensors.values())
+    assert same(decoded, {k: v.to(decoded[k].dtype) for k, v in exact.items()}) == []
+    model = load_model(tmp_path / "fp8").state_dict()
+    common = [key for key in exact if key in model]
+    assert len(common) > 10
+    assert same({k: model[k] for k in common}, {k: exact[k].bfloat16() for k in common}) == []
+
+
+def test_all_codes_as_torch_reads_them(tmp_path: Path) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).reshape(16, 16).view(torch.float8_e4m3fn)
+    powers = torch.full((1, 1), 2.0**-9).to(torch.float8_e8m0fnu)
+    save_file({"w": codes, "w_scale_inv": powers}, tmp_path / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = read_base(tmp_path)
+    stored = packing(source, "w")
+    assert stored is not None
+    values = torch.from_numpy(decoded_values(stored["stored"], source.extents("w")))
+    assert torch.equal(values.nan_to_num(7), (codes.float() * 2.0**-9).nan_to_num(7))
+
+
+@pytest.mark.parametrize("fault", ["no scale", "shape", "undeclared", "dtype"])
+def test_scales_that_do_not_fit(tmp_path: Path, fault: str) -> None:
+    folder = tmp_path / "fp8"
+    scale_fp8(make_base(tmp_path / "plain", "qwen").path, folder, "deepseek")
+    tensors = state_of(folder)
+    key = next(key for key in tensors if key.endswith("_scale_inv"))
+    if fault == "no scale":
+        del tensors[key]
+    elif fault == "shape":
+        tensors[key] = torch.ones(7, 7)
+    elif fault == "dtype":
+        tensors[key.removesuffix("_scale_inv")] = torch.ones(8, 8, dtype=torch.int8)
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        del config["quantization_config"]
+        (folder / "config.json").write_text(json.dumps(config))
+    for path in folder.glob("model*"):
+        path.unlink()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ArtifactError) as caught:
+        read_base(folder)
+    assert len(caught.value.details) == 1

@@ -1,0 +1,303 @@
+"""Adapters as peft saves them: embeddings, several at once, layouts of versions, light ones."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flows.cli.config import compose_config
+from flows.delivery.run_delivery import direct, plan
+from tasks.audit.run import audit
+from tasks.delivery.recognise import recognise
+from tasks.delivery.recorded import attention_of
+from tasks.serving.reference.load import load_model
+from tests.delivery.conftest import Done
+from tests.delivery.making import Tensors, differing, merged_by_peft, with_rows
+from tests.weights.adapters.making import save, train
+from tests.weights.families import making as families
+from tests.weights.families.making import FAMILIES, FUSED, make_model, save_adapter
+from tests.weights.making import Spread, save_tokenizer, small_config, state_of, trained_model
+
+Run = Callable[..., Done]
+ROWS = small_config("qwen").vocab_size
+MORE = 7
+TOKENS = [ROWS, ROWS + 1]
+BOTH = {"embed_tokens": TOKENS, "lm_head": TOKENS}
+
+KEPT_TIED = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+CASES: dict[str, tuple[bool, int, dict[str, Any], bool]] = {
+    # base tied, rows added, what is trained, served tied
+    "both, tied": (True, MORE, {"modules_to_save": ["embed_tokens", "lm_head"]}, False),
+    "grown embedding, tied": (True, MORE, {"modules_to_save": ["embed_tokens"]}, False),
+    "grown embedding, kept tied": (True, MORE, KEPT_TIED, True),
+    "tokens, tied": (True, MORE, {"trainable_token_indices": TOKENS}, True),
+    "tokens of both": (False, MORE, {"trainable_token_indices": BOTH}, False),
+}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """The same model with and without tied embeddings."""
+    from transformers import AutoModelForCausalLM
+
+    made = {}
+    for tied in (True, False):
+        config = small_config("qwen")
+        config.tie_word_embeddings = tied
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+        made[tied] = tmp_path_factory.mktemp("bases") / f"tied-{tied}"
+        model.save_pretrained(made[tied])
+        save_tokenizer(made[tied])
+    return made
+
+
+def trained(model: Any, folder: Path, **options: Any) -> Path:
+    """Save an adapter on `model` with peft, all weights random, and a tokenizer of its rows."""
+    from peft import LoraConfig
+    from transformers import AutoTokenizer
+
+    config = LoraConfig(
+        r=4, lora_alpha=8, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], **options
+    )
+    save(train(model, config, seed=3), folder)
+    save_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = model.get_input_embeddings().weight.shape[0]
+    tokenizer.add_tokens([f"<new-{index}>" for index in range(rows - len(tokenizer))])
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+DEFAULT = ("grown embedding, kept tied",)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in CASES],
+)
+def test_is_delivered_as_peft_merges_it(here, name, bases, tmp_path) -> None:
+    tied, more, options, served_tied = CASES[name]
+    source = trained(with_rows(bases[tied], more), tmp_path / "adapter", **options)
+    done = here(f"source={source}", f"base={bases[tied]}", "merge.base=original")
+    ours, theirs = state_of(tmp_path / "out"), merged_by_peft(bases[tied], source, more)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["tie_word_embeddings"], config["vocab_size"]) == (served_tied, ROWS + more)
+    assert ("lm_head.weight" in ours) is not served_tied
+    assert differing(ours, theirs) == []
+    assert not [finding for finding in done.summary["findings"] if finding["severity"] == "error"]
+
+
+BASE = "merge.base=original"
+WEIGHTS = (0.7, -0.3)
+
+
+@pytest.fixture(scope="module")
+def second(place: Path, base: Path) -> Path:
+    """An adapter with another rank, on some of the modules."""
+    spread = Spread(rank=2, alpha=8, rslora=True, targets=["q_proj", "down_proj"])
+    trained_model(base, spread, 5).save_pretrained(place / "second")
+    return place / "second"
+
+
+def _merged(base: Path, weighted: dict[Path, float]) -> Tensors:
+    return dict(families.merged_by_peft(base, *weighted.items()).state_dict())
+
+
+def test_are_added_up_with_their_weights(here, adapter, second, base, tmp_path) -> None:
+    weighted = dict(zip((adapter, second), WEIGHTS, strict=True))
+    words = ",".join(f"{folder}:{weight}" for folder, weight in weighted.items())
+    done = here(f"adapters=[{words}]", f"base={base}", BASE)
+    assert done.stages == ["audit", "merge", "convert"]
+    assert differing(state_of(tmp_path / "out"), _merged(base, weighted)) == []
+    manifest = json.loads(Path(done.summary["stages"][1]["artifact"], "manifest.json").read_text())
+    named = dict(zip(("adapter", "adapter_2"), WEIGHTS, strict=True))
+    assert manifest["notes"]["adapters"] == manifest["config"]["weights"] == named
+    assert set(manifest["inputs"]) == {*named, "base"}
+
+
+def test_adapters_that_cannot_be_added_up_are_refused(here, adapter, second, base, other) -> None:
+    words = f"base={base}"
+    full = here(f"adapters=[{adapter}:0.5,{base}:0.5]", words, code=2)
+    assert "a full Qwen2ForCausalLM" in full.output
+    here(f"adapters=[{adapter}:0.5,{adapter}]", words, code=2)
+    assert "weight 0" in here(f"adapters=[{adapter}:0.0,{second}]", words, code=2).output
+    here(f"adapters=[{adapter}]", f"source={adapter}", words, code=2)
+    here(words, code=2)
+    refused = here(f"adapters=[{adapter},{second}]", f"base={other}", code=2)
+    assert "wrong base" in refused.output
+
+
+def test_the_reference_holds_all_of_them_unmerged(adapter: Path, second: Path, base: Path) -> None:
+    from tasks.serving.reference.load import load_model
+    from tests.weights.making import PROBES
+
+    weighted = dict(zip((adapter, second), WEIGHTS, strict=True))
+    named = {str(folder): weight for folder, weight in weighted.items()}
+    model = load_model(base, weighted=named, dtype="float32")
+    merged, plain = (load_model(base, dtype="float32") for _ in range(2))
+    merged.load_state_dict({k: v.float() for k, v in _merged(base, weighted).items()})
+    ids = torch.tensor([PROBES[0]])
+    with torch.no_grad():
+        actual, wanted, before = (each(input_ids=ids).logits for each in (model, merged, plain))
+    # The merged weights were rounded to bf16, the unmerged ones were not.
+    torch.testing.assert_close(actual, wanted, rtol=0.05, atol=0.05)
+    assert not torch.allclose(before, wanted, rtol=0.05, atol=0.05)
+
+
+COUNT = 4  # experts
+FILE = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model with a square gate_up_proj in each expert, and an adapter by the current peft."""
+    root = tmp_path_factory.mktemp("moe")
+    config = FAMILIES["qwen3_moe"].config(moe_intermediate_size=16, vocab_size=320)
+    make_model(config).save_pretrained(root / "base")
+    save_tokenizer(root / "base")
+    targets = {"target_modules": ["q_proj"], "target_parameters": list(FUSED)}
+    return root / "base", save_adapter(root / "adapter", root / "base", "qwen3_moe", **targets)
+
+
+def rewritten(
+    adapter: Path, folder: Path, version: str | None, older: tuple[str, ...] = ()
+) -> Path:
+    """Copy the adapter with another peft_version, and some pairs in the layout of peft 0.18.
+
+    0.18: `delta[e, i, o] = sum_r A[e, r, i] B[o, r, e]`; today `delta[e, o, i]`, for the same
+    parameter of shape (e, o, i). So each factor is the other one's transpose.
+    """
+    folder.mkdir()
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    settings["peft_version"] = version
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    tensors = load_file(adapter / FILE)
+    for a in [key for key in tensors if key.endswith(older) and ".lora_A." in key] if older else []:
+        b = a.replace(".lora_A.", ".lora_B.")
+        by_a = tensors[a].reshape(COUNT, -1, tensors[a].shape[1])
+        by_b = tensors[b].reshape(tensors[b].shape[0], -1, COUNT)
+        tensors[a] = torch.einsum("ore->ero", by_b).reshape(-1, by_b.shape[0]).contiguous()
+        tensors[b] = torch.einsum("eri->ire", by_a).reshape(by_a.shape[2], -1).contiguous()
+    save_file(tensors, folder / FILE, metadata={"format": "pt"})
+    return folder
+
+
+OLD_PAIRS = (".experts.lora_A.weight", ".experts.base_layer.lora_A.weight")
+"""The wrappers nest: the first parameter's pair lies innermost."""
+
+
+def delivered(here: Run, source: Path, base: Path, out: Path) -> dict[str, torch.Tensor]:
+    here(f"source={source}", f"base={base}", "merge.base=original", f"out={out}")
+    return state_of(out)
+
+
+@pytest.mark.slow
+def test_each_layout_is_read_by_its_version(here, made, tmp_path) -> None:
+    base, adapter = made
+    today = delivered(here, adapter, base, tmp_path / "today")
+    assert any("experts" in key for key in today)
+    for version in ("0.18.1", "0.17.0", "0.19.0"):  # not is_transposed: 0.19.0 did as 0.18
+        source = rewritten(adapter, tmp_path / f"a{version}", version, OLD_PAIRS)
+        older = delivered(here, source, base, tmp_path / version)
+        assert all(torch.equal(tensor, today[key]) for key, tensor in older.items())
+
+
+def test_a_square_parameter_needs_the_version(here, made, tmp_path) -> None:
+    base, adapter = made
+    for version in (None, "0.18.2.dev0"):
+        source = rewritten(adapter, tmp_path / str(version), version)
+        done = here(f"source={source}", f"base={base}", "merge.base=original", code=2)
+        assert "gate_up_proj: peft 0.18 and 0.19.1 lay out the factors" in done.output
+        assert '"peft_version": "0.19.1"' in done.output
+
+
+@pytest.mark.parametrize("version", ["0.18.1", "0.21.2"])
+def test_the_reference_reads_it_the_same_way(made, version, tmp_path) -> None:
+    base, adapter = made
+    source = rewritten(adapter, tmp_path / "a", version, OLD_PAIRS if version < "0.19" else ())
+    ids = torch.tensor([[3, 5, 8, 13, 21]])
+    with torch.no_grad():
+        ours = load_model(base, adapter=source, dtype="float32")(ids).logits
+        theirs = load_model(base, adapter=adapter, dtype="float32")(ids).logits
+        plain = load_model(base, dtype="float32")(ids).logits
+    assert torch.equal(ours, theirs)
+    assert not torch.allclose(ours, plain, atol=1e-3)
+
+
+LOG = logging.getLogger("tests.deliver")
+
+
+def eager(shards: Path, folder: Path) -> Path:
+    """Copy the shards, with a record of eager attention."""
+    shutil.copytree(shards, folder)
+    path = folder / "train.json"
+    record = json.loads(path.read_text()) | {"attn_implementation": "eager"}
+    path.write_text(json.dumps(record))
+    return folder
+
+
+def test_a_light_adapter_is_kept_by_default(adapter: Path, base: Path, tmp_path: Path) -> None:
+    """Updates are about half a step of bf16; `audit` measures the loss of a merge to nearest."""
+    light = tmp_path / "light"
+    shutil.copytree(adapter, light)
+    tensors = load_file(light / "adapter_model.safetensors")
+    tensors = {n: t.float() * (0.01 if "lora_B" in n else 1) for n, t in tensors.items()}
+    save_file(tensors, light / "adapter_model.safetensors", metadata={"format": "pt"})
+    arguments = [f"source={light}", f"base={base}", "merge.base=original", "smoke.engine=none"]
+    places = [f"out={tmp_path / 'out'}", f"paths.runs={tmp_path / 'runs'}"]
+    direct(plan(compose_config([*arguments, *places], config_name="deliver")), LOG, "here")
+    before, after = (load_file(f / "model.safetensors") for f in (base, tmp_path / "out"))
+    gained = nearest = update = 0.0
+    for key in tensors:
+        if "lora_A" in key:
+            name = key.removeprefix("base_model.model.").replace(".lora_A", "")
+            exact = 2.0 * tensors[key.replace("lora_A", "lora_B")] @ tensors[key]
+            wide = before[name].float()
+            update += float((exact * exact).sum())
+            gained += float(((after[name].float() - wide) * exact).sum())
+            nearest += float((((wide + exact).bfloat16().float() - wide) * exact).sum())
+    assert gained / update == pytest.approx(1, abs=0.05)
+    assert nearest / update < 0.85
+    (finding,) = [f for f in audit(light, base=base, values=True).findings
+                  if f.code == "ADAPTER_ROUNDS_AWAY"]  # fmt: skip
+    shares = [int(share) / 100 for share in re.findall(r"(\d+)%", finding.found)]
+    assert shares[0] == pytest.approx(nearest / update, abs=0.05)
+
+
+class TestTheAttention:
+    def test_gathered_adapter_uses_the_attention_of_its_training(
+        self, shards: Path, adapter: Path, tmp_path: Path
+    ) -> None:
+        store = tmp_path / "artifacts"
+        trained = eager(shards, store / "shards" / "one")
+        fields = {"kind": "shards", "digest": "d1", "tensors": {}, "files": {}, "notes": {}}
+        (trained / "manifest.json").write_text(json.dumps({**fields, "inputs": {}}))
+        made = Path(shutil.copytree(adapter, tmp_path / "adapter"))
+        manifest = {**fields, "kind": "adapter", "digest": "d2", "inputs": {"trained": "d1"}}
+        (made / "manifest.json").write_text(json.dumps(manifest))
+        assert attention_of(recognise(made), store) == ("eager", "")
+        assert attention_of(recognise(made), tmp_path / "elsewhere") == ("sdpa", "")
+
+    def test_that_is_not_installed_is_told(self, shards, tmp_path, monkeypatch) -> None:
+        source = eager(shards, tmp_path / "shards")
+        path = source / "train.json"
+        path.write_text(path.read_text().replace('"eager"', '"flash_attention_2"'))
+        monkeypatch.setattr("tasks.delivery.recorded._installed", lambda _: False)
+        attention, warning = attention_of(recognise(source), tmp_path)
+        assert attention == "sdpa"
+        assert "flash-attn is not installed" in warning
+        monkeypatch.setattr("tasks.delivery.recorded._installed", lambda _: True)
+        assert attention_of(recognise(source), tmp_path) == ("flash_attention_2", "")

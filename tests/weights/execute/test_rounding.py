@@ -1,0 +1,291 @@
+"""Rounding of merged weights: unbiased or to nearest, the same bytes on every CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from tasks.weights import native
+from tasks.weights.execute import lora_merge as folding
+from tasks.weights.execute.copying import Workspace
+from tasks.weights.execute.execute import Executed, execute
+from tasks.weights.execute.journal import Measured
+from tasks.weights.execute.lora_merge import fold_term
+from tasks.weights.files.reader import read_checkpoint
+from tasks.weights.native import Library, binding, library
+from tasks.weights.native.binding import MAX_RANK
+from tasks.weights.plan.adapter_ops import LowRank
+from tasks.weights.plan.operations import Op, Plan
+from tasks.weights.proof.recheck import recompute
+from tasks.weights.proof.unbiased import random_parts, round_with, small
+from tasks.weights.rounding import row_keys, unbiased
+from tests.weights.making import state_of
+from tests.weights.rounding import in_order, rounded_alike
+
+ROWS, COLUMNS, RANK = 96, 1031, 4
+NAMES = ("model.a.weight", "model.b.weight", "model.c.weight")
+SHORT = {torch.bfloat16: "BF16", torch.float16: "F16"}
+
+KERNELS = library()
+NEEDS_KERNELS = pytest.mark.skipif(
+    KERNELS is None or not KERNELS.folds, reason="no C compiler, or no kernel for this CPU"
+)
+SCALE = 1.7
+NAN = 0x7FC0
+KEYS = [14464725406630232864, 11170297964893948034]
+PARTS = [[57511, 47686, 58323], [35117, 7573, 51189]]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three matrices in bf16, and an adapter whose updates are a few hundredths of a step."""
+    root, random = tmp_path_factory.mktemp("light adapter"), torch.Generator().manual_seed(0)
+    base, adapter = {}, {}
+    for name in NAMES:
+        base[name] = (torch.randn(ROWS, COLUMNS, generator=random) * 0.05).bfloat16()
+        adapter[f"{name}.A"] = torch.randn(RANK, COLUMNS, generator=random) * 4e-3
+        adapter[f"{name}.B"] = torch.randn(ROWS, RANK, generator=random) * 1e-3
+    base["untouched"] = torch.randn(8, 8, generator=random).bfloat16()
+    for folder, tensors in (("base", base), ("adapter", adapter)):
+        (root / folder).mkdir()
+        save_file(tensors, root / folder / "model.safetensors")
+    return root
+
+
+def _plan(dtype: str = "BF16", limit: int | None = None, *, unbiased: bool = True) -> Plan:
+    ops = [
+        Op(
+            name, (ROWS, COLUMNS), dtype, f"base:{name}", "BF16",
+            terms=(LowRank(f"adapter:{name}.A", f"adapter:{name}.B", 1.0),), unbiased=unbiased,
+        )
+        for name in NAMES
+    ]  # fmt: skip
+    return Plan((*ops, Op("untouched", (8, 8), dtype, "base:untouched", "BF16")), (), limit)
+
+
+def _sources(inputs: Path) -> dict:
+    return {name: read_checkpoint(inputs / name) for name in ("base", "adapter")}
+
+
+def _merge(inputs: Path, out: Path, plan: Plan, workers: int = 1) -> Executed:
+    out.mkdir()
+    return execute(plan, _sources(inputs), out, workers=workers)
+
+
+def test_the_bits_are_those_of_the_definition() -> None:
+    """Pins version 1: a model that was merged before must get the same bytes again."""
+    keys = row_keys("model.layers.0.mlp.up_proj.weight", 3, 2)
+    assert [int(key) for key in keys] == KEYS
+    parts = random_parts("model.layers.0.mlp.up_proj.weight", 3, 2, 3) * 65536
+    assert parts.astype(int).tolist() == PARTS
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    shape=st.tuples(st.integers(1, 20), st.integers(1, 70)),
+    size=st.sampled_from([1e-6, 1e-3, 1.0, 1e4]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+)
+def test_two_implementations_agree_bit_for_bit(seed, shape, size, dtype) -> None:
+    random = torch.Generator().manual_seed(seed)
+    base = (torch.randn(*shape, generator=random) * 0.1).to(dtype).float()
+    base.flatten()[0] = 0.0
+    wide = base + torch.randn(*shape, generator=random) * size * 0.1
+    written = unbiased(wide, base, dtype, row_keys("x", 5, len(base))).float().numpy()
+    parts = random_parts("x", 5, *shape)
+    own = round_with(wide.double().numpy(), parts, SHORT[dtype])
+    chosen = small((wide - base).numpy(), base.numpy(), SHORT[dtype])
+    wanted = np.where(chosen, own, wide.to(dtype).float().numpy())
+    assert (written == wanted).all()
+
+
+def test_values_near_infinity_stay_finite_and_large_updates_are_rounded_to_nearest(inputs) -> None:
+    largest = torch.finfo(torch.bfloat16).max
+    base = torch.full((64, 64), largest)
+    wide = base * (1 + 2.0**-11)  # nearest is the largest number, above is infinity
+    assert bool((unbiased(wide, base, torch.bfloat16, row_keys("x", 0, 64)) == largest).all())
+    base = load_file(inputs / "base" / "model.safetensors")[NAMES[0]].float()
+    wide = base * 1.1
+    written = unbiased(wide, base, torch.bfloat16, row_keys(NAMES[0], 0, ROWS))
+    assert torch.equal(written, wide.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_a_light_adapter_is_kept(inputs: Path, tmp_path: Path, dtype: str) -> None:
+    done = _merge(inputs, tmp_path / "out", _plan(dtype))
+    assert done.kept == pytest.approx(1.0, abs=0.05)
+    assert done.nearest_keeps is not None
+    assert done.nearest_keeps < 0.8
+    before = load_file(inputs / "base" / "model.safetensors")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    low = load_file(inputs / "adapter" / "model.safetensors")
+    gained, update = 0.0, 0.0
+    for name in NAMES:
+        change = low[f"{name}.B"].double() @ low[f"{name}.A"].double()
+        gained += float(((after[name].double() - before[name].double()) * change).sum())
+        update += float((change * change).sum())
+    assert done.kept == pytest.approx(gained / update, rel=1e-3)
+    assert torch.equal(after["untouched"].float(), before["untouched"].float())
+
+
+def test_the_same_bytes_for_any_threads_and_files(inputs: Path, tmp_path: Path) -> None:
+    expected = _merge(inputs, tmp_path / "one", _plan()).checksums
+    assert _merge(inputs, tmp_path / "threads", _plan(), workers=2).checksums == expected
+    assert _merge(inputs, tmp_path / "files", _plan(limit=ROWS * COLUMNS * 2)).checksums == expected
+    assert len(list((tmp_path / "files").glob("*.safetensors"))) == 4
+
+
+def test_wrong_random_bits_are_found(inputs: Path, tmp_path: Path) -> None:
+    """A merge whose bits come from another place than the definition is not reproducible."""
+    plan, sources = _plan(), _sources(inputs)
+    _merge(inputs, tmp_path / "out", plan)
+    good = recompute(plan, sources, read_checkpoint(tmp_path / "out"))
+    assert [result.wrong for result in good] == [0] * 4
+    moved = replace(plan, ops=tuple(replace(op, unbiased=False) for op in plan.ops))
+    wrong = recompute(moved, sources, read_checkpoint(tmp_path / "out"))
+    assert all(result.wrong for result in wrong[:3])
+    path = tmp_path / "out" / "model.safetensors"
+    tensors, name = load_file(path), NAMES[0]
+    base = load_file(inputs / "base" / "model.safetensors")[name].float()
+    low = load_file(inputs / "adapter" / "model.safetensors")
+    wide = base + low[f"{name}.B"] @ low[f"{name}.A"]
+    tensors[name] = unbiased(wide, base, torch.bfloat16, row_keys("another seed", 0, ROWS))
+    save_file(tensors, path)
+    results = recompute(plan, sources, read_checkpoint(tmp_path / "out"))
+    assert results[0].wrong > 0
+    assert results[1].wrong == 0
+
+
+def _words(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.view(torch.int16).numpy().view(np.uint16)
+
+
+def _kernels() -> Library:
+    assert KERNELS is not None
+    return KERNELS
+
+
+def _fold(w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[np.ndarray, int, int]:
+    numbers = _words(a) if a.dtype == torch.bfloat16 else a.numpy()
+    out = np.empty_like(_words(w))
+    folded = _kernels().fold(_words(w), out, a=numbers, b=b.float().numpy(), scale=SCALE)
+    return out, folded.changed, folded.nonfinite
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize("rank", [1, 3, 31, 200, MAX_RANK])
+def test_sums_are_in_order_and_equal_torchs(rank: int) -> None:
+    random = torch.Generator().manual_seed(rank)
+    shapes = [(2, 2), (3, 5), (8, 32), (17, 100), (9, 31)]
+    shapes += [(48, 2050), (513, 64)] if rank < 100 else [(9, 2050)]
+    for rows, columns in shapes:
+        w = torch.randn(rows, columns, generator=random).bfloat16()
+        a = torch.randn(rank, columns, generator=random)
+        b = torch.randn(rows, rank, generator=random)
+        for a_, b_ in ((a, b), (a.bfloat16(), b.bfloat16())):
+            wanted = (w.float() + in_order(b_, a_) * SCALE).bfloat16()
+            out, changed, nonfinite = _fold(w, a_, b_)
+            assert (out == _words(wanted)).all(), (rows, columns)
+            assert rounded_alike(wanted, (w.float() + (b_.float() @ a_.float()) * SCALE).bfloat16())
+            assert changed == int((_words(wanted) != _words(w)).sum())
+            assert nonfinite == 0
+
+
+def _require_rounding(w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Require torch's rounding of numbers that may not be finite, and one pattern for NaN."""
+    wanted = (w.float() + (b @ a) * SCALE).bfloat16()
+    out, changed, nonfinite = _fold(w, a, b)
+    nan = torch.isnan(wanted).numpy()
+    assert (out[nan] == NAN).all()
+    assert (out[~nan] == _words(wanted)[~nan]).all()
+    assert nonfinite == int((~torch.isfinite(wanted)).sum())
+    assert changed == int((out != _words(w)).sum())
+
+
+@NEEDS_KERNELS
+def test_rounding_infinities_and_nan() -> None:
+    """Every pattern of bf16; and values that are not finite at the edges of tiles."""
+    bits = np.arange(1 << 16, dtype=np.uint16).reshape(64, 1024)
+    w = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+    a, b = torch.full((1, 1024), 2.0**-9), torch.linspace(-3, 3, 64)[:, None].contiguous()
+    _require_rounding(w, a, b)
+    random = torch.Generator().manual_seed(5)
+    w = torch.randn(13, 71, generator=random).bfloat16()
+    a = torch.randn(3, 71, generator=random)
+    b = torch.randn(13, 3, generator=random)
+    w[0, 0], w[12, 70], w[5, 33] = float("nan"), float("inf"), -float("inf")
+    w[7, 64] = torch.finfo(torch.bfloat16).max
+    b[7] = 1e36  # finite until it is rounded, or scaled
+    _require_rounding(w, a, b)
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize(("slot", "unbiased"), [(0, True), (20_000, True), (1 << 20, False)])
+def test_execute_gives_the_same_bytes_with_kernel_and_torch(
+    inputs, tmp_path, monkeypatch, slot, unbiased
+) -> None:
+    monkeypatch.setattr(folding, "SLOT", slot)
+    sources = _sources(inputs)
+    assert all(fold_term(op, sources) is not None for op in _plan(unbiased=unbiased).ops[:3])
+    done = {}
+    for how in ("kernel", "torch"):
+        if how == "torch":
+            monkeypatch.setattr(folding, "library", lambda: None)
+        (tmp_path / how).mkdir()
+        done[how] = execute(_plan(unbiased=unbiased), sources, tmp_path / how, workers=2)
+    kernel, by_torch = done["kernel"], done["torch"]
+    assert (kernel.checksums, kernel.changed) == (by_torch.checksums, by_torch.changed)
+    assert kernel.kept_by_tensor == pytest.approx(by_torch.kept_by_tensor, rel=1e-5)
+    assert kernel.nearest_keeps == pytest.approx(by_torch.nearest_keeps, rel=1e-5)
+    merged, wanted = state_of(tmp_path / "kernel"), state_of(tmp_path / "torch")
+    assert all(torch.equal(merged[name], wanted[name]) for name in NAMES)
+
+
+@NEEDS_KERNELS
+def test_memory_of_a_tensor_is_bounded_for_any_shape(inputs, monkeypatch) -> None:
+    slot = 20_000
+    monkeypatch.setattr(folding, "SLOT", slot)
+    sources = _sources(inputs)
+    for op in _plan().ops[:3]:
+        workspace, (term,) = Workspace(), op.terms
+        for _ in folding.fold(op, term, sources, workspace, Measured()):
+            pass
+        smallest = folding.size_of_a(term, sources) + 2 * 16 * op.shape[1]
+        rest = 2 * 15 * op.shape[1]  # rows that the last block takes with it
+        assert workspace.out.size <= max(slot, smallest) + rest
+        assert workspace.read.size <= 2 * (slot + 2 * 31 * COLUMNS)  # and rows of B
+
+
+@NEEDS_KERNELS
+@pytest.mark.skipif("avx2" not in binding.cpu_flags(), reason="for x86-64 with AVX2")
+def test_the_kernels_for_avx2_are_as_exact(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(binding, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(binding, "FLAGS", (*binding.FLAGS, "-mno-avx512f"))
+    older = native.library.__wrapped__()
+    monkeypatch.setattr(f"{__name__}.KERNELS", older)
+    test_sums_are_in_order_and_equal_torchs(64)
+    test_rounding_infinities_and_nan()
+
+
+@NEEDS_KERNELS
+def test_without_a_working_compiler_there_are_no_kernels(monkeypatch, tmp_path, caplog) -> None:
+    monkeypatch.setattr(binding, "_folder", lambda: tmp_path / "kept")
+    source = tmp_path / "twice.c"
+    source.write_text("int twice(int n) { return 2 * n; }")
+    kernels = binding.compiled(source)
+    assert kernels is not None
+    assert kernels.twice(21) == 42
+    for text in ("int twice(int n) {", "int missing(void); int twice(int n) { return missing(); }"):
+        source.write_text(text)
+        assert binding.compiled(source) is None
+    assert "undefined symbol: missing" in caplog.text
+    monkeypatch.setattr(binding.shutil, "which", lambda name: None)
+    assert binding.compiled(source) is None

@@ -1,0 +1,126 @@
+"""Facts of a model and the contract of its adapters, from configurations alone."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.core.errors import ArtifactError
+from tasks.weights.execute.worker import perform
+from tasks.weights.families.counts import MAX_EXPERTS, MAX_LAYERS, oversized
+from tasks.weights.families.meta import meta_model
+from tasks.weights.families.plain import plain_facts
+from tasks.weights.files.reader import read_json
+from tasks.weights.plan.contracts import ModelFacts, facts_of, model_facts
+from tests.weights.families.making import FAMILIES
+
+RARE = [
+    pytest.param(family, marks=pytest.mark.slow)
+    for family in ("mistral", "granite", "qwen3", "gemma2", "gemma3_text", "olmo2")
+]
+HUGE = 10**9
+
+
+def _config(folder: Path, family: str, **changes: Any) -> Path:
+    """Save the configuration of a language model of this family."""
+    config = FAMILIES[family].config(**changes)
+    name = type(config).__name__.replace("TextConfig", "Config").replace("Config", "ForCausalLM")
+    config.architectures = [name]
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", *RARE])
+def test_facts_equal_those_of_transformers(tmp_path: Path, family: str, tied: bool) -> None:
+    folder = _config(tmp_path, family, tie_word_embeddings=tied)
+    fields = plain_facts(read_json(folder / "config.json"), "bfloat16", None)
+    assert fields is not None
+    plain, real = ModelFacts(**fields), facts_of(meta_model(folder, "bfloat16"))
+    assert sorted(plain.tensors, key=str) == sorted(real.tensors, key=str)
+    assert sorted(plain.places, key=str) == sorted(real.places, key=str)
+    assert set(plain.quantized) == set(real.quantized)
+    assert (plain.tied, plain.embedding, plain.aliases) == (real.tied, real.embedding, real.aliases)
+    assert (plain.unread, plain.findings) == (real.unread, real.findings)
+    assert list(plain.live.tensors) == list(real.live.tensors)
+    assert plain.live.tensors == real.live.tensors
+    with_tensors = {name.rpartition(".")[0] for name in real.live.tensors}
+    kinds = {name: real.live.modules[name] for name in plain.live.modules}
+    assert plain.live.modules == kinds
+    assert with_tensors <= set(kinds)
+    assert {name for name, kind in real.live.modules.items() if kind != "other"} <= set(kinds)
+    for field in ("tied", "transposed", "input_embedding", "output_embedding"):
+        assert getattr(plain.live, field) == getattr(real.live, field)
+
+
+def test_other_configurations_are_left_to_transformers(tmp_path: Path) -> None:
+    document = read_json(_config(tmp_path, "llama") / "config.json")
+    for changes in (
+        {"attention_bias": True},
+        {"architectures": ["LlamaForSequenceClassification"]},
+        {"architectures": None},
+        {"num_key_value_heads": None},
+        {"tie_word_embeddings": None},
+        {"hidden_size": "32"},
+        {"quantization_config": {"quant_method": "bitsandbytes"}},
+    ):
+        assert plain_facts({**document, **changes}, "bfloat16", None) is None, changes
+    disk = {tensor.name: tensor.shape for tensor in model_facts(tmp_path).tensors}
+    assert plain_facts(document, "bfloat16", disk) is not None
+    name = "model.layers.1.mlp.up_proj.weight"
+    missing = {key: shape for key, shape in disk.items() if key != name}
+    for other in (missing, disk | {name: (7, 32)}, disk | {"model.extra": (7, 32)}):
+        assert plain_facts(document, "bfloat16", other) is None
+        assert model_facts(tmp_path, disk=other).findings
+
+
+def test_a_tied_head_is_no_tensor_of_its_own_and_may_be_stored_too(tmp_path: Path) -> None:
+    folder = _config(tmp_path, "qwen2", tie_word_embeddings=True)
+    facts = model_facts(folder)
+    assert facts.tied == {"lm_head.weight": facts.embedding}
+    request = {"do": "model_facts", "config": str(folder), "dtype": "bfloat16"}
+    assert ModelFacts.from_json(json.loads(json.dumps(perform(request)))) == facts
+    disk = {tensor.name: tensor.shape for tensor in facts.tensors}
+    stored = model_facts(folder, disk={**disk, "lm_head.weight": disk[facts.embedding]})
+    assert "lm_head.weight" in {place.disk for place in stored.places}
+    for each in (facts, stored):
+        assert "lm_head.weight" not in {tensor.name for tensor in each.tensors}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mixtral", {"num_hidden_layers": HUGE}),  # needs transformers
+        ("qwen2", {"vocab_size": 10**18}),
+        ("qwen2", {"hidden_size": "32"}),
+        ("qwen2", {"model_type": "no-such-model"}),
+    ],
+)
+def test_a_config_that_describes_no_possible_model_is_refused(family, changes, tmp_path) -> None:
+    path = _config(tmp_path, family) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes | {"head_dim": None}))
+    began = time.process_time()
+    with pytest.raises(ArtifactError, match=str(tmp_path)):
+        model_facts(tmp_path, disk={"x": (1,)})
+    assert time.process_time() - began < 30  # an import among it; the layers would take hours
+
+
+def test_impossible_numbers_of_layers_or_experts() -> None:
+    for config, thing in (
+        ({"num_hidden_layers": HUGE}, "num_hidden_layers 1000000000"),
+        ({"n_layer": MAX_LAYERS + 1}, "n_layer 2001"),
+        ({"vision_config": {"depth": HUGE}}, "depth 1000000000"),
+        ({"n_routed_experts": MAX_EXPERTS + 1}, "n_routed_experts 20001"),
+        ({"num_layers": 1 << 4000}, "num_layers"),
+        ({"num_layers": 1000, "num_experts": 1000}, "1000 layers of 1000 experts"),
+        ({"num_hidden_layers": MAX_LAYERS}, ""),
+        ({"num_hidden_layers": 61, "n_routed_experts": 384}, ""),
+        ({"num_layers": True, "n_layer": "9" * 20, "depth": 1e30}, ""),
+        ({"vocab_size": HUGE, "layers_to_transform": [HUGE]}, ""),
+    ):
+        assert oversized(config).startswith(thing), config
+        assert bool(oversized(config)) == bool(thing), config

@@ -1,0 +1,362 @@
+"""Headers, dtypes, names and checkpoints of files: read like the libraries, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from tasks.core.errors import ArtifactError, ContractError
+from tasks.weights.files import dtype_bits as bits
+from tasks.weights.files import dtype_conversion
+from tasks.weights.files.dtype_conversion import NUMPY, cast, casts
+from tasks.weights.files.header import read_header
+from tasks.weights.files.names import LoraKey, live_to_peft, parse_peft, rename_all, unwrap
+from tasks.weights.files.opening import open_model
+from tasks.weights.files.reader import read_checkpoint, torch_dtype
+from tasks.weights.files.source import Source
+from tasks.weights.pickled.state import is_pickled_model, read_model
+from tests.tiny import tiny
+from tests.weights.deepspeed.conftest import read
+
+ARRAYS = {
+    "b": torch.arange(6.0).reshape(2, 3),
+    "a": torch.arange(5, dtype=torch.int8),
+    "empty": torch.zeros(0, 4).half(),
+}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("header") / "good.safetensors"
+    save_file(ARRAYS, path, metadata={"format": "pt"})
+    return path.read_bytes()
+
+
+def _entry(shape: list, begin: int, end: int, dtype: str = "U8") -> dict:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_altered_bytes_give_an_error_or_what_safetensors_reads(tmp_path, good, data) -> None:
+    """A header that is accepted here is read the same way by the safetensors library."""
+    raw = bytearray(good)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(raw) - 1))
+        raw[at] = data.draw(st.integers(0, 255))
+    raw = raw[: data.draw(st.integers(len(raw) // 2, len(raw)))]
+    path = tmp_path / "mutated.safetensors"
+    path.write_bytes(raw)
+    try:
+        tensors = read_header(path).tensors
+    except ArtifactError:
+        return
+    with safe_open(path, framework="numpy") as file:
+        assert set(file.keys()) == set(tensors)
+        for name, info in tensors.items():
+            assert info.shape == tuple(file.get_slice(name).get_shape())
+            assert bytes(raw[info.start : info.end]) == file.get_tensor(name).tobytes()
+
+
+BAD: list[tuple[object, str]] = [
+    ({"a": _entry([9], 0, 9)}, "truncated: a"),
+    ({"a": _entry([4], 0, 4), "b": _entry([4], 3, 7)}, "overlap"),
+    ({"a": _entry([4], 0, 5)}, "5 bytes"),
+    ({"a": _entry([-4], 0, 4)}, "shape"),
+    ({"a": _entry([4], 0, 4, "Q3")}, "dtype Q3"),
+    ({"a": {"dtype": "U8"}}, "entry for a"),
+    ({"a": _entry([4], -4, 0)}, "a"),
+    ({"a": _entry([4.0], 0, 4)}, "entry for a"),
+    ({"a": _entry([4], 0, True)}, "entry for a"),
+    ({"__metadata__": 7}, "__metadata__"),
+    ({"__metadata__": {"a": 7}}, "__metadata__"),
+    ({"a": _entry([4], 0, 4), "b": _entry([3], 5, 8)}, "1 bytes before b"),
+    ({"a": _entry([4], 0, 4)}, "4 bytes after a"),
+    ({"a": _entry([2**63, 0], 0, 0)}, "shape of 2 axes"),
+    ({"a": _entry([10**4000] * 5000, 0, 8)}, "shape of 5000 axes"),
+    ([1, 2], "JSON object"),
+]
+
+
+def test_errors_name_the_problem(tmp_path: Path, good: bytes) -> None:
+    path, missed = tmp_path / "x.safetensors", []
+    texts = [(json.dumps(entries).encode(), thing) for entries, thing in BAD]
+    entry = json.dumps(_entry([1], 0, 1))
+    texts.append((f'{{"a": {entry}, "a": {entry}}}'.encode(), "duplicate key a"))
+    texts.append((b"[" * 200_000, "not JSON"))
+    files = [(struct.pack("<Q", len(text)) + text + bytes(8), thing) for text, thing in texts]
+    files += [(good[:length], "truncated") for length in (0, 3, 8)]
+    files.append((struct.pack("<Q", 2**62) + b"{}", "header"))
+    for raw, thing in files:
+        path.write_bytes(raw)
+        with pytest.raises(ArtifactError) as caught:
+            read_header(path)
+        if thing not in caught.value.message:
+            missed.append((thing, caught.value.message))
+    assert missed == []
+
+
+def test_a_duplicate_among_many_tensors_is_found_fast(tmp_path: Path) -> None:
+    """The search for a duplicate among 50,000 names is linear."""
+    names = [f'"{n}":0' for n in range(50_000)]
+    text = f"{{{','.join([*names, names[-1]])}}}".encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    started = time.process_time()
+    with pytest.raises(ArtifactError, match="49999"):
+        read_header(path)
+    assert time.process_time() - started < 2  # 30 s when every name was counted
+
+
+DTYPES = {
+    "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
+}  # fmt: skip
+VALUES = st.lists(
+    st.one_of(
+        st.floats(width=16),
+        st.sampled_from([0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-40, 6e4]),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(dtype=st.sampled_from(sorted(DTYPES)), values=VALUES, chunk=st.sampled_from([16, 1 << 20]))
+def test_agrees_with_torch(dtype: str, values: list[float], chunk: int) -> None:
+    tensor = torch.tensor(values, dtype=torch.float64).to(DTYPES[dtype])
+    raw = tensor.view(torch.uint8).numpy()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bits, "_CHUNK", chunk)
+        assert bits.nonfinite(raw, dtype) == int((~torch.isfinite(tensor)).sum())
+        assert bits.all_zero(raw, dtype) == bool((tensor == 0).all())
+
+
+PAIRS = [(source, target) for source in NUMPY for target in NUMPY if source != target]
+SPECIAL = [
+    0x7F800000, 0xFF800000, 0x7F800001, 0x7FC00000, 0xFFFFFFFF, 0x7F7FFFFF, 0x477FEFFF, 0x477FF000,
+    0x33000000, 0x33000001, 0x0, 0x80000000, 0x1, 0x3F808000, 0x3F818000, 0x3F808001,
+]  # fmt: skip
+
+
+def _patterns(dtype: str) -> np.ndarray:
+    if dtype != "F32":
+        return np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
+    random = np.random.default_rng(0).integers(0, 1 << 32, 1_000_001, dtype=np.uint32)
+    return np.concatenate([random, np.array(SPECIAL, np.uint32)]).view(np.uint8)
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_casts_equal_torchs_except_for_nan_payloads(kernel, monkeypatch) -> None:
+    """Every 16-bit pattern and a million 32-bit patterns."""
+    if not kernel:
+        monkeypatch.setattr(dtype_conversion, "library", lambda: None)
+    for source, target in PAIRS:
+        raw = _patterns(source)
+        wanted = torch.from_numpy(raw.copy()).view(DTYPES[source]).to(DTYPES[target])
+        actual = torch.from_numpy(cast(raw, source, target)).view(DTYPES[target])
+        nan = torch.isnan(wanted)
+        assert torch.equal(torch.isnan(actual), nan)
+        word = torch.int32 if target == "F32" else torch.int16
+        assert torch.equal(actual.view(word)[~nan], wanted.view(word)[~nan])  # minus zero included
+    assert not casts("F64", "F32")  # left to torch
+
+
+LIVE = "base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight"
+PEFT = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
+PARTS = st.lists(
+    st.sampled_from(["model", "layers", "0", "q_proj", "mlp", "lora_A"]), min_size=1, max_size=5
+)
+
+
+@given(parts=PARTS, half=st.sampled_from(["A", "B"]))
+def test_names_survive_the_round_trip(parts: list[str], half: str) -> None:
+    key = LoraKey(".".join(parts), half)
+    live = key.peft.removesuffix("weight") + "default.weight"
+    assert parse_peft(live_to_peft(live)) == key
+
+
+def test_wrappers_are_dropped() -> None:
+    wrapped = LIVE.replace("mlp.", "mlp._checkpoint_wrapped_module.")
+    for name in (f"module.{LIVE}", f"module._orig_mod.{LIVE}", wrapped):
+        assert unwrap(name) == LIVE
+        assert live_to_peft(name) == PEFT
+    head = "module.lm_head.weight"  # full training keeps the model's own names
+    assert rename_all([head], adapter=False) == {head: "lm_head.weight"}
+
+
+def test_other_names_are_refused() -> None:
+    for name in (
+        LIVE.replace("default", "other"),
+        LIVE.replace("lora_A.default.weight", "weight"),
+        LIVE.removeprefix("base_model.model."),
+        LIVE.replace("lora_A.default.weight", "lora_A.default.bias.more"),
+        LIVE.replace("weight", "scale"),
+    ):
+        with pytest.raises(ContractError, match="default"):
+            live_to_peft(name)
+    for key in ("model.up_proj.lora_A.weight", "base_model.model.x.weight", PEFT + "s", ""):
+        assert parse_peft(key) is None
+    with pytest.raises(ContractError, match="up_proj"):
+        rename_all([LIVE, f"module.{LIVE}"], adapter=True)  # two names for one key
+    with pytest.raises(ContractError) as caught:
+        rename_all(["x.weight", LIVE, "y.weight"], adapter=True)
+    assert len(caught.value.details) == 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj", "embed_tokens"], "use_dora": True},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"], "lora_bias": True},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2], "bias": "all"},
+        {"target_modules": ["q_proj"], "target_parameters": ["mlp.up_proj.weight"]},
+    ],
+    ids=lambda settings: "-".join(settings),
+)
+def test_trainable_parameters_get_the_keys_that_peft_saves(settings: dict[str, object]) -> None:
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+    from transformers import Qwen2ForCausalLM
+
+    config = tiny("Qwen2", num_hidden_layers=1, tie_word_embeddings=False)
+    model = get_peft_model(Qwen2ForCausalLM(config), LoraConfig(r=2, **settings))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    saved = get_peft_model_state_dict(model, save_embedding_layers=False)
+    keys = rename_all(trained, adapter=True)
+    assert set(keys.values()) == set(saved)
+    assert all(saved[key].shape == trained[name].shape for name, key in keys.items())
+
+
+ONE = {"a": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3), "z": torch.ones(2)}
+TWO = {"b": torch.tensor([True, False, True]), "c": torch.tensor(7.5, dtype=torch.float64)}
+OUTSIDE = ["..", "../x", "/etc/passwd", "a/b.safetensors", "", "x\0y", "x" * 1000, "\ud800"]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A model that is stored in two files."""
+
+    stem: str
+    suffix: str
+    save: Callable[[dict[str, torch.Tensor], Path], None]
+    read: Callable[[Path], Source]
+
+    @property
+    def first(self) -> str:
+        return f"{self.stem}-00001-of-00002{self.suffix}"
+
+    @property
+    def second(self) -> str:
+        return f"{self.stem}-00002-of-00002{self.suffix}"
+
+    @property
+    def index(self) -> str:
+        return f"{self.stem}{self.suffix}.index.json"
+
+
+FORMATS = {
+    "safetensors": Format("model", ".safetensors", save_file, read_checkpoint),
+    "pickled": Format("pytorch_model", ".bin", torch.save, read_model),
+}
+
+
+@pytest.fixture(params=FORMATS)
+def kind(request: pytest.FixtureRequest) -> Format:
+    return FORMATS[request.param]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, kind: Format) -> Path:
+    kind.save(ONE, tmp_path / kind.first)
+    kind.save(TWO, tmp_path / kind.second)
+    torch.save({"lr": 1.0}, tmp_path / "training_args.bin")  # Trainer leaves it beside every model
+    for name in ("pytorch_model_fsdp.bin", "pytorch_model_1.bin", "optimizer.bin", "sampler.bin"):
+        torch.save({"a": torch.zeros(2)}, tmp_path / name)  # states of accelerate
+    places = dict.fromkeys(ONE, kind.first) | dict.fromkeys(TWO, kind.second)
+    _index(tmp_path, kind, places)
+    return tmp_path
+
+
+def _index(folder: Path, kind: Format, weight_map: object) -> None:
+    (folder / kind.index).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def _findings(folder: Path, kind: Format) -> str:
+    with pytest.raises(ArtifactError) as caught:
+        kind.read(folder)
+    return "\n".join(caught.value.details)
+
+
+def test_tensors_of_all_files_and_dtypes(folder: Path, kind: Format) -> None:
+    checkpoint = open_model(folder)
+    assert set(checkpoint.tensors) == {*ONE, *TWO}
+    for name, tensor in (ONE | TWO).items():
+        assert checkpoint.tensors[name].shape == tuple(tensor.shape)
+        assert torch_dtype(checkpoint.tensors[name].dtype) == tensor.dtype
+        raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        assert read(checkpoint, name) == raw
+        (extent,) = checkpoint.extents(name)
+        assert extent.path.name == (kind.first if name in ONE else kind.second)
+
+
+def test_every_disagreement_of_index_and_files_at_once(folder: Path, kind: Format) -> None:
+    gone, outside = f"gone{kind.suffix}", f"../x{kind.suffix}"
+    _index(folder, kind, {"a": kind.second, "b": kind.second, "c": gone, "z": outside})
+    stray = "pytorch_model.bin"
+    torch.save(ONE, folder / stray)
+    lines = _findings(folder, kind).splitlines()
+    for thing in (outside, gone, f"a: index says {kind.second}", f"{kind.first}: ", f"{stray}: "):
+        assert any(thing in line for line in lines), thing
+    assert len(lines) == 5
+    (folder / stray).unlink()
+    kind.save(TWO | {"z": torch.zeros(1)}, folder / kind.second)
+    _index(folder, kind, {"a": kind.first, "z": kind.first, "b": kind.second})
+    text = _findings(folder, kind)
+    assert f"z: in {kind.first}" in text  # in two files
+    assert f"c: in {kind.second}" in text  # not in the index
+
+
+def test_broken_indexes_and_files_are_named(folder: Path, kind: Format) -> None:
+    index, victim = folder / kind.index, folder / kind.second
+    good, whole = index.read_text(), victim.read_bytes()
+    for text in (
+        "{", "[]", '{"weight_map": 3}', "{}", '{"weight_map": {}}', '{"weight_map": {"a": 3}}',
+        '{"weight_map": {"a": "x.bin", "a": "y.bin"}}', "[" * 100_000,
+    ):  # fmt: skip
+        index.write_text(text)
+        assert kind.index in _findings(folder, kind)
+    for name in OUTSIDE:
+        _index(folder, kind, {"a": name})
+        assert "not a plain file name" in _findings(folder, kind)
+    index.write_text(good)
+    victim.write_bytes(whole[:-1])
+    assert kind.second in _findings(folder, kind)
+
+
+def test_other_folders_are_refused_by_the_name_of_their_files(tmp_path: Path) -> None:
+    def refused(read: Callable[[Path], Source], name: str) -> None:
+        with pytest.raises(ArtifactError) as caught:
+            read(tmp_path)
+        assert name in caught.value.details[0]
+
+    refused(read_checkpoint, "model.safetensors")
+    for name in ("model.safetensors", "adapter_model.safetensors"):
+        save_file(ONE, tmp_path / name)
+    refused(read_checkpoint, "adapter_model.safetensors")
+    (tmp_path / "adapter_model.safetensors").unlink()
+    torch.save(ONE, tmp_path / "pytorch_model.bin")  # safetensors win, and the pickle is a stray
+    assert not is_pickled_model(tmp_path)
+    refused(open_model, "pytorch_model.bin")

@@ -1,0 +1,263 @@
+"""Tokenizers, chat templates and vocabularies: read like transformers, grown, or refused."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tasks.core.errors import ArtifactError, ConfigError
+from tasks.weights.adapters.changes import changes
+from tasks.weights.adapters.read import read_adapter
+from tasks.weights.families.merging import plan_merge
+from tasks.weights.files.folder import inspect_checkpoint
+from tasks.weights.files.reader import read_checkpoint
+from tasks.weights.plan.contracts import model_facts
+from tasks.weights.tokens.add_tokens import grow
+from tasks.weights.tokens.render_template import MAX_CHARACTERS
+from tasks.weights.tokens.tokenizer import (
+    TokenizerFacts,
+    read_tokenizer,
+    require_bounded_template,
+)
+from tasks.weights.tokens.vocabulary import Vocabulary, vocabulary_of
+from tests.tiny import tiny
+from tests.weights.adapters.making import quiet, save, train
+from tests.weights.families.making import FAMILIES, make_model
+from tests.weights.making import TEMPLATE, save_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_tokenizer(tmp_path)
+    return tmp_path
+
+
+def _settings(folder: Path, **changes: object) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_agrees_with_transformers(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs, ours = AutoTokenizer.from_pretrained(folder), read_tokenizer(folder)
+    assert (ours.rows, ours.eos, ours.pad) == (
+        len(theirs), theirs.eos_token_id, theirs.pad_token_id,
+    )  # fmt: skip
+    assert ours.template == theirs.chat_template == TEMPLATE
+    assert ours.end_of_turn == theirs.convert_tokens_to_ids("<|im_end|>")
+    assert ours.stops == [0, 2]
+
+
+IGNORING_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}"
+)
+
+
+def test_stops_of_other_templates(folder: Path) -> None:
+    template = folder / "chat_template.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
+    assert read_tokenizer(folder).stops == [0], "no special token after the answer"
+    template.write_text(IGNORING_SYSTEM)
+    assert read_tokenizer(folder).end_of_turn == 2
+    template.unlink()
+    facts = read_tokenizer(folder)
+    assert (facts.template, facts.end_of_turn) == ("", None)
+    _settings(folder, chat_template=[{"name": "default", "template": TEMPLATE}])
+    assert read_tokenizer(folder).end_of_turn == 2
+    _settings(folder, eos_token={"content": "<|im_end|>", "special": True}, pad_token=None)
+    facts = read_tokenizer(folder)
+    assert (facts.stops, facts.pad) == ([2], None)
+
+
+def test_a_broken_template_is_refused(folder: Path) -> None:
+    path = folder / "chat_template.jinja"
+    for text in (
+        "{% for %}",
+        "{{ raise_exception('no') }}",
+        "{{ messages.__class__.__mro__ }}",
+        "hello",
+        "{{ 1 / 0 }}",
+        "{{ messages[0] + 1 }}",
+    ):
+        path.write_text(text)
+        with pytest.raises(ArtifactError, match="template"):
+            read_tokenizer(folder)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ArtifactError, match=r"chat_template\.jinja"):
+        read_tokenizer(folder)
+    path.write_text("{{ raise_exception('roles must alternate') }}")
+    require_bounded_template(folder)  # of a base it is left to its users
+
+
+def test_a_missing_eos_or_tokenizer_is_refused(folder: Path) -> None:
+    for eos in (None, "</s>"):
+        _settings(folder, eos_token=eos)
+        with pytest.raises(ArtifactError, match=eos or "eos_token"):
+            read_tokenizer(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ArtifactError, match=r"tokenizer\.json"):
+        read_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+        "{% endfor %}{% endfor %}{% endfor %}",
+        "{{ 'a' * 3000000000 }}",
+        "{% set ns = namespace(t='a') %}{% for i in range(60) %}{% set ns.t = ns.t + ns.t %}"
+        "{% endfor %}{{ ns.t }}",
+        "x" * (MAX_CHARACTERS + 1),
+    ],
+    ids=["loops", "product", "doubling", "length"],
+)
+def test_a_template_without_bounds_is_refused(folder: Path, bomb: str) -> None:
+    place = "tokenizer_config.json" if bomb.startswith("x") else "chat_template.jinja"
+    (folder / "chat_template.jinja").unlink()
+    if place == "chat_template.jinja":
+        (folder / place).write_text(bomb)
+    else:
+        _settings(folder, chat_template=bomb)
+    began = time.monotonic()
+    endless = bomb.startswith("{% for")  # takes the whole time that is allowed
+    for refuse in (read_tokenizer,) if endless else (read_tokenizer, require_bounded_template):
+        with pytest.raises(ArtifactError, match=place):
+            refuse(folder)
+    assert time.monotonic() - began < 150  # the machine may be busy
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 3 << 20  # kilobytes
+
+
+GROWN = 104  # from 96
+
+
+def _sizes(base: Path, adapter: Path) -> Vocabulary:
+    """Plan a merge and return its sizes, for a tokenizer of 100 ids."""
+    lora, config = read_adapter(adapter), json.loads((base / "config.json").read_text())
+    facts, weights = model_facts(base, "float32"), read_checkpoint(base)
+    operands = {f"adapter:{key}": tensor for key, tensor in lora.tensors.tensors.items()}
+    plan = plan_merge(weights.tensors, facts, changes([(lora, 1.0)], facts.live), operands)
+    planned = {op.name: op.shape for op in plan.ops}
+    stored = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
+    tokenizer = TokenizerFacts(100, eos=99, pad=98, end_of_turn=None, template="")
+    return vocabulary_of(planned, facts, tokenizer, config, stored)
+
+
+def test_an_adapter_without_all_grown_embeddings_is_refused(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    model = make_model(FAMILIES["llama"].config(tie_word_embeddings=False)).float()
+    with quiet():
+        model.save_pretrained(base)
+        model.resize_token_embeddings(GROWN, mean_resizing=False)
+    trained = train(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    save(trained, adapter, save_embedding_layers=True)
+    sizes = _sizes(base, adapter)
+    assert (sizes.base_rows, sizes.rows, sizes.head_rows, sizes.config) == (96, GROWN, GROWN, 96)
+    assert not list(sizes.findings())
+    path = adapter / "adapter_model.safetensors"
+    whole = load_file(path)
+    for left_out, things in (
+        (("lm_head",), ("104", "96")),
+        (("lm_head", "embed_tokens"), ("100", "96", "save_embedding_layers=True")),
+    ):
+        kept = {
+            name: tensor
+            for name, tensor in whole.items()
+            if "lora" in name or not any(part in name for part in left_out)
+        }
+        save_file(kept, path, metadata={"format": "pt"})
+        text = "\n".join(_sizes(base, adapter).findings())
+        assert [thing for thing in things if thing not in text] == []
+
+
+def test_sizes_that_disagree_and_a_padded_embedding() -> None:
+    for sizes, text in (
+        (Vocabulary(97, 96), "97"),
+        (Vocabulary(96, 96, head_rows=90), "90"),
+        (Vocabulary(90, 96, special={"pad_token_id": 96}), "pad_token_id is 96"),
+        (Vocabulary(90, 96, special={"pad_token_id": -1}), "pad_token_id is -1"),
+    ):
+        assert any(text in line for line in sizes.findings()), sizes
+    assert not list(Vocabulary(97, 128, 128, 128, 128, {"pad_token_id": 96}).findings())
+
+
+def model_folder(path: Path, *, tied: bool, shards: str = "5GB") -> Path:
+    """Save a Qwen2 of 259 tokens in bf16."""
+    from transformers import Qwen2ForCausalLM
+
+    from tests.training.conftest import make_tokenizer
+
+    tokenizer = make_tokenizer()
+    config = tiny("Qwen2", vocab_size=len(tokenizer), tie_word_embeddings=tied)
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(path, max_shard_size=shards)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(("tied", "shards"), [(True, "5GB"), (False, "20KB")])
+def test_everything_grows_together(tmp_path: Path, tied: bool, shards: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = model_folder(tmp_path / "source", tied=tied, shards=shards)
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    folder = tmp_path / "base"
+    folder.mkdir()
+    for path in source.iterdir():  # as `prepare_base` does
+        if path.suffix == ".safetensors":
+            (folder / path.name).symlink_to(path)
+        else:
+            shutil.copyfile(path, folder / path.name)
+    grown = grow(folder, ["<tool>", "<answer>"], multiple=64)
+    assert (grown.ids, grown.before, grown.after) == ((259, 260), 259, 320)
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before
+    checkpoint = inspect_checkpoint(folder)
+    assert checkpoint.problems == []
+    assert all(check.ok for check in checkpoint.checks)
+    assert [p.name for p in folder.iterdir() if p.name.startswith(".")] == []
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    a, b = (tokenizer(text)["input_ids"] for text in "ab")
+    assert tokenizer("a<tool>b<answer>")["input_ids"] == [*a, 259, *b, 260]
+    old = AutoModelForCausalLM.from_pretrained(source)
+    new, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert new.config.vocab_size == 320
+    ids = torch.tensor([[3, 50, 7, 258]])
+    with torch.no_grad():
+        assert torch.equal(old(ids).logits, new(ids).logits[..., :259])
+    for row, expected in (
+        (old.get_input_embeddings(), new.get_input_embeddings()),
+        (old.get_output_embeddings(), new.get_output_embeddings()),
+    ):
+        mean = row.weight.double().mean(dim=0).to(torch.bfloat16)
+        assert torch.equal(expected.weight[259:], mean.expand(61, -1))
+        assert torch.equal(expected.weight[:259], row.weight)
+
+
+def test_spare_rows_are_used_and_unusable_tokens_and_models_refused(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "base", tied=True)
+    first = grow(folder, ["<a>"], multiple=64)
+    weights = load_file(folder / "model.safetensors")
+    second = grow(folder, ["<b>"])
+    assert (first.after, second.ids, second.after) == (320, (260,), 320)
+    after = load_file(folder / "model.safetensors")
+    assert all(torch.equal(tensor, after[name]) for name, tensor in weights.items())
+    with pytest.raises(ConfigError, match=r"<\|im_start\|>"):
+        grow(folder, ["<|im_start|>"])
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 258}))
+    with pytest.raises(ArtifactError, match="vocab_size=258"):
+        grow(folder, ["<c>"])

@@ -82,38 +82,29 @@ def test_a_base_that_pads_with_its_end_token_is_scored_at_the_end(
     assert rewarder.scores([ids]) == pytest.approx([live], abs=1e-5)
 
 
-def findings_of(base: Path, *overrides: str) -> list[str]:
-    settings = compose_config(
-        ["model=hf", f"model.path={base}", "train.max_len=64", *overrides]
-    ).settings
-    return [str(finding) for finding in findings(settings, base.parent / "runs")]
-
-
-def with_tokenizer(base: Path, folder: Path, **changes: Any) -> Path:
-    """Save the same weights with a tokenizer changed by transformers."""
-    shutil.copytree(base, folder)
-    tokenizer = make_tokenizer()
-    tokenizer.add_special_tokens(changes)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.slow
 def test_tokens_without_a_row_of_the_embedding_are_named(base: Path, tmp_path: Path) -> None:
     """`tokenizer.add_special_tokens` and no `resize_token_embeddings`."""
+
+    def findings_of(folder: Path, *overrides: str) -> list[str]:
+        typed = ["model=hf", f"model.path={folder}", "train.max_len=64", *overrides]
+        settings = compose_config(typed).settings
+        return [str(finding) for finding in findings(settings, base.parent / "runs")]
+
     usual = findings_of(base)
 
-    def problem(changed: Path, *overrides: str) -> str:
-        return "\n".join(line for line in findings_of(changed, *overrides) if line not in usual)
+    def problem(changes: dict[str, Any], *overrides: str) -> str:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        shutil.copytree(base, folder)
+        tokenizer = make_tokenizer()
+        tokenizer.add_special_tokens(changes)
+        tokenizer.save_pretrained(folder)
+        lines = findings_of(folder, *overrides)
+        return "\n".join(line for line in lines if line not in usual)
 
-    padded = problem(with_tokenizer(base, tmp_path / "padded", pad_token="[PAD]"))
+    padded = problem({"pad_token": "[PAD]"})
     assert "[PAD]" in padded
     assert str(ROWS) in padded
-    more = with_tokenizer(base, tmp_path / "more", additional_special_tokens=["<a>", "<b>"])
+    more = {"additional_special_tokens": ["<a>", "<b>"]}
     assert str(ROWS + 1) in problem(more)
     assert "embedding" not in problem(more, "model.new_tokens=[new]")  # it grows beyond them
-    # transformers gives it the next id when it loads the tokenizer, an id without a row.
-    unknown = Path(shutil.copytree(base, tmp_path / "unknown"))
-    path = unknown / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "pad_token": "[PAD]"}))
-    assert "[PAD]" in problem(unknown)

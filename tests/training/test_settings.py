@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,19 +11,16 @@ from typing import Any
 import pytest
 
 from flows.cli.config import compose_config
-from tasks.config.defaults import COMPUTED
 from tasks.config.learning import Resume
 from tasks.core.errors import ConfigError, StageProcessError, TrainingError
-from tasks.rl import settings
 from tasks.train import _Events, _launch
-from tasks.training import job
 from tasks.training.engine.failure import collective_timeout_s
 from tasks.training.job import Peft, TrainJob, Zero
 from tasks.training.memory.estimate import adapter_weights, estimate
 from tasks.training.memory.mfu import Meter, step_flops
 from tasks.training.memory.sizes import Sizes
 from tasks.training.tokens.order import Counts
-from tests.settings import Batch, Launch, Optim, Settings
+from tests.settings import Batch, Settings
 
 QWEN_7B = {
     "hidden_size": 3584,
@@ -48,28 +43,13 @@ def test_a_job_survives_its_file(tmp_path: Path) -> None:
     assert asdict(TrainJob.read(tmp_path / "job.json")) == asdict(job)
 
 
-def test_a_key_that_is_no_setting_is_refused() -> None:
+def test_settings_that_cannot_be_trained_with_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"train\.lrr"):
         Settings.from_sections(train={"lrr": 1}, peft={}, zero={}, model={}, seed=0)
-
-
-COMPUTED_FIELDS = {
-    job.Optim: {"lr"},
-    job.Batch: {"micro_batch_size", "global_batch_size", "max_len"},
-    job.Launch: {"nproc"},
-    settings.Rollout: {"max_new_tokens", "max_prompt_len", "offload_trainer"},
-}
-
-
-def test_a_computed_default_has_to_be_filled_in() -> None:
-    """Sections of the configuration are the ranks' settings; a marker is no value."""
-    for kind, computed in COMPUTED_FIELDS.items():
-        assert {f.name for f in fields(kind) if f.default == COMPUTED} == computed
-        for name in computed:
-            with pytest.raises(TypeError, match=name):
-                kind(**{other: 1 for other in computed if other != name})
-    with pytest.raises(TypeError, match="gradient_checkpointing"):
-        job.Settings(optim=Optim(), batch=Batch(), launch=Launch())
+    assert Batch(4, 64).accumulation(2) == 8
+    with pytest.raises(ConfigError, match="global_batch_size=10") as caught:
+        Batch(4, 10).accumulation(2)
+    assert caught.value.hint.startswith("train.global_batch_size=8")
 
 
 def test_every_setting_of_training_is_read_from_the_configuration() -> None:
@@ -86,13 +66,6 @@ def test_every_setting_of_training_is_read_from_the_configuration() -> None:
     assert flat["loss"] == sections["train"]["loss"]
     assert all(value == sections["train"].get(name, value) for name, value in flat.items())
     assert json.loads(json.dumps(document["peft"])) == sections["peft"]
-
-
-def test_batch_arithmetic() -> None:
-    assert Batch(4, 64).accumulation(2) == 8
-    with pytest.raises(ConfigError, match="global_batch_size=10") as caught:
-        Batch(4, 10).accumulation(2)
-    assert caught.value.hint.startswith("train.global_batch_size=8")
 
 
 def test_ranks_wait_for_each_other_at_least_as_long_as_for_rollouts(tmp_path: Path) -> None:
@@ -128,15 +101,6 @@ def test_model_flops_utilisation_of_one_long_sequence() -> None:
     flops = step_flops(sizes, Settings(), counts)
     assert flops == 512 * (6 * (linear + 40) + 12 * 2 * 2 * 2 * 512)
     assert Meter(sizes, Settings(), peak=4 * flops).mfu(counts, 0.5) == 0.5
-
-
-def test_modules_of_the_flow_need_no_torch() -> None:
-    code = (
-        "import sys, tasks.train, tasks.training.memory.estimate\n"
-        "import tasks.training.engine.zero_config\n"
-        "assert not {'torch', 'transformers', 'deepspeed'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 def test_nccls_watchdog_is_explained(tmp_path: Path) -> None:

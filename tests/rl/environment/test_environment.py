@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +38,14 @@ from tests.rl.environment.playing import (
     rendered,
     scored,
 )
-from tests.rl.making import TOKENIZER
+from tests.rl.making import TOKENIZER, Judge
 from tests.rl.peers import on_ranks
 from tests.settings import Loop
 
 
-@pytest.mark.parametrize("role", ["user", "tool"])
-def test_the_context_is_what_a_server_renders(opened: Open, role: str) -> None:
+def test_the_context_is_what_a_server_renders(opened: Open) -> None:
     """Prompt, responses and observations once each; marks on the sampled tokens alone."""
+    role = "tool"
     responses = play(PROMPTS[:3], Player(lambda r, n: "hello"), opened(GAME), role=role)
     assert [len(response.turns) for response in responses] == [1, 2, 3]
     for response in responses:
@@ -104,14 +103,6 @@ def test_later_turns_are_asked_with_the_whole_context_and_seeds_of_their_own(ope
     assert after < len(second.ids)
 
 
-def test_an_episode_ends_after_its_last_turn(opened: Open) -> None:
-    (response,) = play([PROMPTS[2]], Player(), opened(GAME), turns=2)
-    assert len(response.turns) == 2
-    assert (response.done, response.generated.ended) == (False, True)
-    assert [turn.reward for turn in response.turns] == [0.25, 0.25], "of the last turn, too"
-    assert response.turns[1].observation is None
-
-
 def test_the_budget_counts_sampled_and_observed_tokens(opened: Open) -> None:
     process = opened(GAME)
     for budget, turns, why in (
@@ -134,11 +125,14 @@ def test_the_budget_counts_sampled_and_observed_tokens(opened: Open) -> None:
 def test_metrics_count_sampled_tokens_and_how_episodes_end(opened: Open) -> None:
     engine, environment = Player(lambda r, n: "hello"), opened(GAME)
     responses = play(PROMPTS[:3], engine, environment, turns=2)
+    cut = responses[2]
+    assert (len(cut.turns), cut.done, cut.generated.ended) == (2, False, True)
+    assert [turn.reward for turn in cut.turns] == [0.25, 0.25], "of the last turn, too"
+    assert cut.turns[1].observation is None
     responses += play([PROMPTS[2]], engine, environment, budget=6)
     metrics = collected(scored(responses))
     assert metrics["turns"] == (1 + 2 + 2 + 1) / 4
-    assert metrics["out_of_turns"] == 1 / 4
-    assert metrics["truncated"] == 1 / 4
+    assert metrics["out_of_turns"] == metrics["truncated"] == 1 / 4
     assert metrics["length"] == 6 * (1 + 2 + 2 + 1) / 4
     shown = [row["response"] for row in samples_of(scored(responses))]
     assert "assistant: hello\nuser: turn 1: hello\nassistant: hello" in shown
@@ -237,7 +231,7 @@ def test_episodes_do_not_depend_on_the_rank(tmp_path: Path) -> None:
         )
         try:
             played = episodes(engine, process, ranks=ranks)
-            rewards = Rewards([Weighted("function", 2.0, _Letters())])
+            rewards = Rewards([Weighted("function", 2.0, Judge(lambda r: len(r.messages)))])
             collector = Collector(engine, rewards, PROMPTS, TOKENIZER, ranks, 3, played)  # type: ignore[arg-type]
             known, _ = collector.collect(1, PromptOrder(len(PROMPTS), 4, 0, seed=1), 0, 2, Clock())
         finally:
@@ -252,45 +246,30 @@ def test_episodes_do_not_depend_on_the_rank(tmp_path: Path) -> None:
     assert {len(messages) for *_, messages in alone} == {1, 3, 5}
     for _, _, reward, parts, *_ in alone:
         assert reward == 2 * parts["function"] + parts["environment"]
-    for world in (5,):  # one has no prompt
-        for known, count in on_ranks(world, work):
-            assert known == alone
-            assert count == calls
-
-
-class _Letters:
-    label = "the test"
-
-    def __call__(self, responses: Sequence[Response]) -> list[float]:
-        return [float(len(response.messages)) for response in responses]
-
-    def close(self) -> None: ...
+    for known, count in on_ranks(5, work):  # one has no prompt
+        assert known == alone
+        assert count == calls
 
 
 def test_the_calculator_rewards_an_answer_after_a_call(tmp_path: Path) -> None:
     pairs = calculator.sums(40, seed=0, held_out=False)
     assert not set(pairs) & set(calculator.sums(1000, seed=0, held_out=True))
-    prompts = []
-    for pair in pairs:
-        row = calculator.question(pair)
-        prompts.append(prompt_of(row["messages"][0]["content"], **row["columns"]))
-    lines_of = {
-        p.row["id"]: calculator.solved(pair) for p, pair in zip(prompts, pairs, strict=True)
-    }
-    called = [len(calculator.demonstration(pair)["messages"]) == 4 for pair in pairs]
-    assert 0 < sum(called) < len(pairs) / 2
+    rows = [calculator.question(pair) for pair in pairs]
+    prompts = [prompt_of(row["messages"][0]["content"], **row["columns"]) for row in rows]
+    solved = {p.row["id"]: calculator.solved(pair) for p, pair in zip(prompts, pairs, strict=True)}
 
-    def policy(request: Request, number: int) -> str:
+    def policy(request: Request, *, answered: bool) -> str:
         text = TOKENIZER.decode(request.ids)
-        lines = next(lines for question, lines in lines_of.items() if f"\n{question}<" in text)
-        return lines[3] if request.limit else lines[1]
+        lines = next(lines for question, lines in solved.items() if f"\n{question}<" in text)
+        return lines[3] if answered else lines[1]
 
     process = EnvironmentProcess(
         reference_of("calculator"), timeout_s=60, log=LOG, log_path=tmp_path / "output.log"
     )
     try:
-        responses = play(prompts, Player(policy), process)
-        guessed = play(prompts, Player(lambda r, n: policy(Request(r.ids, 1, 0, 1), n)), process)
+        called = Player(lambda r, n: policy(r, answered=r.limit is not None))
+        responses = play(prompts, called, process)
+        guessed = play(prompts, Player(lambda r, n: policy(r, answered=True)), process)
     finally:
         process.close()
     assert [sum(turn.reward for turn in r.turns) for r in responses] == [1.0] * len(pairs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -50,10 +49,7 @@ STEP = "class Game:\n    def reset(self): ...\n    def step(self, text): return 
     [
         (STEP + "1 / 0", "step.*ZeroDivisionError"),
         (STEP + "exit(3)", "step.*SystemExit: 3"),
-        (STEP + "'ok'", "step.*'ok'"),
         (STEP + "('', float('nan'), True)", "reward=nan"),
-        (STEP + "('', 10 ** 400, True)", "reward=1000"),
-        (STEP + "('', '1', True)", "reward='1'"),
         (STEP + "('', 1.0, 1)", "done=1"),
         (STEP + "(None, 1.0, False)", "goes on"),
         (STEP + "(['a'], 1.0, True)", r"observation=\['a'\]"),
@@ -72,24 +68,10 @@ def test_faults_of_an_environment_name_the_prompt(opened: Open, text: str, named
         assert not any("environment/child.py" in line for line in caught.value.details)
 
 
-def test_the_failing_episode_is_named(opened: Open) -> None:
-    game = GAME.replace("self.turns += 1", "self.turns += 1 + (self.turns // (self.end - 3))")
-    with pytest.raises(RewardError, match="ZeroDivisionError.*p2") as caught:
+def test_an_environment_that_dies_names_the_prompt(opened: Open) -> None:
+    game = f"import os\n{GAME}".replace("self.turns += 1", "self.end == 2 and os._exit(9)")
+    with pytest.raises(RewardError, match="status 9") as caught:
         play(PROMPTS[:3], Player(), opened(game))
-    assert any("self.turns // (self.end - 3)" in line for line in caught.value.details)
-
-
-@pytest.mark.parametrize("how", ["time.sleep(1000)", "os._exit(9)"])
-def test_an_environment_that_hangs_or_dies_names_the_prompt(opened: Open, how: str) -> None:
-    game = f"import os, time\n{GAME}".replace("self.turns += 1", f"self.end == 2 and {how}")
-    process = opened(game, timeout_s=3.0)
-    process.load()
-    began = time.monotonic()
-    with pytest.raises(RewardError) as caught:
-        play(PROMPTS[:3], Player(), process)
-    assert time.monotonic() - began < 60
-    what = "3 s" if "sleep" in how else "status 9"
-    assert what in caught.value.message
     assert "prompt: 'p1'" in caught.value.details
 
 
@@ -101,28 +83,21 @@ def test_a_coroutine_that_waits_too_long_names_its_own_prompt(opened: Open) -> N
     assert "rl.environment_timeout_s" in caught.value.hint
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["def Game(): ...", "class Game:\n    def reset(self): ...", "class Other: ..."],
-)
-def test_what_is_no_environment_is_refused_without_running_it(opened: Open, text: str) -> None:
-    with pytest.raises(ConfigError, match="Game"):
-        opened(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("class Base: ...\nclass Game(Base):\n    def reset(self): ...", "step"),
+def test_environments_that_cannot_be_used_are_refused_before_the_first_rollout(
+    opened: Open,
+) -> None:
+    """Most of them without running the file."""
+    half = "class Game:\n    def reset(self): ..."
+    for text in ("def Game(): ...", half, "class Other: ..."):
+        with pytest.raises(ConfigError, match="Game"):
+            opened(text)
+    for text, named in (
+        (half.replace("Game", "Game(Base)").replace("class", "class Base: ...\nclass", 1), "step"),
         ("Game = 3", "Game"),
         ("import nothing_of_this_name\nclass Game:\n    reset = step = print", "nothing_of_this"),
-    ],
-)
-def test_what_cannot_be_loaded_is_refused_before_the_first_rollout(
-    opened: Open, text: str, named: str
-) -> None:
-    with pytest.raises(RewardError, match=named):
-        opened(text).load()
+    ):
+        with pytest.raises(RewardError, match=named):
+            opened(text).load()
 
 
 def test_environments_close_and_several_episodes_do_not_mix(opened: Open, tmp_path: Path) -> None:

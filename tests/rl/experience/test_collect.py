@@ -16,7 +16,7 @@ from tasks.rl.experience.responses import Prompt, Request, Response, ScoredRespo
 from tasks.rl.rewards import Rewards
 from tasks.rl.rewards.sources import Weighted
 from tasks.serving.vllm.colocation import Generated
-from tests.rl.making import TOKENIZER, response
+from tests.rl.making import TOKENIZER, Judge, response
 from tests.rl.peers import on_ranks
 
 PROMPTS = [
@@ -48,24 +48,6 @@ class RandomLetters:
         return Generated(ids, np.log(draw.random(len(ids))).astype(np.float32), True)
 
 
-@dataclass(frozen=True)
-class Judge:
-    """A reward source."""
-
-    rule: Callable[[Response], float]
-    label: str = "the test"
-
-    def __call__(self, responses: Sequence[Response]) -> list[float]:
-        return [self.rule(response) for response in responses]
-
-    def close(self) -> None: ...
-
-
-def collector(ranks: Any, rule: Callable[[Response], float], engine: RandomLetters) -> Collector:
-    rewards = Rewards([Weighted("function", 2.0, Judge(rule))])
-    return Collector(engine, rewards, PROMPTS, TOKENIZER, ranks, 3)  # type: ignore[arg-type]
-
-
 def number_of(response: Response) -> int:
     return int(response.prompt.messages[0]["content"])
 
@@ -73,17 +55,14 @@ def number_of(response: Response) -> int:
 def collect(
     prompt_order: PromptOrder,
     rule: Callable[[Response], float],
-    *,
     world: int = 1,
-    samples: int = 4,
 ) -> list[tuple[list[Any], list[int]]]:
     """Return what every rank knows of iteration 1, and the prompts that it sampled itself."""
 
     def work(ranks: Any) -> tuple[list[Any], list[int]]:
-        engine = RandomLetters()
-        known, position = collector(ranks, rule, engine).collect(
-            1, prompt_order, 0, samples, Clock()
-        )
+        engine, rewards = RandomLetters(), Rewards([Weighted("function", 2.0, Judge(rule))])
+        collector = Collector(engine, rewards, PROMPTS, TOKENIZER, ranks, 3)  # type: ignore[arg-type]
+        known, position = collector.collect(1, prompt_order, 0, 4, Clock())
         assert world > 1 or position == len(engine.sampled), "every prompt taken is sampled"
         return known, engine.sampled
 
@@ -92,14 +71,8 @@ def collect(
 
 def told(known: list[Any]) -> list[tuple[Any, ...]]:
     return [
-        (
-            number,
-            scored.group,
-            scored.reward,
-            scored.response.text,
-            scored.response.generated.logprobs.tobytes(),
-        )
-        for number, scored in known
+        (number, s.group, s.reward, s.response.text, s.response.generated.logprobs.tobytes())
+        for number, s in known
     ]
 
 
@@ -111,23 +84,17 @@ def test_responses_do_not_depend_on_the_rank(spare: int) -> None:
         return float(number_of(response) % 3 == 0 and response.text.startswith(("a", "b", "c")))
 
     ((alone, _),) = collect(prompt_order, rule)
+    for number, scored in alone:
+        assert scored.response.prompt is PROMPTS[number]
+        assert scored.response.text == TOKENIZER.decode(scored.response.generated.ids)
+        assert scored.parts == {"function": rule(scored.response)}
+        assert scored.reward == 2 * rule(scored.response)
     for world in (2, 3):
-        ranks = collect(prompt_order, rule, world=world)
+        ranks = collect(prompt_order, rule, world)
         assert len(ranks) == world
         for known, sampled in ranks:
             assert told(known) == told(alone)
             assert len(sampled) < (1 + spare) * 4, "each rank samples its share"
-
-
-def test_rewards_are_weighted_and_parts_are_kept() -> None:
-    ((known, sampled),) = collect(PromptOrder(len(PROMPTS), 3, 0, seed=0), lambda r: len(r.text))
-    assert len(known) == 12
-    assert len(sampled) == 3
-    for number, scored in known:
-        assert scored.response.prompt is PROMPTS[number]
-        assert scored.parts == {"function": float(len(scored.response.text))}
-        assert scored.reward == 2 * len(scored.response.text)
-        assert scored.response.text == TOKENIZER.decode(scored.response.generated.ids)
 
 
 def test_only_groups_without_signal_are_refilled() -> None:

@@ -67,8 +67,7 @@ def test_the_reference_answer_is_not_part_of_the_prompt(tmp_path: Path) -> None:
     assert "answer" not in without.row
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_every_rank_names_all_prompts_that_are_too_long(tmp_path: Path, ranks: int) -> None:
+def test_every_rank_names_all_prompts_that_are_too_long(tmp_path: Path) -> None:
     path = written(tmp_path, *(row(n, "x" * (n * 10)) for n in range(6)))
     seen: list[DataError] = []
 
@@ -77,8 +76,8 @@ def test_every_rank_names_all_prompts_that_are_too_long(tmp_path: Path, ranks: i
             load_prompts(path, tokenizer=make_tokenizer(), limit=55, ranks=peer)
         seen.append(caught.value)
 
-    on_ranks(ranks, refused)
-    assert len(seen) == ranks
+    on_ranks(2, refused)
+    assert len(seen) == 2
     for error in seen:
         # 19 tokens around what the user says
         assert [d.partition(" tokens")[0] for d in error.details] == ["r4: 59", "r5: 69"]
@@ -86,21 +85,16 @@ def test_every_rank_names_all_prompts_that_are_too_long(tmp_path: Path, ranks: i
         assert "rollout.max_prompt_len=69" in error.hint
 
 
-def test_a_prompt_that_the_template_rejects(tmp_path: Path) -> None:
-    system = {"role": "system", "content": "be kind"}
-    strange = row(1, "x")
-    strange["messages"] = [system, *strange["messages"]]
+def test_prompts_that_cannot_be_rendered_are_named(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
+    strange = row(1, "x")
+    strange["messages"] = [{"role": "system", "content": "be kind"}, *strange["messages"]]
     tokenizer.chat_template = NO_SYSTEM
     with pytest.raises(DataError) as caught:
         load(written(tmp_path, row(0, "x"), strange), tokenizer=tokenizer)
     (detail,) = caught.value.details
     assert detail.startswith("r1: ")
     assert "no system message" in detail
-
-
-def test_missing_template_and_missing_prompts(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(DataError, match="template"):
         load(written(tmp_path, row(0, "x")), tokenizer=tokenizer)
@@ -118,17 +112,15 @@ def test_each_epoch_has_every_prompt_once_in_its_own_order() -> None:
     other_seed = PromptOrder(total=7, per_iteration=3, refill_rounds=0, seed=6)
     assert other_seed.numbers(0, 3) != prompt_order.numbers(0, 3)
     assert prompt_order.numbers(9, 3) == PromptOrder(7, 3, 0, 5).numbers(9, 3)
-
-
-def test_an_iteration_may_be_larger_than_the_dataset() -> None:
+    # An iteration may be larger than the dataset.
     numbers = PromptOrder(total=3, per_iteration=7, refill_rounds=0, seed=0).numbers(0, 7)
     assert sorted(numbers[:3]) == sorted(numbers[3:6]) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("refill", [0, 2])
-def test_an_epoch_has_as_many_iterations_with_and_without_refill(refill: int) -> None:
-    loop = Loop(rollout_batch_size=32, refill=refill)
-    assert iterations(loop, Batch(epochs=1.0), prompts=1000) == 32
+def test_an_epoch_has_as_many_iterations_with_and_without_refill() -> None:
+    for refill in (0, 2):
+        loop = Loop(rollout_batch_size=32, refill=refill)
+        assert iterations(loop, Batch(epochs=1.0), prompts=1000) == 32
 
 
 def test_request_seeds_depend_on_each_of_their_parts() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,17 +38,9 @@ def made(tmp_path: Path) -> Iterator[Make]:
         function.close()
 
 
-def pid_of(path: Path) -> int:
-    """Return a process id that a function has written."""
-    return int(path.read_text())
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def is_alive(path: Path) -> bool:
+    """Return True if the process whose id is in a file still runs."""
+    return Path(f"/proc/{path.read_text()}").exists()
 
 
 def test_it_gets_the_arguments_of_trl_and_every_column(made: Make) -> None:
@@ -72,13 +63,9 @@ def score(prompts, completions, completion_ids, **columns):
     score.load()
     assert score(responses(level=3, completion="of the data")) == [4.0] * 4
     assert score(responses(level=5)) == [6.0] * 4
-
-
-def test_a_reference_answer_is_not_part_of_the_prompt(made: Make) -> None:
+    answered = [{"role": "user", "content": "copy ape"}, {"role": "assistant", "content": "ape"}]
     score = made("def score(prompts):\n    return [len(p) for p in prompts]")
-    example = response("copy ape", "ape")
-    answered = [*example.prompt.row["messages"], {"role": "assistant", "content": "ape"}]
-    assert score([response("copy ape", "ape", messages=answered)]) == [1.0]
+    assert score([response("copy ape", "ape", messages=answered)]) == [1.0], "without the answer"
 
 
 @pytest.mark.parametrize(
@@ -130,11 +117,8 @@ def test_the_failing_response_is_named(made: Make) -> None:
     assert any("return [1 / (len(a) - 6)" in line for line in caught.value.details)
     assert not any("function_child" in line for line in caught.value.details)
     assert score([responses()[0]]) == [-1 / 3], "it goes on after an exception"
-
-
-def test_an_exception_that_no_single_response_causes(made: Make) -> None:
     score = made("def score(id):\n    if len(id) > 1:\n        raise SystemExit(7)\n    return [1]")
-    with pytest.raises(RewardError, match="4 responses, first row of copy ape.*7"):
+    with pytest.raises(RewardError, match="4 responses.*row of copy ape.*7"):  # no single one
         score(responses())
 
 
@@ -152,17 +136,17 @@ def score(answer):
         re.match("(a+)+$", "a" * 60 + "b")  # in C, with the interpreter's lock held
     return [1.0] * len(answer)
 """,
-        timeout_s=3.0,
+        timeout_s=2.0,
     )
     score.load()
     began = time.monotonic()
-    with pytest.raises(RewardError, match="3 s on 4 responses") as caught:
+    with pytest.raises(RewardError, match="2 s on 4 responses") as caught:
         score(responses())
     assert time.monotonic() - began < 60
     assert any("judge.py" in line and "in score" in line for line in caught.value.details)
     assert "reward.timeout_s" in caught.value.hint
-    assert not is_alive(pid_of(tmp_path / "child"))
-    assert not is_alive(pid_of(tmp_path / "grandchild"))
+    assert not is_alive(tmp_path / "child")
+    assert not is_alive(tmp_path / "grandchild")
     assert score(responses()[1:]) == [1.0] * 3, "another process has taken its place"
 
 
@@ -177,72 +161,60 @@ def test_a_function_that_ends_its_process(made: Make) -> None:
     assert score(responses()[:1]) == [1.0]
 
 
-INVALID = {
-    "def score(answer):\n    return [None for _ in answer]": "None for row of copy ape",
-    "def score(answer):\n    return {'reward': 1}": "dict",
-    "def score(answer):\n    return [object() for _ in answer]": "object",
-    "def score(answer):\n    return [1.0]": "1 rewards for 4",
-    "def score(answer, gold):\n    return [1.0]": "gold.*completions",
-}
-UNLOADABLE = {
-    "import nothing_of_this_name\nscore = 1": "nothing_of_this_name",
-    "score = 'abc'": "score.*str",
-    "from os import *": "score",
-    "import time\ntime.sleep(1000)\ndef score(): ...": "2 s",
-}
-
-
-@pytest.mark.parametrize("text", INVALID)
-def test_invalid_return_values(made: Make, text: str) -> None:
-    with pytest.raises(RewardError, match=INVALID[text]) as caught:
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("def score(answer):\n    return [None for _ in answer]", "None for row of copy ape"),
+        ("def score(answer):\n    return [object() for _ in answer]", "object"),
+        ("def score(answer):\n    return [1.0]", "1 rewards for 4"),
+        ("def score(answer, gold):\n    return [1.0]", "gold.*completions"),
+    ],
+)
+def test_invalid_return_values(made: Make, text: str, named: str) -> None:
+    with pytest.raises(RewardError, match=named) as caught:
         made(text)(responses())
     assert "prompt: 'copy ape'" in caught.value.details
 
 
-@pytest.mark.parametrize("text", UNLOADABLE)
-def test_a_file_that_cannot_be_loaded(made: Make, text: str) -> None:
-    with pytest.raises(RewardError, match=UNLOADABLE[text]):
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("import nothing_of_this_name\nscore = 1", "nothing_of_this_name"),
+        ("score = 'abc'", "score.*str"),
+        ("import time\ntime.sleep(1000)\ndef score(): ...", "2 s"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded(made: Make, text: str, named: str) -> None:
+    with pytest.raises(RewardError, match=named):
         made(text, timeout_s=2.0 if "sleep" in text else 60.0).load()
 
 
-@pytest.mark.parametrize("text", ["judge", "judge.py", "judge:score", "judge.py:a.b", ":score"])
-def test_a_reference_of_an_invalid_form(text: str) -> None:
-    with pytest.raises(ConfigError, match="path.py:name"):
-        FunctionReference.of(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "name", "there"),
-    [
-        ("async def score(): ...", "score", True),
-        ("from functools import partial as score", "score", True),
-        ("if 1:\n    a, (score, b) = 1, (2, 3)", "score", True),
-        ("import os.path", "os", True),
-        ("from os import *", "score", True),  # only running it would tell
-        ("def score(:", "score", False),
-        ("def scores(): ...", "score", False),
-        ("def a():\n    score = 1\nclass B:\n    def score(self): ...", "score", False),
-    ],
-)
-def test_a_name_is_looked_up_without_running_the_file(
-    tmp_path: Path, text: str, name: str, there: bool
-) -> None:
-    path = tmp_path / "judge.py"
+def test_a_name_is_looked_up_without_running_the_file(tmp_path: Path) -> None:
+    for text in ("judge", "judge.py", "judge:score", "judge.py:a.b", ":score"):
+        with pytest.raises(ConfigError, match="path.py:name"):
+            FunctionReference.of(text)
+    path, digests = tmp_path / "judge.py", set()
+    score = FunctionReference.of(f"{path}:score")
     with pytest.raises(ConfigError, match="judge.py"):
-        FunctionReference.of(f"{path}:{name}").require()
-    path.write_text(text)
-    reference = FunctionReference.of(f"{path}:{name}")
-    if there:
-        reference.require()
-    else:
-        with pytest.raises(ConfigError, match="judge.py"):
-            reference.require()
-
-
-def test_the_digest_changes_with_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "judge.py"
-    path.write_text("def score(): ...")
-    reference = FunctionReference.of(f"{path}:score")
-    before = reference.digest()
-    path.write_text("def score(): return 1")
-    assert reference.digest() != before
+        score.require()
+    good = (
+        "async def score(): ...",
+        "from functools import partial as score",
+        "if 1:\n    a, (score, b) = 1, (2, 3)",
+        "import score.path",
+        "from os import *",  # only running it would tell
+    )
+    bad = (
+        "def score(:",
+        "def scores(): ...",
+        "def a():\n    score = 1\nclass B:\n    def score(self): ...",
+    )
+    for text in (*good, *bad):
+        path.write_text(text)
+        digests.add(score.digest())
+        if text in good:
+            score.require()
+        else:
+            with pytest.raises(ConfigError, match="judge.py"):
+                score.require()
+    assert len(digests) == len({*good, *bad}), "the digest changes with the file"

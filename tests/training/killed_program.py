@@ -1,6 +1,6 @@
 """Program for torchrun: an online run in which one rank is killed at a given point.
 
-torchrun ... -m tests.rl.killed_program JOB.json POINT RANK
+torchrun ... -m tests.training.killed_program JOB.json POINT RANK
 
 The run resumes from the job's last good checkpoint. `POINT` is a phase of an iteration: the rank is
 killed when this phase begins for the second time in this process. `save` kills it in the second

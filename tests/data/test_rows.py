@@ -12,19 +12,13 @@ from tasks.data.asked import asked
 from tasks.data.columns import Columns, wrong_columns
 from tasks.data.kinds import (
     CONVERSATIONS,
-    KINDS,
     PAIRS,
-    PROMPTS,
-    TEXTS,
     content_id,
     document,
-    kind_for,
     side_id,
 )
 from tasks.data.messages import Unusable, conversation, transcript
 from tasks.data.pairs import labelled, preference
-from tasks.rl.algorithms.registry import ALGORITHMS
-from tasks.training.objectives import kind_of
 
 USER = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "hello"}
@@ -311,22 +305,3 @@ def test_ids_are_of_texts_and_equal_prompts_share_a_side() -> None:
     assert side_id(WANTED) == side_id(other)
     assert content_id(WANTED) != content_id(other) != content_id({**other, "margin": 1.0})
     assert side_id(WANTED) != side_id({**WANTED, "prompt": [user("z")]})
-
-
-def test_every_objective_has_its_rows() -> None:
-    """Kinds of rows and objectives name the same columns."""
-    roles = {"conversations": ("text",), "texts": ("text",), "pairs": ("chosen", "rejected"),
-             "labelled": ("text", "mismatched")}  # fmt: skip
-    for name, kind in KINDS.items():
-        for objective in kind.objectives:
-            if kind is PROMPTS:
-                assert objective in ALGORITHMS
-            else:
-                assert kind_of(objective).roles == roles[name], objective
-            assert kind_for(objective, texts=kind is TEXTS) is kind
-    from typing import get_args
-
-    from tasks.config.choices import Objective
-
-    assert set(get_args(Objective)) == {o for k in KINDS.values() for o in k.objectives}
-    assert kind_for("dpo") is PAIRS is kind_for("dpo", texts=True)

@@ -74,7 +74,6 @@ STAGES = {
     "patterns_zero3": Wanted(replace(SHORT, peft=PATTERNS, zero=ZERO3)),
     "8bit_zero2": Wanted(replace(ADAM_8BIT, zero=Zero(2))),
     "8bit_zero3": Wanted(replace(ADAM_8BIT, zero=ZERO3)),
-    "rows_zero2": Wanted(replace(NEW_TOKENS, zero=Zero(2)), "rows_tied"),
     "rows_untied_zero3": Wanted(NEW_TOKENS, "rows_untied"),
     "fp32_zero2": Wanted(replace(FP32, zero=Zero(2))),
     "fp32_zero3": Wanted(replace(FP32, zero=ZERO3)),
@@ -184,8 +183,6 @@ SHARED = {
     "experts_dpo_zero3": Wanted(
         replace(SHARED_DPO, zero=ZERO3, router_aux_loss_coef=0.5), "experts", "pairs"
     ),
-    "simpo": Wanted(replace(OF_PAIRS, objective="simpo", peft=LORA), data="pairs"),
-    "orpo": Wanted(replace(OF_PAIRS, objective="orpo", peft=LORA), data="pairs"),
     "kto": Wanted(replace(OF_PAIRS, objective="kto", peft=LORA), data="labelled"),
     "reward": Wanted(
         replace(
@@ -317,7 +314,6 @@ class Inputs:
         sizes: dict[str, dict[str, Any]] = {
             "plain": {},
             "tied": far,
-            "rows_tied": {},
             "rows_untied": {"tie_word_embeddings": False},
             "wide": {
                 "hidden_size": 5120, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -22,7 +22,7 @@ from tasks.training.engine.failure import explain, ran_out_of_memory, smaller
 from tasks.training.engine.nan_guard import Watch
 from tasks.training.job import Peft, TrainJob, Zero
 from tests.settings import Batch, Launch, Optim, Settings
-from tests.training.places import Event, at_step, rank_pids, run_train
+from tests.training.places import at_step, rank_pids, run_train
 
 SETTINGS = Settings(
     peft=Peft("lora", rank=4, alpha=8, dropout=0.1, target_modules=("q_proj", "down_proj")),
@@ -122,27 +122,6 @@ def test_out_of_memory_names_rank_and_settings(tmp_path: Path, base: Path) -> No
     ]  # fmt: skip
     quantised = replace(full, peft=Peft("qlora"), gradient_checkpointing=True, zero=Zero(2))
     assert smaller(quantised) == ["zero.offload_optimizer=cpu", "train.max_len=2048"]
-
-
-@pytest.mark.slow
-def test_a_rank_without_memory_names_settings_to_change(
-    tmp_path: Path, base: Path, dataset: Path
-) -> None:
-    """Rank 1 may allocate no more memory than it has at the start, for rows of 5,000 tokens."""
-    batch = Batch(micro_batch_size=256, global_batch_size=512, max_steps=3, max_len=64)
-    settings = replace(SETTINGS, peft=Peft(), zero=Zero(2), batch=batch)
-
-    def starve(event: Event) -> None:
-        if event["event"] == "ready":
-            pid = rank_pids(tmp_path)[1]
-            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-            most = pages * resource.getpagesize() + (4 << 20)
-            resource.prlimit(pid, resource.RLIMIT_AS, (most, most))
-
-    with pytest.raises(TrainingError, match="rank 1") as caught:
-        run_train(tmp_path, base, dataset, settings, observe=starve)
-    assert "train.micro_batch_size=128" in caught.value.hint
-    assert rank_pids(tmp_path) == []
 
 
 def test_the_first_gradient_that_is_not_finite_is_named() -> None:

@@ -193,27 +193,23 @@ def test_random_episodes_pack_and_unpack(drawn: list[tuple[list[int], Any]]) -> 
 
 def test_advantages_run_over_the_sampled_tokens_of_all_turns() -> None:
     """By hand: two turns of 2 and 1 tokens with rewards 1 and 2, and 4 from another source."""
-    gamma, lam, values = 0.5, 0.5, [0.5, 1.0, 2.0]
     batch = Batch(
         lengths_S=torch.tensor([3]),
         groups_S=torch.tensor([0]),
         scores_S=torch.tensor([7.0]),
         old_N=None,
         sampled_N=torch.zeros(3),
-        values_N=torch.tensor(values),
+        values_N=torch.tensor([0.5, 1.0, 2.0]),
         turns_N=torch.tensor([0.0, 1.0, 2.0]),
     )
-    loop = Loop(gamma=gamma, gae_lambda=lam)
-    d0 = 0 + gamma * values[1] - values[0]
-    d1 = 1 + gamma * values[2] - values[1]  # the next value has read the observation
-    d2 = 2 + 4 + 0 - values[2]
-    wanted = [d0 + 0.25 * d1 + 0.0625 * d2, d1 + 0.25 * d2, d2]
+    loop = Loop(gamma=0.5, gae_lambda=0.5)
+    # The value of the second turn's token has read the observation.
+    surprises = [0 + 0.5 * 1 - 0.5, 1 + 0.5 * 2 - 1, 2 + 4 - 2]
+    wanted = [surprises[0] + 0.25 * surprises[1] + 0.0625 * surprises[2],
+              surprises[1] + 0.25 * surprises[2], surprises[2]]  # fmt: skip
     estimated = by_critic(batch, loop)
-    assert estimated.advantages_N.tolist() == pytest.approx(wanted)
-    assert estimated.returns_N is not None
-    assert estimated.returns_N.tolist() == pytest.approx(
-        [w + v for w, v in zip(wanted, values, strict=True)]
-    )
+    torch.testing.assert_close(estimated.advantages_N, torch.tensor(wanted))
+    torch.testing.assert_close(estimated.returns_N, torch.tensor(wanted) + batch.values_N)
     returns = torch.tensor([0 + 0.5 * (1 + 0.5 * 6), 1 + 0.5 * 6, 6.0])
     whitened = (returns - returns.mean()) / returns.std()
     torch.testing.assert_close(by_returns(batch, loop).advantages_N, whitened)

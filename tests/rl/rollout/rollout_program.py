@@ -31,7 +31,6 @@ from tasks.process.exit_process import end_process  # noqa: E402
 from tasks.rl.experience.responses import Request  # noqa: E402
 from tasks.rl.rollout.engines import Engine  # noqa: E402
 from tasks.rl.rollout.memory_folder import MEMORY, PREFIX  # noqa: E402
-from tasks.rl.rollout.merged import merged_tensors  # noqa: E402
 from tasks.rl.rollout.policy_sync import Policy  # noqa: E402
 from tasks.rl.settings import Online, Rollout  # noqa: E402
 from tasks.rl.setup import open_engine  # noqa: E402
@@ -45,8 +44,6 @@ from tasks.training.model.packed_model import model_of, restore_attention  # noq
 from tests.rl.rollout.stale_faults import failure, stale_servers, stale_weights  # noqa: E402
 
 END = 256
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Layers of vLLM that fuse several layers of the checkpoint."""
 REPLIES = 6
 """Responses of the rank with the most; every rank runs as many passes to measure its own."""
 
@@ -180,7 +177,6 @@ def watch_engine(bench: Bench, answering: Any, mine: Sequence[Request]) -> dict[
     short = [replace(request, limit=2) for request in mine]  # as in later turns of an episode
     seen = {
         "limited": _ids(answering.generate(short)) == [ids[:2] for ids in replies],
-        "other weights": other_weights(bench, answering),
         "slept": sleep_and_wake(answering, mine),
     }
     if bench.ranks.device.type == "cpu":  # made in weights as vLLM packs them for a CPU
@@ -216,38 +212,6 @@ def sleep_and_wake(answering: Any, mine: Sequence[Request]) -> dict[str, Any]:
     forgot = failure(lambda: answering.generate(mine))
     answering.sync_weights()
     return {"forgot": forgot, "same": _ids(answering.generate(mine)) == before}
-
-
-def other_weights(bench: Bench, answering: Any) -> list[str]:
-    """Return the layers of an engine with full weights that do not compute with the policy's.
-
-    vLLM packs weights for CPU products; a layer's output for the unit matrix is exact.
-    """
-    if not hasattr(answering, "_engine") or answering._policy.as_adapter:
-        return []
-    policy = dict(merged_tensors(bench.engine.module, answering._facts))
-
-    def compare(model: Any) -> list[str]:
-        from vllm.model_executor.layers.linear import LinearBase
-
-        same: dict[str, bool] = {}
-        for name, layer in model.named_modules():
-            if isinstance(layer, LinearBase):
-                owner, _, leaf = name.rpartition(".")
-                keys = [f"{owner}.{part}" for part in FUSED.get(leaf, (leaf,))]
-                wanted = torch.cat([policy[f"{key}.weight"] for key in keys]).t()
-                if f"{keys[0]}.bias" in policy:
-                    wanted = wanted + torch.cat([policy[f"{key}.bias"] for key in keys])
-                out = layer(torch.eye(len(wanted), dtype=wanted.dtype, device=wanted.device))
-                same[name] = torch.equal(out[0] if isinstance(out, tuple) else out, wanted)
-            elif f"{name}.weight" in policy and name != "lm_head":
-                mine = policy[f"{name}.weight"]  # vLLM rounds a vocabulary's size up
-                same[name] = torch.equal(layer.weight[: len(mine)], mine)
-        return [name for name, is_so in same.items() if not is_so] if len(same) > 10 else ["few"]
-
-    with torch.no_grad():
-        told: list[list[str]] = answering._engine._llm.apply_model(compare)
-    return told[0]
 
 
 def break_it(bench: Bench) -> dict[str, Any]:

@@ -157,7 +157,6 @@ def require_followed(ranks: list[dict[str, Any]]) -> None:
         assert all(rank["cut"])
         assert rank["left"] == []
         if "slept" in rank:  # an engine in the rank
-            assert rank["other weights"] == [], "what is computed with are the policy's very bits"
             assert rank["limited"], "a limit cuts a response and changes nothing else"
             assert rank["slept"]["same"]
             assert rank["undisturbed"] == []

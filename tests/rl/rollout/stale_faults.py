@@ -236,18 +236,18 @@ def _every_layer(answering: Any, name: str, instead: Any) -> Iterator[None]:
 @contextmanager
 def _stale_server(name: str, answering: Any) -> Iterator[None]:
     """The last server keeps its weights, loads the last adapter, or samples from the base."""
-    last = answering._fleet.servers[-1]
+    servers = answering._fleet.servers  # none on other ranks than the first
     load_adapter, load_weights = RemoteServer.load_adapter, RemoteServer.load_weights
     old = answering._folder / answering._named(answering.version)
 
     def adapter(self: RemoteServer, title: str, folder: Path, timeout_s: float) -> None:
-        stale = self is last and name == "old adapter"
+        stale = self is servers[-1] and name == "old adapter"
         load_adapter(self, title, old if stale else folder, timeout_s)
-        if self is last and name == "base":
+        if self is servers[-1] and name == "base":
             self.model = self.base
 
     def weights(self: RemoteServer, folder: Path, timeout_s: float) -> None:
-        if self is not last:
+        if self is not servers[-1]:
             load_weights(self, folder, timeout_s)
 
     with (

@@ -98,9 +98,8 @@ STOPPED = {
 DEFAULT = {
     "whole": Run(async_save=True),
     "resumed": Run(resumes="whole"),
-    "still": Run({"iterations": 1}, STILL),
+    "still": Run({**ONE_EPOCH, "kl_coef": 0.0, "iterations": 1}, {**ONE_STEP, **STILL}),
     "game": in_game(),
-    "grpo": Run({**ONE_EPOCH, "kl_coef": 0.0, "iterations": 1}, ONE_STEP),
 }
 """Runs of the default suite."""
 SLOW = {

@@ -8,7 +8,6 @@ import math
 import shutil
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,41 +191,6 @@ def test_warmup_is_rounded_up_and_never_longer_than_the_run() -> None:
 
 
 ROWS = 259  # 256 bytes and three special tokens
-
-
-@pytest.mark.parametrize(
-    ("base_head", "objective", "kind"),
-    [("tokens", "sft", "lora"), ("tokens", "reward", "none"), ("score", "reward", "lora")],
-)
-def test_files_of_every_head_and_base(
-    base: Path, base_head: str, objective: str, kind: str, tmp_path: Path, tokenizer
-) -> None:
-    """The base has no generation_config.json."""
-    from transformers import AutoModelForSequenceClassification
-
-    from tasks.training.model.build import load_model, load_tokenizer
-    from tasks.training.model.score_head import config_of_head
-    from tasks.training.outputs import write_model
-
-    plain, out = tmp_path / "plain", tmp_path / "out"
-    out.mkdir()
-    shutil.copytree(base, plain, ignore=shutil.ignore_patterns("generation_config.json"))
-    if base_head == "score":
-        model = AutoModelForSequenceClassification.from_pretrained(base, **config_of_head(None))
-        model.save_pretrained(plain)
-    settings = Settings(objective=objective, peft=Peft(kind))
-    job = TrainJob(settings, plain, "", tmp_path, out, tmp_path)
-    loaded = load_tokenizer(job)
-    head = "score" if objective == "reward" else "tokens"
-    zero = {"zero_optimization": {"stage": 0}}
-    ranks: Any = SimpleNamespace(gpu=False, rank=0, world_size=1, sequence_group=None)
-    model = load_model(job, ranks, zero, tokenizer=loaded, head=head)
-    write_model(job, model=model, tokenizer=loaded)
-    names = {path.name for path in out.iterdir()}
-    wanted = {"config.json", "generation_config.json", "partitions.json", "tokenizer"}
-    assert names == wanted | ({"adapter_config.json"} if kind == "lora" else set())
-    generation = json.loads((out / "generation_config.json").read_text())
-    assert generation["eos_token_id"] == tokenizer.eos_token_id
 
 
 def test_a_base_that_pads_with_its_end_token_is_scored_at_the_end(

@@ -168,41 +168,6 @@ def test_gradient_equals_finite_differences(case: str) -> None:
     assert torch.autograd.gradcheck(value, (logprobs, entropy))
 
 
-def gradient_at(ratio: float, advantage: float, loss: PolicyLoss) -> float:
-    """Gradient of the loss with respect to the log-probability of a response of one token."""
-    logprobs = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    ones = torch.ones(1, dtype=torch.float64)
-    inputs = LossInputs(
-        old_n=torch.zeros(1, dtype=torch.float64),
-        advantages_n=advantage * ones,
-        weights_n=ones,
-        owner_n=torch.zeros(1, dtype=torch.int64),
-        lengths_s=torch.ones(1, dtype=torch.int64),
-        totals=Totals(1, 1, 1),
-    )
-    loss(logprobs, inputs).value.backward()
-    assert logprobs.grad is not None
-    return float(logprobs.grad)
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "wanted"),
-    [
-        (1.0, 2.0, -2.0),  # at the old policy: the policy gradient itself
-        (1.0, -2.0, 2.0),
-        (1.25, 2.0, -2.5),  # better, and within 1.3
-        (1.35, 2.0, 0.0),  # better, and moved enough
-        (0.75, -2.0, 0.0),  # worse, and moved enough
-        (0.75, 2.0, -1.5),  # better, and yet less likely than it was: pulled back
-        (1.35, -2.0, 2.7),  # worse, and yet more likely than it was: pulled back
-        (3.5, -2.0, 0.0),  # so much worse that it would drown all others: bounded
-    ],
-)
-def test_tokens_with_a_gradient(ratio: float, advantage: float, wanted: float) -> None:
-    loss = PolicyLoss(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
-    assert gradient_at(ratio, advantage, loss) == pytest.approx(wanted, rel=1e-12)
-
-
 OF_VALUES = Totals(tokens=12, sequences=3, max_new_tokens=8)
 
 
@@ -354,17 +319,6 @@ def weights(kind: str, old: torch.Tensor, sampled: torch.Tensor) -> list[float]:
 def test_correction_weights(kind: str, wanted: list[float]) -> None:
     assert weights(kind, *logprobs()) == pytest.approx(wanted, rel=1e-12)
     assert weights(kind, *[logprobs()[0]] * 2) == [1.0] * 10, "engines that agree need none"
-
-
-def test_unlimited_tis_corrects_expectations() -> None:
-    """Over all tokens: sum of engine's p * weight * f = sum of trainer's p * f."""
-    trainer = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
-    engine = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
-    worth = torch.tensor([1.0, -2.0, 5.0], dtype=torch.float64)
-    actual = correction.weights(
-        trainer.log(), engine.log(), torch.ones(3, dtype=torch.int64), kind="tis", high=1e9, low=0
-    )
-    assert float((engine * actual * worth).sum()) == pytest.approx(float((trainer * worth).sum()))
 
 
 def test_mismatch() -> None:

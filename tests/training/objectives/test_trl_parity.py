@@ -23,7 +23,7 @@ PAIRS = [
     {"prompt": f"say {word} ", "chosen": word * n, "rejected": other * m}
     for word, other, n, m in (("ab", "c", 2, 3), ("abc", "de", 1, 4), ("f", "gh", 5, 1))
 ]
-TOLERANCE = 2e-6
+TOLERANCE = 4e-6
 
 
 def trainer_of(

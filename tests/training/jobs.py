@@ -323,8 +323,6 @@ class Inputs:
             "one_key_head": {"num_key_value_heads": 1, **far},
             "window": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1,
                        **far},
-            "large_vocabulary": {"vocab_size": 151_936, "hidden_size": 16, "num_hidden_layers": 1,
-                                 "tie_word_embeddings": False, **far},
         }  # fmt: skip
         if kind == "experts":
             return save_experts(path, self._tokenizer, **far)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from tasks.training.job import Evaluate, Peft, TrainJob, Zero
-from tests.commands import run_ranks
 from tests.settings import Batch, Launch, Loop, Optim, Settings
 from tests.training.conftest import make_tokenizer, save_base
 from tests.training.datasets import user, write
@@ -84,7 +83,6 @@ def in_game(rl: Mapping[str, Any] | None = None, **settings: Any) -> Run:
 
 GENTLE = Optim(lr=1e-3, scheduler="constant")
 SEPARATE = {"critic": "separate", "iterations": 3}
-SEPARATE_FULL = {"peft": Peft(), "optim": GENTLE}
 FULL_GRPO = {"objective": "grpo", "peft": Peft(), "optim": GENTLE}
 ONE_STEP = {"objective": "grpo", "batch": Batch(4, 16, max_len=64), "save_steps": 0}
 ONE_EPOCH = {"iterations": 3, "ppo_epochs": 1, "correction": "sequence_mask"}
@@ -111,8 +109,7 @@ SLOW = {
     ),
     "separate_lora": Run(SEPARATE, {"zero": Zero(3)}),
     "separate_lora_resumed": Run(SEPARATE, {"zero": Zero(3)}, resumes="separate_lora"),
-    "separate_full": Run(SEPARATE, SEPARATE_FULL),
-    "separate_full_resumed": Run(SEPARATE, SEPARATE_FULL, resumes="separate_full"),
+    "separate_full": Run(SEPARATE, {"peft": Peft(), "optim": GENTLE}),
     "reference_zero2": Run({"iterations": 2}, {**FULL_GRPO, "zero": Zero(2)}),
     "reference_zero3": Run({"iterations": 2}, {**FULL_GRPO, "zero": Zero(3)}),
     "dapo": Run(DAPO, {"objective": "dapo"}, base="chatty"),
@@ -181,12 +178,6 @@ class Bench:
         """Run jobs one after another on the same ranks; return the "step" events of each."""
         place = Place(self.folder, Path(), Path())
         return steps_of(jobs, place.run(jobs, ranks))
-
-    def killed(self, job: TrainJob, point: str, rank: int) -> None:
-        """Resume a job until a rank is killed. Raises StageProcessError."""
-        job.write(job.out / "job.json")
-        arguments = (str(job.out / "job.json"), point, str(rank))
-        run_ranks("tests.training.killed_program", *arguments, log_path=self.folder / "log")
 
 
 def steps_of(jobs: Sequence[TrainJob], events: Sequence[Event]) -> dict[str, list[Event]]:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-
 import pytest
 from safetensors.torch import load_file
 
 from tasks.drift.fingerprint import Fingerprint
 from tasks.drift.reward_scores import ScorePrint
-from tasks.training.job import Peft, TrainJob
+from tasks.training.job import TrainJob
 from tests.training.jobs import (
     DEFAULT,
-    LORA,
     SHARED,
-    TEXTS,
-    ZERO3,
     Trained,
-    Wanted,
     shared,
 )
 from tests.training.places import results
@@ -72,35 +65,3 @@ def test_any_number_of_ranks(trained: Trained) -> None:
         divided = trained.train(trained.folder / f"four-{sharing}", wanted, 4)
         for name in names:
             require_same(alone[name], divided[name], name)
-
-
-LARGE = replace(TEXTS, batch=replace(TEXTS.batch, micro_batch_size=1, global_batch_size=2))
-ONLY_HEAD = replace(LORA, target_modules=("q_proj", "lm_head"))
-HEADS: Mapping[str, Peft] = {
-    "full": Peft(),
-    "saved": replace(LORA, target_modules=("q_proj",), modules_to_save=("lm_head",)),
-    "lora": ONLY_HEAD,
-    "dora": replace(ONLY_HEAD, use_dora=True),
-}
-
-
-@pytest.mark.slow
-def test_a_vocabulary_of_real_size(trained: Trained) -> None:
-    """At which ranks compute their head in portions: 220 tokens at a time, some have several.
-
-    If ZeRO-3 gathered the head once per portion, a rank with more portions would wait for the
-    others until the collective timeout.
-    """
-    wanted = {
-        name: Wanted(replace(LARGE, peft=peft, zero=ZERO3), "large_vocabulary", "texts", True)
-        for name, peft in HEADS.items()
-    }
-    launch = replace(LARGE.launch, nproc=1)
-    single = {
-        name: replace(job, settings=replace(job.settings, launch=launch))
-        for name, job in wanted.items()
-    }
-    alone = trained.train(trained.folder / "large-1", single, 1)
-    divided = trained.train(trained.folder / "large-2", wanted)
-    for name in HEADS:
-        require_same(alone[name], divided[name], name)

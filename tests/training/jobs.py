@@ -279,18 +279,18 @@ class Trained(Mapping[str, TrainJob]):
     def _jobs(self, launch: Path, wanted: Mapping[str, Wanted]) -> dict[str, TrainJob]:
         jobs: dict[str, TrainJob] = {}
         place = Place(launch, Path(), Path())
-        for name, one in wanted.items():
-            before = jobs[one.resumes].checkpoints if one.resumes else None
+        for name, job in wanted.items():
+            before = jobs[job.resumes].checkpoints if job.resumes else None
             jobs[name] = place.job(
                 name,
-                one.settings,
-                base=self._inputs.base(one.base),
-                data=self._inputs.data(one.data),
+                job.settings,
+                base=self._inputs.base(job.base),
+                data=self._inputs.data(job.data),
                 resume=before / "step-00000003" if before else None,
-                async_save=one.async_save,
+                async_save=job.async_save,
                 max_truncated=0.4,
             )
-            if one.record:
+            if job.record:
                 (launch / name / "record").touch()
         return jobs
 

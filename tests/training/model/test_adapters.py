@@ -96,7 +96,7 @@ def test_a_reward_model_takes_the_adapter_and_keeps_its_own_head(
     saved(base, LORA, tmp_path)
     model = adapted(base, LORA, head="score")
     loaded = load_into(model, tmp_path, "default")
-    names = [n for n, p in model.named_parameters() if any(p is one for one in loaded)]
+    names = [n for n, p in model.named_parameters() if any(p is tensor for tensor in loaded)]
     assert len(names) == len(loaded) == 28  # two halves of seven layers in each of two blocks
     assert not any("score" in name for name in names)
 

@@ -123,9 +123,9 @@ def test_a_wrong_packed_pass_is_noticed() -> None:
     model = make_model("llama", "sdpa")
     accept_packed_rows(model)
     leaky = replace(trial_row(examples), buckets=())
-    one = replace(leaky, buckets=(pack(make_examples([80]), [0]).buckets))
+    mixed = replace(leaky, buckets=(pack(make_examples([80]), [0]).buckets))
     with pytest.raises(TrainingError, match="forward pass"):
-        require_same(model, one)
+        require_same(model, mixed)
     assert model.training
     require_same(model, trial_row(examples))
     head = model.get_output_embeddings()

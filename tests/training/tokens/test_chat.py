@@ -203,10 +203,10 @@ def test_a_batch_gives_the_tokens_of_single_conversations(tokenizer, conversatio
     several.append(turns(("user", "no answer")))
     together = Encoder(tokenizer, frozenset({tokenizer.eos_token_id})).encode(several)
     assert isinstance(together[-1], Unfit)
-    for one, conversation in zip(together[:-1], several[:-1], strict=True):
+    for encoded, conversation in zip(together[:-1], several[:-1], strict=True):
         alone = encode(tokenizer, conversation)
-        assert np.array_equal(one.ids, alone.ids)
-        assert np.array_equal(one.bears, alone.bears)
+        assert np.array_equal(encoded.ids, alone.ids)
+        assert np.array_equal(encoded.bears, alone.bears)
 
 
 def test_an_end_that_only_the_model_config_names_ends_an_answer(

@@ -27,8 +27,8 @@ def sample(name: str, *lengths: int, prompt: int = 5, start: int = 0) -> Example
 class TestTruncation:
     def run(self, rule: Rule, *examples: Example) -> tuple[list[list[int]], Tally]:
         tally = Tally()
-        kept = [one for one in (rule.apply(e, tally) for e in examples) if one is not None]
-        return [[len(s.ids) for s in one.sequences] for one in kept], tally
+        kept = [each for each in (rule.apply(e, tally) for e in examples) if each is not None]
+        return [[len(s.ids) for s in each.sequences] for each in kept], tally
 
     def account(self, *lengths: int, rule: str = "truncate") -> dict[str, Any]:
         """Return the counts of samples of these lengths, under a limit of 10."""
@@ -80,8 +80,8 @@ class TestTruncation:
         assert not tally.left_out
 
     def test_pairs_that_become_equal_are_left_out_and_counted(self) -> None:
-        one = sample("p", 12, 12)
-        same = one.sequences[0]
+        long = sample("p", 12, 12)
+        same = long.sequences[0]
         late = Tokens([*same.ids[:-1], 99], same.bears)
         cut, tally = self.run(Rule(11, "truncate"), Example("p", (same, late)), sample("q", 6, 6))
         assert cut == [[6, 6]]

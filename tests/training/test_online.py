@@ -31,8 +31,7 @@ def losses(out: Path) -> list[float]:
 
 
 def require_same_bytes(first: Path, second: Path) -> None:
-    """Compare losses, policy and critic of two runs with a critic."""
-    assert losses(first) == losses(second)
+    """Compare policy and critic of two runs with a critic."""
     files = sorted(path.relative_to(first) for path in first.rglob("rank-*"))
     files = [path for path in files if path.parts[0] in ("shards", "critic")]
     assert len(files) == 4
@@ -64,6 +63,7 @@ def test_a_resumed_run_ends_with_identical_weights(finished: Finished) -> None:
     whole, resumed = finished["whole"], finished["resumed"]
     assert [step["step"] for step in finished.steps["resumed"]] == [3]
     assert len(losses(whole)) == 3
+    assert losses(whole) == losses(resumed)
     require_same_bytes(whole, resumed)
     half_way = checkpoint.open_checkpoint(whole / "checkpoints" / "step-00000002")
     assert len(half_way.progress.kept[MISMATCH]) == 2, "the usual mismatch of the run so far"

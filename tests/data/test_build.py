@@ -1,130 +1,102 @@
-"""Every row is kept unchanged, or counted and reported; the splits never overlap."""
+"""Every row is kept unchanged, or counted and reported; splits never overlap; sources mix."""
 
 from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.core.errors import DataError
 from tasks.data.build import Options, build_dataset
 from tasks.data.columns import Columns
-from tasks.data.kinds import KINDS
+from tasks.data.kinds import KINDS, PROMPTS
 from tasks.data.readers import Row
-from tasks.data.sources import Source
+from tasks.data.sources import Source, mix, wrong_probabilities
+from tasks.prepare import prepare_data
 
 LOG = logging.getLogger("tests.data")
 
 
-def _pair(number: int) -> dict[str, Any]:
+def pair(number: int) -> dict[str, Any]:
     return {"prompt": f"question {number}", "response": f"answer {number}"}
 
 
-def _rows(values: list[dict[str, Any]]) -> list[Row]:
-    return [Row(f"x.jsonl:{number}", value) for number, value in enumerate(values, start=1)]
+def source_of(values: list[dict[str, Any]], name: str = "x", **fields: Any) -> Source:
+    rows = [Row(f"{name}:{number}", value) for number, value in enumerate(values, start=1)]
+    return Source(name, lambda: iter(rows), Columns(), **fields)
 
 
-def _source(values: list[dict[str, Any]], name: str = "x.jsonl", **fields: Any) -> Source:
-    columns = fields.pop("columns", Columns())
-    return Source(name, lambda: iter(_rows(values)), columns, **fields)
+def numbered(name: str, size: int, **fields: Any) -> Source:
+    values = [{"prompt": f"{name} {n}", "response": f"answer {n}"} for n in range(1, size + 1)]
+    return source_of(values, name, **fields)
 
 
-def _build(out: Path, train: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
-    held_out = options.pop("held_out", None)
-    sources = options.pop("sources", None) or [_source(train)]
-    kind = KINDS[options.pop("rows", "conversations")]
-    return build_dataset(
-        out,
-        train=sources,
-        held_out=None if held_out is None else _source(held_out, "y.jsonl"),
-        options=Options(kind=kind, **{"eval_fraction": 0.3, **options}),
-        log=LOG,
-    )
+def build(
+    out: Path, *sources: Source, held_out: Source | None = None, **options: Any
+) -> dict[str, Any]:
+    out.mkdir(exist_ok=True)
+    made = Options(**{"eval_fraction": 0.3, **options})
+    return build_dataset(out, train=sources, held_out=held_out, options=made, log=LOG)
 
 
-def _read(out: Path, split: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / f"{split}.jsonl").read_text().splitlines()]
+def rows_of(out: Path, *splits: str) -> list[dict[str, Any]]:
+    return [json.loads(x) for s in splits for x in (out / f"{s}.jsonl").read_text().splitlines()]
 
 
-def _questions(out: Path, split: str) -> list[str]:
-    return [row["messages"][0]["content"] for row in _read(out, split)]
+def questions(out: Path, *splits: str) -> list[str]:
+    return [row["messages"][0]["content"] for row in rows_of(out, *splits)]
 
 
-def test_a_share_is_held_out_and_nothing_is_lost(tmp_path: Path) -> None:
-    account = _build(tmp_path, [_pair(n) for n in range(100)])
-    train, held_out = _questions(tmp_path, "train"), _questions(tmp_path, "heldout")
-    assert sorted(train + held_out) == sorted(f"question {n}" for n in range(100))
-    assert 15 <= len(held_out) <= 45
-    assert account["splits"]["train"] == {
-        "read": len(train), "kept": len(train), "refused": 0, "overlapping": 0,
-    }  # fmt: skip
-
-
-def test_the_same_rows_give_the_same_bytes_and_another_seed_another_split(tmp_path: Path) -> None:
-    files = []
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        out = tmp_path / name
-        out.mkdir()
-        _build(out, [_pair(n) for n in range(50)], seed=seed)
-        files.append((out / "heldout.jsonl").read_bytes())
-    assert files[0] == files[1] != files[2]
+def write(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def test_duplicates_keep_ids_apart_and_stay_on_one_side(tmp_path: Path) -> None:
-    _build(tmp_path, [_pair(n % 10) for n in range(30)])
-    train, held_out = _read(tmp_path, "train"), _read(tmp_path, "heldout")
-    assert not set(_questions(tmp_path, "train")) & set(_questions(tmp_path, "heldout"))
-    ids = [row["id"] for row in train + held_out]
+    build(tmp_path, source_of([pair(n % 10) for n in range(30)]))
+    assert not set(questions(tmp_path, "train")) & set(questions(tmp_path, "heldout"))
+    ids = [row["id"] for row in rows_of(tmp_path, "train", "heldout")]
     assert len(set(ids)) == 30
     assert sum(identity.endswith("-2") for identity in ids) == 10
 
 
 def test_training_rows_that_are_held_out_are_left_out_and_counted(tmp_path: Path) -> None:
-    account = _build(tmp_path, [_pair(1), _pair(2), _pair(2)], held_out=[_pair(2)])
-    assert _questions(tmp_path, "train") == ["question 1"]
+    apart = source_of([pair(2)], "y")
+    account = build(tmp_path, source_of([pair(1), pair(2), pair(2)]), held_out=apart)
+    assert questions(tmp_path, "train") == ["question 1"]
     assert account["splits"]["train"]["overlapping"] == 2
     assert account["splits"]["heldout"]["kept"] == 1
 
 
-def test_line_separators_within_a_text_stay_within_one_line(tmp_path: Path) -> None:
-    text = "a\u2028b\x85c\r\nd"
-    _build(tmp_path, [{"prompt": text, "response": "x"}, _pair(1)], eval_fraction=1e-9)
-    questions = _questions(tmp_path, "train") + _questions(tmp_path, "heldout")
-    assert sorted(questions) == sorted([text, "question 1"])
-
-
-def test_bad_rows_are_all_listed(tmp_path: Path) -> None:
-    bad = [{"prompt": "x", "response": ""}] * 25
+def test_bad_rows_are_all_listed_or_counted(tmp_path: Path) -> None:
+    rows = source_of([pair(1), *[{"prompt": "x", "response": ""}] * 25, pair(2)])
     with pytest.raises(DataError) as caught:
-        _build(tmp_path, [_pair(1), *bad, _pair(2)])
+        build(tmp_path, rows)
     assert "25 of 27" in caught.value.message
-    assert "x.jsonl:2" in caught.value.message
+    assert "x:2" in caught.value.message
     assert len(caught.value.details) == 21
-    assert caught.value.details[-1] == "... and 5 more"
+    assert "5 more" in caught.value.details[-1]
     assert "data.on_bad_line=skip" in caught.value.hint
+    account = build(tmp_path, rows, on_bad_line="skip")
+    assert sum(split["refused"] for split in account["splits"].values()) == 25
+    assert account["refused_examples"][0].startswith("x:2: ")
 
 
-def test_skipped_rows_are_counted(tmp_path: Path) -> None:
-    rows = [_pair(n) for n in range(20)] + [{"prompt": "x", "response": 3}]
-    account = _build(tmp_path, rows, on_bad_line="skip")
-    assert account["splits"]["train"]["refused"] == 1
-    assert [line.split(": ")[0] for line in account["refused_examples"]] == ["x.jsonl:21"]
-
-
-def test_columns_that_no_row_has_are_one_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="promt"):
-        _build(tmp_path, [{"promt": "x", "response": "y"}] * 3, on_bad_line="skip")
-
-
-def test_too_little_data_is_refused(tmp_path: Path) -> None:
-    for rows in ([], [_pair(1)], [_pair(1), _pair(1)]):
-        with pytest.raises(DataError, match="empty"):
-            _build(tmp_path, rows)
+def test_too_little_data_and_unknown_columns_are_refused(tmp_path: Path) -> None:
+    for rows, named in (
+        ([], "empty"),
+        ([pair(1)], "empty"),
+        ([pair(1), pair(1)], "empty"),
+        ([{"promt": "x", "response": "y"}] * 3, "promt"),
+    ):
+        with pytest.raises(DataError, match=named):
+            build(tmp_path, source_of(rows), on_bad_line="skip")
 
 
 @pytest.mark.parametrize(
@@ -133,16 +105,15 @@ def test_too_little_data_is_refused(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_options_out_of_range_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=next(iter(options))):
-        _build(tmp_path, [_pair(1)], **options)
+        build(tmp_path, source_of([pair(1)]), **options)
 
 
-VALUES = st.sampled_from(["a", "b", "c", " d\n", "é\u2028", ""]) | st.none() | st.integers()
+VALUES = st.sampled_from(["a", "b", "c", " d\n", "é\u2028\x85c\r\nd", ""]) | st.none() | st.just(3)
 ROWS = st.lists(
     st.fixed_dictionaries({}, optional={"prompt": VALUES, "response": VALUES}), max_size=12
 )
 
 
-@settings(deadline=None)
 @given(train=ROWS, held_out=st.none() | ROWS, fraction=st.sampled_from([1e-9, 0.2, 0.9]))
 def test_every_row_is_kept_unchanged_or_counted(
     train: list[dict[str, Any]],
@@ -151,16 +122,25 @@ def test_every_row_is_kept_unchanged_or_counted(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     out = tmp_path_factory.mktemp("out")
-    options: dict[str, Any] = {"held_out": held_out, "eval_fraction": fraction}
+    apart = None if held_out is None else source_of(held_out, "y")
+    how: dict[str, Any] = {"held_out": apart, "eval_fraction": fraction, "on_bad_line": "skip"}
     try:
-        account = _build(out, train, on_bad_line="skip", **options)
+        account = build(out, source_of(train), **how)
     except DataError as error:
         if "split is empty" in error.message or "no column" in error.message:
             return
         raise
-    sides = {split: _kept(_read(out, split)) for split in ("train", "heldout")}
+    sides = {
+        split: [tuple(m["content"] for m in row["messages"]) for row in rows_of(out, split)]
+        for split in ("train", "heldout")
+    }
     assert not set(sides["train"]) & set(sides["heldout"])
-    good = [p for p in map(_texts, train + (held_out or [])) if p is not None]
+    good = [
+        (row["prompt"], row["response"])
+        for row in [*train, *(held_out or [])]
+        if all(isinstance(row.get(name), str) for name in ("prompt", "response"))
+        and row["response"].strip()
+    ]
     splits = account["splits"].values()
     overlapping = sum(split["overlapping"] for split in splits)
     assert len(sides["train"]) + len(sides["heldout"]) + overlapping == len(good)
@@ -171,11 +151,162 @@ def test_every_row_is_kept_unchanged_or_counted(
         assert split["read"] == split["kept"] + split["refused"] + split["overlapping"]
 
 
-def _texts(row: dict[str, Any]) -> tuple[str, str] | None:
-    prompt, response = row.get("prompt"), row.get("response")
-    usable = isinstance(prompt, str) and isinstance(response, str) and response.strip()
-    return (prompt, response) if usable else None
+def test_prompts_may_leave_their_answer_out_unless_it_is_needed(tmp_path: Path) -> None:
+    """From a CSV file; exact match needs an answer in every row, and all others are named."""
+    lines = [f'"say, {n}",{n if n % 2 else ""},{n % 3}' for n in range(60)]
+    path = tmp_path / "x.csv"
+    path.write_text("\n".join(["prompt,answer,level", *lines]) + "\n")
+    how = {"kind": "csv", "rows": "prompts", "path": str(path), "eval_fraction": 0.3, "log": LOG}
+    (out := tmp_path / "out").mkdir()
+    prepare_data(out, **how)
+    splits = [rows_of(out, split) for split in ("train", "heldout")]
+    assert min(map(len, splits)) > 5
+    assert sum(map(len, splits)) == 60
+    for row in [*splits[0], *splits[1]]:
+        number = int(row["messages"][0]["content"].removeprefix("say, "))
+        assert row["columns"] == {"level": str(number % 3)}
+        assert row.get("answer") == (str(number) if number % 2 else None)
+        assert [m["role"] for m in row["messages"]] == ["user", "assistant"][: 1 + number % 2]
+
+    good = [{"prompt": f"say {n}", "answer": n} for n in range(60)]
+    first = source_of([*good[:30], {"prompt": "say it"}, {"prompt": "x", "answer": " "}], "a")
+    second = source_of([*good[30:], {"prompt": "say nothing", "answer": None}], "b")
+    for sources, held_out in (((first, second), None), ((first,), second)):
+        needed: dict[str, Any] = {"held_out": held_out, "kind": PROMPTS, "answered": True}
+        with pytest.raises(DataError) as caught:
+            build(out, *sources, **needed)
+        assert "3 of 63" in caught.value.message
+        places = sorted(line.partition(": ")[0] for line in caught.value.details)
+        assert places == ["a:31", "a:32", "b:31"]
+        counts = build(out, *sources, on_bad_line="skip", **needed)["splits"].values()
+        assert [sum(c[key] for c in counts) for key in ("refused", "kept")] == [3, 60]
 
 
-def _kept(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    return [(row["messages"][0]["content"], row["messages"][1]["content"]) for row in rows]
+def drawn(
+    *sources: Source, seed: int = 0, stopping: str = "all_exhausted"
+) -> list[tuple[str, bool]]:
+    return [(d.row.place, d.again) for d in mix(sources, seed=seed, stopping=stopping)]
+
+
+def test_without_probabilities_they_follow_each_other() -> None:
+    rows = drawn(numbered("a", 3), numbered("b", 2, max_samples=1), numbered("c", 1))
+    assert rows == [("a:1", False), ("a:2", False), ("a:3", False), ("b:1", False), ("c:1", False)]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=2, max_size=4),
+    weights=st.lists(st.integers(1, 5), min_size=4, max_size=4),
+    seed=st.integers(0, 3),
+)
+def test_mixing_reads_every_source_in_its_order(sizes, weights, seed) -> None:
+    weights = weights[: len(sizes)]
+    sources = [
+        numbered(str(n), size, probability=w / sum(weights))
+        for n, (size, w) in enumerate(zip(sizes, weights, strict=True))
+    ]
+    everything = drawn(*sources, seed=seed)
+    assert everything == drawn(*sources, seed=seed)
+    passes = []
+    for number, size in enumerate(sizes):
+        mine = [(p, again) for p, again in everything if p.startswith(f"{number}:")]
+        places = [f"{number}:{n % size + 1}" for n in range(len(mine))]
+        assert mine == [(p, n >= size) for n, p in enumerate(places)]
+        passes.append(len(mine) // size)
+    assert min(passes) == 1, "all were read, and one of them just once"
+    shorter = drawn(*sources, seed=seed, stopping="first_exhausted")
+    assert shorter == everything[: len(shorter)]
+    assert not any(again for _, again in shorter)
+    counts = Counter(place.partition(":")[0] for place, _ in shorter)
+    assert any(counts[str(n)] == size for n, size in enumerate(sizes))
+
+
+def test_probabilities_are_the_shares_and_have_to_add_up(tmp_path: Path) -> None:
+    sources = [numbered("a", 9_000, probability=0.7), numbered("b", 9_000, probability=0.3)]
+    first, other = (drawn(*sources, stopping="first_exhausted", seed=seed) for seed in (0, 1))
+    counts = Counter(place[0] for place, _ in first)
+    assert abs(counts["a"] / len(first) - 0.7) < 5 * (0.7 * 0.3 / len(first)) ** 0.5
+    assert first[:50] != other[:50]
+    for wrong in ([0.5, None], [0.5, 0.6], [1.0, 0.0], [1.5, -0.5]):
+        assert wrong_probabilities(wrong), wrong
+    for right in ([0.1] * 10, [None, None]):
+        assert wrong_probabilities(right) == ""
+    with pytest.raises(DataError, match="b "):  # no rows to sample from
+        build(tmp_path, numbered("a", 5, probability=0.5), numbered("b", 0, probability=0.5))
+    with pytest.raises(DataError, match=r"0\.5"):
+        build(tmp_path, numbered("a", 5, probability=0.5))
+
+
+def test_rows_are_counted_by_source_and_repeats_are_not_held_out(tmp_path: Path) -> None:
+    big, small = numbered("big", 400, probability=0.5), numbered("small", 20, probability=0.5)
+    account = build(tmp_path, big, small, eval_fraction=0.2)
+    first, second = account["sources"]
+    assert first == {"name": "big", "rows": 400, "refused": 0, "repeated": 0}
+    assert second["rows"] == second["repeated"] + 20 > 300
+    held_out = questions(tmp_path, "heldout")
+    assert len(held_out) == len(set(held_out))
+    assert not set(held_out) & set(questions(tmp_path, "train"))
+    for split in account["splits"].values():
+        assert split["read"] == split["kept"] + split["refused"] + split["overlapping"]
+    ids = [row["id"] for row in rows_of(tmp_path, "train")]
+    assert len(set(ids)) == len(ids)
+
+
+def test_bad_rows_of_a_source_that_is_read_again_are_told_once(tmp_path: Path) -> None:
+    rows = [Row("x:1", {"prompt": "q", "response": ""}), Row("x:2", {}, "broken")]
+    rows += [Row(f"x:{n}", {"prompt": f"q{n}", "response": "a"}) for n in range(3, 9)]
+    small = Source("x", lambda: iter(rows), Columns(), probability=0.5)
+    big = numbered("big", 200, probability=0.5)
+    account = build(tmp_path, big, small, on_bad_line="skip", eval_fraction=0.2)
+    assert account["splits"]["train"]["refused"] == account["sources"][1]["refused"] == 2
+    assert [line.partition(": ")[0] for line in account["refused_examples"]] == ["x:1", "x:2"]
+    with pytest.raises(DataError, match="^2 of"):
+        build(tmp_path, big, small, eval_fraction=0.2)
+
+
+def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        sources = numbered("x", 50, probability=0.8), numbered("y", 50, probability=0.2)
+        build(tmp_path / name, *sources, seed=seed)
+    for split in ("train", "heldout"):
+        files = [(tmp_path / name / f"{split}.jsonl").read_bytes() for name in "abc"]
+        assert files[0] == files[1] != files[2]
+
+
+def test_sources_of_several_kinds_with_columns_of_their_own(tmp_path: Path) -> None:
+    rows = ({"chosen": f"good {n}", "bad": "b", "prompt": f"a{n}"} for n in range(10))
+    write(tmp_path / "a.jsonl", *rows)
+    (tmp_path / "b.csv").write_text(
+        "question,chosen,rejected\n" + "".join(f"b{n},good {n},bad\n" for n in range(10))
+    )
+    (out := tmp_path / "out").mkdir()
+    sources = [
+        {"path": str(tmp_path / "a.jsonl"), "rejected_key": "bad", "max_samples": 6},
+        {"path": str(tmp_path / "b.csv"), "kind": "csv", "prompt_key": "question"},
+    ]
+    report = prepare_data(out, kind="jsonl", rows="pairs", sources=sources, eval_fraction=0.3,
+                          log=LOG)  # fmt: skip
+    asked = [row["prompt"][0]["content"] for row in rows_of(out, "train", "heldout")]
+    assert sorted(asked) == sorted([f"a{n}" for n in range(6)] + [f"b{n}" for n in range(10)])
+    assert [s["rows"] for s in report.notes["sources"]] == [6, 10]
+    assert all(check.ok for check in report.checks)
+    for row in rows_of(out, "heldout"):
+        assert row["messages"] == [*row["prompt"], *row["chosen"]]
+    wrong = [{"path": str(tmp_path / "b.csv"), "rejected_key": "worse"}]
+    with pytest.raises(DataError, match="'worse'"):
+        prepare_data(out, kind="csv", rows="pairs", sources=wrong, log=LOG)
+
+
+def test_raw_texts_pass_unchanged(tmp_path: Path) -> None:
+    book = "It was a dark night.\n\n  And stormy.\n"
+    path = write(tmp_path / "x.jsonl", *({"body": f"{book}{n}", "n": n} for n in range(60)))
+    (out := tmp_path / "out").mkdir()
+    how = {"kind": "jsonl", "rows": KINDS["texts"].name, "text_key": "body", "log": LOG}
+    report = prepare_data(out, path=str(path), eval_fraction=0.3, **how)
+    assert all(check.ok for check in report.checks)
+    rows = rows_of(out, "train", "heldout")
+    assert sorted(row["text"] for row in rows) == sorted(f"{book}{n}" for n in range(60))
+    assert all(set(row) == {"id", "text"} for row in rows)
+    assert 8 <= len(rows_of(out, "heldout")) <= 30
+    write(path, {"body": book}, {"body": ""}, {"body": "more"})
+    with pytest.raises(DataError, match=r"x\.jsonl:2: "):
+        prepare_data(out, path=str(path), **how)

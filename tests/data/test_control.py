@@ -11,6 +11,7 @@ import pytest
 
 from flows.cli.config import compose_config
 from tasks.config.checks import data
+from tasks.config.checks.objective import raw_texts
 from tasks.core.errors import DataError
 from tasks.data.kinds import kind_for
 from tasks.prepare import control_settings, prepare_data
@@ -73,11 +74,9 @@ CASES = [
     ({"prompt": f"question{END}", "response": "a"}, "sft", [], False),
     ({"prompt": "question <image>", "response": "a"}, "sft", ["data.control_tokens=refuse"], True),
     ({"messages": MULTI}, "sft", ["train.mask=last_answer"], False),
-    ({"prompt": "question", "chosen": f"a{END}", "rejected": "b"}, "dpo", [], True),
-    ({"prompt": "question", "chosen": "a", "rejected": f"b{END}"}, "reward", [], True),
+    ({"prompt": "question", "chosen": "a", "rejected": f"b{END}"}, "dpo", [], True),
     ({"prompt": "question", "response": f"a{END}", "label": True}, "kto", [], True),
     ({"prompt": f"question{END}"}, "grpo", [], False),
-    ({"prompt": f"question{END}"}, "grpo", ["data.control_tokens=refuse"], True),
 ]
 
 
@@ -95,45 +94,53 @@ def test_rows_with_control_tokens(
     assert [f.severity for f in findings] == ["error" if refused else "warning"]
     assert "rows.jsonl:4: " in findings[0].found
     if refused:
-        with pytest.raises(DataError, match=r"first rows\.jsonl:4: "):
+        with pytest.raises(DataError, match=r"rows\.jsonl:4: "):
             _prepared(settings, model.parent / "out")
     else:
         assert _prepared(settings, model.parent / "out")
         assert [r.levelname for r in caplog.records if "rows.jsonl:4: " in r.message] == ["WARNING"]
-
-
-@pytest.mark.parametrize(("row", "train"), [case[:2] for case in CASES[::2]])
-def test_escaped_and_kept_rows(model: Path, row: dict[str, Any], train: str) -> None:
-    texts = {}
     for mode in ("escape", "keep"):
-        settings = _settings(model, row, train, f"data.control_tokens={mode}")
+        settings["data"]["control_tokens"] = mode
         assert data.readable(settings["data"], train, data.control_of(settings)) == []
-        texts[mode] = _prepared(settings, model.parent / mode)
-    assert not any(token in texts["escape"] for token in (END, "<end>", "<image>"))
-    kept = [token for token in (END, "<end>", "<image>") if token in texts["keep"]]
-    assert kept
-    for token in kept:
-        assert f"< {token[1:]}" in texts["escape"]
+        text = _prepared(settings, model.parent / mode)
+        assert any(token in text for token in (END, "<image>")) == (mode == "keep")
+        assert any(f"< {token[1:]}" in text for token in (END, "<image>")) == (mode == "escape")
 
 
-def test_what_is_no_control_token_is_taken(model: Path) -> None:
-    row = {"prompt": "question! <im_end>", "response": f"{THINK}a!"}
-    settings = _settings(model, row, "sft")
-    assert data.readable(settings["data"], "sft", data.control_of(settings)) == []
-    assert THINK in _prepared(settings, model.parent / "out")
+def test_texts_without_control_tokens_are_taken(model: Path) -> None:
+    """Tokens that are not special, one of a single letter, and reference answers of prompts."""
+    answered = [{"role": "user", "content": "b"}, {"role": "assistant", "content": END}]
+    for number, (row, train, kept) in enumerate((
+        ({"prompt": "question! <im_end>", "response": f"{THINK}a!"}, "sft", THINK),
+        ({"messages": answered}, "grpo", f'"answer": "{END}"'),
+    )):  # fmt: skip
+        settings = _settings(model, row, train)
+        assert data.readable(settings["data"], train, data.control_of(settings)) == []
+        assert kept in _prepared(settings, model.parent / f"out{number}")
 
 
-def test_a_reference_answer_is_no_text_for_the_model(model: Path) -> None:
-    row = {"messages": [{"role": "user", "content": "b"}, {"role": "assistant", "content": END}]}
-    settings = _settings(model, row, "grpo")
-    assert data.readable(settings["data"], "grpo", data.control_of(settings)) == []
-    assert f'"answer": "{END}"' in _prepared(settings, model.parent / "out")
-
-
-def test_raw_texts_keep_their_separators(model: Path) -> None:
-    file = model.parent / "texts.jsonl"
-    file.write_text("".join(json.dumps({"text": f"a{END}{n}"}) + "\n" for n in range(4)))
-    typed = ["train=pretrain", "data.text_key=text", f"data.path={file}", f"model.path={model}"]
-    settings = compose_config(typed).settings
-    assert control_settings(settings) == {}
-    assert data.readable(settings["data"], "sft", data.control_of(settings)) == []
+def test_settings_that_fit_raw_texts(model: Path) -> None:
+    """Raw texts keep their separators; settings that do not fit them are named."""
+    path = model.parent / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": f"a{END}{n}"}) + "\n" for n in range(4)))
+    source = ["data=jsonl", f"data.path={path}", f"model.path={model}"]
+    sources = f"data.sources=[{{path: {path}, text_key: text}},{{path: {path}}}]"
+    text = "data.text_key=text"
+    for train, typed, named in (
+        ("pretrain", [*source, text], []),
+        ("sft", [*source, text], ["train=pretrain"]),
+        ("sft", source, [f"train=pretrain {text}"]),  # told by its rows
+        ("pretrain", [*source, "data.text_key=txt"], [text]),
+        ("sft", ["train.on_overlong=split"], ["train.on_overlong: "]),
+        ("pretrain", [*source, text, "gate.min_eval_gain=1"], ["gate.min_eval_gain: "]),
+        ("pretrain", [text], ["data.text_key: "]),
+        ("pretrain", ["data=jsonl", sources], ["train.objective: ", "data.sources[1].text_key: "]),
+        ("pretrain", ["data=jsonl", sources, text], []),
+    ):
+        settings = compose_config([f"train={train}", *typed]).settings
+        findings = data.readable(
+            settings["data"], settings["train"]["objective"], data.control_of(settings)
+        )
+        lines = [str(finding) for finding in [*findings, *raw_texts(settings)]]
+        assert len(lines) == len(named), (typed, lines)
+        assert all(name in line for name, line in zip(named, lines, strict=True)), (typed, lines)

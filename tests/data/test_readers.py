@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -27,9 +27,13 @@ def _iconv(path: str) -> str:
 
 
 def test_jsonl_reports_each_bad_line_with_its_number(tmp_path: Path) -> None:
-    lines = [b'{"a": 1}', b"", b'{"a": ', b'{"a": "\xff"}', b"[1]", b'{"b": 2}\r']
+    twice = b'{"b": [{"a": 1, "a": 2}]}'
+    lines = [b'{"a": 1}', b"", b'{"a": ', b'{"a": "\xff"}', b"[1]", b'{"b": 2}\r', twice]
     path = _write(tmp_path / "x.jsonl", b"\n".join(lines))
-    assert list(read_rows("jsonl", path)) == [
+    *rows, last = read_rows("jsonl", path)
+    assert last.place == "x.jsonl:7"
+    assert "duplicate key a" in last.problem
+    assert rows == [
         Row("x.jsonl:1", {"a": 1}),
         Row("x.jsonl:3", {}, "invalid JSON: Expecting value at column 7"),
         Row("x.jsonl:4", {}, f"not UTF-8: byte 0xff at position 8: {_iconv(path)}"),
@@ -55,9 +59,6 @@ def test_a_json_file_may_be_one_array(tmp_path: Path) -> None:
     ]
     lines = _write(tmp_path / "y.json", b'{"a": 1}\n{"a": 2}\n')
     assert [row.values for row in read_rows("jsonl", lines)] == [{"a": 1}, {"a": 2}]
-    broken = _write(tmp_path / "z.json", b'[{"a": 1},\n')
-    with pytest.raises(DataError, match=r"z\.json"):
-        list(read_rows("jsonl", broken))
 
 
 def test_csv_keeps_quoted_newlines_and_reports_the_first_line_of_a_record(tmp_path: Path) -> None:
@@ -72,16 +73,19 @@ def test_csv_keeps_quoted_newlines_and_reports_the_first_line_of_a_record(tmp_pa
     ]
 
 
-def test_csv_refuses_a_doubled_column(tmp_path: Path) -> None:
-    path = _write(tmp_path / "x.csv", b"a,a\n1,2\n")
-    with pytest.raises(DataError, match="'a'"):
-        list(read_rows("csv", path))
-
-
-def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
-    path = _write(tmp_path / "x.parquet", b"not parquet at all")
-    with pytest.raises(DataError, match="x.parquet"):
-        list(read_rows("parquet", path))
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    for kind, name, content, named in (
+        ("csv", "x.csv", b"a,a\n1,2\n", "'a'"),
+        ("parquet", "x.parquet", b"not parquet at all", "x.parquet"),
+        ("jsonl", "z.json", b'[{"a": 1},\n', r"z\.json"),
+    ):
+        path = _write(tmp_path / name, content)
+        with pytest.raises(DataError, match=named):
+            list(read_rows(kind, path))
+    _write(tmp_path / "train.jsonl", b"")
+    with pytest.raises(DataError) as caught:
+        existing_file(tmp_path / "trian.jsonl")
+    assert caught.value.hint == f"data.path={tmp_path / 'train.jsonl'}"
 
 
 def test_a_datasets_source_is_read_by_split(
@@ -103,13 +107,6 @@ def test_a_datasets_source_is_read_by_split(
         list(read_rows("hub", str(folder), split="dev"))
 
 
-def test_a_missing_file_names_what_is_near(tmp_path: Path) -> None:
-    _write(tmp_path / "train.jsonl", b"")
-    with pytest.raises(DataError) as caught:
-        existing_file(tmp_path / "trian.jsonl")
-    assert caught.value.hint == f"data.path={tmp_path / 'train.jsonl'}"
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -117,6 +114,7 @@ JSON = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(rows=st.lists(st.dictionaries(st.text(), JSON, max_size=4), max_size=8))
 def test_any_json_objects_come_back_unchanged(
     rows: list[dict[str, object]], tmp_path_factory: pytest.TempPathFactory
@@ -142,31 +140,22 @@ def test_any_bytes_give_one_row_a_line_that_is_not_blank(
     assert places == lines
 
 
-def test_a_key_twice_is_the_problem_of_its_line(tmp_path: Path) -> None:
-    path = _write(tmp_path / "x.jsonl", b'{"a": 1}\n{"b": [{"a": 1, "a": 2}]}\n')
-    first, second = read_rows("jsonl", path)
-    assert first.problem == ""
-    assert second.place == "x.jsonl:2"
-    assert "duplicate key a" in second.problem
+def test_a_separator_that_alone_divides_the_header_is_read(tmp_path: Path) -> None:
+    for mark in (";", "\t"):
+        text = f"\ufeffprompt{mark}response\r\nhi, you{mark}yes, me\r\n"
+        path = _write(tmp_path / "x.csv", text.encode())
+        (row,) = read_rows("csv", path)
+        assert row.values == {"prompt": "hi, you", "response": "yes, me"}
 
 
-@pytest.mark.parametrize("mark", [";", "\t"])
-def test_a_separator_that_alone_divides_the_header_is_read(tmp_path: Path, mark: str) -> None:
-    text = f"\ufeffprompt{mark}response\r\nhi, you{mark}yes, me\r\n"
-    path = _write(tmp_path / "x.csv", text.encode())
-    assert [row.values for row in read_rows("csv", path)] == [
-        {"prompt": "hi, you", "response": "yes, me"}
-    ]
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
-def test_the_command_for_utf16_makes_a_readable_file(tmp_path: Path, encoding: str) -> None:
-    path = _write(tmp_path / "a b.jsonl", '{"a": "\u00e9"}\n'.encode(encoding))
-    with pytest.raises(DataError) as error:
-        read_rows("jsonl", path)
-    subprocess.run(error.value.hint, shell=True, check=True)
-    (row,) = read_rows("jsonl", str(tmp_path / "a b.utf8.jsonl"))
-    assert row.values == {"a": "\u00e9"}
+def test_the_command_for_utf16_makes_a_readable_file(tmp_path: Path) -> None:
+    for encoding in ("utf-16", "utf-16-be"):
+        path = _write(tmp_path / "a b.jsonl", '{"a": "\u00e9"}\n'.encode(encoding))
+        with pytest.raises(DataError) as error:
+            read_rows("jsonl", path)
+        subprocess.run(error.value.hint, shell=True, check=True)
+        (row,) = read_rows("jsonl", str(tmp_path / "a b.utf8.jsonl"))
+        assert row.values == {"a": "\u00e9"}
 
 
 @pytest.mark.parametrize(
@@ -189,11 +178,7 @@ def test_the_command_for_windows_files_makes_a_readable_file(
     except DataError as error:
         problem = error.message
     assert "byte 0xe9" in problem
-    subprocess.run(
-        problem.partition(": iconv ")[1][2:] + problem.partition(": iconv ")[2],
-        shell=True,
-        check=True,
-    )
+    subprocess.run("iconv " + problem.partition(": iconv ")[2], shell=True, check=True)
     (row,) = read_rows(reader, str(tmp_path / f"it's [1].utf8.{kind}"))
     assert row.values == {"a": value}
 

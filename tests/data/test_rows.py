@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.core.errors import DataError
 from tasks.data.asked import asked
-from tasks.data.build import Options, build_dataset
 from tasks.data.columns import Columns, wrong_columns
 from tasks.data.kinds import (
     CONVERSATIONS,
-    KINDS,
     PAIRS,
-    PROMPTS,
-    TEXTS,
     content_id,
-    kind_for,
+    document,
     side_id,
 )
 from tasks.data.messages import Unusable, conversation, transcript
 from tasks.data.pairs import labelled, preference
-from tasks.data.readers import read_rows
-from tasks.data.sources import Source
-from tasks.rl.algorithms.registry import ALGORITHMS
-from tasks.training.objectives import kind_of
 
 USER = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "hello"}
@@ -61,43 +47,33 @@ def refusals(read: Callable[[], object], named: str) -> list[str]:
     return [f"{named}: taken as {row}"]
 
 
-def test_messages_pass_unchanged() -> None:
-    for messages in ([USER, ANSWER], [SYSTEM, USER, ANSWER], [USER, ANSWER, USER, ANSWER]):
+def test_rows_become_their_conversations() -> None:
+    """Messages pass unchanged; ShareGPT's turns and columns of text are read."""
+    whole = [SYSTEM, USER, ANSWER]
+    for messages in ([USER, ANSWER], whole, [USER, ANSWER, USER, ANSWER]):
         assert conversation({"messages": messages}, Columns()) == messages
+    for human, gpt in (("human", "gpt"), ("Human", "ChatGPT")):
+        turns = [{"from": "system", "value": "be kind"}, {"from": human, "value": "hi"},
+                 {"from": gpt, "value": "hello"}]  # fmt: skip
+        columns = Columns().among(["id", "conversations"])
+        assert conversation({"conversations": turns}, columns) == whole
+        assert conversation({"messages": turns}, Columns()) == whole
+    for columns, there, chosen in (
+        (Columns(), ["messages", "conversations"], "messages"),
+        (Columns(messages="chat"), ["conversations"], "chat"),
+        (Columns(messages=None), ["conversations"], None),
+    ):
+        assert columns.among(there).messages == chosen
 
-
-@pytest.mark.parametrize(
-    ("human", "gpt"), [("human", "gpt"), ("user", "assistant"), ("Human", "ChatGPT")]
-)
-def test_sharegpt_rows_are_read(human: str, gpt: str) -> None:
-    turns = [{"from": "system", "value": "be kind"}, {"from": human, "value": "hi"},
-             {"from": gpt, "value": "hello"}]  # fmt: skip
-    columns = Columns().among(["id", "conversations"])
-    assert conversation({"conversations": turns}, columns) == [SYSTEM, USER, ANSWER]
-    assert conversation({"messages": turns}, Columns()) == [SYSTEM, USER, ANSWER]
-
-
-def test_the_usual_column_and_a_named_one_go_before_sharegpts() -> None:
-    assert Columns().among(["messages", "conversations"]).messages == "messages"
-    assert Columns(messages="chat").among(["conversations"]).messages == "chat"
-    assert Columns(messages=None).among(["conversations"]).messages is None
-
-
-def test_a_system_column_goes_before_messages_without_a_system_message() -> None:
-    columns = Columns(system="s")
-    assert conversation({"messages": [USER, ANSWER], "s": "be kind"}, columns) == [
-        SYSTEM, USER, ANSWER,
-    ]  # fmt: skip
-    kept = conversation({"messages": [SYSTEM, USER, ANSWER], "s": "be rude"}, columns)
-    assert kept == [SYSTEM, USER, ANSWER]
-
-
-def test_prompt_response_and_system_become_messages() -> None:
-    row = {"q": "hi", "a": " hello\n", "s": "be kind"}
     columns = Columns(messages=None, prompt="q", response="a", system="s")
-    answer = {"role": "assistant", "content": " hello\n"}
-    assert conversation(row, columns) == [SYSTEM, USER, answer]
-    assert conversation({**row, "s": None}, columns) == [USER, answer]
+    for row, read in (
+        ({"q": "hi", "a": " hello\n", "s": "be kind"}, [SYSTEM, USER, answer(" hello\n")]),
+        ({"q": "hi", "a": "hello", "s": None}, [USER, ANSWER]),
+    ):
+        assert conversation(row, columns) == read
+    columns = Columns(system="s")
+    assert conversation({"messages": [USER, ANSWER], "s": "be kind"}, columns) == whole
+    assert conversation({"messages": whole, "s": "be rude"}, columns) == whole
 
 
 def test_conversations_that_cannot_be_trained_are_refused() -> None:
@@ -138,15 +114,6 @@ def test_wrong_columns_name_what_is_there_and_what_is_near() -> None:
     error = wrong_columns({"promt", "respons", "n"}, CONVERSATIONS.asked(Columns()), "x.csv")
     assert error.details[0] == "columns found: n, promt, respons"
     assert error.hint == "data.prompt_key=promt data.response_key=respons"
-
-
-def test_identity_depends_on_texts_and_order_only() -> None:
-    def identity(*messages: dict[str, str]) -> str:
-        return content_id({"messages": list(messages)})
-
-    assert identity(USER, ANSWER) == identity(dict(USER), dict(ANSWER)) == "9f5c11837b4d7d03"
-    assert identity(USER, ANSWER) != identity(USER, {**ANSWER, "content": "hello "})
-    assert len(identity(USER)) == 16
 
 
 def test_a_row_becomes_its_prompt() -> None:
@@ -198,89 +165,8 @@ def test_prompts_that_cannot_be_sampled_from_are_refused() -> None:
     assert wrong == []
 
 
-def test_a_prompt_is_on_one_side_with_and_without_its_answer() -> None:
-    bare, answered = (asked(v, Columns()) for v in ({"prompt": "x"}, {"prompt": "x", "answer": 1}))
-    assert side_id(bare) == side_id(answered)
-
-
-def test_csv_rows_may_leave_their_answer_out(tmp_path: Path) -> None:
-    lines = [f'"say, {n}",{n if n % 2 else ""},{n % 3}' for n in range(60)]
-    (tmp_path / "x.csv").write_text("\n".join(["prompt,answer,level", *lines]) + "\n")
-
-    def rows() -> Any:
-        return read_rows("csv", str(tmp_path / "x.csv"))
-
-    account = build_dataset(
-        tmp_path,
-        train=[Source("x.csv", rows, Columns())],
-        held_out=None,
-        options=Options(kind=PROMPTS, eval_fraction=0.3),
-        log=logging.getLogger("tests.data"),
-    )
-    assert account["rows"] == "prompts"
-    splits = {
-        split: [json.loads(line) for line in (tmp_path / f"{split}.jsonl").open()]
-        for split in ("train", "heldout")
-    }
-    both = splits["train"] + splits["heldout"]
-    assert len(both) == 60
-    assert min(map(len, splits.values())) > 5
-    for row in both:
-        number = int(row["messages"][0]["content"].removeprefix("say, "))
-        assert row["columns"] == {"level": str(number % 3)}
-        assert row.get("answer") == (str(number) if number % 2 else None)
-        assert [m["role"] for m in row["messages"]] == ["user", "assistant"][: 1 + number % 2]
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_exact_match_needs_an_answer_in_every_row(apart: bool, tmp_path: Path) -> None:
-    good = [{"prompt": f"say {n}", "answer": n} for n in range(60)]
-    names = {"a.jsonl": [*good[:30], {"prompt": "say it"}, {"prompt": "x", "answer": " "}]}
-    names["b.jsonl"] = [*good[30:], {"prompt": "say nothing", "answer": None}]
-    for name, rows in names.items():
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def build(on_bad_line: str) -> dict[str, Any]:
-        first, second = (
-            Source(name, lambda path=tmp_path / name: read_rows("jsonl", str(path)), Columns())
-            for name in names
-        )
-        return build_dataset(
-            tmp_path,
-            train=[first] if apart else [first, second],
-            held_out=second if apart else None,
-            options=Options(
-                kind=PROMPTS, eval_fraction=0.3, answered=True, on_bad_line=on_bad_line
-            ),
-            log=logging.getLogger("tests.data"),
-        )
-
-    with pytest.raises(DataError) as caught:
-        build("fail")
-    assert "3 of 63" in caught.value.message
-    lines = [line.partition(": ") for line in caught.value.details]
-    assert sorted(place.rpartition("/")[2] for place, _, _ in lines) == [
-        "a.jsonl:31", "a.jsonl:32", "b.jsonl:31",
-    ]  # fmt: skip
-    splits = build("skip")["splits"].values()
-    assert sum(split["refused"] for split in splits) == 3
-    assert sum(split["kept"] for split in splits) == 60
-
-
-def test_sharegpt_pairs_are_a_conversation_and_two_next_messages() -> None:
-    row = {
-        "conversations": [{"from": "human", "value": "q"}],
-        "chosen": {"from": "gpt", "value": "good"},
-        "rejected": {"from": "gpt", "value": "bad"},
-    }
-    columns = Columns().among(row)
-    assert preference(row, columns) == WANTED
-    assert PAIRS.used(columns) >= set(row)
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
+def test_pairs_of_all_shapes() -> None:
+    for row in (
         {"prompt": "q", "chosen": "good", "rejected": "bad"},
         {"prompt": [user("q")], "chosen": "good", "rejected": "bad"},
         {"prompt": [user("q")], "chosen": [answer("good")], "rejected": [answer("bad")]},
@@ -291,10 +177,22 @@ def test_sharegpt_pairs_are_a_conversation_and_two_next_messages() -> None:
         # HH: transcripts
         {"chosen": "\n\nHuman: q\n\nAssistant: good", "rejected": "\n\nHuman: q\n\nAssistant: bad"},
         {"prompt": "\n\nHuman: q", "chosen": "good", "rejected": "bad"},
-    ],
-)  # fmt: skip
-def test_shapes(row: dict[str, Any]) -> None:
-    assert preference(row, Columns()) == WANTED
+    ):  # fmt: skip
+        assert preference(row, Columns()) == WANTED
+    sharegpt = {
+        "conversations": [{"from": "human", "value": "q"}],
+        "chosen": {"from": "gpt", "value": "good"},
+        "rejected": {"from": "gpt", "value": "bad"},
+    }
+    columns = Columns().among(sharegpt)
+    assert preference(sharegpt, columns) == WANTED
+    assert PAIRS.used(columns) >= set(sharegpt)
+    asked = [SYSTEM, user("q")]
+    row = {"prompt": "q", "s": "be kind", "chosen": "good", "rejected": "bad"}
+    assert preference(row, Columns(system="s")) == {**WANTED, "prompt": asked}
+    row = {"prompt": asked, "chosen": [user("q"), answer("good")],
+           "rejected": [SYSTEM, user("q"), answer("bad")]}  # fmt: skip
+    assert preference(row, Columns()) == {**WANTED, "prompt": asked}
 
 
 def test_longer_conversations_part_at_the_first_different_answer() -> None:
@@ -311,15 +209,6 @@ def test_longer_conversations_part_at_the_first_different_answer() -> None:
     longer = [user("a"), answer("b"), user("c"), answer("d")]
     pair = preference({"chosen": longer, "rejected": longer[:2]}, Columns())
     assert pair == {"prompt": longer[:1], "chosen": longer[1:], "rejected": longer[1:2]}
-
-
-def test_system_messages_stay_with_the_prompt() -> None:
-    columns = Columns(system="s")
-    row = {"prompt": "q", "s": "be kind", "chosen": "good", "rejected": "bad"}
-    assert preference(row, columns)["prompt"] == [SYSTEM, user("q")]
-    whole = {"prompt": [SYSTEM, user("q")], "chosen": [user("q"), answer("good")],
-             "rejected": [SYSTEM, user("q"), answer("bad")]}  # fmt: skip
-    assert preference(whole, Columns()) == {**WANTED, "prompt": [SYSTEM, user("q")]}
 
 
 def test_pairs_that_prefer_nothing_are_refused() -> None:
@@ -370,6 +259,18 @@ def test_labels() -> None:
     assert wrong + refusals(partial(labelled, bare, Columns()), "'label'") == []
 
 
+def test_rows_that_are_no_texts_are_refused() -> None:
+    wrong = []
+    for row, named in (
+        ({"body": "a"}, "'text'"),
+        ({"text": 3}, "number"),
+        ({"text": " \n"}, "empty"),
+        ({"text": "a\ud800"}, "surrogate pair at 2"),
+    ):
+        wrong += refusals(partial(document, row, Columns(text="text")), named)
+    assert wrong == []
+
+
 def test_transcripts_are_read_as_they_are_written() -> None:
     text = "\n\nHuman:  two\n\nlines \n\nAssistant:\n\nHuman: x"
     assert transcript(text) == [user(" two\n\nlines "), answer(""), user("x")]
@@ -377,10 +278,10 @@ def test_transcripts_are_read_as_they_are_written() -> None:
     assert transcript("Say\n\nHuman: x") is None
 
 
-SAID = st.lists(st.text(min_size=1, max_size=4).filter(str.strip), min_size=2, max_size=5)
+WORDS = st.lists(st.text(min_size=1, max_size=4).filter(str.strip), min_size=2, max_size=5)
 
 
-@given(texts=SAID, tail=st.text(min_size=1, max_size=3).filter(str.strip))
+@given(texts=WORDS, tail=st.text(min_size=1, max_size=3).filter(str.strip))
 def test_a_pair_split_and_joined_is_the_same(texts: list[str], tail: str) -> None:
     """A pair is the same with a separate prompt and as two whole conversations."""
     prompt = [
@@ -392,27 +293,15 @@ def test_a_pair_split_and_joined_is_the_same(texts: list[str], tail: str) -> Non
     assert preference(apart, Columns()) == preference(whole, Columns()) == apart
 
 
-def test_pairs_of_one_prompt_stay_on_one_side_and_keep_ids_apart() -> None:
+def test_ids_are_of_texts_and_equal_prompts_share_a_side() -> None:
+    def identity(*messages: dict[str, str]) -> str:
+        return content_id({"messages": list(messages)})
+
+    assert identity(USER, ANSWER) == identity(dict(USER), dict(ANSWER)) == "9f5c11837b4d7d03"
+    assert identity(USER, ANSWER) != identity(USER, {**ANSWER, "content": "hello "})
+    bare, answered = (asked(v, Columns()) for v in ({"prompt": "x"}, {"prompt": "x", "answer": 1}))
+    assert side_id(bare) == side_id(answered)
     other = {**WANTED, "rejected": [answer("worse")]}
     assert side_id(WANTED) == side_id(other)
     assert content_id(WANTED) != content_id(other) != content_id({**other, "margin": 1.0})
     assert side_id(WANTED) != side_id({**WANTED, "prompt": [user("z")]})
-
-
-def test_every_objective_has_its_rows() -> None:
-    """Kinds of rows and objectives name the same columns."""
-    roles = {"conversations": ("text",), "texts": ("text",), "pairs": ("chosen", "rejected"),
-             "labelled": ("text", "mismatched")}  # fmt: skip
-    for name, kind in KINDS.items():
-        for objective in kind.objectives:
-            if kind is PROMPTS:
-                assert objective in ALGORITHMS
-            else:
-                assert kind_of(objective).roles == roles[name], objective
-            assert kind_for(objective, texts=kind is TEXTS) is kind
-    from typing import get_args
-
-    from tasks.config.choices import Objective
-
-    assert set(get_args(Objective)) == {o for k in KINDS.values() for o in k.objectives}
-    assert kind_for("dpo") is PAIRS is kind_for("dpo", texts=True)

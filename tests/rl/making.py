@@ -1,7 +1,10 @@
-"""Make responses as the training loop does, with the tiny byte-level tokenizer."""
+"""Responses as the training loop makes them, with the tiny byte-level tokenizer; formulas."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,12 @@ from tests.training.conftest import make_tokenizer
 
 TOKENIZER = make_tokenizer()
 WORDS = ("ape", "beetle", "cat", "a word that is much longer")
+KL: dict[str, Callable[[float], float]] = {
+    "k1": lambda d: d,
+    "k2": lambda d: d * d / 2,
+    "k3": lambda d: math.exp(-d) - 1 + d,
+}
+"""Estimators of the KL from the difference of the log-probabilities of a token."""
 
 
 def response(
@@ -37,3 +46,18 @@ def response(
 def responses(**columns: Any) -> list[Response]:
     """Return one response for each of `WORDS`, which it repeats."""
     return [response(f"copy {word}", word, answer=word, **columns) for word in WORDS]
+
+
+@dataclass
+class Judge:
+    """A reward source with a rule; counts how often it was closed."""
+
+    rule: Callable[[Response], float]
+    label: str = "the test"
+    closed: int = 0
+
+    def __call__(self, responses: Sequence[Response]) -> list[float]:
+        return [self.rule(response) for response in responses]
+
+    def close(self) -> None:
+        self.closed += 1

@@ -40,6 +40,11 @@ class Peer:
         return objects
 
 
+def alone() -> Peer:
+    """Return the only rank."""
+    return Peer(0, 1, _Table(threading.Barrier(1), [None]))
+
+
 def on_ranks(count: int, work: Callable[[Any], T]) -> list[T]:
     """Return `work(ranks)` of each rank; raise the error of any of them."""
     table = _Table(threading.Barrier(count), [None] * count)

@@ -11,6 +11,7 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.training.jobs import Trained
+    from tests.training.online import Bench, Finished
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -101,6 +102,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory, dataset: Path, tokenizer) 
     from tests.training.jobs import Trained
 
     return Trained(tmp_path_factory.mktemp("trained"), dataset, tokenizer)
+
+
+@pytest.fixture
+def bench(trained: Trained, tmp_path: Path) -> Bench:
+    """A folder for online runs."""
+    return trained.bench(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def finished(trained: Trained) -> Finished:
+    """The online runs of the default suite."""
+    return trained.online
+
+
+@pytest.fixture(scope="session")
+def finished_slowly(trained: Trained) -> Finished:
+    """The online runs of slow tests alone."""
+    from tests.training.online import SLOW, finish
+
+    return finish(trained.bench(trained.folder / "online"), SLOW)
 
 
 @pytest.fixture(scope="session")

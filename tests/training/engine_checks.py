@@ -14,7 +14,7 @@ from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import Zero
 from tests.settings import Batch, Optim, Settings
 
-PASSES = 64
+PASSES = 16
 
 
 def measure_engines(ranks: Any, folder: Path) -> None:

@@ -5,7 +5,6 @@ The persistence threshold is 0: with DeepSpeed's default ZeRO-3 would not partit
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,8 +13,10 @@ from typing import Any
 
 from tasks.training.job import Evaluate, Loss, Peft, TrainJob, Zero
 from tests.settings import Batch, Launch, Optim, Settings
+from tests.training import online
 from tests.training.conftest import save_base, save_experts
 from tests.training.datasets import Row, answer, pair, user, write
+from tests.training.online import Bench, Finished, Run, save_chatty, steps_of, write_prompts
 from tests.training.places import Place
 
 ZERO3 = Zero(3, persistence_threshold=0)
@@ -56,23 +57,23 @@ PATTERNS = replace(
 )
 NEW_TOKENS = replace(SHORT, new_tokens=("copy", "<tool>"), zero=ZERO3)
 FP32 = replace(SHORT, dtype="float32", optim=replace(SHORT.optim, weight_decay=0.1))
-CHECKPOINTED = replace(SHORT, zero=ZERO3, gradient_checkpointing=True)
 OFFLOAD = {"offload_optimizer": "cpu"}
 STAGES = {
     "full_zero3": Wanted(replace(FULL, zero=ZERO3, batch=replace(FULL.batch, max_len=CUT_AT))),
     "qlora_zero2": Wanted(replace(SHORT, peft=QLORA, zero=Zero(2))),
     "lora_zero2": Wanted(replace(SHORT, zero=Zero(2))),
     "lora_zero3": Wanted(replace(SHORT, zero=ZERO3)),
-    "checkpointed_zero3": Wanted(CHECKPOINTED),
-    "reentrant_zero3": Wanted(replace(CHECKPOINTED, gradient_checkpointing_reentrant=True)),
+    "checkpointed_zero3": Wanted(
+        replace(
+            SHORT, zero=ZERO3, gradient_checkpointing=True, gradient_checkpointing_reentrant=True
+        )
+    ),
     "dora_zero2": Wanted(replace(SHORT, peft=replace(LORA, use_dora=True), zero=Zero(2))),
     "dora_zero3": Wanted(replace(SHORT, peft=replace(LORA, use_dora=True), zero=ZERO3)),
     "patterns_zero2": Wanted(replace(SHORT, peft=PATTERNS, zero=Zero(2))),
     "patterns_zero3": Wanted(replace(SHORT, peft=PATTERNS, zero=ZERO3)),
     "8bit_zero2": Wanted(replace(ADAM_8BIT, zero=Zero(2))),
     "8bit_zero3": Wanted(replace(ADAM_8BIT, zero=ZERO3)),
-    "rows_zero2": Wanted(replace(NEW_TOKENS, zero=Zero(2)), "rows_tied"),
-    "rows_zero3": Wanted(NEW_TOKENS, "rows_tied"),
     "rows_untied_zero3": Wanted(NEW_TOKENS, "rows_untied"),
     "fp32_zero2": Wanted(replace(FP32, zero=Zero(2))),
     "fp32_zero3": Wanted(replace(FP32, zero=ZERO3)),
@@ -97,7 +98,6 @@ REWARDS = {
     ),
     # A base of width 5120, that of a 14B model, with an untied head.
     "reward_wide_zero3": Wanted(replace(REWARD, peft=LORA, zero=ZERO3), "wide", "pairs"),
-    "reward_full_zero1": Wanted(replace(REWARD, zero=Zero(1)), data="pairs"),
     "reward_full_zero3": Wanted(replace(REWARD, zero=ZERO3), data="pairs"),
     "reward_qlora_zero2": Wanted(replace(REWARD, peft=QLORA, zero=Zero(2)), data="pairs"),
 }
@@ -113,9 +113,8 @@ RISING = Settings(
     probes=3,
 )
 COURSES = {
-    "best": Wanted(RISING),
+    "best": Wanted(replace(RISING, evaluate=replace(RISING.evaluate, early_stop_patience=1))),
     "best_zero3": Wanted(replace(RISING, peft=Peft(), zero=ZERO3)),
-    "patience": Wanted(replace(RISING, evaluate=Evaluate(eval_steps=2, early_stop_patience=1))),
     # A rate that rises linearly to 1e30 leaves bf16 within a step or two.
     "diverges": Wanted(
         replace(
@@ -124,9 +123,6 @@ COURSES = {
             zero=Zero(0),
             save_steps=1,
         )
-    ),
-    "more_than_there_is": Wanted(
-        replace(SHORT, batch=Batch(32, 192, max_steps=2, max_len=64), zero=Zero(2))
     ),
 }
 RESUMED = Settings(
@@ -151,16 +147,10 @@ RESUMES = {
     ),
     "full_3": replace(RESUMED, zero=Zero(3), evaluate=Evaluate(eval_steps=2)),
     "half_2": replace(HALF, zero=Zero(2)),
-    "half_3": replace(HALF, peft=DROPOUT, zero=ZERO3),
     "reward": replace(RESUMED, objective="reward", peft=DROPOUT, zero=Zero(3)),
-    "reward_qlora": replace(
-        RESUMED, objective="reward", peft=replace(DROPOUT, kind="qlora"), zero=Zero(2)
-    ),
     "dpo": replace(DPO, evaluate=Evaluate(eval_steps=2)),
-    "dpo_full": replace(DPO, peft=Peft(), zero=Zero(2), optim=Optim(lr=5e-4)),
     "dpo_offload": replace(DPO, zero=Zero(2, **OFFLOAD)),
     "kto": replace(RESUMED, objective="kto", peft=DROPOUT, zero=Zero(2)),
-    "sft_offload": replace(RESUMED, zero=Zero(3, **OFFLOAD)),
 }
 ASYNC = ("full_1", "8bit_2", "lora_3")
 """Cases whose checkpoints are written beside training."""
@@ -193,8 +183,6 @@ SHARED = {
     "experts_dpo_zero3": Wanted(
         replace(SHARED_DPO, zero=ZERO3, router_aux_loss_coef=0.5), "experts", "pairs"
     ),
-    "simpo": Wanted(replace(OF_PAIRS, objective="simpo", peft=LORA), data="pairs"),
-    "orpo": Wanted(replace(OF_PAIRS, objective="orpo", peft=LORA), data="pairs"),
     "kto": Wanted(replace(OF_PAIRS, objective="kto", peft=LORA), data="labelled"),
     "reward": Wanted(
         replace(
@@ -208,7 +196,6 @@ SHARED = {
     ),
 }
 """Jobs whose losses and gradients do not depend on the ranks that share a row."""
-DEFAULT_SHARED = ("sft", "dpo", "experts")
 
 
 def shared(name: str, sharing: int, nproc: int = 2) -> Wanted:
@@ -226,9 +213,8 @@ for name, settings in RESUMES.items():
 for name in SHARED:
     JOBS |= {f"{name}_over_{sharing}": shared(name, sharing) for sharing in (1, 2)}
 DEFAULT = (
-    "full_zero3", "qlora_zero2", "dora_zero2", "dora_zero3", "rows_untied_zero3",
-    "reward_lora_zero3", "whole_lora_3", "again_lora_3", "best", "patience",
-    *(f"{name}_over_{sharing}" for name in DEFAULT_SHARED for sharing in (1, 2)), "diverges",
+    "full_zero3", "qlora_zero2", "rows_untied_zero3", "reward_lora_zero3", "whole_lora_3",
+    "again_lora_3", "best", "dpo_over_1", "dpo_over_2", "diverges",
 )  # fmt: skip
 """Jobs of the default suite, with every kind of file, objective, restart and sharing once."""
 
@@ -240,6 +226,7 @@ class Trained(Mapping[str, TrainJob]):
         self.folder = folder
         self._inputs = Inputs(folder, dataset, tokenizer)
         self._trained: dict[str, TrainJob] = {}
+        self._online: Finished | None = None
         self._broken: dict[str, Exception] = {}
 
     def __getitem__(self, name: str) -> TrainJob:
@@ -247,36 +234,64 @@ class Trained(Mapping[str, TrainJob]):
         if kind in self._broken:
             raise self._broken[kind]
         if name not in self._trained:
-            launch = self.folder / kind
-            (launch / "engines").mkdir(parents=True)
             wanted = {n: job for n, job in JOBS.items() if (n in DEFAULT) == (name in DEFAULT)}
+            runs = online.DEFAULT if kind == "default" else {}
             try:
-                self._trained |= self.train(launch, wanted, checks=launch / "engines")
+                self._train_all(self.folder / kind, wanted, runs)
             except Exception as error:  # a rank alone has failed, and no job is complete
                 self._broken[kind] = error
                 raise
         return self._trained[name]
 
+    @property
+    def online(self) -> Finished:
+        """The online runs of the default launch."""
+        self[DEFAULT[0]]
+        assert self._online is not None
+        return self._online
+
+    def bench(self, folder: Path) -> Bench:
+        """Return a folder for online runs."""
+        bases = {kind: self._inputs.base(kind) for kind in ("plain", "chatty")}
+        return Bench(folder, bases, self._inputs.data("prompts"))
+
+    def _train_all(
+        self, launch: Path, wanted: Mapping[str, Wanted], runs: Mapping[str, Run]
+    ) -> None:
+        (launch / "engines").mkdir(parents=True)
+        jobs = self._jobs(launch, wanted)
+        bench = self.bench(launch / "online")
+        of_runs = bench.jobs(runs)
+        place = Place(launch, Path(), Path())
+        events = place.run([*jobs.values(), *of_runs], checks=launch / "engines")
+        if runs:
+            self._online = Finished(bench.folder, steps_of(of_runs, events))
+        self._trained |= jobs
+
     def train(
-        self, launch: Path, wanted: Mapping[str, Wanted], nproc: int = 2, **more: Any
+        self, launch: Path, wanted: Mapping[str, Wanted], nproc: int = 2
     ) -> dict[str, TrainJob]:
         """Train jobs in one launch."""
+        jobs = self._jobs(launch, wanted)
+        Place(launch, Path(), Path()).run(list(jobs.values()), nproc)
+        return jobs
+
+    def _jobs(self, launch: Path, wanted: Mapping[str, Wanted]) -> dict[str, TrainJob]:
         jobs: dict[str, TrainJob] = {}
         place = Place(launch, Path(), Path())
-        for name, one in wanted.items():
-            before = jobs[one.resumes].checkpoints if one.resumes else None
+        for name, job in wanted.items():
+            before = jobs[job.resumes].checkpoints if job.resumes else None
             jobs[name] = place.job(
                 name,
-                one.settings,
-                base=self._inputs.base(one.base),
-                data=self._inputs.data(one.data),
+                job.settings,
+                base=self._inputs.base(job.base),
+                data=self._inputs.data(job.data),
                 resume=before / "step-00000003" if before else None,
-                async_save=one.async_save,
+                async_save=job.async_save,
                 max_truncated=0.4,
             )
-            if one.record:
+            if job.record:
                 (launch / name / "record").touch()
-        place.run(list(jobs.values()), nproc, **more)
         return jobs
 
     def __iter__(self) -> Iterator[str]:
@@ -297,8 +312,8 @@ class Inputs:
         if path.exists():
             return path
         sizes: dict[str, dict[str, Any]] = {
+            "plain": {},
             "tied": far,
-            "rows_tied": {},
             "rows_untied": {"tie_word_embeddings": False},
             "wide": {
                 "hidden_size": 5120, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -308,12 +323,11 @@ class Inputs:
             "one_key_head": {"num_key_value_heads": 1, **far},
             "window": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1,
                        **far},
-            "large_vocabulary": {"vocab_size": 151_936, "hidden_size": 16, "num_hidden_layers": 1,
-                                 "tie_word_embeddings": False, **far},
-            "far": {"max_position_embeddings": 8192},
         }  # fmt: skip
         if kind == "experts":
             return save_experts(path, self._tokenizer, **far)
+        if kind == "chatty":
+            return save_chatty(path)
         save_base(path, self._tokenizer, **sizes[kind])
         if kind.startswith("rows_"):
             from tasks.weights.tokens.add_tokens import grow
@@ -325,7 +339,10 @@ class Inputs:
         if kind == "words":
             return self._words
         path = self._folder / f"data_{kind}"
-        if not path.exists():
+        if not path.exists() and kind == "prompts":
+            path.mkdir()
+            write_prompts(path)
+        elif not path.exists():
             for split, count in (("train", 50), ("heldout", 10)):
                 write(path, rows_of(kind, count, seed=count), split)
         return path
@@ -347,20 +364,8 @@ def rows_of(kind: str, count: int, *, seed: int) -> list[Row]:
             rows.append(pair(name, "say", right.upper(), right + "a"))
         elif kind == "texts":
             rows.append({"id": name, "text": right * draw.choice((1, 1, 3))})
-        elif kind == "long_texts":
-            rows.append({"id": name, "text": "ab" * 4000})
         elif kind == "labelled":
             rows.append({"id": name, "messages": turns, "desirable": number % 2 == 0})
         else:
             rows.append({"id": name, "messages": turns})
     return rows
-
-
-def read_record(job: TrainJob) -> tuple[dict[str, Any], int]:
-    """Return the gradients of every step, and the bytes that a pass kept for its backward pass."""
-    from safetensors.torch import load_file
-
-    folder = job.out.parent
-    return load_file(folder / "gradients.safetensors"), json.loads(
-        (folder / "kept.json").read_text()
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ class Place:
         return replace(job, identity=identity(settings, base_digest="b" * 64, data=job.data))
 
     def run(
-        self, jobs: list[TrainJob], nproc: int = 2, *, checks: Path | None = None
+        self, jobs: Sequence[TrainJob], nproc: int = 2, *, checks: Path | None = None
     ) -> list[Event]:
         """Train all jobs in one launch; return their events in order.
 

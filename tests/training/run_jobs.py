@@ -4,14 +4,12 @@ torchrun ... -m tests.training.run_jobs JOB.json ... [FOLDER]
 
 Importing DeepSpeed takes longer than all of these trainings. Beside `out`, a job gets the folder
 `start`: its trained tensors before the first step. A job with a file `record` there also gets
-`gradients.safetensors`, the full gradients of every step, and `kept.json`, the bytes of activations
-that the first pass of training kept. FOLDER is for `engine_checks.py`.
+`gradients.safetensors`, the full gradients of every step. FOLDER is for `engine_checks.py`.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import time
 import traceback
@@ -27,46 +25,18 @@ class Recorder:
 
     def __init__(self, job: TrainJob, ranks: Any) -> None:
         self._folder = job.out.parent
-        self._records = (self._folder / "record").exists()
         self._ranks = ranks
         self._gradients: dict[str, Any] = {}
-        self._kept: int | None = None
 
     def watch(self, engine: Any) -> Any:
-        """Write the tensors of a new engine; record its gradients and activations."""
-        from tasks.training.engine.partitions import own_partitions, write_partitions
-
-        rank, world_size = self._ranks.rank, self._ranks.world_size
-        own = own_partitions(engine.module, rank=rank, world_size=world_size)
-        write_partitions(own, self._folder / "start", rank=rank, world_size=world_size)
-        if self._records:
-            self._record(engine)
-        return engine
-
-    def _record(self, engine: Any) -> None:
+        """Write the tensors of a new engine; record its gradients."""
         from deepspeed.utils import safe_get_full_grad
 
-        from tasks.training.engine.partitions import trainable
+        from tasks.training.engine.partitions import own_partitions, trainable, write_partitions
 
-        forward, step = engine.forward, engine.step
-
-        def first_forward(*args: Any, **kwargs: Any) -> Any:
-            import torch
-
-            if self._kept is not None or not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
-            weights = {p.untyped_storage().data_ptr() for p in engine.module.parameters()}
-            kept: dict[int, Any] = {}
-
-            def keep(tensor: Any) -> Any:
-                storage = tensor.untyped_storage()
-                kept[storage.data_ptr()] = storage
-                return tensor
-
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                out = forward(*args, **kwargs)
-            self._kept = sum(len(s) for place, s in kept.items() if place not in weights)
-            return out
+        ranks = {"rank": self._ranks.rank, "world_size": self._ranks.world_size}
+        write_partitions(own_partitions(engine.module, **ranks), self._folder / "start", **ranks)
+        step = engine.step
 
         def recorded_step(*args: Any, **kwargs: Any) -> Any:
             if engine.is_gradient_accumulation_boundary():
@@ -75,14 +45,15 @@ class Recorder:
                     self._gradients[f"{engine.global_steps}.{name}"] = gradient
             return step(*args, **kwargs)
 
-        engine.forward, engine.step = first_forward, recorded_step
+        if (self._folder / "record").exists():
+            engine.step = recorded_step
+        return engine
 
     def save(self) -> None:
         from safetensors.torch import save_file
 
-        if self._records and self._ranks.first:
+        if self._gradients and self._ranks.first:
             save_file(self._gradients, self._folder / "gradients.safetensors")
-            (self._folder / "kept.json").write_text(json.dumps(self._kept))
 
 
 def accept_float16() -> None:
@@ -109,15 +80,18 @@ def accept_float16() -> None:
 
 def train_one(ranks: Any, job: TrainJob) -> None:
     """Train a job; if it fails, write the error, which every rank has alike."""
-    from tasks.training import run
-    from tasks.training.engine import deepspeed_engine
+    from tasks.core.events import emit
     from tasks.training.engine.failure import explain
 
-    recorder = Recorder(job, ranks)
-    run.start_engine = lambda *args: recorder.watch(deepspeed_engine.start_engine(*args))
+    if ranks.first:
+        emit("run", name=job.out.name)
     try:
-        run.train_with(ranks, job, time.time())
-        recorder.save()
+        if job.settings.online:
+            from tasks.rl.run import train_with
+
+            train_with(ranks, job, time.time())
+        else:
+            train_recorded(ranks, job)
     except Exception as error:
         explained = explain(error, job, ranks.rank)
         if ranks.first:
@@ -125,6 +99,17 @@ def train_one(ranks: Any, job: TrainJob) -> None:
             (job.out / "failure").write_text(text)
     gc.collect()
     ranks.barrier()
+
+
+def train_recorded(ranks: Any, job: TrainJob) -> None:
+    """Train a job on data, and write what the tests compare."""
+    from tasks.training import run
+    from tasks.training.engine import deepspeed_engine
+
+    recorder = Recorder(job, ranks)
+    run.start_engine = lambda *args: recorder.watch(deepspeed_engine.start_engine(*args))
+    run.train_with(ranks, job, time.time())
+    recorder.save()
 
 
 def main(arguments: list[str]) -> None:

@@ -27,11 +27,7 @@ from tests.training.places import (
 )
 
 pytestmark = pytest.mark.timeout(2400)
-CONVERTIBLE = [
-    name
-    for name in ("lora_0", "full_1", "qlora_2", "fp32_2", "lora_3", "full_3")
-    if RESUMES[name].optim.optimizer == "adamw"
-]
+CONVERTIBLE = ("lora_0", "full_1", "qlora_2", "fp32_2", "lora_3", "full_3")
 
 
 @pytest.mark.parametrize(
@@ -52,10 +48,9 @@ def test_every_byte_that_is_published_is_equal(trained: Trained, name: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in RESUMES if RESUMES[name].dtype == "float16"])
-def test_overflowing_float16_steps_are_skipped(trained: Trained, name: str) -> None:
+def test_overflowing_float16_steps_are_skipped(trained: Trained) -> None:
     """With the scale of step 3 lost, the resumed run would skip more of them and differ."""
-    metrics = results(trained[f"whole_{name}"])["metrics"]
+    metrics = results(trained["whole_half_2"])["metrics"]
     assert metrics["steps"] == HALF.batch.max_steps
     assert metrics["heldout_loss_after"] < metrics["heldout_loss_before"]
 
@@ -117,9 +112,7 @@ def test_ranks_that_share_rows_after_the_interruption(trained: Trained) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "async_save"), [("lora_3", True), ("kto", False), ("reward", False)]
-)
+@pytest.mark.parametrize(("name", "async_save"), [("lora_3", True), ("kto", False)])
 def test_a_killed_and_restarted_run_equals_an_uninterrupted_one(
     name: str, async_save: bool, tmp_path: Path, trained: Trained
 ) -> None:

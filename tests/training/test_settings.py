@@ -1,31 +1,32 @@
-"""Settings, DeepSpeed's configuration and the memory estimate, without torch."""
+"""Settings, the memory estimate, schedules and the files of a base."""
 
 from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
+import math
+import shutil
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from flows.cli.config import compose_config
-from tasks.config.defaults import COMPUTED
-from tasks.config.learning import Resume
+from tasks.config.checks import findings
+from tasks.config.learning import Optim, Resume
 from tasks.core.errors import ConfigError, StageProcessError, TrainingError
-from tasks.rl import settings
 from tasks.train import _Events, _launch
-from tasks.training import job
 from tasks.training.engine.failure import collective_timeout_s
+from tasks.training.engine.schedule import SCHEDULERS, factor, warmup_steps
 from tasks.training.job import Peft, TrainJob, Zero
 from tasks.training.memory.estimate import adapter_weights, estimate
 from tasks.training.memory.mfu import Meter, step_flops
 from tasks.training.memory.sizes import Sizes
 from tasks.training.tokens.order import Counts
-from tests.settings import Batch, Launch, Optim, Settings
+from tests.settings import Batch, Settings
+from tests.training.conftest import make_tokenizer
 
 QWEN_7B = {
     "hidden_size": 3584,
@@ -48,28 +49,13 @@ def test_a_job_survives_its_file(tmp_path: Path) -> None:
     assert asdict(TrainJob.read(tmp_path / "job.json")) == asdict(job)
 
 
-def test_a_key_that_is_no_setting_is_refused() -> None:
+def test_settings_that_cannot_be_trained_with_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"train\.lrr"):
         Settings.from_sections(train={"lrr": 1}, peft={}, zero={}, model={}, seed=0)
-
-
-COMPUTED_FIELDS = {
-    job.Optim: {"lr"},
-    job.Batch: {"micro_batch_size", "global_batch_size", "max_len"},
-    job.Launch: {"nproc"},
-    settings.Rollout: {"max_new_tokens", "max_prompt_len", "offload_trainer"},
-}
-
-
-def test_a_computed_default_has_to_be_filled_in() -> None:
-    """Sections of the configuration are the ranks' settings; a marker is no value."""
-    for kind, computed in COMPUTED_FIELDS.items():
-        assert {f.name for f in fields(kind) if f.default == COMPUTED} == computed
-        for name in computed:
-            with pytest.raises(TypeError, match=name):
-                kind(**{other: 1 for other in computed if other != name})
-    with pytest.raises(TypeError, match="gradient_checkpointing"):
-        job.Settings(optim=Optim(), batch=Batch(), launch=Launch())
+    assert Batch(4, 64).accumulation(2) == 8
+    with pytest.raises(ConfigError, match="global_batch_size=10") as caught:
+        Batch(4, 10).accumulation(2)
+    assert caught.value.hint.startswith("train.global_batch_size=8")
 
 
 def test_every_setting_of_training_is_read_from_the_configuration() -> None:
@@ -86,13 +72,6 @@ def test_every_setting_of_training_is_read_from_the_configuration() -> None:
     assert flat["loss"] == sections["train"]["loss"]
     assert all(value == sections["train"].get(name, value) for name, value in flat.items())
     assert json.loads(json.dumps(document["peft"])) == sections["peft"]
-
-
-def test_batch_arithmetic() -> None:
-    assert Batch(4, 64).accumulation(2) == 8
-    with pytest.raises(ConfigError, match="global_batch_size=10") as caught:
-        Batch(4, 10).accumulation(2)
-    assert caught.value.hint.startswith("train.global_batch_size=8")
 
 
 def test_ranks_wait_for_each_other_at_least_as_long_as_for_rollouts(tmp_path: Path) -> None:
@@ -130,15 +109,6 @@ def test_model_flops_utilisation_of_one_long_sequence() -> None:
     assert Meter(sizes, Settings(), peak=4 * flops).mfu(counts, 0.5) == 0.5
 
 
-def test_modules_of_the_flow_need_no_torch() -> None:
-    code = (
-        "import sys, tasks.train, tasks.training.memory.estimate\n"
-        "import tasks.training.engine.zero_config\n"
-        "assert not {'torch', 'transformers', 'deepspeed'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
-
-
 def test_nccls_watchdog_is_explained(tmp_path: Path) -> None:
     """NCCL raises nothing: it prints a line and aborts the rank."""
     line = "[rank1]: Watchdog caught collective operation timeout: WorkNCCL(OpType=ALLREDUCE)"
@@ -151,3 +121,129 @@ def test_nccls_watchdog_is_explained(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="1800 s") as caught:
         _launch(job, run, events, None, {})
     assert caught.value.details == (line,)
+
+
+STEPS, WARMUP = 40, 5
+KNOBS = {
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "cosine_with_restarts": {"num_cycles": 3},
+    "polynomial": {"lr_end": 0.1 * 3e-3, "power": 2.0},
+    "warmup_stable_decay": {"num_decay_steps": 10, "min_lr_ratio": 0.1},
+}
+
+
+def ours(kind: str, warmup: int, steps: int = STEPS, **options: float) -> list[float]:
+    """Return our rates at steps 1 to `steps`, over the peak rate."""
+    optim = Optim(lr=3e-3, scheduler=kind, warmup_ratio=warmup / steps, **options)
+    return [factor(optim, step=step, total=steps) for step in range(1, steps + 1)]
+
+
+def theirs(kind: str, warmup: int) -> list[float]:
+    """Return transformers' rates at steps 1 to `STEPS` of a run of `STEPS` + 1."""
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-3)
+    schedule = get_scheduler(
+        kind,
+        optimizer,
+        num_warmup_steps=warmup,
+        num_training_steps=STEPS + 1,
+        scheduler_specific_kwargs=KNOBS.get(kind),
+    )
+    rates = []
+    for _ in range(STEPS):
+        optimizer.step()
+        schedule.step()
+        rates.append(optimizer.param_groups[0]["lr"] / 3e-3)
+    return rates
+
+
+def test_the_numbers_are_transformers_own() -> None:
+    options = {"min_lr_ratio": 0.1, "decay_ratio": 0.25, "power": 2.0, "num_cycles": 3}
+    for kind in SCHEDULERS:
+        for warmup in (0, WARMUP):
+            expected = pytest.approx(theirs(kind, warmup), abs=1e-12)
+            assert ours(kind, warmup, **options) == expected, (kind, warmup)
+
+
+def test_no_step_is_wasted() -> None:
+    for kind in SCHEDULERS:
+        every = ours(kind, WARMUP)
+        assert min(every) > 0, kind
+        assert max(every) == pytest.approx(1.0), kind
+
+
+def test_a_decay_into_the_warmup_begins_after_it() -> None:
+    every = ours("warmup_stable_decay", 30, decay_ratio=0.9)[28:]
+    assert every[0] == pytest.approx(29 / 30)
+    assert every[1] == 1.0 > every[2] > every[3]
+
+
+def test_restarts_begin_at_the_peak() -> None:
+    """With three falls over 30 steps, steps 10 and 20 are at the peak again."""
+    every = ours("cosine_with_restarts", 0, steps=29, num_cycles=3)
+    assert every[9] == every[19] == 1.0
+    assert every[8] == pytest.approx(0.5 * (1 + math.cos(0.9 * math.pi)), abs=1e-12)
+
+
+def test_warmup_is_rounded_up_and_never_longer_than_the_run() -> None:
+    assert [warmup_steps(40, r) for r in (0.0, 0.01, 0.1, 1.0)] == [0, 1, 4, 40]
+
+
+ROWS = 259  # 256 bytes and three special tokens
+
+
+def test_a_base_that_pads_with_its_end_token_is_scored_at_the_end(
+    base: Path, tmp_path: Path, tokenizer
+) -> None:
+    """transformers scores at the last token that is not the padding id."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForSequenceClassification
+
+    from tasks.serving.reference.rewards import load_rewarder
+
+    folder, adapter = tmp_path / "base", tmp_path / "adapter"
+    shutil.copytree(base, folder)
+    config = json.loads((folder / "config.json").read_text())
+    padded = {**config, "pad_token_id": tokenizer.eos_token_id}
+    (folder / "config.json").write_text(json.dumps(padded))
+    model = AutoModelForSequenceClassification.from_pretrained(
+        folder, num_labels=1, pad_token_id=None, dtype=torch.float32
+    )
+    adapted = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"]))
+    adapted.save_pretrained(adapter)
+    ids = [*tokenizer("copy bee")["input_ids"], tokenizer.eos_token_id]
+    with torch.no_grad():
+        live = float(adapted.eval()(torch.tensor([ids])).logits)
+    how = {"dtype": "float32", "attn_implementation": "sdpa", "quantization": None}
+    rewarder = load_rewarder(folder, adapter=adapter, **how)
+    assert rewarder.scores([ids]) == pytest.approx([live], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_tokens_without_a_row_of_the_embedding_are_named(base: Path, tmp_path: Path) -> None:
+    """`tokenizer.add_special_tokens` and no `resize_token_embeddings`."""
+
+    def findings_of(folder: Path, *overrides: str) -> list[str]:
+        typed = ["model=hf", f"model.path={folder}", "train.max_len=64", *overrides]
+        settings = compose_config(typed).settings
+        return [str(finding) for finding in findings(settings, base.parent / "runs")]
+
+    usual = findings_of(base)
+
+    def problem(changes: dict[str, Any], *overrides: str) -> str:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        shutil.copytree(base, folder)
+        tokenizer = make_tokenizer()
+        tokenizer.add_special_tokens(changes)
+        tokenizer.save_pretrained(folder)
+        lines = findings_of(folder, *overrides)
+        return "\n".join(line for line in lines if line not in usual)
+
+    padded = problem({"pad_token": "[PAD]"})
+    assert "[PAD]" in padded
+    assert str(ROWS) in padded
+    more = {"additional_special_tokens": ["<a>", "<b>"]}
+    assert str(ROWS + 1) in problem(more)
+    assert "embedding" not in problem(more, "model.new_tokens=[new]")  # it grows beyond them

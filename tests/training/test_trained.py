@@ -121,11 +121,8 @@ def test_truncated_rows_are_reported_and_ranks_tokenise_as_one(
 SAME: dict[str, tuple[str, float, float | None]] = {
     "dora_zero3": ("dora_zero2", 2e-3, None),  # DoRA has its base weight under ZeRO-3
     "patterns_zero3": ("patterns_zero2", 2e-3, None),
-    "rows_zero3": ("rows_zero2", 2e-3, None),
     "checkpointed_zero3": ("lora_zero2", 2e-3, None),
-    "reentrant_zero3": ("lora_zero2", 2e-3, None),
     "8bit_zero3": ("8bit_zero2", 0.05, None),
-    "reward_full_zero3": ("reward_full_zero1", 0.02, None),
     # The fused LoRA layers are used without ZeRO-3, peft's own under it.
     "fp32_zero3": ("fp32_zero2", 1e-5, 1e-5),
     "fp32_rows_of_1": ("fp32_zero2", 1e-5, 1e-5),
@@ -143,23 +140,19 @@ def test_engines_and_batches_do_not_change_the_training(trained: Trained, name: 
     start, same_start = start_weights(job), start_weights(expected)
     assert start.keys() == same_start.keys()
     assert all(torch.equal(tensor, same_start[n]) for n, tensor in start.items())
+    final = weights(job)
     if of_weights is not None:
-        final = weights(job)
         for n, tensor in weights(expected).items():
             torch.testing.assert_close(final[n], tensor, rtol=0, atol=of_weights)
-
-
-@pytest.mark.slow
-def test_patterns_and_modules_to_save(trained: Trained) -> None:
-    full = weights(trained["patterns_zero3"])
-    ranks = {name: tensor.shape[0] for name, tensor in full.items() if ".lora_A." in name}
-    assert len(ranks) == 2 * 6  # of seven linear maps one is excluded
-    assert not any("down_proj" in name for name in ranks)
-    for name, rank in ranks.items():
-        assert rank == (2 if "q_proj" in name else 6 if "layers.1.mlp.up_proj" in name else 4)
-    assert [name for name in full if "modules_to_save" in name] == [
-        "base_model.model.model.embed_tokens.modules_to_save.default.weight"
-    ]
+    if name == "patterns_zero3":
+        ranks = {n: tensor.shape[0] for n, tensor in final.items() if ".lora_A." in n}
+        assert len(ranks) == 2 * 6, "of seven linear maps one is excluded"
+        assert not any("down_proj" in n for n in ranks)
+        for n, rank in ranks.items():
+            assert rank == (2 if "q_proj" in n else 6 if "layers.1.mlp.up_proj" in n else 4)
+        assert [n for n in final if "modules_to_save" in n] == [
+            "base_model.model.model.embed_tokens.modules_to_save.default.weight"
+        ]
 
 
 def test_rows_of_new_tokens_in_both_tables_of_an_untied_model(trained: Trained) -> None:
@@ -222,29 +215,20 @@ def test_a_reward_models_head_is_trained_in_full_and_saved(
 def test_the_best_weights_are_published_and_kept_beside_the_last(
     trained: Trained, name: str
 ) -> None:
+    """A run with patience stops at the first evaluation that is worse."""
     job, document = trained[name], results(trained[name])
     by_step = {e["step"]: e["loss"] for e in document["evaluations"]}
     best = int(document["metrics"]["best_step"])
-    assert list(by_step) == [2, 4, 6, 8]
+    last = best + 2 if job.settings.evaluate.early_stop_patience else 8
+    assert list(by_step) == list(range(2, last + 1, 2))
     assert best == min(by_step, key=by_step.__getitem__) != 8
+    assert len(document["losses"]) == document["metrics"]["steps"] == last
     assert document["metrics"]["heldout_loss_after"] == by_step[best]
     stored = job.checkpoints / f"step-{best:08d}" / "shards"
     for path in sorted(stored.iterdir()):
         assert (job.out / "shards" / path.name).read_bytes() == path.read_bytes()
     kept = [path.name for path in complete(job.checkpoints)]
-    assert kept == [f"step-{best:08d}", "step-00000007"]
-
-
-def test_early_stopping(trained: Trained) -> None:
-    document = results(trained["patience"])
-    best = document["metrics"]["best_step"]
-    assert len(document["losses"]) == document["metrics"]["steps"] == best + 2 < 8
-    assert document["metrics"]["heldout_loss_after"] == document["evaluations"][-1]["loss"]
-
-
-@pytest.mark.slow
-def test_a_batch_larger_than_the_dataset(trained: Trained) -> None:
-    assert len(losses(trained["more_than_there_is"])) == 2
+    assert kept == [f"step-{best:08d}", f"step-{7 if last == 8 else last:08d}"]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(
@@ -264,7 +248,7 @@ def test_gradients_are_summed_in_fp32_and_biases_do_not_decay(trained: Trained) 
     assert trained["full_zero3"].out.is_dir()
     folder = trained.folder / "default" / "engines"
     sums, single = (read_json(folder / f"{name}.json") for name in ("sums", "single"))
-    whole = (256 + 63 * 0.5) / 64
+    whole = (256 + 15 * 0.5) / 16
     assert [gradient for gradient, *_ in sums[2:]] == [whole, whole]
     assert sums[0][0] < whole
     assert [[weight, bias] for _, weight, bias in sums] == [[0.75, 1.0]] * 4

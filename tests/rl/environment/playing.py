@@ -16,6 +16,7 @@ from tasks.rl.environment.process import EnvironmentProcess
 from tasks.rl.experience.responses import Prompt, Request, Response, ScoredResponse
 from tasks.serving.vllm.colocation import Generated
 from tests.rl.making import TOKENIZER
+from tests.rl.peers import alone
 
 LOG = logging.getLogger("tests.rl")
 END = TOKENIZER.eos_token_id
@@ -68,22 +69,12 @@ class Player:
         return Generated(kept, logprobs, len(kept) == len(ids))
 
 
-class Alone:
-    """The part of `Ranks` that a single rank needs."""
-
-    rank, world_size, first = 0, 1, True
-
-    @staticmethod
-    def all_objects(value: Any) -> list[Any]:
-        return [value]
-
-
 def episodes(
-    engine: Player, environment: EnvironmentProcess, *, ranks: Any = Alone, turns: int = 8,
+    engine: Player, environment: EnvironmentProcess, *, ranks: Any = None, turns: int = 8,
     budget: int = 200, role: str = "user", tokenizer: Any = TOKENIZER,
 ) -> Episodes:  # fmt: skip
     observations = ObservationTokens(tokenizer, [tokenizer.eos_token_id], role)
-    return Episodes(engine, environment, observations, ranks, turns, budget)  # type: ignore[arg-type]
+    return Episodes(engine, environment, observations, ranks or alone(), turns, budget)  # type: ignore[arg-type]
 
 
 def play(prompts: Sequence[Prompt], *arguments: Any, **keywords: Any) -> list[Response]:

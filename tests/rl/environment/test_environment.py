@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tasks.core.errors import ConfigError, RewardError
 from tasks.rl.algorithms.batch import Batch
 from tasks.rl.algorithms.estimators import by_critic, by_returns
 from tasks.rl.clock import Clock
+from tasks.rl.environment.observation_tokens import ObservationTokens
 from tasks.rl.environment.process import EnvironmentProcess, reference_of
 from tasks.rl.experience.collect import Collector
 from tasks.rl.experience.packed_rows import pack_experience
@@ -28,6 +29,7 @@ from tasks.serving.vllm.colocation import Generated
 from tasks.toy import calculator
 from tasks.toy.tokenizer import train_tokenizer
 from tests.rl.environment.playing import (
+    END,
     GAME,
     LOG,
     PROMPTS,
@@ -39,14 +41,15 @@ from tests.rl.environment.playing import (
     rendered,
     scored,
 )
-from tests.rl.making import TOKENIZER
+from tests.rl.making import TOKENIZER, Judge
 from tests.rl.peers import on_ranks
 from tests.settings import Loop
+from tests.training.conftest import make_tokenizer
 
 
-@pytest.mark.parametrize("role", ["user", "tool"])
-def test_the_context_is_what_a_server_renders(opened: Open, role: str) -> None:
+def test_the_context_is_what_a_server_renders(opened: Open) -> None:
     """Prompt, responses and observations once each; marks on the sampled tokens alone."""
+    role = "tool"
     responses = play(PROMPTS[:3], Player(lambda r, n: "hello"), opened(GAME), role=role)
     assert [len(response.turns) for response in responses] == [1, 2, 3]
     for response in responses:
@@ -104,14 +107,6 @@ def test_later_turns_are_asked_with_the_whole_context_and_seeds_of_their_own(ope
     assert after < len(second.ids)
 
 
-def test_an_episode_ends_after_its_last_turn(opened: Open) -> None:
-    (response,) = play([PROMPTS[2]], Player(), opened(GAME), turns=2)
-    assert len(response.turns) == 2
-    assert (response.done, response.generated.ended) == (False, True)
-    assert [turn.reward for turn in response.turns] == [0.25, 0.25], "of the last turn, too"
-    assert response.turns[1].observation is None
-
-
 def test_the_budget_counts_sampled_and_observed_tokens(opened: Open) -> None:
     process = opened(GAME)
     for budget, turns, why in (
@@ -134,11 +129,14 @@ def test_the_budget_counts_sampled_and_observed_tokens(opened: Open) -> None:
 def test_metrics_count_sampled_tokens_and_how_episodes_end(opened: Open) -> None:
     engine, environment = Player(lambda r, n: "hello"), opened(GAME)
     responses = play(PROMPTS[:3], engine, environment, turns=2)
+    cut = responses[2]
+    assert (len(cut.turns), cut.done, cut.generated.ended) == (2, False, True)
+    assert [turn.reward for turn in cut.turns] == [0.25, 0.25], "of the last turn, too"
+    assert cut.turns[1].observation is None
     responses += play([PROMPTS[2]], engine, environment, budget=6)
     metrics = collected(scored(responses))
     assert metrics["turns"] == (1 + 2 + 2 + 1) / 4
-    assert metrics["out_of_turns"] == 1 / 4
-    assert metrics["truncated"] == 1 / 4
+    assert metrics["out_of_turns"] == metrics["truncated"] == 1 / 4
     assert metrics["length"] == 6 * (1 + 2 + 2 + 1) / 4
     shown = [row["response"] for row in samples_of(scored(responses))]
     assert "assistant: hello\nuser: turn 1: hello\nassistant: hello" in shown
@@ -199,27 +197,23 @@ def test_random_episodes_pack_and_unpack(drawn: list[tuple[list[int], Any]]) -> 
 
 def test_advantages_run_over_the_sampled_tokens_of_all_turns() -> None:
     """By hand: two turns of 2 and 1 tokens with rewards 1 and 2, and 4 from another source."""
-    gamma, lam, values = 0.5, 0.5, [0.5, 1.0, 2.0]
     batch = Batch(
         lengths_S=torch.tensor([3]),
         groups_S=torch.tensor([0]),
         scores_S=torch.tensor([7.0]),
         old_N=None,
         sampled_N=torch.zeros(3),
-        values_N=torch.tensor(values),
+        values_N=torch.tensor([0.5, 1.0, 2.0]),
         turns_N=torch.tensor([0.0, 1.0, 2.0]),
     )
-    loop = Loop(gamma=gamma, gae_lambda=lam)
-    d0 = 0 + gamma * values[1] - values[0]
-    d1 = 1 + gamma * values[2] - values[1]  # the next value has read the observation
-    d2 = 2 + 4 + 0 - values[2]
-    wanted = [d0 + 0.25 * d1 + 0.0625 * d2, d1 + 0.25 * d2, d2]
+    loop = Loop(gamma=0.5, gae_lambda=0.5)
+    # The value of the second turn's token has read the observation.
+    surprises = [0 + 0.5 * 1 - 0.5, 1 + 0.5 * 2 - 1, 2 + 4 - 2]
+    wanted = [surprises[0] + 0.25 * surprises[1] + 0.0625 * surprises[2],
+              surprises[1] + 0.25 * surprises[2], surprises[2]]  # fmt: skip
     estimated = by_critic(batch, loop)
-    assert estimated.advantages_N.tolist() == pytest.approx(wanted)
-    assert estimated.returns_N is not None
-    assert estimated.returns_N.tolist() == pytest.approx(
-        [w + v for w, v in zip(wanted, values, strict=True)]
-    )
+    torch.testing.assert_close(estimated.advantages_N, torch.tensor(wanted))
+    torch.testing.assert_close(estimated.returns_N, torch.tensor(wanted) + batch.values_N)
     returns = torch.tensor([0 + 0.5 * (1 + 0.5 * 6), 1 + 0.5 * 6, 6.0])
     whitened = (returns - returns.mean()) / returns.std()
     torch.testing.assert_close(by_returns(batch, loop).advantages_N, whitened)
@@ -237,7 +231,7 @@ def test_episodes_do_not_depend_on_the_rank(tmp_path: Path) -> None:
         )
         try:
             played = episodes(engine, process, ranks=ranks)
-            rewards = Rewards([Weighted("function", 2.0, _Letters())])
+            rewards = Rewards([Weighted("function", 2.0, Judge(lambda r: len(r.messages)))])
             collector = Collector(engine, rewards, PROMPTS, TOKENIZER, ranks, 3, played)  # type: ignore[arg-type]
             known, _ = collector.collect(1, PromptOrder(len(PROMPTS), 4, 0, seed=1), 0, 2, Clock())
         finally:
@@ -252,47 +246,136 @@ def test_episodes_do_not_depend_on_the_rank(tmp_path: Path) -> None:
     assert {len(messages) for *_, messages in alone} == {1, 3, 5}
     for _, _, reward, parts, *_ in alone:
         assert reward == 2 * parts["function"] + parts["environment"]
-    for world in (5,):  # one has no prompt
-        for known, count in on_ranks(world, work):
-            assert known == alone
-            assert count == calls
-
-
-class _Letters:
-    label = "the test"
-
-    def __call__(self, responses: Sequence[Response]) -> list[float]:
-        return [float(len(response.messages)) for response in responses]
-
-    def close(self) -> None: ...
+    for known, count in on_ranks(5, work):  # one has no prompt
+        assert known == alone
+        assert count == calls
 
 
 def test_the_calculator_rewards_an_answer_after_a_call(tmp_path: Path) -> None:
     pairs = calculator.sums(40, seed=0, held_out=False)
     assert not set(pairs) & set(calculator.sums(1000, seed=0, held_out=True))
-    prompts = []
-    for pair in pairs:
-        row = calculator.question(pair)
-        prompts.append(prompt_of(row["messages"][0]["content"], **row["columns"]))
-    lines_of = {
-        p.row["id"]: calculator.solved(pair) for p, pair in zip(prompts, pairs, strict=True)
-    }
-    called = [len(calculator.demonstration(pair)["messages"]) == 4 for pair in pairs]
-    assert 0 < sum(called) < len(pairs) / 2
+    rows = [calculator.question(pair) for pair in pairs]
+    prompts = [prompt_of(row["messages"][0]["content"], **row["columns"]) for row in rows]
+    solved = {p.row["id"]: calculator.solved(pair) for p, pair in zip(prompts, pairs, strict=True)}
 
-    def policy(request: Request, number: int) -> str:
+    def policy(request: Request, *, answered: bool) -> str:
         text = TOKENIZER.decode(request.ids)
-        lines = next(lines for question, lines in lines_of.items() if f"\n{question}<" in text)
-        return lines[3] if request.limit else lines[1]
+        lines = next(lines for question, lines in solved.items() if f"\n{question}<" in text)
+        return lines[3] if answered else lines[1]
 
     process = EnvironmentProcess(
         reference_of("calculator"), timeout_s=60, log=LOG, log_path=tmp_path / "output.log"
     )
     try:
-        responses = play(prompts, Player(policy), process)
-        guessed = play(prompts, Player(lambda r, n: policy(Request(r.ids, 1, 0, 1), n)), process)
+        called = Player(lambda r, n: policy(r, answered=r.limit is not None))
+        responses = play(prompts, called, process)
+        guessed = play(prompts, Player(lambda r, n: policy(r, answered=True)), process)
     finally:
         process.close()
     assert [sum(turn.reward for turn in r.turns) for r in responses] == [1.0] * len(pairs)
     assert {len(response.turns) for response in responses} == {2}
     assert {r.turns[0].reward for r in guessed} == {0.0}, "the answer counts only after a call"
+
+
+SAYS = "<|im_start|>{{ m.role }}\n"
+ENDS = "<|im_end|>\n{% endfor %}"
+ASKS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+BREAKING = {
+    "rewrites a response": "{% for m in messages %}" + SAYS
+    + "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}" + ENDS + ASKS,
+    "rewrites a message": "{% for m in messages %}" + SAYS
+    + "{{ m.content }}{% if loop.length > 4 and loop.first %} (long){% endif %}" + ENDS + ASKS,
+    "leaves the prompt out": "{% for m in messages %}{% if loop.last or m.role == 'assistant' %}"
+    + SAYS + "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}<|im_start|>assistant\n",
+    "rejects a tool": "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}"
+    "{{ raise_exception('no such role') }}{% endif %}" + SAYS + "{{ m.content }}" + ENDS
+    + "<|im_start|>assistant\n",
+    "does not end a response": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "assistant: ",
+}  # fmt: skip
+"""Chat templates that cannot be used for several turns."""
+
+
+@pytest.mark.parametrize("name", BREAKING)
+def test_templates_that_rewrite_a_conversation_are_refused(name: str) -> None:
+    tokenizer = make_tokenizer()
+    role = "tool" if "tool" in name else "user"
+    ObservationTokens(tokenizer, [END], role).require_stable(prompt_of("question", tokenizer))
+    tokenizer.chat_template = BREAKING[name]
+    with pytest.raises(ConfigError) as caught:
+        ObservationTokens(tokenizer, [END], role).require_stable(prompt_of("question", tokenizer))
+    assert "data.chat_template=" in caught.value.hint
+
+
+STEP = "class Game:\n    def reset(self): ...\n    def step(self, text): return "
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (STEP + "1 / 0", "step.*ZeroDivisionError"),
+        (STEP + "exit(3)", "step.*SystemExit: 3"),
+        (STEP + "('', float('nan'), True)", "reward=nan"),
+        (STEP + "('', 1.0, 1)", "done=1"),
+        (STEP + "(None, 1.0, False)", "goes on"),
+        (STEP + "(['a'], 1.0, True)", r"observation=\['a'\]"),
+        ("class Game:\n    def step(self, text): ...\n    def reset(self): return 7", "reset.*7"),
+        ("class Game:\n    def reset(self, gold): ...\n    def step(self, text): ...",
+         "reset.*gold.*id, messages"),
+    ],
+)  # fmt: skip
+def test_faults_of_an_environment_name_the_prompt(opened: Open, text: str, named: str) -> None:
+    with pytest.raises(RewardError, match=named) as caught:
+        play(PROMPTS[:2], Player(), opened(text))
+    assert "game.py:Game" in caught.value.message
+    assert caught.value.details[:2] == ("row: p0", "prompt: 'p0'")
+    if "step" in caught.value.message:
+        assert "response: '0-0'" in caught.value.details
+        assert not any("environment/child.py" in line for line in caught.value.details)
+
+
+def test_an_environment_that_dies_names_the_prompt(opened: Open) -> None:
+    game = f"import os\n{GAME}".replace("self.turns += 1", "self.end == 2 and os._exit(9)")
+    with pytest.raises(RewardError, match="status 9") as caught:
+        play(PROMPTS[:3], Player(), opened(game))
+    assert "prompt: 'p1'" in caught.value.details
+
+
+def test_a_coroutine_that_waits_too_long_names_its_own_prompt(opened: Open) -> None:
+    waits = "await asyncio.sleep(1000 if self.end == 2 else 0)"
+    game = f"import asyncio\n{GAME}".replace("self.turns += 1", waits)
+    with pytest.raises(RewardError, match="2 s.*p1") as caught:
+        play(PROMPTS[:3], Player(), opened(game, timeout_s=2.0))
+    assert "rl.environment_timeout_s" in caught.value.hint
+
+
+def test_environments_that_cannot_be_used_are_refused_before_the_first_rollout(
+    opened: Open,
+) -> None:
+    """Most of them without running the file."""
+    half = "class Game:\n    def reset(self): ..."
+    for text in ("def Game(): ...", half, "class Other: ..."):
+        with pytest.raises(ConfigError, match="Game"):
+            opened(text)
+    for text, named in (
+        (half.replace("Game", "Game(Base)").replace("class", "class Base: ...\nclass", 1), "step"),
+        ("Game = 3", "Game"),
+        ("import nothing_of_this_name\nclass Game:\n    reset = step = print", "nothing_of_this"),
+    ):
+        with pytest.raises(RewardError, match=named):
+            opened(text).load()
+
+
+def test_environments_close_and_several_episodes_do_not_mix(opened: Open, tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    write = f"open({str(closed)!r}, 'a').write(str(self.end))"
+    game = f"{GAME}\n    def close(self):\n        {write}\n"
+    process = opened(game)
+    responses = play(PROMPTS[:3], Player(), process)
+    assert closed.read_text() == "123"
+    assert [len(response.turns) for response in responses] == [1, 2, 3]
+    responses = play(PROMPTS[1:3], Player(), process)
+    assert closed.read_text() == "12323"
+    assert [len(response.turns) for response in responses] == [2, 3], "no state is left"
+    with pytest.raises(RewardError, match="close.*ZeroDivisionError.*p1"):
+        play(PROMPTS[1:2], Player(), opened(game.replace(write, "1 / 0")))

@@ -1,7 +1,9 @@
-"""One iteration's responses on all ranks: nothing is lost, and the order stays."""
+"""One iteration's responses on all ranks: nothing is lost, the order stays, metrics add up."""
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from tasks.rl.algorithms.batch import Advantages
+from tasks.rl.algorithms.correction import mismatch
+from tasks.rl.clock import Clock
+from tasks.rl.experience import records
 from tasks.rl.experience.packed_rows import (
     Experience,
     gather_responses,
@@ -22,52 +28,52 @@ from tests.rl.making import response
 from tests.rl.peers import Peer, on_ranks
 from tests.settings import Batch, Loop, Settings
 
-GIVEN = ("a", "longer", "bc", "a long one", "d", "efgh", "i", "jk")
+TEXTS = ("a", "longer", "bc", "a long one", "d", "efgh", "i", "jk")
+ENDS = (True, False, True, True, False, True, True, True)
+"""False for the responses that the limit of tokens has cut."""
 
 
-def scored() -> list[ScoredResponse]:
+def scored(*, all_end: bool = True) -> list[ScoredResponse]:
     """Eight responses of different lengths, two for each prompt."""
     return [
-        ScoredResponse(response(f"say {n // 2}", text), n // 2, float(n), {"function": float(n)})
-        for n, text in enumerate(GIVEN)
-    ]
+        ScoredResponse(
+            response(f"say {n // 2}", text, ended=all_end or ends), n // 2, float(n),
+            {"model": n / 2, "url": 1.0},
+        )
+        for n, (text, ends) in enumerate(zip(TEXTS, ENDS, strict=True))
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def got() -> Experience:
+def experience() -> Experience:
     return pack_experience(scored())
 
 
-def ids_of(got: Experience) -> list[np.ndarray]:
-    return [scored_response.response.generated.ids for scored_response in got.scored]
+def ids_of(experience: Experience) -> list[np.ndarray]:
+    return [each.response.generated.ids for each in experience.scored]
 
 
-def test_responses_lie_end_to_end(got: Experience) -> None:
-    assert got.lengths.tolist() == [len(text) + 1 for text in GIVEN]
-    assert got.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert got.rewards.tolist() == list(range(8))
-    assert got.owner.tolist() == [n for n, text in enumerate(GIVEN) for _ in range(len(text) + 1)]
-    assert len(got.sampled) == sum(got.lengths)
-    told = got.examples.ids[got.examples.bears.astype(bool)]
-    np.testing.assert_array_equal(told, np.concatenate(ids_of(got)))
-
-
-def test_places_and_targets_are_those_of_the_chosen_responses(got: Experience) -> None:
-    every = torch.from_numpy(np.concatenate(ids_of(got)))
+def test_responses_lie_end_to_end(experience: Experience) -> None:
+    lengths = [len(text) + 1 for text in TEXTS]
+    assert experience.lengths.tolist() == lengths
+    assert experience.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert experience.rewards.tolist() == list(range(8))
+    assert experience.owner.tolist() == [
+        n for n, length in enumerate(lengths) for _ in range(length)
+    ]
+    assert len(experience.sampled) == sum(lengths)
+    every = np.concatenate(ids_of(experience))
+    bears = experience.examples.ids[experience.examples.bears.astype(bool)]
+    np.testing.assert_array_equal(bears, every)
     for chosen in ([0], [3, 1], [7, 0, 5]):
-        wanted = np.concatenate([ids_of(got)[n] for n in chosen])
-        np.testing.assert_array_equal(every[got.places(chosen)].numpy(), wanted)
-        np.testing.assert_array_equal(got.row(chosen).targets.numpy(), wanted)
+        wanted = np.concatenate([ids_of(experience)[n] for n in chosen])
+        np.testing.assert_array_equal(every[experience.places(chosen).numpy()], wanted)
+        np.testing.assert_array_equal(experience.row(chosen).targets.numpy(), wanted)
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_masked_responses_leave_the_totals_of_a_minibatch(masked: bool) -> None:
-    ends = [True, False, True, True, False, True, True, True]
-    cut = [
-        replace(s, response=response("say", s.response.text, ended=ended))
-        for s, ended in zip(scored(), ends, strict=True)
-    ]
-    experience = pack_experience(cut)
+    experience = pack_experience(scored(all_end=False))
     batch = Batch(micro_batch_size=8, global_batch_size=8)
     setup: Any = SimpleNamespace(
         job=SimpleNamespace(settings=Settings(batch=batch)),
@@ -76,42 +82,37 @@ def test_masked_responses_leave_the_totals_of_a_minibatch(masked: bool) -> None:
         rollout=SimpleNamespace(max_new_tokens=9),
     )
     ((_, totals),) = minibatches(setup, 1, experience)
-    counted = [n for n, ended in zip(experience.lengths.tolist(), ends, strict=True) if ended]
+    counted = [n for n, ended in zip(experience.lengths.tolist(), ENDS, strict=True) if ended]
     wanted = (sum(counted), 6) if masked else (int(experience.lengths.sum()), 8)
     assert (totals.tokens, totals.sequences) == wanted
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_every_response_is_in_one_row_and_ranks_have_equally_many(
-    got: Experience, world: int
+def test_every_response_is_in_one_row_and_measurements_return_to_their_tokens(
+    experience: Experience, world: int
 ) -> None:
-    dealt = [got.rows(world, rank, 2) for rank in range(world)]
+    """Each rank measures token ids; afterwards every rank has all responses' ids."""
+    dealt = [experience.rows(world, rank, 2) for rank in range(world)]
     assert len({len(rows) for rows in dealt}) == 1
     assert sorted(n for rows in dealt for row in rows for n in row) == list(range(8))
     assert all(row for rows in dealt for row in rows)
 
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_measurements_return_to_their_tokens(got: Experience, world: int) -> None:
-    """Each rank measures token ids; afterwards every rank has all responses' ids."""
-
     def work(ranks: Peer) -> Experience:
         return measure_tokens(
-            got,
+            experience,
             ranks,  # type: ignore[arg-type]
             size=3,
             device=torch.device("cpu"),
             measure=lambda row: {"old": row.targets.float(), "values": -row.targets.float()},
         )
 
-    wanted = np.concatenate(ids_of(got)).astype(np.float32)
+    wanted = np.concatenate(ids_of(experience)).astype(np.float32)
     for measured in on_ranks(world, work):
         assert measured.old is not None
         assert measured.values is not None
         assert measured.reference is None
         np.testing.assert_array_equal(measured.old.numpy(), wanted)
         np.testing.assert_array_equal(measured.values.numpy(), -wanted)
-    assert got.old is None
 
 
 def test_gathered_responses_are_ordered_by_group() -> None:
@@ -131,8 +132,62 @@ def test_gathered_responses_are_ordered_by_group() -> None:
     for world in (1, 2, 3):
         for gathered in on_ranks(world, work):
             assert [s.group for _, s in gathered] == [0, 0, 1, 1, 2, 2, 3, 3]
-            assert [s.response.text for _, s in gathered] == list(GIVEN)
+            assert [s.response.text for _, s in gathered] == list(TEXTS)
             assert [s.reward for _, s in gathered] == list(range(8))
             for number, s in gathered:
                 assert numbers[s.group] == number
                 assert s.response.prompt is prompts[number]
+
+
+def test_metrics_of_responses_and_rewards() -> None:
+    few = scored(all_end=False)[:4]  # of 2, 6, 3 and 11 tokens
+    few[3] = replace(few[3], reward=2.0)
+    metrics = records.collected(few)
+    assert metrics == {
+        "reward": 1.25,
+        "reward/model": 0.75,
+        "reward/url": 1.0,
+        "reward_std": pytest.approx(math.sqrt(2.75 / 4)),
+        "length": 5.5,
+        "length_max": 11.0,
+        "truncated": 0.25,
+        "groups_without_signal": 0.5,
+    }
+    heldout = records.evaluated(few)
+    assert heldout == {name: metrics[name] for name in heldout}
+    assert "reward_std" not in heldout
+    rows = records.samples_of(scored())
+    assert {(row["id"], row["response"], row["reward"]) for row in rows} >= {
+        ("row of say 0", "a", 0.0), ("row of say 3", "jk", 7.0),
+    }  # fmt: skip
+    assert all(row["prompt"] == row["id"].removeprefix("row of ") for row in rows)
+    assert all(row["reward/model"] == row["reward"] / 2 for row in rows)
+    assert len({row["response"] for row in rows}) == len(rows)
+
+
+def test_estimates_and_speeds(experience: Experience) -> None:
+    count = len(experience.sampled)
+    old = torch.linspace(-3, -0.5, count)
+    reference = old + torch.linspace(-0.2, 0.4, count)
+    values, returns = torch.zeros(count), torch.linspace(0, 1, count)
+    known = replace(experience, sampled=old - 0.01, old=old, reference=reference, values=values)
+    metrics = records.compared(old, mismatch(old, known.sampled))
+    assert metrics["mismatch/mean_abs"] == pytest.approx(0.01, abs=1e-6)
+    assert metrics["mismatch/max_abs"] == pytest.approx(0.01, abs=1e-6)
+    assert metrics["entropy"] == pytest.approx(1.75, abs=1e-6)
+    metrics = records.estimates(known, Advantages(torch.arange(count).float(), returns))
+    ratio = (reference - old).double()
+    assert metrics["kl"] == pytest.approx(float((ratio.exp() - 1 - ratio).mean()))
+    assert metrics["kl_k1"] == pytest.approx(float(-ratio.mean()))
+    assert metrics["explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["advantage_std"] == pytest.approx(math.sqrt((count**2 - 1) / 12), rel=1e-6)
+    bare = records.estimates(replace(known, reference=None, values=None), Advantages(returns))
+    assert bare.keys() == metrics.keys() - {"kl", "kl_k1", "explained_variance"}
+
+    seconds = {"generate": 2.0, "score": 0.5, "measure": 1.0, "update": 4.0, "sync_weights": 1.0}
+    metrics = records.speeds(Clock(seconds), experience, time.perf_counter() - 10.0)
+    assert metrics["step_s"] == pytest.approx(10.0, abs=0.5)
+    assert metrics["tokens_per_s/generate"] == count / 2
+    assert metrics["tokens_per_s/update"] == len(experience.examples.ids) / 4
+    assert metrics["seconds/other"] == pytest.approx(1.5, abs=0.5)
+    assert metrics["overhead"] == pytest.approx(0.25, abs=0.05)

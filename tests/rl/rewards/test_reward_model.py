@@ -107,15 +107,6 @@ def test_scores_of_many_texts_keep_their_order(
     assert len(set(whole.round(3))) > 6
 
 
-def test_rows_have_every_text_once_and_respect_the_limit() -> None:
-    lengths = np.random.default_rng(0).integers(1, 9000, 200).tolist()
-    rows = list(model._rows(lengths))
-    assert sorted(number for row in rows for number in row) == list(range(200))
-    full = [sum(lengths[number] for number in row) for row in rows]
-    assert all(n <= model.ROW_TOKENS or len(r) == 1 for n, r in zip(full, rows, strict=True))
-    assert len(rows) < 1.5 * sum(lengths) / model.ROW_TOKENS
-
-
 class TestEncoding:
     def encoding(self, folder: Path, policy: Any = TOKENIZER) -> Encoding:
         reward_folder = RewardFolder.read(folder, normalize=True)
@@ -126,10 +117,16 @@ class TestEncoding:
         to_score.generated.ids[0] = TOKENIZER.pad_token_id  # what no text is tokenised to
         assert self.encoding(folder).texts([to_score]) == [ids_of(to_score)]
 
-    def test_another_template_renders_again(
+    def test_another_vocabulary_or_template_renders_again(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        own = make_tokenizer()
+        own, words = make_tokenizer(), make_tokenizer()
+        words.add_tokens(["copy"])
+        (text,) = self.encoding(save_reward_model(tmp_path / "words", tokenizer=words)).texts(
+            [response("copy ape", "ape")]
+        )
+        assert words.convert_tokens_to_ids("copy") in text
+        assert words.decode(text).endswith("assistant\nape<|im_end|>")
         own.chat_template = OTHER_TEMPLATE
         folder = save_reward_model(tmp_path / "other", tokenizer=own)
         to_score = [response("copy ape", "ape"), response("copy bee", "be", ended=False)]
@@ -142,14 +139,6 @@ class TestEncoding:
         ]
         expected = alone(folder, encoding.texts(to_score))
         np.testing.assert_allclose(rewards_of(folder, to_score), expected, rtol=1e-4, atol=1e-4)
-
-    def test_another_vocabulary_renders_again(self, tmp_path: Path) -> None:
-        own = make_tokenizer()
-        own.add_tokens(["copy"])
-        folder = save_reward_model(tmp_path / "other", tokenizer=own)
-        (text,) = self.encoding(folder).texts([response("copy ape", "ape")])
-        assert own.convert_tokens_to_ids("copy") in text
-        assert own.decode(text).endswith("assistant\nape<|im_end|>")
 
     def test_templates_that_cannot_render_name_the_row(self, tmp_path: Path) -> None:
         own = make_tokenizer()
@@ -170,25 +159,21 @@ class TestEncoding:
             encoding.texts([*responses(), fits, long])
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_folders_that_are_not_reward_models(folder: Path, tmp_path: Path) -> None:
+    for number, changes in enumerate((
         {"architectures": ["Qwen2ForCausalLM"]},
         {"architectures": None},
         {"id2label": None, "num_labels": None},
         {"id2label": {"0": "bad", "1": "good", "2": "best"}},
         {"mean": None},
         {"std": 0.0},
-    ],
-)
-def test_folders_that_are_not_reward_models(
-    folder: Path, tmp_path: Path, changes: dict[str, Any]
-) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(folder, broken)
-    change(broken, **changes)
-    with pytest.raises(ArtifactError, match=str(broken)):
-        RewardFolder.read(broken, normalize=True)
+    )):  # fmt: skip
+        broken = tmp_path / f"broken{number}"
+        broken.mkdir()
+        shutil.copy(folder / "config.json", broken)
+        change(broken, **changes)
+        with pytest.raises(ArtifactError, match=str(broken)):
+            RewardFolder.read(broken, normalize=True)
 
 
 def test_a_model_without_statistics_needs_normalize_false(folder: Path, tmp_path: Path) -> None:

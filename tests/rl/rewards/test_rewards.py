@@ -1,44 +1,36 @@
-"""Rewards: their weighted sum, the built-in function, and invalid values."""
+"""Rewards: their sum, a user's function, an HTTP endpoint, and all their faults."""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tasks.core.errors import ArtifactError, ConfigError, RewardError
-from tasks.rl.experience.responses import Response
-from tasks.rl.rewards import Rewards, open_rewards
+from tasks.rl.rewards import Rewards, http, open_rewards
 from tasks.rl.rewards.exact import ExactMatch
+from tasks.rl.rewards.function import Function
+from tasks.rl.rewards.http import Endpoint
+from tasks.rl.rewards.reference import FunctionReference
 from tasks.rl.rewards.sources import Weighted, validate_rewards
 from tasks.rl.settings import Reward
-from tests.rl.making import TOKENIZER, response, responses
+from tests.rl.making import TOKENIZER, Judge, response, responses
 
 LOG = logging.getLogger("tests.rl")
-CPU = torch.device("cpu")
-
-
-class Lengths:
-    """A source that counts characters."""
-
-    label = "lengths"
-
-    def __init__(self) -> None:
-        self.closed = 0
-
-    def __call__(self, responses: Sequence[Response]) -> list[float]:
-        return [float(len(response.text)) for response in responses]
-
-    def close(self) -> None:
-        self.closed += 1
 
 
 def test_the_total_is_the_weighted_sum_of_unweighted_parts() -> None:
-    lengths, mute = Lengths(), Lengths()
+    lengths, mute = (Judge(lambda each: len(each.text)) for _ in range(2))
     exact = Weighted("function", 2.0, ExactMatch())
     sources = [exact, Weighted("model", -0.5, lengths), Weighted("url", 0.0, mute)]
     to_score = [*responses(), response("copy cow", "bull", answer="cow")]
@@ -49,18 +41,8 @@ def test_the_total_is_the_weighted_sum_of_unweighted_parts() -> None:
     np.testing.assert_array_equal(total, 2 * parts["function"] - 0.5 * parts["model"])
     assert total.dtype == np.float64
     assert lengths.closed == mute.closed == 1
-
-
-class NeverCalled(Lengths):
-    """A source that must not be called."""
-
-    def __call__(self, responses: Sequence[Response]) -> list[float]:
-        raise AssertionError(f"called with {len(responses)} responses")
-
-
-def test_a_rank_without_responses_gets_empty_arrays() -> None:
-    total, parts = Rewards([Weighted("model", 1.0, NeverCalled())]).score([])
-    assert total.shape == parts["model"].shape == (0,)
+    total, parts = Rewards([Weighted("model", 1.0, lengths)]).score([])
+    assert total.shape == parts["model"].shape == (0,), "a rank without responses"
 
 
 def test_exact_match_is_the_rule_of_smoke_eval() -> None:
@@ -71,13 +53,9 @@ def test_exact_match_is_the_rule_of_smoke_eval() -> None:
         response("copy ape", "ape", answer="ape "),
     ]
     assert ExactMatch()(to_score) == [1.0, 0.0, 0.0, 1.0]
-
-
-@pytest.mark.parametrize("columns", [{}, {"answer": 7}])
-def test_a_row_without_an_answer_is_named(columns: dict[str, object]) -> None:
-    to_score = [*responses(), response("copy cow", "cow", **columns)]
-    with pytest.raises(RewardError, match="row of copy cow.*answer"):
-        ExactMatch()(to_score)
+    for columns in ({}, {"answer": 7}):
+        with pytest.raises(RewardError, match="row of copy cow.*answer"):
+            ExactMatch()([*to_score, response("copy cow", "cow", **columns)])
 
 
 @pytest.mark.parametrize(
@@ -89,8 +67,6 @@ def test_a_row_without_an_answer_is_named(columns: dict[str, object]) -> None:
         ([1.0, "2", 0.0, 0.0], "2 for row of copy beetle"),
         ([[1.0], 2.0, 0.0, 0.0], r"\[1.0\] for row of copy ape"),
         ([1.0, 2.0], "2 rewards for 4"),
-        ([1.0] * 5, "5 rewards for 4"),
-        (1.0, "1.0"),
         (None, "None"),
     ],
 )
@@ -100,21 +76,12 @@ def test_invalid_rewards(rewards: object, named: str) -> None:
     assert any(line.startswith("prompt: 'copy ") for line in caught.value.details)
 
 
-def test_bools_and_ints_are_numbers() -> None:
+def test_numbers_of_all_kinds_are_rewards_and_long_texts_are_shortened() -> None:
     assert validate_rewards([True, 2, -0.5, False], responses(), "judge") == [1.0, 2.0, -0.5, 0.0]
-
-
-def test_a_long_prompt_is_shortened() -> None:
-    to_score = [response("x" * 5000, "y" * 5000)]
     with pytest.raises(RewardError) as caught:
-        validate_rewards([float("nan")], to_score, "judge")
+        validate_rewards([float("nan")], [response("x" * 5000, "y" * 5000)], "judge")
     assert all(len(line) < 300 for line in caught.value.details)
     assert len(caught.value.message) < 200
-
-
-def test_a_run_without_a_source_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="reward"):
-        open_rewards(Reward(), tokenizer=TOKENIZER, device=CPU, log=LOG, logs=tmp_path)
 
 
 def test_open_sources_are_closed_if_a_later_one_fails(
@@ -122,9 +89,392 @@ def test_open_sources_are_closed_if_a_later_one_fails(
 ) -> None:
     closed: list[str] = []
     monkeypatch.setattr(ExactMatch, "close", lambda self: closed.append(self.label))
+    how: dict[str, Any] = {"tokenizer": TOKENIZER, "device": torch.device("cpu"), "log": LOG}
     reward = Reward(function="exact_match", model=str(tmp_path / "nowhere"))
     with pytest.raises(ArtifactError, match="nowhere"):
-        open_rewards(
-            reward, tokenizer=TOKENIZER, device=torch.device("cpu"), log=LOG, logs=tmp_path
-        )
+        open_rewards(reward, logs=tmp_path, **how)
     assert closed == ["reward.function=exact_match"]
+    with pytest.raises(ConfigError, match="reward"):  # none at all
+        open_rewards(Reward(), logs=tmp_path, **how)
+
+
+LOG = logging.getLogger("tests.rl")
+Make = Callable[..., Function]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Make]:
+    """Return a factory that writes a file and opens the function `score` in it."""
+    opened: list[Function] = []
+
+    def make(text: str, name: str = "score", *, timeout_s: float = 60.0) -> Function:
+        path = tmp_path / "judge.py"
+        path.write_text(text)
+        reference = FunctionReference.of(f"{path}:{name}")
+        function = Function(
+            reference, timeout_s=timeout_s, log=LOG, log_path=tmp_path / "output.log"
+        )
+        opened.append(function)
+        return function
+
+    yield make
+    for function in opened:
+        function.close()
+
+
+def is_alive(path: Path) -> bool:
+    """Return True if the process whose id is in a file still runs."""
+    return Path(f"/proc/{path.read_text()}").exists()
+
+
+def test_it_gets_the_arguments_of_trl_and_every_column(made: Make) -> None:
+    score = made(
+        """
+import json
+
+def score(prompts, completions, completion_ids, **columns):
+    for each in (prompts, completions, completion_ids, *columns.values()):
+        assert isinstance(each, list) and len(each) == 4, each
+    assert prompts[0] == [{"role": "user", "content": "copy ape"}]
+    assert completions[1] == [{"role": "assistant", "content": "beetle"}]
+    assert len(completion_ids[2]) == len("cat") + 1
+    assert sorted(columns) == ["answer", "id", "level", "messages"], columns
+    print("a line without an end and @nothing", end="")
+    return [float(a == c[0]["content"]) + columns["level"][0] for a, c in
+            zip(columns["answer"], completions)]
+"""
+    )
+    score.load()
+    assert score(responses(level=3, completion="of the data")) == [4.0] * 4
+    assert score(responses(level=5)) == [6.0] * 4
+    answered = [{"role": "user", "content": "copy ape"}, {"role": "assistant", "content": "ape"}]
+    score = made("def score(prompts):\n    return [len(p) for p in prompts]")
+    assert score([response("copy ape", "ape", messages=answered)]) == [1.0], "without the answer"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("async def score(answer):\n    return [len(a) for a in answer]", [3, 6, 3, 26]),
+        ("def score(answer, level=2):\n    return tuple(level for _ in answer)", [2, 2, 2, 2]),
+        ("import numpy\n\ndef score(prompts):\n    return numpy.arange(4) < 2", [1, 1, 0, 0]),
+        ("class Judge:\n    def __call__(self, **row):\n        return [0.5] * len(row['id'])\n"
+         "score = Judge()", [0.5] * 4),
+        ("from neighbour import score", [9, 9, 9, 9]),
+    ],
+)  # fmt: skip
+def test_all_kinds_of_functions(
+    made: Make, tmp_path: Path, text: str, expected: list[float]
+) -> None:
+    (tmp_path / "neighbour.py").write_text("def score(prompts):\n    return [9] * len(prompts)")
+    assert made(text)(responses()) == expected
+
+
+def test_it_runs_outside_of_the_ranks_and_keeps_its_state(
+    made: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    score = made(
+        """
+import os, sys
+calls = 0
+
+def score(prompts):
+    global calls
+    calls += 1
+    assert sys.stdin.read() == ""  # and not the next request
+    ours = [name for name in os.environ if name.startswith(("RANK", "WORLD", "MASTER", "TORCHEL"))]
+    return [calls + len(ours)] * len(prompts)
+"""
+    )
+    assert [score(responses())[0] for _ in range(3)] == [1.0, 2.0, 3.0]
+
+
+def test_the_failing_response_is_named(made: Make) -> None:
+    score = made("def score(answer):\n    return [1 / (len(a) - 6) for a in answer]")
+    with pytest.raises(RewardError, match="ZeroDivisionError") as caught:
+        score(responses())
+    assert "row of copy beetle" in caught.value.message
+    assert "judge.py:score" in caught.value.message
+    assert "prompt: 'copy beetle'" in caught.value.details
+    assert any("return [1 / (len(a) - 6)" in line for line in caught.value.details)
+    assert not any("function_child" in line for line in caught.value.details)
+    assert score([responses()[0]]) == [-1 / 3], "it goes on after an exception"
+    score = made("def score(id):\n    if len(id) > 1:\n        raise SystemExit(7)\n    return [1]")
+    with pytest.raises(RewardError, match="4 responses.*row of copy ape.*7"):  # no single one
+        score(responses())
+
+
+def test_a_function_that_hangs_is_killed_with_its_children(made: Make, tmp_path: Path) -> None:
+    score = made(
+        f"""
+import os, re, subprocess
+from pathlib import Path
+
+def score(answer):
+    if answer[0] == "ape":
+        child = subprocess.Popen(["sleep", "1000"])
+        Path({str(tmp_path / "grandchild")!r}).write_text(str(child.pid))
+        Path({str(tmp_path / "child")!r}).write_text(str(os.getpid()))
+        re.match("(a+)+$", "a" * 60 + "b")  # in C, with the interpreter's lock held
+    return [1.0] * len(answer)
+""",
+        timeout_s=2.0,
+    )
+    score.load()
+    began = time.monotonic()
+    with pytest.raises(RewardError, match="2 s on 4 responses") as caught:
+        score(responses())
+    assert time.monotonic() - began < 60
+    assert any("judge.py" in line and "in score" in line for line in caught.value.details)
+    assert "reward.timeout_s" in caught.value.hint
+    assert not is_alive(tmp_path / "child")
+    assert not is_alive(tmp_path / "grandchild")
+    assert score(responses()[1:]) == [1.0] * 3, "another process has taken its place"
+
+
+def test_a_function_that_ends_its_process(made: Make) -> None:
+    score = made(
+        "import os\n\ndef score(answer):\n    print('farewell')\n"
+        "    return [1] if len(answer) == 1 else os._exit(9)"
+    )
+    with pytest.raises(RewardError, match="status 9") as caught:
+        score(responses())
+    assert "farewell" in caught.value.details
+    assert score(responses()[:1]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("def score(answer):\n    return [None for _ in answer]", "None for row of copy ape"),
+        ("def score(answer):\n    return [object() for _ in answer]", "object"),
+        ("def score(answer):\n    return [1.0]", "1 rewards for 4"),
+        ("def score(answer, gold):\n    return [1.0]", "gold.*completions"),
+    ],
+)
+def test_invalid_return_values(made: Make, text: str, named: str) -> None:
+    with pytest.raises(RewardError, match=named) as caught:
+        made(text)(responses())
+    assert "prompt: 'copy ape'" in caught.value.details
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("import nothing_of_this_name\nscore = 1", "nothing_of_this_name"),
+        ("score = 'abc'", "score.*str"),
+        ("import time\ntime.sleep(1000)\ndef score(): ...", "2 s"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded(made: Make, text: str, named: str) -> None:
+    with pytest.raises(RewardError, match=named):
+        made(text, timeout_s=2.0 if "sleep" in text else 60.0).load()
+
+
+def test_a_name_is_looked_up_without_running_the_file(tmp_path: Path) -> None:
+    for text in ("judge", "judge.py", "judge:score", "judge.py:a.b", ":score"):
+        with pytest.raises(ConfigError, match="path.py:name"):
+            FunctionReference.of(text)
+    path, digests = tmp_path / "judge.py", set()
+    score = FunctionReference.of(f"{path}:score")
+    with pytest.raises(ConfigError, match="judge.py"):
+        score.require()
+    good = (
+        "async def score(): ...",
+        "from functools import partial as score",
+        "if 1:\n    a, (score, b) = 1, (2, 3)",
+        "import score.path",
+        "from os import *",  # only running it would tell
+    )
+    bad = (
+        "def score(:",
+        "def scores(): ...",
+        "def a():\n    score = 1\nclass B:\n    def score(self): ...",
+    )
+    for text in (*good, *bad):
+        path.write_text(text)
+        digests.add(score.digest())
+        if text in good:
+            score.require()
+        else:
+            with pytest.raises(ConfigError, match="judge.py"):
+                score.require()
+    assert len(digests) == len({*good, *bad}), "the digest changes with the file"
+
+
+LOG = logging.getLogger("tests.rl")
+Generated = tuple[int, dict[str, str], bytes]
+
+
+@dataclass
+class Server:
+    """Requests that a server got, and its answers: `plan` first, then lengths of completions."""
+
+    plan: list[Callable[[BaseHTTPRequestHandler], Generated | None]] = field(default_factory=list)
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    url: str = ""
+
+    def take(self, handler: BaseHTTPRequestHandler) -> None:
+        """Answer one request."""
+        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+        self.requests.append(body)
+        self.headers.append(dict(handler.headers))
+        self.times.append(time.monotonic())
+        usual = json.dumps(
+            {"rewards": [len(completion) for completion in body["completions"]]}
+        ).encode()
+        answer = self.plan.pop(0)(handler) if self.plan else (200, {}, usual)
+        if answer is None:  # it has seen to it
+            return
+        status, headers, content = answer
+        handler.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(content)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """A server on this machine, without delays."""
+    server_ = Server()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            server_.take(self)
+
+        def log_message(self, *_: object) -> None:
+            """Silent."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
+        listening.daemon_threads = True
+        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        server_.url = f"http://127.0.0.1:{listening.server_port}/get_reward"
+        yield server_
+        listening.shutdown()
+        thread.join()
+
+
+def ask(url: str, *, retries: int = 0, batch: int = 64, timeout_s: float = 20.0) -> list[float]:
+    how = {"retries": retries, "batch": batch, "timeout_s": timeout_s}
+    endpoint = Endpoint(url, tokenizer=TOKENIZER, log=LOG, **how)
+    try:
+        return endpoint(responses())
+    finally:
+        endpoint.close()
+
+
+def says(content: bytes, status: int = 200, **headers: str) -> Callable[[Any], Generated]:
+    return lambda _: (status, headers, content)
+
+
+def test_the_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLUMBLINE_REWARD_TOKEN", "of-the-environment")
+    assert ask(server.url) == [3.0, 6.0, 3.0, 26.0]
+    (body,) = server.requests
+    assert sorted(body) == ["completions", "labels", "prompts", "query", "rows"]
+    assert body["query"][0] == (
+        "<|im_start|>user\ncopy ape<|im_end|>\n<|im_start|>assistant\nape<|im_end|>"
+    )
+    assert body["prompts"][0] == "<|im_start|>user\ncopy ape<|im_end|>\n<|im_start|>assistant\n"
+    assert body["labels"] == body["completions"]
+    assert body["rows"][1]["id"] == "row of copy beetle"
+    assert server.headers[0]["Content-Type"] == "application/json"
+    assert server.headers[0]["Authorization"] == "Bearer of-the-environment"
+    assert ask(server.url, batch=3) == [3.0, 6.0, 3.0, 26.0]
+    assert [len(body["prompts"]) for body in server.requests[1:]] == [3, 1]
+
+
+def test_temporary_errors_are_retried(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http, "FIRST_PAUSE_S", 0.1)
+
+    def hangs_up(handler: BaseHTTPRequestHandler) -> None:
+        handler.connection.close()
+
+    busy = {"Retry-After": "0.02"}
+    server.plan = [says(b"no memory", 503), hangs_up, says(b"slowly", 429, **busy)]
+    with caplog.at_level(logging.WARNING):
+        assert ask(server.url, retries=3) == [3.0, 6.0, 3.0, 26.0]
+    assert len(server.requests) == 4
+    assert server.requests[3] == server.requests[0]
+    first, second, third = (b - a for a, b in zip(server.times, server.times[1:], strict=False))
+    assert first >= 0.1
+    assert second >= 0.2, "twice as long"
+    assert third >= 0.02
+    assert "503" in caplog.text
+    assert "429" in caplog.text
+
+
+def test_a_server_that_is_down(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "FIRST_PAUSE_S", 0.01)
+    server.plan = [says(b"out of memory", 500)] * 3
+    with pytest.raises(RewardError, match="3 attempts: status 500.*out of memory"):
+        ask(server.url, retries=2)
+    assert len(server.requests) == 3
+    with pytest.raises(RewardError, match="1 attempt") as caught:
+        ask("http://user:word@127.0.0.1:9/rewards?token=secret")
+    assert "http://user:***@127.0.0.1:9/rewards?token=***" in caught.value.message
+    assert "word" not in caught.value.report()
+    assert "secret" not in caught.value.report()
+
+
+@pytest.mark.parametrize("slow", ["headers", "body"])
+def test_a_slow_server_does_not_exceed_the_timeout(server: Server, slow: str) -> None:
+    """It sends one byte after the other; without a limit it would go on for 8 s."""
+    done = threading.Event()
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        if slow == "body":
+            handler.send_response(200)
+            handler.send_header("Content-Length", "1000000")
+            handler.end_headers()
+        else:
+            handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Padding: ")
+        while not done.wait(0.1):
+            handler.wfile.write(b" ")
+
+    server.plan = [answer]
+    over = threading.Timer(8, done.set)
+    over.start()
+    try:
+        began = time.monotonic()
+        with pytest.raises(RewardError, match="0.5 s"):
+            ask(server.url, timeout_s=0.5)
+        assert time.monotonic() - began < 4
+    finally:
+        over.cancel()
+        done.set()
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"<html>", "<html>"),
+        (b'{"scores": [1]}', "scores"),
+        (b'{"rewards": [1, 2]}', "2 rewards for 4"),
+        (b'{"rewards": [1, 2, NaN, 4]}', "nan for row of copy cat"),
+    ],
+)
+def test_invalid_answers(server: Server, content: bytes, named: str) -> None:
+    server.plan = [says(content)]
+    with pytest.raises(RewardError, match=named):
+        ask(server.url, retries=5)
+    assert len(server.requests) == 1, "an answer that is wrong will be wrong again"
+
+
+def test_a_rejected_request_is_not_retried(server: Server) -> None:
+    server.plan = [says(b"no field `question`", 422)]
+    with pytest.raises(RewardError, match="status 422 .*`question`"):
+        ask(server.url, retries=5)
+    server.plan = [says(b"", 307, Location="http://elsewhere/rewards")]
+    with pytest.raises(RewardError, match="status 307") as caught:
+        ask(server.url, retries=5)
+    assert caught.value.hint == "reward.url=http://elsewhere/rewards"
+    assert len(server.requests) == 2

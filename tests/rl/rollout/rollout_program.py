@@ -2,8 +2,8 @@
 
 torchrun ... -m tests.rl.rollout.rollout_program JOB.json ...
 
-Each job writes `rank-<n>.json` with its observations. Jobs with another objective than `grpo` break
-something on purpose, as their function says.
+Each job writes `rank-<n>.json` with its observations. A job with the objective `faults` breaks
+something on purpose.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,12 +27,10 @@ start_lean()
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from tasks.core.errors import PlumblineError  # noqa: E402
 from tasks.process.exit_process import end_process  # noqa: E402
 from tasks.rl.experience.responses import Request  # noqa: E402
 from tasks.rl.rollout.engines import Engine  # noqa: E402
 from tasks.rl.rollout.memory_folder import MEMORY, PREFIX  # noqa: E402
-from tasks.rl.rollout.merged import merged_tensors  # noqa: E402
 from tasks.rl.rollout.policy_sync import Policy  # noqa: E402
 from tasks.rl.settings import Online, Rollout  # noqa: E402
 from tasks.rl.setup import open_engine  # noqa: E402
@@ -43,11 +41,9 @@ from tasks.training.job import TrainJob  # noqa: E402
 from tasks.training.model.build import load_model, load_tokenizer  # noqa: E402
 from tasks.training.model.gather_params import gathered  # noqa: E402
 from tasks.training.model.packed_model import model_of, restore_attention  # noqa: E402
-from tests.rl.rollout.stale_faults import stale_weights  # noqa: E402
+from tests.rl.rollout.stale_faults import failure, stale_servers, stale_weights  # noqa: E402
 
 END = 256
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Layers of vLLM that fuse several layers of the checkpoint."""
 REPLIES = 6
 """Responses of the rank with the most; every rank runs as many passes to measure its own."""
 
@@ -137,40 +133,75 @@ class Bench:
 
 
 def watch(bench: Bench) -> dict[str, Any]:
-    """Sync, sample, change the policy without a sync, sync again, and record what happens."""
-    mine, seen = requests(bench.ranks.rank), {}
+    """Sync, sample, change the policy, plant faults, and record what happens."""
+    mine = requests(bench.ranks.rank)
     bench.perturb(0.02)
     before = _process()
     with bench.answering() as answering:
-        seen["unpublished"] = _said(lambda: answering.generate(mine))
-        versions = [answering.sync_weights().version]
-        first = answering.generate(mine)
-        seen["replies"] = _ids(first)
-        seen["again"] = _ids(answering.generate(mine)) == _ids(first)
-        short = [replace(request, limit=2) for request in mine]  # as in later turns of an episode
-        seen["limited"] = _ids(answering.generate(short)) == [ids[:2] for ids in _ids(first)]
-        seen["none"] = answering.generate([]) if bench.ranks.first else _ids(
-            answering.generate(mine)
-        ) == _ids(first)  # fmt: skip
-        seen["ended"] = [g.ended == bool(g.ids[-1] == END) for some in first for g in some]
-        seen["cut"] = [END not in g.ids[:-1] for some in first for g in some]
-        seen["differs"] = bench.differs(first)
-        bench.perturb(0.02)
-        seen["stale"] = _said(lambda: answering.generate(mine))
-        seen["stale_differs"] = bench.differs(first)
-        versions.append(answering.sync_weights().version)
-        second = answering.generate(mine)
-        seen["differs_after"] = bench.differs(second)
-        seen["other weights"] = other_weights(bench, answering)
-        seen["behind"] = bench.behind(answering.generate(mine, greedy=True))
-        seen["versions"] = versions
-        seen["slept"] = sleep_and_wake(answering, mine)
-        if bench.ranks.device.type == "cpu":  # made in weights as vLLM packs them for a CPU
-            seen["faults"] = stale_weights(bench, answering, mine)
-        seen["left"] = sorted(path.name for path in MEMORY.glob(f"{PREFIX}{os.getppid()}*"))
+        seen = follow(bench, answering, mine)
+        serving = bench.rollout.engine == "server"
+        seen |= (watch_servers if serving else watch_engine)(bench, answering, mine)
     after = _process()
     seen["undisturbed"] = [name for name in before if before[name] != after[name]]
+    if serving:  # only these outlive the engine if something is wrong
+        paths = [seen["folder"], *(f"/proc/{pid}" for pid in seen["supervisors"])]
+        seen["left"] = [path for path in paths if Path(path).exists()]
     return seen
+
+
+def follow(bench: Bench, answering: Any, mine: Sequence[Request]) -> dict[str, Any]:
+    """Sync, sample, change the policy without a sync, sync again."""
+    seen: dict[str, Any] = {"unpublished": failure(lambda: answering.generate(mine))}
+    versions = [answering.sync_weights().version]
+    first = answering.generate(mine)
+    seen["replies"] = _ids(first)
+    seen["again"] = _ids(answering.generate(mine)) == _ids(first)
+    seen["none"] = answering.generate([]) if bench.ranks.first else _ids(
+        answering.generate(mine)
+    ) == _ids(first)  # fmt: skip
+    seen["ended"] = [g.ended == bool(g.ids[-1] == END) for some in first for g in some]
+    seen["cut"] = [END not in g.ids[:-1] for some in first for g in some]
+    seen["differs"] = bench.differs(first)
+    bench.perturb(0.02)
+    seen["stale"] = failure(lambda: answering.generate(mine))
+    seen["stale_differs"] = bench.differs(first)
+    versions.append(answering.sync_weights().version)
+    seen["differs_after"] = bench.differs(answering.generate(mine))
+    seen["behind"] = bench.behind(answering.generate(mine, greedy=True))
+    return {**seen, "versions": versions}
+
+
+def watch_engine(bench: Bench, answering: Any, mine: Sequence[Request]) -> dict[str, Any]:
+    """Record what an engine in this process does after it was synced."""
+    replies = _ids(answering.generate(mine))
+    short = [replace(request, limit=2) for request in mine]  # as in later turns of an episode
+    seen = {
+        "limited": _ids(answering.generate(short)) == [ids[:2] for ids in replies],
+        "slept": sleep_and_wake(answering, mine),
+    }
+    if bench.ranks.device.type == "cpu":  # made in weights as vLLM packs them for a CPU
+        seen["faults"] = stale_weights(bench, answering, mine)
+    seen["left"] = sorted(path.name for path in MEMORY.glob(f"{PREFIX}{os.getppid()}*"))
+    return seen
+
+
+def watch_servers(bench: Bench, answering: Any, mine: Sequence[Request]) -> dict[str, Any]:
+    """Record responses that are sampled ahead, faults of a server, and what servers leave."""
+    before = answering.generate(mine)
+    seen: dict[str, Any] = {"mismatch": answering.mismatch}
+    answering.start_ahead(mine)
+    bench.perturb(0.02)
+    seen["next version"] = answering.sync_weights().version
+    ahead = answering.generate(mine)
+    seen["ahead"] = _ids(ahead) == _ids(before)
+    seen["ahead of version"] = sorted({g.version for some in ahead for g in some})
+    seen["faults"] = stale_servers(bench, answering)
+    bench.ranks.barrier()  # the first rank is the one that removes the folder
+    folder = answering._folder
+    seen["published"] = sorted(path.name.rpartition("-")[2] for path in folder.iterdir())
+    bench.ranks.barrier()
+    seen["supervisors"] = [server.pid for server in answering._fleet.started]
+    return {**seen, "folder": str(folder)}
 
 
 def sleep_and_wake(answering: Any, mine: Sequence[Request]) -> dict[str, Any]:
@@ -178,54 +209,22 @@ def sleep_and_wake(answering: Any, mine: Sequence[Request]) -> dict[str, Any]:
     before = _ids(answering.generate(mine))
     with patch("tasks.serving.vllm.rollouts.on_gpu", lambda: True):
         answering.sleep()
-    forgot = _said(lambda: answering.generate(mine))
+    forgot = failure(lambda: answering.generate(mine))
     answering.sync_weights()
     return {"forgot": forgot, "same": _ids(answering.generate(mine)) == before}
-
-
-def other_weights(bench: Bench, answering: Any) -> list[str]:
-    """Return the layers of an engine with full weights that do not compute with the policy's.
-
-    vLLM packs weights for CPU products; a layer's output for the unit matrix is exact.
-    """
-    if not hasattr(answering, "_engine") or answering._policy.as_adapter:
-        return []
-    policy = dict(merged_tensors(bench.engine.module, answering._facts))
-
-    def compare(model: Any) -> list[str]:
-        from vllm.model_executor.layers.linear import LinearBase
-
-        same: dict[str, bool] = {}
-        for name, layer in model.named_modules():
-            if isinstance(layer, LinearBase):
-                owner, _, leaf = name.rpartition(".")
-                keys = [f"{owner}.{part}" for part in FUSED.get(leaf, (leaf,))]
-                wanted = torch.cat([policy[f"{key}.weight"] for key in keys]).t()
-                if f"{keys[0]}.bias" in policy:
-                    wanted = wanted + torch.cat([policy[f"{key}.bias"] for key in keys])
-                out = layer(torch.eye(len(wanted), dtype=wanted.dtype, device=wanted.device))
-                same[name] = torch.equal(out[0] if isinstance(out, tuple) else out, wanted)
-            elif f"{name}.weight" in policy and name != "lm_head":
-                mine = policy[f"{name}.weight"]  # vLLM rounds a vocabulary's size up
-                same[name] = torch.equal(layer.weight[: len(mine)], mine)
-        return [name for name, is_so in same.items() if not is_so] if len(same) > 10 else ["few"]
-
-    with torch.no_grad():
-        told: list[list[str]] = answering._engine._llm.apply_model(compare)
-    return told[0]
 
 
 def break_it(bench: Bench) -> dict[str, Any]:
     """Cause errors, one after another, with a LoRA policy below ZeRO-3."""
     mine, seen = requests(bench.ranks.rank), {}
     bench.perturb(0.02)
-    seen["no start"] = _said(lambda: bench.answering(kv_cache_gib=1e-9).__enter__())
+    seen["no start"] = failure(lambda: bench.answering(kv_cache_gib=1e-9).__enter__())
     with bench.answering() as answering:
         answering.sync_weights()
         long = Request(np.arange(bench.rollout.max_prompt_len + 1, dtype=np.int32), 1, 0)
-        seen["long"] = _said(lambda: answering.generate([mine[0], long]))
+        seen["long"] = failure(lambda: answering.generate([mine[0], long]))
         _break_step(answering)
-        seen["broken"] = _said(lambda: answering.generate(mine))
+        seen["broken"] = failure(lambda: answering.generate(mine))
     with bench.answering() as answering:
         answering.sync_weights()
         colocated: Any = answering._engine  # type: ignore[attr-defined]
@@ -234,15 +233,15 @@ def break_it(bench: Bench) -> dict[str, Any]:
                 config = json.loads((folder / "adapter_config.json").read_text())
                 (folder / "adapter_config.json").write_text(json.dumps({**config, "r": 4096}))
             bench.ranks.barrier()
-            seen["refused"] = _said(lambda: colocated.load_adapter(folder, 2))
-        seen["after refusal"] = _said(lambda: answering.generate(mine))
+            seen["refused"] = failure(lambda: colocated.load_adapter(folder, 2))
+        seen["after refusal"] = failure(lambda: answering.generate(mine))
         parameter = next(iter(Policy(bench.engine, bench.job, bench.ranks).parameters.values()))
         whole = parameter.data
         parameter.data = whole[:, 1:]
-        seen["contract"] = _said(answering.sync_weights)
+        seen["contract"] = failure(answering.sync_weights)
         parameter.data = whole.clone()
         parameter.data[0, 0] = torch.nan
-        seen["not finite"] = _said(answering.sync_weights)
+        seen["not finite"] = failure(answering.sync_weights)
         parameter.data = whole
     return seen
 
@@ -255,14 +254,6 @@ def _break_step(answering: Any) -> None:
         raise RuntimeError("Unsupported CPU attention configuration")
 
     core.step = step
-
-
-def _said(work: Any) -> str:
-    try:
-        work()
-    except PlumblineError as error:
-        return f"{type(error).__name__}: {error.message} | {error.hint}"
-    return ""
 
 
 def _ids(responses: Sequence[Sequence[Generated]]) -> list[list[int]]:
@@ -287,22 +278,14 @@ def _process() -> dict[str, Any]:
     }
 
 
-LIVES = {"grpo": watch, "faults": break_it}
-"""Function for a policy, by its job's objective."""
-
-
-def main(lives: Mapping[str, Callable[[Bench], dict[str, Any]]]) -> None:
-    """Live through each job of the command line, and write what was seen beside it.
-
-    Args:
-        lives: function for a policy, by its job's objective.
-    """
+def main() -> None:
+    """Live through each job of the command line, and write what was seen beside it."""
     ranks = Ranks()
     for path in map(Path, sys.argv[1:]):
         job = TrainJob.read(path)
         try:
             bench = Bench.of(job, ranks)
-            seen = lives[job.settings.objective](bench)
+            seen = (break_it if job.settings.objective == "faults" else watch)(bench)
             bench.engine.destroy()
         except Exception:
             seen = {"failure": traceback.format_exc()}
@@ -316,4 +299,4 @@ def main(lives: Mapping[str, Callable[[Bench], dict[str, Any]]]) -> None:
 
 
 if __name__ == "__main__":
-    main(LIVES)
+    main()

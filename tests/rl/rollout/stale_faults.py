@@ -1,4 +1,4 @@
-"""Faults after which an engine computes with other weights than those that were sent to it.
+"""Faults after which an engine or a server computes with other weights than were sent to it.
 
 Each fault is planted in vLLM (or in peft if the trainer's module samples) for one sync and then
 removed. vLLM itself reports none of them: it has an adapter with the right id, or has loaded what
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -16,21 +17,44 @@ import torch
 
 from tasks.core.errors import PlumblineError
 from tasks.rl.rollout.merged import merged_tensors
+from tasks.serving.rollout_servers.remote import RemoteServer
 
 Plant = Callable[[Any, Any], AbstractContextManager[Any]]
 
 
 def stale_weights(bench: Any, answering: Any, mine: Any) -> dict[str, str]:
     """Return the engine's error by fault. The policy is synced again at the end."""
-    plants = _plants(answering)
     seen = {}
-    for name, plant in plants.items():
+    for name, plant in _plants(answering).items():
         bench.perturb(0.02)
         with plant(bench, answering):
-            seen[name] = _failure(lambda: (answering.sync_weights(), answering.generate(mine)))
+            seen[name] = failure(lambda: (answering.sync_weights(), answering.generate(mine)))
         answering.sync_weights()
-        seen[f"{name}, then right"] = _failure(lambda: answering.generate(mine))
+        seen[f"{name}, then right"] = failure(lambda: answering.generate(mine))
     return seen
+
+
+def stale_servers(bench: Any, answering: Any) -> dict[str, str]:
+    """Return the error of a sync by fault of the last server, after steps of two sizes."""
+    as_adapter = answering._policy.as_adapter
+    faults = ("old adapter", "base") if as_adapter else ("reload does nothing",)
+    seen = {}
+    for name in faults:
+        for scale in (0.02, 0.002):
+            bench.perturb(scale)
+            with _stale_server(name, answering):
+                seen[f"{name} {scale}"] = failure(answering.sync_weights)
+            seen[f"{name} {scale}, then right"] = failure(answering.sync_weights)
+    return seen
+
+
+def failure(work: Callable[[], Any]) -> str:
+    """Return the error of `work` as a text; empty if there is none."""
+    try:
+        work()
+    except PlumblineError as error:
+        return f"{type(error).__name__}: {error.message} | {error.hint}"
+    return ""
 
 
 def _plants(answering: Any) -> dict[str, Plant]:
@@ -40,14 +64,12 @@ def _plants(answering: Any) -> dict[str, Plant]:
         return {
             "stale adapter": _stale_adapter,
             "slots not filled": _slots_not_filled,
-            "no module bound": _no_module_bound,
             "one module left out": _one_module_left_out,
             "adapter lost on wake": _adapter_lost_on_wake,
             "base lost on wake": _base_lost_on_wake,
             "adapter not used": _adapter_not_used,
         }
     return {
-        "reload does nothing": _reload_does_nothing,
         "one tensor left out": _one_tensor_left_out,
         "base reloaded on wake": _base_reloaded_on_wake,
     }
@@ -76,21 +98,6 @@ def _stale_adapter(bench: Any, answering: Any) -> Iterator[None]:
 def _slots_not_filled(bench: Any, answering: Any) -> Iterator[None]:
     """The adapter is registered and active, but its tensors go nowhere."""
     with _every_layer(answering, "set_lora", lambda *_: None):
-        yield
-
-
-@contextmanager
-def _no_module_bound(bench: Any, answering: Any) -> Iterator[None]:
-    """The adapter's names are those of a model nested in another one (verl-omni #552)."""
-    from vllm.lora import lora_model
-
-    right = lora_model.parse_fine_tuned_lora_name
-
-    def parse(name: str, mapper: Any = None) -> tuple[str, bool]:
-        module, is_a = right(name, mapper)
-        return f"language_model.{module}", is_a
-
-    with patch.object(lora_model, "parse_fine_tuned_lora_name", parse):
         yield
 
 
@@ -145,14 +152,6 @@ def _base_lost_on_wake(bench: Any, answering: Any) -> Iterator[None]:
             yield
     finally:
         norm.weight.data.copy_(kept)
-
-
-@contextmanager
-def _reload_does_nothing(bench: Any, answering: Any) -> Iterator[None]:
-    """`reload_weights` reads every tensor and returns."""
-    runner = _worker(answering).model_runner
-    with patch.object(runner, "reload_weights", lambda weights_iterator: list(weights_iterator)):
-        yield
 
 
 @contextmanager
@@ -234,9 +233,25 @@ def _every_layer(answering: Any, name: str, instead: Any) -> Iterator[None]:
                 delattr(layer, name)
 
 
-def _failure(work: Callable[[], Any]) -> str:
-    try:
-        work()
-    except PlumblineError as error:
-        return f"{type(error).__name__}: {error.message} | {error.hint}"
-    return ""
+@contextmanager
+def _stale_server(name: str, answering: Any) -> Iterator[None]:
+    """The last server keeps its weights, loads the last adapter, or samples from the base."""
+    servers = answering._fleet.servers  # none on other ranks than the first
+    load_adapter, load_weights = RemoteServer.load_adapter, RemoteServer.load_weights
+    old = answering._folder / answering._named(answering.version)
+
+    def adapter(self: RemoteServer, title: str, folder: Path, timeout_s: float) -> None:
+        stale = self is servers[-1] and name == "old adapter"
+        load_adapter(self, title, old if stale else folder, timeout_s)
+        if self is servers[-1] and name == "base":
+            self.model = self.base
+
+    def weights(self: RemoteServer, folder: Path, timeout_s: float) -> None:
+        if self is not servers[-1]:
+            load_weights(self, folder, timeout_s)
+
+    with (
+        patch.object(RemoteServer, "load_adapter", adapter),
+        patch.object(RemoteServer, "load_weights", weights),
+    ):
+        yield

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import threading
+from collections import OrderedDict
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,12 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.data.kinds import PROMPTS
-from tasks.training.engine import checkpoint
+from tasks.training.engine import checkpoint, saving
+from tasks.training.engine.async_writer import Writer, on_host
 from tasks.training.engine.checkpoint import Best, Progress
-from tasks.training.job import Evaluate, Loss, Zero
-from tasks.training.objectives import _MODULES
-from tasks.training.resume import choose, identity
-from tasks.training.selection import METRICS, direction, has_stopped, judge
+from tasks.training.job import Evaluate, Loss, TrainJob, Zero
+from tasks.training.resume import begin, choose, identity
+from tasks.training.selection import direction, has_stopped, judge
 from tests.settings import Batch, Launch, Settings
 
 WANTED = {"base": "b", "data": "d", "seed": 0}
@@ -62,24 +63,19 @@ def steps(root: Path) -> list[int]:
     return [int(path.name.removeprefix("step-")) for path in checkpoint.complete(root)]
 
 
-class TestPrune:
-    @pytest.mark.parametrize(
-        ("keep", "most", "most_gb", "left"),
-        [
-            ({2}, 3, None, [2, 4, 5]),
-            ({2}, 1, None, [2, 5]),
-            (set(), 0, None, [1, 2, 3, 4, 5]),  # any number may stay
-            ({1}, 0, 250_000 / checkpoint.GB, [1, 5]),
-            (set(), 0, 1 / checkpoint.GB, [5]),  # the last one stays even above the limit
-        ],
-    )
-    def test_the_oldest_go_and_best_and_last_stay(
-        self, tmp_path: Path, keep: set[int], most: int, most_gb: float | None, left: list[int]
-    ) -> None:
+def test_the_oldest_go_and_best_and_last_stay(tmp_path: Path) -> None:
+    for number, (keep, most, most_gb, left) in enumerate((
+        ({2}, 3, None, [2, 4, 5]),
+        ({2}, 1, None, [2, 5]),
+        (set(), 0, None, [1, 2, 3, 4, 5]),  # any number may stay
+        ({1}, 0, 250_000 / checkpoint.GB, [1, 5]),
+        (set(), 0, 1 / checkpoint.GB, [5]),  # the last one stays even above the limit
+    )):  # fmt: skip
+        root = tmp_path / str(number)
         for step in (1, 2, 3, 4, 5):
-            make(tmp_path, step, size=100_000)
-        checkpoint.prune(tmp_path, keep=keep, most=most, most_gb=most_gb)
-        assert steps(tmp_path) == left
+            make(root, step, size=100_000)
+        checkpoint.prune(root, keep=keep, most=most, most_gb=most_gb)
+        assert steps(root) == left, (keep, most, most_gb)
 
 
 class TestComplete:
@@ -117,6 +113,10 @@ class TestChoose:
         assert newest is not None
         assert (auto.path, named.path, newest.path) == (last, first, last)
         assert choose("never", tmp_path, WANTED) is None
+        (tmp_path / "empty").mkdir()
+        for name in ("gone", "empty"):
+            with pytest.raises(ConfigError, match=str(tmp_path / name)):
+                choose(str(tmp_path / name), tmp_path, WANTED)
 
     def test_a_given_folder_that_runs_code_is_refused(self, tmp_path: Path) -> None:
         """DeepSpeed would unpickle it, and its `state.json` can be copied from any run."""
@@ -153,11 +153,6 @@ class TestChoose:
             alter(other if best else theirs)
             with pytest.raises(ArtifactError, match=problem):
                 choose(str(theirs), tmp_path, WANTED)
-
-    @pytest.mark.parametrize("name", ["gone", ""])
-    def test_a_path_without_a_checkpoint(self, tmp_path: Path, name: str) -> None:
-        with pytest.raises(ConfigError, match=str(tmp_path / name)):
-            choose(str(tmp_path / name), tmp_path, WANTED)
 
     def test_another_run_s_checkpoint_is_refused_and_every_difference_named(
         self, tmp_path: Path
@@ -206,24 +201,17 @@ class TestIdentity:
         assert all(other != first for other in others)
         (data / "train.jsonl").write_text("{ }\n")
         assert of(Settings()) != first
-
-    def test_it_survives_json(self, data: Path) -> None:
-        settings = replace(Settings(), peft=replace(Settings().peft, target_modules=("q_proj",)))
-        wanted = identity(settings, base_digest="b", data=data)
-        root = data / "checkpoints"
-        made = make(root, 1, identity=wanted)
-        chosen = choose("auto", root, wanted)
-        assert chosen is not None
-        assert (chosen.path, chosen.progress.step) == (made, 1)
+        root, tuples = data / "checkpoints", replace(Settings().peft, target_modules=("q_proj",))
+        wanted = of(Settings(peft=tuples))
+        make(root, 1, identity=wanted)
+        assert choose("auto", root, wanted) is not None, "it survives its file"
 
 
 class TestSelection:
-    def test_every_objective_has_metrics_for_best_metric(self) -> None:
-        assert set(METRICS) == {*_MODULES, *PROMPTS.objectives}
-        assert [direction("ppo", "reward"), direction("dpo", "accuracy")] == [1, 1]
-        assert direction("sft", "loss") == -1
+    def test_metrics_that_an_objective_lacks_are_refused(self) -> None:
+        assert [direction("ppo", "reward"), direction("sft", "loss")] == [1, -1]
         for objective, metric in (("ppo", "loss"), ("sft", "accuracy")):
-            with pytest.raises(ConfigError, match=f"best_metric={metric}.*{objective}"):
+            with pytest.raises(ConfigError, match=f"{metric}.*{objective}"):
                 direction(objective, metric)
 
     def test_the_best_is_remembered_and_waiting_ends(self) -> None:
@@ -237,3 +225,74 @@ class TestSelection:
         ]  # fmt: skip
         assert progress.best == Best(5, 1.0)
         assert [e["step"] for e in progress.evaluations] == [1, 2, 3, 4, 5]
+
+
+def test_copies_of_a_state_change_with_nothing() -> None:
+    weight = torch.nn.Parameter(torch.arange(6.0))
+    state: dict[str, Any] = {
+        "module": OrderedDict(weight=weight, view=weight[2:4]),
+        "groups": [{"step": torch.tensor(3.0), "betas": (0.9, 0.999)}],
+        "losses": [1.0],
+    }
+    copied = on_host(state)
+    with torch.no_grad():
+        weight.zero_()
+    state["losses"].append(2.0)
+    state["groups"][0]["step"] += 1
+    assert copied["module"]["weight"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert copied["module"]["view"].tolist() == [2, 3]
+    assert copied["groups"] == [{"step": torch.tensor(3.0), "betas": (0.9, 0.999)}]
+    assert copied["losses"] == [1.0]
+
+
+def test_an_error_is_raised_once_by_the_next_check() -> None:
+    writer, go = Writer(), threading.Event()
+
+    def fail() -> None:
+        go.wait()
+        raise OSError(28, "No space left on device")
+
+    writer.start(fail)
+    writer.check()  # it is still writing
+    go.set()
+    writer.join()
+    with pytest.raises(OSError, match="28"):
+        writer.wait()
+    writer.wait()
+
+
+def test_the_best_checkpoint_outlives_a_resume(tmp_path: Path) -> None:
+    """With `max_ckpt_num=1` the best checkpoint is kept beside the newest one.
+
+    New checkpoints replace only the newest one, until there is a better one.
+    """
+    settings = Settings(save_steps=1, max_ckpt_num=1, evaluate=Evaluate(eval_steps=1))
+    job = TrainJob(settings, tmp_path, "b", tmp_path, tmp_path / "out", tmp_path / "checkpoints")
+    progress = Progress()
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+        _save(job, progress, step, loss)
+    assert steps(job.checkpoints) == [2, 3]
+
+    job, progress = begin(job, "auto", to_universal=_refuse)
+    assert job.resume == job.checkpoints / checkpoint.name_of(3)
+    assert (progress.step, progress.best) == (3, Best(2, 1.0))
+    for step, loss, kept in ((4, 2.5, [2, 4]), (5, 1.5, [2, 5]), (6, 0.5, [6]), (7, 0.7, [6, 7])):
+        _save(job, progress, step, loss)
+        assert steps(job.checkpoints) == kept
+
+
+def _save(job: TrainJob, progress: Progress, step: int, loss: float) -> None:
+    """Save a checkpoint without tensors, as `loop.py` and `saving.py` do after a step."""
+    progress.step = step
+    judge(progress, {"loss": loss}, job.settings.evaluate, -1)
+    work = checkpoint.work_folder(job.checkpoints, step)
+    work.mkdir(parents=True)
+    checkpoint.describe(
+        work, world_size=2, identity=dict(job.identity), progress=progress, files={}
+    )
+    checkpoint.publish(work)
+    saving._prune(job, progress)
+
+
+def _refuse(engine: Path, universal: Path) -> None:
+    raise AssertionError("the number of ranks is the same")

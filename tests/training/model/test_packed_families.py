@@ -1,19 +1,23 @@
-"""Every family, packed and unpacked: the same losses and gradients; sequences do not mix."""
+"""Packed rows of every family: losses, gradients, scores and router loss of transformers."""
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
 from dataclasses import replace
-from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tasks.config.checks.model import Known
+from tasks.config.checks.objective import router_loss
 from tasks.core.errors import ConfigError, TrainingError
 from tasks.training.model.packable import unpackable
 from tasks.training.model.packed_model import accept_packed_rows, require_same
+from tasks.training.model.router_loss import coefficient
+from tasks.training.objectives.forward_passes import Passes
+from tasks.training.objectives.sft import Sft
+from tasks.training.tokens.order import Counts
 from tasks.training.tokens.packing import pack, trial_row
 from tasks.weights.families.meta import auto_class
 from tests.training.datasets import alone, make_examples
@@ -33,7 +37,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gpt2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
 }
 EAGER = {"gemma2"}  # sdpa leaves its attention cap out
-DEFAULT = ("llama", "qwen2", "gemma2", "mixtral", "gpt2")
+DEFAULT = ("qwen2", "gemma2", "gpt2")
 EACH = [
     family if family in DEFAULT else pytest.param(family, marks=pytest.mark.slow)
     for family in FAMILIES
@@ -52,18 +56,19 @@ def make_model(family: str, attention: str) -> Any:
     return model.train()
 
 
-def gradients(model: Any, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
+def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad(set_to_none=True)
-    weights = torch.linspace(-1, 1, len(logprobs))
-    (logprobs @ weights).backward()
+    loss.backward()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def require_same_gradients(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+def require_same_gradients(
+    mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], floor: float = 1.0
+) -> None:
     assert mine.keys() == theirs.keys()
     for name, gradient in theirs.items():
-        scale = float(gradient.abs().max())
-        torch.testing.assert_close(mine[name], gradient, rtol=0, atol=1e-5 * max(scale, 1.0))
+        scale = max(float(gradient.abs().max()), floor)
+        torch.testing.assert_close(mine[name], gradient, rtol=0, atol=1e-5 * scale)
 
 
 @pytest.mark.parametrize("family", EACH)
@@ -71,80 +76,25 @@ def test_packed_sequences_have_the_losses_and_gradients_of_unpacked_ones(family:
     examples = make_examples(LENGTHS, vocabulary=88)
     own = make_model(family, "eager")
     expected = alone(own, examples)
-    theirs = gradients(own, expected)
+    weighted = torch.linspace(-1, 1, len(expected))
+    theirs = gradients(own, expected @ weighted)
     model = make_model(family, "eager" if family in EAGER else "sdpa")
     accept_packed_rows(model)
     require_same(model, trial_row(examples))
     packed = model(row=pack(examples, range(len(LENGTHS))))
     torch.testing.assert_close(packed, expected, rtol=0, atol=1e-5)
-    require_same_gradients(gradients(model, packed), theirs)
-
-
-@pytest.mark.parametrize("family", EACH)
-def test_other_sequences_of_a_row_change_nothing(family: str) -> None:
-    examples = make_examples(LENGTHS, vocabulary=88)
-    model = make_model(family, "eager" if family in EAGER else "sdpa").eval()
-    accept_packed_rows(model)
+    require_same_gradients(gradients(model, packed @ weighted), theirs)
     row = pack(examples, range(len(LENGTHS)))
     with torch.no_grad():
-        before = model(row=row)
-        for changed in (0, 1, 3):
+        before = model.eval()(row=row)
+        for changed in (0, 3):
             ids = examples.ids.copy()
             start, end = examples.bounds[changed : changed + 2]
             ids[start:end] = (ids[start:end] + 5) % 88
             after = model(row=pack(replace(examples, ids=ids), range(len(LENGTHS))))
             others = row.owner != changed
-            assert torch.equal(after[others], before[others])
+            assert torch.equal(after[others], before[others]), "sequences do not mix"
             assert not torch.equal(after[~others], before[~others])
-
-
-def test_flash_attention_gets_the_bounds_once_per_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' own path to flash-attn, with a stand-in for its kernel.
-
-    Without the bounds it derives them from the positions in every layer.
-    """
-    from transformers import modeling_flash_attention_utils as flash
-
-    examples, told = make_examples(LENGTHS, vocabulary=88), []
-
-    def kernel(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, **how: Any) -> Any:
-        told.append((cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), how["max_seqlen_q"]))
-        assert (cu_seqlens_q.dtype, how["max_seqlen_k"]) == (torch.int32, how["max_seqlen_q"])
-        cuts = cu_seqlens_q.tolist()
-        each = zip(*(x.split([b - a for a, b in itertools.pairwise(cuts)]) for x in (q, k, v)),
-                   strict=True)  # fmt: skip
-        return torch.cat([_causal(*one, how.get("window_size")) for one in each])
-
-    def nothing_derived(*args: Any) -> Any:
-        raise AssertionError("the bounds are derived from the positions")
-
-    takes = dict.fromkeys(("dropout_p", "window_size", "max_seqlen_q", "max_seqlen_k"), True)
-    supports = defaultdict(bool, takes)
-    process = partial(flash._process_flash_attention_kwargs, supports_mapping=supports)
-    functions = ((None, kernel, None, None, None), (process, None))
-    monkeypatch.setattr(flash, "lazy_import_flash_attention", lambda name: functions)
-    monkeypatch.setattr(flash, "_is_packed_sequence", nothing_derived)
-    own = make_model("mistral", "eager")  # with a window
-    expected = alone(own, examples)
-    theirs = gradients(own, expected)
-    model = make_model("mistral", "sdpa")
-    model.config._attn_implementation = "flash_attention_2"  # flash-attn is not installed
-    accept_packed_rows(model)
-    packed = model(row=pack(examples, range(len(LENGTHS))))
-    torch.testing.assert_close(packed, expected, rtol=0, atol=1e-5)
-    require_same_gradients(gradients(model, packed), theirs)
-    bounds = [0, *itertools.accumulate(sorted(LENGTHS))]
-    assert told == [(bounds, bounds, max(LENGTHS))] * model.config.num_hidden_layers
-
-
-def _causal(q: Any, k: Any, v: Any, window: tuple[int, int] | None) -> torch.Tensor:
-    """Compute attention of one sequence, (t, heads, d); each token sees `window[0]` before it."""
-    place = torch.arange(len(q))
-    back = place[:, None] - place[None]
-    seen = (back >= 0) & (back <= (window[0] if window else len(q)))
-    each = (x.transpose(0, 1) for x in (q, k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(*each, attn_mask=seen, enable_gqa=True)
-    return out.transpose(0, 1)
 
 
 def test_scores_equal_those_of_unpacked_sequences() -> None:
@@ -173,9 +123,9 @@ def test_a_wrong_packed_pass_is_noticed() -> None:
     model = make_model("llama", "sdpa")
     accept_packed_rows(model)
     leaky = replace(trial_row(examples), buckets=())
-    one = replace(leaky, buckets=(pack(make_examples([80]), [0]).buckets))
+    mixed = replace(leaky, buckets=(pack(make_examples([80]), [0]).buckets))
     with pytest.raises(TrainingError, match="forward pass"):
-        require_same(model, one)
+        require_same(model, mixed)
     assert model.training
     require_same(model, trial_row(examples))
     head = model.get_output_embeddings()
@@ -195,32 +145,111 @@ class Doubling(torch.nn.Module):
         return self.head(hidden) * (2.0 if hidden.dim() == 3 else 1.0)
 
 
-REFUSED = {
-    "recurrent": ({"model_type": "mamba"}, "sdpa", "mamba"),
-    "convolutions": (
-        {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "sdpa", "conv",
-    ),
-    "new hybrid": (
-        {"model_type": "fresh", "text_config": {"layer_types": ["linear_attention"]}},
-        "sdpa", "linear_attention",
-    ),
-    "alibi": ({"model_type": "falcon", "alibi": True}, "eager", "falcon"),
-    "cap": ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "sdpa", "50.0"),
+def test_families_that_cannot_be_packed_are_refused_by_name() -> None:
+    from transformers import AutoModelForCausalLM, MambaConfig
+
+    hybrid = {"model_type": "fresh", "text_config": {"layer_types": ["linear_attention"]}}
+    for config, attention, named in (
+        ({"model_type": "mamba"}, "sdpa", "mamba"),
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "sdpa", "conv"),
+        (hybrid, "sdpa", "linear_attention"),
+        ({"model_type": "falcon", "alibi": True}, "eager", "falcon"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "sdpa", "50.0"),
+    ):
+        refused = unpackable(config, attention)
+        assert refused is not None, config
+        assert named in refused.problem
+    config = MambaConfig(vocab_size=90, hidden_size=16, num_hidden_layers=1, state_size=4)
+    with pytest.raises(ConfigError, match="mamba"):
+        accept_packed_rows(AutoModelForCausalLM.from_config(config))
+    assert unpackable(make_model("gemma2", "eager").config.to_dict(), "eager") is None
+
+
+ROUTED = [23, 9, 40, 1, 31]
+TRAIN = {
+    "objective": "sft", "router_aux_loss_coef": None, "gradient_checkpointing": True,
+    "gradient_checkpointing_reentrant": False,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_family_that_cannot_be_packed_is_refused_by_name(name: str) -> None:
-    config, attention, named = REFUSED[name]
-    refused = unpackable(config, attention)
-    assert refused is not None
-    assert named in refused.problem
+def own(model: Any, examples: Any, chosen: list[int]) -> Any:
+    """Return transformers' output for a padded batch, with labels and router loss."""
+    pieces = [examples.sequence(i, 0) for i in chosen]
+    shape = len(pieces), max(len(ids) for ids, _ in pieces)
+    ids, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    labels = torch.full(shape, -100)
+    for row, (tokens, bears) in enumerate(pieces):
+        ids[row, : len(tokens)] = torch.from_numpy(tokens).long()
+        mask[row, : len(tokens)] = 1
+        marked = torch.from_numpy(bears).bool().nonzero()[:, 0]
+        labels[row, marked] = ids[row, marked]
+    return model(input_ids=ids, attention_mask=mask, labels=labels, output_router_logits=True,
+                 use_cache=False)  # fmt: skip
 
 
-def test_refused_before_anything_runs() -> None:
-    from transformers import AutoModelForCausalLM, MambaConfig
+@pytest.mark.parametrize(("family", "checkpointed"), [("mixtral", True), ("qwen2_moe", False)])
+def test_loss_and_gradients_are_those_of_transformers(family: str, checkpointed: bool) -> None:
+    """One row is a whole step: its loss is the one that transformers returns for the batch."""
+    examples = make_examples(ROUTED, vocabulary=88)
+    examples.bears[examples.bounds[:-1]] = 0  # nothing predicts a first token
+    model = make_model(family, "sdpa")
+    model.config.router_aux_loss_coef = model.router_aux_loss_coef = 0.7
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    chosen = list(range(len(ROUTED)))
+    expected = own(model, examples, chosen)
+    theirs = gradients(model, expected.loss)
+    accept_packed_rows(model)
+    assert coefficient(model.config.to_dict(), None) == 0.7
+    passes = Passes(model, SimpleNamespace(device=torch.device("cpu")), Sft(), 0.7)
+    loss = passes.loss(examples, chosen, counts=Counts.of(examples), baseline=None)
+    mine = gradients(model, loss.value)
+    assert float(loss.measures["router_loss"]) == pytest.approx(expected.aux_loss.item(), rel=1e-6)
+    assert loss.value.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    assert len([name for name in mine if "mlp.gate.weight" in name]) == 2
+    require_same_gradients(mine, theirs, floor=0.1)
 
-    config = MambaConfig(vocab_size=90, hidden_size=16, num_hidden_layers=1, state_size=4)
-    with pytest.raises(ConfigError, match="mamba has recurrent layers"):
-        accept_packed_rows(AutoModelForCausalLM.from_config(config))
-    assert unpackable(make_model("gemma2", "eager").config.to_dict(), "eager") is None
+
+def test_rows_weigh_as_their_tokens() -> None:
+    """A step of two rows has the mean of their router losses over its tokens; none is evaluated."""
+    examples, rows = make_examples(ROUTED, vocabulary=88), ([0, 2], [1, 3, 4])
+    model = make_model("mixtral", "sdpa")
+    each = [float(own(model, examples, chosen).aux_loss) for chosen in rows]
+    accept_packed_rows(model)
+    counts, device = Counts.of(examples), SimpleNamespace(device=torch.device("cpu"))
+    passes, plain = Passes(model, device, Sft(), 0.7), Passes(model, device, Sft())
+    losses = [passes.loss(examples, chosen, counts=counts, baseline=None) for chosen in rows]
+    without = [plain.loss(examples, chosen, counts=counts, baseline=None) for chosen in rows]
+    mean = (63 * each[0] + 41 * each[1]) / 104
+    added = sum(float(a.value - b.value) for a, b in zip(losses, without, strict=True))
+    assert added == pytest.approx(0.7 * mean, rel=1e-5)
+    assert sum(float(x.measures["router_loss"]) for x in losses) == pytest.approx(mean, rel=1e-6)
+    with torch.no_grad():
+        evaluated = passes.loss(examples, rows[0], counts=counts, baseline=None)
+    assert float(evaluated.value) == pytest.approx(float(without[0].value), rel=1e-6)
+    assert "router_loss" not in evaluated.measures
+
+
+def test_settings_and_families_without_a_router_loss_are_refused() -> None:
+    mixtral = {"model_type": "mixtral", "num_local_experts": 8, "router_aux_loss_coef": 0.02}
+    for config, train, named in (
+        (mixtral, {}, []),
+        (mixtral, {"objective": "dpo"}, []),
+        (mixtral, {"objective": "grpo", "router_aux_loss_coef": 0.0}, []),
+        (
+            mixtral,
+            # Reentrant checkpointing records the routers' outputs without a graph.
+            {"objective": "kto", "gradient_checkpointing_reentrant": True},
+            ["train.objective=kto", "train.gradient_checkpointing_reentrant=false"],
+        ),
+        (
+            {**mixtral, "model_type": "llama", "num_local_experts": 0},
+            {"router_aux_loss_coef": 0.1},
+            ["llama"],
+        ),
+        ({**mixtral, "model_type": "llama4_text"}, {}, ["llama4_text"]),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 256}, {}, []),  # it has a bias instead
+    ):
+        problems = router_loss({**TRAIN, **train}, Known(config=config))
+        assert len(problems) == len(named), (config, train)
+        assert all(n in f"{p} {p.allowed}" for n, p in zip(named, problems, strict=True))

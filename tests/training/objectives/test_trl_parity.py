@@ -23,11 +23,23 @@ PAIRS = [
     {"prompt": f"say {word} ", "chosen": word * n, "rejected": other * m}
     for word, other, n, m in (("ab", "c", 2, 3), ("abc", "de", 1, 4), ("f", "gh", 5, 1))
 ]
-TOLERANCE = 2e-6
+TOLERANCE = 4e-6
 
 
-def common(folder: Path) -> dict[str, Any]:
-    return {
+def trainer_of(
+    kind: str,
+    folder: Path,
+    rows: list[dict[str, Any]],
+    model: Any,
+    tokenizer: Any,
+    other: Any = None,
+    **config: Any,
+) -> tuple[dict[str, Any], float]:
+    """Return the first batch of a trainer of TRL, and its loss."""
+    import trl
+    from datasets import Dataset
+
+    usual: dict[str, Any] = {
         "output_dir": str(folder),
         "report_to": [],
         "use_cpu": True,
@@ -39,6 +51,15 @@ def common(folder: Path) -> dict[str, Any]:
         "dataset_num_proc": None,
         "seed": 0,
     }
+    trainer = getattr(trl, f"{kind}Trainer")(
+        model=model,
+        args=getattr(trl, f"{kind}Config")(**usual, **config),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        **({} if other is None else {"ref_model": other}),
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+    return batch, float(trainer.compute_loss(trainer.model, dict(batch)))
 
 
 @pytest.fixture
@@ -97,70 +118,42 @@ def sums(model: Any, row: Row) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
-        ({"loss_type": ["sigmoid"]}, {}),
         ({"loss_type": ["sigmoid"], "beta": 0.7}, {"beta": 0.7}),
         ({"loss_type": ["ipo"]}, {"kind": "ipo"}),
     ],
 )
 def test_dpo(
-    theirs: dict[str, Any],
-    ours: dict[str, Any],
-    tmp_path: Path,
-    model: Any,
-    other: Any,
+    theirs: dict[str, Any], ours: dict[str, Any], tmp_path: Path, model: Any, other: Any,
     tokenizer: Any,
-) -> None:
-    from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer
-
-    trainer = DPOTrainer(
-        model=model,
-        ref_model=other,
-        args=DPOConfig(**common(tmp_path), **theirs),
-        train_dataset=Dataset.from_list(PAIRS),
-        processing_class=tokenizer,
-    )
-    batch = next(iter(trainer.get_train_dataloader()))
-    wanted = trainer.compute_loss(trainer.model, dict(batch))
+) -> None:  # fmt: skip
+    batch, wanted = trainer_of("DPO", tmp_path, PAIRS, model, tokenizer, other, **theirs)
     made = objective("dpo", ours)
-    examples = to_examples(
-        batch["input_ids"], batch["attention_mask"], batch["completion_mask"], made.roles
-    )
+    names = ("input_ids", "attention_mask", "completion_mask")
+    examples = to_examples(*(batch[name] for name in names), made.roles)
     row = pack(examples, range(len(examples)))
-    for one in (model, other):
-        accept_packed_rows(one)
+    accept_packed_rows(model)
+    accept_packed_rows(other)
     output = ModelOutput(logprobs=model(row=row), reference=sums(other, row))
     loss = made.loss(output, row, counts_of(examples)).value
-    assert loss.item() == pytest.approx(wanted.item(), rel=TOLERANCE)
+    assert loss.item() == pytest.approx(wanted, rel=TOLERANCE)
 
 
 def test_kto(tmp_path: Path, model: Any, other: Any, tokenizer: Any) -> None:
-    from datasets import Dataset
-    from trl import KTOConfig, KTOTrainer
-
     rows = [
         {"prompt": p["prompt"], "completion": p["chosen"], "label": i != 1}
         for i, p in enumerate(PAIRS)
     ]
-    trainer = KTOTrainer(
-        model=model,
-        ref_model=other,
-        args=KTOConfig(**common(tmp_path), beta=0.3, undesirable_weight=1.2),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-    )
-    batch = next(iter(trainer.get_train_dataloader()))
-    wanted = trainer.compute_loss(trainer.model, dict(batch))
-    made = objective("kto", {"beta": 0.3, "undesirable_weight": 1.2})
+    config = {"beta": 0.3, "undesirable_weight": 1.2}
+    batch, wanted = trainer_of("KTO", tmp_path, rows, model, tokenizer, other, **config)
+    made = objective("kto", config)
     width = max(batch["input_ids"].shape[1], batch["KL_input_ids"].shape[1])
 
     def both(name: str) -> torch.Tensor:
         parts = (batch[name], batch[f"KL_{name}"])
         return torch.cat([torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in parts])
 
-    examples = to_examples(
-        both("input_ids"), both("attention_mask"), both("completion_mask"), made.roles
-    )
+    names = ("input_ids", "attention_mask", "completion_mask")
+    examples = to_examples(*map(both, names), made.roles)
     desirable = np.array(batch["label"], np.float32)
     examples = dataclasses.replace(examples, values={"desirable": desirable})
     accept_packed_rows(model)
@@ -171,51 +164,31 @@ def test_kto(tmp_path: Path, model: Any, other: Any, tokenizer: Any) -> None:
     row = pack(examples, everything, roles=[0])
     output = ModelOutput(logprobs=model(row=row), reference=sums(other, row), baseline=baseline)
     loss = made.loss(output, row, counts_of(examples)).value
-    assert loss.item() == pytest.approx(wanted.item(), rel=TOLERANCE)
+    assert loss.item() == pytest.approx(wanted, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("center", [None, 0.05])
-def test_reward(center: float | None, tmp_path: Path, base: Path, tokenizer: Any) -> None:
-    from datasets import Dataset
+def test_reward(tmp_path: Path, base: Path, tokenizer: Any) -> None:
     from transformers import AutoModelForSequenceClassification
-    from trl import RewardConfig, RewardTrainer
 
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(
         base, num_labels=1, dtype=torch.float32
     )
     model.score.weight.data.normal_(std=0.5)
-    args = RewardConfig(**common(tmp_path), center_rewards_coefficient=center, disable_dropout=True)
-    trainer = RewardTrainer(
-        model=model,
-        args=args,
-        train_dataset=Dataset.from_list(PAIRS),
-        processing_class=tokenizer,
-    )
-    batch = next(iter(trainer.get_train_dataloader()))
-    wanted = trainer.compute_loss(trainer.model, dict(batch))
-    made = objective("reward", {"center": center})
+    config = {"center_rewards_coefficient": 0.05, "disable_dropout": True}
+    batch, wanted = trainer_of("Reward", tmp_path, PAIRS, model, tokenizer, **config)
+    made = objective("reward", {"center": 0.05})
     mask = batch["attention_mask"]
     examples = to_examples(batch["input_ids"], mask, mask.clone(), made.roles)
     row = pack(examples, range(len(examples)))
     accept_packed_rows(model)
     loss = made.loss(ModelOutput(scores=model(row=row)), row, counts_of(examples)).value
-    assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+    assert loss.item() == pytest.approx(wanted, rel=1e-5)
 
 
 def test_sft(tmp_path: Path, model: Any, tokenizer: Any) -> None:
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
     rows = [{"prompt": p["prompt"], "completion": p["chosen"]} for p in PAIRS]
-    trainer = SFTTrainer(
-        model=model,
-        args=SFTConfig(**common(tmp_path)),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-    )
-    batch = next(iter(trainer.get_train_dataloader()))
-    wanted = trainer.compute_loss(trainer.model, dict(batch))
+    batch, wanted = trainer_of("SFT", tmp_path, rows, model, tokenizer)
     made = objective("sft", {})
     examples = to_examples(
         batch["input_ids"], batch["attention_mask"], batch["labels"] != -100, made.roles
@@ -223,7 +196,7 @@ def test_sft(tmp_path: Path, model: Any, tokenizer: Any) -> None:
     row = pack(examples, range(len(examples)))
     accept_packed_rows(model)
     loss = made.loss(ModelOutput(logprobs=model(row=row)), row, counts_of(examples)).value
-    assert loss.item() == pytest.approx(wanted.item(), rel=TOLERANCE)
+    assert loss.item() == pytest.approx(wanted, rel=TOLERANCE)
 
 
 def means() -> tuple[torch.Tensor, torch.Tensor, Row]:

@@ -7,8 +7,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.training.tokens.chat import Encoder, Turns, Unfit
@@ -66,11 +65,8 @@ def test_loss_on_the_last_answer_every_answer_or_every_token(tokenizer) -> None:
     assert np.array_equal(whole.ids, every.ids)
     # The first token has none before it to predict it from.
     assert list(whole.bears) == [0] + [1] * (len(whole.ids) - 1)
-
-
-def test_answers_before_the_first_trained_one_bear_no_loss(tokenizer) -> None:
-    conversation = turns(*CHAT, ("user", "e"), ("assistant", "f"), first=2)
-    assert marked(tokenizer, encode(tokenizer, conversation)) == ["d<|im_end|>", "f<|im_end|>"]
+    later = encode(tokenizer, turns(*CHAT, ("user", "e"), ("assistant", "f"), first=2))
+    assert marked(tokenizer, later) == ["d<|im_end|>", "f<|im_end|>"]
 
 
 THINKS = (
@@ -120,21 +116,14 @@ HIDING = (
 )
 
 
-@pytest.mark.parametrize("template", HIDING)
-def test_templates_that_hide_the_answer_are_refused(tokenizer, template: str) -> None:
-    assert isinstance(encode(tokenizer, turns(*CHAT[:2]), template), Unfit)
-
-
-def test_an_answer_without_a_token_before_it_is_refused(tokenizer) -> None:
+def test_answers_that_cannot_be_marked_are_refused(tokenizer) -> None:
     """The first token cannot be predicted: counting it would make the mean loss wrong."""
+    for template in HIDING:
+        assert isinstance(encode(tokenizer, turns(*CHAT[:2]), template), Unfit), template
     bare = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     assert marked(tokenizer, encode(tokenizer, turns(*CHAT[:2]), bare)) == ["yo<|im_end|>"]
-    encoded = encode(tokenizer, turns(("assistant", "yo")), bare)
-    assert isinstance(encoded, Unfit)
-
-
-def test_a_conversation_that_ends_with_a_question_is_refused(tokenizer) -> None:
-    assert isinstance(encode(tokenizer, turns(*CHAT[:3])), Unfit)
+    assert isinstance(encode(tokenizer, turns(("assistant", "yo")), bare), Unfit)
+    assert isinstance(encode(tokenizer, turns(*CHAT[:3])), Unfit), "it ends with a question"
 
 
 def merging_tokenizer():
@@ -180,13 +169,16 @@ CONVERSATION = st.tuples(
 )
 
 
+def dialogue_of(system: str | None, exchanges: list[Turn]) -> list[Turn]:
+    start = [] if system is None else [("system", system)]
+    return start + [turn for q, a in exchanges for turn in (("user", q), ("assistant", a))]
+
+
+@settings(max_examples=60)
 @given(conversation=CONVERSATION, first=st.integers(0, 9))
 def test_marks_are_the_answers_and_nothing_else(tokenizer, conversation, first) -> None:
     """Compare with spans joined piece by piece; every byte and every special token is one token."""
-    system, exchanges = conversation
-    dialogue: list[Turn] = [] if system is None else [("system", system)]
-    for question, reply in exchanges:
-        dialogue += [("user", question), ("assistant", reply)]
+    dialogue = dialogue_of(*conversation)
     first = min(first, len(dialogue) - 1)
     pieces: list[tuple[str, int]] = []
     for number, (role, content) in enumerate(dialogue):
@@ -204,22 +196,17 @@ def test_marks_are_the_answers_and_nothing_else(tokenizer, conversation, first) 
     assert list(encoded.bears) == wanted
 
 
+@settings(max_examples=40)
 @given(conversations=st.lists(CONVERSATION, max_size=5))
 def test_a_batch_gives_the_tokens_of_single_conversations(tokenizer, conversations) -> None:
-    asked = []
-    for system, exchanges in conversations:
-        dialogue = [("system", system)] if system is not None else []
-        dialogue += [turn for q, a in exchanges for turn in (("user", q), ("assistant", a))]
-        asked.append(turns(*dialogue, first=0))
-    asked.append(turns(("user", "no answer")))
-    together = Encoder(tokenizer, frozenset({tokenizer.eos_token_id})).encode(asked)
+    several = [turns(*dialogue_of(*conversation), first=0) for conversation in conversations]
+    several.append(turns(("user", "no answer")))
+    together = Encoder(tokenizer, frozenset({tokenizer.eos_token_id})).encode(several)
     assert isinstance(together[-1], Unfit)
-    for one, conversation in zip(together[:-1], asked[:-1], strict=True):
+    for encoded, conversation in zip(together[:-1], several[:-1], strict=True):
         alone = encode(tokenizer, conversation)
-        assert isinstance(one, Tokens)
-        assert isinstance(alone, Tokens)
-        assert np.array_equal(one.ids, alone.ids)
-        assert np.array_equal(one.bears, alone.bears)
+        assert np.array_equal(encoded.ids, alone.ids)
+        assert np.array_equal(encoded.bears, alone.bears)
 
 
 def test_an_end_that_only_the_model_config_names_ends_an_answer(

@@ -1,24 +1,31 @@
-"""Tokenised examples from rows of every kind."""
+"""Tokenised examples from rows and texts of every kind, made once and again after changes."""
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.core.errors import ConfigError, DataError
 from tasks.training.model.build import load_tokenizer
+from tasks.training.tokens.chat import Unfit
 from tasks.training.tokens.count_truncated import SingleRank
 from tasks.training.tokens.data import load_split
+from tasks.training.tokens.documents import Document, TextEncoder, pieces
 from tasks.training.tokens.example_spec import CONVERSATIONS, LABELLED, PAIRS, Drafts
+from tasks.training.tokens.examples import Tokens, damage
 from tasks.training.tokens.rows import RowFile
+from tests.training.conftest import make_tokenizer
 from tests.training.datasets import (
     answer,
     data_events,
@@ -70,18 +77,14 @@ class TestRows:
         with pytest.raises(DataError, match="3 samples.*first 0"):
             load(job_for(tmp_path, base), LABELLED)
 
-    @pytest.mark.parametrize(
-        ("row", "roles", "kinds"),
-        [
+    def test_rows_of_another_kind_are_refused(self, tmp_path: Path) -> None:
+        for row, roles, kinds in (
             (pair("a", "q", "x", "y"), CONVERSATIONS, "pairs.*conversations"),
             ({"id": "a", "messages": []}, PAIRS, "conversations.*pairs"),
             ({"id": "a", "messages": [], "desirable": 1}, PAIRS, "labelled"),
-        ],
-    )
-    def test_rows_of_another_kind_are_refused(self, tmp_path: Path, row, roles, kinds) -> None:
-        path = write(tmp_path, [row])
-        with pytest.raises(ConfigError, match=kinds):
-            Drafts(path, roles=roles, mask="last_answer", seed=0)
+        ):
+            with pytest.raises(ConfigError, match=kinds):
+                Drafts(write(tmp_path, [row]), roles=roles, mask="last_answer", seed=0)
 
     def test_masks(self, base: Path, tmp_path: Path, capfd) -> None:
         dialogue = [user("a"), answer("b"), user("c"), answer("d")]
@@ -108,12 +111,10 @@ class TestRows:
 
     def test_a_broken_line_is_named(self, base: Path, tmp_path: Path) -> None:
         path = write(tmp_path, [{"id": "a", "messages": [user("q"), answer("a")]}])
-        path.write_text(path.read_text() + "{oops\n")
-        with pytest.raises(DataError, match="train.jsonl:2"):
-            load(job_for(tmp_path, base), CONVERSATIONS)
-        path.write_text("")
-        with pytest.raises(DataError, match="train.jsonl"):
-            load(job_for(tmp_path, base), CONVERSATIONS)
+        for text, named in ((path.read_text() + "{oops\n", "train.jsonl:2"), ("", "train.jsonl")):
+            path.write_text(text)
+            with pytest.raises(DataError, match=named):
+                load(job_for(tmp_path, base), CONVERSATIONS)
         path.unlink()
         with pytest.raises(DataError, match="train.jsonl"):
             load(job_for(tmp_path, base), CONVERSATIONS)
@@ -162,16 +163,6 @@ class TestRows:
         ]  # fmt: skip
         assert events[0]["tokens_cut"] == 3 * (longest - 40)
 
-    def test_a_tokenizer_without_a_template_is_refused(self, base: Path, tmp_path: Path) -> None:
-        write(tmp_path, [pair("a", "q", "x", "y")])
-        job = job_for(tmp_path, base)
-        tokenizer: Any = load_tokenizer(job)
-        ranks: Any = SingleRank()
-        tokenizer.chat_template = None
-        with pytest.raises(DataError) as caught:
-            load_split(job, "train", roles=PAIRS, tokenizer=tokenizer, ranks=ranks)
-        assert "data.chat_template=" in caught.value.hint
-
     def test_the_datas_own_chat_template_is_the_one_trained_with(self, base, tmp_path) -> None:
         template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
         job = job_for(tmp_path, base)
@@ -181,8 +172,15 @@ class TestRows:
         assert bases_own != tokenizer.chat_template == template
         tokenizer.save_pretrained(tmp_path / "saved")
         assert (tmp_path / "saved" / "chat_template.jinja").read_text() == template
+        write(tmp_path, [pair("a", "q", "x", "y")])
+        tokenizer.chat_template = None
+        ranks: Any = SingleRank()
+        with pytest.raises(DataError) as caught:
+            load_split(job, "train", roles=PAIRS, tokenizer=tokenizer, ranks=ranks)
+        assert "data.chat_template=" in caught.value.hint
 
 
+@settings(max_examples=40)
 @given(lines=st.lists(st.dictionaries(st.text(max_size=3), st.integers(), max_size=3)),
        ended=st.booleans())  # fmt: skip
 def test_rows_are_found_by_number(lines, ended, tmp_path_factory) -> None:
@@ -193,3 +191,147 @@ def test_rows_are_found_by_number(lines, ended, tmp_path_factory) -> None:
     file = RowFile(path)
     assert [file[i] for i in reversed(range(len(file)))] == rows[::-1]
     file.close()
+
+
+TEXTS = [{"id": "a", "text": "to be or not"}, {"id": "b", "text": "x"}, {"id": "c", "text": "é\n "}]
+
+
+class WithBos:
+    """A tokenizer whose texts begin with id 7, as Llama's begin with a BOS token."""
+
+    eos_token_id = 5
+
+    def __call__(self, texts: list[str], verbose: bool) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[7, *text.encode()] for text in texts]}
+
+
+def test_texts_end_with_eos_and_all_tokens_but_the_first_bear_loss() -> None:
+    tokenizer = make_tokenizer()
+    (tokens,) = TextEncoder(tokenizer).encode([Document("ab")])
+    assert not isinstance(tokens, Unfit)
+    assert tokenizer.convert_ids_to_tokens(tokens.ids.tolist()) == ["a", "b", "<|im_end|>"]
+    assert tokens.bears.tolist() == [0, 1, 1]
+    (tokens,) = TextEncoder(WithBos()).encode([Document("ab")])
+    assert (list(tokens.ids), list(tokens.bears)) == ([7, 97, 98, 5], [0, 1, 1, 1])
+    assert TextEncoder(tokenizer).encode([]) == []
+    (nothing,) = TextEncoder(tokenizer).encode([Document("")])
+    assert isinstance(nothing, Unfit)
+
+
+@given(count=st.integers(2, 60), max_len=st.integers(2, 12))
+def test_pieces_have_every_token_and_each_bears_loss_once(count: int, max_len: int) -> None:
+    whole = Tokens(np.arange(count, dtype=np.int32), np.ones(count, np.uint8))
+    parts = list(pieces(whole, max_len))
+    assert all(2 <= len(piece.ids) <= max_len for piece in parts)
+    learnt = [int(i) for piece in parts for i in np.asarray(piece.ids)[np.asarray(piece.bears) > 0]]
+    assert learnt == list(range(1, count))
+    assert all(a.ids[-1] == b.ids[0] for a, b in pairwise(parts))
+
+
+class TestTexts:
+    def job(self, folder: Path, base: Path, rule: str, max_len: int, mask: str = "every_token"):
+        write(folder, TEXTS)
+        return job_for(folder, base, mask=mask, max_len=max_len, batch={"on_overlong": rule})
+
+    def learnt(self, examples: Any, tokenizer: Any) -> str:
+        runs = [examples.sequence(i, 0) for i in range(len(examples))]
+        return "".join(tokenizer.decode(ids[bears > 0]) for ids, bears in runs)
+
+    def test_long_texts_are_cut_into_pieces_without_loss(
+        self, base: Path, tmp_path: Path, tokenizer: Any, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        job = self.job(tmp_path, base, "split", 5)
+        examples = load(job, CONVERSATIONS)
+        assert (
+            self.learnt(examples, tokenizer) == "o be or not<|im_end|><|im_end|>\ufffd\n <|im_end|>"
+        )
+        assert examples.lengths[:, 0].tolist() == [5, 5, 5, 2, 5]  # 13, 2 and 5 tokens
+        assert list(examples.names) == ["a+0", "a+1", "a+2", "b", "c"]
+        (event,) = data_events(capfd)
+        assert (event["read"], event["kept"], event["in_pieces"]) == (3, 5, 1)
+        assert (event["truncated"], event["refused"]) == (0, 0)
+
+    def test_long_texts_are_truncated_or_refused_and_counted(
+        self, base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        job = replace(self.job(tmp_path / "cut", base, "truncate", 5), max_truncated=0.34)
+        cut = load(job, CONVERSATIONS)
+        assert cut.lengths[:, 0].tolist() == [5, 2, 5]
+        left = load(self.job(tmp_path / "left", base, "refuse", 5), CONVERSATIONS)
+        assert left.lengths[:, 0].tolist() == [2, 5]
+        events = data_events(capfd)
+        assert [(e["truncated"], e["ends_cut"], e["refused"]) for e in events] == [
+            (1, 1, 0), (0, 0, 1),
+        ]  # fmt: skip
+        assert [line.partition(":")[0] for line in events[1]["left_out"]] == ["a"]
+
+    def test_a_template_is_not_needed_and_another_mask_is_refused(
+        self, base: Path, tmp_path: Path
+    ) -> None:
+        job = self.job(tmp_path, base, "split", 64)
+        tokenizer: Any = load_tokenizer(job)
+        tokenizer.chat_template = None
+        ranks: Any = SingleRank()
+        examples = load_split(job, "train", roles=CONVERSATIONS, tokenizer=tokenizer, ranks=ranks)
+        assert len(examples) == 3
+        with pytest.raises(ConfigError, match=r"train\.mask=last_answer") as caught:
+            load(self.job(tmp_path / "other", base, "split", 64, "last_answer"), CONVERSATIONS)
+        assert caught.value.hint == "train.mask=every_token"
+
+    def test_only_texts_are_cut_into_pieces_and_do_not_mix(
+        self, base: Path, tmp_path: Path
+    ) -> None:
+        job = self.job(tmp_path, base, "split", 64)
+        write(tmp_path, [*TEXTS, {"id": "d", "messages": []}])
+        with pytest.raises(DataError, match="first d"):
+            load(job, CONVERSATIONS)
+        write(tmp_path, [{"id": "d", "messages": [user("q"), answer("a")]}])
+        with pytest.raises(ConfigError, match="split"):
+            load(job, CONVERSATIONS)
+
+
+ROWS = [{"id": f"s{i}", "messages": [user(f"q{i}"), answer("x" * (i % 7 + 1))]}
+        for i in range(300)]  # fmt: skip
+
+
+def test_an_entry_is_made_once_and_again_after_changes(
+    base: Path, tmp_path: Path, tokenizer: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, ROWS)
+    job = job_for(tmp_path, base)
+    first, second = load(job, CONVERSATIONS), load(job, CONVERSATIONS)
+    assert np.array_equal(first.ids, second.ids)
+    load(job_for(tmp_path, base, max_len=63), CONVERSATIONS)
+    load(job_for(tmp_path, base, mask="every_token"), CONVERSATIONS)
+    load(job_for(tmp_path, base, batch={"on_overlong": "refuse"}), CONVERSATIONS)
+    load(job_for(tmp_path, base, seed=5, probes=1), CONVERSATIONS)  # they play no part
+    write(tmp_path, ROWS[:-1])
+    load(job, CONVERSATIONS)
+    template = tokenizer.chat_template.replace("<|im_start|>", "")
+    (tmp_path / "chat_template.jinja").write_text(template)
+    load(job, CONVERSATIONS)
+    cached = [event["cached"] for event in data_events(capfd)]
+    assert cached == [False, True, *[False] * 3, True, False, False]
+
+
+def test_a_damaged_entry_is_noticed_and_made_again(base: Path, tmp_path: Path) -> None:
+    write(tmp_path, ROWS)
+    job = job_for(tmp_path, base)
+    good = np.array(load(job, CONVERSATIONS).ids)
+    (entry,) = (tmp_path / "tokens").iterdir()
+
+    def flip(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[100] ^= 1
+        path.write_bytes(content)
+
+    for name, break_file in (
+        ("ids.i32", flip),
+        ("ids.i32", lambda path: os.truncate(path, path.stat().st_size - 4)),
+        ("bears.u8", lambda path: path.unlink()),
+        ("examples.json", lambda path: path.write_text("{")),
+    ):
+        break_file(entry / name)
+        assert damage(entry), name
+        assert np.array_equal(load(job, CONVERSATIONS).ids, good), name
+        assert not damage(entry), name

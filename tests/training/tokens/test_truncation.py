@@ -27,14 +27,8 @@ def sample(name: str, *lengths: int, prompt: int = 5, start: int = 0) -> Example
 class TestTruncation:
     def run(self, rule: Rule, *examples: Example) -> tuple[list[list[int]], Tally]:
         tally = Tally()
-        kept = [one for one in (rule.apply(e, tally) for e in examples) if one is not None]
-        return [[len(s.ids) for s in one.sequences] for one in kept], tally
-
-    def test_answers_are_cut_at_the_end_and_their_ends_counted(self) -> None:
-        cut, tally = self.run(Rule(10, "truncate"), sample("long", 12), sample("fits", 10))
-        assert cut == [[10], [10]]
-        assert (tally.read, tally.kept, tally.truncated, tally.ends_cut) == (2, 2, 1, 1)
-        assert not tally.left_out
+        kept = [each for each in (rule.apply(e, tally) for e in examples) if each is not None]
+        return [[len(s.ids) for s in each.sequences] for each in kept], tally
 
     def account(self, *lengths: int, rule: str = "truncate") -> dict[str, Any]:
         """Return the counts of samples of these lengths, under a limit of 10."""
@@ -80,13 +74,14 @@ class TestTruncation:
 
     def test_answers_of_a_pair_are_cut_separately_and_prompts_never(self) -> None:
         rule = Rule(10, "truncate")
-        cut, tally = self.run(rule, sample("p", 12, 9), sample("q", 14, 12))
-        assert cut == [[10, 9], [10, 10]]
-        assert (tally.kept, tally.truncated, tally.ends_cut) == (2, 2, 3)
+        cut, tally = self.run(rule, sample("p", 12, 9), sample("q", 14, 12), sample("r", 10))
+        assert cut == [[10, 9], [10, 10], [10]]
+        assert (tally.read, tally.kept, tally.truncated, tally.ends_cut) == (3, 3, 2, 3)
+        assert not tally.left_out
 
     def test_pairs_that_become_equal_are_left_out_and_counted(self) -> None:
-        one = sample("p", 12, 12)
-        same = one.sequences[0]
+        long = sample("p", 12, 12)
+        same = long.sequences[0]
         late = Tokens([*same.ids[:-1], 99], same.bears)
         cut, tally = self.run(Rule(11, "truncate"), Example("p", (same, late)), sample("q", 6, 6))
         assert cut == [[6, 6]]

@@ -1,27 +1,29 @@
-"""Whole online runs on two ranks: artifacts, resuming, independence of the number of ranks."""
+"""Online runs: critic, resuming, faults, independence of the number of ranks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tasks.core.errors import StageProcessError
+from tasks.core.errors import (
+    PlumblineError,
+    RewardError,
+    TrainingError,
+)
 from tasks.drift.fingerprint import Fingerprint
 from tasks.drift.verdict import FINGERPRINT
 from tasks.rl.loop import CURSOR, MISMATCH
 from tasks.training.engine import checkpoint
 from tasks.training.engine.universal import convert
 from tasks.training.job import Zero
-from tests.rl.killed_program import POINTS
-from tests.rl.online import DEFAULT, Bench, Finished, Run, in_game, written
-from tests.settings import Batch, Launch
-from tests.training.places import read_json, stitched
+from tests.settings import Batch, Launch, Optim, Settings
+from tests.training.online import DEFAULT, Bench, Finished, Run, in_game
+from tests.training.places import rank_pids, read_json, run_train, stitched
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = pytest.mark.timeout(2400)
 
 
 def losses(out: Path) -> list[float]:
@@ -29,7 +31,7 @@ def losses(out: Path) -> list[float]:
 
 
 def require_same_bytes(first: Path, second: Path) -> None:
-    """Compare policy and critic of two runs with a critic, and their losses."""
+    """Compare policy and critic of two runs with a critic."""
     files = sorted(path.relative_to(first) for path in first.rglob("rank-*"))
     files = [path for path in files if path.parts[0] in ("shards", "critic")]
     assert len(files) == 4
@@ -53,14 +55,14 @@ def test_the_artifact_of_the_policy_has_no_critic(finished: Finished) -> None:
     assert [name for name in critic if ".critic." in name]
     assert not [name for name in critic if ".default." in name]
     metrics = read_json(finished["whole"] / "train.json")["metrics"]
-    assert metrics["steps"] == 4
+    assert metrics["steps"] == 3
     assert metrics["heldout_reward_after"] >= metrics["heldout_reward_before"]
 
 
 def test_a_resumed_run_ends_with_identical_weights(finished: Finished) -> None:
     whole, resumed = finished["whole"], finished["resumed"]
-    assert [step["step"] for step in finished.steps["resumed"]] == [3, 4]
-    assert len(losses(whole)) == 4
+    assert [step["step"] for step in finished.steps["resumed"]] == [3]
+    assert len(losses(whole)) == 3
     assert losses(whole) == losses(resumed)
     require_same_bytes(whole, resumed)
     half_way = checkpoint.open_checkpoint(whole / "checkpoints" / "step-00000002")
@@ -68,14 +70,13 @@ def test_a_resumed_run_ends_with_identical_weights(finished: Finished) -> None:
 
 
 def test_learning_rate_0_changes_nothing(finished: Finished) -> None:
-    def moved(name: str) -> bool:
-        tensors = stitched(finished[name])
-        assert tensors
-        return any(tensor.any() for key, tensor in tensors.items() if "lora_B" in key)
-
-    assert not moved("still")
-    assert moved("whole")
-    assert moved("game")
+    for name, moves in (("still", False), ("whole", True), ("game", True)):
+        halves = [x for key, x in stitched(finished[name]).items() if "lora_B" in key]
+        assert halves
+        assert any(tensor.any() for tensor in halves) == moves, name
+    (step,) = finished.steps["still"]  # a single step measures during its update
+    assert "seconds/measure" not in step
+    assert step["entropy"] > 0
 
 
 def test_an_environment_of_several_turns(finished: Finished) -> None:
@@ -92,24 +93,14 @@ def test_an_environment_of_several_turns(finished: Finished) -> None:
     assert read_json(finished["game"] / "train.json")["metrics"]["heldout_reward_after"] > 0
 
 
-def test_a_single_step_measures_during_the_update(finished: Finished) -> None:
-    for step in finished.steps["grpo"]:
-        assert "seconds/measure" not in step
-        assert step["mismatch/mean_abs"] >= 0
-        assert step["entropy"] > 0
-    assert all("seconds/measure" in step for step in finished.steps["whole"])
-
-
 @pytest.mark.slow
 def test_measuring_apart_or_during_the_update_trains_the_same(finished_slowly: Finished) -> None:
     """Dropout is off, so an adapter that has it ends with the same weights, too."""
     runs = finished_slowly
+    apart, during = runs["grpo_measured"], runs["grpo_dropout"]
     assert all("seconds/measure" in step for step in runs.steps["grpo_measured"])
-    for name in ("grpo_plain", "grpo_dropout"):
-        require_same_weights(runs["grpo_measured"], runs[name])
-    assert losses(runs["grpo_measured"]) == pytest.approx(
-        losses(runs["grpo_plain"]), rel=1e-4, abs=1e-6
-    )
+    require_same_weights(apart, during)
+    assert losses(apart) == pytest.approx(losses(during), rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.slow
@@ -127,9 +118,8 @@ def test_a_separate_critic_is_written_beside_the_policy_and_resumed(
     trunk = [key for key in critic if "value_head" not in key]
     assert trunk
     assert all(("lora_" in key) == (name == "separate_lora") for key in trunk)
-    resumed = finished_slowly[f"{name}_resumed"]
-    assert losses(out) == losses(resumed)
-    require_same_bytes(out, resumed)
+    if name == "separate_lora":
+        require_same_bytes(out, finished_slowly["separate_lora_resumed"])
 
 
 @pytest.mark.slow
@@ -138,14 +128,6 @@ def test_full_fine_tuning_keeps_a_copy_as_the_reference(finished_slowly: Finishe
     for out in outs:
         assert 0 < read_json(out / "train.json")["metrics"]["kl"] < 5, "it stays where it was"
     require_same_weights(*outs, tolerance=1e-4)
-
-
-@pytest.mark.slow
-def test_equal_rewards_change_nothing(finished_slowly: Finished) -> None:
-    tensors = stitched(finished_slowly["no_signal"])
-    assert all(not tensor.any() for name, tensor in tensors.items() if "lora_B" in name)
-    assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
-    assert losses(finished_slowly["no_signal"]) == [0.0, 0.0]
 
 
 @pytest.mark.slow
@@ -161,7 +143,7 @@ def test_dapo_with_refill_resumes_at_the_next_prompt(finished_slowly: Finished) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_offloaded_optimizer_states_train_the_same(stage: int, finished_slowly: Finished) -> None:
     require_same_bytes(finished_slowly[f"stays_zero{stage}"], finished_slowly[f"moved_zero{stage}"])
 
@@ -214,36 +196,40 @@ def test_any_number_of_ranks_learns_the_same(stage: int, bench: Bench) -> None:
         assert losses(outs[0]) == pytest.approx(losses(outs[1]), rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.slow
-def test_an_environment_with_vllm(bench: Bench) -> None:
-    """Mismatch in bf16 is rounding; ranks with few episodes wait for none."""
-    sizes = {"mismatch_limit": 0.02, "kl_coef": 0.0, "rollout_batch_size": 3, "num_generations": 4}
-    game = in_game(
-        sizes, objective="grpo", dtype="bfloat16", batch=Batch(2, 12, max_len=128), save_steps=0
-    )
-    engine: dict[str, Any] = {"engine": "vllm", "kv_cache_gib": 0.1, "max_num_seqs": 16}
-    run = replace(game, rollout={**game.rollout, **engine})
-    steps = bench.start([bench.job("vllm", run)])
-    assert len(steps) == 2
-    for step in steps:
-        assert 2 < step["turns"] <= 4
-        assert step["reward"] == pytest.approx(step["reward/environment"])
+GRPO = Run({"kl_coef": 0.0, "iterations": 3}, {"objective": "grpo"})
+
+
+def failure(kind: type[PlumblineError], bench: Bench, settings: Settings) -> PlumblineError:
+    """Return the error that ends the stage `train`; all of its ranks have to end too."""
+    folder = bench.folder / "run"
+    with pytest.raises(kind) as caught:
+        run_train(folder, bench.bases["plain"], bench.data, settings)
+    assert rank_pids(folder, "tasks.rl") == []
+    return caught.value
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_any_point_ends_with_identical_weights(bench: Bench) -> None:
-    """Nine iterations of PPO in nine pieces: all but the last are killed, each at another point."""
-    run = Run({"iterations": len(POINTS) + 1, "ppo_epochs": 1}, {"save_steps": 1})
-    whole, job = bench.job("whole", run), bench.job("pieces", run)
-    bench.start([whole])
-    program = "tests.rl.killed_program"
-    for number, point in enumerate(POINTS):
-        rank = number % 2 if point != "save" else 0
-        with pytest.raises(StageProcessError):
-            bench.started(program, written(job), point, str(rank))
-        good = checkpoint.last_good(job.checkpoints)
-        assert good is not None
-        assert good.name == checkpoint.name_of(number + 1), point
-    bench.started(program, written(job), "never", "0")
-    require_same_bytes(whole.out, job.out)
-    assert losses(whole.out) == losses(job.out)
+def test_a_failing_reward_function_is_named_with_the_prompt(bench: Bench) -> None:
+    judge = bench.folder / "judge.py"
+    judge.write_text("def score(completions, **_):\n    raise ValueError('no judge today')\n")
+    settings = bench.settings(GRPO)
+    reward = {"function": f"{judge}:score", "timeout_s": 60.0}
+    settings = replace(settings, online={**settings.online, "reward": reward})
+    error = failure(RewardError, bench, settings)
+    assert f"{judge}:score" in error.message
+    assert "no judge today" in error.report()
+    assert "heldout" in error.report(), "the row that was scored first"
+
+
+@pytest.mark.slow
+def test_a_policy_that_went_too_far_ends_the_run(bench: Bench) -> None:
+    """Without a limit of the rate the weights leave the range of fp32 in a step or two."""
+    for limit, changes, named in (
+        ({"mismatch_limit": 1e-12}, {}, "iteration 1"),
+        ({}, {"optim": Optim(lr=1e30, scheduler="constant"), "save_steps": 1}, "nan"),
+    ):
+        run = replace(GRPO, rl={**GRPO.rl, **limit})
+        again = replace(bench, folder=bench.folder / named)
+        error = failure(TrainingError, again, again.settings(run, **changes))
+        assert named in error.report() or "not finite" in error.message
+        assert not list((again.folder / "run" / "out").rglob("*.safetensors"))

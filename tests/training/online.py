@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tasks.training.job import Evaluate, Peft, TrainJob, Zero
-from tests.commands import run_ranks
 from tests.settings import Batch, Launch, Loop, Optim, Settings
+from tests.training.conftest import make_tokenizer, save_base
+from tests.training.datasets import user, write
+from tests.training.places import Event, Place, results
 
 ONLINE = {
     "rl": {
         **vars(Loop()),
         "rollout_batch_size": 8,
         "num_generations": 2,
-        "iterations": 4,
+        "iterations": 3,
         "eval_prompts": 4,
         "ppo_epochs": 2,
         "kl_coef": 0.05,
@@ -49,7 +52,6 @@ REWARDS = {
     # The length of a response, and a little of the prompt's.
     "reward": "return [len(c[0]['content'].encode()) / 10 + len(w) / 100\n"
     "            for c, w in zip(completions, word)]",
-    "equal": "return [1] * len(completions)",
     "falling": "calls.append(0)\n    return [-len(calls)] * len(completions)",
 }
 """Bodies of reward functions."""
@@ -63,7 +65,7 @@ class Run:
     settings: Mapping[str, Any] = field(default_factory=dict)
     rollout: Mapping[str, Any] = field(default_factory=dict)
     reward: str = "reward"
-    base: str = "base"
+    base: str = "plain"
     resumes: str | None = None
     at: int = 2
     async_save: bool = False
@@ -85,19 +87,22 @@ FULL_GRPO = {"objective": "grpo", "peft": Peft(), "optim": GENTLE}
 ONE_STEP = {"objective": "grpo", "batch": Batch(4, 16, max_len=64), "save_steps": 0}
 ONE_EPOCH = {"iterations": 3, "ppo_epochs": 1, "correction": "sequence_mask"}
 DAPO = {"clip_high": 0.28, "kl_coef": 0.0, "ppo_epochs": 1, "refill": 2, "mask_truncated": True}
-STOPS = Evaluate(eval_steps=1, best_metric="reward", early_stop_patience=1, keep="last")
+STILL = {"optim": Optim(lr=0.0, scheduler="constant")}
+STOPPED = {
+    **STILL,
+    "save_steps": 1,
+    "evaluate": Evaluate(eval_steps=1, best_metric="reward", early_stop_patience=1, keep="last"),
+}
 DEFAULT = {
     "whole": Run(async_save=True),
     "resumed": Run(resumes="whole"),
-    "still": Run({"iterations": 2}, {"optim": Optim(lr=0.0, scheduler="constant")}),
+    "still": Run({**ONE_EPOCH, "kl_coef": 0.0, "iterations": 1}, {**ONE_STEP, **STILL}),
     "game": in_game(),
-    "grpo": Run({**ONE_EPOCH, "kl_coef": 0.0}, ONE_STEP),
 }
 """Runs of the default suite."""
 SLOW = {
     # A tiny `kl_coef` forces a measurement of its own; "grpo" measures during the update.
     "grpo_measured": Run({**ONE_EPOCH, "kl_coef": 1e-12}, ONE_STEP),
-    "grpo_plain": Run({**ONE_EPOCH, "kl_coef": 0.0}, ONE_STEP),
     "grpo_dropout": Run(
         {**ONE_EPOCH, "kl_coef": 0.0},
         {**ONE_STEP, "peft": Peft(kind="lora", rank=4, alpha=8, dropout=0.1)},
@@ -105,18 +110,12 @@ SLOW = {
     "separate_lora": Run(SEPARATE, {"zero": Zero(3)}),
     "separate_lora_resumed": Run(SEPARATE, {"zero": Zero(3)}, resumes="separate_lora"),
     "separate_full": Run(SEPARATE, {"peft": Peft(), "optim": GENTLE}),
-    "separate_full_resumed": Run(
-        SEPARATE, {"peft": Peft(), "optim": GENTLE}, resumes="separate_full"
-    ),
     "reference_zero2": Run({"iterations": 2}, {**FULL_GRPO, "zero": Zero(2)}),
     "reference_zero3": Run({"iterations": 2}, {**FULL_GRPO, "zero": Zero(3)}),
-    "no_signal": Run({"iterations": 2, "kl_coef": 0.0}, {"objective": "grpo"}, reward="equal"),
     "dapo": Run(DAPO, {"objective": "dapo"}, base="chatty"),
     "dapo_resumed": Run(DAPO, {"objective": "dapo"}, base="chatty", resumes="dapo"),
-    "stopped": Run({}, {**DEFAULT["still"].settings, "save_steps": 1, "evaluate": STOPS}),
-    "nothing_left": Run(
-        {}, {**DEFAULT["still"].settings, "save_steps": 1, "evaluate": STOPS}, resumes="stopped"
-    ),
+    "stopped": Run({}, STOPPED),
+    "nothing_left": Run({}, STOPPED, resumes="stopped"),
     # The reward falls from the first iteration on, and the run returns to that iteration.
     **{
         f"best_of_{iterations}": Run(
@@ -135,10 +134,9 @@ SLOW = {
             {"offload_trainer": name == "moved"},
         )
         for name in ("stays", "moved")
-        for stage in (1, 2, 3)
+        for stage in (2, 3)
     },
 }
-RUNS = {**DEFAULT, **SLOW}
 
 
 @dataclass
@@ -160,6 +158,9 @@ class Bench:
             online["reward"]["function"] = f"{self.data / run.reward}.py:score"
         return replace(SETTINGS, **{**run.settings, "online": online, **changes})
 
+    def jobs(self, runs: Mapping[str, Run]) -> list[TrainJob]:
+        return [self.job(name, run) for name, run in runs.items()]
+
     def job(self, name: str, run: Run, **more: Any) -> TrainJob:
         """Return the job of a run, with an empty folder; `more` are fields of the settings."""
         out = self.folder / name
@@ -173,25 +174,23 @@ class Bench:
             resume=resume, async_save=run.async_save,
         )  # fmt: skip
 
-    def start(self, jobs: list[TrainJob], *, ranks: int = 2) -> list[dict[str, Any]]:
-        """Run jobs one after another on the same ranks; return the metrics of iterations."""
-        paths = [written(job) for job in jobs]
-        return self.started("tests.rl.online_program", *paths, ranks=ranks)
+    def start(self, jobs: Sequence[TrainJob], *, ranks: int = 2) -> dict[str, list[Event]]:
+        """Run jobs one after another on the same ranks; return the "step" events of each."""
+        place = Place(self.folder, Path(), Path())
+        return steps_of(jobs, place.run(jobs, ranks))
 
-    def started(self, module: str, *arguments: str, ranks: int = 2) -> list[dict[str, Any]]:
-        """Run a module in ranks; return its "step" events. Raises StageProcessError."""
-        steps: list[dict[str, Any]] = []
-        runs: list[str] = []
 
-        def observe(event: dict[str, Any]) -> None:
-            if event["event"] == "run":
-                runs.append(event["name"])
-            elif event["event"] == "step":
-                steps.append({**event, "run": runs[-1] if runs else ""})
-
-        log_path = self.folder / f"log-{ranks}"
-        run_ranks(module, *arguments, log_path=log_path, ranks=ranks, on_event=observe)
-        return steps
+def steps_of(jobs: Sequence[TrainJob], events: Sequence[Event]) -> dict[str, list[Event]]:
+    """Return the "step" events of each job, by its name. Fail if one did not end."""
+    steps: dict[str, list[Event]] = {job.out.name: [] for job in jobs}
+    for job in jobs:
+        results(job)
+    for event in events:
+        if event["event"] == "run":
+            name = event["name"]
+        elif event["event"] == "step" and name in steps:
+            steps[name].append(event)
+    return steps
 
 
 @dataclass
@@ -199,7 +198,7 @@ class Finished:
     """Runs of a launch: their folders by name, and the metrics of their iterations."""
 
     folder: Path
-    steps: dict[str, list[dict[str, Any]]]
+    steps: Mapping[str, list[Event]]
 
     def __getitem__(self, name: str) -> Path:
         return self.folder / name
@@ -207,14 +206,43 @@ class Finished:
 
 def finish(bench: Bench, runs: Mapping[str, Run]) -> Finished:
     """Run a table of runs in one launch."""
-    steps = bench.start([bench.job(name, run) for name, run in runs.items()])
-    by_run: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
-    for step in steps:
-        by_run[step["run"]].append(step)
-    return Finished(bench.folder, by_run)
+    return Finished(bench.folder, bench.start(bench.jobs(runs)))
 
 
-def written(job: TrainJob) -> str:
-    path = job.out / "job.json"
-    job.write(path)
-    return str(path)
+def write_prompts(path: Path) -> Path:
+    """Write prompts without answers, reward functions and an environment for them."""
+    draw = random.Random(0)
+    for split, count in (("train", 40), ("heldout", 6)):
+        rows = []
+        for number in range(count):
+            word = "".join(draw.choice("abcdef") for _ in range(draw.randint(3, 6)))
+            row = {"id": f"{split}{number}", "messages": [user(f"say {word}")]}
+            rows.append({**row, "columns": {"word": word}})
+        write(path, rows, split)
+    for name, body in REWARDS.items():
+        (path / f"{name}.py").write_text(
+            f"calls = []\ndef score(completions, word, **_):\n    {body}\n"
+        )
+    (path / "game.py").write_text(
+        "class Game:\n"
+        "    def reset(self, word):\n"
+        "        self.left = len(word) - 1\n"
+        "    def step(self, text):\n"
+        "        self.left -= 1\n"
+        "        return f'{self.left} left', len(text) / 10, self.left == 0\n"
+    )
+    return path
+
+
+def save_chatty(path: Path) -> Path:
+    """Save a base with heads of 32, vLLM's smallest, that writes short responses untrained.
+
+    Of its 259 tokens 161 end a response: all but those of plain text and of the chat template.
+    """
+    tokenizer = make_tokenizer()
+    save_base(path, tokenizer, hidden_size=128, intermediate_size=256)
+    kept = tokenizer("\n ", add_special_tokens=False)["input_ids"]
+    ends = [i for i in range(94, 257) if i not in kept]
+    config = json.loads((path / "generation_config.json").read_text())
+    (path / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": ends}))
+    return path

@@ -67,12 +67,16 @@ RARE = (
     "vl-lora",
 )  # fmt: skip
 """Checkpoints that the default suite leaves to `make test-all`."""
+BY_CHILD = ("gpt2", "gpt2-lora", "qwen3_moe")
+"""As Mixtral, of which a child process makes the class: six seconds each."""
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if clean.slow or name in RARE else ())
+        pytest.param(
+            name, marks=pytest.mark.slow if clean.slow or name in (*RARE, *BY_CHILD) else ()
+        )
         for name, clean in CLEAN.items()
     ],
 )

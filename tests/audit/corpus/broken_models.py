@@ -124,7 +124,6 @@ _NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_ty
 
 BROKEN_MODELS: dict[str, Broken] = {
     # Files
-    "value head beside a single file": Broken("STRAY_WEIGHT_FILE", "qwen2", _value_head),
     "value head beside a .bin": Broken("STRAY_WEIGHT_FILE", "bin", _value_head_bin),
     "adapter beside a model": Broken(
         "MIXTURE", "qwen2", by.both(_adapter_beside, by.copied("lora", "adapter_config.json"))
@@ -134,7 +133,6 @@ BROKEN_MODELS: dict[str, Broken] = {
     "exported reward model's head in a side file": Broken("HEAD_SIDE_FILE", "qwen2", _value_head),
     "head without its model": Broken("WEIGHTS_MISSING", "qwen2", _only_head_left),
     "truncated": Broken("BAD_HEADER", "qwen2", by.cut()),
-    "header cut": Broken("BAD_HEADER", "qwen2", by.cut(keep=0.01)),
     "shard gone": Broken("INDEX_MISSING_FILE", "sharded", _shard_gone),
     "index of more than was written": Broken("INDEX_MISSING_KEY", "sharded", _tensor_gone),
     "nothing exported": Broken("WEIGHTS_MISSING", "qwen2", by.removed(MODEL)),
@@ -179,9 +177,6 @@ BROKEN_MODELS: dict[str, Broken] = {
     ),
     "no pad token": Broken("PAD_MISSING", "reward", by.edited(pad_token_id=None)),
     # Keys
-    "keys of a live PEFT model": Broken(
-        "PEFT_RESIDUE", "qwen2", by.renamed(lambda k: f"base_model.model.{k}")
-    ),
     "base_layer left by a merge": Broken(
         "PEFT_RESIDUE", "qwen2", by.renamed(lambda k: k.replace("q_proj.", "q_proj.base_layer."))
     ),

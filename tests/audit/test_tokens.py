@@ -182,7 +182,6 @@ def test_the_repair_with_a_misread_base_keeps_the_ids(llama: Path, tmp_path: Pat
     base = tmp_path / "base"
     shutil.copytree(llama, base)
     edit_json(base / "tokenizer_config.json", tokenizer_class="LlamaTokenizer")
-    assert misread(base)
     edit_json(llama / "tokenizer_config.json", tokenizer_class="TokenizersBackend")
     repair(llama, tmp_path / "out", base=base)
     assert misread(tmp_path / "out") == ""

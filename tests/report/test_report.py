@@ -176,9 +176,10 @@ def test_failed_and_cancelled_runs_have_their_page(tmp_path: Path) -> None:
         def stages(run: FlowRun, error: BaseException = error) -> None:
             raise error
 
+        place = tmp_path / type(error).__name__  # a run is named by its second
         with pytest.raises(type(error)):
-            begin(tmp_path, Untracked()).run("title", stages)
-        assert text in (tmp_path / "runs" / "latest" / REPORT).read_text()
+            begin(place, Untracked()).run("title", stages)
+        assert text in (place / "runs" / "latest" / REPORT).read_text()
 
 
 def test_a_run_completes_without_its_page(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

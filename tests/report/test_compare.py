@@ -105,9 +105,11 @@ def test_a_failed_run_has_no_results_per_row(tmp_path: Path, typed: Typed) -> No
     a, b = recorded(tmp_path / "a"), refused(tmp_path / "b")
     status, text = typed(str(a), str(b))
     assert (status, "failed" in text) == (0, True), text
-    rows = compare(collect(a), collect(b)).evaluation
-    assert rows
-    assert all(row.interval is None for row in rows)
+    compared = compare(collect(a), collect(b))
+    assert compared.evaluation
+    assert all(row.interval is None for row in compared.evaluation)
+    metrics = {pair.name: (pair.a, pair.b) for pair in compared.metrics}
+    assert metrics["eval/after"] == (0.53125, None)
 
 
 def test_pairs_of_a_reward_model_are_paired_by_the_same_dataset(tmp_path: Path) -> None:
@@ -183,5 +185,6 @@ def test_the_same_results_give_the_same_interval_and_none_gives_an_error() -> No
     assert paired(a, b) == paired(a, b)
     assert paired(a, a).is_significant is False
     assert paired([0.0] * 5, [1.0] * 5).is_significant is True
+    assert paired([1.0] * 5, [0.0] * 5).is_significant is True
     with pytest.raises(ValueError, match="no results"):
         unpaired([], [1.0])

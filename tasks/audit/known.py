@@ -1,6 +1,6 @@
 """Classes that vLLM and transformers have, in the versions that `known_classes.json` names.
 
-`tests/audit/test_known_classes.py` makes the file from the installed libraries: importing either
+`tests/audit/test_known.py` makes the file from the installed libraries: importing either
 takes longer than a whole audit.
 """
 

@@ -17,6 +17,19 @@ SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
 Arrays = dict[str, Any]
+TOKENIZER = {
+    "version": "1.0", "added_tokens": [{"id": 2, "content": "<eos>", "special": True}],
+    "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []},
+}  # fmt: skip
+TOKENIZER_CONFIG = {
+    "eos_token": "<eos>", "chat_template": "{% for m in messages %}{{ m }}{% endfor %}",
+    "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 64, "auto_map": {},
+}  # fmt: skip
+WRONG_VALUES: tuple[Any, ...] = (
+    None, 3, -1, 1 << 70, 1.5, float("inf"), True, "", "x", "\ud800", "a" * 5000, [], [[]], [3],
+    ["x"], {}, {"a": 1}, {"0": {}}, [{"a": []}],
+)  # fmt: skip
+"""Values that hardly any key of a configuration may have."""
 
 
 def config(**changes: Any) -> dict[str, Any]:
@@ -98,6 +111,28 @@ def make_adapter(root: Path, arrays: Arrays | None = None, **changes: Any) -> Pa
     write_json(root / "adapter_config.json", {**settings, **changes})
     save_file(adapter_tensors() if arrays is None else arrays, root / "adapter_model.safetensors")
     return root
+
+
+def merge(root: Path, scale: float = 2.0, **changes: Any) -> Path:
+    """Write the model of `tensors` with the adapter of `adapter_tensors` merged into it."""
+    arrays, lora = tensors(), adapter_tensors()
+    for name in [name for name in lora if name.endswith("lora_A.weight")]:
+        key = name.removeprefix("base_model.model.").replace(".lora_A", "")
+        arrays[key] = arrays[key] + scale * lora[name.replace("_A", "_B")] @ lora[name]
+    return make_model(root, arrays, **changes)
+
+
+def with_tokenizer(root: Path) -> Path:
+    """Add a tokenizer and the settings of generation to a checkpoint."""
+    write_json(root / "tokenizer.json", TOKENIZER)
+    write_json(root / "tokenizer_config.json", TOKENIZER_CONFIG)
+    write_json(root / "generation_config.json", {"eos_token_id": 2, "pad_token_id": 0})
+    return root
+
+
+def wrapped(arrays: Arrays, prefix: str = "module.") -> Arrays:
+    """Return tensors with the prefix that a wrapper leaves in their names."""
+    return {prefix + name: array for name, array in arrays.items()}
 
 
 def edit_json(path: Path, **changes: Any) -> None:

@@ -36,7 +36,6 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBED, HEAD, UP = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.up_proj.weight"
 ROWS = SIZES["vocab_size"]
 V_HEAD = {"v_head.summary.weight": np.ones((1, 16), np.float32)}
-SCORE = {"base_model.model.score.weight": np.ones((1, 16), np.float32)}
 CLASSIFIER = ["LlamaForSequenceClassification"]
 
 Make = Callable[[Path], Path]
@@ -148,12 +147,6 @@ def _odd_state() -> dict[str, Any]:
     return {**state, "step": 3}
 
 
-def _empty_state() -> dict[str, Any]:
-    import torch
-
-    return {key: torch.empty(0) for key in adapter_tensors()}
-
-
 def _lora_on_head(arrays: Arrays) -> Arrays:
     at = "base_model.model.score.lora_"
     return {**arrays, f"{at}A.weight": np.ones((4, 16), np.float32),
@@ -166,8 +159,8 @@ def _half_rank(arrays: Arrays) -> None:
     arrays[f"{at}B.weight"] = np.ascontiguousarray(arrays[f"{at}B.weight"][:, :2])
 
 
-def _zero_b(arrays: Arrays, first: int = 0) -> None:
-    for key in [key for key in arrays if "lora_B" in key][first:]:
+def _zero_b(arrays: Arrays) -> None:
+    for key in [key for key in arrays if "lora_B" in key][1:]:
         arrays[key][:] = 0
 
 
@@ -179,9 +172,6 @@ BROKEN: dict[str, tuple[Make, dict[str, str]]] = {
     "a tensor that the index does not name": (
         shards(index(lambda table: {k: v for k, v in table.items() if k != HEAD})),
         {"KEY_NOT_IN_INDEX": "error"},
-    ),
-    "a tensor in another file than the index says": (
-        shards(index(lambda table: {**table, HEAD: table[EMBED]})), {"INDEX_MISSING_KEY": "error"},
     ),
     "a tensor in two files": (shards(_two_files_with_one_tensor), {"KEY_TWICE": "error"}),
     "an index that is no index": (
@@ -195,7 +185,6 @@ BROKEN: dict[str, tuple[Make, dict[str, str]]] = {
     "an absolute path in the index": (
         shards(index(lambda table: {**table, HEAD: "/etc/passwd"})), {"INDEX_PATH": "error"},
     ),
-    "no index": (shards(lambda root: (root / INDEX).unlink()), {"INDEX_ABSENT": "error"}),
     "no index and a shard gone": (
         shards(_no_index_and_a_shard_gone),
         {"INDEX_ABSENT": "error", "SHARDS_INCOMPLETE": "error"},
@@ -223,20 +212,14 @@ BROKEN: dict[str, tuple[Make, dict[str, str]]] = {
         model(after=text("preprocessor_config.json", '{"a": ')), {"JSON_UNREADABLE": "error"},
     ),
     "a pointer of git LFS": (
-        model(after=text(WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid sha256:1\n")),
+        model(None, text(WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid sha256:1\n")),
         {"NOT_WEIGHTS_YET": "error"},
-    ),
-    "placeholders in a pickle": (
-        adapter(after=_pickled(_empty_state, "adapter_model.bin")), {"EMPTY_TENSOR": "error"},
     ),
     "entries of a pickle that are no tensors": (
         adapter(after=_pickled(_odd_state, "adapter_model.bin")),
         {"NO_TENSOR_ENTRY": "warning", "NOT_CONTIGUOUS": "warning"},
     ),
     # Keys
-    "FSDP around a model": (
-        model(named(lambda key: f"_fsdp_wrapped_module.{key}")), {"WRAPPER_RESIDUE": "error"},
-    ),
     "checkpointing inside a name": (
         model(named(lambda key: key.replace("layers.0.", "layers.0._checkpoint_wrapped_module."))),
         {"WRAPPER_RESIDUE": "error"},
@@ -249,10 +232,6 @@ BROKEN: dict[str, tuple[Make, dict[str, str]]] = {
     "an adapter without its prefix": (
         adapter(named(lambda key: key.removeprefix("base_model.model."))),
         {"ADAPTER_PREFIX": "error"},
-    ),
-    "scales beside weights that are not packed": (
-        model(lambda a: {**a, "lm_head.weight_scale_inv": np.ones((1, 1), np.float32)}),
-        {"QUANT_RESIDUE": "error"},
     ),
     # Heads
     "a critic of OpenRLHF": (
@@ -276,32 +255,17 @@ BROKEN: dict[str, tuple[Make, dict[str, str]]] = {
     "a deviation of zero": (
         model(scored(), **REWARD, mean=1.5, std=0.0), {"HEAD_MEAN_STD": "error"},
     ),
-    "a class without its head": (
-        model(trunk, architectures=["RobertaForSequenceClassification"]), {"HEAD_MISSING": "error"},
-    ),
     "a reward adapter of OpenRLHF without its head": (
         adapter(task_type=None, auto_mapping=OPENRLHF), {"HEAD_MISSING": "error"},
-    ),
-    "a named head that lies nowhere": (
-        adapter(modules_to_save=["v_head"]), {"ADAPTER_SAVED_ABSENT": "error"},
     ),
     "a rank that no pattern explains": (adapter(_half_rank), {"ADAPTER_RANK": "error"}),
 }  # fmt: skip
 
 VALUES: dict[str, tuple[Make, dict[str, str]]] = {
     "an infinite number": (model(put(up=(3, np.inf))), {"NOT_FINITE": "error"}),
-    "a pair without effect": (
-        adapter(lambda a: _zero_b(a, 1)), {"LORA_B_ZERO": "warning"},
-    ),
-    "an adapter without effect": (adapter(_zero_b), {"LORA_B_ZERO": "error"}),
+    "a pair without effect": (adapter(_zero_b), {"LORA_B_ZERO": "warning"}),
     "a tensor of zeros": (model(put(down=0)), {"ALL_ZERO": "error"}),
     "constant rows": (model(put(up=(5, 0.25))), {"CONSTANT_ROWS": "warning"}),
-    "zero rows of an embedding": (
-        model(put(embed=([7, 9], 0)), pad_token_id=9), {"DEAD_EMBEDDING": "warning"},
-    ),
-    "a head that is not the tied embedding": (
-        model(tie_word_embeddings=True), {"TIED_HEAD_DIFFERS": "error"},
-    ),
     "numbers beyond fp16": (model(put(up=((0, 0), 70_000.0))), {"DTYPE_RANGE": "warning"}),
 }  # fmt: skip
 
@@ -372,9 +336,6 @@ def _every_fourth_layer(arrays: Arrays) -> Arrays:
 
 FINE: dict[str, tuple[Make, set[str]]] = {
     # Makers, and codes that the checkpoint must not have; where none is named, no error at all.
-    "a model": (model(), set()),
-    "shards": (shards(), set()),
-    "an adapter": (adapter(), set()),
     "links inside the folder": (model(after=_renamed_configuration), set()),
     "hidden files": (model(after=_hidden), {"STRAY_WEIGHT_FILE", "JSON_UNREADABLE"}),
     "states of trainers": (model(after=_states_of_trainers), {"STRAY_WEIGHT_FILE"}),
@@ -406,21 +367,12 @@ FINE: dict[str, tuple[Make, set[str]]] = {
               model_type="xyz", auto_map={"A": "b.C"}),
         set(),
     ),
-    "a reward model": (model(scored(), architectures=CLASSIFIER, num_labels=1), set()),
     "a classifier of three classes": (
         model(scored(3), architectures=CLASSIFIER, id2label={str(n): f"L{n}" for n in range(3)}),
         set(),
     ),
-    "a classifier of tokens": (
-        model(scored(9), architectures=["LlamaForTokenClassification"], num_labels=9),
-        {"HEAD_OF_CRITIC"},
-    ),
     "a reward adapter with its head beside it": (
         adapter(after=beside("value_head.safetensors"), modules_to_save=["v_head"]), set(),
-    ),
-    "a reward adapter with its head": (
-        adapter(lambda a: {**a, **SCORE}, task_type="SEQ_CLS",
-                modules_to_save=["classifier", "score"]), set(),
     ),
     "a language model that was wrapped without a task": (
         adapter(task_type=None, auto_mapping={
@@ -429,9 +381,6 @@ FINE: dict[str, tuple[Make, set[str]]] = {
     "pairs on some kinds of layers": (adapter(_every_fourth_layer), {"ADAPTER_GAPS"}),
     "a rank by a pattern": (
         adapter(_half_rank, rank_pattern={"layers.1.self_attn.q_proj": 2}), {"ADAPTER_RANK"},
-    ),
-    "a rank by the end of a name": (
-        adapter(_half_rank, rank_pattern={"1.self_attn.q_proj": 2}), {"ADAPTER_RANK"},
     ),
     "DeepSpeed's script": (
         model(after=text("zero_to_fp32.py", "print(1)\n")), {"REMOTE_CODE"},
@@ -509,24 +458,18 @@ def test_shapes_of_another_configuration(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("arrays", "names", "kind", "tool"),
-    [
+def test_models_with_heads_are_told_apart(tmp_path: Path) -> None:
+    for number, (arrays, names, kind, tool) in enumerate((
         (scored(), CLASSIFIER, "reward-model", "LlamaFor"),
         (scored(), ["RewardModel"], "reward-model", "OpenRLHF reward"),
         (scored(), ["CriticModel"], "reward-model", "OpenRLHF critic"),
         (lambda arrays: {**arrays, **V_HEAD}, None, "value-head-model", "TRL"),
-    ],
-)
-def test_models_with_heads_are_told_apart(
-    arrays: Change, names: list[str] | None, kind: str, tool: str, tmp_path: Path
-) -> None:
-    config = {"architectures": names, "num_labels": 1} if names else {}
-    report = audit(model(arrays, **config)(tmp_path))
-    assert report.kind == kind
-    assert tool in report.what
-    for finding in report.findings:
-        assert finding.code != "HEAD_OF_CRITIC" or "deliver" not in finding.fix
+    )):  # fmt: skip
+        config = {"architectures": names, "num_labels": 1} if names else {}
+        report = audit(model(arrays, **config)(tmp_path / str(number)))
+        assert (report.kind, tool in report.what) == (kind, True)
+        for finding in report.findings:
+            assert finding.code != "HEAD_OF_CRITIC" or "deliver" not in finding.fix
 
 
 @pytest.mark.slow
@@ -562,39 +505,35 @@ def test_heads_of_several_layers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("zero", [False, True])
 def test_a_trainers_folder_names_its_newest_checkpoint(zero: bool, tmp_path: Path) -> None:
+    import torch
+
     from tests.weights.deepspeed.test_partitions_property import write
 
     for step in (500, 1000):
+        folder = tmp_path / f"checkpoint-{step}"
         if zero:
-            import torch
-
-            folder = tmp_path / f"checkpoint-{step}"
             write(folder, [{"w": torch.ones(4)}], stage=3, world=2, align=1)
         else:
-            make_adapter(tmp_path / f"checkpoint-{step}")
+            make_adapter(folder)
     (finding,) = audit(tmp_path).findings
     assert finding.code == "NOTHING_HERE"
     assert finding.fix.endswith(f"source={tmp_path}/checkpoint-1000")
 
 
-@pytest.mark.parametrize(
-    ("file", "command"),
-    [
-        ("actor/model_world_size_2_rank_0.pt", "verl.model_merger merge --backend fsdp"),
-        ("pytorch_model_fsdp_0/__0_0.distcp", "accelerate merge-weights"),
-        ("iter_1/mp_rank_00/model_optim_rng.pt", "Megatron-Bridge"),
-        ("model.pt", "save_pretrained"),
-    ],
-)
-def test_another_tools_format_names_the_command_that_converts_it(
-    file: str, command: str, tmp_path: Path
-) -> None:
+def test_another_tools_format_names_the_command_that_converts_it(tmp_path: Path) -> None:
     import torch
 
-    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"w": torch.ones(2)}, tmp_path / file)
-    (finding,) = with_code(tmp_path, "FOREIGN_FORMAT")
-    assert command in finding.fix
+    for file, command in {
+        "actor/model_world_size_2_rank_0.pt": "verl.model_merger merge --backend fsdp",
+        "pytorch_model_fsdp_0/__0_0.distcp": "accelerate merge-weights",
+        "iter_1/mp_rank_00/model_optim_rng.pt": "Megatron-Bridge",
+        "model.pt": "save_pretrained",
+    }.items():
+        path = tmp_path / command / file
+        path.parent.mkdir(parents=True)
+        torch.save({"w": torch.ones(2)}, path)
+        (finding,) = with_code(tmp_path / command, "FOREIGN_FORMAT")
+        assert command in finding.fix
 
 
 def test_links_and_pipes(tmp_path: Path) -> None:
@@ -612,20 +551,6 @@ def test_links_and_pipes(tmp_path: Path) -> None:
         "SPECIAL_FILE": ["tokenizer.json"],
         "LINK_OUTSIDE": ["environ", "generation_config.json"],
     }
-    assert str(secret) in with_code(root, "LINK_OUTSIDE")[-1].found + audit(root).text()
-
-
-def test_links_of_a_hub_cache(tmp_path: Path) -> None:
-    repository = tmp_path / "models--somebody--something"
-    blobs = make_model(repository / "blobs")
-    snapshot = repository / "snapshots" / "0123abcd"
-    snapshot.mkdir(parents=True)
-    for path in blobs.iterdir():
-        (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
-    assert errors(codes(snapshot)) == set()
-    (blobs / "beef").symlink_to("/etc/hostname")
-    (snapshot / "vocab.txt").symlink_to("../../blobs/beef")
-    assert codes(snapshot)["LINK_OUTSIDE"] == "error"
 
 
 def tokenizer(*added: dict[str, Any], **settings: Any) -> After:
@@ -651,9 +576,6 @@ TOKENS: dict[str, tuple[After, dict[str, str]]] = {
     "as many as rows": (tokenizer(), {}),
     "an unused one beyond the rows": (tokenizer(_token("<image>")), {"TOKENIZER_ROWS": "warning"}),
     "padding beyond the rows": (
-        tokenizer(_token("[PAD]"), pad_token="[PAD]"), {"TOKENIZER_ROWS": "error"},
-    ),
-    "padding in the long form": (
         tokenizer(_token("[PAD]"), pad_token={"content": "[PAD]"}), {"TOKENIZER_ROWS": "error"},
     ),
     "an ordinary one beyond the rows": (

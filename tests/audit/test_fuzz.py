@@ -30,15 +30,21 @@ from tasks.audit.run import audit
 from tasks.core.errors import PlumblineError
 from tasks.delivery.verify_inputs import require_intact
 from tasks.pipeline.artifact import Origin, open_artifact, publish, verify
-from tests.audit.making import make_adapter, make_model, make_shards, tensors, write_json
-from tests.audit.test_hostile import SETTINGS, TOKENIZER, VALUES
+from tests.audit.making import (
+    WRONG_VALUES,
+    make_adapter,
+    make_model,
+    make_shards,
+    tensors,
+    with_tokenizer,
+)
 
 LIMIT_S = 30.0
 """Seconds for one case; it takes a tenth of one second on an idle machine."""
 
 VALUE = st.sampled_from(
     [
-        *VALUES, -(1 << 63), 10**400, 1e308, float("nan"), "\x1b[31m", "a\nb", "../../x",
+        *WRONG_VALUES, -(1 << 63), 10**400, 1e308, float("nan"), "\x1b[31m", "a\nb", "../../x",
         "/dev/zero", "\0", "float8_e4m3fn", {"": {}}, {"a": {"b": {"c": [{}]}}},
         [1 << 62, 1 << 62], [-1], [0],
     ]
@@ -81,6 +87,7 @@ NAMES = (
 )  # fmt: skip
 SHAPES = ("gone", "empty", "folder", "link", "loop")
 BYTE = st.integers(0, 255)
+ORIGIN = Origin("served", "convert", "artifact")
 
 Mutation = tuple[Any, ...]
 MUTATION: st.SearchStrategy[Mutation] = st.one_of(
@@ -170,13 +177,6 @@ def edit_header(path: Path, kind: str, place: int, change: Any = None) -> None:
     path.write_bytes(struct.pack("<Q", len(head)) + head + raw[8 + length :])
 
 
-def with_tokenizer(root: Path) -> Path:
-    write_json(root / "tokenizer.json", TOKENIZER)
-    write_json(root / "tokenizer_config.json", SETTINGS)
-    write_json(root / "generation_config.json", {"eos_token_id": 2, "pad_token_id": 0})
-    return root
-
-
 def with_pickle(root: Path) -> Path:
     (root / "model.safetensors").unlink()
     state = {name: torch.from_numpy(array) for name, array in tensors().items()}
@@ -184,21 +184,17 @@ def with_pickle(root: Path) -> Path:
     return root
 
 
-def published(work: Path, final: Path) -> Path:
-    publish(work, final, Origin("served", "convert", final.name))
-    return final
-
-
 @pytest.fixture(scope="module")
 def seeds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Intact checkpoints by name; `base` belongs to all of them."""
     root = tmp_path_factory.mktemp("seeds")
+    publish(with_tokenizer(make_model(root / "work")), root / "artifact", ORIGIN)
     return {
         "base": with_tokenizer(make_model(root / "base")),
         "shards": with_tokenizer(make_shards(root / "shards")),
         "adapter": with_tokenizer(make_adapter(root / "adapter")),
         "pickle": with_pickle(with_tokenizer(make_model(root / "pickle"))),
-        "artifact": published(with_tokenizer(make_model(root / "work")), root / "artifact"),
+        "artifact": root / "artifact",
     }
 
 
@@ -243,27 +239,24 @@ def run_case(
         assert time.monotonic() - began < LIMIT_S
 
 
-CASE = {
-    "seed": st.sampled_from(("base", "shards", "adapter", "pickle", "artifact")),
-    "values": st.booleans(),
-    "mutations": st.lists(MUTATION, min_size=1, max_size=3),
-}
+case = given(
+    seed=st.sampled_from(("base", "shards", "adapter", "pickle", "artifact")),
+    values=st.booleans(),
+    mutations=st.lists(MUTATION, min_size=1, max_size=3),
+)
+shared = settings(database=None, suppress_health_check=list(HealthCheck))
 
 
-@settings(max_examples=60, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-@given(**CASE)
-def test_mutated_checkpoints(
-    seeds: dict[str, Path], composed: Composed, seed: str, values: bool, mutations: list[Mutation]
-) -> None:
-    run_case(seeds, composed, seed, values, mutations)
+@settings(shared, max_examples=60, derandomize=True)
+@case
+def test_mutated_checkpoints(seeds: dict[str, Path], composed: Composed, **made: Any) -> None:
+    run_case(seeds, composed, **made)
 
 
 @pytest.mark.slow
-@settings(
-    max_examples=1000, print_blob=True, database=None, suppress_health_check=list(HealthCheck)
-)
-@given(**CASE)
+@settings(shared, max_examples=1000, print_blob=True)
+@case
 def test_a_thousand_mutated_checkpoints(
-    seeds: dict[str, Path], composed: Composed, seed: str, values: bool, mutations: list[Mutation]
+    seeds: dict[str, Path], composed: Composed, **made: Any
 ) -> None:
-    run_case(seeds, composed, seed, values, mutations)
+    run_case(seeds, composed, **made)

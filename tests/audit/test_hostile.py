@@ -1,10 +1,15 @@
-"""Malicious folders: a finding or an error, in bounded time, and never a crash."""
+"""Malicious folders: a finding or an error, in bounded time and memory, and never a crash."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,58 +19,54 @@ from tasks.audit import folder as folders
 from tasks.audit.run import audit
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.documents import read_manifest
-from tests.audit.making import codes, edit_json, make_adapter, make_model, make_shards, write_json
+from tests.audit.making import (
+    WRONG_VALUES,
+    adapter_tensors,
+    codes,
+    edit_json,
+    make_adapter,
+    make_model,
+    make_shards,
+    tensors,
+    with_tokenizer,
+    write_json,
+)
+from tests.conftest import PROJECT
 
-VALUES: tuple[Any, ...] = (
-    None, 3, -1, 1 << 70, 1.5, float("inf"), True, "", "x", "\ud800", "a" * 5000, [], [[]], [3],
-    ["x"], {}, {"a": 1}, {"0": {}}, [{"a": []}],
-)  # fmt: skip
-TOKENIZER = {
-    "version": "1.0", "added_tokens": [{"id": 2, "content": "<eos>", "special": True}],
-    "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []},
-}  # fmt: skip
-SETTINGS = {
-    "eos_token": "<eos>", "chat_template": "{% for m in messages %}{{ m }}{% endfor %}",
-    "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 64, "auto_map": {},
-}  # fmt: skip
-
-
-def fuzz(root: Path, name: str, base: Path | None = None) -> None:
-    """Give every key of a JSON file a few values of wrong types."""
-    before = (root / name).read_text()
-    document = json.loads(before)
-    for key in [*document]:
-        for value in random.Random(key).sample(VALUES, 6):
-            write_json(root / name, {**document, key: value})
-            report = audit(root, base=base)
-            failed = [finding for finding in report.findings if finding.code == "CANNOT_JUDGE"]
-            assert not failed, f"{name}: {key}={str(value)[:60]!r}: {failed[0].found}"
-            report.text().encode("utf-8", "replace")
-            json.dumps(report.as_json())
-    (root / name).write_text(before)
+BOMB = "(a|a)*(a|aa)+(.*)*(.*)*$"
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    root = make_shards(tmp_path / "it", 2, num_experts=4, auto_map={})
-    write_json(root / "tokenizer.json", TOKENIZER)
-    write_json(root / "tokenizer_config.json", SETTINGS)
-    write_json(root / "generation_config.json", {"eos_token_id": 2, "pad_token_id": 0})
-    return root
+    return with_tokenizer(make_shards(tmp_path / "it", 2, num_experts=4, auto_map={}))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json",
-        "model.safetensors.index.json",
-    ],
-)  # fmt: skip
-def test_json_values_of_wrong_types(name: str, model: Path) -> None:
-    fuzz(model, name)
+def files_with(root: Path, code: str) -> list[str]:
+    return sorted(finding.file for finding in audit(root).findings if finding.code == code)
 
 
-def test_an_adapters_configuration(tmp_path: Path) -> None:
+def crashes(root: Path, base: Path | None = None) -> list[str]:
+    """Give every key of every JSON file a few values of wrong types; returns what crashed."""
+    failed = []
+    for path in sorted(root.glob("*.json")):
+        before = path.read_text()
+        document = json.loads(before)
+        for key in document:
+            for value in random.Random(key).sample(WRONG_VALUES, 6):
+                write_json(path, {**document, key: value})
+                report = audit(root, base=base)
+                report.text().encode("utf-8", "replace")
+                json.dumps(report.as_json())
+                failed += [
+                    f"{path.name}: {key}={str(value)[:60]!r}: {finding.found}"
+                    for finding in report.findings
+                    if finding.code == "CANNOT_JUDGE"
+                ]
+        path.write_text(before)
+    return failed
+
+
+def test_json_values_of_wrong_types(model: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "use_dora": False, "use_rslora": False, "modules_to_save": None, "rank_pattern": {},
         "alpha_pattern": {}, "layers_to_transform": None, "trainable_token_indices": None,
@@ -73,8 +74,8 @@ def test_an_adapters_configuration(tmp_path: Path) -> None:
         "fan_in_fan_out": False, "inference_mode": True, "auto_mapping": None, "lora_bias": False,
     }  # fmt: skip
     base = make_model(tmp_path / "base")
-    root = make_adapter(tmp_path / "it", **settings)
-    fuzz(root, "adapter_config.json", base)
+    assert crashes(model) == []
+    assert crashes(make_adapter(tmp_path / "adapter", **settings), base) == []
 
 
 def test_more_files_than_are_listed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,77 +91,159 @@ def test_endless_folders(tmp_path: Path) -> None:
         deep.mkdir()
     (root / "loop").symlink_to("loop")
     (root / "up").symlink_to("..")
-    findings = audit(root).findings
-    assert sorted(f.file for f in findings if f.code == "ODD_ENTRY") == ["d/d/d/d/d/d", "loop"]
-    assert [f.file for f in findings if f.code == "LINK_OUTSIDE"] == ["up"]
+    assert files_with(root, "ODD_ENTRY") == ["d/d/d/d/d/d", "loop"]
+    assert files_with(root, "LINK_OUTSIDE") == ["up"]
 
 
-def test_file_names_that_are_not_utf8(tmp_path: Path) -> None:
-    root = make_model(tmp_path / "it")
-    (root / os.fsdecode(b"\xff\xfe.safetensors")).write_bytes(b"x" * 20)
-    report = audit(root)
-    assert report.text().encode()
-    assert json.dumps(report.as_json()).encode()
-
-
-@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
-def test_a_template_without_bounds(tmp_path: Path, name: str) -> None:
-    root, bomb = make_model(tmp_path / "it"), "{{ 'a' * 3000000000 }}"
-    write_json(root / "tokenizer.json", TOKENIZER)
-    settings = {key: value for key, value in SETTINGS.items() if key != "chat_template"}
-    if name == "chat_template.jinja":
-        (root / name).write_text(bomb)
-    else:
-        settings["chat_template"] = bomb
-    write_json(root / "tokenizer_config.json", settings)
-    findings = [f for f in audit(root).findings if f.code == "TEMPLATE_UNBOUNDED"]
-    assert [f.file for f in findings] == [name]
-    assert "1 GiB" in findings[0].found
-
-
-def test_escape_sequences(model: Path) -> None:
+def test_names_and_texts_for_a_terminal(model: Path) -> None:
     escapes = "\x1b[2J\x1b]0;owned\x07\u202e\x9b31m"
     (model / f"adapter_model{escapes}.safetensors").write_bytes(b"x" * 20)
+    (model / os.fsdecode(b"\xff\xfe.safetensors")).write_bytes(b"x" * 20)
     edit_json(model / "config.json", model_type=escapes, architectures=[escapes], dtype=escapes)
     edit_json(model / "tokenizer_config.json", eos_token=escapes, auto_map={"a": escapes})
     report = audit(model)
     for text in (report.text(), report.markdown(), report.what):
         assert {char for char in text if not char.isprintable()} <= {"\n"}
+        assert text.encode()
+    assert json.dumps(report.as_json()).encode()
 
 
-def test_a_manifest_with_paths_outside_the_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_template_without_bounds(model: Path, name: str) -> None:
+    bomb = "{{ 'a' * 3000000000 }}"
+    edit_json(model / "tokenizer_config.json", chat_template=None)
+    if name == "chat_template.jinja":
+        (model / name).write_text(bomb)
+    else:
+        edit_json(model / name, chat_template=bomb)
+    assert files_with(model, "TEMPLATE_UNBOUNDED") == [name]
+
+
+def test_damaged_manifests(tmp_path: Path) -> None:
     root = make_model(tmp_path / "it")
+    keys = ("kind", "digest", "tensors", "files", "inputs", "notes")
+    whole: dict[str, Any] = {key: {} for key in keys}
+    damaged = [{key: whole[key] for key in whole if key != gone} for gone in ("kind", "files")]
+    damaged += [
+        {**whole, "tensors": table}
+        for table in (
+            {"a": None}, {"model.safetensors": {"x": None}}, {"a": {"x": {"blake3": 3}}}, [], 3,
+        )
+    ]  # fmt: skip
+    for manifest in damaged:
+        write_json(root / "manifest.json", manifest)
+        severities = codes(root, values=True)
+        assert severities["MANIFEST_DIFFERS"] == "error"
+        assert "CANNOT_JUDGE" not in severities
+        with pytest.raises(ArtifactError, match=r"manifest\.json"):
+            read_manifest(root)
     for files in (
         {"../../etc/passwd": {"size": 1, "sha256": "0"}}, {"a": 3}, {"a": None}, {"a": {"size": 1}},
         {"a": {"size": None, "blake3": "0"}}, [], 3,
     ):  # fmt: skip
-        manifest = {"kind": "weights", "digest": "", "tensors": {}, "inputs": {}, "notes": {}}
-        write_json(root / "manifest.json", {**manifest, "files": files})
-        report = audit(root, values=True)
-        assert not report.ok
-
-
-@pytest.mark.parametrize(
-    "tensors", [{"a": None}, {"model.safetensors": {"x": None}}, {"a": {"x": {"blake3": 3}}}, [], 3]
-)
-def test_a_damaged_manifest_is_a_finding(tensors: Any, tmp_path: Path) -> None:
-    root = make_model(tmp_path / "it")
-    manifest = {"kind": "weights", "digest": "", "files": {}, "inputs": {}, "notes": {}}
-    write_json(root / "manifest.json", {**manifest, "tensors": tensors})
-    severities = codes(root, values=True)
-    assert severities["MANIFEST_DIFFERS"] == "error"
-    assert "CANNOT_JUDGE" not in severities
-    with pytest.raises(ArtifactError, match="not a manifest"):
-        read_manifest(root)
-
-
-@pytest.mark.parametrize("missing", ["kind", "digest", "files"])
-def test_a_manifest_without_one_of_its_keys_is_a_finding(missing: str, tmp_path: Path) -> None:
-    root = make_model(tmp_path / "it")
-    keys = ("kind", "digest", "tensors", "files", "inputs", "notes")
-    write_json(root / "manifest.json", {key: {} for key in keys if key != missing})
-    assert codes(root, values=True)["MANIFEST_DIFFERS"] == "error"
-    with pytest.raises(ArtifactError, match="not a manifest"):
-        read_manifest(root)
+        write_json(root / "manifest.json", {**whole, "files": files})
+        assert not audit(root, values=True).ok
     write_json(root / "manifest.json", {"name": "an app", "files": []})  # another tool's
     assert read_manifest(root) == {}
+
+
+def test_headers_and_documents_of_bombs(tmp_path: Path) -> None:
+    root = make_model(tmp_path / "it")
+    shapes: list[Any] = [[1 << 62] * 60, [-1], [2.5], ["a"], [True], [[]]]
+    headers: list[tuple[int | None, bytes, str]] = [
+        (1 << 62, b"{}", ""),
+        (None, b'{"a":[' + b"[]," * 5_000_000 + b"[]]}", "4000000"),
+        (None, b"[" * 1_000_000, "deep"),
+    ]
+    for shape in shapes:
+        entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}
+        headers.append((None, json.dumps({"a": entry}).encode(), ""))
+    for size, text, limit in headers:
+        length = struct.pack("<Q", size or len(text))
+        (root / "model.safetensors").write_bytes(length + text)
+        (finding,) = [each for each in audit(root).findings if each.code == "BAD_HEADER"]
+        assert limit in finding.found
+    make_model(root, architectures=["A" * 100_000])
+    (root / "tokenizer.json").write_bytes(b"[" * 100_000)
+    (root / "generation_config.json").write_bytes(b'{"a":[' + b"0," * 5_000_000 + b"0]}")
+    assert files_with(root, "JSON_UNREADABLE") == ["generation_config.json", "tokenizer.json"]
+
+
+SECONDS, MEGABYTES = 20.0, 700
+"""Limits for a slow machine; without protection the files take minutes or hours, or tens of GB."""
+MEASURED = """
+import json, resource, sys
+from pathlib import Path
+from tasks.audit.run import audit
+base = Path(sys.argv[2]) if sys.argv[2] else None
+codes = sorted({finding.code for finding in audit(Path(sys.argv[1]), base=base).findings})
+used = resource.getrusage(resource.RUSAGE_SELF)
+# ru_maxrss would include the memory of the test process, which forked this one.
+status = Path("/proc/self/status").read_text()
+print(json.dumps([codes, used.ru_utime + used.ru_stime, status]))
+"""
+
+
+def examined(root: Path, base: Path | None = None) -> set[str]:
+    """Return the codes of an audit in its own process, which has to stay within the limits."""
+    command = [sys.executable, "-c", MEASURED, str(root), str(base or "")]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    codes, seconds, status = json.loads(done.stdout)
+    (peak,) = re.findall(r"VmHWM:\s+(\d+)", status)
+    assert seconds < SECONDS
+    assert int(peak) // 1024 < MEGABYTES
+    return set(codes)
+
+
+def test_patterns_without_end(tmp_path: Path) -> None:
+    """Plain settings beside a pattern that is not tried are checked."""
+    arrays = {key.replace("q_proj", "a" * 60): array for key, array in adapter_tensors().items()}
+    settings = {
+        "target_modules": BOMB, "exclude_modules": BOMB, "rank_pattern": {BOMB: 2},
+        "alpha_pattern": {BOMB: 2}, "layers_pattern": BOMB, "layers_to_transform": [0],
+        "lora_alpha": 0, "modules_to_save": ["lm_head"],
+    }  # fmt: skip
+    root = make_adapter(tmp_path / "it", arrays, **settings)
+    reported = examined(root, make_model(tmp_path / "base"))
+    assert {"ADAPTER_ALPHA", "ADAPTER_SAVED_ABSENT"} <= reported
+
+
+def names(root: Path) -> None:
+    many = [f"module_{number}" for number in range(100_000)]
+    make_adapter(root, modules_to_save=many, target_modules=many, target_parameters=many)
+
+
+def numbers(root: Path) -> None:
+    arrays = tensors()
+    arrays["model.layers.0.mlp.experts.999999.up.weight"] = arrays["lm_head.weight"]
+    arrays["model.layers.999999.mlp.gate.weight"] = arrays["lm_head.weight"]
+    huge = 1 << 60
+    make_model(root, arrays, num_experts=huge, num_hidden_layers=huge, vocab_size=huge)
+
+
+def template(root: Path) -> None:
+    make_model(root)
+    text = "{% for a in range(99999) %}" * 40 + "{{ a }}" + "{% endfor %}" * 40
+    write_json(root / "tokenizer_config.json", {"chat_template": text, "eos_token": "x"})
+    (root / "chat_template.jinja").write_text("{{ " + "[" * 100_000)
+
+
+def endless_texts(root: Path) -> None:
+    make_model(root)
+    (root / "tokenizer.json").write_bytes(b'{"model": {"vocab": {"' + b"\\a" * (24 << 20))
+    (root / "vocab.json").write_bytes(b'{"model": {"vocab": [' + b'["a",1],' * (6 << 20))
+
+
+def many_adapter_names(root: Path) -> None:
+    array = next(iter(adapter_tensors().values()))
+    at = "base_model.model." + "modules_to_save." * 2000
+    make_adapter(root, {f"{at}{number}.weight": array for number in range(200)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [names, numbers, template, endless_texts, many_adapter_names])
+def test_the_audit_stays_within_its_limits(make: Callable[[Path], None], tmp_path: Path) -> None:
+    root, base = tmp_path / "it", make_model(tmp_path / "base")
+    make(root)
+    assert examined(root, base if make is names else None)

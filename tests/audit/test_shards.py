@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from tasks.audit.checks import zero
-from tasks.audit.run import Report, audit
+from tasks.audit.run import audit
 from tasks.weights.deepspeed.checkpoint import read_zero
-from tests.audit.making import by_code as codes_of
-from tests.audit.making import errors, write_json
+from tests.audit.making import by_code, errors, write_json
 from tests.weights.deepspeed.test_partitions_property import write
 from tests.weights.making import Spread, write_shards
 
@@ -30,65 +29,51 @@ def ours(tmp_path: Path) -> Path:
     return root
 
 
-class TestPlumblineShards:
-    def test_of_an_adapter(self, ours: Path) -> None:
-        report = audit(ours)
-        assert (report.kind, report.ok) == ("shards", True)
-        assert report.what == "Plumbline's shards of a LoRA adapter of rank 4 of 2 ranks"
-        (finding,) = report.findings
-        assert finding.code == "PARTITIONS_WHOLE"
-        assert finding.found == "2 ranks, 2 tensors, adapter"
-        assert finding.fix == f"python flows/deliver.py source={ours} base=<the base> out=<folder>"
+def test_shards_of_an_adapter(ours: Path) -> None:
+    report = audit(ours)
+    assert (report.kind, report.ok) == ("shards", True)
+    (finding,) = report.findings
+    assert (finding.code, finding.found) == ("PARTITIONS_WHOLE", "2 ranks, 2 tensors, adapter")
+    assert f"source={ours}" in finding.fix
+    (ours / "adapter_config.json").unlink()
+    assert by_code(audit(ours))["CONFIG_MISSING"] == "warning"
 
-    def test_without_the_settings_of_its_adapter(self, ours: Path) -> None:
-        (ours / "adapter_config.json").unlink()
-        assert codes_of(audit(ours))["CONFIG_MISSING"] == "warning"
 
-    def test_missing_files_of_a_rank(self, ours: Path) -> None:
-        next((ours / "shards").glob("rank-00001-*")).unlink()
-        report = audit(ours)
-        assert report.kind == "shards"
-        assert errors(codes_of(report)) == {"PARTITIONS_UNUSABLE"}
-
-    @pytest.mark.parametrize("text", ["[]", "{", '{"mode": []}', '{"mode": "full"}'])
-    def test_an_invalid_table(self, ours: Path, text: str) -> None:
-        (ours / "partitions.json").write_text(text)
+def test_unusable_shards(ours: Path) -> None:
+    table = ours / "partitions.json"
+    whole = table.read_text()
+    for text in ("[]", "{", '{"mode": []}', '{"mode": "full"}', whole):
+        table.write_text(text)
+        if text is whole:
+            next((ours / "shards").glob("rank-00001-*")).unlink()
         report = audit(ours)
         assert report.kind == "shards"
-        assert "PARTITIONS_UNUSABLE" in errors(codes_of(report))
-        assert "CANNOT_JUDGE" not in codes_of(report)
+        assert "PARTITIONS_UNUSABLE" in errors(by_code(report))
+        assert "CANNOT_JUDGE" not in by_code(report)
         json.dumps(report.as_json())
 
 
-class TestManyRanks:
-    @pytest.fixture(autouse=True)
-    def few_bytes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(zero, "MAX_PICKLE_BYTES", 1000)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_checkpoint_of_many_ranks(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are counted where there are too many bytes to read them all."""
+    monkeypatch.setattr(zero, "MAX_PICKLE_BYTES", 1000)
+    root = tmp_path / "zero"
+    write(root, [{f"p{number}": torch.randn(8, 4) for number in range(3)}], stage, 5, 1)
 
-    @pytest.fixture(params=[2, 3])
-    def checkpoint(self, request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-        root = tmp_path / "zero"
-        write(root, [{f"p{i}": torch.randn(8, 4) for i in range(3)}], request.param, 5, 1)
-        return root
+    def reported() -> dict[str, str]:
+        return {finding.code: finding.found for finding in audit(root).findings}
 
-    def told(self, report: Report) -> dict[str, str]:
-        return {finding.code: finding.found for finding in report.findings}
-
-    def test_files_are_counted(self, checkpoint: Path) -> None:
-        report = audit(checkpoint)
-        reported = self.told(report)
-        assert set(reported) >= {"ZERO_NOT_GATHERED", "ZERO_NOT_ALL_READ"}
-        assert reported["ZERO_NOT_GATHERED"] == "ZeRO of 5 ranks, 3 trained tensors, step 1"
-        assert report.ok
-        assert read_zero(checkpoint).world_size == 5  # the reader itself has no limit
-
-    def test_a_missing_rank(self, checkpoint: Path) -> None:
-        next(checkpoint.glob("*/*rank_3_*optim_states.pt")).unlink()
-        reported = self.told(audit(checkpoint))
-        assert reported["ZERO_RANK_MISSING"] == "optim states of 5 ranks, absent: 3"
-        assert "ZERO_NOT_GATHERED" not in reported
-
-    def test_rank_0_cut_short(self, checkpoint: Path) -> None:
-        path = next(checkpoint.glob("*/*rank_0_*optim_states.pt"))
-        path.write_bytes(path.read_bytes()[:-100])
-        assert "ZERO_UNUSABLE" in self.told(audit(checkpoint))
+    assert audit(root).ok
+    assert "ZERO_NOT_ALL_READ" in reported()
+    assert reported()["ZERO_NOT_GATHERED"] == "ZeRO of 5 ranks, 3 trained tensors, step 1"
+    assert read_zero(root).world_size == 5  # the reader itself has no limit
+    first = next(root.glob("*/*rank_0_*optim_states.pt"))
+    data = first.read_bytes()
+    first.write_bytes(data[:-100])
+    assert "ZERO_UNUSABLE" in reported()
+    first.write_bytes(data)
+    next(root.glob("*/*rank_3_*optim_states.pt")).unlink()
+    assert reported()["ZERO_RANK_MISSING"].endswith(" 3")
+    assert "ZERO_NOT_GATHERED" not in reported()

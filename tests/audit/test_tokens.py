@@ -1,50 +1,47 @@
-"""Token ids found by searching tokenizer.json agree with a parser and the library."""
+"""Tokens and chat templates: ids of `tokenizer.json`, of the class that loads it, ends of turns."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
+from tasks.audit.checks.text.template_text import EOS, MAX_BYTES, BrokenTemplateError, read_template
 from tasks.audit.checks.text.tokens import Tokens, read_tokens
 from tasks.audit.folder import Folder
+from tasks.audit.repair import repair
+from tasks.audit.run import audit
+from tasks.weights.tokens.prove_ids import misread
+from tests.audit.making import codes, edit_json, make_model, tensors
+from tests.weights.making import TEMPLATE, save_tokenizer
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=6)
 NASTY = [
-    '"',
-    '":1',
-    '\\":7',
-    "\\",
-    '": 5,',
-    "}",
-    "</s>",
-    "é",
-    "日本",
-    "merges",
-    '"merges"',
-    "vocab",
-]
-ONCE = settings(
+    '"', '":1', '\\":7', "\\", '": 5,', "}", "</s>", "é", "日本", "merges", '"merges"', "vocab",
+]  # fmt: skip
+VOCABULARY = st.lists(TEXTS | st.sampled_from(NASTY), unique=True, min_size=1, max_size=20)
+FEW = settings(
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
 def saved(folder: Path, core: Tokenizer) -> Tokens:
     folder.mkdir(exist_ok=True)
-    # A new file each time: results are cached by path and time of change.
-    path = folder / "tokenizer.json"
-    path.unlink(missing_ok=True)
-    core.save(str(path))
+    core.save(str(folder / "tokenizer.json"))
     return read_tokens(Folder(folder))
 
 
-@ONCE
-@given(texts=st.lists(TEXTS | st.sampled_from(NASTY), unique=True, min_size=1, max_size=20))
-def test_a_mapping(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
+@FEW
+@given(texts=VOCABULARY)
+def test_ids_of_vocabularies(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
     vocabulary = {text: number * 3 for number, text in enumerate(texts)}
     folder = tmp_path_factory.mktemp("it")
     tokens = saved(folder, Tokenizer(models.BPE(vocabulary, [])))
@@ -52,48 +49,153 @@ def test_a_mapping(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -
     assert tokens.rows == max(parsed.values()) + 1
     assert tokens.highest_plain == tokens.rows - 1
     assert all(tokens.has(text) for text in texts)
-
-
-@ONCE
-@given(texts=st.lists(TEXTS | st.sampled_from(NASTY), unique=True, min_size=1, max_size=20))
-def test_a_list(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
     pieces = [(text, -1.5 * number) for number, text in enumerate(["<unk>", *texts])]
     tokens = saved(tmp_path_factory.mktemp("it"), Tokenizer(models.Unigram(pieces, 0, False)))
     assert tokens.rows == len(pieces)
 
 
 @pytest.mark.parametrize("kind", ["WordPiece", "WordLevel"])
-def test_other_kinds(kind: str, tmp_path: Path) -> None:
+def test_ids_of_other_kinds(kind: str, tmp_path: Path) -> None:
     vocabulary = {"[UNK]": 0, "a": 1, "##b": 7}
     core = Tokenizer(getattr(models, kind)(vocabulary, unk_token="[UNK]"))
     assert saved(tmp_path / "it", core).rows == 8
 
 
-def test_added_tokens(tmp_path: Path) -> None:
-    core = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+def test_added_tokens_and_merges(tmp_path: Path) -> None:
+    core = Tokenizer(models.BPE({"a": 0, "9": 1, "a9": 2}, [("a", "9")]))
+    assert saved(tmp_path / "merges", core).rows == 3
     core.add_special_tokens(["<eos>"])
     core.add_tokens(["<tool>"])
-    tokens = saved(tmp_path / "it", core)
-    assert (tokens.rows, tokens.highest_plain) == (4, 1)
-    assert tokens.added == {"<eos>": 2, "<tool>": 3}
+    tokens = saved(tmp_path / "added", core)
+    assert (tokens.rows, tokens.highest_plain) == (5, 2)
+    assert tokens.added == {"<eos>": 3, "<tool>": 4}
     assert tokens.special == {"<eos>"}
-    assert [tokens.id_of(token) for token in ("<eos>", "<tool>", "b", "c")] == [2, 3, 1, None]
+    assert [tokens.id_of(token) for token in ("<eos>", "<tool>", "9", "c")] == [3, 4, 1, None]
 
 
-def test_merges_are_not_ids(tmp_path: Path) -> None:
-    core = Tokenizer(models.BPE({"a": 0, "9": 1, "a9": 2}, [("a", "9")]))
-    assert saved(tmp_path / "it", core).rows == 3
+def test_an_invalid_tokenizer_gives_no_ids(tmp_path: Path) -> None:
+    assert read_tokens(Folder(tmp_path)) == Tokens()
+    for number, text in enumerate((
+        "", "[]", "{", '{"model": {"vocab": 3}}', '{"added_tokens": [{"id": "x"}]}', "\x00" * 50,
+        '{"added_tokens": ' + "[" * 5000,
+    )):  # fmt: skip
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text(text)
+        assert read_tokens(Folder(folder)).rows == 0
+
+
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|eot|>", "<|header|>", "<end_of_turn>", "</s>")
+LOOP = "{% for m in messages %}"
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{", '{"model": {"vocab": 3}}', '{"added_tokens": [{"id": "x"}]}', "\x00" * 50,
-     '{"added_tokens": ' + "[" * 5000],
+    ("template", "ends"),
+    [
+        (TEMPLATE, {"<|im_end|>"}),
+        (LOOP + "{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}", {"<|im_end|>"}),
+        (LOOP + "{{ m['content'] + eos_token }}{% endfor %}", {EOS}),
+        (LOOP + "{{ '<|header|>' + m['content'] | trim + '<|eot|>' }}{% endfor %}", {"<|eot|>"}),
+        (
+            LOOP + "{% set content = '<|header|>' + m['content'] | trim + '<|eot|>' %}"
+            "{{ content }}{% endfor %}",
+            {"<|eot|>"},
+        ),
+        (
+            LOOP + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<end_of_turn>"
+            "{% endgeneration %}{% endif %}{% endfor %}",
+            {"<end_of_turn>"},
+        ),
+        (LOOP + "{{ m.content ~ '</s>' }}{% break %}{% endfor %}", {"</s>"}),
+        (LOOP + "{{ m.content }}\n{% endfor %}", set()),
+        (LOOP + "{{ ('[' + m.content + '<|eot|>') if m.role else '' }}{% endfor %}", {"<|eot|>"}),
+    ],
 )  # fmt: skip
-def test_an_invalid_tokenizer_gives_no_ids(text: str, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(text)
-    assert read_tokens(Folder(tmp_path)).rows == 0
+def test_tokens_after_a_message(template: str, ends: set[str]) -> None:
+    assert read_template(template, SPECIAL).ends == ends
 
 
-def test_no_tokenizer(tmp_path: Path) -> None:
-    assert read_tokens(Folder(tmp_path)) == Tokens()
+def test_a_template_is_not_run() -> None:
+    text = read_template("<|a|>{{ '<|b|>' + x }}{# <|c|> #}{% if '<|d|>' in x %}{% endif %}", ())
+    assert text.markers == {"<|a|>", "<|b|>"}
+    began = time.monotonic()
+    bomb = "{% for a in range(99999) %}" * 5 + "{{ a }}" + "{% endfor %}" * 5
+    assert read_template(bomb, ()).ends == set()
+    assert time.monotonic() - began < 5
+
+
+def test_templates_that_do_not_parse() -> None:
+    for template in (
+        "{% for %}", "{{ a", "{% nothing %}", "{{ " + "(" * 3000 + " }}", "x" * (MAX_BYTES + 1),
+        "{% if a %}" * 2000 + "{% endif %}" * 2000, "{{ a" + " + a" * 4000 + " }}",
+    ):  # fmt: skip
+        with pytest.raises(BrokenTemplateError):
+            read_template(template, SPECIAL)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """Return a model with the tokenizer of the tests, as transformers saves it."""
+    arrays = tensors()
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        arrays[name] = np.resize(arrays[name], (300, arrays[name].shape[1]))
+    folder = make_model(tmp_path / "model", arrays, vocab_size=300)
+    save_tokenizer(folder)
+    return folder
+
+
+def edit_tokenizer(folder: Path, step: str) -> None:
+    """Change one step of a tokenizer, or add a token to it."""
+    path = folder / "tokenizer.json"
+    document: dict[str, Any] = json.loads(path.read_text())
+    model = document["model"]
+    if step == "pre_tokenizer":
+        document[step] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}
+    elif step == "decoder":
+        document[step] = {"type": "Fuse"}
+    elif step == "merges":
+        model["merges"] = [["a", "b"]]
+    elif step == "vocabulary":
+        model["vocab"]["a"], model["vocab"]["b"] = model["vocab"]["b"], model["vocab"]["a"]
+    elif step == "added":
+        number = 1 + max(model["vocab"].values())
+        document["added_tokens"].append(
+            {**document["added_tokens"][0], "id": number, "content": "<t>"}
+        )
+    path.write_text(json.dumps(document))
+
+
+def test_a_class_that_rebuilds_the_steps_is_an_error_and_is_repaired(
+    llama: Path, tmp_path: Path
+) -> None:
+    edit_json(llama / "tokenizer_config.json", tokenizer_class="LlamaTokenizerFast")
+    assert misread(llama)
+    report = audit(llama)
+    assert "TOKENIZER_MISREAD" in {finding.code for finding in report.findings}
+    assert report.mendable
+    repair(llama, tmp_path / "out")
+    assert "TOKENIZER_MISREAD" not in codes(tmp_path / "out")
+    assert misread(tmp_path / "out") == ""
+
+
+def test_the_repair_with_a_misread_base_keeps_the_ids(llama: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(llama, base)
+    edit_json(base / "tokenizer_config.json", tokenizer_class="LlamaTokenizer")
+    edit_json(llama / "tokenizer_config.json", tokenizer_class="TokenizersBackend")
+    repair(llama, tmp_path / "out", base=base)
+    assert misread(tmp_path / "out") == ""
+
+
+def test_a_tokenizer_that_is_not_the_bases(llama: Path, tmp_path: Path) -> None:
+    for step in ("pre_tokenizer", "merges", "vocabulary", "decoder", "added"):
+        base = tmp_path / "base"
+        shutil.copytree(llama, base, dirs_exist_ok=True)
+        edited = shutil.copytree(llama, tmp_path / step)
+        for folder in (base, edited) if step == "merges" else ():
+            path = folder / "tokenizer.json"
+            document = json.loads(path.read_text())
+            document["model"]["vocab"]["ab"] = 300
+            path.write_text(json.dumps(document))
+        edit_tokenizer(edited, step)
+        assert ("TOKENIZER_NOT_OF_BASE" in codes(edited, base=base)) is (step != "added"), step

@@ -81,6 +81,18 @@ def _suits(kind: str, place: str, parameter: Any) -> bool:
     return parameter.dim() > 1 or kind != "scaled"
 
 
+def quantised(value: torch.Tensor, bits: str, block: int) -> torch.Tensor:
+    """Round to a format with one scale for `block` numbers of a row."""
+    parts = value.reshape(-1, block)
+    top = parts.abs().amax(1, keepdim=True)
+    if bits == "fp8":
+        rounded = (parts / top * 448).to(torch.float8_e4m3fn).float() * top / 448
+    else:
+        most = 127 if bits == "int8" else 7
+        rounded = (parts / top * most).round() * top / most
+    return rounded.reshape(value.shape)
+
+
 def examine(
     a: Path,
     b: Path,

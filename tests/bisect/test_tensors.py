@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tasks.bisect.tensors import compare
+from tests.bisect.planting import quantised
 
 ROUNDING = 1.66e-3
 """Root mean square of bfloat16's rounding errors, relative to the numbers."""
@@ -24,20 +25,7 @@ def adapter(like: torch.Tensor, rank: int, size: float) -> torch.Tensor:
     return change * (size * like.float().norm() / change.norm())
 
 
-def quantised(value: torch.Tensor, bits: str, block: int) -> torch.Tensor:
-    """Round to a format with one scale for `block` numbers of a row."""
-    parts = value.reshape(-1, block)
-    top = parts.abs().amax(1, keepdim=True)
-    if bits == "fp8":
-        rounded = (parts / top * 448).to(torch.float8_e4m3fn).float() * top / 448
-    else:
-        most = 127 if bits == "int8" else 7
-        rounded = (parts / top * most).round() * top / most
-    return rounded.reshape(value.shape)
-
-
-@pytest.mark.parametrize("shape", [(128, 128), (256, 128), (512, 1024)])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("shape", "seed"), [((128, 128), 0), ((256, 128), 1), ((512, 1024), 0)])
 def test_rounding_is_rounding(shape: tuple[int, int], seed: int) -> None:
     fine = weight(*shape, seed)
     stored = fine.bfloat16()
@@ -66,17 +54,14 @@ def test_equal_rows_are_one(equal: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("side", "rank", "size"), [(256, 4, 0.3), (256, 16, 0.5), (1024, 16, 0.1), (1024, 64, 0.3)]
+    ("side", "rank", "size"), [(256, 4, 0.3), (256, 16, 0.5), (1024, 16, 0.1), (1024, 16, 2.4)]
 )
 def test_a_change_below_a_step_is_no_rounding(side: int, rank: int, size: float) -> None:
-    """An adapter of `size` rounding errors, merged into bfloat16 or left out there."""
+    """An adapter of `size` rounding errors, merged into bfloat16 or left out there.
+
+    The largest could be taken for eight bits.
+    """
     stored = weight(side, side).bfloat16()
     merged = (stored.float() + adapter(stored, rank, size * ROUNDING)).bfloat16()
     for a, b in ((stored, merged), (merged, stored)):
         assert compare("q_proj", a, b).different
-
-
-def test_a_change_is_not_taken_for_eight_bits() -> None:
-    stored = weight(1024, 1024).bfloat16()
-    merged = (stored.float() + adapter(stored, 16, 0.004)).bfloat16()
-    assert compare("q_proj", stored, merged).different

@@ -47,25 +47,24 @@ def publish(runs: Path, kind: str, files: Mapping[str, str], *checks: Check) -> 
     return Artifact(kind, folder, "0" * 64)
 
 
-def generations(*rows: tuple[str, str, str]) -> str:
-    """Return generations.jsonl: prompt, response before, response after."""
-    return "".join(
-        json.dumps({
-            "id": str(number), "messages": [{"role": "user", "content": prompt}],
-            "expected": "k", "before": before, "after": after, "stopped": number != 1,
-            "tokens_before": [5] * len(before), "tokens_after": [5] * len(after),
-        }) + "\n"
+def lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def responses(*rows: tuple[str, str, str]) -> dict[str, str]:
+    """Return the files of an evaluation: prompt, response before and after of each row."""
+    greedy = [
+        {"id": str(number), "messages": [{"role": "user", "content": prompt}], "expected": "k",
+         "before": before, "after": after, "stopped": number != 1,
+         "tokens_before": [5] * len(before), "tokens_after": [5] * len(after)}
         for number, (prompt, before, after) in enumerate(rows)
-    )  # fmt: skip
-
-
-def drawn(*rewards: tuple[float, float]) -> str:
-    """Return drawn.jsonl: rewards of the sampled responses before and after."""
-    rows = [
+    ]  # fmt: skip
+    rewards = ((-1.0, 0.5), (0.0, 1.25))
+    sampled = [
         {"id": str(number), "before": " p", "after": " k", "reward_before": a, "reward_after": b}
         for number, (a, b) in enumerate(rewards)
     ]
-    return "".join(json.dumps(row) + "\n" for row in rows)
+    return {"generations.jsonl": lines(greedy), "drawn.jsonl": lines(sampled)}
 
 
 def recorded(runs: Path, *, tensor: str = "model.norm.weight", response: str = " k") -> Path:
@@ -87,8 +86,7 @@ def recorded(runs: Path, *, tensor: str = "model.norm.weight", response: str = "
         run("train", publish(runs, "shards", {}, good), good)
         moved = verdict(DRIFT, PROFILES["standard"])
         run("merge", publish(runs, "weights", {}, good, moved), good, moved, drift=DRIFT)
-        texts = generations(("Same?", " yes", " yes"), ("Last letter: e p i k", " p", response))
-        files = {"generations.jsonl": texts, "drawn.jsonl": drawn((-1.0, 0.5), (0.0, 1.25))}
+        files = responses(("Same?", " yes", " yes"), ("Last letter: e p i k", " p", response))
         run("smoke_eval", publish(runs, "report", files))
         summary = Summary("completed", "rlhf", "qlora", 61.25, run=NAME)
         summary.stages = [stage_entry(result) for result in results]
@@ -100,7 +98,7 @@ def recorded(runs: Path, *, tensor: str = "model.norm.weight", response: str = "
     return runs / "reports" / NAME
 
 
-def refused(runs: Path, **changes: Any) -> Path:
+def refused(runs: Path) -> Path:
     """Write a run that failed at the drift of its merge. Returns its folder."""
     check = verdict(REFUSED, PROFILES["standard"])
     error = f"merge: contract not met: {check.name}: expected {check.expected}, found {check.found}"

@@ -169,17 +169,10 @@ class ArrayServer(Server):
         assert tuple(map(tuple, sequences)) == self._probes
         return answers(self._probes, self._models[model], self._top)
 
-    def next_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise UnsupportedError."""
-        raise UnsupportedError("no log-probabilities of responses")
+    def _unsupported(self, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError("log-probabilities of responses, a tokenizer, a template")
 
-    def tokenize(self, model: str, text: str, special: bool = True) -> tuple[int, ...]:
-        """Raise UnsupportedError."""
-        raise UnsupportedError("no tokenizer")
-
-    def render(self, model: str, messages: Any, tools: Any = ()) -> tuple[int, ...]:
-        """Raise UnsupportedError."""
-        raise UnsupportedError("no template")
+    next_tokens = tokenize = render = _unsupported
 
     def generate(
         self, model: str, prompt: Any, count: int, n: int = 1, *, stream: bool = False,

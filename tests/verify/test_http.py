@@ -25,14 +25,9 @@ from tasks.verify.servers.connect import connect
 from tasks.verify.servers.http import Http
 from tasks.verify.servers.server import ServerError
 from tests.verify.answering import Reply, Requests, answering, refusal
+from tests.verify.serving import free_port
 
 KEY = "sk-verysecretkey-0123456789"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def failing(answers: Mapping[str, Any], **options: Any) -> tuple[ServerError, Requests]:
@@ -42,25 +37,20 @@ def failing(answers: Mapping[str, Any], **options: Any) -> tuple[ServerError, Re
     return caught.value, server
 
 
-def test_where_nothing_listens_the_error_says_to_start_the_server() -> None:
+def test_where_nothing_listens_or_the_address_is_none() -> None:
     with pytest.raises(ServerError) as caught:
         connect(f"http://127.0.0.1:{free_port()}")
-    assert caught.value.code == "unreachable"
-    assert "start the server" in caught.value.hint
-    assert caught.value.exit_code == 2
+    assert (caught.value.code, caught.value.exit_code) == ("unreachable", 2)
+    for url in ("ftp://host:1", "http://", "http://host:port"):
+        with pytest.raises(ConfigError, match="url="):
+            Http(url)
 
 
-@pytest.mark.parametrize("url", ["ftp://host:1", "http://", "http://host:port"])
-def test_an_address_that_is_none_is_a_configuration_error(url: str) -> None:
-    with pytest.raises(ConfigError, match="url="):
-        Http(url)
-
-
-@pytest.mark.parametrize("typed", ["{}", "{}/", "{}/v1", "{}/v1/"])
-def test_an_address_may_be_typed_with_or_without_v1(typed: str) -> None:
+def test_an_address_may_be_typed_with_or_without_v1() -> None:
     with answering({"/x": lambda _: {"a": 1}}) as server:
         for url in (server.url, server.url.removeprefix("http://")):
-            assert Http(typed.format(url)).get("/x") == {"a": 1}
+            for end in ("", "/", "/v1", "/v1/"):
+                assert Http(url + end).get("/x") == {"a": 1}
 
 
 def test_a_password_in_the_address_is_sent_and_not_shown() -> None:
@@ -82,33 +72,22 @@ def test_a_key_is_read_from_the_variable_sent_and_never_shown(
     assert KEY not in error.report()
     assert "987654321" not in str(server.seen)
 
-
-def test_a_refused_key_and_a_missing_key_say_what_to_export(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    monkeypatch.delenv(KEY_VARIABLE)
     missing, _ = failing({"/x": lambda _: refusal(401, "Unauthorized")})
     refused, _ = failing({"/x": lambda _: refusal(401, "Unauthorized")}, key=KEY)
-    assert "asks for a key" in missing.message
-    assert "refuses the key" in refused.message
-    assert KEY_VARIABLE in missing.hint
     assert {missing.code, refused.code} == {"login"}
+    assert KEY_VARIABLE in missing.hint
 
 
-def test_a_rate_limit_is_waited_for_as_long_as_the_server_says() -> None:
+def test_a_rate_limit_is_waited_for_unless_it_exceeds_the_time_limit() -> None:
     replies = [refusal(429, "slow down", Retry_After="1"), {"ok": True}]
     with answering({"/x": lambda _: replies.pop(0)}) as server:
         begin = time.monotonic()
         assert Http(server.url).get("/x") == {"ok": True}
     assert time.monotonic() - begin >= 1
-
-
-def test_a_rate_limit_longer_than_the_time_limit_is_an_error_at_once() -> None:
-    error, server = failing(
-        {"/x": lambda _: refusal(429, "slow down", Retry_After="3600")}, timeout_s=30
-    )
+    longer = {"/x": lambda _: refusal(429, "slow down", Retry_After="3600")}
+    error, server = failing(longer, timeout_s=30)
     assert (error.code, len(server.seen)) == ("busy", 1)
-    assert "slow down" in error.message
 
 
 def test_a_redirect_is_not_followed_so_that_the_key_stays() -> None:
@@ -170,12 +149,6 @@ def test_texts_of_a_server_lose_their_escape_sequences() -> None:
     assert plain(error.message) == error.message
 
 
-def test_tls_where_there_is_none_says_http() -> None:
-    with answering({"/x": lambda _: {}}) as server, pytest.raises(ServerError) as caught:
-        Http(server.url.replace("http://", "https://")).get("/x")
-    assert caught.value.hint == "http://"
-
-
 def own_certificate(folder: Path) -> Path:
     """Write a key and its self-signed certificate for 127.0.0.1 into one file."""
     key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
@@ -200,10 +173,13 @@ def test_a_servers_own_certificate_is_trusted_if_it_is_named(tmp_path: Path) -> 
     tls.load_cert_chain(file)
     with answering({"/x": lambda _: {"a": 1}}, tls) as server:
         assert Http(server.url, ca=str(file)).get("/x") == {"a": 1}
-        with pytest.raises(ServerError, match="its certificate is not trusted") as caught:
+        with pytest.raises(ServerError) as caught:
             Http(server.url, key=KEY).get("/x")
     assert caught.value.hint.startswith("ca=")
     assert len(server.seen) == 1
+    with answering({"/x": lambda _: {}}) as server, pytest.raises(ServerError) as caught:
+        Http(server.url.replace("http://", "https://")).get("/x")
+    assert caught.value.hint == "http://"
 
 
 def test_all_results_come_in_order_and_the_first_error_ends_the_rest() -> None:

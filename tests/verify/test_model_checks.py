@@ -60,30 +60,21 @@ def test_twenty_clean_servers_raise_no_alarm(seeds: range) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "code"),
-    [
-        (0.0, "base-served"),
-        (0.5, "adapter-scaled"),
-        (0.8, "adapter-scaled"),
-        (2.0, "adapter-scaled"),
-    ],
+    ("part", "code"), [(0.0, "base-served"), (0.8, "adapter-scaled"), (2.0, "adapter-scaled")]
 )
 def test_an_adapter_that_is_not_applied_whole(part: float, code: str) -> None:
     for moved in (0.1, 0.5):  # the first one is too small for the limits of the distribution
         made = world(2, moved=moved)
         reference, server = made.reference(), served(made, part=part)
         check = applied(Answers(server, reference), "tuned", "base")
-        assert check.verdict == "fault"
+        assert (check.verdict, check.causes[0].code) == ("fault", code)
         assert check.measured["dose"] == pytest.approx(part, abs=0.05)
-        assert check.causes[0].code == code
         both = distribution(Answers(server, reference), "tuned", "base")
         if moved == 0.5:
             assert (both.verdict, both.causes[0].code) == ("fault", code)
-        assert names(Answers(served(made), reference), "tuned", "base").text.endswith(
-            "trained model"
-        )
         models = {"tuned": made.base + part * (made.trained - made.base), "other": made.trained}
         swapped = ArrayServer(made.probes, models)
+        assert names(Answers(served(made), reference), "tuned", "base").verdict == "ok"
         check = names(Answers(swapped, reference), "tuned", "base")
         assert (check.verdict, check.causes[0].code) == ("fault", "adapters-swapped")
 
@@ -93,19 +84,12 @@ def test_rslora_whose_scale_was_lost_is_named() -> None:
     settings = {"r": 16, "lora_alpha": 32, "use_rslora": True}
     peft = {"active": ["default"], "adapters": {"default": settings}}
     check = applied(Answers(served(made, part=0.25), made.reference(peft=peft)), "tuned", None)
-    assert "rsLoRA's scale was lost" in check.causes[0].text
-
-
-def test_an_adapter_that_does_nothing_proves_nothing() -> None:
-    made = world(4, moved=0.0)
-    check = applied(Answers(served(made), made.reference()), "tuned", "base")
-    assert check.verdict == "unknown"
-    assert "no server can show that it is applied" in check.text
+    assert "rsLoRA" in check.causes[0].text
 
 
 def test_rounding_of_the_trainer_is_no_part_of_the_dose() -> None:
     """Without the limit, a trainer in bf16 makes half of a small adapter out of rounding."""
-    for moved, verdict in ((0.02, "unknown"), (0.3, "ok")):
+    for moved, verdict in ((0.0, "unknown"), (0.02, "unknown"), (0.3, "ok")):
         made = world(13, moved=moved)
         rounded = replace(made, base=bf16(made.base), trained=bf16(made.trained))
         server = ArrayServer(made.probes, {"tuned": bf16(noisy(made.trained, 1))})
@@ -169,38 +153,34 @@ def test_a_server_without_log_probabilities_proves_nothing() -> None:
     for function in (distribution, applied, sampling):
         check = function(answers, "tuned", None)
         assert check.verdict == "unknown"
-        assert "gives no log-probabilities" in check.text
-    with pytest.raises(ConfigError, match="no profile"):
+    with pytest.raises(ConfigError, match="lax"):
         Answers(server, made.reference(), "lax")
 
 
+DEFAULTS = [
+    Settings(0.7), Settings(1.3), Settings(0.0), Settings(top_k=5), Settings(top_k=40),
+    Settings(top_p=0.9), Settings(min_p=0.1), Settings(0.6, top_k=20, top_p=0.95),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "defaults",
-    [
-        Settings(0.7),
-        pytest.param(Settings(1.3), marks=pytest.mark.slow),
-        Settings(0.0),
-        pytest.param(Settings(top_k=5), marks=pytest.mark.slow),
-        pytest.param(Settings(top_k=40), marks=pytest.mark.slow),
-        Settings(top_p=0.9),
-        pytest.param(Settings(min_p=0.1), marks=pytest.mark.slow),
-        Settings(0.6, top_k=20, top_p=0.95),
-    ],
+    "chosen", [slice(0, 8, 3), pytest.param(slice(0, 8), marks=pytest.mark.slow)]
 )
-def test_default_settings_that_training_did_not_record(defaults: Settings) -> None:
+def test_default_settings_that_training_did_not_record(chosen: slice) -> None:
     made = world(10, spread=2.0)
-    server = ArrayServer(made.probes, {"tuned": noisy(made.trained, 1)}, sampling=defaults)
-    check = sampling(Answers(server, made.reference()), "tuned", None)
-    assert (check.verdict, check.causes[0].code) == ("fault", "default-temperature")
-    assert 900 < float(check.measured["samples"]) <= 1024
-    hotter = defaults.temperature > 1
-    assert (float(check.measured["z"]) > module.DOUBT) is hotter
+    for defaults in DEFAULTS[chosen]:
+        server = ArrayServer(made.probes, {"tuned": noisy(made.trained, 1)}, sampling=defaults)
+        check = sampling(Answers(server, made.reference()), "tuned", None)
+        assert (check.verdict, check.causes[0].code) == ("fault", "default-temperature")
+        assert 900 < float(check.measured["samples"]) <= 1024
+        hotter = defaults.temperature > 1
+        assert (float(check.measured["z"]) > module.DOUBT) is hotter
 
 
 @pytest.mark.parametrize("kind", ["flat", "one token and a flat rest", "normal"])
 def test_a_correct_server_of_a_small_vocabulary_raises_no_alarm(kind: str) -> None:
     """The fit of top-k before this test refused 47 to 87 % of these servers."""
-    for seed in range(8):
+    for seed in range(4):
         made = world(seed, vocab=307, spread=1.0 if kind == "normal" else 0.05, moved=0.0)
         if kind == "one token and a flat rest":
             made.trained[:, 0] += 8.0
@@ -227,46 +207,25 @@ def test_a_slow_server_gets_fewer_requests_and_a_verdict(monkeypatch: pytest.Mon
         check = sampling(Answers(server, made.reference()), "tuned", None)
         assert check.verdict == verdict
         assert 128 <= float(check.measured["samples"]) <= 200
-        assert "left out after 60 s" in check.text
-
-
-@pytest.mark.parametrize(
-    ("served", "verdict"),
-    [(Settings(top_k=50), "ok"), (Settings(), "ok"), (Settings(top_k=20), "fault")],
-)
-def test_a_librarys_defaults_in_the_record_are_nobodys_choice(
-    served: Settings, verdict: str
-) -> None:
-    """Ms-swift sets them in the live model; the server's folder has them or not."""
-    made = world(11, spread=2.0)
-    recorded = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
-    reference = made.reference(tokens={"generation_config": recorded})
-    server = ArrayServer(made.probes, {"tuned": noisy(made.trained, 1)}, sampling=served)
-    assert sampling(Answers(server, reference), "tuned", None).verdict == verdict
 
 
 def test_recorded_settings_are_expected() -> None:
+    """But a library's defaults, which ms-swift sets in the live model, are nobody's choice."""
     made = world(11, spread=2.0)
-    recorded = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
-    reference = made.reference(tokens={"generation_config": recorded})
     models = {"tuned": noisy(made.trained, 1)}
-    same = ArrayServer(made.probes, models, sampling=Settings(0.7, top_k=20, top_p=0.8))
-    assert sampling(Answers(same, reference), "tuned", None).verdict == "ok"
-    plain = ArrayServer(made.probes, models)
-    check = sampling(Answers(plain, reference), "tuned", None)
-    assert check.verdict == "fault"
-    assert "training recorded temperature 0.7, top_k 20, top_p 0.8" in check.text
+    chosen = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
+    library = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
+    for recorded, settings, verdict in (
+        (chosen, Settings(0.7, top_k=20, top_p=0.8), "ok"), (chosen, Settings(), "fault"),
+        (library, Settings(top_k=50), "ok"), (library, Settings(), "ok"),
+        (library, Settings(top_k=20), "fault"),
+    ):  # fmt: skip
+        reference = made.reference(tokens={"generation_config": recorded})
+        server = ArrayServer(made.probes, models, sampling=settings)
+        check = sampling(Answers(server, reference), "tuned", None)
+        assert check.verdict == verdict, (recorded, settings)
     other = ArrayServer(made.probes, {"tuned": noisy(made.trained, 1, 0.3)})
-    check = sampling(Answers(other, reference), "tuned", None)
-    assert check.verdict == "unknown"
-    assert "log-probabilities are others" in check.text
-
-
-def test_a_flat_distribution_tells_nothing_about_the_temperature() -> None:
-    made = world(12, spread=0.01, moved=0.01)
-    server = ArrayServer(made.probes, {"tuned": made.trained})
-    check = sampling(Answers(server, made.reference()), "tuned", None)
-    assert check.verdict == "unknown"
+    assert sampling(Answers(other, reference), "tuned", None).verdict == "unknown"
 
 
 class ShortServer(ArrayServer):

@@ -1,34 +1,118 @@
-"""Clean servers: no alarm; what a verification costs; repeated, recorded, and as a gate."""
+"""Real servers on the CPU: faults are found and named, clean ones raise no alarm, runs recorded.
+
+Most faults are adapters of one vLLM, or requests that a gateway before it spoils; the others need a
+server with another base, other options or another tokenizer. `tests/e2e` has some more.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tasks.verify.answers import Answers
+from tasks.verify.checks.prompt import template
+from tasks.verify.reference import read_reference
+from tasks.verify.servers.connect import connect
+from tasks.verify.servers.server import ServerError
 from tests.commands import environment
 from tests.conftest import PROJECT
 from tests.infra.test_action import Runner
-from tests.verify.conftest import ADAPTERS, Answer
-from tests.verify.serving import Running, gateway
+from tests.verify import faults
+from tests.verify.conftest import ADAPTERS, SPOILT, Answer
+from tests.verify.serving import LoraLeak, Running, free_port, gateway, serve, started
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 Verify = Callable[..., Answer]
 RUNS = 20
 
 
+def is_found(answer: Answer, cause: str) -> None:
+    """Check that a fault was found, and that the planted cause is among the likely ones."""
+    assert answer.code == 1, answer.out + answer.err
+    assert cause in answer.causes, answer.out
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "cause"),
+    [
+        ("half", SPOILT, "adapter-scaled"),
+        ("one-layer", SPOILT, "partly-other-weights"),
+        ("lora-1", "lora-0", "adapters-swapped"),
+        ("qlora", "qlora", "nf4-on-16-bit"),
+    ],
+)
+def test_a_faulty_adapter(
+    server: Running, models: Path, verify: Verify, name: str, source: str, cause: str
+) -> None:
+    is_found(verify(f"url={server.url}", f"source={models / source}", f"name={name}"), cause)
+
+
+def test_a_lora_leak(server: Running, models: Path, verify: Verify) -> None:
+    with gateway(server.url, LoraLeak("lora-0")) as url:
+        answer = verify(f"url={url}", f"source={models / 'lora-0'}", "name=lora-0")
+    is_found(answer, "lora-leak")
+
+
+@dataclass(frozen=True)
+class Other:
+    """A server of its own: its base, its options, the causes to be named, the profile."""
+
+    causes: Sequence[str]
+    base: Callable[[Path, Path], Path] | None = None
+    options: Callable[[Path], Sequence[str]] = field(default=lambda folder: ())
+    profile: str = "standard"
+
+
+def own_sampling_and_short_context(folder: Path) -> Sequence[str]:
+    """Return the options of a server with a default temperature and less context than a row."""
+    return ("--override-generation-config", '{"temperature": 0.3}', "--max-model-len", "40")
+
+
+def tokenizer_of_another(folder: Path) -> Sequence[str]:
+    """Return the option of a server with another tokenizer of the same size."""
+    return ("--tokenizer", str(faults.other_tokenizer(folder / "tokenizer")))
+
+
+OTHERS = {
+    "sampling and context": Other(
+        ["default-temperature", "context-short"], options=own_sampling_and_short_context
+    ),
+    "missing EOS": Other(["eos-missing"], faults.without_eos),
+    "rope theta": Other(["rope"], faults.other_rope),
+    # 1e-4 to 3e-4 nats on models of this size: less than `standard` asks for.
+    "fp8": Other(["quantised"], faults.rounded_to_fp8, profile="strict"),
+    "tokenizer": Other(["tokenizer"], options=tokenizer_of_another),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_faulty_server(name: str, models: Path, verify: Verify, tmp_path: Path) -> None:
+    other = OTHERS[name]
+    base = other.base(models, tmp_path / "base") if other.base else models / "base"
+    modules = {"lora-0": models / "lora-0"}
+    log = tmp_path / "server.log"
+    with serve(base, modules, log=log, options=other.options(tmp_path)) as running:
+        words = (f"url={running.url}", f"source={models / 'lora-0'}", f"profile={other.profile}")
+        answer = verify(*words, "name=lora-0")
+    for cause in other.causes:
+        is_found(answer, cause)
+
+
 def test_twenty_clean_runs_without_an_alarm(server: Running, models: Path, verify: Verify) -> None:
     """Adapters and checkpoints in turn: each has probes, prompts and rows of its own."""
     sources = [models / f"lora-{number}" for number in range(ADAPTERS - 1)]
-    seconds = []
     for turn in range(RUNS):
         source = sources[turn % len(sources)]
         profile = ("standard", "relaxed")[turn // len(sources) % 2]
@@ -37,8 +121,6 @@ def test_twenty_clean_runs_without_an_alarm(server: Running, models: Path, verif
         )
         assert answer.code == 0, answer.out + answer.err
         assert "fault" not in answer.verdicts.values()
-        seconds.append(answer.report["seconds"])
-    print(f"{RUNS} clean runs, {min(seconds):.1f} to {max(seconds):.1f} s each")
 
 
 def test_an_adapter_that_was_loaded_later(server: Running, models: Path, verify: Verify) -> None:
@@ -70,7 +152,6 @@ def test_it_needs_20_seconds_200_mb_and_no_torch(
     assert re.search(r"^imported$", done.stderr, re.MULTILINE), done.stderr
     (peak,) = re.findall(r"^VmHWM:\s+(\d+) kB$", done.stderr, re.MULTILINE)
     megabytes = int(peak) / 1024
-    print(f"{seconds:.1f} s, {megabytes:.0f} MB\n{done.stdout}")
     assert megabytes <= 200
     assert seconds <= 20 * 6  # the bar is 20 s on a machine that does nothing else
     assert list(tmp_path.iterdir()) == []
@@ -139,3 +220,61 @@ def test_the_action_is_a_gate(server: Running, models: Path, tmp_path: Path) -> 
 def _new(folder: Path) -> Path:
     folder.mkdir()
     return folder
+
+
+def records(runs: Path, query: str) -> list[Any]:
+    with sqlite3.connect(runs / "prefect" / "prefect.db") as database:
+        return database.execute(query).fetchall()
+
+
+def test_a_fault_is_a_failed_run_with_its_report(
+    server: Running, models: Path, verify: Verify, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    words = (f"url={server.url}", f"source={models / 'lora-0'}", "prefect=true", "tag=nightly")
+    answer = verify(*words, "name=zeros", f"paths.runs={runs}")
+    assert answer.code == 1, answer.out + answer.err
+    assert "Traceback" not in answer.err
+    assert "base-served" in answer.out
+    query = "select state_type, id from flow_run where name = 'verify-nightly'"
+    ((state, run_id),) = records(runs, query)
+    assert state == "FAILED"
+    table = f"select data, key from artifact where flow_run_id = '{run_id}' and type = 'markdown'"
+    ((text, key),) = records(runs, table)
+    assert key == "verify-checks"
+    assert "| distribution | FAULT |" in text
+
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{runs / 'mlflow' / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("plumbline")
+    query = f"tags.`prefect.flow_run_id` = '{run_id}'"
+    (tracked,) = client.search_runs([experiment.experiment_id], query)
+    tags, metrics = tracked.data.tags, tracked.data.metrics
+    assert (tags["verify.verdict"], tags["verify.model"]) == ("fault", "zeros")
+    assert "base-served" in tags["verify.causes"]
+    assert metrics["verify/faults"] >= 1
+    assert metrics["check/distribution/mean_kl"] > 0.01
+    names = {artifact.path for artifact in client.list_artifacts(tracked.info.run_id)}
+    assert names == {"report.json", "report.xml", "report.txt", "config.yaml"}
+    kept = Path(client.download_artifacts(tracked.info.run_id, "report.json")).read_text()
+    assert json.loads(kept) == answer.report
+
+    good = verify(*words, "name=lora-0", f"paths.runs={runs}")
+    assert good.code == 0, good.out + good.err
+    states = records(runs, "select state_type from flow_run order by start_time")
+    assert states == [("FAILED",), ("COMPLETED",)]
+
+
+def test_transformers_serve_renders_as_in_training(models: Path, tmp_path: Path) -> None:
+    """Without log-probabilities, prompts can be compared by their length, and never proven."""
+    port, folder, reference = free_port(), str(models / "base"), read_reference(models / "lora-0")
+    program = str(Path(sys.executable).with_name("transformers"))
+    words = [program, "serve", folder, "--host", "127.0.0.1", "--port", str(port)]
+    with started([*words, "--device", "cpu"], port, tmp_path / "server.log") as server:
+        asked = connect(server.url, model=folder, tokenizer=models / "lora-0")
+        assert asked.kind == "transformers"
+        check = template(Answers(asked, reference), folder, None)
+        assert (check.verdict, "as many tokens" in check.text) == ("unknown", True)
+        with pytest.raises(ServerError):
+            asked.score(folder, [[1, 2, 3]])

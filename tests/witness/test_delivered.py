@@ -11,20 +11,14 @@ import pytest
 from tasks.core.errors import ArtifactError
 from tasks.drift.witness import find_witness
 from tests.commands import summary_of
-from tests.witness.conftest import Trained, train
+from tests.witness.conftest import train
 from tests.witness.served import deliver
 
 
-@pytest.fixture(scope="module")
-def qlora(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return train(base, tmp_path_factory.mktemp("qlora") / "out", "qlora")
-
-
 @pytest.mark.slow
-def test_what_was_trained_is_what_is_served(tmp_path: Path, base: Path, qlora: Trained) -> None:
+def test_what_was_trained_is_what_is_served(tmp_path: Path, base: Path) -> None:
     """Nothing in the adapter's own files tells that its base was in 4 bits; the record does."""
-    source = tmp_path / "checkpoint-2"
-    shutil.copytree(qlora.out / "checkpoint-2", source)
+    source = train(base, tmp_path / "out", "qlora").out / "checkpoint-2"
     (source / "training_args.bin").unlink()
     status, text = deliver(tmp_path, source, f"base={base}", "smoke.engine=transformers")
     assert status == 0, text
@@ -34,8 +28,7 @@ def test_what_was_trained_is_what_is_served(tmp_path: Path, base: Path, qlora: T
     assert stages["reference"]["drift"]["mean_kl"] < 1e-5
     assert stages["smoke_eval"]["drift"]["mean_kl"] < 1e-3
     status, text = deliver(tmp_path, source, f"base={base}", "merge.base=original", "out=x")
-    assert status == 1
-    assert "merge failed: contract not met" in text
+    assert status == 1, text
 
 
 @pytest.mark.slow
@@ -46,23 +39,19 @@ def test_a_reward_model_is_compared_by_its_scores(tmp_path: Path, base: Path) ->
     assert status == 0, text
     shutil.copyfile(trained.out / "checkpoint-1" / name, source / name)
     status, text = deliver(tmp_path, source, f"base={base}", "smoke.engine=transformers")
-    assert status == 1
-    assert "not the model that was measured when they were saved" in text
+    assert status == 1, text
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"format": 99}, "a record of format 99; this Plumbline reads up to 1"),
-        ({"format": 1, "probes": []}, "incomplete, it lacks quantization, fingerprint.fp or"),
-    ],
+    ("change", "thing"),
+    [({"format": 99}, "99"), ({"format": 1, "probes": []}, r"fingerprint\.fp")],
 )
 def test_a_record_that_cannot_be_read(
-    tmp_path: Path, change: dict[str, object], message: str
+    tmp_path: Path, change: dict[str, object], thing: str
 ) -> None:
     assert find_witness(tmp_path) is None
     folder = tmp_path / "plumbline.witness"
     folder.mkdir()
     (folder / "witness.json").write_text(json.dumps(change))
-    with pytest.raises(ArtifactError, match=message):
+    with pytest.raises(ArtifactError, match=thing):
         find_witness(tmp_path)

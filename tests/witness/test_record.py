@@ -20,18 +20,15 @@ from tasks.witness.plumbline_witness.record import witness
 from tests.witness.conftest import PACKAGE, Trained, train
 
 
-def load(base: Path, folder: Path, *, reward: bool = False) -> Any:
+def load(base: Path, folder: Path) -> Any:
     """Load a checkpoint in float32, as anybody would."""
     import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM
 
-    kind = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
-    more = {"num_labels": 1} if reward else {}
-    if not (folder / "adapter_config.json").is_file():
-        return kind.from_pretrained(folder, dtype=torch.float32).eval()
-    model = kind.from_pretrained(base, dtype=torch.float32, **more)
-    return PeftModel.from_pretrained(model, folder).eval()
+    whole = not (folder / "adapter_config.json").is_file()
+    model = AutoModelForCausalLM.from_pretrained(folder if whole else base, dtype=torch.float32)
+    return (model if whole else PeftModel.from_pretrained(model, folder)).eval()
 
 
 def of_files(model: Any, reference: Fingerprint) -> Drift:
@@ -81,17 +78,14 @@ def test_a_trainers_command_leaves_a_record_in_every_checkpoint(base: Path, lora
     assert drift(lora.fingerprint(folder="checkpoint-1"), last).mean_kl > 1e-4
     assert drift(lora.fingerprint(), lora.fingerprint("base")).mean_kl > 1e-4
     assert of_files(load(base, base), lora.fingerprint("base")).mean_kl < 1e-6
-
-
-def test_the_record_names_what_no_file_of_an_adapter_tells(base: Path, lora: Trained) -> None:
-    facts = lora.facts()
+    facts = lora.facts()  # what no file of an adapter tells
     assert facts["quantization"] == {"method": "none"}
     assert facts["peft"]["adapters"]["default"]["lora_alpha"] == 8
     assert facts["base"]["name"] == str(base)
     assert len(facts["base"]["headers_sha256"]) == 64
     assert facts["tokens"]["tokenizer"]["eos_token_id"] == 2
-    assert [p["kind"] for p in facts["probes"]].count("row") == 4
-    assert all(p["text"] is None for p in facts["probes"] if p["kind"] == "row")
+    rows = [probe for probe in facts["probes"] if probe["kind"] == "row"]
+    assert [probe["text"] for probe in rows] == [None] * 4
     assert facts["seconds"] < 10
 
 
@@ -133,12 +127,10 @@ def test_training_goes_on_as_without_it(base: Path, tmp_path: Path, kind: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_model_that_fsdp_has_sharded(base: Path, tmp_path: Path, version: int) -> None:
+def test_a_model_that_fsdp_has_sharded(base: Path, tmp_path: Path) -> None:
     from tests.commands import run_ranks
 
-    arguments = (str(base), str(tmp_path), str(version))
-    run_ranks("tests.witness.fsdp_program", *arguments, log_path=tmp_path / "log")
+    run_ranks("tests.witness.fsdp_program", str(base), str(tmp_path), log_path=tmp_path / "log")
     trained = Trained(tmp_path)
     assert trained.facts()["engine"]["sharding"] == "fsdp"
     assert of_files(load(base, base), trained.fingerprint()).mean_kl < 1e-6
@@ -152,8 +144,8 @@ def test_a_record_that_fails_does_not_end_a_training(
     with caplog.at_level(logging.WARNING, "plumbline.witness"):
         WitnessCallback().on_save(args, state, None, model=None, processing_class=object())
         WitnessCallback().on_save(args, state, None, model=None)
-    assert "no plumbline.witness in" in caplog.messages[0]
-    assert "the trainer has no tokenizer" in caplog.messages[1]
+    assert len(caplog.messages) == 2
+    assert "tokenizer" in caplog.messages[1]
     assert not list(tmp_path.iterdir())
 
 
@@ -186,9 +178,8 @@ def test_the_users_own_prompts_and_rows(
     assert recorded("2", "1") == [*texts, ("row", None), ("row", None)]
 
 
-@pytest.mark.parametrize(
-    ("row", "ids"),
-    [
+def test_rows_of_several_trainers() -> None:
+    rows: list[tuple[Any, tuple[int, ...]]] = [
         ({"input_ids": [1, 2]}, (1, 2)),
         ({"input_ids": np.array([4, 5])}, (4, 5)),
         ({"prompt_ids": [1], "chosen_ids": [2, 3], "rejected_ids": [4]}, (1, 2, 3)),
@@ -196,12 +187,11 @@ def test_the_users_own_prompts_and_rows(
         ({"input_ids": [[1, 2], [3]]}, ()),
         ({"text": "x"}, ()),
         ([1, 2], ()),
-    ],
-)
-def test_rows_of_several_trainers(row: Any, ids: tuple[int, ...]) -> None:
-    assert ids_of_row(row) == ids
-    assert first_rows([row, row], 1) == [row]
-    assert first_rows(iter([row]), 1) == []
+    ]
+    for row, ids in rows:
+        assert ids_of_row(row) == ids
+    assert first_rows([{"text": "x"}, {"text": "y"}], 1) == [{"text": "x"}]
+    assert first_rows(iter([{"text": "x"}]), 1) == []
 
 
 def test_the_command_of_a_trainer_is_run_as_it_is(tmp_path: Path) -> None:
@@ -218,10 +208,6 @@ def test_the_command_of_a_trainer_is_run_as_it_is(tmp_path: Path) -> None:
     status, text = output("--", sys.executable, "-c", program, "--flag", "a b")
     assert status == 5
     assert text.splitlines() == ["own sitecustomize", "['--flag', 'a b']"]
-    assert output() == (
-        2,
-        "own sitecustomize\nusage: python -m plumbline_witness -- <command> [arguments]\n",
-    )
+    assert output()[0] == 2
     status, text = output("--", "no-such-command")
-    assert status == 127
-    assert "no-such-command: No such file or directory" in text
+    assert (status, "no-such-command" in text) == (127, True)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.audit.corpus import Break, Corpus
-from tests.audit.corpus.clean import change_json
+from tests.audit.making import edit_json
 
 Tensors = dict[str, torch.Tensor]
 
@@ -71,7 +71,7 @@ def emptied(*parts: str, name: str = ADAPTER) -> Break:
 
 def edited(name: str = "config.json", **changes: Any) -> Break:
     """Change a JSON object; None removes a key."""
-    return lambda folder, _: change_json(folder / name, **changes)
+    return lambda folder, _: edit_json(folder / name, **changes)
 
 
 def token_id(name: str, tokens: Any) -> Break:

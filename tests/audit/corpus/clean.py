@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from tasks.audit.checks.configuration import old_rope
-from tests.audit.corpus import Clean, Corpus, Make
+from tests.audit.corpus import Clean, Corpus
+from tests.audit.making import edit_json
 from tests.weights.adapters.making import quiet, train
 from tests.weights.families.making import FAMILIES, load, make_model
 from tests.weights.making import ROWS, make_base, save_tokenizer
@@ -41,7 +42,7 @@ def save_model(
         (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     if family == "qwen2_5_vl":  # published models have mrope in the form of transformers 4 too
         text = json.loads((folder / "config.json").read_text())["text_config"]
-        change_json(folder / "config.json", text_config={**text, **old_rope(text)})
+        edit_json(folder / "config.json", text_config={**text, **old_rope(text)})
     save_tokenizer(folder)
 
 
@@ -186,24 +187,12 @@ def save_trl(corpus: Corpus, folder: Path, *, kind: str) -> None:
     shutil.rmtree(folder / "out", ignore_errors=True)
 
 
-def change_json(path: Path, **changes: Any) -> None:
-    """Change a JSON object; None removes a key."""
-    document = {**json.loads(path.read_text()), **changes}
-    path.write_text(
-        json.dumps({key: value for key, value in document.items() if value is not None})
-    )
-
-
 def _model(family: str, **settings: Any) -> Clean:
     return Clean(partial(save_model, family=family, **settings))
 
 
 def _adapter(base: str, **settings: Any) -> Clean:
     return Clean(partial(save_adapter, base=base, **settings), base)
-
-
-def _also(make: Make, base: str = "", *, slow: bool = False) -> Clean:
-    return Clean(make, base, slow)
 
 
 TIED = ("qwen2", "gemma2", "gemma3_text", "gemma3", "gpt2", "falcon", "qwen2_5_vl")
@@ -218,12 +207,12 @@ CLEAN: dict[str, Clean] = {
     "deep-lora": _adapter("deep"),
     "on-tied-head": _adapter("qwen2", target_modules=["q_proj", "lm_head"]),
     "wide": _model("qwen2", tie_word_embeddings=True, hidden_size=64),
-    "reward": _also(save_reward),
-    "bin": _also(save_bin),
-    "nf4": _also(save_nf4),
-    "fp8": _also(save_fp8),
+    "reward": Clean(save_reward),
+    "bin": Clean(save_bin),
+    "nf4": Clean(save_nf4),
+    "fp8": Clean(save_fp8),
     "fp8-lora": Clean(partial(save_adapter, base="llama"), "fp8"),
-    "ours": _also(save_ours),
+    "ours": Clean(save_ours),
     "lora": _adapter("qwen2"),
     "all-linear": _adapter("qwen2", target_modules="all-linear"),
     "regex": _adapter("qwen2", target_modules=r".*\.self_attn\.(q|k)_proj"),
@@ -250,16 +239,16 @@ CLEAN: dict[str, Clean] = {
     "gpt2-lora": _adapter("gpt2", target_modules=["c_attn", "c_proj"]),
     "gemma3-lora": _adapter("gemma3", target_modules=["q_proj", "v_proj"]),
     "vl-lora": _adapter("qwen2_5_vl", target_modules=["q_proj", "v_proj"]),
-    "reward-lora": _also(save_reward_adapter, "reward"),
-    "grown": _also(save_grown, "llama"),
-    "bin-adapter": _also(save_bin_adapter, "qwen2"),
+    "reward-lora": Clean(save_reward_adapter, "reward"),
+    "grown": Clean(save_grown, "llama"),
+    "bin-adapter": Clean(save_bin_adapter, "qwen2"),
     "merged": Clean(save_merged, "qwen2", adapter="lora"),
     "merged-experts": Clean(
         partial(save_merged, base="mixtral", adapter="moe-experts"),
         "mixtral",
         adapter="moe-experts",
     ),
-    "trl-sft": _also(partial(save_trl, kind="sft"), "qwen2", slow=True),
-    "trl-lora": _also(partial(save_trl, kind="lora"), "qwen2", slow=True),
-    "trl-reward": _also(partial(save_trl, kind="reward"), "reward", slow=True),
+    "trl-sft": Clean(partial(save_trl, kind="sft"), "qwen2", slow=True),
+    "trl-lora": Clean(partial(save_trl, kind="lora"), "qwen2", slow=True),
+    "trl-reward": Clean(partial(save_trl, kind="reward"), "reward", slow=True),
 }

@@ -1,7 +1,7 @@
 """Check that loaders read tokenizer.json as it is, and compare it with the base's.
 
 transformers 5 rebuilds the pipeline of the classes in `known_tokenizers.json`, which
-`tests/audit/test_known_tokenizers.py` makes from the installed library. Importing it takes longer
+`tests/audit/test_known.py` makes from the installed library. Importing it takes longer
 than a whole audit, so a pipeline that differs is built by `tokenizers` alone, in a child process.
 """
 

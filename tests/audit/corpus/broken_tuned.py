@@ -1,16 +1,17 @@
-"""Adapters, broken as in public reports."""
+"""Adapters, and merged models that do not fit their base, broken as in public reports."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from tests.audit.corpus import Broken, Corpus
+from tests.audit.corpus import Break, Broken, Corpus
 from tests.audit.corpus import breaking as by
-from tests.audit.corpus.breaking import ADAPTER, Tensors
+from tests.audit.corpus.breaking import ADAPTER, MODEL, Tensors
 
 _CONFIG = "adapter_config.json"
 
@@ -38,14 +39,6 @@ def _zero_b(weights: Tensors) -> None:
             weights[key].zero_()
 
 
-def _other_rank(weights: Tensors) -> None:
-    for key in weights:
-        if "q_proj.lora_A" in key:
-            weights[key] = weights[key][:2]
-        elif "q_proj.lora_B" in key:
-            weights[key] = weights[key][:, :2]
-
-
 def _vision_pairs(weights: Tensors) -> None:
     for key in list(weights):
         weights[key.replace("model.layers", "visual.blocks")] = weights.pop(key)
@@ -62,30 +55,101 @@ def _swapped(weights: Tensors) -> None:
         weights[key], weights[other] = weights[other].T, weights[key].T
 
 
-ZERO: dict[str, Broken] = {
+_TOKENIZER = "tokenizer_config.json"
+_ROPE = {"rope_type": "default", "rope_theta": 1e6}
+_O_PROJ = "model.layers.0.self_attn.o_proj.weight"
+
+
+def _text_names(key: str) -> str:
+    return key.replace("model.language_model.layers", "model.layers")
+
+
+def _merge(edit: Any, base: str = "qwen2") -> Break:
+    """Change tensors of a merged model; `edit` also gets those of the base."""
+
+    def how(folder: Path, corpus: Corpus) -> None:
+        original = load_file(corpus.clean(base) / MODEL)
+        by.tensors(lambda weights: edit(weights, original))(folder, corpus)
+
+    return how
+
+
+def _changed(tensors: Tensors, base: Tensors) -> list[str]:
+    return [key for key in base if not tensors[key].equal(base[key])]
+
+
+def _left_out(tensors: Tensors, base: Tensors) -> None:
+    tensors.update({key: base[key] for key in base if "layers.1." in key})
+
+
+def _scaled(scale: float) -> Any:
+    def edit(tensors: Tensors, base: Tensors) -> None:
+        for key in _changed(tensors, base):
+            added = tensors[key].float() - base[key].float()
+            tensors[key] = (base[key].float() + scale * added).bfloat16()
+
+    return edit
+
+
+def _transposed(tensors: Tensors, _: Tensors) -> None:
+    tensors[_O_PROJ] = tensors[_O_PROJ].T
+
+
+def _damaged(tensors: Tensors, base: Tensors) -> None:
+    tensors[_changed(tensors, base)[0]][3] = 0.25
+
+
+def _norm(tensors: Tensors, _: Tensors) -> None:
+    tensors["model.norm.weight"] *= 1.5
+
+
+def _all_else(tensors: Tensors, _: Tensors) -> None:
+    for key in tensors:
+        tensors[key] += 0.25
+
+
+def _experts_swapped(tensors: Tensors, _: Tensors) -> None:
+    for key in [key for key in tensors if ".experts.0." in key]:
+        second = key.replace(".experts.0.", ".experts.1.")
+        tensors[key], tensors[second] = tensors[second], tensors[key]
+
+
+def _one_expert(tensors: Tensors, base: Tensors) -> None:
+    tensors.update({key: base[key] for key in base if ".layers.1." in key and ".experts.0." in key})
+
+
+def _gone(tensors: Tensors, _: Tensors) -> None:
+    del tensors[_O_PROJ]
+
+
+def _half_packed(tensors: Tensors, base: Tensors) -> None:
+    from tasks.weights.quantized.nf4 import as_trained
+
+    for key in _changed(tensors, base)[::2]:
+        added = tensors[key].float() - base[key].float()
+        seen = as_trained(base[key], {"type": "nf4", "double_quant": True})
+        tensors[key] = (seen.float() + added).bfloat16()
+
+
+def _proof(code: str, edit: Any) -> Broken:
+    return Broken(code, "merged", _merge(edit), values=True, adapter="lora")
+
+
+BROKEN_TUNED: dict[str, Broken] = {
+    # Zero
     "pairs never gathered": Broken("EMPTY_TENSOR", "lora", by.emptied("lora_")),
-    "whole modules never gathered": Broken(
-        "EMPTY_TENSOR", "saved-whole", by.emptied("embed_tokens", "lm_head")
-    ),
-    "token rows never gathered": Broken(
-        "EMPTY_TENSOR", "token-rows", by.emptied("trainable_tokens_delta")
-    ),
     "a file of 40 bytes": Broken("NO_TENSORS", "lora", _no_tensors),
     "empty beside a good .bin": Broken("TWO_WEIGHT_SETS", "lora", _empty_beside_good),
     "a pickle under ZeRO-3": Broken("PICKLED_WEIGHTS", "bin-adapter", by.as_it_is),
     "no weights at all": Broken("WEIGHTS_MISSING", "lora", by.removed(ADAPTER)),
-}
-
-HEADS: dict[str, Broken] = {
+    # Heads
     "LoRA on the head, the head itself lost": Broken(
         "HEAD_BASE_LOST", "reward-lora", by.tensors(_head_by_lora, ADAPTER), base=""
     ),
     "the head left at its random start": Broken(
         "HEAD_MISSING", "reward-lora", by.dropped("score", name=ADAPTER), base=""
     ),
-}
-
-SETTINGS: dict[str, Broken] = {
+    # Settings
     "not LoRA": Broken("ADAPTER_TYPE", "lora", by.edited(_CONFIG, peft_type="IA3")),
     "no rank": Broken("ADAPTER_CONFIG", "lora", by.edited(_CONFIG, r=0)),
     "alpha 0": Broken("ADAPTER_ALPHA", "lora", by.edited(_CONFIG, lora_alpha=0)),
@@ -96,7 +160,6 @@ SETTINGS: dict[str, Broken] = {
         "ADAPTER_HALF_PAIR", "lora", by.dropped("layers.1.self_attn.q_proj.lora_B", name=ADAPTER)
     ),
     "rank of another run": Broken("ADAPTER_RANK", "lora", by.edited(_CONFIG, r=8)),
-    "another rank for some": Broken("ADAPTER_RANK", "lora", by.tensors(_other_rank, ADAPTER)),
     "the patterns lost": Broken("ADAPTER_RANK", "patterns", by.edited(_CONFIG, rank_pattern={})),
     "use_dora lost": Broken("ADAPTER_DORA", "dora", by.edited(_CONFIG, use_dora=False)),
     "magnitudes lost": Broken(
@@ -131,13 +194,8 @@ SETTINGS: dict[str, Broken] = {
         "lora",
         by.renamed(lambda k: k.replace(".weight", ".default.weight"), ADAPTER),
     ),
-}
-
-BASES: dict[str, Broken] = {
+    # Bases
     "half of the keys": Broken("ADAPTER_COVERAGE", "lora", by.dropped("layers.1.", name=ADAPTER)),
-    "every other key": Broken(
-        "ADAPTER_COVERAGE", "lora", by.dropped("layers.0.self_attn", name=ADAPTER)
-    ),
     "modules of another base": Broken(
         "ADAPTER_NO_MODULE", "lora", by.tensors(_foreign_modules, ADAPTER)
     ),
@@ -174,9 +232,7 @@ BASES: dict[str, Broken] = {
         "QLORA_BASE", "lora", by.edited(_CONFIG, base_model_name_or_path="x/qwen2-bnb-4bit")
     ),
     "a tokenizer that grew alone": Broken("TOKENIZER_ROWS", "lora", by.padded),
-}
-
-SERVING: dict[str, Broken] = {
+    # Serving
     "an adapter given as a model": Broken("ADAPTER_IS_NO_MODEL", "lora", by.as_it_is),
     "config.json of the base in the adapter": Broken(
         "CONFIG_BESIDE_ADAPTER", "lora", by.copied("qwen2", "config.json")
@@ -189,6 +245,72 @@ SERVING: dict[str, Broken] = {
         "VLLM_LORA_TOWER", "lora", by.tensors(_vision_pairs, ADAPTER), base=""
     ),
     "biases": Broken("VLLM_LORA_FEATURE", "biases", by.as_it_is),
+    # Settings
+    "another rope_theta than the base": Broken(
+        "CONFIG_CHANGED", "merged", by.edited(rope_parameters=_ROPE)
+    ),
+    "two dtypes": Broken("SETTING_TWICE", "qwen2", by.edited(torch_dtype="float16")),
+    "two thetas": Broken("SETTING_TWICE", "qwen2", by.edited(rope_theta=500000.0)),
+    "two scalings": Broken(
+        "SETTING_TWICE", "qwen2", by.edited(rope_scaling={"type": "linear", "factor": 2.0})
+    ),
+    "two numbers of layers": Broken("SETTING_TWICE", "qwen2", by.edited(n_layer=5)),
+    "no eps": Broken("CONFIG_CHANGED", "merged", by.edited(rms_norm_eps=None)),
+    "another activation": Broken("CONFIG_CHANGED", "merged", by.edited(hidden_act="gelu")),
+    "untied without a head": Broken(
+        "CONFIG_CHANGED", "merged", by.edited(tie_word_embeddings=False)
+    ),
+    "another end of text": Broken("CONFIG_DIFFERS", "merged", by.edited(eos_token_id=7)),
+    "a sliding window": Broken(
+        "CONFIG_DIFFERS", "merged", by.edited(use_sliding_window=True, sliding_window=16)
+    ),
+    "no rope_theta": Broken("ROPE_THETA_ABSENT", "qwen2", by.edited(rope_parameters=None)),
+    "rope_theta where transformers 4 does not look": Broken(
+        "ROPE_FORM", "qwen2", by.edited(rope_parameters=_ROPE)
+    ),
+    "a class of transformers 5": Broken(
+        "TOKENIZER_CLASS", "qwen2", by.edited(_TOKENIZER, tokenizer_class="TokenizersBackend")
+    ),
+    "no processor": Broken("PROCESSOR_MISSING", "gemma3", by.removed("preprocessor_config.json")),
+    "a text model's adapter": Broken(
+        "ADAPTER_TEXT_NAMES", "gemma3-lora", by.renamed(_text_names, ADAPTER)
+    ),
+    "an adapter of the instruct model": Broken(
+        "WRONG_BASE",
+        "lora",
+        by.edited(_CONFIG, base_model_name_or_path="somebody/qwen2-instruct"),
+    ),
+    # Values
+    "modules left out": _proof("MERGE_LEFT_OUT", _left_out),
+    "merged twice": _proof("MERGE_TWICE", _scaled(2)),
+    "half the scale": _proof("MERGE_SCALE", _scaled(0.5)),
+    "a transposed square": _proof("MERGE_TRANSPOSED", _transposed),
+    "rows overwritten": _proof("MERGE_CHANGED", _damaged),
+    "a norm that nobody trained": _proof("MERGE_UNTOUCHED", _norm),
+    "a merge of another base": _proof("WRONG_BASE", _all_else),
+    "a matrix lost": _proof("MERGE_MISSING", _gone),
+    "two bases in one merge": _proof("MERGE_MIXED_BASE", _half_packed),
+    "an adapter of another model": Broken(
+        "MERGE_NOT_PROVEN", "merged", by.as_it_is, values=True, adapter="gpt2-lora"
+    ),
+    "experts in another order": Broken(
+        "MERGE_EXPERTS",
+        "merged-experts",
+        _merge(_experts_swapped, "mixtral"),
+        values=True,
+        adapter="moe-experts",
+    ),
+    "one expert left out": Broken(
+        "MERGE_LEFT_OUT",
+        "merged-experts",
+        _merge(_one_expert, "mixtral"),
+        values=True,
+        adapter="moe-experts",
+    ),
+    "half of the layers, no adapter given": Broken(
+        "MERGE_PARTIAL", "merged", _merge(_left_out), values=True
+    ),
+    "a transposed square, no adapter given": Broken(
+        "MERGE_TRANSPOSED", "merged", _merge(_transposed), values=True
+    ),
 }
-
-BROKEN_ADAPTERS = {**ZERO, **HEADS, **SETTINGS, **BASES, **SERVING}

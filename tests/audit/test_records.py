@@ -1,4 +1,4 @@
-"""A checkpoint's files beside the record that its training left: one planted difference each."""
+"""A checkpoint beside the record of its training or its signature: one planted difference each."""
 
 from __future__ import annotations
 
@@ -16,8 +16,19 @@ from tasks.audit.repair import repair
 from tasks.audit.run import Report, audit
 from tasks.core.errors import ContractError
 from tasks.drift.fingerprint import Fingerprint
+from tasks.pipeline.signature import sign
 from tasks.witness.plumbline_witness.facts import headers_digest
-from tests.audit.making import by_code, edit_json, make_adapter, make_model, write_json
+from tests.audit.making import (
+    by_code,
+    edit_json,
+    make_adapter,
+    make_model,
+    make_shards,
+    tensors,
+    wrapped,
+    write_json,
+)
+from tests.keys import make_pair
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}\n"
 GENERATION = {"eos_token_id": [2, 7], "temperature": 0.7}
@@ -48,15 +59,8 @@ def source(tmp_path: Path, base: Path) -> Path:
     write_json(folder / "tokenizer.json", TOKENIZER)
     record = folder / "plumbline.witness"
     record.mkdir()
-    probes = ((1, 2, 3),)
-    print_ = Fingerprint(
-        probes,
-        np.zeros((2, 1), np.int32),
-        np.zeros((2, 1), np.float32),
-        np.zeros(2, np.int32),
-        "trainer",
-    )
-    print_.save(record / "fingerprint.fp")
+    ids, logprobs = np.zeros((2, 1), np.int32), np.zeros((2, 1), np.float32)
+    Fingerprint(((1, 2, 3),), ids, logprobs, ids[:, 0], "trainer").save(record / "fingerprint.fp")
     live = {**TOKENIZER, "padding": None}  # the trainer pads, the record does not
     settings = json.loads((folder / "adapter_config.json").read_text())
     recorded = {**settings, "target_modules": ["v_proj", "q_proj"], "use_rslora": False}
@@ -91,12 +95,12 @@ def test_a_record_that_agrees_says_what_it_proves(source: Path, base: Path) -> N
     report = audit(source, base=base)
     assert codes_of(report) == {"WITNESS": "info"}
     (line,) = [finding for finding in report.findings if finding.code == "WITNESS"]
-    assert line.found == (
-        "step 3, trl 1.16.0, 1 probes; agree with it: the adapter's settings, the chat template, "
-        "the tokenizer, EOS and generation settings, the base's tensors, the storage of the base"
-    )
-    assert "It proves what was trained, not what the weights" in line.why
+    assert line.found.startswith("step 3, trl 1.16.0, 1 probes")
+    for compared in ("adapter", "template", "tokenizer", "EOS", "tensors", "storage"):
+        assert compared in line.found
     assert f"source={source}" in line.fix
+    (source / "plumbline.witness" / "witness.json").unlink()
+    assert codes_of(audit(source)) == {}
 
 
 def edit_facts(source: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -110,10 +114,6 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
     "alpha": (
         lambda s: edit_json(s / "adapter_config.json", lora_alpha=4),
         "WITNESS_ADAPTER", "error", "lora_alpha: 4",
-    ),
-    "rslora": (
-        lambda s: edit_json(s / "adapter_config.json", use_rslora=True),
-        "WITNESS_ADAPTER", "error", "use_rslora: True",
     ),
     "targets": (
         lambda s: edit_json(s / "adapter_config.json", target_modules=["q_proj"]),
@@ -169,29 +169,21 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_one_planted_difference(name: str, source: Path, base: Path) -> None:
+def test_a_planted_difference(name: str, source: Path, base: Path) -> None:
     plant, code, severity, text = FAULTS[name]
     plant(source)
     report = audit(source, base=base)
-    assert codes_of(report) == {
-        code: severity, **({} if code == "WITNESS_UNREADABLE" else {"WITNESS": "info"})
-    }  # fmt: skip
+    read = {} if code == "WITNESS_UNREADABLE" else {"WITNESS": "info"}
+    assert codes_of(report) == {code: severity, **read}
     (finding,) = [finding for finding in report.findings if finding.code == code]
     assert text in finding.found
     assert "CANNOT_JUDGE" not in by_code(report)
 
 
 def test_odd_values_do_not_stop_the_audit(source: Path, base: Path) -> None:
-    def odd(facts: dict[str, Any]) -> None:
-        facts.update(peft=[], tokens={"tokenizer": 3, "generation_config": "x"}, base=None)
-
-    edit_facts(source, odd)
+    odd: dict[str, Any] = {"tokenizer": 3, "generation_config": "x"}
+    edit_facts(source, lambda facts: facts.update(peft=[], tokens=odd, base=None))
     assert codes_of(audit(source, base=base)) == {"WITNESS": "info"}
-
-
-def test_a_checkpoint_without_a_record_has_no_line(source: Path) -> None:
-    (source / "plumbline.witness" / "witness.json").unlink()
-    assert codes_of(audit(source)) == {}
 
 
 def test_a_repair_keeps_the_record_and_does_not_certify_another_adapter(
@@ -211,3 +203,57 @@ def test_a_repair_keeps_the_record_and_does_not_certify_another_adapter(
     with pytest.raises(ContractError, match="WITNESS_ADAPTER"):
         repair(source, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[Path, Path]:
+    return make_pair(tmp_path / "keys")
+
+
+@pytest.fixture
+def signed(tmp_path: Path, keys: tuple[Path, Path]) -> Path:
+    root = make_shards(tmp_path / "it")
+    sign(root, keys[0])
+    return root
+
+
+def added_by(root: Path, key: Path) -> dict[str, str]:
+    """Return the findings that the key adds to those of an audit without it, by code."""
+    with_key = by_code(audit(root, public_key=key))
+    without = by_code(audit(root))
+    return {code: with_key[code] for code in with_key.keys() - without.keys()}
+
+
+def test_a_signature_that_holds_is_no_finding(signed: Path, keys: tuple[Path, Path]) -> None:
+    codes = by_code(audit(signed))
+    assert codes.pop("SIGNATURE_UNCHECKED") == "info"
+    assert by_code(audit(signed, public_key=keys[1])) == codes
+    (signed / "model.sig").unlink()
+    assert by_code(audit(signed)) == codes  # the file itself upsets no other check
+
+
+def test_each_way_to_break_it_has_a_code_and_names_the_file(
+    signed: Path, keys: tuple[Path, Path], tmp_path: Path
+) -> None:
+    assert added_by(signed, make_pair(tmp_path, "other")[1]) == {"SIGNED_BY_ANOTHER": "error"}
+    edit_json(signed / "config.json", rms_norm_eps=1e-5)
+    (signed / "generation_config.json").write_text("{}")
+    report = audit(signed, public_key=keys[1])
+    files = {each.code: each.file for each in report.findings if each.code.startswith("SIGN")}
+    assert files == {"SIGNED_CHANGED": "config.json", "SIGNED_ADDED": "generation_config.json"}
+    assert not report.ok
+    (signed / "config.json").unlink()
+    assert added_by(signed, keys[1])["SIGNED_REMOVED"] == "error"
+    (signed / "model.sig").write_text("{}")
+    assert added_by(signed, keys[1]) == {"SIGNATURE_UNREADABLE": "error"}
+    (signed / "model.sig").unlink()
+    assert added_by(signed, keys[1]) == {"SIGNATURE_MISSING": "error"}
+
+
+def test_a_repaired_copy_does_not_keep_the_signature(
+    tmp_path: Path, keys: tuple[Path, Path]
+) -> None:
+    root = make_model(tmp_path / "it", wrapped(tensors()))
+    sign(root, keys[0])
+    repair(root, tmp_path / "new")
+    assert not (tmp_path / "new" / "model.sig").exists()

@@ -1,10 +1,11 @@
-"""Models with broken files, heads or keys, as in public reports."""
+"""Models with broken files, heads, keys, words or formats, as in public reports."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -74,8 +75,55 @@ def _half_fused(weights: Tensors) -> None:
     weights.update({key: tensor for key, tensor in kept.items() if ".experts." in key})
 
 
-FILES: dict[str, Broken] = {
-    "value head beside a single file": Broken("STRAY_WEIGHT_FILE", "qwen2", _value_head),
+def _as_base(folder: Path, corpus: Corpus) -> None:
+    shutil.copyfile(corpus.clean("qwen2") / MODEL, folder / MODEL)
+
+
+def _half_rows(key: str) -> Any:
+    def edit(weights: Tensors) -> None:
+        weights[key] = weights[key][:-8]
+
+    return edit
+
+
+def _packed_residue(weights: Tensors) -> None:
+    key = "model.layers.1.mlp.down_proj.weight"
+    weights[f"{key}.absmax"] = torch.ones(24)
+    weights[f"{key}.quant_map"] = torch.ones(16)
+    weights[f"{key}.quant_state.bitsandbytes__nf4"] = torch.ones(40, dtype=torch.uint8)
+
+
+def _half_precision(weights: Tensors) -> None:
+    for key in list(weights)[: len(weights) // 2]:
+        weights[key] = weights[key].float()
+
+
+def _noise(weights: Tensors) -> None:
+    weights[_HEAD] = weights[_EMBEDDING] + 1
+
+
+def _nan(weights: Tensors) -> None:
+    weights["model.norm.weight"][0] = float("nan")
+
+
+def _dead(weights: Tensors) -> None:
+    weights[_EMBEDDING][250:] = 0
+
+
+def _unnamed(document: dict[str, Any]) -> None:
+    for token in document["added_tokens"]:
+        if token["content"] == "<|im_end|>":
+            token["content"] = "<|im_over|>"
+    vocabulary = document["model"]["vocab"]
+    vocabulary["<|im_over|>"] = vocabulary.pop("<|im_end|>")
+
+
+_OTHER_TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}"
+_NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+BROKEN_MODELS: dict[str, Broken] = {
+    # Files
     "value head beside a .bin": Broken("STRAY_WEIGHT_FILE", "bin", _value_head_bin),
     "adapter beside a model": Broken(
         "MIXTURE", "qwen2", by.both(_adapter_beside, by.copied("lora", "adapter_config.json"))
@@ -85,7 +133,6 @@ FILES: dict[str, Broken] = {
     "exported reward model's head in a side file": Broken("HEAD_SIDE_FILE", "qwen2", _value_head),
     "head without its model": Broken("WEIGHTS_MISSING", "qwen2", _only_head_left),
     "truncated": Broken("BAD_HEADER", "qwen2", by.cut()),
-    "header cut": Broken("BAD_HEADER", "qwen2", by.cut(keep=0.01)),
     "shard gone": Broken("INDEX_MISSING_FILE", "sharded", _shard_gone),
     "index of more than was written": Broken("INDEX_MISSING_KEY", "sharded", _tensor_gone),
     "nothing exported": Broken("WEIGHTS_MISSING", "qwen2", by.removed(MODEL)),
@@ -102,9 +149,7 @@ FILES: dict[str, Broken] = {
     "remote code": Broken(
         "REMOTE_CODE", "llama", by.edited(auto_map={"AutoModelForCausalLM": "modeling_x.X"})
     ),
-}
-
-HEADS: dict[str, Broken] = {
+    # Heads
     "reward model without its head": Broken("HEAD_MISSING", "reward", by.dropped("score")),
     "TRL's head in the model": Broken("HEAD_IN_MODEL", "qwen2", by.head()),
     "one row, two labels": Broken(
@@ -131,12 +176,7 @@ HEADS: dict[str, Broken] = {
         by.edited(architectures=["RewardModel"], value_head_prefix="score"),
     ),
     "no pad token": Broken("PAD_MISSING", "reward", by.edited(pad_token_id=None)),
-}
-
-KEYS: dict[str, Broken] = {
-    "keys of a live PEFT model": Broken(
-        "PEFT_RESIDUE", "qwen2", by.renamed(lambda k: f"base_model.model.{k}")
-    ),
+    # Keys
     "base_layer left by a merge": Broken(
         "PEFT_RESIDUE", "qwen2", by.renamed(lambda k: k.replace("q_proj.", "q_proj.base_layer."))
     ),
@@ -190,7 +230,92 @@ KEYS: dict[str, Broken] = {
     "fused experts": Broken("EXPERTS_FUSED", "qwen3_moe", by.tensors(_fused)),
     "experts in two layouts": Broken("EXPERTS_MIXED", "qwen3_moe", by.tensors(_half_fused)),
     "fewer experts than said": Broken("EXPERTS_COUNT", "qwen3_moe", by.edited(num_local_experts=3)),
+    # Vocabulary
+    "tied head on disk": Broken(
+        "TIED_HEAD_ON_DISK", "gemma2", by.put(_HEAD, lambda weights: weights[_EMBEDDING])
+    ),
+    "tied by config.json, not by values": Broken(
+        "TIED_HEAD_DIFFERS", "qwen2", by.tensors(_noise), values=True
+    ),
+    "untied head gone": Broken("HEAD_NOT_ON_DISK", "llama", by.dropped(_HEAD)),
+    "rows cut": Broken("VOCAB_SIZE", "qwen2", by.tensors(_half_rows(_EMBEDDING))),
+    "vocab_size of the base": Broken("VOCAB_SIZE", "llama", by.edited(vocab_size=292)),
+    "head of the base": Broken("HEAD_ROWS", "llama", by.tensors(_half_rows(_HEAD))),
+    "[PAD] added, nothing resized": Broken("TOKENIZER_ROWS", "llama", by.padded),
+    "reserved tokens never trained": Broken(
+        "DEAD_EMBEDDING", "llama", by.tensors(_dead), values=True
+    ),
+    "not a number": Broken("NOT_FINITE", "llama", by.tensors(_nan), values=True),
+    # Words
+    "EOS of the base in both configurations": Broken(
+        "EOS_DISAGREES",
+        "qwen2",
+        by.both(by.token_id("config.json", 7), by.token_id("generation_config.json", [7])),
+    ),
+    "EOS of the base in one": Broken("EOS_CONFIGS_DIFFER", "qwen2", by.token_id("config.json", 7)),
+    "turns end with what stops nothing": Broken(
+        "EOS_NOT_TEMPLATE_END", "qwen2", by.token_id("generation_config.json", 0)
+    ),
+    "no end token": Broken(
+        "EOS_MISSING",
+        "qwen2",
+        by.both(by.token_id("config.json", None), by.token_id("generation_config.json", None)),
+    ),
+    "special tokens emptied": Broken(
+        "SPECIAL_TOKENS_EMPTY",
+        "qwen2",
+        by.both(
+            by.edited("tokenizer_config.json", eos_token=None, pad_token=None),
+            by.written("special_tokens_map.json", "{}"),
+        ),
+    ),
+    "a special token that is none": Broken(
+        "TOKEN_UNKNOWN", "qwen2", by.edited("tokenizer_config.json", eos_token="</s>")
+    ),
+    "an id beyond the embedding": Broken("TOKEN_ID_RANGE", "qwen2", by.edited(pad_token_id=300)),
+    "no tokenizer": Broken(
+        "TOKENIZER_MISSING", "qwen2", by.removed("tokenizer.json", "tokenizer_config.json")
+    ),
+    "no template": Broken("TEMPLATE_MISSING", "qwen2", by.removed("chat_template.jinja")),
+    "another template in the processor": Broken(
+        "TEMPLATES_DIFFER",
+        "gemma3",
+        by.written("chat_template.json", json.dumps({"chat_template": _OTHER_TEMPLATE})),
+    ),
+    "another template in the tokenizer": Broken(
+        "TEMPLATES_DIFFER",
+        "qwen2",
+        by.edited("tokenizer_config.json", chat_template=_OTHER_TEMPLATE),
+    ),
+    "a template of another tokenizer": Broken(
+        "TEMPLATE_UNKNOWN_TOKENS", "qwen2", by.tokenizer(_unnamed)
+    ),
+    "a template that is none": Broken(
+        "TEMPLATE_BROKEN", "qwen2", by.written("chat_template.jinja", "{% for m in messages %}")
+    ),
+    "a template of its own": Broken(
+        "TEMPLATE_NOT_OF_BASE", "merged", by.written("chat_template.jinja", _OTHER_TEMPLATE)
+    ),
+    # Stored
+    "quantised by name only": Broken(
+        "QUANT_CONFIG_STALE", "llama", by.edited(quantization_config=_NF4)
+    ),
+    "quantised in secret": Broken(
+        "QUANT_CONFIG_ABSENT", "nf4", by.edited(quantization_config=None)
+    ),
+    "states left by a merge": Broken("QUANT_RESIDUE", "llama", by.tensors(_packed_residue)),
+    "states lost": Broken(
+        "QUANT_PARTIAL", "nf4", by.dropped(".absmax", ".quant_", ".nested_", only=60)
+    ),
+    "merged into 4 bits": Broken("QUANT_MERGED", "nf4", by.as_it_is),
+    "half of it in fp32": Broken("DTYPE_MIXED", "llama", by.tensors(_half_precision)),
+    "fp16 that config.json calls bf16": Broken(
+        "DTYPE_NOT_CONFIG", "fp16", by.edited(dtype="bfloat16")
+    ),
+    "another dtype than the base": Broken("DTYPE_NOT_OF_BASE", "fp16", by.as_it_is, base="llama"),
+    "the base again": Broken("MERGED_EQUALS_BASE", "merged", _as_base, values=True),
+    "another base": Broken("WRONG_BASE", "merged", by.as_it_is, base="llama"),
+    "tensors of the base lost": Broken(
+        "BASE_TENSORS_LOST", "merged", by.dropped("layers.0.input_layernorm")
+    ),
 }
-
-
-BROKEN_FILES = {**FILES, **HEADS, **KEYS}

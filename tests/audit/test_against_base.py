@@ -1,0 +1,331 @@
+"""Audits with `base=`: adapters and merges that fit or not, and broken bases."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tasks.audit.repair import repair
+from tasks.audit.run import audit
+from tasks.core.errors import ConfigError, DriftError
+from tasks.delivery.examination import require_base
+from tasks.drift.fingerprint import Fingerprint, require_informative
+from tests.audit.making import (
+    Arrays,
+    adapter_tensors,
+    by_code,
+    codes,
+    config,
+    edit_json,
+    errors,
+    make_adapter,
+    make_model,
+    make_shards,
+    merge,
+    tensors,
+    wrapped,
+    write_json,
+)
+
+ALL = adapter_tensors()
+LAYER_0 = {key: array for key, array in ALL.items() if "layers.0" in key}
+NARROW = {key: array[:, :-2] if "lora_A" in key else array for key, array in ALL.items()}
+V_LOST = {key: array for key, array in ALL.items() if "layers.1.self_attn.v" not in key}
+TARGETS = [f"model.layers.{layer}.self_attn.{letter}_proj" for layer in (0, 1) for letter in "qv"]
+MANY = [*TARGETS, *(f"elsewhere.{number}" for number in range(300))]
+
+ADAPTERS: dict[str, tuple[Arrays, dict[str, Any], set[str]]] = {
+    # Tensors, settings, and all errors
+    "it fits": (ALL, {}, set()),
+    "inputs of another size": (NARROW, {}, {"ADAPTER_SHAPE"}),
+    "a layer lost": (LAYER_0, {}, {"ADAPTER_COVERAGE"}),
+    "a layer left out": (LAYER_0, {"layers_to_transform": [0]}, set()),
+    "modules left out": (
+        LAYER_0, {"exclude_modules": [name.removeprefix("model.") for name in TARGETS[2:]]}, set(),
+    ),
+    "modules of one layer": (LAYER_0, {"target_modules": TARGETS[:2]}, set()),
+    "a list of many modules": (ALL, {"target_modules": MANY}, set()),
+    "one of many modules lost": (V_LOST, {"target_modules": MANY}, {"ADAPTER_COVERAGE"}),
+    "a pattern": (ALL, {"target_modules": r".*(q|v)_proj"}, set()),
+    "tensors beside a pattern": (  # only the plan of the merge knows; peft drops them
+        ALL, {"target_modules": r".*layers\.0.*(q|v)_proj"}, {"ADAPTER_NO_MERGE"},
+    ),
+}  # fmt: skip
+
+
+def test_adapters_beside_their_base(tmp_path: Path) -> None:
+    base = make_model(tmp_path / "tiny")
+    reported = {}
+    for name, (arrays, settings, _) in ADAPTERS.items():
+        adapter = make_adapter(tmp_path / name, arrays, **settings)
+        reported[name] = errors(codes(adapter, base=base))
+    assert reported == {name: expected for name, (_, _, expected) in ADAPTERS.items()}
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_a_base_within_another_model(tmp_path: Path, *, biases: bool) -> None:
+    """Names in memory differ from those on disk by the prefix of the layers."""
+    arrays = wrapped(tensors(), "language_model.")
+    if biases:
+        arrays |= {
+            key.replace(".weight", ".bias"): array[:, 0].copy()
+            for key, array in arrays.items()
+            if "_proj" in key
+        }
+    outer = make_model(tmp_path / "tiny", arrays)
+    assert not errors(codes(make_adapter(tmp_path / "it"), base=outer))
+    narrow = make_adapter(tmp_path / "narrow", NARROW)
+    assert errors(codes(narrow, base=outer)) == {"ADAPTER_SHAPE"}
+
+
+BASE_NAMES = {
+    # Folder of the base, name in the adapter: severity and code
+    ("models--elsewhere--tiny/snapshots/0a1b", "elsewhere/tiny"): None,
+    ("tiny", "elsewhere/tiny"): None,
+    ("Tiny", "elsewhere/tiny"): None,
+    ("tiny", "org/tiny-bnb-4bit"): ("BASE_NAME", "warning"),
+    ("small", "elsewhere/tiny"): ("BASE_NAME", "warning"),
+    ("tiny-chat", "elsewhere/tiny"): ("WRONG_BASE", "error"),
+    ("tiny", "org/tiny-instruct"): ("WRONG_BASE", "error"),
+}
+
+
+def test_the_name_of_a_base(tmp_path: Path) -> None:
+    for number, ((folder, name), expected) in enumerate(BASE_NAMES.items()):
+        base = make_model(tmp_path / str(number) / folder)
+        adapter = make_adapter(tmp_path / f"adapter-{number}", base_model_name_or_path=name)
+        reported = codes(adapter, base=base)
+        named = [(c, s) for c, s in reported.items() if c in ("BASE_NAME", "WRONG_BASE")]
+        assert named == ([expected] if expected else []), (folder, name)
+
+
+def test_a_base_path_in_the_adapter(tmp_path: Path) -> None:
+    """It needs no option, and another base is known by its weights."""
+    base = make_model(tmp_path / "tiny")
+    placed = make_adapter(tmp_path / "placed", base_model_name_or_path=str(base))
+    assert "WRONG_BASE" not in codes(placed, base=base)
+    other = make_model(tmp_path / "other", tensors(7))
+    assert codes(placed, base=other)["WRONG_BASE"] == "error"
+    missing = {key.replace("layers.1", "layers.9"): array for key, array in ALL.items()}
+    placed = make_adapter(tmp_path / "missing", missing, base_model_name_or_path=str(base))
+    assert "ADAPTER_NO_MODULE" in errors(codes(placed))
+
+
+def test_a_base_that_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    adapter = make_adapter(tmp_path / "it")
+    for other in (tmp_path / "empty", make_adapter(tmp_path / "other")):
+        for source in (adapter, make_model(tmp_path / "merged")):
+            assert codes(source, base=other)["WRONG_BASE"] == "error"
+
+
+def test_an_unreadable_base_gives_no_errors_of_the_adapter(tmp_path: Path) -> None:
+    root = make_model(tmp_path / "tiny")
+    (root / "model.safetensors").write_bytes(b"x" * 100)
+    assert not errors(codes(make_adapter(tmp_path / "it"), base=root))
+    write_json(root / "config.json", config(architectures="?", vocab_size={}))
+    assert not errors(codes(make_adapter(tmp_path / "it"), base=root))
+
+
+def hub_cache(tmp_path: Path) -> Path:
+    """Return the snapshot of a sharded model in a hub cache."""
+    plain = make_shards(tmp_path / "plain")
+    repository = tmp_path / "hub" / "models--x--y"
+    snapshot = repository / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for file in plain.iterdir():
+        if file.suffix == ".safetensors":
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        else:
+            digest = subprocess.check_output(["git", "hash-object", file], text=True).strip()
+        blob = repository / "blobs" / digest
+        blob.write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(f"../../blobs/{blob.name}")
+    return snapshot
+
+
+@pytest.mark.parametrize("name", ["model-00002-of-00003.safetensors", "config.json"])
+def test_blobs_are_hashed_with_values_and_only_then(tmp_path: Path, name: str) -> None:
+    snapshot = hub_cache(tmp_path)
+    assert audit(snapshot, values=True).ok
+    (snapshot.parents[1] / "blobs" / "beef").symlink_to("/etc/hostname")
+    (snapshot / "vocab.txt").symlink_to("../../blobs/beef")
+    assert codes(snapshot)["LINK_OUTSIDE"] == "error"
+    (snapshot / "vocab.txt").unlink()
+    blob = (snapshot / name).resolve()
+    data = bytearray(blob.read_bytes())
+    if name == "config.json":
+        data[1:1] = b" "
+    else:
+        data[-6] ^= 1
+    blob.write_bytes(data)
+    assert audit(snapshot).ok
+    report = audit(make_adapter(tmp_path / "it"), base=snapshot, values=True)
+    assert report.of_base is not None
+    assert not report.errors
+    assert {finding.code for finding in report.of_base.errors} == {"BLOB_DIFFERS"}
+    assert not report.ok
+    assert f"source={snapshot} values=true" in report.text()
+    with pytest.raises(ConfigError, match="BLOB_DIFFERS"):
+        require_base(snapshot, whole=True)
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_an_interrupted_download_is_no_fault_of_the_adapter(tmp_path: Path, *, index: bool) -> None:
+    snapshot = hub_cache(tmp_path)
+    shard = snapshot / "model-00002-of-00003.safetensors"
+    blob = shard.resolve()
+    left = blob.with_name(f"{'b' * 64}.incomplete")
+    left.touch()
+    assert audit(snapshot).ok, "left behind by another revision"
+    blob.rename(blob.with_name(f"{blob.name}.incomplete"))
+    left.unlink()
+    shard.unlink()
+    if not index:
+        (snapshot / "model.safetensors.index.json").unlink()
+    report = audit(make_adapter(tmp_path / "it"), base=snapshot)
+    assert report.of_base is not None
+    assert not report.errors
+    (interrupted,) = (e for e in report.of_base.errors if e.code == "DOWNLOAD_INTERRUPTED")
+    assert interrupted.fix.startswith("hf download x/y --revision aaaa")
+
+
+def zeros(name: str) -> Callable[[Arrays], Arrays]:
+    return lambda arrays: {key: array * (name not in key) for key, array in arrays.items()}
+
+
+def bare(arrays: Arrays) -> Arrays:
+    return {k: a.astype(np.int8) if k.endswith("proj.weight") else a for k, a in arrays.items()}
+
+
+def test_values_of_a_base(tmp_path: Path) -> None:
+    require_base(make_model(tmp_path / "fine"), whole=True)
+    added = zeros("layers.1.self_attn.o_proj")(zeros("layers.1.mlp.down_proj")(tensors()))
+    require_base(make_model(tmp_path / "llama pro", added), whole=True)
+    faults: list[tuple[Callable[[Arrays], Arrays], str]] = [
+        (zeros("lm_head"), "ALL_ZERO"),
+        (zeros("layers.1.mlp.down_proj"), "ALL_ZERO"),
+        (lambda arrays: {k: np.ones_like(a) for k, a in arrays.items()}, "CONSTANT_ROWS"),
+        (lambda arrays: {k: a * np.nan for k, a in arrays.items()}, "NOT_FINITE"),
+        (bare, "QUANT_NO_SCALES"),
+    ]
+    for number, (change, code) in enumerate(faults):
+        with pytest.raises(ConfigError, match=code):
+            require_base(make_model(tmp_path / str(number), change(tensors())), whole=True)
+
+
+def test_norms_and_directions(tmp_path: Path) -> None:
+    base, rng = make_model(tmp_path / "base"), np.random.default_rng(1)
+    noisy = {
+        k: a + 0.1 * rng.standard_normal(a.shape, np.float32) if a.ndim > 1 else 9 * a
+        for k, a in tensors().items()
+    }
+    raw = {k: a * (300 if "q_proj" in k else 1) for k, a in tensors().items()}
+    for name, arrays, expected in (
+        ("trained", noisy, set()), ("raw", raw, {"NORM_DIFFERS"}),
+        ("other", tensors(seed=1), {"WRONG_BASE"}),
+    ):  # fmt: skip
+        report = audit(make_model(tmp_path / name, arrays), base=base, values=True)
+        assert {finding.code for finding in report.errors} == expected
+
+
+def test_a_reference_depends_on_its_context() -> None:
+    rng = np.random.default_rng(0)
+    probes = tuple(tuple(rng.integers(0, 4, 12).tolist()) for _ in range(4))
+    count, size = 44, 30
+
+    def fingerprint(rows: np.ndarray) -> Fingerprint:
+        exact = (rows - np.log(np.exp(rows).sum(1, keepdims=True))).astype(np.float32)
+        ids = np.tile(np.arange(size, dtype=np.int32), (count, 1))
+        return Fingerprint(probes, ids, exact, exact.argmax(1).astype(np.int32), "transformers")
+
+    by_token = rng.standard_normal((4, size))
+    last = [token for probe in probes for token in probe[:-1]]
+    require_informative(fingerprint(0.01 * rng.standard_normal((count, size))), "random")
+    for broken in (np.zeros((count, size)), np.tile(by_token[0], (count, 1)), by_token[last]):
+        with pytest.raises(DriftError, match="broken"):
+            require_informative(fingerprint(broken), "broken")
+
+
+def test_every_changed_setting_is_named(tmp_path: Path) -> None:
+    base = make_model(tmp_path / "tiny", rope_theta=1e6, attn_logit_softcapping=50.0)
+    changes = {"rms_norm_eps": 1e-5, "max_position_embeddings": 128}  # theta is left out
+    report = audit(merge(tmp_path / "it", **changes), base=base)
+    assert {(each.code, each.tensor, each.severity.value) for each in report.findings} >= {
+        ("CONFIG_CHANGED", "rope theta", "error"),
+        ("CONFIG_CHANGED", "rms_norm_eps", "error"),
+        ("CONFIG_CHANGED", "attn_logit_softcapping", "error"),
+        ("CONFIG_DIFFERS", "max_position_embeddings", "warning"),
+    }
+
+
+def test_settings_that_change_nothing_give_no_finding(tmp_path: Path) -> None:
+    base = make_model(tmp_path / "tiny", rope_theta=1e6)
+    for number, changes in enumerate((
+        {"use_cache": False, "torch_dtype": "float32", "transformers_version": "4.1"},
+        {"_name_or_path": "x/y", "num_labels": 1, "architectures": ["LlamaForCausalLM"]},
+        {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        {"sliding_window": 4096, "use_sliding_window": False, "rope_scaling": None},
+    )):  # fmt: skip
+        root = merge(tmp_path / str(number), rope_theta=1e6)
+        edit_json(root / "config.json", **changes)
+        assert not {"CONFIG_CHANGED", "CONFIG_DIFFERS"} & set(codes(root, base=base)), changes
+
+
+def test_a_tokenizer_class_that_is_not_the_bases(tmp_path: Path) -> None:
+    base = make_model(tmp_path / "tiny")
+    write_json(base / "tokenizer_config.json", {"tokenizer_class": "LlamaTokenizerFast"})
+    for root in (make_model(tmp_path / "it", tensors(1)), make_adapter(tmp_path / "adapter")):
+        for name, differs in (("PreTrainedTokenizerFast", True), ("LlamaTokenizer", False)):
+            write_json(root / "tokenizer_config.json", {"tokenizer_class": name})
+            assert ("CONFIG_DIFFERS" in codes(root, base=base)) is differs
+
+
+def test_a_repair_copies_settings_of_the_base(tmp_path: Path) -> None:
+    base = make_model(tmp_path / "tiny", rope_theta=1e6)
+    root = merge(tmp_path / "it", rms_norm_eps=1e-5, rope_theta=1e4)
+    settings = {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["<x>"]}
+    write_json(root / "tokenizer_config.json", settings)
+    write_json(root / "tokenizer.json", {"model": {"vocab": {}}, "added_tokens": []})
+    assert audit(root, base=base).mendable
+    repair(root, tmp_path / "new", base=base)
+    repaired = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert (repaired["rms_norm_eps"], repaired["rope_theta"]) == (1e-6, 1e6)
+    settings = json.loads((tmp_path / "new" / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert settings["additional_special_tokens"] == ["<x>"]
+    assert "extra_special_tokens" not in settings
+    arrays = load_file(tmp_path / "new" / "model.safetensors")
+    stored = load_file(root / "model.safetensors")
+    assert all(np.array_equal(arrays[name], array) for name, array in stored.items())
+
+
+def test_rotary_settings_are_written_for_both_readers(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    new = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+    root = make_model(tmp_path / "it", rope_parameters=new)
+    assert codes(root)["ROPE_FORM"] == "warning"
+    repair(root, tmp_path / "new")
+    repaired = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert repaired["rope_theta"] == 5e5
+    assert repaired["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+    read = [
+        AutoConfig.from_pretrained(folder).rope_parameters for folder in (root, tmp_path / "new")
+    ]
+    assert read[0] == read[1] == repaired["rope_parameters"] == new
+    other = make_model(
+        tmp_path / "other", rope_parameters={**new, "rope_theta": 1e4, "factor": 1.0}
+    )
+    repair(other, tmp_path / "repaired", base=root)
+    assert not {"ROPE_FORM", "CONFIG_CHANGED"} & codes(tmp_path / "repaired", base=root).keys()
+    assert "ROPE_FORM" not in by_code(audit(tmp_path / "new"))

@@ -1,0 +1,265 @@
+"""Dialects of servers: recognised by themselves, scored right, errors with their cause.
+
+Small servers answer here as the documentation of the real ones says. `test_served.py` runs a real
+vLLM, `test_llama_cpp.py` a real llama.cpp. Never run for real: SGLang, TGI and Ollama.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tasks.core.errors import ConfigError
+from tasks.verify.servers.connect import connect
+from tasks.verify.servers.server import Abilities, Scores, Server, ServerError, UnsupportedError
+from tasks.verify.servers.vocabulary import read_vocabulary
+from tests.verify import toy_model as toy
+from tests.verify import toy_servers as servers
+from tests.verify.answering import answering, refusal
+
+SEQUENCES = [[1, 2, 3, 0, 2, 1], [0, 1], [3] * 20, [7, 1, 2], [5, 0, 4, 1, 6]]
+CHAT = [{"role": "user", "content": "ab"}]
+RENDERED = (4, 0, 1, 6)
+SAMPLED = 12
+"""Positions of a sequence that are scored by the next token alone."""
+
+
+def check(
+    scores: list[Scores], *, least: int = 5, most: int = 9, positions: int = 99, model: int = 0
+) -> None:
+    """Compare scores with the model's own numbers; `least` and `most` are alternatives."""
+    for sequence, scored in zip(SEQUENCES, scores, strict=True):
+        measured = [at for at, ids in enumerate(scored.ids) if len(ids)]
+        assert len(measured) == min(positions, len(sequence) - 1)
+        for at in measured:
+            ids, values = scored.ids[at], scored.logprobs[at]
+            expected = toy.logprobs(sequence[: at + 1], model)[ids]
+            assert np.allclose(values, expected, atol=1e-6)
+            assert np.all(np.diff(values) <= 0)
+            assert least <= len(ids) <= most
+            assert len(set(ids.tolist())) == len(ids)
+
+
+def test_vllm_is_recognised_and_its_limit_of_log_probabilities_is_kept() -> None:
+    with answering(servers.OpenAI().answers()) as requests:
+        server = connect(requests.url)
+        assert (server.kind, server.version) == ("vllm", "0.32.0")
+        assert server.abilities == Abilities(True, 5, 5, True, True)
+        check(server.score("tuned", SEQUENCES), most=6, model=1)
+        bodies = requests.bodies("/v1/completions")[-len(SEQUENCES) :]
+        for call in (lambda: server.score("tuend", [[1, 2]]), lambda: server.render("tuend", CHAT)):
+            with pytest.raises(ServerError, match="tuend") as caught:
+                call()
+            assert caught.value.code == "model"
+            assert "tuned" in caught.value.report()
+        with pytest.raises(ServerError) as caught:
+            server.score("base", [[1] * 64])
+        assert caught.value.code == "length"
+    assert {(body["prompt_logprobs"], body["model"]) for body in bodies} == {(5, "tuned")}
+
+
+def test_a_proxy_that_hides_the_tokeniser_is_no_error() -> None:
+    answers = servers.OpenAI().answers()
+    del answers["/tokenize"]
+    with answering(answers) as requests:
+        server = connect(requests.url)
+        assert server.abilities == Abilities(True, 5, 5, False, True)
+        with pytest.raises(UnsupportedError):
+            server.tokenize("base", "a")
+
+
+@pytest.mark.parametrize("value", [12.5, float("nan"), "x"])
+def test_values_that_are_no_log_probabilities_are_refused(value: Any) -> None:
+    answers = servers.OpenAI().answers()
+    ok = answers["/v1/completions"]
+
+    def broken(body: Any) -> Any:
+        if len(body["prompt"]) == 2:
+            return {"choices": [{"prompt_logprobs": [None, {"1": {"logprob": value}}]}]}
+        return ok(body)
+
+    with answering({**answers, "/v1/completions": broken}) as requests:
+        server = connect(requests.url)
+        with pytest.raises(ServerError) as caught:
+            server.score("base", [[0, 1]])
+    assert caught.value.code == "response"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_echo_with_texts_for_tokens_scores_the_sequence_itself(strict: bool) -> None:
+    """A strict server refuses fields that it does not know."""
+    answers = servers.OpenAI(("logprobs", "echo")).answers()
+    answer = answers["/v1/completions"]
+
+    def refusing(body: Any) -> Any:
+        for name in ("prompt_logprobs", "return_tokens_as_token_ids"):
+            if name in body:
+                return refusal(400, f"Unrecognized request argument supplied: {name}")
+        return answer(body)
+
+    if strict:
+        answers["/v1/completions"] = refusing
+    with answering(answers) as requests:
+        server = connect(requests.url)
+        assert server.abilities == Abilities(True, 1, 0, False, False)
+        scores = server.score("base", SEQUENCES)
+    for sequence, scored in zip(SEQUENCES, scores, strict=True):
+        assert [ids.tolist() for ids in scored.ids] == [[token] for token in sequence[1:]]
+    check(scores, least=1)
+
+
+def test_tokens_as_texts_are_found_in_the_vocabulary_of_the_training(tmp_path: Path) -> None:
+    vocabulary = {f"<{token}>": token for token in range(toy.SIZE)}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    for fields, positions in ((("logprobs", "echo"), 99), (("logprobs",), SAMPLED)):
+        with answering(servers.OpenAI(fields).answers()) as requests:
+            server = connect(requests.url, tokenizer=tmp_path)
+            assert server.abilities.next_logprobs == 5
+            check(server.score("base", SEQUENCES), positions=positions)
+
+
+def test_next_tokens_score_a_sample_of_positions() -> None:
+    with answering(servers.OpenAI(("logprobs", "ids")).answers()) as requests:
+        server = connect(requests.url)
+        assert server.abilities == Abilities(True, 0, 5, False, False)
+        check(server.score("base", SEQUENCES), positions=SAMPLED)
+
+
+def test_a_server_without_log_probabilities_says_so() -> None:
+    with answering(servers.OpenAI(()).answers()) as requests:
+        server = connect(requests.url)
+        assert server.abilities == Abilities(True, 0, 0, False, False)
+        with pytest.raises(UnsupportedError):
+            server.score("base", SEQUENCES)
+
+
+def greedy_is_right(server: Server, name: str, *, ids: bool = True) -> None:
+    expected = toy.greedy([1, 2], 6)
+    (made,) = server.generate(name, [1, 2], 6, temperature=0)
+    assert made.text == toy.text(expected)
+    assert list(made.ids or expected) == expected
+    assert (made.ids is not None) == ids
+    assert made.prompt_length == 2
+
+
+def test_llama_cpp_scores_each_name_with_its_adapters() -> None:
+    with answering(servers.llama_cpp()) as requests:
+        server = connect(requests.url)
+        assert (server.kind, server.version) == ("llama.cpp", "b11434-abc")
+        assert server.abilities == Abilities(True, 0, 100, True, True)
+        names = {entry.name: entry for entry in server.models()}
+        assert list(names) == ["toy.gguf", "toy.gguf@base", "tuned", "other"]
+        assert (names["tuned"].parent, names["tuned"].max_length) == ("toy.gguf@base", 64)
+        for model, name in ((1, "toy.gguf"), (0, "toy.gguf@base"), (1, "tuned"), (2, "other")):
+            check(server.score(name, SEQUENCES), positions=SAMPLED, model=model)
+        greedy_is_right(server, "toy.gguf@base")
+        whole, streamed = (
+            server.generate("tuned", [1, 2], 6, stream=stream)[0] for stream in (False, True)
+        )
+        assert whole == streamed
+        assert server.tokenize("tuned", "ab<user>") == (7, 0, 1, 4)
+        assert server.detokenize("tuned", [0, 1]) == "ab"
+        assert server.render("tuned", CHAT) == (7, *RENDERED)  # this one adds BOS
+        assert len(server.generate("tuned", [1, 2], 2, 3)) == 3
+        with pytest.raises(ServerError, match="tuend"):
+            server.score("tuend", SEQUENCES)
+
+
+def test_sglang_scores_prompts_and_adapters() -> None:
+    with answering(servers.sglang()) as requests:
+        server = connect(requests.url)
+        assert (server.kind, server.version) == ("sglang", "0.5.9")
+        check(server.score("toy", SEQUENCES))
+        check(server.score("tuned", SEQUENCES), model=1)
+        assert [body.get("lora_path") for body in requests.bodies("/generate")][-1] == "tuned"
+        (entry,) = server.next_tokens("toy", [[1, 2]])
+        assert entry[0][0] == toy.logprobs([1, 2]).argmax()
+        greedy_is_right(server, "toy")
+        assert len(server.generate("toy", [1, 2], 2, 3)) == 3
+        assert server.tokenize("toy", "ab") == (7, 0, 1)
+        assert server.detokenize("toy", [0, 1]) == "ab"
+        assert server.generate("toy", CHAT, 1)[0].prompt_length == len(RENDERED)
+        server.generate("tuned", CHAT, 1)
+        chats = requests.bodies("/v1/chat/completions")
+        assert [body.get("lora_path") for body in chats][-2:] == [None, "tuned"]
+        with pytest.raises(UnsupportedError):
+            server.render("toy", CHAT)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with the toy model's `tokenizer.json`."""
+    vocabulary = {name: token for token, name in enumerate(servers.NAMES[:4])}
+    added = [{"id": token, "content": servers.NAMES[token]} for token in range(4, 8)]
+    document = {"model": {"vocab": vocabulary}, "added_tokens": added}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<eos>"}))
+    return tmp_path
+
+
+def test_tgi_scores_texts(folder: Path) -> None:
+    with answering(servers.tgi()) as requests:
+        server = connect(requests.url, tokenizer=folder)
+        assert (server.kind, server.version) == ("tgi", "3.3.6")
+        check(server.score("toy", SEQUENCES), positions=SAMPLED)
+        greedy_is_right(server, "toy")
+        assert server.render("toy", CHAT) == RENDERED
+        assert server.tokenize("toy", "ab") == (0, 1)
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_ollama_scores_texts_that_have_as_many_tokens(folder: Path, bos: bool) -> None:
+    with answering(servers.ollama(bos=bos)) as requests:
+        server = connect(requests.url, tokenizer=folder)
+        assert (server.kind, server.version) == ("ollama", "0.13.0")
+        assert server.abilities == Abilities(True, 0, 20, False, False)
+        if bos:
+            scores = server.score("toy:latest", SEQUENCES)
+            assert [any(map(len, s.ids)) for s in scores] == [
+                any(token == toy.EOS for token in s[:1]) for s in SEQUENCES
+            ]
+            return
+        check(server.score("toy:latest", SEQUENCES), positions=SAMPLED)
+        greedy_is_right(server, "toy:latest", ids=False)
+        assert server.generate("toy:latest", CHAT, 1)[0].prompt_length == len(RENDERED)
+        with pytest.raises(ServerError, match="tiy") as caught:
+            server.score("tiy", SEQUENCES)
+        assert "toy:latest" in caught.value.report()
+
+
+def test_what_is_no_server_of_the_kind_is_refused() -> None:
+    with answering({"/": lambda _: {}}) as requests, pytest.raises(ServerError, match="/v1/models"):
+        connect(requests.url)
+    with answering(servers.ollama()) as requests:
+        with pytest.raises(ConfigError, match="kind=x"):
+            connect(requests.url, kind="x")
+        with pytest.raises(ServerError, match="tgi"):
+            connect(requests.url, kind="tgi")
+
+
+def test_vocabularies_join_tokens_to_texts(tmp_path: Path) -> None:
+    """Three tokens make the letter ö with a space before it: two of them are half a letter."""
+    byte_level = {
+        "model": {"vocab": {"\u0120": 0, "\u00c3": 1, "\u00b6": 2, "a": 3}},
+        "decoder": {"type": "ByteLevel"},
+        "added_tokens": [{"id": 4, "content": "<eos>"}],
+    }
+    pieces = {"model": {"vocab": [["<unk>", 0.0], ["\u2581a", -1.0], ["<0x0A>", -2.0]]}}
+    for number, document in enumerate((byte_level, pieces)):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "tokenizer.json").write_text(json.dumps(document))
+    vocabulary = read_vocabulary(tmp_path / "0")
+    assert vocabulary is not None
+    assert vocabulary.text([0, 1, 2, 3, 4]) == " öa<eos>"
+    assert vocabulary.text([0, 1]) is None
+    assert (vocabulary.find(b" "), vocabulary.find(b"x")) == (0, None)
+    vocabulary = read_vocabulary(tmp_path / "1")
+    assert vocabulary is not None
+    assert vocabulary.text([1, 2]) == " a\n"
+    for content in ("", "[]", '{"model": {}}', '{"model": {"vocab": 3}}'):
+        (tmp_path / "tokenizer.json").write_text(content)
+        assert read_vocabulary(tmp_path) is None

@@ -1,0 +1,315 @@
+"""Servers of the toy model: vLLM and others, as their documentation says that they answer."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.verify import toy_model as toy
+from tests.verify.answering import Answer, refusal
+
+NAMES = ["a", "b", "c", "d", "<user>", "<system>", "<assistant>", "<eos>"]
+MODELS = {"base": 0, "tuned": 1, "other": 2}
+VLLM = ("prompt_logprobs", "logprobs", "echo", "ids", "return_token_ids")
+"""Fields of a request that vLLM answers, and "ids" for texts of tokens that are their ids."""
+
+
+@dataclass
+class OpenAI:
+    """A server of OpenAI's dialect, vLLM 0.32 unless told otherwise, and its faults.
+
+    Attributes:
+        fields: see `VLLM`.
+        limit: most log-probabilities of a position.
+        length: context, in tokens.
+        render: chat template.
+        split: tokenizer.
+        ends: False if it generates on after EOS.
+        cut: tokens at the end of a prompt that it reads; None for all.
+        choose: from name, "is generation", "such requests have met" and the prompt's length to the
+            model that answers.
+        cached: model that answers to a prompt that was generated from before; 0 for the same.
+        streamed: model that answers to streamed requests; 0 for the same.
+        pause: seconds in which the requests of a crowd meet.
+    """
+
+    fields: tuple[str, ...] = VLLM
+    limit: int = 5
+    length: int = 64
+    render: Callable[[Any], list[int]] = toy.rendered
+    split: Callable[[str], list[int]] = toy.tokens
+    ends: bool = True
+    cut: int | None = None
+    choose: Callable[[str, bool, bool, int], int] = lambda name, *_: MODELS[name]
+    cached: int = 0
+    streamed: int = 0
+    pause: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _under_way: int = 0
+    _met: set[bool] = field(default_factory=set)  # of a crowd with slow threads, only some meet
+    _seen: Counter[tuple[int, ...]] = field(default_factory=Counter)
+
+    def answers(self) -> dict[str, Answer]:
+        """Return the answers by path."""
+        vllm = self.fields == VLLM
+        owner = "vllm" if vllm else "somebody"
+        cards = [
+            {"id": name, "parent": "base", "root": f"/adapters/{name}", "owned_by": owner}
+            for name in ("tuned", "other")
+        ]
+        root = {"root": "/models/base", "max_model_len": self.length}
+        listed = {"data": [*cards, {"id": "base", "owned_by": owner, **root}]}
+        own = {
+            "/version": lambda _: {"version": "0.32.0"},
+            "/tokenize": self.tokenize,
+            "/detokenize": lambda body: {"prompt": " ".join(f"<{t}>" for t in body["tokens"])},
+        }
+        return {
+            "/v1/models": lambda _: listed,
+            "/v1/completions": self.complete,
+            "/v1/chat/completions": self.complete,
+            **(own if vllm else {}),
+        }
+
+    def tokenize(self, body: Any) -> Any:
+        """Split a text, or render a conversation."""
+        chat = "messages" in body
+        return {"tokens": self.render(body["messages"]) if chat else self.split(body["prompt"])}
+
+    def complete(self, body: Any) -> Any:
+        """Return a response, or a refusal."""
+        scores = "prompt_logprobs" in body
+        with self._lock:
+            self._under_way += 1
+            if self._under_way > 1:
+                self._met.add(scores)
+        time.sleep(self.pause)
+        try:
+            return self._refusal(body) or self._response(body, scores in self._met)
+        finally:
+            with self._lock:
+                self._under_way -= 1
+
+    def _refusal(self, body: Any) -> Any:
+        if body["model"] not in MODELS:
+            return refusal(404, f"The model `{body['model']}` does not exist.")
+        for name, kind in (("prompt_logprobs", "prompt"), ("logprobs", "sample")):
+            if body.get(name, 0) > self.limit:
+                message = f"Requested {kind} logprobs of {body[name]}, which is greater than max "
+                return refusal(400, f"{message}allowed: {self.limit}")
+        prompt = body.get("prompt") or self.render(body["messages"])
+        if len(prompt) + body["max_tokens"] > self.length:
+            return refusal(400, f"This model's maximum context length is {self.length} tokens.")
+        return None
+
+    def _response(self, body: Any, crowded: bool) -> Any:
+        prompt = body.get("prompt") or self.render(body["messages"])
+        prompt = prompt[-self.cut :] if self.cut else prompt
+        scores = "prompt_logprobs" in body
+        model = self.choose(body["model"], not scores, crowded, len(prompt))
+        if not scores:
+            self._seen[tuple(prompt)] += 1
+            model = (self._seen[tuple(prompt)] > 1 and self.cached) or model
+            model = (body.get("stream") and self.streamed) or model
+        ids = self._generated(body, prompt, model)
+        stops = self.ends and toy.EOS in ids
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "stop" if stops else "length"}
+        text = toy.text(ids)
+        choice |= {"text": text} if "prompt" in body else {"message": {"content": text}}
+        answer = {"choices": [choice], "usage": {"prompt_tokens": len(prompt)}}
+        if scores and "prompt_logprobs" in self.fields:
+            places = toy.prompt_tops(tuple(prompt), body["prompt_logprobs"], model)
+            choice["prompt_logprobs"] = [None] + [
+                {str(token): {"logprob": value} for token, value in tops.items()} for tops in places
+            ]
+        if body.get("logprobs") is not None and "logprobs" in self.fields:
+            choice["logprobs"] = self._logprobs(body, prompt, ids, model)
+        if body.get("return_token_ids") and "return_token_ids" in self.fields:
+            choice["token_ids"] = ids
+            (choice if "prompt" in body else answer)["prompt_token_ids"] = prompt
+        return self._stream(ids, choice) if body.get("stream") else answer
+
+    def _generated(self, body: Any, prompt: list[int], model: int) -> list[int]:
+        count: int = body["max_tokens"]
+        if bias := body.get("logit_bias"):
+            return [int(next(iter(bias)))] * (1 if self.ends else count)
+        if self.ends:
+            return toy.greedy(prompt, count, model)
+        return [int(toy.logprobs(prompt, model).argmax())] * count
+
+    def _logprobs(self, body: Any, prompt: list[int], ids: list[int], model: int) -> Any:
+        name = "token_id:{}" if "ids" in self.fields else "<{}>"
+        whole = [*prompt, *ids]
+        first = 0 if body.get("echo") and "echo" in self.fields else len(prompt)
+        tops = [
+            toy.tops(whole[:at], body["logprobs"], whole[at], model) if at else None
+            for at in range(first, len(whole))
+        ]
+        return {
+            "tokens": [name.format(own) for own in whole[first:]],
+            "token_logprobs": [t and t[own] for t, own in zip(tops, whole[first:], strict=True)],
+            "top_logprobs": [t and {name.format(i): v for i, v in t.items()} for t in tops],
+        }
+
+    @staticmethod
+    def _stream(ids: list[int], choice: dict[str, Any]) -> Iterator[Any]:
+        for token in ids:
+            yield {"choices": [{"index": 0, "text": toy.text([token]), "token_ids": [token]}]}
+        yield {"choices": [{"index": 0, "text": "", "finish_reason": choice["finish_reason"]}]}
+
+
+def split(text: str, *, bos: bool = False) -> list[int]:
+    """Return the tokens of a text, as the servers split it."""
+    ids = [NAMES.index(name) for name in re.findall(r"<\w+>|[abcd]", text)]
+    return [toy.EOS, *ids] if bos else ids
+
+
+def text_of(ids: list[int]) -> str:
+    return "".join(NAMES[token] for token in ids)
+
+
+def llama_cpp() -> dict[str, Answer]:
+    def scales(body: Any) -> int:
+        chosen = [
+            entry["id"] for entry in body.get("lora", [{"id": 0, "scale": 1}]) if entry["scale"]
+        ]
+        return 1 + chosen[0] if chosen else 0
+
+    def completion(body: Any) -> Any:
+        ids, model = body["prompt"], scales(body)
+        made = toy.greedy(ids, body["n_predict"], model)
+        stop = "eos" if toy.EOS in made else "limit"
+        answer = {"content": toy.text(made), "stop_type": stop, "tokens_evaluated": len(ids)}
+        answer["tokens"] = made if body.get("return_tokens") else []
+        if body.get("stream"):
+            return iter([
+                *({"content": toy.text([t]), "tokens": [t], "stop": False} for t in made),
+                {**answer, "content": "", "tokens": [], "stop": True},
+            ])  # fmt: skip
+        if body.get("n_probs"):
+            tops = toy.tops(ids, body["n_probs"], None, model)
+            listed = [{"id": i, "token": "?", "bytes": [], "logprob": v} for i, v in tops.items()]
+            answer["completion_probabilities"] = [{"id": made[0], "top_logprobs": listed}]
+        return answer
+
+    return {
+        "/v1/models": lambda _: {"data": [{"id": "toy.gguf", "owned_by": "llamacpp"}]},
+        "/props": lambda _: {
+            "default_generation_settings": {"n_ctx": 64},
+            "model_path": "/m/toy.gguf",
+            "build_info": "b11434-abc",
+        },
+        "/lora-adapters": lambda _: [
+            {"id": 0, "path": "/m/tuned.gguf", "scale": 1.0},
+            {"id": 1, "path": "/m/other.gguf", "scale": 0.0},
+        ],
+        "/completion": completion,
+        "/tokenize": lambda body: {"tokens": split(body["content"], bos=body["add_special"])},
+        "/detokenize": lambda body: {"content": text_of(body["tokens"])},
+        "/apply-template": lambda body: {"prompt": text_of(toy.rendered(body["messages"]))},
+    }
+
+
+def sglang() -> dict[str, Answer]:
+    def generate(body: Any) -> Any:
+        ids, options = body["input_ids"], body["sampling_params"]
+        model = 1 if body.get("lora_path") == "tuned" else 0
+        made = toy.greedy(ids, options["max_new_tokens"], model)
+        kind = "stop" if toy.EOS in made else "length"
+        told: dict[str, Any] = {"finish_reason": {"type": kind}, "prompt_tokens": len(ids)}
+        if body.get("return_logprob"):
+            k = body["top_logprobs_num"]
+            tops = [toy.tops(ids[:at], k, None, model) for at in range(1, len(ids) + 1)]
+            listed = [[[value, token, None] for token, value in top.items()] for top in tops]
+            own = [[float(toy.logprobs(ids[:at], model)[ids[at]]), ids[at], None]
+                   for at in range(1, len(ids))]  # fmt: skip
+            if body.get("logprob_start_len", -1) == 0:
+                told["input_token_logprobs"] = [[None, ids[0], None], *own]
+                told["input_top_logprobs"] = [None, *listed[:-1]]
+            told["output_top_logprobs"] = listed[-1:]
+        answer = {"text": toy.text(made), "output_ids": made, "meta_info": told}
+        return [answer] * options["n"] if options.get("n", 1) > 1 else answer
+
+    cards = [{"id": "toy", "root": "toy", "max_model_len": 64, "owned_by": "sglang"}]
+    cards.append({"id": "tuned", "root": "/adapters/tuned", "parent": "toy", "owned_by": "sglang"})
+    return {
+        "/v1/models": lambda _: {"data": cards},
+        "/get_model_info": lambda _: {"model_path": "toy", "is_generation": True},
+        "/get_server_info": lambda _: {"version": "0.5.9"},
+        "/generate": generate,
+        "/tokenize": lambda body: {"tokens": split(body["prompt"], bos=body["add_special_tokens"])},
+        "/detokenize": lambda body: {"text": text_of(body["tokens"])},
+        "/v1/chat/completions": lambda body: {
+            "choices": [{"index": 0, "message": {"content": ""}, "finish_reason": "length"}],
+            "usage": {"prompt_tokens": len(toy.rendered(body["messages"]))},
+        },
+    }
+
+
+def tgi() -> dict[str, Answer]:
+    def tokens(ids: list[int], values: list[float | None]) -> list[dict[str, Any]]:
+        return [{"id": i, "text": NAMES[i], "logprob": v} for i, v in zip(ids, values, strict=True)]
+
+    def generate(body: Any) -> Any:
+        options = body["parameters"]
+        ids = split(body["inputs"])
+        if options.get("temperature") == 0:
+            return refusal(422, "`temperature` must be strictly positive")
+        made = toy.greedy(ids, options["max_new_tokens"])
+        details = {
+            "finish_reason": "eos_token" if toy.EOS in made else "length",
+            "prefill": tokens(ids, [None] * len(ids)),
+            "tokens": tokens(made, [-0.1] * len(made)),
+        }
+        if "top_n_tokens" in options:
+            tops = toy.tops(ids, options["top_n_tokens"])
+            details["top_tokens"] = [tokens(list(tops), list(tops.values()))]
+            details["tokens"] = tokens(made[:1], [tops[made[0]]])
+        return {"generated_text": toy.text(made), "details": details}
+
+    def listed(ids: Any) -> Any:
+        return [{"id": token, "text": "?", "start": 0, "stop": 0} for token in ids]
+
+    return {
+        "/v1/models": lambda _: {"data": [{"id": "toy", "owned_by": "toy"}]},
+        "/info": lambda _: {"model_id": "toy", "version": "3.3.6", "max_total_tokens": 64},
+        "/generate": generate,
+        "/tokenize": lambda body: listed(split(body["inputs"])),
+        "/chat_tokenize": lambda body: {
+            "templated_text": "?",
+            "tokenize_response": listed(toy.rendered(body["messages"])),
+        },
+    }
+
+
+def ollama(*, bos: bool = False) -> dict[str, Answer]:
+    def generate(body: Any) -> Any:
+        if body["model"] != "toy:latest":
+            return refusal(404, f"model '{body['model']}' not found")
+        ids, options = split(body["prompt"], bos=bos), body["options"]
+        made = toy.greedy(ids, options["num_predict"])
+        answer = {"response": toy.text(made), "done_reason": "length"}
+        answer["prompt_eval_count"] = len(ids)
+        if body.get("logprobs"):
+            tops = toy.tops(ids, body["top_logprobs"])
+            told = [{"token": NAMES[i], "logprob": v, "bytes": list(NAMES[i].encode())}
+                    for i, v in tops.items()]  # fmt: skip
+            answer["logprobs"] = [{**told[0], "top_logprobs": told}]
+        return answer
+
+    def chat(body: Any) -> Any:
+        length = len(toy.rendered(body["messages"]))
+        return {"message": {"content": "a"}, "done_reason": "stop", "prompt_eval_count": length}
+
+    return {
+        "/v1/models": lambda _: {"data": [{"id": "toy:latest", "owned_by": "library"}]},
+        "/api/version": lambda _: {"version": "0.13.0"},
+        "/api/tags": lambda _: {"models": [{"name": "toy:latest"}]},
+        "/api/generate": generate,
+        "/api/chat": chat,
+    }

@@ -13,7 +13,7 @@ import yaml
 
 from tests.audit.making import make_model, tensors
 from tests.commands import environment
-from tests.infra.requirements_files import PROJECT
+from tests.conftest import PROJECT
 from tests.verify.serving import free_port
 
 ACTION = PROJECT / "infra" / "action" / "action.yml"

@@ -117,16 +117,14 @@ class TestRefusal:
 
         def sleep(out: Path, **_: object) -> StageReport:
             argv = [sys.executable, "-c", f"{sleeper}; time.sleep(600)"]
-            limit = None if limited == "stage" else 3.0
+            limit = None if limited == "stage" else 2.0
             launch(argv, stage="write", log=LOG, log_path=tmp_path / "log", timeout_s=limit)
             return StageReport("weights")
 
-        mechanism.timeouts = {"write_s": 3.0 if limited == "stage" else None}
+        mechanism.timeouts = {"write_s": 2.0 if limited == "stage" else None}
         with pytest.raises(PlumblineError) as caught:
             run(mechanism, "one", function=sleep)
-        report = caught.value.report()
-        assert report.startswith("write failed: ")
-        assert "  -> timeouts.write_s=<more seconds>" in report
+        assert "  -> timeouts.write_s=<more seconds>" in caught.value.report()
         assert not (started.exists() and Path(f"/proc/{started.read_text()}").exists())
         assert {r.info.status for r in runs_of(mechanism)} == {"FAILED"}
         assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL

@@ -10,33 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from tasks.config.after_training import Smoke
 from tasks.evaluation.scoring import ReferenceScorer
-from tasks.serving.vllm.job import Job, run_vllm
+from tests.conftest import PROJECT
 from tests.serving.cuda_stand_in import LOST, STARTS
 
-PROJECT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
 LOG = logging.getLogger("tests.serving")
 VLLM = "from tasks.serving.vllm import child; child._import_vllm()"
 SCORER = "from tasks.serving.reference import child; child._warm_up()"
-CASES = [
-    pytest.param(SCORER, id="reference"),
-    pytest.param(VLLM, id="vllm", marks=pytest.mark.slow),
-]
-ENGINE = """
-import torch
-from types import SimpleNamespace as N
-
-class LLM:
-    def __init__(self, **_):
-        torch.cuda._lazy_init()
-
-    def classify(self, inputs, use_tqdm):
-        return [N(outputs=N(probs=[len(one["prompt_token_ids"])])) for one in inputs]
-"""
 
 
-@pytest.mark.parametrize("imports", CASES)
+@pytest.mark.parametrize("imports", [SCORER, VLLM], ids=["reference", "vllm"])
 def test_nothing_initialises_cuda_before_a_fork(imports: str) -> None:
     program = f"""
 from tests.serving import cuda_stand_in
@@ -66,22 +50,6 @@ def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "starts"
 
 
-@pytest.mark.slow
-def test_a_job_gets_a_new_process_if_a_fork_has_lost_cuda(starts: Path, tmp_path: Path) -> None:
-    (tmp_path / "site" / "vllm.py").write_text(ENGINE)
-    served = tmp_path / "served"
-    served.mkdir()
-    jobs = [
-        Job(str(served), str(tmp_path / name), [[1] * n], 1, 16, rewards=True)
-        for name, n in (("first", 3), ("second", 5))
-    ]
-    results = run_vllm(jobs, Smoke(), log=LOG, log_path=tmp_path / "log")
-    assert [result["rewards"] for result in results] == [[3.0], [5.0]]
-    alone = [line.split()[-1] for line in starts.read_text().splitlines() if "--alone" in line]
-    assert alone == [str(tmp_path / name / "job.json") for name in ("first", "second")]
-
-
-@pytest.mark.slow
 def test_a_request_gets_a_new_process_if_a_fork_has_lost_cuda(
     starts: Path, served: Path, tmp_path: Path
 ) -> None:

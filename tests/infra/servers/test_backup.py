@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -138,8 +137,6 @@ def test_paths_and_waiting_records_move_along(runs: Path, tmp_path: Path) -> Non
     uri = f"sqlite:///{elsewhere / 'mlflow' / 'mlflow.db'}"
     (version,) = Server(uri, None).versions()
     assert Path(version.path) == elsewhere / "artifacts" / "served" / "first"
-    (loaded,) = (elsewhere / "mlflow" / "artifacts").rglob("served.json")  # by MLflow's pyfunc
-    assert json.loads(loaded.read_text())["path"] == version.path
     (journal,) = left_behind(elsewhere / "mlflow" / "outbox", uri)
     first = next(journal.batches())[0]
     assert [record["do"] for record in first] == ["tags"]
@@ -153,33 +150,6 @@ def test_paths_and_waiting_records_move_along(runs: Path, tmp_path: Path) -> Non
     names = {path.name for path in (elsewhere / "artifacts" / "served").iterdir()}
     assert names == {"first"}
     assert not (elsewhere / "services" / "worker.json").exists()
-
-
-@pytest.mark.slow
-def test_a_database_in_use_is_copied_whole(runs: Path, tmp_path: Path) -> None:
-    """A backup does not stop the writer, and never has half of a transaction."""
-    engine = create_engine(f"sqlite:///{runs / 'mlflow' / 'mlflow.db'}")
-    with engine.begin() as connection:
-        connection.execute(text("create table pairs (a integer)"))
-    done = threading.Event()
-
-    def write() -> None:
-        while not done.is_set():
-            with engine.begin() as connection:
-                connection.execute(text("insert into pairs values (1)"))
-                connection.execute(text("insert into pairs values (2)"))
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    try:
-        for _ in range(3):
-            backup(runs, tmp_path / "copy")
-            copied = create_engine(f"sqlite:///{tmp_path / 'copy/runs/mlflow/mlflow.db'}")
-            with copied.connect() as connection:
-                assert connection.execute(text("select count(*) % 2 from pairs")).one() == (0,)
-    finally:
-        done.set()
-        thread.join()
 
 
 def test_a_later_backup_adds_what_is_new(runs: Path, tmp_path: Path) -> None:
@@ -210,18 +180,18 @@ def test_refused(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PLUMBLINE_RUNS", str(runs))
-    assert main(["backup", ""]) == 2
-    assert "TO=<folder>" in capsys.readouterr().err
-    assert main(["backup", str(runs / "copy")]) == 2
-    assert str(runs / "copy") in capsys.readouterr().err
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    assert main(["backup", str(tmp_path / "full")]) == 2
-    assert main(["restore", str(tmp_path / "full")]) == 2
-    assert LABEL in capsys.readouterr().err
+    for words, named in (
+        (["backup", ""], "TO=<folder>"),
+        (["backup", str(runs / "copy")], str(runs / "copy")),
+        (["backup", str(tmp_path / "full")], str(tmp_path / "full")),
+        (["restore", str(tmp_path / "full")], LABEL),
+    ):
+        assert main(words) == 2
+        assert named in capsys.readouterr().err
     assert main(["backup", str(tmp_path / "copy")]) == 0
-    assert main(["restore", str(tmp_path / "copy")]) == 2
-    assert str(runs) in capsys.readouterr().err
+    assert main(["restore", str(tmp_path / "copy")]) == 2, "the folder is not empty"
     (runs / "services" / "databases.json").write_text(json.dumps({"mlflow": "postgresql://db/m"}))
     with pytest.raises(ConfigError, match="postgresql://db/m"):
         backup(runs, tmp_path / "copy")

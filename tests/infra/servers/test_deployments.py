@@ -49,19 +49,6 @@ def test_a_paused_schedule_stays_paused(site: Site) -> None:
     site.services.prefect.call("PATCH", path, {"active": True})
 
 
-def test_a_refused_configuration_says_what_to_type(site: Site) -> None:
-    overrides = [word for word in site.overrides() if word != "plan=true"]
-    wrong = ["train.micro_batch_size=4", "train.global_batch_size=7"]
-    run = site.finished_run(site.start_run("rlhf-qlora", [*overrides, *wrong]))
-    assert run["state_type"] == "FAILED"
-    log = site.logged(run["id"], "Finished in state Failed")
-    for text in (run["state"]["message"], "\n".join(log)):
-        assert "train.global_batch_size=7" in text
-        assert "->" in text  # what to type
-        assert "Traceback" not in text
-    assert "Traceback" not in site.worker_log.partition(run["id"])[2]
-
-
 def test_a_run_waits_for_a_run_on_a_terminal(site: Site, tmp_path: Path) -> None:
     rows, runs = tmp_path / "rows.jsonl", site.services.runs / "planned"
     pair = [{"role": "user", "content": "say yes"}, {"role": "assistant", "content": "yes"}]

@@ -82,14 +82,3 @@ def test_a_checkpoint_is_delivered(site: Site, tmp_path: Path) -> None:
     run = site.finished_run(site.start_run("deliver", words))
     assert run["state_type"] == "COMPLETED", run["state"]
     assert (out / "manifest.json").is_file()
-
-
-@pytest.mark.slow
-def test_a_deployment_writes_into_the_folder_of_the_services_only(
-    site: Site, tmp_path: Path
-) -> None:
-    words = ["source=/c", f"out={tmp_path}/out", "smoke.engine=none"]
-    run = site.finished_run(site.start_run("deliver", words))
-    assert run["state_type"] == "FAILED"
-    assert f"out={tmp_path}/out" in run["state"]["message"]
-    assert list(tmp_path.iterdir()) == []

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 
 from tasks.core.errors import ArtifactError, ConfigError, DataError
 from tasks.delivery.examination import require_sound
@@ -28,8 +28,8 @@ def model(tmp_path: Path) -> Path:
     """A folder that looks like a model with two shards."""
     folder = tmp_path / "model"
     folder.mkdir()
-    save_file({"a": torch.zeros(2, 3)}, folder / "model-00001-of-00002.safetensors")
-    save_file({"b": torch.ones(4)}, folder / "model-00002-of-00002.safetensors")
+    save_file({"a": np.zeros((2, 3), np.float32)}, folder / "model-00001-of-00002.safetensors")
+    save_file({"b": np.ones(4, np.float32)}, folder / "model-00002-of-00002.safetensors")
     weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (folder / "config.json").write_text('{"model_type": "qwen2"}')
@@ -105,7 +105,7 @@ def test_every_problem_of_a_folder_is_told_at_once(model: Path, tmp_path: Path) 
 
 
 def test_an_index_that_misplaces_a_tensor_fails_its_check(model: Path, tmp_path: Path) -> None:
-    save_file({"c": torch.zeros(1)}, model / "model-00001-of-00002.safetensors")
+    save_file({"c": np.zeros(1, np.float32)}, model / "model-00001-of-00002.safetensors")
     checks = {check.name: check for check in _prepare(model, tmp_path).checks}
     assert not checks["model-00001-of-00002.safetensors"].ok
     assert checks["model-00002-of-00002.safetensors"].ok

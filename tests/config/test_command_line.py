@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -159,30 +159,28 @@ class Job:
 
 def test_a_sweep_runs_every_job_and_returns_the_worst(tmp_path: Path) -> None:
     job = Job()
-    assert run_main("rlhf", job, argv=["zero.stage=1,3,0", "--multirun"]) == 3
+    assert run_main("rlhf", job, argv=["zero.stage=3,0", "--multirun"]) == 3
     written = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
     assert written == [Path("runs/hydra/multirun.yaml")]
-    assert [overrides for _, overrides in job.seen] == [[f"zero.stage={n}"] for n in (1, 3, 0)]
+    assert [overrides for _, overrides in job.seen] == [[f"zero.stage={n}"] for n in (3, 0)]
 
 
-def test_of_two_config_dirs_both_count_and_help_lists_their_experiments(
+def test_experiments_of_a_config_dir_are_listed_and_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folders = []
-    for name in ("first", "second"):
-        (tmp_path / name / "exp").mkdir(parents=True)
-        file = tmp_path / name / "exp" / f"{name}.yaml"
-        file.write_text(f"# @package _global_\n\n# About {name}.\ntag: {name}\n")
-        folders.append(f"--config-dir={tmp_path / name}")
+    (tmp_path / "mine" / "exp").mkdir(parents=True)
+    file = tmp_path / "mine" / "exp" / "first.yaml"
+    file.write_text("# @package _global_\n\n# About it.\ntag: mine\n")
+    folders = [f"--config-dir={tmp_path / name}" for name in ("mine", "other")]
+    (tmp_path / "other").mkdir()
     job = Job()
-    for name in ("first", "second"):
-        assert run_main("rlhf", job, argv=[*folders, f"+exp={name}"]) == 2
-    assert [composed.settings["tag"] for composed, _ in job.seen] == ["first", "second"]
-    # A worker gets the overrides alone.
-    assert compose_config(job.seen[0][1]).settings["tag"] == "first"
+    assert run_main("rlhf", job, argv=[*folders, "+exp=first"]) == 2
+    ((composed, overrides),) = job.seen
+    assert composed.settings["tag"] == "mine"
+    assert compose_config(overrides).settings["tag"] == "mine"  # as a worker gets it
     assert run_main("rlhf", job, argv=[*folders, "--help"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["+exp=second", "About", "second."] in lines
+    assert ["+exp=first", "About", "it."] in lines
 
 
 def test_cfg_job_prints_no_password(
@@ -264,28 +262,19 @@ def test_every_name_of_another_trainer_leads_to_settings_that_exist() -> None:
                 assert plain or not names.is_section(key), override
 
 
-@pytest.fixture
-def plumbline(
+def test_every_command_is_in_the_help_and_has_a_module(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[int, str, str]]:
-    """Run `plumbline ...` in this process; return exit status, output and errors."""
-
-    def run(*words: str) -> tuple[int, str, str]:
+) -> None:
+    def plumbline(*words: str) -> int:
         monkeypatch.setattr(sys, "argv", ["plumbline", *words])
         with pytest.raises(SystemExit) as end:
             program.main()
-        assert isinstance(end.value.code, int)
-        return end.value.code, *capsys.readouterr()
+        return int(end.value.code or 0)
 
-    return run
-
-
-def test_every_command_is_in_the_help_and_has_a_module(plumbline: Any) -> None:
-    status, text, _ = plumbline("help")
-    assert status == 0
+    assert plumbline("help") == 0
+    text = capsys.readouterr().out
     for command, module in program.COMMANDS.items():
         assert f"    plumbline {command} " in text
         assert callable(import_module(f"flows.commands.{module}").main)
-    status, _, errors = plumbline("audti", "x")
-    assert status == 2
-    assert "plumbline audit x" in errors
+    assert plumbline("audti", "x") == 2
+    assert "plumbline audit x" in capsys.readouterr().err

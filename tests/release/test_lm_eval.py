@@ -76,15 +76,15 @@ def test_conditions_and_tasks_are_checked_before_anything_starts(task: Path) -> 
     (refused,) = problems('gate.conditions={lm_eval.mmlu.acc: ">= base"}')
     assert "eval.lm_eval=[<task>]" in refused
 
-    def found(tasks: list[str], version: str, objective: str = "sft") -> list[str]:
+    def checked(tasks: list[str], version: str, objective: str = "sft") -> list[str]:
         section = {"lm_eval": tasks}
         return [str(p) for p in lm_eval_tasks(section, objective, lambda name: version)]
 
-    assert found([str(task)], "0.4.13") == found([], "0") == found(["x"], "0", "reward") == []
-    assert "make setup-lm-eval" in found(["gsm8k"], "0")[0]
-    assert "No such file" in found(["/nowhere/plus.yaml"], "0.4.13")[0]
+    assert checked([str(task)], "0.4.13") == checked([], "0") == checked(["x"], "0", "reward") == []
+    assert "make setup-lm-eval" in checked(["gsm8k"], "0")[0]
+    assert "No such file" in checked(["/nowhere/plus.yaml"], "0.4.13")[0]
     task.write_text("group: plus\n")
-    assert "no line `task: <name>`" in found([str(task)], "0.4.13")[0]
+    assert "no line `task: <name>`" in checked([str(task)], "0.4.13")[0]
 
 
 def test_a_changed_row_is_another_key(task: Path) -> None:

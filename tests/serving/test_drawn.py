@@ -56,7 +56,7 @@ def test_distance_and_rewards_are_those_of_the_sampled_ids(
     run: Callable[..., StageReport], scorer: ReferenceScorer, served: Path, base: Path,
     judge: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
-    metrics = run(reward=judge).metrics
+    metrics = run(reward=judge, dtype="bfloat16").metrics  # as `load` computes
     require_distance(metrics, scorer, served, base)
     prompts = scorer.encode(served, ROWS).tokens
     for when, folder in (("before", base), ("after", served)):

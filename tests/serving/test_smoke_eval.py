@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from tasks.core.errors import ConfigError, DataError
-from tasks.drift.fingerprint import PROFILES, Drift, Fingerprint
+from tasks.drift.fingerprint import PROFILES, Drift
 from tasks.evaluation.evaluation_prompts import read_heldout
-from tasks.evaluation.greedy_ties import compare_greedy
-from tasks.evaluation.scoring import ModelRef, Prompts, ReferenceScorer
+from tasks.evaluation.scoring import Prompts, ReferenceScorer
 from tasks.evaluation.serve import Question
 from tasks.evaluation.smoke import SmokeTest
 from tasks.pipeline.report import StageReport
@@ -36,36 +35,6 @@ def run(smoke: Callable[..., StageReport]) -> Callable[..., StageReport]:
 def verdict(report: StageReport, beginning: str) -> tuple[bool, str]:
     (check,) = [c for c in report.checks if c.name.startswith(beginning)]
     return check.ok, check.found
-
-
-@pytest.mark.slow  # the main job serves what it trained, and compares it with its base
-def test_vllm_serves_the_trained_model(
-    run: Callable[..., StageReport], scorer: ReferenceScorer, base: Path, tmp_path: Path
-) -> None:
-    report = run(engine="vllm")
-    assert [c for c in report.checks if not c.ok] == []
-    assert report.drift is not None
-    assert 0 < report.drift.mean_kl <= 1e-3
-    assert verdict(report, "first 5 greedy tokens")[1].startswith("equal on")
-    assert report.metrics["greedy/equal"] + report.metrics["greedy/ties"] == len(WORDS)
-    assert report.metrics["tokens_per_s"] > 0
-
-    out = tmp_path / "out"
-    assert sorted(p.name for p in out.iterdir()) == [
-        "fingerprint.fp", "generations.jsonl", "report.json",
-    ]  # fmt: skip
-    assert Fingerprint.load(out / "fingerprint.fp").engine == "vllm"
-    rows = [json.loads(line) for line in (out / "generations.jsonl").read_text().splitlines()]
-    assert [row["expected"] for row in rows] == [w[::-1] for w in WORDS]
-
-    # The base is served in an engine of its own; it has to answer as the base does.
-    prompts = scorer.encode(base, [{"messages": m} for m in CONVERSATIONS])
-    generated = scorer.greedy(ModelRef(base), prompts.tokens, max_new_tokens=NEW, eos=[END])
-    agreement = compare_greedy(
-        [row["tokens_before"] for row in rows], generated.tokens, generated.candidates
-    )
-    assert not agreement.differences
-    assert all(row["before"] != row["after"] for row in rows)
 
 
 def test_a_changed_layer_is_refused_and_placed(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tasks.core.errors import RewardError
+from tasks.evaluation.evaluation_prompts import computing_dtype_of
 from tasks.evaluation.responses import Measure
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.report import StageReport
@@ -61,7 +62,7 @@ def test_distance_and_rewards_are_those_of_the_sampled_ids(
     prompts = scorer.encode(served, ROWS).tokens
     for when, folder in (("before", base), ("after", served)):
         texts = [[*p, *r] for p, r in zip(prompts, replies(scorer, folder), strict=True)]
-        scores = scorer.rewards(ModelRef(judge), texts)
+        scores = scorer.rewards(ModelRef(judge, dtype=computing_dtype_of(judge)), texts)
         assert metrics[f"scored/{when}"] == pytest.approx(sum(scores) / len(scores), abs=1e-6)
         lines = (tmp_path / "out" / "drawn.jsonl").read_text().splitlines()
         written = [json.loads(line)[f"reward_{when}"] for line in lines]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu, rl
+from benchmarks import gpu
 from benchmarks.shapes import SIZES
 from benchmarks.synthetic import make_adapter, make_model
 from benchmarks.weights import Bench
@@ -36,21 +36,6 @@ def test_our_readers_accept_a_synthetic_base(tmp_path: Path, monkeypatch) -> Non
     weights.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
     weights.convert(tmp_path / "merged", tmp_path / "served")
     assert (tmp_path / "served" / "manifest.json").is_file()
-
-
-@pytest.mark.slow
-def test_every_contender_of_online_learning_runs(tmp_path: Path) -> None:
-    bench = rl.Bench(tmp_path, 1, "tiny", "tiny", "float32")
-    rows = [row for make in rl.ROWS.values() for row in make(bench)]
-    told = [rows[place].detail for place in (0, 2, 3, 5)]
-    for detail in told:
-        for timed in detail.values():
-            assert min(timed["runs_s"]) > 0  # type: ignore[index]
-    (ours,), (trl,) = (told[2][name]["told"] for name in ("ours", "trl"))  # type: ignore[index]
-    assert len(ours["seconds"]) == len(trl["seconds"]) == 1
-    assert sum(ours["phases"].values()) == pytest.approx(sum(ours["seconds"]), rel=0.1)
-    for report in (ours, trl):  # 64 responses, which end with EOS or are cut
-        assert 64 * 35 < report["tokens"][0] < 64 * 75
 
 
 @pytest.mark.slow

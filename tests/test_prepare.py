@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 
 from tasks.core.errors import ArtifactError, ConfigError, DataError
 from tasks.delivery.examination import require_sound
 from tasks.pipeline.report import StageReport
 from tasks.prepare import prepare_base, prepare_data, resolve_model, source_identity
+from tests.machines import with_hub
 
 LOG = logging.getLogger("tests.prepare")
 
@@ -26,8 +28,8 @@ def model(tmp_path: Path) -> Path:
     """A folder that looks like a model with two shards."""
     folder = tmp_path / "model"
     folder.mkdir()
-    save_file({"a": torch.zeros(2, 3)}, folder / "model-00001-of-00002.safetensors")
-    save_file({"b": torch.ones(4)}, folder / "model-00002-of-00002.safetensors")
+    save_file({"a": np.zeros((2, 3), np.float32)}, folder / "model-00001-of-00002.safetensors")
+    save_file({"b": np.ones(4, np.float32)}, folder / "model-00002-of-00002.safetensors")
     weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (folder / "config.json").write_text('{"model_type": "qwen2"}')
@@ -42,9 +44,16 @@ def _prepare(model: Path, tmp_path: Path) -> StageReport:
 
 
 def test_weights_of_a_model_are_linked_and_side_files_copied(model: Path, tmp_path: Path) -> None:
-    for stray in ("pytorch_model.bin", "consolidated.safetensors", "manifest.json", "x.fp", ".a"):
+    for stray in ("pytorch_model.bin", "consolidated.safetensors", "manifest.json", "x.fp", ".a",
+                  "vocab.env", "tokenizer.pem", "README.md", "modeling_x.py"):  # fmt: skip
         (model / stray).write_text("not part of it")
-    report = _prepare(model, tmp_path)
+    (model / "tokenizer.json").chmod(0o777)
+    before = os.umask(0o077)
+    try:
+        report = _prepare(model, tmp_path)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out" / "tokenizer.json").stat().st_mode & 0o777 == 0o600
     made = {path.name: path.resolve() for path in (tmp_path / "out").iterdir()}
     names = ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
              "model.safetensors.index.json", "tokenizer.json"]  # fmt: skip
@@ -68,23 +77,6 @@ def test_links_out_of_the_folder_are_refused(model: Path, tmp_path: Path) -> Non
     names = [line.partition(":")[0] for line in caught.value.details]
     assert names == ["merges.txt", "vocab.env", "vocab.txt"]
     assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_only_known_side_files_are_taken_with_the_mode_of_the_umask(
-    model: Path, tmp_path: Path
-) -> None:
-    for name in ("vocab.env", "tokenizer.pem", "README.md", "modeling_x.py"):
-        (model / name).write_text("not part of it")
-    (model / "merges.txt").write_text("#version: 0.2")
-    (model / "merges.txt").chmod(0o777)
-    before = os.umask(0o077)
-    try:
-        _prepare(model, tmp_path)
-    finally:
-        os.umask(before)
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert not names & {"vocab.env", "tokenizer.pem", "README.md", "modeling_x.py"}
-    assert (tmp_path / "out" / "merges.txt").stat().st_mode & 0o777 == 0o600
 
 
 def test_code_is_taken_only_if_the_user_agreed_to_run_it(model: Path, tmp_path: Path) -> None:
@@ -113,31 +105,26 @@ def test_every_problem_of_a_folder_is_told_at_once(model: Path, tmp_path: Path) 
 
 
 def test_an_index_that_misplaces_a_tensor_fails_its_check(model: Path, tmp_path: Path) -> None:
-    save_file({"c": torch.zeros(1)}, model / "model-00001-of-00002.safetensors")
+    save_file({"c": np.zeros(1, np.float32)}, model / "model-00001-of-00002.safetensors")
     checks = {check.name: check for check in _prepare(model, tmp_path).checks}
     assert not checks["model-00001-of-00002.safetensors"].ok
     assert checks["model-00002-of-00002.safetensors"].ok
 
 
-def test_pickled_weights_are_refused_with_the_way_out(model: Path, tmp_path: Path) -> None:
+def test_what_is_no_model_is_refused(model: Path, tmp_path: Path) -> None:
+    for path in (None, "/nowhere/at/all", "no-such-org/no-model"):
+        with pytest.raises(ConfigError, match=r"model\.path"):
+            prepare_base(tmp_path, kind="hf", path=path, log_path=tmp_path / "log", log=LOG)
     for path in model.glob("*.safetensors*"):
         path.unlink()
     (model / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ArtifactError, match="pytorch_model.bin"):
         _prepare(model, tmp_path)
-
-
-def test_an_adapter_is_not_a_base(model: Path, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "out")
     (model / "config.json").unlink()
     (model / "adapter_config.json").write_text("{}")
     with pytest.raises(ArtifactError, match="adapter"):
         _prepare(model, tmp_path)
-
-
-@pytest.mark.parametrize("path", [None, "/nowhere/at/all", "no-such-org/no-model"])
-def test_an_unknown_model_is_a_configuration_error(tmp_path: Path, path: str | None) -> None:
-    with pytest.raises(ConfigError, match=r"model\.path"):
-        prepare_base(tmp_path, kind="hf", path=path, log_path=tmp_path / "log", log=LOG)
 
 
 def test_data_files_become_the_dataset(tmp_path: Path) -> None:
@@ -161,20 +148,18 @@ def test_data_files_become_the_dataset(tmp_path: Path) -> None:
     assert json.loads((out / "dataset.json").read_text())["splits"]["train"]["refused"] == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "asked"),
-    [
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"kind": "jsonl"}, r"data\.path"),
         ({"kind": "hub"}, r"data\.name"),
         ({"kind": "xml", "path": "x"}, r"data\.kind=xml"),
         ({"kind": "jsonl", "path": "/nowhere.jsonl"}, "/nowhere.jsonl"),
         ({"kind": "toy", "chat_template": "/nowhere.jinja"}, r"data\.chat_template"),
         ({"kind": "toy", "train_size": 10**6}, "1000000"),
-    ],
-)
-def test_what_is_missing_is_named(tmp_path: Path, options: dict[str, str], asked: str) -> None:
-    with pytest.raises(DataError, match=asked):
-        prepare_data(tmp_path, log=LOG, **options)  # type: ignore[arg-type]
+    ]
+    for options, named in refused:
+        with pytest.raises(DataError, match=named):
+            prepare_data(tmp_path, log=LOG, **options)
 
 
 def test_the_identity_of_a_source_changes_with_its_files(tmp_path: Path, model: Path) -> None:
@@ -196,23 +181,16 @@ def test_the_identity_of_a_source_changes_with_its_files(tmp_path: Path, model: 
     assert source_identity(kind="toy") == {}
 
 
-def test_a_hub_id_is_found_in_the_local_cache(
+def test_a_hub_id_is_found_in_the_local_cache_and_examined(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the layout the hub's library keeps, with no network: `HF_HUB_OFFLINE` is set in tests."""
-    import huggingface_hub.constants
-
-    cached = tmp_path / "hub" / "models--owner--name"
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs" / "main").write_text(commit)
-    (cached / "snapshots").mkdir()
-    model.rename(cached / "snapshots" / commit)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert resolve_model("owner/name") == cached / "snapshots" / commit
+    with_hub(monkeypatch, tmp_path / "hub", {"owner/name": {"model_type": "qwen2"}})
+    folder = resolve_model("owner/name")
+    assert folder.parent.name == "snapshots"
     with pytest.raises(ConfigError, match="model.path=owner/other"):
         resolve_model("owner/other")
+    shutil.copytree(model, folder, dirs_exist_ok=True)
     (tmp_path / "out").mkdir()
     settings: dict[str, Any] = {"kind": "hf", "path": "owner/name", "examine": require_sound}
     with pytest.raises(ConfigError, match="ARCHITECTURE_ABSENT"):

@@ -2,102 +2,81 @@
 
 from __future__ import annotations
 
-import http.server
-import shutil
+import json
 import socket
-import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
-from flows.chain.steps import chain_steps
-from flows.cli.config import compose_config
-from flows.cli.plan import check
-from tasks.config.checks import signing, tracking
-from tasks.core.errors import ConfigError
+from tasks.config.checks import model, servers, signing, tracking
+from tasks.core.finding import Finding
 from tasks.pipeline.signature import PASSWORD
+from tests.config.test_checks_online import settings
 from tests.keys import make_pair
+from tests.machines import with_gpus
 
-
-@pytest.fixture
-def silent() -> Iterator[int]:
-    """A port that accepts connections and never answers."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server.getsockname()[1]
-
-
-@pytest.fixture
-def closed() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
-BASIC = "Basic bWU6c2VjcmV0"
-
-
-def login(header: str) -> type[http.server.BaseHTTPRequestHandler]:
-    """A server that wants this header."""
-
-    class Login(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.headers["Authorization"] == header else 401)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None: ...
-
-    return Login
-
-
-def test_a_dead_port_is_one_of_the_problems(closed: int) -> None:
-    overrides = [
-        "+exp=sft_qlora", f"tracking.uri=http://me:secret@127.0.0.1:{closed}", "zero=zero3"
-    ]  # fmt: skip
-    composed = compose_config(overrides)
-    started = time.monotonic()
-    with pytest.raises(ConfigError) as refused:
-        check(chain_steps(composed, overrides))
-    assert time.monotonic() - started < 5
-    text = refused.value.report()
-    assert f"tracking.uri: http://me:***@127.0.0.1:{closed}" in text
-    assert "peft and zero: " in text
-    assert "secret" not in text
+Answer = Callable[[BaseHTTPRequestHandler], tuple[int, Any]]
 
 
 @contextmanager
-def serving(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Serve in a thread; yield host and port."""
-    with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
+def serving(answer: Answer) -> Iterator[str]:
+    """Serve status and JSON in a thread; a page of None is not found. Yields host and port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            status, body = answer(self)
+            content = json.dumps(body).encode()
+            self.send_response(404 if body is None else status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"127.0.0.1:{server.server_port}"
         server.shutdown()
 
 
-@pytest.mark.parametrize("scheme", ["http", "postgresql"])
-def test_a_dead_port_of_any_kind(closed: int, scheme: str) -> None:
-    (finding,) = tracking.reachable(f"{scheme}://me:secret@127.0.0.1:{closed}/x")
-    assert finding.what == "tracking.uri"
-    assert "secret" not in str(finding)
+BASIC = "Basic bWU6c2VjcmV0"
 
 
-def test_silent_servers_are_refused_after_five_seconds(
-    silent: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def login(header: str) -> Answer:
+    """Answer only requests with this header."""
+    return lambda request: (200 if request.headers["Authorization"] == header else 401, {})
+
+
+def test_a_dead_port_is_refused_without_its_password() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for scheme in ("http", "postgresql"):
+        (finding,) = tracking.reachable(f"{scheme}://me:secret@127.0.0.1:{port}/x")
+        assert finding.what == "tracking.uri"
+        assert "secret" not in str(finding)
+
+
+def test_silent_servers_are_refused_after_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each server is asked once, however many steps a chain has."""
     assert list(tracking.prefect_reachable()) == []
     monkeypatch.setattr(tracking, "LIMIT_S", 0.5)
-    started = time.monotonic()
-    for _ in range(3):
-        (mlflow,) = tracking.reachable(f"http://127.0.0.1:{silent}")
-    monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{silent}/api")
-    (prefect,) = tracking.prefect_reachable()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        started = time.monotonic()
+        for _ in range(3):
+            (mlflow,) = tracking.reachable(url)
+        monkeypatch.setenv("PREFECT_API_URL", f"{url}/api")
+        (prefect,) = tracking.prefect_reachable()
     assert time.monotonic() - started < 4
     assert (mlflow.what, prefect.what) == ("tracking.uri", "PREFECT_API_URL")
 
@@ -121,27 +100,12 @@ def test_the_login_of_prefect(
         assert list(tracking.prefect_reachable()) == []
 
 
-@pytest.mark.parametrize(("status", "refused"), [(200, 0), (401, 1), (404, 0), (503, 1)])
-def test_a_server_that_answers(status: int, refused: int) -> None:
-    class Answer(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None: ...
-
-    with serving(Answer) as place:
-        assert len(list(tracking.reachable(f"http://{place}"))) == refused
-
-
-def test_there_may_be_no_server_to_ask() -> None:
+def test_the_status_and_the_login_of_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
     for uri in (None, "sqlite:////a/b.db", "databricks"):
-        assert list(tracking.reachable(uri)) == []
-
-
-def test_a_password_is_accepted_from_the_url_and_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+        assert list(tracking.reachable(uri)) == [], "no server to ask"
+    for status, refused in ((200, 0), (404, 0), (503, 1)):
+        with serving(lambda _, status=status: (status, {})) as place:
+            assert len(list(tracking.reachable(f"http://{place}"))) == refused
     with serving(login(BASIC)) as place:
         assert list(tracking.reachable(f"http://me:secret@{place}")) == []
         (finding,) = tracking.reachable(f"http://me:wrong@{place}")
@@ -149,6 +113,103 @@ def test_a_password_is_accepted_from_the_url_and_from_the_environment(
         monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
         monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
         assert list(tracking.reachable(f"http://{place}")) == []
+
+
+URL = "http://10.0.0.7:8000"
+
+
+def of(rl: Any = None, **rollout: Any) -> dict[str, Any]:
+    whole = settings(rollout={"engine": "server", **rollout}, rl=rl)
+    usual = {"save_steps": 0, "eval_steps": 0, "keep": "last"}
+    return {**whole, "train": {**usual, **whole["train"]}}
+
+
+def checked(*, on_cpu: bool = True, rl: Any = None, **rollout: Any) -> list[Finding]:
+    return servers.servers(of(rl, **rollout), model.TOY, on_cpu=on_cpu)
+
+
+def test_servers_are_started_or_named(tmp_path: Path) -> None:
+    assert checked(servers=2) == []
+    assert checked(urls=["http://127.0.0.1:8000", "http://localhost:8001/"]) == []
+    assert checked(urls=[URL], sync_dir=str(tmp_path / "made" / "later")) == []
+    for wrong in ({"servers": 0}, {"servers": 2, "urls": [URL]}):
+        (finding,) = checked(**wrong)
+        assert finding.what == "rollout.servers"
+    (remote,) = checked(urls=[URL, "http://127.0.0.1:8000"])
+    (relative,) = checked(urls=[URL], sync_dir="policies")
+    (file,) = checked(urls=[URL], sync_dir="/proc/version/policies")
+    assert {remote.what, relative.what, file.what} == {"rollout.sync_dir"}
+    assert "/proc/version" in file.allowed
+    (parallel,) = checked(servers=1, tensor_parallel=2)  # on a CPU
+    assert parallel.override == "rollout.tensor_parallel=1"
+    for url in ("10.0.0.7:8000", "http://[::1:8000", "http://127.0.0.1:8000/v1",
+                "http://me:secret@127.0.0.1:8000"):  # fmt: skip
+        (finding,) = servers.addresses([url])
+        assert "secret" not in str(finding)
+    (twice,) = servers.addresses([URL, URL])
+    assert URL in twice.found
+
+
+def test_started_servers_get_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 4)
+    assert checked(servers=2, on_cpu=False) == []
+    (finding,) = checked(servers=2, tensor_parallel=2, on_cpu=False)
+    assert finding.what == "rollout.servers"
+    assert "4" in finding.allowed
+
+
+def test_staleness_needs_servers_importance_weights_and_room_between_checkpoints() -> None:
+    assert checked(servers=2, rl={"staleness": 1}) == []
+    (finding,) = servers.staleness({**of({"staleness": 1}), "rollout": {"engine": "vllm"}})
+    assert "rollout.engine=vllm" in finding.found
+    (finding,) = checked(servers=2, rl={"staleness": 1, "correction": "none"})
+    assert "rl.correction=none" in finding.found
+    whole = of({"staleness": 1}, servers=2)
+    whole["train"] |= {"save_steps": 1, "eval_steps": 1}
+    values = [finding.found for finding in servers.staleness(whole)]
+    assert values == ["1 with train.save_steps=1", "1 with train.eval_steps=1"]
+    whole["train"] |= {"save_steps": 0}
+    assert list(servers.staleness(whole)) == [], "nothing is saved"
+
+
+def answers_of(url: str) -> list[Finding]:
+    whole = of(urls=[url])
+    whole["model"] = {**whole["model"], "path": "/models/base"}
+    return list(servers.able(whole))
+
+
+def test_a_server_that_does_not_run_is_answered_with_the_command_to_type() -> None:
+    (finding,) = answers_of("http://127.0.0.1:9")
+    assert "http://127.0.0.1:9" in finding.found
+    command = finding.override
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve /models/base" in command
+    assert "--enable-lora --max-lora-rank 64" in command
+    assert "--logprobs-mode processed_logprobs" in command
+
+
+def test_everything_that_a_server_lacks_is_named() -> None:
+    answers: dict[str, Any] = {}
+    with serving(lambda request: (200, answers.get(request.path))) as place:
+        (other,) = answers_of(f"http://{place}")
+        assert "vLLM" in other.found
+        card = {"id": "base", "parent": None, "max_model_len": 64}
+        choice = {"token_ids": None, "text": "a", "logprobs": None}
+        answers |= {
+            "/version": {"version": "0.9.1"},
+            "/v1/models": {"data": [card]},
+            "/v1/completions": {"model": "base", "choices": [choice]},
+        }
+        length, adapters, tokens = [finding.found for finding in answers_of(f"http://{place}")]
+        rollout = of()["rollout"]
+        needed = rollout["max_prompt_len"] + rollout["max_new_tokens"]
+        assert f"{needed}" in length
+        assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in adapters
+        assert "vLLM 0.9.1" in tokens
+        card["max_model_len"] = needed
+        choice |= {"token_ids": [5], "logprobs": {"token_logprobs": [-1.5]}}
+        choice |= {"finish_reason": "length"}
+        answers["/v1/load_lora_adapter"] = {}
+        assert answers_of(f"http://{place}") == []
 
 
 @pytest.fixture
@@ -161,49 +222,34 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     make_pair(tmp_path, "hidden", password="right")
     make_pair(tmp_path, "koblitz", private=ec.generate_private_key(ec.SECP256K1()))
     make_pair(tmp_path, "edwards", private=ed25519.Ed25519PrivateKey.generate())
-    make_pair(tmp_path, "rsa", private=rsa.generate_private_key(65537, 2048))
-    make_pair(tmp_path, "open")[0].chmod(0o644)
     make_pair(tmp_path, "group")[0].chmod(0o640)
-    Path("text.pem").touch(mode=0o600)
     Path("large.pem").touch(mode=0o600)
     Path("large.pem").write_bytes(b"-" * 100_000)
     return tmp_path
 
 
-def findings(private: str | None, public: str | None = None) -> list[Any]:
+def findings(private: str | None, public: str | None = None) -> list[Finding]:
     return signing.signing({"sign": private, "verify": public})
 
 
-def test_a_key_that_cannot_sign_is_refused(keys: Path) -> None:
-    advice = {
+def test_a_key_that_cannot_sign_or_check_is_refused(keys: Path) -> None:
+    for name, command in {
         "absent.pem": "openssl ecparam",
-        ".": "openssl ecparam",
-        "open.pem": "chmod 600 open.pem",
         "group.pem": "chmod 600 group.pem",
-        "key.pub": "chmod 600",
-        "text.pem": "openssl ecparam",
         "large.pem": "openssl ecparam",
         "koblitz.pem": "openssl ecparam",
         "edwards.pem": "openssl ecparam",
-        "rsa.pem": "openssl ecparam",
         "hidden.pem": f"export {PASSWORD}=",
-    }
-    for name, command in advice.items():
+    }.items():
         (finding,) = findings(name)
         assert finding.what == "register.sign", name
         assert command in finding.override, name
-
-
-def test_a_key_that_cannot_check_is_refused(keys: Path) -> None:
-    advice = {
+    for name, command in {
         "absent.pub": "openssl ec -in key.pem -pubout",
         "key.pem": "openssl ec -in key.pem -pubout -out key.pub",
-        "text.pem": "-pubout",
         "koblitz.pub": "openssl ecparam",
-        "rsa.pub": "openssl ecparam",
         "other.pub": "openssl ec -in key.pem -pubout",
-    }
-    for name, command in advice.items():
+    }.items():
         (finding,) = findings("key.pem", name)
         assert finding.what == "register.verify", name
         assert command in finding.override, name
@@ -219,18 +265,3 @@ def test_keys_that_fit(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PASSWORD, "wrong")
     (finding,) = findings("hidden.pem")
     assert "wrong" not in finding.override
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
-def test_the_commands_of_the_advice_make_keys_that_fit(keys: Path) -> None:
-    folder = keys / "new"
-    folder.mkdir()
-    for command in (signing.MAKE, signing.EXPORT):
-        subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
-    assert findings(str(folder / "key.pem"), str(folder / "key.pub")) == []
-
-
-def test_signing_needs_its_package(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signing, "find_spec", lambda name: None)
-    (finding,) = findings("key.pem")
-    assert finding.override == "make setup-sign"

@@ -1,4 +1,4 @@
-"""The command line: exit statuses, sweeps, help, and nothing written outside `paths.runs`."""
+"""The command line: settings, mistakes, exit statuses, sweeps, help."""
 
 from __future__ import annotations
 
@@ -9,24 +9,141 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 
 from flows import program
-from flows.cli.arguments import read, split
-from flows.cli.config import SCHEMAS, Composed, compose_config, vocabulary
+from flows.chain.steps import chain_steps
+from flows.cli.arguments import read, repeated, split
+from flows.cli.config import CONF, SCHEMAS, Composed, compose_config, vocabulary
 from flows.cli.entry import run_main
 from flows.cli.peer_names import PEERS, translate
+from flows.cli.plan import check
 from flows.cli.usage import setting_help
+from flows.commands import audit as audit_command
+from flows.delivery.run_delivery import plan
+from tasks.core.errors import ConfigError
 from tasks.core.terminal import typed
-from tests.commands import environment
-from tests.conftest import PROJECT
+from tests.audit.making import make_adapter, make_model
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+def test_every_option_composes() -> None:
+    """An option of each group at a time."""
+    groups: dict[str, list[str]] = {}
+    for file in sorted(CONF.glob("*/*.yaml")):
+        if file.parent.name not in ("exp", "hydra"):
+            groups.setdefault(file.parent.name, []).append(file.stem)
+    for number in range(max(map(len, groups.values()))):
+        options = {name: files[min(number, len(files) - 1)] for name, files in groups.items()}
+        compose_config([f"{name}={option}" for name, option in options.items()])
+
+
+def test_relative_runs_and_passwords(tmp_path: Path) -> None:
+    composed = compose_config(["tracking.uri='https://me:s3cret@host:5000/x'"])
+    assert composed.runs == tmp_path / "runs"
+    assert composed.tracking_uri == "https://me:s3cret@host:5000/x"
+    assert "s3cret" not in composed.text
+    assert "https://me:***@host:5000/x" in composed.text
+
+
+def refused(*overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        compose_config(list(overrides))
+    return caught.value
+
+
+def test_all_wrong_overrides_are_reported_at_once() -> None:
+    error = refused("learning_rate=1", "train.epochs=two", "peft=adalora", "seed=3")
+    assert [line.rpartition(" -> ")[2] for line in error.details] == [
+        "train.lr=1", "train.epochs=1.0", "peft=lora or peft=qlora",
+    ]  # fmt: skip
+    assert refused("train.loss.beta=much", "+exp=dpo").hint == "train.loss.beta=0.1"
+
+
+def test_faults_of_an_experiment_file_name_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "exp" / "mine.yaml"
+    file.parent.mkdir()
+    for body, key, line in (
+        ("zero:\n  stage: two\n", "zero.stage", 3),
+        ("trian:\n  lr: 3\n", "trian", 2),
+    ):
+        file.write_text("# @package _global_\n" + body)
+        error = refused(f"hydra.searchpath=[file://{tmp_path}]", "+exp=mine")
+        assert error.message.startswith(key)
+        assert f"({file}:{line})" in error.message
+
+
+class Mistake(NamedTuple):
+    """A command (arguments separated by `;`) and the part of its answer that suggests a fix."""
+
+    program: str
+    typed: str
+    answer: str
+
+
+RUN = "+exp=sft_qlora"
+MISTAKES = [
+    Mistake("rlhf", f"{RUN};gradient_accumulation_steps=4", "-> train.global_batch_size=<"),
+    Mistake("rlhf", "+exp=grpo;rl.samples=8", "-> rl.num_generations=8"),
+    Mistake("rlhf", "+exp=sft", "-> +exp=sft_full or "),
+    Mistake("rlhf", "sft_qlora", "-> +exp=sft_qlora"),
+    Mistake("rlhf", f"{RUN};+train=dpo", "-> train=dpo"),
+    Mistake("rlhf", f"{RUN};zero=3", "-> zero=zero3"),
+    Mistake("rlhf", f"{RUN};train.epochs=1,2", "--multirun train.epochs=1,2"),
+    Mistake("rlhf", "--multirun;train.lrr=1", "-> train.lr=1"),
+    Mistake("rlhf", f"{RUN};train.lr;1e-4", "-> train.lr=1e-4"),
+    Mistake("rlhf", f"{RUN};plan:true", "-> plan=true"),
+    Mistake("rlhf", f"{RUN};chain={{sft:[train=sft]}}", """'+chain={sft:["train=sft"]}'"""),
+    Mistake("rlhf", "+exp=dpo;data.sources=[{path:;a.json}]", "-> data.sources='[{path: a.json}]'"),
+    Mistake("rlhf", "--model_name_or_path;x;--bf16", "dashes -> model.path=x"),
+    Mistake("rlhf", "chats.jsonl", "-> data.path=chats.jsonl"),
+    Mistake("rlhf", f"{RUN};tracking.prometheus=no/m.prom", "-> tracking.prometheus=null"),
+    Mistake("deliver", "adapter;out=new", "-> base=<"),
+    Mistake("deliver", "adapter;base=model;out=taken", "-> out=<another folder>"),
+    Mistake("deliver", "adapter;model;out=new", "-> source=adapter base=<folder>"),
+    Mistake("audit", "adapter;fix=true", "-> out_dir=<a new folder>"),
+    Mistake("deliver", "adapter;base=model;out=new;convert:dtype=float16", "convert.dtype=float16"),
+    Mistake("prune", "keep=1;older_than:30", "-> older_than=30"),
+]  # fmt: skip
+JOBS: dict[str, Callable[[Composed, list[str]], int]] = {
+    "rlhf": lambda composed, overrides: check(chain_steps(composed, overrides)) or 0,
+    "deliver": lambda composed, _: plan(composed) and 0,
+    "audit": audit_command._job,
+    "prune": lambda _composed, _overrides: 0,
+}
+
+
+def test_each_mistake_is_answered_in_three_lines_with_a_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of new users. Each exits with status 2 and leaves the folder as it was."""
+    make_adapter(tmp_path / "adapter")
+    make_model(tmp_path / "model")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "mine.txt").write_text("of the user")
+    (tmp_path / "chats.jsonl").write_text("{}\n")
+    before = sorted(tmp_path.rglob("*"))
+    wrong = {}
+    for mistake in MISTAKES:
+        status = run_main(mistake.program, JOBS[mistake.program], argv=mistake.typed.split(";"))
+        printed = capsys.readouterr()
+        if (
+            status != 2
+            or mistake.answer not in printed.err
+            or len(printed.err.splitlines()) > 3
+            or printed.out
+        ):
+            wrong[mistake.typed] = (status, printed)
+    assert wrong == {}
+    assert sorted(tmp_path.rglob("*")) == before
+    assert run_main("rlhf", JOBS["rlhf"], argv=[]) == 2
+    assert "python flows/rlhf.py --help" in capsys.readouterr().err
 
 
 class Job:
@@ -40,75 +157,30 @@ class Job:
         return int(composed.settings["zero"]["stage"])
 
 
-def test_one_job_gets_settings_and_overrides_and_decides_the_status(tmp_path: Path) -> None:
-    job = Job()
-    assert run_main("rlhf", job, argv=["+exp=lora_zero3", "train.lr=0.5"]) == 3
-    ((composed, overrides),) = job.seen
-    assert overrides == ["+exp=lora_zero3", "train.lr=0.5"]
-    assert compose_config(overrides) == composed
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_sweep_runs_every_job_and_returns_the_worst(tmp_path: Path) -> None:
     job = Job()
-    assert run_main("rlhf", job, argv=["zero.stage=1,3,0", "--multirun"]) == 3
+    assert run_main("rlhf", job, argv=["zero.stage=3,0", "--multirun"]) == 3
     written = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
     assert written == [Path("runs/hydra/multirun.yaml")]
-    assert [overrides for _, overrides in job.seen] == [[f"zero.stage={n}"] for n in (1, 3, 0)]
+    assert [overrides for _, overrides in job.seen] == [[f"zero.stage={n}"] for n in (3, 0)]
 
 
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        (["--multirun", "train.lrr=1"], "-> train.lr=1"),
-        (["+exp=qlorra"], "-> +exp=qlora or "),
-        (["+exp=sft_qlora", "chain={sft:[train=sft]}"], """'+chain={sft:["train=sft"]}'"""),
-        ([], "python flows/rlhf.py --help"),
-    ],
-    ids=str,
-)
-def test_a_wrong_command_is_2_and_starts_nothing(
-    words: list[str], answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = Job()
-    assert run_main("rlhf", job, argv=words) == 2
-    assert job.seen == []
-    assert answer in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_info_and_completion_stay_hydras(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Job()
-    assert run_main("rlhf", job, argv=["+exp=sft_full", "--info", "defaults"]) == 0
-    assert "exp/sft_full" in capsys.readouterr().out
-    monkeypatch.setenv("COMP_LINE", "python rlhf.py train=re")
-    monkeypatch.setenv("COMP_POINT", str(len("python rlhf.py train=re")))
-    assert run_main("rlhf", job, argv=["-sc", "query=bash"]) == 0
-    completed = capsys.readouterr().out.splitlines()[-1].split()
-    assert completed == ["train=reinforce_pp", "train=reinforce_pp_baseline", "train=reward"]
-    assert job.seen == []
-
-
-def test_of_two_config_dirs_both_count_and_help_lists_their_experiments(
+def test_experiments_of_a_config_dir_are_listed_and_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folders = []
-    for name in ("first", "second"):
-        (tmp_path / name / "exp").mkdir(parents=True)
-        file = tmp_path / name / "exp" / f"{name}.yaml"
-        file.write_text(f"# @package _global_\n\n# About {name}.\ntag: {name}\n")
-        folders.append(f"--config-dir={tmp_path / name}")
+    (tmp_path / "mine" / "exp").mkdir(parents=True)
+    file = tmp_path / "mine" / "exp" / "first.yaml"
+    file.write_text("# @package _global_\n\n# About it.\ntag: mine\n")
+    folders = [f"--config-dir={tmp_path / name}" for name in ("mine", "other")]
+    (tmp_path / "other").mkdir()
     job = Job()
-    for name in ("first", "second"):
-        assert run_main("rlhf", job, argv=[*folders, f"+exp={name}"]) == 2
-    assert [composed.settings["tag"] for composed, _ in job.seen] == ["first", "second"]
-    # A worker gets the overrides alone.
-    assert compose_config(job.seen[0][1]).settings["tag"] == "first"
+    assert run_main("rlhf", job, argv=[*folders, "+exp=first"]) == 2
+    ((composed, overrides),) = job.seen
+    assert composed.settings["tag"] == "mine"
+    assert compose_config(overrides).settings["tag"] == "mine"  # as a worker gets it
     assert run_main("rlhf", job, argv=[*folders, "--help"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["+exp=second", "About", "second."] in lines
+    assert ["+exp=first", "About", "it."] in lines
 
 
 def test_cfg_job_prints_no_password(
@@ -122,21 +194,11 @@ def test_cfg_job_prints_no_password(
     assert os.environ["MLFLOW_TRACKING_URI"] == "http://me:secret@localhost:5000"
 
 
-@pytest.mark.parametrize(
-    ("words", "names"),
-    [
-        (["seed=1", "train.lr=1e-4", "seed=2"], ["seed"]),
-        (["model.path=a", "model.path=b", "+exp=sft_full"], ["model.path"]),
-        (["seed=1", "seed=1"], []),
-        (["sft:seed=1", "seed=2"], []),
-    ],
-)
-def test_a_setting_that_is_set_twice_is_said(
-    words: list[str], names: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_main("rlhf", Job(), argv=words)
-    warned = [line for line in capsys.readouterr().err.splitlines() if "set twice" in line]
-    assert [line.split()[1] for line in warned] == names
+def test_a_setting_that_is_set_twice_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main("rlhf", Job(), argv=["seed=1", "train.lr=1e-4", "seed=2"]) == 2
+    assert "seed is set twice" in capsys.readouterr().err
+    for words in (["seed=1", "seed=1"], ["sft:seed=1", "seed=2"]):
+        assert repeated(words) == []
 
 
 NAMES = [
@@ -145,38 +207,35 @@ NAMES = [
 ]  # fmt: skip
 
 
-def test_paths_are_taken_before_the_grammar(tmp_path: Path) -> None:
+def test_paths_are_taken_before_the_grammar_and_printed_ones_can_be_typed(tmp_path: Path) -> None:
     """Whatever a folder is called, as a value of a setting and without its key."""
+
+    def words_of(word: str) -> list[str]:
+        return read([word, "values=true"], vocabulary("audit")).overrides
+
+    def source_of(word: str) -> str:
+        return str(compose_config(words_of(word), config_name="audit").settings["source"])
+
+    commands = [f"printf '%s\\0' {typed('source', tmp_path / name)}" for name in NAMES]
+    printed = subprocess.run(
+        ["sh", "-c", "; ".join(commands)], capture_output=True, check=True
+    ).stdout  # fmt: skip
+    assert list(map(source_of, printed.decode().split("\0")[:-1])) == [
+        f"{tmp_path / name}" for name in NAMES
+    ], "the folders need not exist"
     wrong = []
     for name in NAMES:
         (tmp_path / name).mkdir()
         relative = f"{tmp_path / name}" if name[0] == "~" else f"./{name}"  # "~t" is a home
-        words = read([f"source={relative}", "values=true"], vocabulary("audit")).overrides
-        source = compose_config(words, config_name="audit").settings["source"]
-        if (
-            source != relative
-            or read([relative, "values=true"], vocabulary("audit")).overrides != words
-        ):
-            wrong.append((name, source))
+        word = f"source={relative}"
+        if source_of(word) != relative or words_of(word) != words_of(relative):
+            wrong.append(name)
     assert wrong == []
     file = tmp_path / "a,b [1].jsonl"
     file.touch()
     (word,) = read([f"sft:data.path={file}"], vocabulary("rlhf")).for_steps
     _, by_step = split([word])
     assert compose_config(by_step["sft"]).settings["data"]["path"] == str(file)
-
-
-def test_printed_settings_are_read_back_through_a_shell(tmp_path: Path) -> None:
-    """The folders need not exist."""
-    commands = [f"printf '%s\\0' {typed('source', tmp_path / name)}" for name in NAMES]
-    printed = subprocess.run(
-        ["sh", "-c", "; ".join(commands)], capture_output=True, check=True
-    ).stdout  # fmt: skip
-    sources = []
-    for word in printed.decode().split("\0")[:-1]:
-        words = read([word], vocabulary("audit")).overrides
-        sources.append(compose_config(words, config_name="audit").settings["source"])
-    assert sources == [f"{tmp_path / name}" for name in NAMES]
 
 
 def test_help_has_every_setting_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,53 +262,19 @@ def test_every_name_of_another_trainer_leads_to_settings_that_exist() -> None:
                 assert plain or not names.is_section(key), override
 
 
-def test_a_python_without_the_libraries_gets_one_line(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-S", str(PROJECT / "flows" / "rlhf.py"), "source=x"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.endswith(f"/.venv/bin/python {PROJECT}/flows/rlhf.py source=x")
-
-
-@pytest.fixture
-def plumbline(
+def test_every_command_is_in_the_help_and_has_a_module(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[int, str, str]]:
-    """Run `plumbline ...` in this process; return exit status, output and errors."""
-
-    def run(*words: str) -> tuple[int, str, str]:
+) -> None:
+    def plumbline(*words: str) -> int:
         monkeypatch.setattr(sys, "argv", ["plumbline", *words])
         with pytest.raises(SystemExit) as end:
             program.main()
-        assert isinstance(end.value.code, int)
-        return end.value.code, *capsys.readouterr()
+        return int(end.value.code or 0)
 
-    return run
-
-
-def test_every_command_is_in_the_help_and_has_a_module(plumbline: Any) -> None:
-    status, text, _ = plumbline("help")
-    assert status == 0
+    assert plumbline("help") == 0
+    text = capsys.readouterr().out
     for command, module in program.COMMANDS.items():
         assert f"    plumbline {command} " in text
         assert callable(import_module(f"flows.commands.{module}").main)
-    status, _, errors = plumbline("audti", "x")
-    assert status == 2
-    assert "plumbline audit x" in errors
-
-
-@pytest.mark.slow
-def test_a_plan_as_a_process_starts_nothing(tmp_path: Path) -> None:
-    """As the script `plumbline` does it, in a folder that is not the checkout."""
-    start = f"import sys; sys.argv[0] = 'plumbline'; sys.path.insert(0, {str(PROJECT)!r}); "
-    start += "from flows.program import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", start, "plan", "+exp=sft_qlora"],
-        cwd=tmp_path, env=environment(), timeout=120, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "prepare_data  to run" in done.stdout
-    assert list(tmp_path.iterdir()) == []
+    assert plumbline("audti", "x") == 2
+    assert "plumbline audit x" in capsys.readouterr().err

@@ -82,13 +82,8 @@ def test_a_resumed_run_has_the_curves_of_an_undisturbed_one(tmp_path: Path) -> N
     assert times[3] == kept[-2]["at"] < times[4]
 
 
-def test_a_run_from_the_beginning_forgets_what_was_kept(tmp_path: Path) -> None:
-    ranks(tmp_path, 1, 3)
-    assert rewind(tmp_path, 0) == []
-    assert (tmp_path / EVENTS).read_text() == ""
-
-
 def test_a_run_resumed_from_another_folder_takes_its_events_along(tmp_path: Path) -> None:
+    """A run from the beginning forgets them."""
     (tmp_path / "own").mkdir()
     ranks(tmp_path, 1, 3)
     before = (tmp_path / EVENTS).read_text()
@@ -97,3 +92,5 @@ def test_a_run_resumed_from_another_folder_takes_its_events_along(tmp_path: Path
     assert len((tmp_path / "own" / EVENTS).read_text().splitlines()) == 3
     (tmp_path / EVENTS).unlink()  # checkpoints of an earlier release have none
     assert rewind(tmp_path / "own", 1, tmp_path) == []
+    assert rewind(tmp_path / "own", 0) == []
+    assert (tmp_path / "own" / EVENTS).read_text() == ""

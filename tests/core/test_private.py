@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.core.private import UMASK, close_records, open_up, stay_private
+from tasks.core.private import UMASK, open_up, stay_private
 
 
 @pytest.fixture(autouse=True)
@@ -40,13 +40,3 @@ def test_without_it_nothing_is_opened_up(tmp_path: Path) -> None:
     (tmp_path / "file").touch(mode=0o600)
     open_up(tmp_path / "file")
     assert mode(tmp_path / "file") == 0o600
-
-
-def test_records_of_earlier_versions_are_closed(tmp_path: Path) -> None:
-    for name in ("mlflow/mlflow.db", "prefect/prefect.db-wal", "logs/x.log", "artifacts/served/x"):
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).touch()
-    close_records(tmp_path)
-    closed = {path for path in tmp_path.rglob("*") if not mode(path) & 0o077}
-    names = ("mlflow", "mlflow/mlflow.db", "prefect", "prefect/prefect.db-wal", "logs")
-    assert closed == {tmp_path / name for name in names}

@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from tests.audit.making import make_model, tensors
 from tests.commands import environment
-from tests.infra.requirements_files import PROJECT
+from tests.conftest import PROJECT
 from tests.verify.serving import free_port
 
 ACTION = PROJECT / "infra" / "action" / "action.yml"
@@ -103,17 +102,3 @@ def test_a_server_that_is_down_fails_the_job(tmp_path: Path) -> None:
     assert statuses == {"Python and its libraries": 0, "Verify": 2}
     assert runner.outputs == {"verdict": "unverified", "causes": ""}
     assert url in runner.summary.read_text()
-
-
-@pytest.mark.slow
-def test_its_libraries_are_enough(tmp_path: Path) -> None:
-    """Installs them from the package index, as a runner does."""
-    source = make_model(tmp_path / "model", tensors())
-    runner = Runner(tmp_path, source=str(source))
-    statuses = runner.gate()
-    assert runner.env["PLUMBLINE_PYTHON"].startswith(str(tmp_path))
-    assert statuses == {"Python and its libraries": 0, "Audit": 0}, runner.log
-    verify = next(step for step in action()["runs"]["steps"] if step.get("id") == "verify")
-    runner.inputs["url"] = f"http://127.0.0.1:{free_port()}"
-    assert runner.run(verify) == 2
-    assert "2 problems" in runner.log

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.infra.requirements_files import PROJECT
-
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "conf", "flows", "tasks")
+from tests.conftest import PROJECT
 
 
 @pytest.fixture(scope="module")
@@ -22,19 +20,16 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("wheel")
     source = root / "source"
     source.mkdir()
-    for name in SOURCES:
-        path = PROJECT / name
-        if path.is_dir():
-            shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(path, source)
+    for name in ("conf", "flows", "tasks"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(PROJECT / name, source / name, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(PROJECT / name, source)
     built = subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
         + ["--no-build-isolation", "--wheel-dir", root, source],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+        capture_output=True, text=True,
+    )  # fmt: skip
     assert built.returncode == 0, built.stderr
     (wheel,) = root.glob("plumbline-*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -62,11 +57,8 @@ def test_its_command_composes_an_experiment_outside_the_checkout(
 ) -> None:
     done = subprocess.run(
         [sys.executable, unpacked / "flows" / "rlhf.py", "+exp=qlora", "--cfg", "job"],
-        cwd=tmp_path,
-        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+        cwd=tmp_path, env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "quant_type: nf4" in done.stdout

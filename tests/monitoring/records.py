@@ -76,9 +76,3 @@ def status(runs: Path, *arguments: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     return done.stdout
-
-
-def status_json(runs: Path) -> list[dict[str, Any]]:
-    """Return what `python flows/status.py json=true` prints."""
-    runs_listed: list[dict[str, Any]] = json.loads(status(runs, "json=true"))
-    return runs_listed

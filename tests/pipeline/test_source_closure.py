@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,21 +37,13 @@ SOURCES = {
     "tasks/unused.py": "",
 }
 MERGE = {
-    "tasks/__init__.py",
-    "tasks/merge.py",
-    "tasks/weights/__init__.py",
-    "tasks/weights/fold.py",
-    "tasks/weights/fold.c",
-    "tasks/weights/table.json",
-}
+    "tasks/__init__.py", "tasks/merge.py", "tasks/weights/__init__.py", "tasks/weights/fold.py",
+    "tasks/weights/fold.c", "tasks/weights/table.json",
+}  # fmt: skip
 TRAIN = {
-    "tasks/__init__.py",
-    "tasks/train.py",
-    "tasks/ranks/__init__.py",
-    "tasks/ranks/__main__.py",
-    "tasks/losses/__init__.py",
-    "tasks/losses/dpo.py",
-}
+    "tasks/__init__.py", "tasks/train.py", "tasks/ranks/__init__.py", "tasks/ranks/__main__.py",
+    "tasks/losses/__init__.py", "tasks/losses/dpo.py",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -61,11 +54,21 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("module", "files"), [("tasks.merge", MERGE), ("tasks.train", TRAIN)])
+def files_of(project: Path, module: str, **options: Any) -> set[str]:
+    return {path.as_posix() for path in closure([module], project=project, **options)}
+
+
 def test_the_closure_follows_imports_child_processes_and_files_of_other_kinds(
-    project: Path, module: str, files: set[str]
+    project: Path,
 ) -> None:
-    assert {path.as_posix() for path in closure([module], project=project)} == files
+    assert files_of(project, "tasks.merge") == MERGE
+    assert files_of(project, "tasks.train") == TRAIN
+    own = {file for file in TRAIN if "losses" not in file}
+    assert files_of(project, "tasks.train", without=["tasks.losses"]) == own
+    for line in ("from .fold import fold", "from . import fold", "from ..weights import fold"):
+        (project / "tasks/weights/other.py").write_text(line)
+        relative = (MERGE - {"tasks/merge.py"}) | {"tasks/weights/other.py"}
+        assert files_of(project, "tasks.weights.other") == relative
 
 
 def test_a_byte_of_any_file_in_the_closure_changes_the_digest(project: Path) -> None:
@@ -79,19 +82,8 @@ def test_a_byte_of_any_file_in_the_closure_changes_the_digest(project: Path) -> 
     assert source_digest(["tasks.merge"], project=project) == before
     (project / "tasks/weights/fold.h").write_text("")  # a new file beside a module
     assert source_digest(["tasks.merge"], project=project) != before
-    files = closure(["tasks.train"], without=["tasks.losses"], project=project)
-    assert {path.as_posix() for path in files} == {f for f in TRAIN if "losses" not in f}
     with pytest.raises(PlumblineError, match=r"tasks\.mrege"):
         closure(["tasks.mrege"], project=project)
-
-
-@pytest.mark.parametrize(
-    "line", ["from .fold import fold", "from . import fold", "from ..weights import fold"]
-)
-def test_relative_imports_count(project: Path, line: str) -> None:
-    (project / "tasks/weights/other.py").write_text(line)
-    files = {path.as_posix() for path in closure(["tasks.weights.other"], project=project)}
-    assert files == (MERGE - {"tasks/merge.py"}) | {"tasks/weights/other.py"}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import signal
@@ -55,110 +54,86 @@ def run(mechanism: Mechanism, *texts: str, function=write, context=None) -> list
     return results
 
 
-class TestReuse:
-    def test_the_same_inputs_and_configuration_are_run_once(self, mechanism: Mechanism) -> None:
-        first = run(mechanism, "one", "two")
-        again = run(mechanism, "one", "two")
-        assert [r.reused for r in first] == [False, False]
-        assert [r.reused for r in again] == [True, True]
-        assert [r.artifact for r in again] == [r.artifact for r in first]
-        assert again[0].checks == first[0].checks
-        assert again[0].metrics == {"n": 3.0}
-
-    def test_what_changed_or_is_damaged_or_forced_runs_again(self, mechanism: Mechanism) -> None:
-        first, _ = run(mechanism, "one", "two")
-        assert [r.reused for r in run(mechanism, "ONE", "two")] == [False, False]
-        text = first.artifact.path / "text.txt"
-        text.write_text("ONE")
-        (again,) = run(mechanism, "one")
-        assert not again.reused
-        assert text.read_text() == "one"
-        shutil.rmtree(first.artifact.path)
-        assert not run(mechanism, "one")[0].reused
-        mechanism.force = frozenset({"write"})
-        assert not run(mechanism, "one")[0].reused
+def test_the_same_inputs_and_configuration_are_run_once(mechanism: Mechanism) -> None:
+    first = run(mechanism, "one", "two")
+    again = run(mechanism, "one", "two")
+    assert [r.reused for r in first] == [False, False]
+    assert [r.reused for r in again] == [True, True]
+    assert [r.artifact for r in again] == [r.artifact for r in first]
+    assert again[0].checks == first[0].checks
+    assert again[0].metrics == {"n": 3.0}
 
 
-class TestRefusal:
-    def test_a_failed_check_publishes_nothing_and_names_hint_and_log(
-        self, mechanism: Mechanism
-    ) -> None:
-        mechanism.logs.mkdir()
-        for name in ("reference.log", "write.log"):  # the scorer's; the stage's own goes first
-            (mechanism.logs / name).write_text("")
-            with pytest.raises(ContractError) as caught:
-                run(mechanism, "one", context={"ok": False})
-            lines = caught.value.report().splitlines()
-            assert lines[-2:] == ["  -> look at t", f"  log: {mechanism.logs / name}"]
-        assert not [p for p in mechanism.store.rglob("*") if p.is_file()]
-        runs = runs_of(mechanism)
-        assert {r.info.status for r in runs} == {"FAILED"}
-        child = next(r for r in runs if r.data.tags.get("stage") == "write")
-        assert child.data.metrics["contract/failed"] == 1
-
-    def test_a_full_disk_is_named_and_nothing_stays(self, mechanism: Mechanism) -> None:
-        def fill(out: Path, **_: object) -> StageReport:
-            (out / "half").write_text("x")
-            with Path("/dev/full").open("w") as full:  # the kernel's own ENOSPC
-                full.write("x")
-            return StageReport("weights")
-
-        with pytest.raises(ArtifactError, match="No space left on device") as caught:
-            run(mechanism, "one", function=fill)
-        assert "paths.runs=" in caught.value.hint
-        assert not [p for p in mechanism.store.rglob("*") if p.is_file()]
-
-    @pytest.mark.parametrize("limited", ["stage", "child"])
-    def test_a_time_limit_ends_the_children_and_says_what_to_type(
-        self, mechanism: Mechanism, tmp_path: Path, limited: str
-    ) -> None:
-        started = tmp_path / "pid"
-        sleeper = f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid()))"
-
-        def sleep(out: Path, **_: object) -> StageReport:
-            argv = [sys.executable, "-c", f"{sleeper}; time.sleep(600)"]
-            limit = None if limited == "stage" else 3.0
-            launch(argv, stage="write", log=LOG, log_path=tmp_path / "log", timeout_s=limit)
-            return StageReport("weights")
-
-        mechanism.timeouts = {"write_s": 3.0 if limited == "stage" else None}
-        with pytest.raises(PlumblineError) as caught:
-            run(mechanism, "one", function=sleep)
-        report = caught.value.report()
-        assert report.startswith("write failed: ")
-        assert "  -> timeouts.write_s=<more seconds>" in report
-        assert not (started.exists() and Path(f"/proc/{started.read_text()}").exists())
-        assert {r.info.status for r in runs_of(mechanism)} == {"FAILED"}
-        assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
-
-    def test_a_stage_that_makes_another_kind_is_refused(self, mechanism: Mechanism) -> None:
-        def wrong(out: Path, **_: object) -> StageReport:
-            return StageReport("adapter")
-
-        with pytest.raises(PlumblineError, match="adapter"):
-            run(mechanism, "one", function=wrong)
+def test_what_changed_or_is_damaged_or_forced_runs_again(mechanism: Mechanism) -> None:
+    first, _ = run(mechanism, "one", "two")
+    assert [r.reused for r in run(mechanism, "ONE", "two")] == [False, False]
+    text = first.artifact.path / "text.txt"
+    text.write_text("ONE")
+    (again,) = run(mechanism, "one")
+    assert not again.reused
+    assert text.read_text() == "one"
+    shutil.rmtree(first.artifact.path)
+    assert not run(mechanism, "one")[0].reused
+    mechanism.force = frozenset({"write"})
+    assert not run(mechanism, "one")[0].reused
 
 
-def test_mlflow_has_one_parent_and_a_child_a_stage_with_contract_and_manifest(
-    mechanism: Mechanism,
-) -> None:
-    from mlflow import MlflowClient
-
-    run(mechanism, "one", "two")
+def test_a_failed_check_publishes_nothing_and_names_hint_and_log(mechanism: Mechanism) -> None:
+    mechanism.logs.mkdir()
+    for name in ("reference.log", "write.log"):  # the scorer's; the stage's own goes first
+        (mechanism.logs / name).write_text("")
+        with pytest.raises(ContractError) as caught:
+            run(mechanism, "one", context={"ok": False})
+        lines = caught.value.report().splitlines()
+        assert lines[-2:] == ["  -> look at t", f"  log: {mechanism.logs / name}"]
+    assert not [p for p in mechanism.store.rglob("*") if p.is_file()]
     runs = runs_of(mechanism)
-    parent = next(r for r in runs if "mlflow.parentRunId" not in r.data.tags)
-    children = [r for r in runs if r.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
-    assert parent.data.params == {"a.b": "1"}
-    assert len(children) == 2
-    assert {r.info.status for r in runs} == {"FINISHED"}
-    client = MlflowClient(mechanism.tracker.uri)
-    for child in children:
-        names = {f.path for f in client.list_artifacts(child.info.run_id)}
-        assert names == {"contract.json", "manifest.json", "notes.json"}
-        text = client.download_artifacts(child.info.run_id, "contract.json")
-        assert json.loads(Path(text).read_text()) == [
-            {"name": "t", "expected": "BF16 [2]", "found": "BF16 [2]", "ok": True}
-        ]
+    assert {r.info.status for r in runs} == {"FAILED"}
+    child = next(r for r in runs if r.data.tags.get("stage") == "write")
+    assert child.data.metrics["contract/failed"] == 1
+
+
+def test_a_full_disk_is_named_and_nothing_stays(mechanism: Mechanism) -> None:
+    def fill(out: Path, **_: object) -> StageReport:
+        (out / "half").write_text("x")
+        with Path("/dev/full").open("w") as full:  # the kernel's own ENOSPC
+            full.write("x")
+        return StageReport("weights")
+
+    with pytest.raises(ArtifactError, match="No space left on device") as caught:
+        run(mechanism, "one", function=fill)
+    assert "paths.runs=" in caught.value.hint
+    assert not [p for p in mechanism.store.rglob("*") if p.is_file()]
+
+
+@pytest.mark.parametrize("limited", ["stage", "child"])
+def test_a_time_limit_ends_the_children_and_says_what_to_type(
+    mechanism: Mechanism, tmp_path: Path, limited: str
+) -> None:
+    started = tmp_path / "pid"
+    sleeper = f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid()))"
+
+    def sleep(out: Path, **_: object) -> StageReport:
+        argv = [sys.executable, "-c", f"{sleeper}; time.sleep(600)"]
+        limit = None if limited == "stage" else 2.0
+        launch(argv, stage="write", log=LOG, log_path=tmp_path / "log", timeout_s=limit)
+        return StageReport("weights")
+
+    mechanism.timeouts = {"write_s": 2.0 if limited == "stage" else None}
+    with pytest.raises(PlumblineError) as caught:
+        run(mechanism, "one", function=sleep)
+    assert "  -> timeouts.write_s=<more seconds>" in caught.value.report()
+    assert not (started.exists() and Path(f"/proc/{started.read_text()}").exists())
+    assert {r.info.status for r in runs_of(mechanism)} == {"FAILED"}
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+
+
+def test_a_stage_that_makes_another_kind_is_refused(mechanism: Mechanism) -> None:
+    def wrong(out: Path, **_: object) -> StageReport:
+        return StageReport("adapter")
+
+    with pytest.raises(PlumblineError, match="adapter"):
+        run(mechanism, "one", function=wrong)
 
 
 def runs_of(mechanism: Mechanism) -> list:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-PROJECT = Path(__file__).resolve().parents[2]
+from tests.conftest import PROJECT
+
 HERE = Path(__file__).parent
 
 STUBBORN = """
@@ -80,11 +81,9 @@ class Script:
                 [sys.executable, "-u", *argv],
                 cwd="/",  # the project has to be found from anywhere
                 env={**os.environ, "PYTHONPATH": str(PROJECT), **(env or {})},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
                 preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup),
-            )
+            )  # fmt: skip
 
     @property
     def text(self) -> str:

@@ -1,8 +1,8 @@
-"""Ends while threads of gloo wait to let go of tensors: `returns` as a program does, or `ends`.
+"""Ends with the status of its argument while threads of gloo wait to let go of tensors.
 
-The first argument says which. A thread that has done a collective drops its tensors, for which it
-needs Python's lock. Whoever has that lock and goes on to the end without giving it away is the main
-thread: here on purpose, in a rank by chance.
+A program that returns is aborted then. A thread that has done a collective drops its tensors, for
+which it needs Python's lock, and the main thread goes on to the end without giving that away: here
+on purpose, in a rank by chance.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KEPT = []
 """Process groups that are referred to until the end, as DeepSpeed does: their threads live on."""
 
 
-def main(how: str, status: str = "0") -> None:
+def main(status: str) -> None:
     """More gathers than are done when the last one has been asked for, and the end."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     KEPT.append(dist.group.WORLD)
@@ -38,10 +38,9 @@ def main(how: str, status: str = "0") -> None:
     for _ in range(20):
         dist.all_gather([torch.zeros(1 << 20)], torch.ones(1 << 20), async_op=True)
     dist.destroy_process_group()
-    if how == "ends":
-        atexit.register(print, "at exit")
-        sys.stdout.write("left\n")
-        end_process(int(status))
+    atexit.register(print, "at exit")
+    sys.stdout.write("left\n")
+    end_process(int(status))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flows.cli.bootstrap import CACHES, ShortTracebacks
-from tests.process.conftest import PROJECT
+from tests.conftest import PROJECT
 
 LOOK = """
 import json, os, sys
@@ -44,22 +44,20 @@ def test_all_files_are_inside_and_telemetry_is_off(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()  # nothing on disk is touched
 
 
-def test_models_of_the_hub_are_not_downloaded_twice(tmp_path: Path) -> None:
-    """A Hugging Face cache that the user has is used; without one, nothing is written at home."""
+def test_the_users_own_settings_caches_and_server_win(tmp_path: Path) -> None:
+    """A Hugging Face cache that the user has is used: nothing is downloaded twice."""
     home = {"HOME": str(tmp_path)}
     assert environment(tmp_path / "runs", **home)["HF_HOME"] == "/somewhere/.cache/huggingface"
     (tmp_path / ".cache/huggingface/hub").mkdir(parents=True)
-    env = environment(tmp_path / "runs", **home)
+    own = {"PREFECT_HOME": str(tmp_path / "p"), "NO_PROXY": "intranet"}
+    env = environment(tmp_path / "runs", **home, **own)
     assert env["HF_HOME"] == str(tmp_path / ".cache/huggingface")
     assert env["XDG_CACHE_HOME"] == "/somewhere/.cache/xdg"
-
-
-def test_the_users_own_settings_and_server_win(tmp_path: Path) -> None:
-    own = {"HF_HOME": "/mine", "PREFECT_HOME": str(tmp_path / "p"), "NO_PROXY": "intranet"}
-    env = environment(tmp_path / "runs", **own)
-    assert (env["HF_HOME"], env["PREFECT_HOME"]) == ("/mine", str(tmp_path / "p"))
+    assert env["PREFECT_HOME"] == str(tmp_path / "p")
     assert env["NO_PROXY"] == "intranet,127.0.0.1,localhost"
-    env = environment(tmp_path / "runs", PREFECT_API_URL="http://prefect:4200/api")
+    server = {"HF_HOME": "/mine", "PREFECT_API_URL": "http://prefect:4200/api"}
+    env = environment(tmp_path / "runs", **home, **server)
+    assert env["HF_HOME"] == "/mine"
     assert "PREFECT_HOME" not in env
 
 

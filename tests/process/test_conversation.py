@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,11 +80,9 @@ def test_a_child_that_dies(talk: Talk) -> None:
 def test_a_child_that_is_too_slow(talk: Talk) -> None:
     with talk() as child:
         pid = child.ask({"do": "double", "value": 1}, 20)["pid"]
-        begin = time.monotonic()
         with pytest.raises(StageProcessError) as caught:
             child.ask({"do": "sleep"}, 0.5)
         assert caught.value.reason == "timeout"
-        assert time.monotonic() - begin < 60
         assert not alive(pid)
 
 

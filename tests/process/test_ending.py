@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,29 +11,12 @@ import pytest
 
 from tasks.core.errors import StageProcessError
 from tasks.process.launch import launch, python_child
-
-PROJECT = Path(__file__).resolve().parents[2]
-
-
-def _ended(*how: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "tests.process.ending_program", *how]
-    return subprocess.run(argv, cwd=PROJECT, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.slow
-def test_a_rank_that_returns_is_aborted_by_a_thread_of_gloo() -> None:
-    """This is why `end_process` exists; should this fail with a later torch, it may not be needed.
-
-    Of twenty that return one is not aborted, on a busy machine more.
-    """
-    tries = (_ended("returns") for _ in range(12))
-    aborted = next((ended for ended in tries if ended.returncode), None)
-    assert aborted is not None, "none of 12 was aborted"
-    assert aborted.returncode == -signal.SIGABRT
+from tests.conftest import PROJECT
 
 
 def test_a_rank_that_ends_itself_has_its_status_and_its_output() -> None:
-    ended = _ended("ends", "3")
+    argv = [sys.executable, "-m", "tests.process.ending_program", "3"]
+    ended = subprocess.run(argv, cwd=PROJECT, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (3, "")
     assert ended.stdout == "left\nat exit\n"
 

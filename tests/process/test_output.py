@@ -46,13 +46,6 @@ def test_a_redrawn_line_does_not_pile_up() -> None:
     assert len(lines._rest) < 20
 
 
-def test_text_in_front_of_an_event_is_kept(tmp_path: Path) -> None:
-    with Output(stage="x", log=logging.getLogger("x"), log_path=tmp_path / "x.log") as output:
-        parsed = list(output.feed(b'half a line @plumbline {"event": "step", "step": 1}\n'))
-    assert parsed == [{"event": "step", "step": 1}]
-    assert output.tail == ["half a line "]
-
-
 def test_what_a_child_says_is_logged_and_what_its_libraries_print_is_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -81,8 +74,8 @@ def test_a_full_disk_ends_the_log_and_not_the_run(
     """The kernel's own ENOSPC; the child's last lines and events are still there."""
     (tmp_path / "x.log").symlink_to("/dev/full")
     with Output(stage="x", log=logging.getLogger("x"), log_path=tmp_path / "x.log") as output:
-        events = list(output.feed(b'one\ntwo\n@plumbline {"event": "step", "step": 1}\n'))
-        assert output.tail == ["one", "two"]
+        events = list(output.feed(b'one\nhalf @plumbline {"event": "step", "step": 1}\n'))
+        assert output.tail == ["one", "half "], "text in front of an event is kept"
     assert [event["step"] for event in events] == [1]
     assert caplog.text.count("x.log") == 1
 
@@ -90,19 +83,13 @@ def test_a_full_disk_ends_the_log_and_not_the_run(
 AGENT = "E1121 08:28:31.797000 12493 torch/distributed/elastic/multiprocessing/api.py:1002] "
 
 
-def test_torchruns_epilogue_is_left_out() -> None:
-    closing = AGENT + "Sending process 7 closing signal SIGTERM"
-    verdict = AGENT + "failed (exitcode: 1) local_rank: 1 (pid: 8) of binary: python"
-    assert closing_pid(closing) == 7
-    assert closing_pid(verdict) is None
-    assert ranks_own(["a", closing, "b", verdict, "Traceback"]) == ["a", "b"]
-
-
-def test_a_killed_rank_is_named_where_another_one_failed_first() -> None:
+def test_torchruns_epilogue_is_left_out_and_a_killed_rank_is_named() -> None:
+    """Even where another rank failed first, unless torchrun itself had to kill it."""
+    closing = AGENT + "Sending process 8 closing signal SIGTERM"
     verdict = AGENT + "failed (exitcode: 1) local_rank: 0 (pid: 7) of binary: python"
+    assert (closing_pid(closing), closing_pid(verdict)) == (8, None)
+    assert ranks_own(["a", closing, "b", verdict, "Traceback"]) == ["a", "b"]
     report = ["Other Failures:", "  rank      : 1 (local_rank: 1)", "  exitcode  : -9 (pid: 8)"]
     last = "rank 1 (pid 8) was killed by SIGKILL"
     assert ranks_own(["a", verdict, *report]) == ["a", last]
-    # Torchrun itself had to kill this one: it failed because of the other.
-    closing = AGENT + "Sending process 8 closing signal SIGTERM"
     assert ranks_own(["a", closing, verdict, *report]) == ["a"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-import pytest
-
 from tests.process.conftest import Script
 
 PROGRAM = """
@@ -29,22 +27,21 @@ SWALLOW = """
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "status"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
-    ids=["ctrl-c", "sigterm", "hangup"],
-)
 def test_a_program_that_is_signalled_three_times_cleans_up_and_has_its_status(
-    script: Callable[..., Script], number: signal.Signals, status: int
+    script: Callable[..., Script],
 ) -> None:
     """The program swallows the exception, and ends all the same."""
-    program = script("-c", PROGRAM.format(body=SWALLOW.strip()))
-    program.says("ready")
-    for _ in range(3):
-        program.signal_group(number)
-    assert program.process.wait(20) == status
-    assert "cleaned up" in program.text
-    assert "Traceback" not in program.text
+    code = PROGRAM.format(body=SWALLOW.strip())
+    statuses = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+    programs = {number: script("-c", code) for number in statuses}
+    for number, program in programs.items():
+        program.says("ready")
+        for _ in range(3):
+            program.signal_group(number)
+    for number, program in programs.items():
+        assert program.process.wait(20) == statuses[number]
+        assert "cleaned up" in program.text
+        assert "Traceback" not in program.text
 
 
 def test_nohup_and_errors_of_the_program_are_respected(script: Callable[..., Script]) -> None:

@@ -19,16 +19,9 @@ TOKEN = "hf_" + "AbCdEfGhIjKlMnOpQrStUv"
 class Hub:
     """State and behaviour of the Hub.
 
-    Attributes:
-        url: its address, for `HF_ENDPOINT`.
-        files: content of the only repository by path.
-        commits: messages of its commits.
-        created: what its creation asked for; empty before.
-        role: role of the token.
-        damage: path of a file that is stored with other bytes than were sent.
-        down: True to answer every request with status 503.
-        gated: True to refuse its files.
-        asked: methods and paths of all requests.
+    `files` and `commits` are those of its only repository, `created` is what its creation asked
+    for, `damage` names a file that is stored with other bytes than were sent, and `asked` has the
+    methods and paths of all requests.
     """
 
     url: str = ""
@@ -37,7 +30,6 @@ class Hub:
     created: dict[str, Any] = field(default_factory=dict)
     role: str = "write"
     damage: str = ""
-    down: bool = False
     gated: bool = False
     asked: list[str] = field(default_factory=list)
     uploads: dict[str, bytes] = field(default_factory=dict)
@@ -85,9 +77,7 @@ def hub_on_loopback() -> Iterator[Hub]:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             path = self.path.partition("?")[0]
             hub.asked.append(f"{self.command} {path}")
-            if hub.down:
-                self.answer({"error": "out of order"}, 503)
-            elif self.command == "HEAD" or "/resolve/" in path:
+            if self.command == "HEAD" or "/resolve/" in path:
                 self.send_file(path)
             elif path.startswith("/upload/"):  # signed addresses need no token
                 hub.uploads[path.rpartition("/")[2]] = body

@@ -10,7 +10,8 @@ from flows.cli.config import compose_config
 from tasks.config.checks.gate import conditions as findings
 from tasks.core.errors import ContractError
 from tasks.register import require_passed
-from tasks.release.gate import Condition, Gate, conditions, judge, parse
+from tasks.release.gate import Condition, Gate, judge, parse
+from tasks.release.gate import conditions as conditions_of
 from tasks.release.numbers import interval, measured
 from tasks.tracking.mlflow_registry import EVALUATED_ON, Version
 from tasks.tracking.mlflow_registry import NUMBERS as TAG
@@ -29,24 +30,16 @@ def champion(exact: float, rows: str = "r") -> Version:
     return Version("m", 3, ("champion",), "/served", "d", tags)
 
 
-@pytest.mark.parametrize(
-    ("text", "passed"),
-    [
-        (">= 0.7", True),
-        ("> 0.7", False),
-        ("<= 0.7", True),
-        ("< 0.7", False),
-        (">=0.71", False),
-        (">= base + 0.2", True),  # 0.7 - 0.5 is less than 0.2 in floating point
-        ("> base + 0.2", False),
-        (">= base * 1.4", True),
-        (">= base * 1.41", False),
-        ("<= base - 1e-2", False),
-        (">= base", True),
-    ],
-)
-def test_a_limit_is_absolute_or_relative_to_the_base(text: str, passed: bool) -> None:
-    assert gate(text).passed is passed
+LIMITS = [
+    (">= 0.7", True), ("> 0.7", False), ("<= 0.7", True), ("< 0.7", False), (">=0.71", False),
+    (">= base + 0.2", True),  # 0.7 - 0.5 is less than 0.2 in floating point
+    ("> base + 0.2", False), (">= base * 1.4", True), (">= base * 1.41", False),
+    ("<= base - 1e-2", False), (">= base", True),
+]  # fmt: skip
+
+
+def test_a_limit_is_absolute_or_relative_to_the_base() -> None:
+    assert [gate(text).passed for text, _ in LIMITS] == [passed for _, passed in LIMITS]
 
 
 def test_a_limit_relative_to_the_champion() -> None:
@@ -56,27 +49,25 @@ def test_a_limit_relative_to_the_champion() -> None:
     assert (first.ok, first.verdict) == (True, "ok, no champion yet")
 
 
-def test_a_champion_that_cannot_be_compared_does_not_let_a_model_pass() -> None:
+def test_a_number_that_cannot_be_compared_does_not_pass() -> None:
     other = gate(">= champion", champion(0.1, rows="another file"))
-    assert other.reasons == (f"{EXACT} >= champion: 0.7 (m/3 was evaluated on other rows)",)
-    older = gate(">= champion", Version("m", 3, ("champion",), "/served", "d"))
-    assert older.reasons == (f"{EXACT} >= champion: 0.7 (m/3 has no such number)",)
-
-
-def test_a_number_that_was_not_measured_does_not_pass() -> None:
-    missing = gate("<= 1", name="eval.sampled_reward")
-    assert missing.reasons == ("eval.sampled_reward <= 1: not measured",)
+    (reason,) = other.reasons
+    assert "m/3 was evaluated on other rows" in reason
+    (reason,) = gate(">= champion", Version("m", 3, ("champion",), "/served", "d")).reasons
+    assert "m/3" in reason
+    (reason,) = gate("<= 1", name="eval.sampled_reward").reasons
+    assert "not measured" in reason
 
 
 def test_min_eval_gain_is_a_condition_in_percentage_points() -> None:
     for minimum, passed in ((20.0, True), (20.1, False), (0.0, True)):
-        asked = conditions({}, minimum, {"chat"})
+        asked = conditions_of({}, minimum, {"chat"})
         assert judge(asked, METRICS, measured(METRICS, {}), None).passed is passed
-    assert conditions({}, 5, {"reward"}) == [
+    assert conditions_of({}, 5, {"reward"}) == [
         Condition("eval.pair_accuracy", ">=", "base", "+", 0.05)
     ]
-    assert judge(conditions({}, None, {"chat"}), {}, {}, None) == Gate(passed=True)
-    assert not judge(conditions({}, 0.0, {"chat"}), {}, {}, None).passed
+    assert judge(conditions_of({}, None, {"chat"}), {}, {}, None) == Gate(passed=True)
+    assert not judge(conditions_of({}, 0.0, {"chat"}), {}, {}, None).passed
 
 
 def test_a_quantised_model_is_judged_by_its_own_numbers() -> None:
@@ -107,31 +98,24 @@ def test_a_condition_is_read_as_it_is_written(op: str, to: str, sign: str, by: f
 
 
 def test_a_gate_that_has_not_passed_names_its_conditions() -> None:
-    with pytest.raises(ContractError, match="the gate does not hold") as refused:
+    with pytest.raises(ContractError) as refused:
         require_passed(gate(">= 0.9"))
-    assert f"{EXACT} >= 0.9: 0.7, and the limit is 0.9" in refused.value.report()
+    assert f"{EXACT} >= 0.9: 0.7" in refused.value.report()
     require_passed(Gate(passed=True))
 
 
-def problems(*overrides: str) -> list[str]:
-    return [str(finding) for finding in findings(compose_config(overrides).settings)]
-
-
-@pytest.mark.parametrize(
-    ("conditions", "words"),
-    [
-        ('{eval.exact_mach: ">= 0.8"}', "no such number; this run does not measure it"),
-        ('{eval/after: ">= 0.8"}', "-> eval.exact_match"),
-        ('{eval.pair_accuracy: ">= 0.8"}', "not measured with these settings"),
-        ("{eval.exact_match: 0.8}", "'0.8' is no condition; a comparison with a limit -> such as"),
-        ('{eval.exact_match: ">= champ - 1"}', "is no condition"),
-        ('{train.loss: "<= base"}', "the model before training has no such number"),
-        ('{drift.mean_kl: "<= 1"}', "-> drift.gather.mean_kl or drift.merge.mean_kl"),
-    ],
-)  # fmt: skip
-def test_a_condition_that_no_run_can_judge_is_refused_before_any_work(
-    conditions: str, words: str
-) -> None:
-    (problem,) = problems("+exp=sft_qlora", f"gate.conditions={conditions}")
-    assert problem.startswith("gate.conditions.")
-    assert words in problem
+def test_a_condition_that_no_run_can_judge_is_refused_before_any_work() -> None:
+    settings = compose_config(["+exp=sft_qlora"]).settings
+    for conditions, words in (
+        ({"eval.exact_mach": ">= 0.8"}, "no such number"),
+        ({"eval/after": ">= 0.8"}, "-> eval.exact_match"),
+        ({"eval.pair_accuracy": ">= 0.8"}, "not measured"),
+        ({"eval.exact_match": "0.8"}, "'0.8'"),
+        ({"eval.exact_match": ">= champ - 1"}, "champ - 1"),
+        ({"train.loss": "<= base"}, "before training"),
+        ({"drift.mean_kl": "<= 1"}, "-> drift.gather.mean_kl or drift.merge.mean_kl"),
+    ):
+        section = {**settings["gate"], "conditions": conditions}
+        (problem,) = findings({**settings, "gate": section})
+        assert problem.what.startswith("gate.conditions.")
+        assert words in str(problem)

@@ -66,7 +66,5 @@ def test_the_card_of_an_adapter_becomes_that_of_a_model(tmp_path: Path) -> None:
     assert (data.library_name, data.base_model, data.tags) == ("transformers", None, ["sft"])
     assert (data.license, data.pipeline_tag) == ("mit", "text-generation")
     assert "/home/me" not in both
-    theirs.write_text("---\nbase_model: [a/b, c/d]\nlibrary_name: peft\n---\n# Mine\n")
-    assert ModelCard(beside(TEXT, theirs)).data.base_model is None
     theirs.write_text("---\nbase_model: a/b\nlibrary_name: peft\n---\n# Mine\n")
     assert ModelCard(beside(TEXT, theirs)).data.base_model == "a/b"

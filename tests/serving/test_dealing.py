@@ -29,14 +29,12 @@ Answer = tuple[int, Any]
 class FakeVllm:
     """A server that answers as vLLM does; `react` may answer, or break off, in its place.
 
-    Attributes:
-        react: gets the number of the request here and its body; None for the usual answer.
-        asked: bodies in order of arrival.
-        served: first prompt ids of the requests that were answered as usual.
+    `react` gets the number of the request and its body, and returns None for the usual answer.
+    `served` has the first prompt ids of the requests that were answered as usual.
     """
 
     react: Callable[[int, dict[str, Any]], Answer | None] = lambda _, __: None
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    requests: int = 0
     served: list[int] = field(default_factory=list)
     most: int = 0
     gate: threading.Event = field(default_factory=threading.Event)
@@ -57,8 +55,8 @@ class FakeVllm:
         with self._lock:
             self._now += 1
             self.most = max(self.most, self._now)
-            number = len(self.asked)
-            self.asked.append(body)
+            number = self.requests
+            self.requests += 1
         try:
             special = self.react(number, body)
         finally:
@@ -72,11 +70,8 @@ class FakeVllm:
 
 def usual(body: dict[str, Any]) -> dict[str, Any]:
     ids = [body["prompt"][0], body["seed"], 9]
-    choice = {
-        "token_ids": ids,
-        "logprobs": {"token_logprobs": [-0.5] * 3},
-        "finish_reason": "stop",
-    }
+    logprobs = {"token_logprobs": [-0.5] * 3}
+    choice = {"token_ids": ids, "logprobs": logprobs, "finish_reason": "stop"}
     return {"model": body["model"], "choices": [choice]}
 
 
@@ -128,12 +123,11 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dealing, "PAUSES_S", (0.0, 0.02, 0.05))
 
 
-def body_of(server: RemoteServer, number: int) -> dict[str, Any]:
-    return server.body([number, 7], SAMPLING, 1000 + number)
-
-
 def dealt(count: int, at_once: int = 4, timeout_s: float = 20.0) -> Dealing:
-    bodies = [partial(body_of, number=number) for number in range(count)]
+    def body(server: RemoteServer, number: int) -> dict[str, Any]:
+        return server.body([number, 7], SAMPLING, 1000 + number)
+
+    bodies = [partial(body, number=number) for number in range(count)]
     return Dealing(bodies, version=3, at_once=at_once, timeout_s=timeout_s)
 
 
@@ -176,14 +170,15 @@ def test_a_server_that_dies_leaves_its_prompts_to_the_others(start: Any) -> None
     assert servers[1].lost == ""
 
 
-def test_a_connection_that_breaks_is_tried_again(start: Any) -> None:
-    def react(number: int, _: Any) -> None:
+def test_a_broken_connection_and_a_busy_server_are_tried_again(start: Any) -> None:
+    def react(number: int, _: Any) -> Answer | None:
         if number % 3 == 0:
             raise ConnectionAbortedError
+        return (503, {"error": {"message": "full"}}) if number == 1 else None
 
     fake = start(react)
     server = remote(fake)
-    assert len(dealt(20).run([server])) == 20
+    assert len(dealt(20, at_once=1).run([server])) == 20
     assert once([fake])
     assert server.lost == ""
 
@@ -230,51 +225,22 @@ def test_all_servers_dead_is_an_error_and_what_was_answered_is_kept(start: Any) 
     assert len(other.served) == 20 - kept, "only what is missing"
 
 
-def test_a_busy_server_is_waited_for(start: Any) -> None:
-    fake = start(lambda number, _: (503, {"error": {"message": "full"}}) if number < 1 else None)
-    server = remote(fake)
-    assert len(dealt(3, at_once=1).run([server])) == 3
-    assert server.lost == ""
-
-
-def test_a_request_that_no_healthy_server_answers_ends_the_run(start: Any) -> None:
-    fake = start(
-        lambda _, body: (500, {"error": {"message": "assert"}}) if body["prompt"][0] == 2 else None
-    )
-    with pytest.raises(TrainingError, match="request 2 .*500"):
-        dealt(6).run([remote(fake)])
-
-
-def test_a_refusal_is_an_error_at_once(start: Any) -> None:
-    fake = start(lambda _, __: (404, {"error": {"message": "no model policy-v3"}}))
-    with pytest.raises(RefusedError, match="404"):
-        dealt(6).run([remote(fake)])
-    assert len(fake.asked) <= 4
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"model": "base"}, "base"),
-        ({"choices": [{"token_ids": None, "logprobs": None}]}, "0 token ids"),
-        (
-            {
-                "choices": [
-                    {
-                        "token_ids": [5],
-                        "logprobs": {"token_logprobs": [-1.0]},
-                        "finish_reason": "length",
-                    }
-                ]
-            },
-            "1 of 4",
-        ),
-    ],
-)
-def test_a_response_that_cannot_be_trained_on(start: Any, changed: Any, message: str) -> None:
-    fake = start(lambda _, body: (200, {**usual(body), **changed}))
-    with pytest.raises(ArtifactError, match=message):
-        dealt(2).run([remote(fake)])
+def test_answers_that_cannot_be_used_end_the_run(start: Any) -> None:
+    short = {"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
+    none = {"token_ids": None, "logprobs": None}
+    for react, error, named in (
+        (lambda n, body: (500, {}) if body["prompt"][0] == 2 else None, TrainingError,
+         "request 2 .*500"),
+        (lambda n, body: (404, {"error": {"message": "no policy-v3"}}), RefusedError, "404"),
+        (lambda n, body: (200, {**usual(body), "model": "base"}), ArtifactError, "base"),
+        (lambda n, body: (200, {**usual(body), "choices": [none]}), ArtifactError, "0 token ids"),
+        (lambda n, body: (200, {**usual(body), "choices": [short]}), ArtifactError, "1 of 4"),
+    ):  # fmt: skip
+        fake = start(react)
+        with pytest.raises(error, match=named):
+            dealt(6).run([remote(fake)])
+        if error is RefusedError:
+            assert fake.requests <= 4, "it ends at once"
 
 
 def test_a_server_that_hangs_is_named_by_the_time_limit(start: Any) -> None:

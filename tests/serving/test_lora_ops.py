@@ -13,39 +13,30 @@ from tasks.serving.vllm.lora_ops import use_single_adapter_products
 pytestmark = pytest.mark.slow
 SLOTS, WIDE, PARTS, MOST = 2, 24, (16, 8, 8), 512
 RANK = 8
-NAMES = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
 
 
 @pytest.fixture
-def lora_ops(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's module as shipped; replacements end with the test."""
+def wrapper(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's wrapper with our functions, which end with the test."""
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
     for module in (lora_ops, punica_cpu):
-        for name in NAMES:
+        for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"):
             function = getattr(module, name)
             monkeypatch.setattr(module, name, getattr(function, "shipped", function))
-    return lora_ops
-
-
-@pytest.fixture
-def wrapper(lora_ops: Any) -> Any:
-    """vLLM's wrapper with our functions."""
     assert use_single_adapter_products()
-    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
-
-    return PunicaWrapperCPU(MOST, 64, "cpu", max_loras=SLOTS)
+    return punica_cpu.PunicaWrapperCPU(MOST, 64, "cpu", max_loras=SLOTS)
 
 
-def matrices(seed: int, rank: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+def matrices(seed: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     draw = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=draw).to(torch.bfloat16)
 
-    firsts = tuple(random(SLOTS, 1, rank, WIDE) for _ in PARTS)
-    return firsts, tuple(random(SLOTS, 1, width, rank) / rank**0.5 for width in PARTS)
+    firsts = tuple(random(SLOTS, 1, RANK, WIDE) for _ in PARTS)
+    return firsts, tuple(random(SLOTS, 1, width, RANK) / RANK**0.5 for width in PARTS)
 
 
 def set_adapters(wrapper: Any, slots: Sequence[int], *, prefill: bool) -> None:
@@ -58,15 +49,10 @@ def set_adapters(wrapper: Any, slots: Sequence[int], *, prefill: bool) -> None:
 
 
 def check(
-    wrapper: Any,
-    slots: Sequence[int],
-    *,
-    rank: int = RANK,
-    prefill: bool = False,
-    untrained: Sequence[int] = (),
+    wrapper: Any, slots: Sequence[int], *, prefill: bool = False, untrained: Sequence[int] = ()
 ) -> None:
     """Check what the wrapper adds to each token."""
-    firsts, seconds = matrices(0, rank)
+    firsts, seconds = matrices(0)
     for part in untrained:
         seconds[part].zero_()
     x = torch.randn(len(slots), WIDE, generator=torch.Generator().manual_seed(9)).to(torch.bfloat16)
@@ -83,43 +69,11 @@ def check(
         torch.testing.assert_close(y[token].double(), 1 + made, rtol=2.0**-6, atol=2.0**-5)
 
 
-@pytest.mark.parametrize("rank", [4, 64])
-def test_what_is_added_to_each_token(wrapper: Any, rank: int) -> None:
+def test_what_is_added_to_each_token(wrapper: Any) -> None:
     for slot, count in ((0, 1), (1, 7), (0, 65), (1, 259)):
-        check(wrapper, [slot] * count, rank=rank, prefill=count > 7)
+        check(wrapper, [slot] * count, prefill=count > 7)
     for untrained in ([1], [0, 2], [0, 1, 2]):  # vLLM has zeros for them
-        check(wrapper, [0] * 7, rank=rank, untrained=untrained)
+        check(wrapper, [0] * 7, untrained=untrained)
     for prefill in (False, True):  # several adapters, by vLLM's own functions
-        check(wrapper, [0, 0, 1, 1, 1], prefill=prefill, rank=rank)
-    check(wrapper, [-1] * 5, prefill=True, rank=rank)
-
-
-@pytest.mark.parametrize("sampled", [5, 2])
-def test_the_head(wrapper: Any, sampled: int) -> None:
-    """Logits have fewer columns than its matrix has rows: vLLM pads vocabularies.
-
-    If the five rows are tokens of a prompt whose log-probabilities are asked for, vLLM passes the
-    adapters of the two requests that are sampled.
-    """
-    (first, *_), (second, *_) = matrices(3, RANK)
-    hidden = torch.randn(5, WIDE, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
-    logits = torch.ones(5, PARTS[0] - 2)
-    set_adapters(wrapper, [1] * sampled, prefill=False)
-    wrapper.add_lora_logits(logits, hidden, first, second, 1.0)
-    made = hidden.double() @ first[1, 0].double().t() @ second[1, 0].double().t()
-    expected = 1 + made[:, : PARTS[0] - 2]
-    torch.testing.assert_close(logits.double(), expected, rtol=2.0**-6, atol=2.0**-4)
-
-
-def test_another_adapter_in_the_same_place(wrapper: Any) -> None:
-    """vLLM copies the next adapter over it without notice."""
-    firsts, seconds = matrices(1, RANK)
-    x = torch.ones(3, WIDE, dtype=torch.bfloat16)
-    set_adapters(wrapper, [0] * 3, prefill=False)
-    for _ in range(2):
-        y = torch.zeros(3, sum(PARTS), dtype=torch.bfloat16)
-        wrapper.add_lora_linear(y, x, firsts, seconds, 1.0, PARTS)
-        seen = y.clone()
-        for tensor in seconds:
-            tensor.zero_()
-    assert seen.abs().max() == 0
+        check(wrapper, [0, 0, 1, 1, 1], prefill=prefill)
+    check(wrapper, [-1] * 5, prefill=True)

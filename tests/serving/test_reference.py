@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -31,25 +33,19 @@ def test_fingerprint_equals_the_live_one_bit_for_bit(
 
 @pytest.mark.slow
 def test_quantised_base_with_an_adapter(
-    scorer: ReferenceScorer,
-    served: Path,
-    probes: list[list[int]],
-    tmp_path: Path,
+    scorer: ReferenceScorer, served: Path, probes: list[list[int]], tmp_path: Path
 ) -> None:
     """As in QLoRA training: NF4 base, bf16 adapter, unmerged."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )  # fmt: skip
     base = AutoModelForCausalLM.from_pretrained(
-        served,
-        dtype=torch.bfloat16,
-        quantization_config=BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        ),
+        served, dtype=torch.bfloat16, quantization_config=nf4
     )
     torch.manual_seed(0)
     config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
@@ -103,12 +99,9 @@ def test_missing_folders_are_typed_errors_and_the_child_lives_on(
 def test_a_missing_tensor_is_refused_and_not_made_up(
     scorer: ReferenceScorer, served: Path, trained: Path, tmp_path: Path
 ) -> None:
-    import shutil
-
     from safetensors.torch import load_file, save_file
 
-    folder = tmp_path / "gap"
-    shutil.copytree(served, folder)
+    folder = Path(shutil.copytree(served, tmp_path / "gap"))
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.self_attn.q_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -132,8 +125,6 @@ def test_a_tokenizer_without_chat_template_borrows_one_only_when_told(
 
 def test_a_crash_is_reported(served: Path, trained: Path, tmp_path: Path) -> None:
     """A fork that dies sends nothing; its status is reported."""
-    import signal
-
     from tasks.serving.reference import child as reference
 
     def die(_: object) -> dict[str, object]:

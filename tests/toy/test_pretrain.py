@@ -15,6 +15,7 @@ from tasks.toy.tokenizer import SPECIAL_TOKENS
 from tasks.weights.files.folder import inspect_checkpoint
 from tests.conftest import PROJECT
 
+pytestmark = pytest.mark.slow  # `tests/e2e/test_chain.py` trains one and goes on with it
 STEPS = 3
 
 
@@ -34,54 +35,34 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
     return _make(tmp_path_factory.mktemp("toy"))
 
 
-@pytest.mark.slow
-def test_the_child_says_how_far_it_is(made: tuple[Path, list[dict[str, Any]]]) -> None:
-    events = made[1]
-    assert [event["event"] for event in events] == ["progress", "pretrained"]
-    assert (events[0]["step"], events[0]["total"]) == (STEPS, STEPS)
-    assert events[1]["parameters"] == 920_192
-
-
-@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes(
     made: tuple[Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    again, _ = _make(tmp_path)
+    again, events = _make(tmp_path)
+    assert [event["event"] for event in events] == ["progress", "pretrained"]
+    assert (events[0]["step"], events[0]["total"]) == (STEPS, STEPS)
     first = {path.name: path.read_bytes() for path in made[0].iterdir()}
     assert {path.name: path.read_bytes() for path in again.iterdir()} == first
 
 
-def test_the_folder_is_complete(made: tuple[Path, list[dict[str, Any]]]) -> None:
-    inspected = inspect_checkpoint(made[0])
-    assert inspected.problems == []
-    assert inspected.tensors == 50
-    assert all(check.ok for check in inspected.checks)
-    config = json.loads((made[0] / "config.json").read_text())
-    assert config["architectures"] == ["Qwen2ForCausalLM"]
-    assert config["tie_word_embeddings"] is True
-
-
-def test_ids_agree_between_tokenizer_config_and_generation(
-    made: tuple[Path, list[dict[str, Any]]],
-) -> None:
+def test_the_folder_is_complete_and_its_ids_agree(made: tuple[Path, list[dict[str, Any]]]) -> None:
     from transformers import AutoTokenizer
 
+    inspected = inspect_checkpoint(made[0])
+    assert inspected.problems == []
+    assert all(check.ok for check in inspected.checks)
     tokenizer = AutoTokenizer.from_pretrained(made[0])
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|pad|>")
     assert [tokenizer.convert_tokens_to_ids(name) for name in SPECIAL_TOKENS] == [0, 1, 2, 3]
     for name in ("config.json", "generation_config.json"):
         settings = json.loads((made[0] / name).read_text())
         assert (settings["eos_token_id"], settings["pad_token_id"]) == (2, 3)
-
-
-@pytest.mark.parametrize("text", ["Reverse: k a t o", "naïve 123 \u2028 日本語 🙂\n\ttabs", ""])
-def test_any_text_survives_the_tokenizer(
-    made: tuple[Path, list[dict[str, Any]]], text: str
-) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(made[0])
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    for text in (
+        "Reverse: k a t o",
+        "na\u00efve 123 \u2028 \u65e5\u672c\u8a9e \U0001f642\n\ttabs",
+        "",
+    ):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
 def test_the_prompt_of_a_chat_is_a_prefix_of_the_chat(

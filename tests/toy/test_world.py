@@ -45,26 +45,16 @@ def test_right_answers_are_right(drawn: list[Example]) -> None:
     assert [e.answer for e in drawn] == [_solve(e.task, e.prompt) for e in drawn]
 
 
-def test_wrong_answers_are_wrong_wherever_there_is_another(drawn: list[Example]) -> None:
-    same = [e for e in drawn if e.answer == e.wrong]
-    assert len(same) < 100
-    assert all(len(set(e.answer.split())) == 1 or e.task in ("first", "last") for e in same)
-
-
-def test_no_subject_is_on_both_sides() -> None:
+def test_no_subject_is_on_both_sides_and_the_seed_decides_everything() -> None:
     train = examples(2000, seed=0, held_out=False)
+    assert train[:50] == examples(50, seed=0, held_out=False)
+    assert train[:50] != examples(50, seed=1, held_out=False)
     held_out = examples(300, seed=0, held_out=True)
     taught = {prompt for prompt, _ in corpus(2000, seed=0)}
     assert not any(is_held_out(e.subject) for e in train)
     assert all(is_held_out(e.subject) for e in held_out)
     assert not {e.subject for e in train} & {e.subject for e in held_out}
     assert not taught & {e.prompt for e in held_out}
-
-
-def test_seed_decides_everything() -> None:
-    assert examples(50, seed=3, held_out=False) == examples(50, seed=3, held_out=False)
-    assert examples(50, seed=3, held_out=False) != examples(50, seed=4, held_out=False)
-    assert corpus(50, seed=3) == corpus(50, seed=3) != corpus(50, seed=4)
 
 
 def test_the_corpus_starts_clean_and_ends_with_most_answers_mumbled() -> None:
@@ -116,18 +106,14 @@ def _toy(out: Path, rows: str, split: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / f"{split}.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("split", ["train", "heldout"])
-def test_pairs_prefer_the_right_answer(tmp_path: Path, split: str) -> None:
-    rows = _toy(tmp_path, "pairs", split)
-    assert len(rows) == {"train": 300, "heldout": 40}[split]
-    for row in rows:
-        ((question,), (chosen,), (rejected,)) = (row[k] for k in ("prompt", "chosen", "rejected"))
-        assert chosen["content"] == _solve(row["task"], question["content"]) != rejected["content"]
-        if split == "heldout":
-            assert row["messages"] == [question, chosen]
-
-
-def test_labels_say_whether_the_answer_is_right(tmp_path: Path) -> None:
+def test_pairs_prefer_the_right_answer_and_labels_say_whether_it_is_right(tmp_path: Path) -> None:
+    for split, count in (("train", 300), ("heldout", 40)):
+        rows = _toy(tmp_path, "pairs", split)
+        assert len(rows) == count
+        for row in rows:
+            (question,), (chosen,), (rejected,) = row["prompt"], row["chosen"], row["rejected"]
+            right = _solve(row["task"], question["content"])
+            assert chosen["content"] == right != rejected["content"]
     rows = _toy(tmp_path, "labelled", "train")
     for row in rows:
         question, answer = (m["content"] for m in row["messages"])

@@ -15,11 +15,7 @@ START_S = 120.0
 
 
 class MlflowProcess:
-    """`mlflow server` on a free port of loopback.
-
-    Args:
-        folder: folder of its database and of the files that it stores.
-    """
+    """`mlflow server` on a free port of loopback; `folder` has its database and files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -39,10 +35,8 @@ class MlflowProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "mlflow", "server", f"--port={self.port}", *store],
                 env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+                stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             try:

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from infra.servers.services import Services
-from tests.infra.requirements_files import PROJECT
+from tests.conftest import PROJECT
 from tests.infra.servers.test_daemon import free_port
 
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
@@ -50,12 +48,8 @@ class Site:
         """Run `python -m infra.servers.services NAME`."""
         return subprocess.run(
             [sys.executable, "-m", "infra.servers.services", name],
-            cwd=PROJECT,
-            env=self.env | env,
-            check=False,
-            capture_output=True,
-            text=True,
-        )
+            cwd=PROJECT, env=self.env | env, capture_output=True, text=True,
+        )  # fmt: skip
 
     def require(self, name: str) -> str:
         """Run a command that has to succeed. Returns its output."""
@@ -86,17 +80,13 @@ class Site:
     def finished(self, query: dict[str, Any]) -> dict[str, Any]:
         """Return the first flow run that the query finds, once it has a final state."""
         deadline = time.monotonic() + PATIENCE_S
-        runs: list[dict[str, Any]] = []
         wanted = {"flow_runs": query, "sort": "EXPECTED_START_TIME_ASC"}
-        while time.monotonic() < deadline:
-            runs = self.services.prefect.post("/flow_runs/filter", wanted)
+        while True:
+            runs: list[dict[str, Any]] = self.services.prefect.post("/flow_runs/filter", wanted)
             if runs and runs[0]["state_type"] in FINAL:
                 return runs[0]
+            assert time.monotonic() < deadline, f"{runs}\n{self.worker_log[-3000:]}"
             time.sleep(0.5)
-        states = [(run["name"], run["state_name"]) for run in runs]
-        pytest.fail(
-            f"no final state within {PATIENCE_S:.0f} s: {states}\n{self.worker_log[-3000:]}"
-        )
 
     def finished_run(self, run_id: str) -> dict[str, Any]:
         """Return a flow run, once it has a final state."""

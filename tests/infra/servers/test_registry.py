@@ -82,21 +82,3 @@ def test_a_checkpoint_is_delivered(site: Site, tmp_path: Path) -> None:
     run = site.finished_run(site.start_run("deliver", words))
     assert run["state_type"] == "COMPLETED", run["state"]
     assert (out / "manifest.json").is_file()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "words", "named"),
-    [
-        ("deliver", ["source=/c", "out={}/out", "smoke.engine=none"], "out={}/out"),
-        ("audit-registry", ["paths.runs={}"], "paths.runs={}"),
-        ("verify-served", ["url=http://elsewhere:80", "source={}"], "url=http://elsewhere:80"),
-    ],
-)
-def test_refused(site: Site, tmp_path: Path, name: str, words: list[str], named: str) -> None:
-    """The limits of the other deployments hold for these."""
-    filled = [word.format(tmp_path) for word in words]
-    run = site.finished_run(site.start_run(name, filled))
-    assert run["state_type"] == "FAILED"
-    assert named.format(tmp_path) in run["state"]["message"]
-    assert list(tmp_path.iterdir()) == []

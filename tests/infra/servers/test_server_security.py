@@ -61,57 +61,33 @@ def test_prefect_wants_the_login(site: Site) -> None:
     path = f"/api/deployments/{site.deployment('rlhf-qlora')['id']}/create_flow_run"
     assert status(port, "POST", path, {}) in (401, 403)
     assert status(port, "GET", "/api/csrf-token?client=x") == 401
-    assert status(port, "POST", path, {}, Authorization=basic_auth("plumbline:wrong")) in (401, 403)
     assert status(port, "GET", "/api/admin/version", Authorization=basic_auth("a:b")) == 401
     assert status(port, "GET", "/api/admin/version", **own_page(site)) == 200
     page = Api(site.services.prefect.url.removesuffix("/api")).get("/ui-settings")
     assert (page["auth"], page["csrf_enabled"]) == ("BASIC", True)  # so it asks for the login
 
 
-def test_a_page_of_another_site_cannot_start_a_run(site: Site) -> None:
+def test_a_page_of_another_site_cannot_use_prefect(site: Site) -> None:
+    """Even with the login, with a host of its own, or by a websocket."""
     port = site.services.prefect_port
     path = f"/api/deployments/{site.deployment('rlhf-qlora')['id']}/create_flow_run"
-    foreign = own_page(site) | {"Origin": EVIL}  # even with the login
-    for body in ({}, {"job_variables": {"command": "touch /tmp/owned"}}):
-        assert status(port, "POST", path, body, **foreign, Content_Type="text/plain") == 403
-        assert status(port, "POST", path, body, **foreign) == 403
+    foreign = own_page(site) | {"Origin": EVIL}
+    assert status(port, "POST", path, {}, **foreign, Content_Type="text/plain") == 403
+    assert status(port, "POST", path, {}, **foreign) == 403
     assert status(port, "OPTIONS", path, Access_Control_Request_Method="POST", Origin=EVIL) == 403
     assert status(port, "GET", "/api/admin/version", **foreign | {"Origin": "null"}) == 403
-
-
-def test_a_request_that_changes_a_thing_needs_a_token_of_the_server(site: Site) -> None:
-    port = site.services.prefect_port
-    assert status(port, "POST", "/api/flow_runs/filter", {}, **own_page(site)) == 403
-    api = Api(site.services.prefect.url, site.services.auth)
-    assert isinstance(api.post("/flow_runs/filter", {}), list)  # it has asked for one
-
-
-@pytest.mark.parametrize("host", ["evil.example:{port}", ""])
-def test_a_name_that_points_at_this_machine_is_no_host_of_prefect(site: Site, host: str) -> None:
-    port = site.services.prefect_port
-    headers = own_page(site) | {"Host": host.format(port=port)}
-    for path in ("/api/admin/version", "/api/health", "/", "/ui-settings"):
-        assert status(port, "GET", path, **headers) == 403
-    headers["Host"] = f"localhost:{port}"
-    assert status(port, "GET", "/api/admin/version", **headers) == 200
-
-
-@pytest.mark.parametrize("origin", [EVIL, None])
-def test_a_websocket_of_another_site_is_refused(site: Site, origin: str | None) -> None:
-    port = site.services.prefect_port
+    assert status(port, "POST", "/api/flow_runs/filter", {}, **own_page(site)) == 403, "no token"
+    evil = own_page(site) | {"Host": f"evil.example:{port}"}
+    for page in ("/api/admin/version", "/ui-settings"):
+        assert status(port, "GET", page, **evil) == 403
     lines = [
-        "GET /api/events/in HTTP/1.1",
-        f"Host: 127.0.0.1:{port}",
-        "Upgrade: websocket",
-        "Connection: Upgrade",
-        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
-        "Sec-WebSocket-Version: 13",
-        *([f"Origin: {origin}"] if origin else []),
-    ]
+        "GET /api/events/in HTTP/1.1", f"Host: 127.0.0.1:{port}", "Upgrade: websocket",
+        "Connection: Upgrade", "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
+        "Sec-WebSocket-Version: 13", f"Origin: {EVIL}",
+    ]  # fmt: skip
     with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
         client.sendall("\r\n".join([*lines, "", ""]).encode())
-        answer = client.recv(100).decode()
-    assert answer.startswith("HTTP/1.1 403")  # without an origin: for want of the login
+        assert client.recv(100).decode().startswith("HTTP/1.1 403")
 
 
 def test_mlflow_answers_its_own_pages_only(site: Site) -> None:
@@ -120,23 +96,14 @@ def test_mlflow_answers_its_own_pages_only(site: Site) -> None:
     json_type = {"Content_Type": "application/json"}
     search = "/api/2.0/mlflow/experiments/search?max_results=1"
     assert status(port, "POST", path, body, Origin=EVIL, **json_type) == 403
-    assert status(port, "POST", path, body, Origin=EVIL, Content_Type="text/plain") == 403
-    assert status(port, "GET", search, Host="evil.example") == 403
     assert status(port, "GET", search, Host=f"evil.example:{port}") == 403
-    assert status(port, "GET", search, Host="10.0.0.1") == 403
     assert status(port, "GET", search) == 200
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"command": "touch {mark}"},
-        {"env": {"PLUMBLINE_RUNS": "/"}},
-    ],
-)
-def test_job_variables_are_refused(site: Site, variables: dict[str, Any]) -> None:
-    with pytest.raises(RefusedError, match="422"):
-        site.start_run("rlhf-qlora", site.overrides(), job_variables=variables)
+def test_job_variables_are_refused(site: Site) -> None:
+    for variables in ({"command": "touch /tmp/owned"}, {"env": {"PLUMBLINE_RUNS": "/"}}):
+        with pytest.raises(RefusedError, match="422"):
+            site.start_run("rlhf-qlora", site.overrides(), job_variables=variables)
 
 
 def test_a_deployments_run_records_no_secret(site: Site) -> None:

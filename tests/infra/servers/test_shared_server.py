@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +10,8 @@ from typing import Any
 import pytest
 
 from flows.orchestration.devices import LEASE_S
-from tests.infra.requirements_files import PROJECT
 from tests.infra.servers.site import Site
+from tests.process.conftest import Script
 
 STAGE = """
 import sys, time
@@ -42,47 +39,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NAME = f"plumbline-cpu-{socket.gethostname()}"
 
 
-class Stage:
-    """A process that takes the device of a stage, and keeps it for some seconds."""
-
-    def __init__(
-        self, site: Site, folder: Path, *, seconds: float = 0, wait_s: str = "null"
-    ) -> None:
-        prefect = site.services.prefect
-        env = {**site.env, "PREFECT_API_URL": prefect.url, "PREFECT_API_AUTH_STRING": prefect.auth}
-        self.output = folder / f"{time.monotonic_ns()}.out"
-        with self.output.open("wb") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", "-c", STAGE, str(folder), wait_s, str(seconds)],
-                cwd=PROJECT,
-                env=env,
-                stdout=out,
-                stderr=out,
-            )
-
-    @property
-    def text(self) -> str:
-        return self.output.read_text(errors="replace")
-
-    def says(self, words: str, limit_s: float = 120) -> None:
-        deadline = time.monotonic() + limit_s
-        while words not in self.text:
-            assert time.monotonic() < deadline, self.text
-            assert self.process.poll() is None or words in self.text, self.text
-            time.sleep(0.1)
-
-
 @pytest.fixture
 def stage(busy_site: Site, tmp_path: Path) -> Iterator[Any]:
-    """Start stages; end those that still run."""
-    stages: list[Stage] = []
+    """Start processes that take the device of a stage for some seconds; end those that run."""
+    started: list[Script] = []
+    prefect = busy_site.services.prefect
+    env = {**busy_site.env, "PREFECT_API_URL": prefect.url, "PREFECT_API_AUTH_STRING": prefect.auth}
 
-    def start(**how: Any) -> Stage:
-        stages.append(Stage(busy_site, tmp_path, **how))
-        return stages[-1]
+    def start(*, seconds: float = 0, wait_s: str = "null") -> Script:
+        output = tmp_path / f"{len(started)}.out"
+        started.append(Script(output, "-c", STAGE, str(tmp_path), wait_s, str(seconds), env=env))
+        return started[-1]
 
     yield start
-    for each in stages:
+    for each in started:
         each.process.kill()
         each.process.wait()
 
@@ -91,11 +61,10 @@ def test_a_stage_waits_for_the_device_of_another_run(
     busy_site: Site, stage: Any, tmp_path: Path
 ) -> None:
     first = stage(seconds=600)
-    first.says("has it")
+    first.says("has it", 120)
     second = stage()
-    second.says(f"waits: {NAME} is in use by another run")
-    impatient = stage(wait_s="0")
-    impatient.says(f"busy: {NAME} is in use by another run")
+    second.says(f"waits: {NAME} is in use by another run", 120)
+    stage(wait_s="0").says(f"busy: {NAME} is in use by another run", 120)
     (tmp_path / "end").touch()
     second.says("done")
     first.says("done")
@@ -103,10 +72,10 @@ def test_a_stage_waits_for_the_device_of_another_run(
     assert (limit["limit"], limit["active_slots"]) == (1, 0)
 
 
-def test_the_slot_of_a_killed_run_is_freed(busy_site: Site, stage: Any) -> None:
+def test_the_slot_of_a_killed_run_is_freed(stage: Any) -> None:
     first = stage(seconds=600)
-    first.says("has it")
+    first.says("has it", 120)
     first.process.kill()
     second = stage()
-    second.says("waits: ")
+    second.says("waits: ", 120)
     second.says("done", LEASE_S + 300)

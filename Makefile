@@ -45,7 +45,7 @@ test: setup-dev  ## the default suite (ARGS: pytest arguments)
 	@TIMEFORMAT='make test: %0R s, of CPU %0U s and %0S s in the kernel'; \
 	  time $(PY) -m pytest $(WORKERS) $(ARGS)
 
-test-all: setup-dev setup-quantize  ## the default suite, and what is marked slow or peers
+test-all: setup-dev setup-quantize setup-smollm2  ## the default suite, and what is marked slow or peers
 	@TIMEFORMAT='make test-all: %0R s, of CPU %0U s and %0S s in the kernel'; \
 	  time $(PY) -m pytest $(WORKERS) -m '' $(ARGS)
 

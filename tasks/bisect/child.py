@@ -20,15 +20,13 @@ from tasks.drift.fingerprint import PROFILES, Fingerprint, drift, within
 from tasks.drift.reward_drift import exceeds
 from tasks.drift.reward_scores import ScorePrint, score_drift
 from tasks.process.block_unused_imports import start_lean
-from tasks.weights.files.names import PEFT_PREFIX, unwrap
-from tasks.weights.files.reader import read_checkpoint, read_json
+from tasks.weights.files.reader import read_json
 
 if TYPE_CHECKING:
     from tasks.bisect.compare import Compared
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
 """Keys of config.json that two comparable models share."""
-_WRAPPER = r"^(?:base_model\.model\.|module\.|_orig_mod\.|_fsdp_wrapped_module\.)+"
 
 
 class RefusedError(PlumblineError):
@@ -217,6 +215,7 @@ def _load(side: Mapping[str, Any], is_reward: bool, notes: list[str]) -> Any:
         from_folder,
         placement,
         usable_attention,
+        wrapped_names,
     )
     from tasks.serving.reference.peft_adapters import with_adapters
     from tasks.serving.reference.rewards import CLASSIFIER
@@ -227,10 +226,8 @@ def _load(side: Mapping[str, Any], is_reward: bool, notes: list[str]) -> Any:
     quantization = side.get("quantization")
     device = chosen_device(side.get("device"))
     extra: dict[str, Any] = {"num_labels": 1} if is_reward else {}
-    names = _wrapped_names(path)
-    if names:
-        notes.append(f"{path}: {names} tensors have a wrapper's prefix, which is left out here")
-        extra["key_mapping"] = {_WRAPPER: ""}
+    if wrapped := wrapped_names(path):
+        notes.append(f"{path}: {wrapped} tensors have a wrapper's prefix, which is left out here")
     model = from_folder(
         CLASSIFIER if is_reward else "AutoModelForCausalLM",
         path,
@@ -245,15 +242,6 @@ def _load(side: Mapping[str, Any], is_reward: bool, notes: list[str]) -> Any:
     if is_reward and model.config.get_text_config().pad_token_id is None:
         model.config.get_text_config().pad_token_id = -1
     return with_adapters(model, weighted).eval() if weighted else model.eval()
-
-
-def _wrapped_names(path: Path) -> int:
-    """Return the number of tensors whose names begin with a wrapper's prefix."""
-    try:
-        names = read_checkpoint(path).tensors
-    except PlumblineError:  # other files; transformers will say what is wrong with them
-        return 0
-    return sum(unwrap(name) != name or name.startswith(PEFT_PREFIX) for name in names)
 
 
 def _drift(

@@ -13,7 +13,7 @@ from tasks.serving.reference.peft_adapters import first_lines, with_adapters
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.header import read_header
 from tasks.weights.files.index import weight_files
-from tasks.weights.files.names import unwrap, without_wrappers
+from tasks.weights.files.names import PEFT_PREFIX, unwrap, without_wrappers
 from tasks.weights.pickled.tensors import read_torch_file
 from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
 from tasks.weights.quantized.config_fields import fp8_blocks, is_fp8
@@ -105,11 +105,12 @@ def from_folder(
         extra["quantization_config"] = transformers.GgufConfig(dequantize=True)
     auto_class = getattr(transformers, auto)
     where: Path | None = path
-    if not as_stored and (state := _fp8_weights(path) or _unwrapped(path)) is not None:
+    state = (None if as_stored else _fp8_weights(path)) or _unwrapped(path)
+    if state is not None:
         config, extra = transformers.AutoConfig.from_pretrained(
             path, local_files_only=True, return_unused_kwargs=True, **extra
         )
-        if is_fp8(config.to_dict()):
+        if not as_stored and is_fp8(config.to_dict()):
             del config.quantization_config
         auto_class, where = auto_class._model_mapping[type(config)], None
         extra |= {"config": config, "state_dict": state}
@@ -160,20 +161,28 @@ def _fp8_weights(path: Path) -> dict[str, Any] | None:
     return {key: each for key, each in tensors.items() if not is_activation_scale(key)}
 
 
-def _unwrapped(path: Path) -> dict[str, Any] | None:
-    """Return all tensors under names without wrapper prefixes; None if no name has one."""
-    import torch
-    from safetensors.torch import load_file
-
+def wrapped_names(path: Path) -> int:
+    """Return the number of tensors on disk whose names have a wrapper's prefix."""
     files = weight_files(path, "model*.safetensors")
     pickled = [] if files else weight_files(path, "pytorch_model*.bin")
     names = [name for file in files for name in read_header(file).tensors]
     names += [name for file in pickled for name in read_torch_file(file).content]
-    if all(unwrap(name) == name for name in names):
+    return sum(unwrap(name) != name or name.startswith(PEFT_PREFIX) for name in names)
+
+
+def _unwrapped(path: Path) -> dict[str, Any] | None:
+    """Return all tensors under names without prefixes of wrappers; None if no name has one."""
+    import torch
+    from safetensors.torch import load_file
+
+    if not wrapped_names(path):
         return None
+    files = weight_files(path, "model*.safetensors")
+    pickled = [] if files else weight_files(path, "pytorch_model*.bin")
     states = [*map(load_file, files), *(torch.load(file, weights_only=True) for file in pickled)]
     tensors = {name: each for state in states for name, each in state.items()}
-    return {key: tensors[name] for key, name in without_wrappers(tensors).items()}
+    plain = without_wrappers(tensors).items()
+    return {key.removeprefix(PEFT_PREFIX): tensors[name] for key, name in plain}
 
 
 def placement(path: Path, device: str, *, quantized: bool) -> Any:

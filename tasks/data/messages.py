@@ -39,6 +39,7 @@ _OF_ROLE = {
     "tool": ("name", "tool_call_id"),
 }
 """Keys of a message beside role and content."""
+_NOTHING: tuple[Any, ...] = (None, "", [])
 _SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
@@ -213,7 +214,7 @@ def _message(entry: object, number: int) -> Message:
     if role not in ROLES:
         raise Unusable(f"message {number} has role {speaker!r}, not one of {', '.join(ROLES)}")
     known = (*names, *_OF_ROLE.get(role, ()))
-    further = sorted(key for key, value in entry.items() if key not in known and value is not None)
+    further = sorted(key for key in entry if key not in known and entry[key] not in _NOTHING)
     if further:
         raise Unusable(f"message {number} has {further[0]!r}, which training would leave out")
     message: Message = {"role": role}

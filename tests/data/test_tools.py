@@ -105,6 +105,7 @@ NULLS = {**WEATHER, "parameters": {"type": "object", "properties": {"city": None
         ({"messages": calling(tool_calls=[{"arguments": {}}])}, "call 1 of message 2"),
         ({"messages": READ, "tools": [TOOL, NULLS]}, "tool 2 of 'tools' has null for 'city'"),
         ({"messages": READ, "tools": "[{"}, "'tools'"),
+        ({"messages": [{**ASKED, "weight": 0}, ANSWER]}, "message 1 has 'weight'"),
         ({"messages": [READ[0], READ[1], READ[3]]}, "message 3 .* 'tool'"),
         ({"messages": [READ[0], READ[2], READ[3]]}, "message 2 .* 'assistant'"),
         (

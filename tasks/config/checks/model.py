@@ -20,7 +20,7 @@ from tasks.delivery.examination import base_errors
 from tasks.delivery.plan.identity import folder_identity
 from tasks.toy.shape import CONTEXT, SHAPE
 from tasks.training.memory.sizes import Sizes
-from tasks.training.model.packable import unpackable
+from tasks.training.model.packable import CAPPED, uncapped, why_padded
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.folder import CONFIG, inspect_checkpoint
 from tasks.weights.files.header import read_header
@@ -206,13 +206,18 @@ def _read_folder(folder: Path) -> tuple[Known, list[Finding]]:
 
 
 def packed(attn_implementation: str, known: Known) -> list[Finding]:
-    """Refuse a family whose packed sequences would see each other."""
-    refusal = unpackable(known.config, attn_implementation)
-    if refusal is None:
+    """Warn of a family whose sequences are padded; refuse attention that leaves out a cap."""
+    cap = uncapped(known.config, attn_implementation)
+    if cap is not None:
+        value = f"{attn_implementation} leaves out the cap of the attention logits at {cap}"
+        allowed = "training computes what the model computes"
+        return [Finding("model.attn_implementation", value, allowed, CAPPED)]
+    why = why_padded(known.config)
+    if not why:
         return []
-    key = "model.path" if refusal.hint.startswith("models") else "model.attn_implementation"
-    allowed = "training packs sequences, and none may see its neighbour"
-    return [Finding(key, refusal.problem, allowed, refusal.hint)]
+    allowed = "its sequences are padded to the longest of a micro-batch instead of packed"
+    override = "train.micro_batch_size=1 pads nothing"
+    return [Finding("model.path", why, allowed, override, "warning")]
 
 
 def shared_rows(train: Mapping[str, Any], attn_implementation: str, known: Known) -> list[Finding]:

@@ -1,14 +1,15 @@
-"""Check that a model family can be trained in packed rows, from config.json. Knows no torch.
+"""Tell from config.json whether a model's sequences can be packed into rows. Knows no torch.
 
 Every operation that mixes tokens has to know where a sequence ends. Attention does. A convolution
-or a recurrent state continues into the next sequence, and so does an attention bias that counts
-tokens of the row.
+or a recurrent state continues into the next sequence, chunks and indexes of attention are counted
+along the row, and so is an attention bias. Such models get padded batches: what is causal does not
+see the padding behind a sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 ATTENTION = frozenset({"full_attention", "sliding_attention", "attention"})
 """Layer types that packing supports (`layer_types` of config.json)."""
@@ -22,40 +23,39 @@ STATEFUL = frozenset(
 """Families with recurrent or convolutional layers; some of them list no layer types."""
 ALIBI = frozenset({"bloom", "mpt"})
 """Families whose attention bias counts distances along the row."""
+INDEXED = frozenset({"deepseek_v32", "glm_moe_dsa"})
+"""Families whose attention reads the tokens that an indexer selects."""
+CAPPED = "model.attn_implementation=eager, or flash_attention_2 on a GPU"
+"""What to type where attention would leave out a cap."""
 
 
-class Unpackable(NamedTuple):
-    """Reason why a model cannot be trained in packed rows, and a way out."""
+def why_padded(config: Mapping[str, Any]) -> str:
+    """Return the reason why sequences of this model are padded instead of packed; "" if packed.
 
-    problem: str
-    hint: str
+    Args:
+        config: contents of config.json.
+    """
+    text = {**config, **(config.get("text_config") or {})}
+    family = str(text.get("model_type", "this family"))
+    foreign = sorted(set(text.get("layer_types") or ()) - ATTENTION)
+    if foreign:
+        return f"{family} has layers of type {', '.join(foreign)}"
+    if family in STATEFUL:
+        return f"{family} has recurrent layers"
+    if family in INDEXED:
+        return f"{family} chooses tokens by an index of the row"
+    if family in ALIBI or text.get("alibi"):
+        return f"{family} biases attention by distances along the row (ALiBi)"
+    return ""
 
 
-def unpackable(config: Mapping[str, Any], attn_implementation: str) -> Unpackable | None:
-    """Return the reason why this model cannot be trained in packed rows, or None if it can.
+def uncapped(config: Mapping[str, Any], attn_implementation: str) -> float | None:
+    """Return the cap on attention logits that this attention would leave out; None if none is.
 
     Args:
         config: contents of config.json.
         attn_implementation: `model.attn_implementation`.
     """
     text = {**config, **(config.get("text_config") or {})}
-    family = str(text.get("model_type", "this family"))
-    foreign = sorted(set(text.get("layer_types") or ()) - ATTENTION)
-    if family in STATEFUL or foreign:
-        what = f"layers of type {', '.join(foreign)}" if foreign else "recurrent layers"
-        return Unpackable(
-            f"{family} has {what}, which carry a sequence's state on into its neighbour",
-            "models whose layers are full or sliding-window attention can be trained",
-        )
-    if family in ALIBI or text.get("alibi"):
-        return Unpackable(
-            f"{family} biases attention by distances counted along the whole row (ALiBi)",
-            "models with rotary or learned positions can be trained",
-        )
     cap = text.get("attn_logit_softcapping")
-    if cap and attn_implementation == "sdpa":
-        return Unpackable(
-            f"{family} caps its attention logits at {cap}, which sdpa leaves out",
-            "model.attn_implementation=eager, or flash_attention_2 on a GPU",
-        )
-    return None
+    return float(cap) if cap and attn_implementation == "sdpa" else None

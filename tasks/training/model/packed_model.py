@@ -2,26 +2,30 @@
 
 `model(row=row)` runs the trunk once over the row. A causal model applies its head to the supervised
 positions only (`head.py`) and returns their log-probabilities, or the results that `TokenOutputs`
-selects. A model with a score head returns one score per sequence. Without `row` the model works as
-before. Its forward method is replaced, not wrapped, so that ZeRO-3's hooks and parameter names stay
-as they are.
+selects. A model with a score head returns one score per sequence. Where packed sequences would
+influence each other (`packable.py`), the trunk gets them as a batch, padded at their ends. Without
+`row` the model works as before. Its forward method is replaced, not wrapped, so that ZeRO-3's hooks
+and parameter names stay as they are.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 import types
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from tasks.core.errors import ConfigError, TrainingError
+from tasks.core.events import say
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.model import attention, sequence_parallel
 from tasks.training.model.head import Scaling, token_logprobs, token_logprobs_and_entropies
-from tasks.training.model.packable import unpackable
+from tasks.training.model.packable import CAPPED, uncapped, why_padded
 from tasks.training.model.router_loss import load_balancing_loss
 from tasks.training.model.sequence_parallel import SequenceParallel
 from tasks.training.tokens.packing import Row
@@ -60,14 +64,15 @@ def accept_packed_rows(model: Any, ranks: Ranks | None = None) -> None:
         ranks: the process group, which may divide rows over ranks; None: whole rows.
 
     Raises:
-        ConfigError: the model's family would mix the sequences of a row, or its attention cannot
-            be divided.
+        ConfigError: the model's attention leaves out a cap of its logits, or cannot be divided.
     """
-    _require_packable(model)
+    _require_cap(model)
+    model.padded_rows = _must_pad(model)
     original = model.forward
     scored = hasattr(model, "score")
     measure = _scores if scored else _token_outputs
     packs = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
+    packs = packs and not model.padded_rows
     shared = _shared(model, ranks, packs=packs)
 
     def forward(
@@ -80,6 +85,8 @@ def accept_packed_rows(model: Any, ranks: Ranks | None = None) -> None:
         extra: dict[str, Any] = {}
         part = row if shared is None else shared.part(row)
         name = self.config._attn_implementation
+        if self.padded_rows:
+            return _padded(self, row, outputs, measure)
         if name in _OURS:
             extra["buckets"] = part.buckets
         elif name.startswith("flash_attention"):
@@ -88,7 +95,7 @@ def accept_packed_rows(model: Any, ranks: Ranks | None = None) -> None:
             extra["attention_mask"] = _block_mask(row, self.dtype)
         if outputs.router:
             extra["output_router_logits"] = True
-        out = self.base_model(
+        out = trunk_of(self)(
             input_ids=part.ids, position_ids=part.positions, use_cache=False, **extra
         )
         results = measure(self, out.last_hidden_state[0], part, outputs)
@@ -97,7 +104,7 @@ def accept_packed_rows(model: Any, ranks: Ranks | None = None) -> None:
         if not outputs.router:
             return results
         # One tensor, because DeepSpeed hooks into the backward pass of every output.
-        return torch.cat([results, _router_loss(self, out, row, shared)[None]])
+        return torch.cat([results, _router_loss(self, out.router_logits, row, shared)[None]])
 
     model.forward = types.MethodType(forward, model)
     if packs:
@@ -108,6 +115,13 @@ def accept_packed_rows(model: Any, ranks: Ranks | None = None) -> None:
 def model_of(module: Any) -> Any:
     """Return the transformers model within peft's wrapper, or `module` itself."""
     return module.get_base_model() if hasattr(module, "get_base_model") else module
+
+
+def trunk_of(model: Any) -> Any:
+    """Return the model below its head; the prefix of Llama 4 names no module."""
+    trunk = model.base_model
+    inner = (child for child in model.children() if isinstance(child, PreTrainedModel))
+    return next(inner) if trunk is model else trunk
 
 
 def restore_attention(model: Any, name: str) -> None:
@@ -152,29 +166,48 @@ def _token_outputs(model: Any, hidden_TH: torch.Tensor, row: Row, outputs: Token
     return measure(head, hidden, row.targets, scaling)
 
 
-def _router_loss(model: Any, out: Any, row: Row, shared: SequenceParallel | None) -> torch.Tensor:
+def _padded(model: Any, row: Row, outputs: TokenOutputs, measure: Any) -> Any:
+    """Run the trunk on the sequences of a row as a batch, padded behind their ends."""
+    starts, ends = row.bounds[:-1].long(), row.bounds[1:].long()
+    steps = torch.arange(int((ends - starts).max()), device=row.ids.device)[None]
+    real = starts[:, None] + steps < ends[:, None]
+    places = torch.where(real, starts[:, None] + steps, starts[:, None])
+    extra = {"output_router_logits": True} if outputs.router else {}
+    out = trunk_of(model)(input_ids=row.ids[0][places], use_cache=False, **extra)
+    results = measure(model, out.last_hidden_state[real], row, outputs)
+    if not outputs.router:
+        return results
+    logits = tuple(layer[real.flatten()] for layer in out.router_logits)
+    return torch.cat([results, _router_loss(model, logits, row, None)[None]])
+
+
+def _router_loss(
+    model: Any, logits: Any, row: Row, shared: SequenceParallel | None
+) -> torch.Tensor:
     """Return the router loss of a row, a scalar."""
     top_k, total = model.num_experts_per_tok, row.ids.shape[1]
     if shared is None:
-        return load_balancing_loss(out.router_logits, top_k=top_k, real=total, total=total)
+        return load_balancing_loss(logits, top_k=top_k, real=total, total=total)
     real = shared.real_tokens(row)
-    return load_balancing_loss(
-        out.router_logits, top_k=top_k, real=real, total=total, add_up=shared.total
-    )
+    return load_balancing_loss(logits, top_k=top_k, real=real, total=total, add_up=shared.total)
 
 
-def _require_packable(model: Any) -> None:
-    reason = unpackable(model.config.to_dict(), model.config._attn_implementation)
-    if reason is not None:
-        raise ConfigError(reason.problem, hint=reason.hint)
-    parameters = inspect.signature(model.base_model.forward).parameters
-    stateful = getattr(model, "_is_stateful", False)
-    if stateful or "position_ids" not in parameters:
-        why = "carries a state along the row" if stateful else "takes no position_ids"
+def _require_cap(model: Any) -> None:
+    name = model.config._attn_implementation
+    cap = uncapped(model.config.to_dict(), name)
+    if cap is not None:
         raise ConfigError(
-            f"{type(model).__name__} {why}, so packed sequences would influence each other",
-            hint="models whose layers are full or sliding-window attention can be trained",
+            f"{type(model).__name__} caps its attention logits at {cap}, which {name} leaves out",
+            hint=CAPPED,
         )
+
+
+def _must_pad(model: Any) -> bool:
+    """Return True if packed sequences would influence each other, as far as is known."""
+    parameters = inspect.signature(trunk_of(model).forward).parameters
+    stateful = getattr(model, "_is_stateful", False)
+    known = why_padded(model.config.to_dict())
+    return bool(known) or stateful or "position_ids" not in parameters
 
 
 def _block_mask(row: Row, dtype: torch.dtype) -> torch.Tensor:
@@ -187,10 +220,10 @@ def _block_mask(row: Row, dtype: torch.dtype) -> torch.Tensor:
 
 
 def require_same(engine: Any, row: Row) -> None:
-    """Compare the packed forward pass with the model's own, on the last sequence of a row.
+    """Compare rows with the model's own forward pass, on the last sequence of a row.
 
-    This catches families that mix sequences, or transform their logits, in ways unknown here. All
-    ranks take part, with the same row.
+    This catches families that mix packed sequences, whose rows are padded from then on, and those
+    that transform their logits in ways unknown here. All ranks take part, with the same row.
 
     Args:
         engine: the DeepSpeed engine, or a model after `accept_packed_rows`.
@@ -199,26 +232,39 @@ def require_same(engine: Any, row: Row) -> None:
     Raises:
         TrainingError: log-probabilities or scores differ by more than rounding.
     """
+    differs, allowed = _difference(engine, row)
+    model = model_of(getattr(engine, "module", engine))
+    if differs > allowed and model.config._attn_implementation == attention.NAME:
+        restore_attention(model, "sdpa")
+        model.padded_rows = True
+        packed, (differs, allowed) = differs, _difference(engine, row)
+        if differs <= allowed and os.environ.get("RANK", "0") == "0":
+            say(f"packed sequences influence each other (by {packed:.2g}): they are padded instead")
+    if not differs <= allowed:
+        raise TrainingError(
+            f"in a row, a sequence differs from the model's own forward pass by {differs:.3g} on "
+            f"average; {allowed:.3g} is rounding",
+            hint="the model mixes sequences, or transforms its logits in an unknown way; "
+            "please report it",
+        )
+
+
+def _difference(engine: Any, row: Row) -> tuple[float, float]:
+    """Return the mean difference of a row's last sequence from the same alone, and the limit."""
     was = engine.module.training if hasattr(engine, "module") else engine.training
     engine.eval()  # dropout differs in every pass
     try:
         with torch.no_grad():
             last = int(row.ends.argmax())
             alone = _alone(engine, row, last)
-            packed = engine(row=row)
+            together = engine(row=row)
     finally:
         engine.train(was)
-    packed = packed[last : last + 1] if len(packed) == row.sequences else packed[row.owner == last]
+    scored = len(together) == row.sequences
+    mine = together[last : last + 1] if scored else together[row.owner == last]
     dtype = next(p.dtype for p in engine.parameters() if p.is_floating_point())
     allowed = ROUNDING[dtype] * max(1.0, float(alone.abs().mean()))
-    differs = float((packed - alone).abs().mean())
-    if not differs <= allowed:
-        raise TrainingError(
-            f"packed, a sequence differs from the model's own forward pass by {differs:.3g} on "
-            f"average; {allowed:.3g} is rounding",
-            hint="the model mixes packed sequences, or transforms its logits in an unknown way; "
-            "please report it",
-        )
+    return float((mine - alone).abs().mean()), allowed
 
 
 def _alone(engine: Any, row: Row, sequence: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from tasks.config.checks.model import Known
 from tasks.config.checks.objective import router_loss
 from tasks.core.errors import ConfigError, TrainingError
-from tasks.training.model.packable import unpackable
+from tasks.training.model.packable import why_padded
 from tasks.training.model.packed_model import accept_packed_rows, require_same
 from tasks.training.model.router_loss import coefficient
 from tasks.training.objectives.forward_passes import Passes
@@ -118,15 +118,15 @@ def test_scores_equal_those_of_unpacked_sequences() -> None:
 
 
 def test_a_wrong_packed_pass_is_noticed() -> None:
-    """The self-check notices mixed sequences and changed logits."""
+    """The self-check pads sequences that would mix, and refuses changed logits."""
     examples = make_examples([40, 40], vocabulary=88)
     model = make_model("llama", "sdpa")
     accept_packed_rows(model)
     leaky = replace(trial_row(examples), buckets=())
     mixed = replace(leaky, buckets=(pack(make_examples([80]), [0]).buckets))
-    with pytest.raises(TrainingError, match="forward pass"):
-        require_same(model, mixed)
+    require_same(model, mixed)
     assert model.training
+    assert model.padded_rows
     require_same(model, trial_row(examples))
     head = model.get_output_embeddings()
     model.set_output_embeddings(Doubling(head))
@@ -145,24 +145,76 @@ class Doubling(torch.nn.Module):
         return self.head(hidden) * (2.0 if hidden.dim() == 3 else 1.0)
 
 
-def test_families_that_cannot_be_packed_are_refused_by_name() -> None:
-    from transformers import AutoModelForCausalLM, MambaConfig
+LINEAR = {
+    "linear_conv_kernel_dim": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+PADDED: dict[str, dict[str, Any]] = {
+    "bloom": {"n_head": 4, "n_layer": 2},
+    "falcon_h1": {"mamba_d_ssm": 64, **MAMBA},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], **MAMBA},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "llama4_text": {
+        "attention_chunk_size": 8, "head_dim": 8, "intermediate_size_mlp": 64,
+        "num_local_experts": 2,
+    },
+    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16,
+        "ssm_state_size": 8, "n_groups": 1, "head_dim": 8,
+    },
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention"], "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16, **LINEAR,
+    },
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"], **LINEAR},
+    "qwen3_5_moe_text": {
+        "layer_types": ["linear_attention", "full_attention"], "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16, **LINEAR,
+    },
+    "glm_moe_dsa": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8, "v_head_dim": 8, "index_n_heads": 16, "index_head_dim": 16,
+        "index_topk": 4, "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+"""Families with recurrent, linear, chunked, indexed or ALiBi attention, and their sizes."""
+SIZES = {
+    "vocab_size": 90, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
+}  # fmt: skip
 
-    hybrid = {"model_type": "fresh", "text_config": {"layer_types": ["linear_attention"]}}
-    for config, attention, named in (
-        ({"model_type": "mamba"}, "sdpa", "mamba"),
-        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "sdpa", "conv"),
-        (hybrid, "sdpa", "linear_attention"),
-        ({"model_type": "falcon", "alibi": True}, "eager", "falcon"),
-        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "sdpa", "50.0"),
-    ):
-        refused = unpackable(config, attention)
-        assert refused is not None, config
-        assert named in refused.problem
-    config = MambaConfig(vocab_size=90, hidden_size=16, num_hidden_layers=1, state_size=4)
-    with pytest.raises(ConfigError, match="mamba"):
-        accept_packed_rows(AutoModelForCausalLM.from_config(config))
-    assert unpackable(make_model("gemma2", "eager").config.to_dict(), "eager") is None
+
+@pytest.mark.parametrize(
+    "family",
+    [f if f == "qwen3_5_text" else pytest.param(f, marks=pytest.mark.slow) for f in PADDED],
+)
+def test_padded_sequences_have_the_losses_and_gradients_of_unpadded_ones(family: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, **{**SIZES, **PADDED[family]})
+    assert why_padded(config.to_dict())
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    examples = make_examples(LENGTHS, vocabulary=88)
+    expected = alone(model, examples)
+    weighted = torch.linspace(-1, 1, len(expected))
+    theirs = gradients(model, expected @ weighted)
+    accept_packed_rows(model)
+    require_same(model, trial_row(examples))
+    padded = model(row=pack(examples, range(len(LENGTHS))))
+    torch.testing.assert_close(padded, expected, rtol=0, atol=1e-5)
+    require_same_gradients(gradients(model, padded @ weighted), theirs)
+
+
+def test_attention_that_leaves_out_a_cap_is_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        accept_packed_rows(make_model("gemma2", "sdpa"))
+    assert "eager" in refused.value.hint
 
 
 ROUTED = [23, 9, 40, 1, 31]

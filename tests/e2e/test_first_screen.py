@@ -80,8 +80,8 @@ def server(work: Work) -> Iterator[Running]:
     ("name", "causes"),
     [
         ("trained", {"template"}),
-        ("zeros", {"template", "base-served"}),
-        ("before", {"template", "other-checkpoint"}),
+        ("zeros", {"template", "base-served", "adapters-swapped"}),
+        ("before", {"template", "other-checkpoint", "adapters-swapped"}),
     ],
 )
 def test_every_fault_of_a_server_of_adapters_has_its_cause(

@@ -270,8 +270,10 @@ def _widen_input(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(each.float() if each.is_floating_point() else each for each in inputs)
 
 
-def _round_output(module: Any, _: Any, output: Any) -> Any:
-    return output.to(module._rounded_to)
+def _round_output(module: Any, inputs: Any, output: Any) -> Any:
+    if isinstance(output, tuple):  # a router: weights, and numbers of experts
+        return tuple(_round_output(module, inputs, part) for part in output)
+    return output.to(module._rounded_to) if output.is_floating_point() else output
 
 
 def _full_size(parameter: Any) -> int:

@@ -24,6 +24,10 @@ from tasks.training.model.gather_params import gathered
 from tasks.training.model.pissa import ADAPTER, start_in_principal_components
 from tasks.weights.files.names import live_to_peft
 
+_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+_NOT_ADAPTED = {**dict.fromkeys(_MAMBA, ("out_proj",)), "llama4_text": ("router",)}
+"""Modules that all-linear leaves out, by family: Mamba's kernels read the weight themselves, and
+Llama 4's router returns two results; peft can adapt neither."""
 TASKS = {"tokens": "CAUSAL_LM", "score": "SEQ_CLS"}
 """peft's task type, by the head of the objective. SEQ_CLS trains the score head in full, saves it
 with the adapter (`modules_to_save`) and excludes it from "all-linear"."""
@@ -54,6 +58,9 @@ def add_adapter(
     from peft import get_peft_model
 
     config = lora_config(peft, head=head)
+    left_out = _NOT_ADAPTED.get(model.config.model_type, ())
+    if peft.target_modules == "all-linear" and left_out:
+        config.exclude_modules = [*peft.exclude_modules, *left_out]
     if new_ids:
         config.trainable_token_indices = {name: list(new_ids) for name in _tables(model)}
     with _rows_read_on_any_device():

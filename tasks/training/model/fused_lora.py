@@ -70,14 +70,15 @@ def _exchange(layer: Any) -> None:
             out: torch.Tensor = plain(x, *args, **kwargs)
             return out
         a, b = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight
-        out = _Fused.apply(x, weight, self.base_layer.bias, a, b, self.scaling[ADAPTER])
-        return out
+        rows = _Fused.apply(x, weight, self.base_layer.bias, a, b, self.scaling[ADAPTER])
+        # A view made in a custom function could not be changed in place, as Llama 4's layers do.
+        return rows.view(*x.shape[:-1], len(weight))
 
     layer.forward = types.MethodType(forward, layer)
 
 
 class _Fused(torch.autograd.Function):
-    """LoRA layer; x: (..., in), a: (r, in), b: (out, r); weight (out, in) and bias are frozen."""
+    """LoRA layer: x (..., in), a (r, in), b (out, r) -> (rows, out); weight and bias are frozen."""
 
     @staticmethod
     def forward(
@@ -95,12 +96,12 @@ class _Fused(torch.autograd.Function):
         out.addmm_(low, b.t(), alpha=scale)
         ctx.save_for_backward(x, weight, a, b, low)
         ctx.scale = scale
-        return out.view(*x.shape[:-1], len(weight))
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, weight, a, b, low = ctx.saved_tensors
-        grad = grads[0].reshape(-1, len(weight))
+        (grad,) = grads
         grad_low = (grad @ b).mul_(ctx.scale)
         grad_x = None
         if ctx.needs_input_grad[0]:

@@ -1,0 +1,55 @@
+"""Families whose packed sequences would influence each other, through the whole chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tasks.toy.dataset import write_dataset
+from tasks.toy.splits import corpus
+from tasks.toy.tokenizer import train_tokenizer
+from tests.e2e.conftest import Run
+from tests.training.model.test_packed_families import PADDED, SIZES
+
+pytestmark = pytest.mark.slow
+FAMILIES = ("falcon_h1", "lfm2", "llama4_text", "nemotron_h", "qwen3_5_text", "qwen3_next")
+
+
+def base_of(family: str, folder: Path) -> Path:
+    """Write an untrained tiny model of a family."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    talk = [text for pair in corpus(400, seed=1) for text in pair]
+    tokenizer = train_tokenizer(talk, context=512)
+    tokens = {"vocab_size": len(tokenizer), "bos_token_id": None,
+              "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}  # fmt: skip
+    config = AutoConfig.for_model(
+        family, **{**SIZES, **PADDED[family], **tokens, "max_position_embeddings": 512}
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_was_trained_is_what_transformers_serves(
+    family: str, rlhf: Callable[..., Run], tmp_path: Path
+) -> None:
+    base = base_of(family, tmp_path / "base")
+    write_dataset(tmp_path, train_size=200, heldout_size=8, seed=0)
+    router = ["train.router_aux_loss_coef=0"] if family == "llama4_text" else []
+    done = rlhf(
+        tmp_path / "runs", "+exp=sft_qlora", "peft=lora", f"model.path={base}",
+        f"data.path={tmp_path}/train.jsonl", "train.max_steps=4", "train.max_len=256",
+        "train.global_batch_size=16", "smoke=transformers", "smoke.max_new_tokens=16",
+        "smoke.eval_samples=8", "smoke.min_stop_rate=0", "smoke.max_degenerate_rate=1", *router,
+    )  # fmt: skip
+    assert done.code == 0, done.output
+    assert done.stage("gather")["drift"]["mean_kl"] == 0.0
+    for name in ("merge", "smoke_eval"):
+        assert done.stage(name)["handoff"]["value"] < 1e-5

@@ -1,8 +1,9 @@
 """Write train.jsonl and heldout.jsonl: what a country's capital and continent are, as JSON.
 
-    pip download --no-deps countryinfo==1.0.1; python examples/smollm2/rows.py countryinfo-1.0.1-*.whl
+    pip download --no-deps countryinfo==1.0.1
+    python examples/smollm2/rows.py countryinfo-1.0.1-*.whl
 
-The facts are those of countryinfo (MIT). The countries of heldout.jsonl are in no row of train.jsonl.
+The facts are those of countryinfo (MIT). Countries of heldout.jsonl are in no row of train.jsonl.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class Composed:
 
 
 def _take_gguf(config: DictConfig) -> list[str]:
-    """Put the Hugging Face folder of a GGUF file in its place in `model.path`; return what to say."""
+    """Put the Hugging Face folder of a GGUF file into `model.path`; return what to say of it."""
     path = config.model.path
     if not (path and path.endswith(SUFFIX)):
         return []

@@ -24,11 +24,12 @@ def base_of(family: str, folder: Path) -> Path:
 
     talk = [text for pair in corpus(400, seed=1) for text in pair]
     tokenizer = train_tokenizer(talk, context=512)
-    tokens = {"vocab_size": len(tokenizer), "bos_token_id": None,
-              "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}  # fmt: skip
     config = AutoConfig.for_model(
-        family, **{**SIZES, **PADDED[family], **tokens, "max_position_embeddings": 512}
-    )
+        family,
+        **{**SIZES, **PADDED[family], "vocab_size": len(tokenizer), "max_position_embeddings": 512},
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    config.pad_token_id = tokenizer.pad_token_id
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(torch.bfloat16)
     model.save_pretrained(folder)

@@ -14,7 +14,10 @@ from tests.e2e.conftest import Run
 from tests.training.model.test_packed_families import PADDED, SIZES
 
 pytestmark = pytest.mark.slow
-FAMILIES = ("falcon_h1", "lfm2", "llama4_text", "nemotron_h", "qwen3_5_text", "qwen3_next")
+FAMILIES = (
+    "falcon_h1", "granitemoehybrid", "lfm2", "llama4_text", "nemotron_h", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_next",
+)  # fmt: skip
 
 
 def base_of(family: str, folder: Path) -> Path:

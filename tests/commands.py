@@ -74,3 +74,14 @@ def run_ranks(
         env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env},
         on_event=on_event,
     )
+
+
+def tracked_run(runs: Path, flow_run: str) -> tuple[Any, Any]:
+    """Return MLflow's client of a folder of runs, and its run of a flow run of Prefect."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{runs / 'mlflow' / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("plumbline")
+    query = f"tags.`prefect.flow_run_id` = '{flow_run}'"
+    (tracked,) = client.search_runs([experiment.experiment_id], query)
+    return client, tracked

@@ -40,7 +40,6 @@ from tasks.core.redaction import (
     redacted,
     with_passwords,
 )
-from tasks.from_gguf import SUFFIX, hf_folder
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 """Folder of the configuration files, beside the packages in a checkout and when installed."""
@@ -179,8 +178,10 @@ class Composed:
 def _take_gguf(config: DictConfig) -> list[str]:
     """Put the Hugging Face folder of a GGUF file into `model.path`; return what to say of it."""
     path = config.model.path
-    if not (path and path.endswith(SUFFIX)):
+    if not (path and path.endswith(".gguf")):
         return []
+    from tasks.from_gguf import hf_folder
+
     config.model.path = str(hf_folder(Path(path).expanduser()))
     return [f"model.path={config.model.path} (the dequantised weights of {path}, in bf16)"]
 

@@ -28,7 +28,7 @@ from tests.audit.making import (
     tensors,
     wrapped,
 )
-from tests.commands import command, environment, run_in_empty
+from tests.commands import command, environment, run_in_empty, tracked_run
 
 Typed = Callable[..., tuple[int, str, str]]
 
@@ -178,8 +178,6 @@ def test_a_hundred_shards_of_400_gb(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)  # servers start
 def test_prefect_and_mlflow_record_the_findings(tmp_path: Path) -> None:
     """The names in a checkpoint could be markup for a page."""
-    from mlflow import MlflowClient
-
     arrays = wrapped(tensors())
     arrays["module.<b>|`x`</b>"] = arrays["module.lm_head.weight"][:0]
     broken, runs = make_model(tmp_path / "broken", arrays), tmp_path / "runs"
@@ -201,10 +199,7 @@ def test_prefect_and_mlflow_record_the_findings(tmp_path: Path) -> None:
     assert all(f"| {code} |" in table for code in codes)
     assert "`x`" not in table
 
-    client = MlflowClient(f"sqlite:///{runs / 'mlflow' / 'mlflow.db'}")
-    experiment = client.get_experiment_by_name("plumbline")
-    query = f"tags.`prefect.flow_run_id` = '{flow}'"
-    (tracked,) = client.search_runs([experiment.experiment_id], query)
+    client, tracked = tracked_run(runs, flow)
     tags, metrics = tracked.data.tags, tracked.data.metrics
     assert (tags["audit.kind"], tags["audit.ok"]) == ("model", "false")
     errors = [finding for finding in report["findings"] if finding["severity"] == "error"]

@@ -123,7 +123,7 @@ JOBS: dict[str, Callable[[Composed, list[str]], int]] = {
 def test_each_mistake_is_answered_in_three_lines_with_a_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of new users. Each exits with status 2 and leaves the folder as it was."""
+    """Each exits with status 2 and leaves the folder as it was."""
     make_adapter(tmp_path / "adapter")
     make_model(tmp_path / "model")
     (tmp_path / "taken").mkdir()

@@ -26,7 +26,7 @@ from tasks.verify.checks.prompt import template
 from tasks.verify.reference import read_reference
 from tasks.verify.servers.connect import connect
 from tasks.verify.servers.server import ServerError
-from tests.commands import environment
+from tests.commands import environment, tracked_run
 from tests.conftest import PROJECT
 from tests.infra.test_action import Runner
 from tests.verify import faults
@@ -244,12 +244,7 @@ def test_a_fault_is_a_failed_run_with_its_report(
     assert key == "verify-checks"
     assert "| distribution | FAULT |" in text
 
-    from mlflow import MlflowClient
-
-    client = MlflowClient(f"sqlite:///{runs / 'mlflow' / 'mlflow.db'}")
-    experiment = client.get_experiment_by_name("plumbline")
-    query = f"tags.`prefect.flow_run_id` = '{run_id}'"
-    (tracked,) = client.search_runs([experiment.experiment_id], query)
+    client, tracked = tracked_run(runs, run_id)
     tags, metrics = tracked.data.tags, tracked.data.metrics
     assert (tags["verify.verdict"], tags["verify.model"]) == ("fault", "zeros")
     assert "base-served" in tags["verify.causes"]

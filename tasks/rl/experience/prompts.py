@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tasks.core.errors import DataError
 from tasks.rl.experience.responses import Prompt
+from tasks.serving.prompts import question_of
 from tasks.training.tokens.rows import RowFile
 
 if TYPE_CHECKING:
@@ -98,11 +99,12 @@ def _tokenised(rows: RowFile, numbers: range, tokenizer: Any, limit: int) -> _Pa
 
 def render(row: Mapping[str, Any], tokenizer: Any) -> str:
     """Return the prompt as a server renders it: no reference answer, with the generation prompt."""
-    prompt = list(row["messages"])
-    if prompt and prompt[-1]["role"] == "assistant":
-        prompt = prompt[:-1]
+    question = question_of(row)
     text: str = tokenizer.apply_chat_template(
-        prompt, tools=row.get("tools"), tokenize=False, add_generation_prompt=True
+        question["messages"],
+        tools=question.get("tools"),
+        tokenize=False,
+        add_generation_prompt=True,
     )
     return text
 

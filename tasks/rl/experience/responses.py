@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tasks.serving.prompts import question_of
 from tasks.serving.vllm.colocation import Generated
 
 
@@ -26,10 +27,10 @@ class Prompt:
     ids: NDArray[np.int32]
 
     @property
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         """The conversation without a reference answer at its end."""
-        messages = list(self.row["messages"])
-        return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
+        messages: list[dict[str, Any]] = question_of(self.row)["messages"]
+        return messages
 
 
 @dataclass(frozen=True)

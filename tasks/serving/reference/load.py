@@ -163,11 +163,16 @@ def _fp8_weights(path: Path) -> dict[str, Any] | None:
 
 def wrapped_names(path: Path) -> int:
     """Return the number of tensors on disk whose names have a wrapper's prefix."""
-    files = weight_files(path, "model*.safetensors")
-    pickled = [] if files else weight_files(path, "pytorch_model*.bin")
+    files, pickled = _stored(path)
     names = [name for file in files for name in read_header(file).tensors]
     names += [name for file in pickled for name in read_torch_file(file).content]
     return sum(unwrap(name) != name or name.startswith(PEFT_PREFIX) for name in names)
+
+
+def _stored(path: Path) -> tuple[list[Path], list[Path]]:
+    """Return the files of a model's weights, safetensors or pickled."""
+    files = list(weight_files(path, "model*.safetensors"))
+    return files, [] if files else list(weight_files(path, "pytorch_model*.bin"))
 
 
 def _unwrapped(path: Path) -> dict[str, Any] | None:
@@ -177,8 +182,7 @@ def _unwrapped(path: Path) -> dict[str, Any] | None:
 
     if not wrapped_names(path):
         return None
-    files = weight_files(path, "model*.safetensors")
-    pickled = [] if files else weight_files(path, "pytorch_model*.bin")
+    files, pickled = _stored(path)
     states = [*map(load_file, files), *(torch.load(file, weights_only=True) for file in pickled)]
     tensors = {name: each for state in states for name, each in state.items()}
     plain = without_wrappers(tensors).items()

@@ -22,6 +22,7 @@ from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import Peft
 from tasks.training.model.gather_params import gathered
 from tasks.training.model.pissa import ADAPTER, start_in_principal_components
+from tasks.weights.adapters.config_reader import ALL_LINEAR
 from tasks.weights.files.names import live_to_peft
 
 _MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
@@ -57,10 +58,7 @@ def add_adapter(
     """
     from peft import get_peft_model
 
-    config = lora_config(peft, head=head)
-    left_out = _NOT_ADAPTED.get(model.config.model_type, ())
-    if peft.target_modules == "all-linear" and left_out:
-        config.exclude_modules = [*peft.exclude_modules, *left_out]
+    config = lora_config(peft, head=head, family=model.config.model_type)
     if new_ids:
         config.trainable_token_indices = {name: list(new_ids) for name in _tables(model)}
     with _rows_read_on_any_device():
@@ -198,24 +196,26 @@ def _tables(model: Any) -> list[str]:
     return [name for name, module in model.named_modules() if any(module is t for t in tables)]
 
 
-def lora_config(peft: Peft, *, head: str) -> Any:
+def lora_config(peft: Peft, *, head: str, family: str) -> Any:
     """Return peft's `LoraConfig`; for PiSSA with twice the rank at the same scale, see `pissa.py`.
 
     Args:
         peft: section `peft`.
         head: `tokens` or `score`.
+        family: `model_type` of config.json.
     """
     from peft import LoraConfig
 
     double = 2 if peft.init == "pissa" else 1
     scale = math.sqrt(double) if peft.use_rslora else double
     targets = peft.target_modules
+    left_out = _NOT_ADAPTED.get(family, ()) if targets == ALL_LINEAR else ()
     return LoraConfig(
         r=double * peft.rank,
         lora_alpha=scale * peft.alpha,
         lora_dropout=peft.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
-        exclude_modules=list(peft.exclude_modules) or None,
+        exclude_modules=[*peft.exclude_modules, *left_out] or None,
         use_rslora=peft.use_rslora,
         use_dora=peft.use_dora,
         rank_pattern={name: double * rank for name, rank in (peft.rank_pattern or {}).items()},

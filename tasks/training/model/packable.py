@@ -26,7 +26,7 @@ ALIBI = frozenset({"bloom", "mpt"})
 INDEXED = frozenset({"deepseek_v32", "glm_moe_dsa"})
 """Families whose attention reads the tokens that an indexer selects."""
 CAPPED = "model.attn_implementation=eager, or flash_attention_2 on a GPU"
-"""What to type where attention would leave out a cap."""
+"""Settings whose attention keeps a cap of its logits."""
 
 
 def why_padded(config: Mapping[str, Any]) -> str:

@@ -85,8 +85,6 @@ def accept_packed_rows(model: Any, ranks: Ranks | None = None) -> None:
         extra: dict[str, Any] = {}
         part = row if shared is None else shared.part(row)
         name = self.config._attn_implementation
-        if self.padded_rows:
-            return _padded(self, row, outputs, measure)
         if name in _OURS:
             extra["buckets"] = part.buckets
         elif name.startswith("flash_attention"):
@@ -95,16 +93,20 @@ def accept_packed_rows(model: Any, ranks: Ranks | None = None) -> None:
             extra["attention_mask"] = _block_mask(row, self.dtype)
         if outputs.router:
             extra["output_router_logits"] = True
-        out = trunk_of(self)(
-            input_ids=part.ids, position_ids=part.positions, use_cache=False, **extra
-        )
-        results = measure(self, out.last_hidden_state[0], part, outputs)
+        if self.padded_rows:
+            hidden_TH, logits = _padded(self, row, outputs)
+        else:
+            out = trunk_of(self)(
+                input_ids=part.ids, position_ids=part.positions, use_cache=False, **extra
+            )
+            hidden_TH, logits = out.last_hidden_state[0], out.get("router_logits")
+        results = measure(self, hidden_TH, part, outputs)
         if shared is not None:
             results = shared.join(row, row.ends if scored else row.wanted, results)
         if not outputs.router:
             return results
         # One tensor, because DeepSpeed hooks into the backward pass of every output.
-        return torch.cat([results, _router_loss(self, out.router_logits, row, shared)[None]])
+        return torch.cat([results, _router_loss(self, logits, row, shared)[None]])
 
     model.forward = types.MethodType(forward, model)
     if packs:
@@ -166,19 +168,20 @@ def _token_outputs(model: Any, hidden_TH: torch.Tensor, row: Row, outputs: Token
     return measure(head, hidden, row.targets, scaling)
 
 
-def _padded(model: Any, row: Row, outputs: TokenOutputs, measure: Any) -> Any:
-    """Run the trunk on the sequences of a row as a batch, padded behind their ends."""
+def _padded(model: Any, row: Row, outputs: TokenOutputs) -> tuple[torch.Tensor, Any]:
+    """Run the trunk on the sequences of a row as a batch, padded behind their ends.
+
+    Returns:
+        (T, H) hidden states in the order of the row, and the routers' logits of these tokens.
+    """
     starts, ends = row.bounds[:-1].long(), row.bounds[1:].long()
     steps = torch.arange(int((ends - starts).max()), device=row.ids.device)[None]
     real = starts[:, None] + steps < ends[:, None]
     places = torch.where(real, starts[:, None] + steps, starts[:, None])
     extra = {"output_router_logits": True} if outputs.router else {}
     out = trunk_of(model)(input_ids=row.ids[0][places], use_cache=False, **extra)
-    results = measure(model, out.last_hidden_state[real], row, outputs)
-    if not outputs.router:
-        return results
-    logits = tuple(layer[real.flatten()] for layer in out.router_logits)
-    return torch.cat([results, _router_loss(model, logits, row, None)[None]])
+    logits = out.router_logits if outputs.router else ()
+    return out.last_hidden_state[real], tuple(layer[real.flatten()] for layer in logits)
 
 
 def _router_loss(

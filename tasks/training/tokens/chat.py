@@ -10,7 +10,7 @@ conversation has: its tools, their calls and results, the reasoning of an answer
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -125,25 +125,12 @@ class Encoder:
 
     def _left_out(self, turns: Turns, text: str) -> str:
         """Return what the template does not render; "" if nothing is missing."""
-
-        def unread(changed: Sequence[Message], tools: Any = turns.tools) -> bool:
+        for what, messages, tools in _without_parts(turns):
             try:
-                return self._render(changed, tools) == text
+                if self._render(messages, tools) == text:
+                    return what
             except TemplateError:  # it asks for what was taken away
-                return False
-
-        if turns.tools and unread(turns.messages, None):
-            return "the row's tools"
-        for number, message in enumerate(turns.messages):
-            before, after = turns.messages[:number], turns.messages[number + 1 :]
-            shown = ("tool_calls", *(REASONING if number >= turns.first else ()))
-            for key in (key for key in shown if key in message):
-                rest = {name: value for name, value in message.items() if name != key}
-                if unread([*before, rest, *after]):
-                    return f"{key!r} of message {number + 1}"
-            silent = [*before, {**message, "content": ""}, *after]
-            if message["role"] == "tool" and message["content"] and unread(silent):
-                return f"message {number + 1}, by a tool"
+                continue
         return ""
 
     def _render(
@@ -187,6 +174,23 @@ class Encoder:
             "the chat template does not end the turn: none of the ids "
             f"{sorted(self.ends)} after the answer"
         )
+
+
+def _without_parts(turns: Turns) -> Iterator[tuple[str, Sequence[Message], Any]]:
+    """Yield a conversation without its tools, a call, a result, or reasoning that is trained."""
+    if turns.tools:
+        yield "the row's tools", turns.messages, None
+    for number, message in enumerate(turns.messages):
+        keys = ("tool_calls", *(REASONING if number >= turns.first else ()))
+        changed = {
+            f"{key!r} of message {number + 1}": {k: v for k, v in message.items() if k != key}
+            for key in keys if key in message
+        }  # fmt: skip
+        if message["role"] == "tool" and message["content"]:
+            changed[f"message {number + 1}, by a tool"] = {**message, "content": ""}
+        for what, other in changed.items():
+            before, after = turns.messages[:number], turns.messages[number + 1 :]
+            yield what, [*before, other, *after], turns.tools
 
 
 def _unstable(number: int, *, last: bool) -> str:

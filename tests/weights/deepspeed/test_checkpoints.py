@@ -271,7 +271,7 @@ CODES = {
     "files cut short": "ZERO_UNUSABLE",
     "dangling latest": "ZERO_LATEST_DANGLING",
 }
-"""What the audit calls a damage."""
+"""Code of the audit for each damage."""
 
 
 def test_every_damage_is_refused_by_name(copied: Copied) -> None:

@@ -229,7 +229,7 @@ def _load(side: Mapping[str, Any], is_reward: bool, notes: list[str]) -> Any:
     if wrapped := wrapped_names(path):
         notes.append(f"{path}: {wrapped} tensors have a wrapper's prefix, which is left out here")
     model = from_folder(
-        CLASSIFIER if is_reward else "AutoModelForCausalLM",
+        CLASSIFIER if is_reward else None,
         path,
         dtype=side["dtype"],
         attn_implementation=usable_attention(side["attn_implementation"]),

@@ -24,6 +24,7 @@ from typing import Any
 from tasks.core.errors import ConfigError
 from tasks.pipeline.signature import require_published
 from tasks.serving.prompts import load_tokenizer, render_one, stop_ids, whole_ids
+from tasks.weights.families.meta import language_class, read_config
 
 ENGINES = ("auto", "transformers", "vllm")
 MAX_TOKENS = 512
@@ -109,10 +110,9 @@ class TransformersFolder(RegisteredFolder):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        from transformers import AutoModelForCausalLM
-
         placed = {"device_map": "auto"} if _has_gpu() else {}
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **placed, **_LOCAL)
+        auto = language_class(read_config(folder))
+        self.model = auto.from_pretrained(folder, dtype="auto", **placed, **_LOCAL)
 
     def generate(self, prompt: Sequence[int], request: Mapping[str, Any]) -> list[int]:
         """Sample if the request has a temperature, else as generation_config.json says."""

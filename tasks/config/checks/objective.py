@@ -29,6 +29,7 @@ from tasks.training.model.router_loss import has_router_loss
 _SOURCE = "transformers/models/auto/modeling_auto.py"
 _TABLES = {
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
 }
 TEXT_KEY = "data.text_key"
@@ -41,7 +42,7 @@ def families(auto_class: str) -> frozenset[str]:
     The table is parsed as text, because importing transformers takes seconds.
 
     Args:
-        auto_class: `AutoModelForCausalLM` or `AutoModelForSequenceClassification`.
+        auto_class: a key of `_TABLES`.
 
     Raises:
         LookupError: the installed transformers has no such table.
@@ -68,7 +69,10 @@ def head_exists(objective: str, known: Known) -> list[Finding]:
     if family is None or auto_class in (config.get("auto_map") or {}):
         return []
     why = _no_decoder(config)
-    if why is None and family not in families(auto_class):
+    able = families(auto_class)
+    if not rewards and "text_config" in config:  # a vision-language model, trained on text
+        able |= families("AutoModelForImageTextToText")
+    if why is None and family not in able:
         here = f"transformers {version('transformers')}"
         head = "score head (...ForSequenceClassification)" if rewards else "causal language model"
         why = f"{here} has no {head} for {family}"

@@ -10,6 +10,7 @@ from tasks.core.errors import ArtifactError
 from tasks.core.machine import available_memory
 from tasks.serving.llama_cpp import gguf_file
 from tasks.serving.reference.peft_adapters import first_lines, with_adapters
+from tasks.weights.families.meta import kept_from_four_bits, language_class, read_config
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.header import read_header
 from tasks.weights.files.index import weight_files
@@ -53,7 +54,7 @@ def load_model(
             does not have.
     """
     model = from_folder(
-        "AutoModelForCausalLM",
+        None,
         path,
         dtype=dtype,
         attn_implementation=attn_implementation,
@@ -67,7 +68,7 @@ def load_model(
 
 
 def from_folder(
-    auto: str,
+    auto: str | None,
     path: Path,
     *,
     dtype: str,
@@ -81,7 +82,7 @@ def from_folder(
     """Load a model from local files and check that all its tensors are there.
 
     Args:
-        auto: transformers' auto class.
+        auto: transformers' auto class; None for the one that predicts tokens.
         path: the folder.
         dtype: torch dtype name.
         attn_implementation: as in transformers.
@@ -98,12 +99,12 @@ def from_folder(
     import transformers
 
     _require(path, "config.json")
+    auto_class = getattr(transformers, auto) if auto else language_class(read_config(path))
     if quantization is not None:
-        extra["quantization_config"] = quantization_config(quantization)
+        extra["quantization_config"] = quantization_config(quantization, path)
     elif (file := gguf_file(path)) is not None:
         extra["gguf_file"] = file.name
         extra["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    auto_class = getattr(transformers, auto)
     where: Path | None = path
     state = (None if as_stored else _fp8_weights(path)) or _unwrapped(path)
     if state is not None:
@@ -343,20 +344,21 @@ def _require(folder: Path, file: str) -> None:
         raise ArtifactError(f"{folder} is not a model folder: no {file}")
 
 
-def quantization_config(quantization: Mapping[str, Any]) -> Any:
-    """Return the configuration of a 4-bit model; `quantization` as in `load_model`."""
+def quantization_config(quantization: Mapping[str, Any], path: Path) -> Any:
+    """Return the configuration of a 4-bit model in a folder; `quantization` as in `load_model`."""
     from transformers import BitsAndBytesConfig
 
     if quantization.get("type") not in ("nf4", "fp4"):
         raise ArtifactError(
             f"quantization {quantization.get('type')!r} is unknown; allowed: nf4, fp4"
         )
+    skip = quantization.get("skip") or kept_from_four_bits(path)
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=quantization["type"],
         bnb_4bit_use_double_quant=bool(quantization["double_quant"]),
         bnb_4bit_compute_dtype=quantization["compute_dtype"],
-        llm_int8_skip_modules=quantization.get("skip"),  # the 4-bit loader's too, by its old name
+        llm_int8_skip_modules=skip,  # the 4-bit loader's too, by its old name
     )
 
 

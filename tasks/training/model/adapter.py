@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tasks.training.job import Peft
 from tasks.training.model.gather_params import gathered
 from tasks.training.model.pissa import ADAPTER, start_in_principal_components
 from tasks.weights.adapters.config_reader import ALL_LINEAR
+from tasks.weights.families.meta import other_towers
 from tasks.weights.files.names import live_to_peft
 
 _MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
@@ -58,7 +60,8 @@ def add_adapter(
     """
     from peft import get_peft_model
 
-    config = lora_config(peft, head=head, family=model.config.model_type)
+    config = lora_config(peft, head=head, family=model.config.get_text_config().model_type)
+    config.exclude_modules = _beside_language(config.exclude_modules, other_towers(model))
     if new_ids:
         config.trainable_token_indices = {name: list(new_ids) for name in _tables(model)}
     with _rows_read_on_any_device():
@@ -186,6 +189,15 @@ def _let_others_see_their_base(adapted: nn.Module) -> None:
 
             for reader in readers:
                 deepspeed.zero.register_external_parameter(reader, weight)
+
+
+def _beside_language(excluded: Collection[str] | None, towers: Sequence[str]) -> Any:
+    """Return peft's `exclude_modules` with all of the towers that no text passes."""
+    if not towers:
+        return excluded
+    names = "|".join(map(re.escape, sorted(excluded or ())))
+    suffixes = [rf"(?:.*\.)?(?:{names})"] if names else []
+    return "|".join([*suffixes, rf"(?:{'|'.join(map(re.escape, towers))})(?:\..*)?"])
 
 
 def _tables(model: Any) -> list[str]:

@@ -13,12 +13,11 @@ from tasks.serving.reference.load import quantization_config, refuse_gaps
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
 from tasks.training.model.score_head import WEIGHT, config_of_head, fill_head
+from tasks.weights.families.meta import language_class, other_towers
 from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _HINT = "give a complete checkpoint of a causal language model"
-_CLASSES = {"tokens": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassification"}
-"""transformers' auto class, by the head of the objective."""
 
 
 @contextlib.contextmanager
@@ -53,12 +52,12 @@ def load_base(
     extra: dict[str, Any] = config_of_head(pad) if head == "score" else {}
     quantization = settings.peft.quantization(settings.dtype)
     if quantization is not None:
-        extra["quantization_config"] = quantization_config(quantization)
+        extra["quantization_config"] = quantization_config(quantization, Path(job.base))
     if quantization is not None or (ranks.gpu and settings.zero.stage < 3):
         # Load straight to the GPU: no full model per rank in host memory, and PiSSA runs there.
         extra["device_map"] = {"": str(ranks.device)}
     with partitioned(config):
-        model, info = _class_for(head).from_pretrained(
+        model, info = _class_for(head, job).from_pretrained(
             job.base, output_loading_info=True, **_loading(job), **extra
         )
     absent = set(map(str, info["missing_keys"]))
@@ -69,13 +68,18 @@ def load_base(
         _restore_buffers(model, job, head)
     if WEIGHT in absent:
         fill_head(model, seed=settings.seed)
+    for name in other_towers(model):  # weight decay would change what no text passes
+        model.get_submodule(name).requires_grad_(False)
     return keep_as_loaded(model)
 
 
-def _class_for(head: str) -> Any:
-    import transformers
+def _class_for(head: str, job: TrainJob) -> Any:
+    from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    return getattr(transformers, _CLASSES[head])
+    if head == "score":
+        return AutoModelForSequenceClassification
+    trust = job.settings.trust_remote_code
+    return language_class(AutoConfig.from_pretrained(job.base, trust_remote_code=trust))
 
 
 def _loading(job: TrainJob) -> dict[str, Any]:
@@ -102,7 +106,7 @@ def _restore_buffers(model: Any, job: TrainJob, head: str) -> None:
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
-        twin = _class_for(head).from_config(model.config, **_loading(job))
+        twin = _class_for(head, job).from_config(model.config, **_loading(job))
     stored = set(twin.state_dict())
     for name, buffer in twin.named_buffers():
         if name not in stored:

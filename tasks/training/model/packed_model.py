@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from tasks.core.errors import ConfigError, TrainingError
 from tasks.core.events import say
@@ -29,6 +28,7 @@ from tasks.training.model.packable import CAPPED, uncapped, why_padded
 from tasks.training.model.router_loss import load_balancing_loss
 from tasks.training.model.sequence_parallel import SequenceParallel
 from tasks.training.tokens.packing import Row
+from tasks.weights.families.meta import trunk_of
 
 _OURS = (attention.NAME, sequence_parallel.NAME)
 ROUNDING = {torch.float32: 2.0**-16, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
@@ -119,13 +119,6 @@ def model_of(module: Any) -> Any:
     return module.get_base_model() if hasattr(module, "get_base_model") else module
 
 
-def trunk_of(model: Any) -> Any:
-    """Return the model below its head; the prefix of Llama 4 names no module."""
-    trunk = model.base_model
-    inner = (child for child in model.children() if isinstance(child, PreTrainedModel))
-    return next(inner) if trunk is model else trunk
-
-
 def restore_attention(model: Any, name: str) -> None:
     """Restore transformers' own attention, which fingerprints are measured with."""
     if model.config._attn_implementation in _OURS:
@@ -188,7 +181,8 @@ def _router_loss(
     model: Any, logits: Any, row: Row, shared: SequenceParallel | None
 ) -> torch.Tensor:
     """Return the router loss of a row, a scalar."""
-    top_k, total = model.num_experts_per_tok, row.ids.shape[1]
+    owner = model if hasattr(model, "num_experts_per_tok") else model.config.get_text_config()
+    top_k, total = owner.num_experts_per_tok, row.ids.shape[1]
     if shared is None:
         return load_balancing_loss(logits, top_k=top_k, real=total, total=total)
     real = shared.real_tokens(row)

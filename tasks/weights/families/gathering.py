@@ -45,9 +45,10 @@ def plan_full(
 
     Raises:
         ContractError: lists every finding: names that the model does not have, tensors that are
-            missing, shapes that differ.
+            missing, shapes that differ. What no text passes (`ModelFacts.towers`) may be missing.
     """
     findings = list(facts.findings)
+    towers = set(facts.towers)
     known = {*facts.live.tensors, *(place.live for place in facts.places)}
     findings += [f"{name}: the model has no such tensor" for name in trained if name not in known]
     ops: list[Op] = []
@@ -55,7 +56,7 @@ def plan_full(
     for place in facts.places:
         op = _trained_op(place, trained, facts, findings)
         if op is None and base is not None and place.disk in base:
-            if place.live in facts.live.tensors and not frozen:
+            if place.live in facts.live.tensors and not frozen and place.live not in towers:
                 findings.append(f"{place.live}: a parameter, but it was not trained")
             from_base.append(place.disk)
             op = _copy(place.disk, base[place.disk])

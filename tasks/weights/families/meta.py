@@ -84,34 +84,91 @@ def auto_class(config: Any) -> Any:
 
     A bare backbone (`Qwen2Model`) counts as a causal language model with a tied or new head.
     """
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        AutoModelForSequenceClassification,
-    )
+    from transformers import AutoModelForSequenceClassification
 
-    heads = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification)
-    able = [head for head in heads if type(config) in head._model_mapping]
-    for head in able:
-        classes = head._model_mapping[type(config)]
-        names = [
-            model_class.__name__
-            for model_class in (classes if isinstance(classes, tuple) else (classes,))
-        ]
-        if set(names) & set(config.architectures or ()):
-            return head
-    return able[0] if able else AutoModelForCausalLM
+    language = language_class(config)
+    if _is_of(config, language) or not _is_of(config, AutoModelForSequenceClassification):
+        return language
+    return AutoModelForSequenceClassification
+
+
+def language_class(config: Any) -> Any:
+    """Return the auto class that predicts tokens: vision-language models have one of their own.
+
+    Some of their configurations stand for a text model, too, which would lose the vision tower.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    whole = AutoModelForImageTextToText
+    if type(config) not in whole._model_mapping or _is_of(config, AutoModelForCausalLM):
+        return AutoModelForCausalLM
+    return whole
+
+
+def _is_of(config: Any, auto: Any) -> bool:
+    """Return True if an auto class knows the architecture in config.json."""
+    if type(config) not in auto._model_mapping:
+        return False
+    classes = auto._model_mapping[type(config)]
+    classes = classes if isinstance(classes, tuple) else (classes,)
+    return bool({each.__name__ for each in classes} & set(config.architectures or ()))
+
+
+def trunk_of(model: Any) -> Any:
+    """Return the decoder below a model's head, without the towers of other modalities."""
+    from transformers import PreTrainedModel
+
+    trunk = model.get_decoder()
+    if trunk is not model and trunk.get_output_embeddings() is None:
+        return trunk
+    # Llama 4's prefix names no module, and its vision-language class wraps a causal model.
+    return next(child for child in trunk.children() if isinstance(child, PreTrainedModel))
+
+
+def other_towers(model: Any) -> tuple[str, ...]:
+    """Return the names of the modules that no text passes: vision, audio, and their projectors."""
+    if model.config.get_text_config() is model.config:
+        return ()
+    heads = (model.get_output_embeddings(), getattr(model, "score", None))
+    language = {id(module) for module in (trunk_of(model), *heads)}
+
+    def beside(module: Any, prefix: str) -> Iterator[str]:
+        for name, child in module.named_children():
+            if id(child) in language:
+                continue
+            if any(id(inner) in language for inner in child.modules()):
+                yield from beside(child, f"{prefix}{name}.")
+            else:
+                yield prefix + name
+
+    return tuple(beside(model, ""))
+
+
+def kept_from_four_bits(folder: Path) -> list[str] | None:
+    """Return the modules that training in 4 bits leaves in 16; None: transformers' own choice."""
+    if not read_json(folder / "config.json").get("text_config"):
+        return None
+    return _not_quantized(meta_model(folder, "bfloat16"))
 
 
 def quantized_names(model: Any) -> tuple[str, ...]:
-    """Return the live names of the weights that transformers' bitsandbytes loader quantises."""
+    """Return the live names of the weights that are quantised in training in 4 bits."""
     from torch.nn import Linear
-    from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    keep = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+    keep = _not_quantized(model)
     return tuple(
         f"{name}.weight"
         for name, module in model.named_modules()
         if type(module) is Linear and should_convert_module(name, keep)
     )
+
+
+def _not_quantized(model: Any) -> list[str]:
+    """Return what transformers' bitsandbytes loader leaves out, and towers beside the language."""
+    from transformers.quantizers.base import HfQuantizer
+
+    names: list[str] = HfQuantizer.get_modules_to_not_convert(
+        model, list(other_towers(model)), model._keep_in_fp32_modules, add_default_skips=True
+    )
+    return sorted(names)

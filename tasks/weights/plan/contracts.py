@@ -10,7 +10,7 @@ alone, and leaves everything else to transformers. Call `model_facts` through
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tasks.weights.adapters.config import parse_config
 from tasks.weights.adapters.live import LiveModel, live_model
 from tasks.weights.adapters.pieces import Contract
 from tasks.weights.families.conversion import Conversion, default_layout, trace
-from tasks.weights.families.meta import meta_model, quantized_names
+from tasks.weights.families.meta import meta_model, other_towers, quantized_names
 from tasks.weights.families.places import Place, stored_names
 from tasks.weights.families.plain import plain_facts
 from tasks.weights.files.documents import read_json
@@ -52,6 +52,7 @@ class ModelFacts:
         places: place in memory of every tensor on disk.
         unread: keys on disk that the model ignores.
         aliases: live name of a tied tensor -> its key, if a checkpoint stores it separately.
+        towers: live names of the tensors that no text passes, which training leaves as they are.
         findings: problems of the checkpoint whose keys were given; see `Conversion`.
     """
 
@@ -63,6 +64,7 @@ class ModelFacts:
     places: tuple[Place, ...] = ()
     unread: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    towers: tuple[str, ...] = ()
     findings: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
@@ -81,6 +83,7 @@ class ModelFacts:
             places=tuple(Place.from_json(entry) for entry in raw["places"]),
             unread=tuple(raw["unread"]),
             aliases=dict(raw["aliases"]),
+            towers=tuple(raw["towers"]),
             findings=tuple(raw["findings"]),
         )
 
@@ -162,8 +165,15 @@ def facts_of(model: Any, disk: Mapping[str, tuple[int, ...]] | None = None) -> M
         places=layout.places,
         unread=tuple(layout.unread),
         aliases={alias: keys[alias] for alias in model.all_tied_weights_keys},
+        towers=_within(other_towers(model), model.state_dict()),
         findings=layout.findings,
     )
+
+
+def _within(modules: Iterable[str], tensors: Iterable[str]) -> tuple[str, ...]:
+    """Return the tensors of some modules."""
+    prefixes = tuple(f"{module}." for module in modules)
+    return tuple(name for name in tensors if prefixes and name.startswith(prefixes))
 
 
 def _embedding(model: Any) -> str:

@@ -136,7 +136,7 @@ def test_rows_that_end_within_blocks_have_the_error_of_4_bits(tmp_path: Path) ->
 def test_layers_of_gpt2_are_transposed(tmp_path: Path) -> None:
     """transformers packs the transpose of `Conv1D`: decoded from a packed base, and in QLoRA."""
     plain, packed = tmp_path / "plain", tmp_path / "packed"
-    make_model(FAMILIES["gpt2"].config(n_embd=64)).save_pretrained(plain)
+    make_model(FAMILIES["gpt2"].config(hidden_size=64)).save_pretrained(plain)
     before, dequantized = state_of(plain), pack(plain, packed)
     turned = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
     expected = {n: dequantized[n].t() if n.endswith(turned) else dequantized[n] for n in before}

@@ -11,7 +11,7 @@ from typing import Any
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import open_artifact
 from tasks.weights.files.reader import read_json
-from tasks.weights.files.side_files import copy_side_file, side_files
+from tasks.weights.files.side_files import PROCESSORS, TOKENIZER, copy_side_file, side_files
 from tasks.weights.heads.normalisation import Normalisation
 
 CONFIG = "config.json"
@@ -108,8 +108,12 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of a tokenizer folder. Raises ArtifactError if it has none."""
-    files = side_files(folder)
+    """Return the files of a tokenizer, and of a vision-language model's processors, in a folder.
+
+    Raises:
+        ArtifactError: there are none.
+    """
+    files = side_files(folder, (*TOKENIZER, *PROCESSORS))
     if not files:
         raise ArtifactError(f"{folder}: no tokenizer files")
     return files

@@ -19,6 +19,7 @@ from tasks.training.engine.partitions import describe, not_finite, own_partition
 from tasks.training.job import TrainJob
 from tasks.training.objectives.heldout_scores import HeldOutScores
 from tasks.training.tokens.example_spec import holds_texts
+from tasks.weights.files.side_files import PROCESSORS, copy_side_file, side_files
 
 
 def write_shards(model: Any, out: Path, ranks: Ranks, *, what: str = "trained tensors") -> None:
@@ -51,6 +52,8 @@ def write_model(job: TrainJob, *, model: Any, tokenizer: Any) -> None:
     write_partition_index(job, model, job.out / PARTITIONS)
     write_configs(job, model)
     tokenizer.save_pretrained(job.out / "tokenizer")
+    for path in side_files(job.side_files, PROCESSORS):
+        copy_side_file(path, job.out / "tokenizer" / path.name)
 
 
 def write_results(

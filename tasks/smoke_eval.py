@@ -70,6 +70,7 @@ def smoke_eval(
         prompts=Prompts([rendered.tokens[i] for i in chosen], rendered.eos),
         base_prompts=scorer.encode(base, prompted, template_from=test.served),
         dtype=test.model.dtype,
+        attn_implementation=test.attn_implementation,
         temperature=temperature,
     )
     measured = test.measure(question, out)

@@ -207,6 +207,7 @@ def smoke_stage(run: ChainRun, *, quantized: bool = False, **inputs: Artifact) -
     settings = Smoke(**run.settings["smoke"])
     profile = run.quantized_profile if quantized else run.profile
     config: dict[str, Any] = {"engine": settings.engine, "settings": settings, "profile": profile}
+    config["attn_implementation"] = run.settings["model"]["attn_implementation"]
     config |= sampling | measured
     if not quantized:
         config["dtype"] = engine_dtype(run.settings)

@@ -85,6 +85,7 @@ def _question(test: SmokeTest, base: Path, texts: Sequence[str]) -> Question:
         prompts=prompts,
         base_prompts=prompts,  # without a template both models read the same
         dtype=test.model.dtype,
+        attn_implementation=test.attn_implementation,
     )
 
 

@@ -1,4 +1,5 @@
-"""Families whose packed sequences would influence each other, through the whole chain."""
+"""Families that are padded, through the whole chain: packed sequences would influence each other,
+or attention is eager."""
 
 from __future__ import annotations
 
@@ -15,9 +16,16 @@ from tests.training.model.test_packed_families import PADDED, SIZES
 
 pytestmark = pytest.mark.slow
 FAMILIES = (
-    "falcon_h1", "granitemoehybrid", "lfm2", "llama4_text", "nemotron_h", "qwen3_5_moe_text",
-    "qwen3_5_text", "qwen3_next",
+    "falcon_h1", "gpt_oss", "granitemoehybrid", "lfm2", "llama4_text", "nemotron_h",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
 )  # fmt: skip
+
+
+GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+OPTIONS = {
+    "llama4_text": ["train.router_aux_loss_coef=0"],
+    "gpt_oss": ["model.attn_implementation=eager"],
+}
 
 
 def base_of(family: str, folder: Path) -> Path:
@@ -27,9 +35,9 @@ def base_of(family: str, folder: Path) -> Path:
 
     talk = [text for pair in corpus(400, seed=1) for text in pair]
     tokenizer = train_tokenizer(talk, context=512)
+    sizes = {**SIZES, **PADDED.get(family, GPT_OSS), "max_position_embeddings": 512}
     config = AutoConfig.for_model(
-        family,
-        **{**SIZES, **PADDED[family], "vocab_size": len(tokenizer), "max_position_embeddings": 512},
+        family, **{**sizes, "vocab_size": len(tokenizer)},
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     config.pad_token_id = tokenizer.pad_token_id
@@ -46,12 +54,12 @@ def test_what_was_trained_is_what_transformers_serves(
 ) -> None:
     base = base_of(family, tmp_path / "base")
     write_dataset(tmp_path, train_size=200, heldout_size=8, seed=0)
-    router = ["train.router_aux_loss_coef=0"] if family == "llama4_text" else []
     done = rlhf(
         tmp_path / "runs", "+exp=sft_qlora", "peft=lora", f"model.path={base}",
         f"data.path={tmp_path}/train.jsonl", "train.max_steps=4", "train.max_len=256",
         "train.global_batch_size=16", "smoke=transformers", "smoke.max_new_tokens=16",
-        "smoke.eval_samples=8", "smoke.min_stop_rate=0", "smoke.max_degenerate_rate=1", *router,
+        "smoke.eval_samples=8", "smoke.min_stop_rate=0", "smoke.max_degenerate_rate=1",
+        *OPTIONS.get(family, []),
     )  # fmt: skip
     assert done.code == 0, done.output
     assert done.stage("gather")["drift"]["mean_kl"] == 0.0

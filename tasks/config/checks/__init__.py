@@ -234,7 +234,9 @@ def _engines(
         gpu: bytes of a rank's GPU; None without GPUs.
     """
     problems: list[Finding] = []
-    if settings["train"]["objective"] in ONLINE and settings["rollout"]["engine"] != "transformers":
+    rollout = settings["rollout"]
+    ours = rollout["engine"] != "transformers" and not rollout["urls"]  # theirs is not known
+    if settings["train"]["objective"] in ONLINE and ours:
         taken = engine.rollout_memory(known.config, settings, gpu_bytes=gpu)
         problems += engine.rollouts_fit(taken, gpu)
     return problems + _smoke_engine(settings, known, free=free)

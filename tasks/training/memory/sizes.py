@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tasks.drift.fingerprint import EXPERTS
 
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
 """Families of experts whose dimensions are read here."""
 ADAPTED = ("mixtral", "qwen3_moe", "olmoe")
 """Families whose experts and routers peft 0.21 adapts for `all-linear`, in place of the maps of
 dense feed-forward blocks (`_convert_peft_config_moe`)."""
+
+_MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,10 @@ class Sizes:
     width `expert_width`, of which a token passes through `top_k`, and a shared one of width
     `shared_width` (0: none). transformers stores the experts of a layer in one tensor, so that they
     are no linear maps: QLoRA leaves them in 16 bits. `adapted`: LoRA on all maps trains them, too.
+
+    `recurrent` of the layers have linear attention with `recurrent_maps` (Qwen3.5) and no keys and
+    values to cache. `gated`: queries come with a gate of their width. `per_layer`: weights of
+    embeddings that each layer has of its own (Gemma 4). Towers for images and sound do not count.
     """
 
     hidden: int
@@ -39,6 +45,10 @@ class Sizes:
     shared_width: int = 0
     top_k: int = 0
     adapted: bool = False
+    recurrent: int = 0
+    recurrent_maps: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    gated: bool = False
+    per_layer: int = 0
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Sizes:
@@ -59,7 +69,9 @@ class Sizes:
             kv_heads=text.get("num_key_value_heads") or heads,
             head_dim=text.get("head_dim") or text["hidden_size"] // heads,
             tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+            per_layer=_per_layer(text),
             **(_mixture(text) if experts_of(text) > 1 else {}),
+            **(_recurrent(text) if text.get("model_type") == "qwen3_5_text" else {}),
         )
 
     @property
@@ -81,7 +93,7 @@ class Sizes:
         """
         q, kv = self.query, self.kv_heads * self.head_dim
         maps = {
-            "q_proj": (self.hidden, q),
+            "q_proj": (self.hidden, 2 * q if self.gated else q),
             "k_proj": (self.hidden, kv),
             "v_proj": (self.hidden, kv),
             "o_proj": (q, self.hidden),
@@ -99,8 +111,11 @@ class Sizes:
 
     def layouts(self) -> Iterator[tuple[int, dict[str, tuple[int, int]]]]:
         """Yield the kinds of layers: how many there are, and their linear maps."""
-        if self.sparse_layers < self.layers:
-            yield self.layers - self.sparse_layers, self.linears()
+        if dense := self.layers - self.sparse_layers - self.recurrent:
+            yield dense, self.linears()
+        if self.recurrent:
+            maps = self.linears()
+            yield self.recurrent, {**self.recurrent_maps, **{name: maps[name] for name in _MLP}}
         if self.sparse_layers:
             yield self.sparse_layers, self.linears(sparse=True)
 
@@ -116,7 +131,8 @@ class Sizes:
     def other_weights(self) -> int:
         """Return the number of weights in embeddings, an untied output head, norms and experts."""
         tables = self.vocab * self.hidden * (1 if self.tied else 2)
-        return tables + self.hidden * (2 * self.layers + 1) + self.expert_weights()
+        norms = self.hidden * (2 * self.layers + 1)
+        return tables + norms + self.per_layer + self.expert_weights()
 
     def weights(self) -> int:
         """Return the number of weights of a causal model, without biases."""
@@ -124,7 +140,8 @@ class Sizes:
 
     def kv_cache(self, tokens: int, item: int = 2) -> int:
         """Return the bytes of keys and values of `tokens` tokens, at `item` bytes per number."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * tokens * item
+        layers = self.layers - self.recurrent
+        return 2 * layers * self.kv_heads * self.head_dim * tokens * item
 
 
 def experts_of(text: Mapping[str, Any]) -> int:
@@ -151,4 +168,29 @@ def _mixture(text: Mapping[str, Any]) -> dict[str, Any]:
         "shared_width": text.get("shared_expert_intermediate_size") or 0,
         "top_k": text["num_experts_per_tok"],
         "adapted": family in ADAPTED,
+    }
+
+
+def _per_layer(text: Mapping[str, Any]) -> int:
+    """Return the weights of embeddings that each layer has of its own, and of their maps."""
+    width, layers = text.get("hidden_size_per_layer_input") or 0, text["num_hidden_layers"]
+    rows = text.get("vocab_size_per_layer_input") or 0
+    return layers * width * (rows + 3 * text["hidden_size"])
+
+
+def _recurrent(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `Sizes` that gated linear attention has (`Qwen3_5GatedDeltaNet`)."""
+    hidden, heads = text["hidden_size"], text["linear_num_value_heads"]
+    keys = text["linear_num_key_heads"] * text["linear_key_head_dim"]
+    values = heads * text["linear_value_head_dim"]
+    return {
+        "recurrent": (text.get("layer_types") or ()).count("linear_attention"),
+        "recurrent_maps": {
+            "in_proj_qkv": (hidden, 2 * keys + values),
+            "in_proj_z": (hidden, values),
+            "in_proj_b": (hidden, heads),
+            "in_proj_a": (hidden, heads),
+            "out_proj": (values, hidden),
+        },
+        "gated": True,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +21,49 @@ QWEN_7B: dict[str, Any] = {
     "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
     "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768,
 }  # fmt: skip
-QWEN_14B = QWEN_7B | {
-    "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48,
-    "num_attention_heads": 40, "num_key_value_heads": 8,
-}  # fmt: skip
 QWEN_72B = QWEN_7B | {
     "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
     "num_attention_heads": 64, "num_key_value_heads": 8,
 }  # fmt: skip
-LLAMA_8B = QWEN_7B | {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096,
-    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
-}  # fmt: skip
-HUB = {
-    "Qwen/Qwen2.5-7B-Instruct": QWEN_7B,
-    "Qwen/Qwen2.5-14B-Instruct": QWEN_14B,
-    "Qwen/Qwen2.5-72B-Instruct": QWEN_72B,
-    "meta-llama/Llama-3.1-8B-Instruct": LLAMA_8B,
-}
+HUB = {"Qwen/Qwen2.5-7B-Instruct": QWEN_7B, "Qwen/Qwen2.5-72B-Instruct": QWEN_72B}
 H100 = 81559 * 2**20
 """Bytes of a GPU of "80 GB", as its driver says."""
+
+
+@cache
+def published() -> dict[str, dict[str, Any]]:
+    """Return config.json of each recipe's model, by transformers' class, in its dimensions.
+
+    `Qwen3_5Config` has those of Qwen3.5-9B by default. Gemma 4's are in transformers'
+    `convert_gemma4_weights.py`.
+    """
+    import transformers as tf
+
+    small = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
+    large = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
+    qwen = {"num_key_value_heads": 8, "max_position_embeddings": 40960}
+    llama = {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8}
+    gemma = {"hidden_size": 2560, "intermediate_size": 10240}
+    shared = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_kv_shared_layers": 18}
+    configs = {
+        "Qwen/Qwen3-0.6B": tf.Qwen3Config(
+            **qwen, **small, num_attention_heads=16, tie_word_embeddings=True
+        ),
+        "Qwen/Qwen3-8B": tf.Qwen3Config(**qwen, **large),
+        "Qwen/Qwen3-30B-A3B": tf.Qwen3MoeConfig(
+            num_hidden_layers=48, head_dim=128, max_position_embeddings=40960
+        ),
+        "Qwen/Qwen3.5-9B": tf.Qwen3_5Config(),
+        "meta-llama/Llama-3.1-8B-Instruct": tf.LlamaConfig(**llama, max_position_embeddings=131072),
+        "google/gemma-3-4b-it": tf.Gemma3Config(text_config={**gemma, "num_hidden_layers": 34}),
+        "google/gemma-4-E4B-it": tf.Gemma4Config(
+            text_config={**gemma, **shared, "num_hidden_layers": 42}
+        ),
+        "unsloth/gpt-oss-20b-BF16": tf.GptOssConfig(
+            num_hidden_layers=24, num_local_experts=32, router_aux_loss_coef=0.9
+        ),
+    }
+    return {name: config.to_dict() for name, config in configs.items()}
 
 
 def with_gpus(

@@ -27,14 +27,26 @@ TOY = "toy"
 OLDER = {
     "qlora": "toy/rlhf_qlora",
     "lora_zero3": "toy/sft_lora_zero3",
-    "qlora_qwen7b": "recipes/qwen2.5-7b/sft_qlora",
-    "grpo_qwen7b_qlora": "recipes/qwen2.5-7b/grpo",
-    "ppo_qwen7b_lora": "recipes/qwen2.5-7b/ppo_lora",
-    "reward_qwen14b_lora_zero3": "recipes/qwen2.5-14b/reward_lora_zero3",
-    "dpo_qwen72b_lora": "recipes/qwen2.5-72b/dpo_lora",
     "sft_llama8b_lora_zero3": "recipes/llama-3.1-8b/sft_lora_zero3",
 }
 """Other names of experiments that work, and the name in `conf/exp`."""
+_QWEN3 = "recipes/qwen3-8b"
+REPLACED = {
+    "qlora_qwen7b": f"{_QWEN3}/sft_qlora",
+    "grpo_qwen7b_qlora": f"{_QWEN3}/grpo",
+    "ppo_qwen7b_lora": f"{_QWEN3}/rlhf_qlora",
+    "reward_qwen14b_lora_zero3": f"{_QWEN3}/rlhf_qlora",
+    "dpo_qwen72b_lora": f"{_QWEN3}/dpo",
+    "recipes/qwen2.5-7b/sft_qlora": f"{_QWEN3}/sft_qlora",
+    "recipes/qwen2.5-7b/dpo": f"{_QWEN3}/dpo",
+    "recipes/qwen2.5-7b/grpo": f"{_QWEN3}/grpo",
+    "recipes/qwen2.5-7b/rlhf_qlora": f"{_QWEN3}/rlhf_qlora",
+    "recipes/qwen2.5-7b/ppo_lora": f"{_QWEN3}/rlhf_qlora",
+    "recipes/qwen2.5-14b/reward_lora_zero3": f"{_QWEN3}/rlhf_qlora",
+    "recipes/qwen2.5-72b/dpo_lora": f"{_QWEN3}/dpo",
+}
+"""Experiments that are gone, and those to use instead. They train another model, so that the old
+name is refused with the new one."""
 _CALLED = ("experiment", "experiments", "recipe", "preset", "config", "config_file")
 VALUE = "<value>"
 _TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -207,7 +219,8 @@ class Vocabulary:
     def choose(self, group: str, option: str) -> str:
         """Return the override that chooses an option, or the nearest ones to it."""
         options, sign = self.groups[group], "" if group in self.defaults else "+"
-        near = [option] if option in options else nearest(option, options)
+        known = REPLACED.get(option, option)
+        near = [known] if known in options else nearest(option, options)
         return " or ".join(f"{sign}{group}={name}" for name in near)
 
     def option(self, word: str) -> str:

@@ -48,7 +48,7 @@ def make_inputs(folder: Path) -> None:
     from tasks.toy.pretrain import pretrain
 
     pretrain(base := folder / "models/qwen", steps=1, seed=0)
-    (folder / "models/qwen2.5-7b").symlink_to(base)
+    (folder / "models/qwen3-8b").symlink_to(base)
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     adapted.save_pretrained(folder / "ckpt/adapter")

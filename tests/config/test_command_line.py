@@ -93,6 +93,7 @@ MISTAKES = [
     Mistake("rlhf", f"{RUN};gradient_accumulation_steps=4", "-> train.global_batch_size=<"),
     Mistake("rlhf", "+exp=grpo;rl.samples=8", "-> rl.num_generations=8"),
     Mistake("rlhf", "+exp=sft", "-> +exp=sft_full or "),
+    Mistake("rlhf", "+exp=dpo_qwen72b_lora", "-> +exp=recipes/qwen3-8b/dpo"),
     Mistake("rlhf", "sft_qlora", "-> +exp=sft_qlora"),
     Mistake("rlhf", f"{RUN};+train=dpo", "-> train=dpo"),
     Mistake("rlhf", f"{RUN};zero=3", "-> zero=zero3"),

@@ -30,7 +30,7 @@ def kinds(composed: Composed) -> tuple[str, str, str | None]:
     [
         (["model.path=/models/x", "data.path=c.CSV"], ("hf", "csv", None)),
         (["model.path=x", "data.name=owner/rows"], ("hf", "hub", "messages")),
-        (["+exp=qlora_qwen7b", "data.path=c.jsonl"], ("hf", "jsonl", "messages")),
+        (["+exp=recipes/qwen3-8b/sft_qlora", "data.path=c.jsonl"], ("hf", "jsonl", "messages")),
     ],
     ids=str,
 )

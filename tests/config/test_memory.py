@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from flows.chain import stages as chain_stages
 from flows.chain.steps import chain_steps, compose
 from flows.cli.config import CONF, compose_config
 from flows.cli.plan import render
-from flows.cli.vocabulary import experiments, short_names
+from flows.cli.vocabulary import experiments
 from flows.delivery import stages as delivery_stages
 from flows.orchestration import devices
 from tasks.config.checks import findings
@@ -24,13 +25,15 @@ from tasks.config.checks.engine import (
     host_fits,
     shareable,
 )
+from tasks.config.checks.model import look_at
 from tasks.config.checks.phases import ASLEEP, RankMemory, memory_of, training_settings
 from tasks.core import machine
 from tasks.pipeline.locks import Needs
 from tasks.training.job import Peft
 from tasks.training.memory.estimate import LIBRARIES, adapter_weights
 from tasks.training.memory.sizes import Sizes
-from tests.machines import GIB, H100, QWEN_7B, QWEN_14B, QWEN_72B, with_gpus, with_hub
+from tasks.training.model.packable import why_padded
+from tests.machines import GIB, H100, QWEN_7B, QWEN_72B, published, with_gpus, with_hub
 from tests.settings import Settings
 
 
@@ -95,58 +98,56 @@ PAIR = {"prompt": "a question", "chosen": "good", "rejected": "bad"}
 CHAT = {"prompt": "a question", "response": "good"}
 
 
-def arguments_of(experiment: str, tmp_path: Path) -> list[str]:
-    """Return the command line of an experiment, with rows, and rewards if it needs them."""
-    arguments = [f"+exp={experiment}", f"paths.runs={tmp_path / 'runs'}"]
-    experiment = short_names(CONF).get(experiment, experiment)
-    if "/model: hf" not in (CONF / "exp" / f"{experiment}.yaml").read_text():
-        return arguments
-    rows = tmp_path / "rows.jsonl"
+def rows_in(folder: Path) -> Path:
+    """Write rows that every objective reads."""
+    rows = folder / "rows.jsonl"
     rows.write_text(f"{json.dumps(PAIR | CHAT | {'answer': '4'})}\n" * 3)
-    arguments += [f"data.path={rows}"]
-    if experiment.endswith("/grpo"):
-        arguments += ["reward.function=exact_match"]
-    if experiment.endswith("/ppo_lora"):
-        reward = tmp_path / "reward"
-        reward.mkdir()
-        names = {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
-        (reward / "config.json").write_text(json.dumps(QWEN_14B | names | {"dtype": "bfloat16"}))
-        arguments += [f"reward.model={reward}", "reward.normalize=false"]
-    return arguments
+    return rows
 
 
-SLOW = pytest.mark.slow
-DAILY = ("recipes/qwen2.5-72b/dpo_lora", "recipes/qwen2.5-7b/grpo", "sft_llama8b_lora_zero3")
-HARDWARE = [
-    ("sft_llama8b_lora_zero3", 4, 40), ("grpo_qwen7b_qlora", 1, 48), ("qlora_qwen7b", 1, 24),
-    ("reward_qwen14b_lora_zero3", 4, 80), *((name, 8, None) for name in experiments(CONF)),
-]  # fmt: skip
-"""Experiments with GPUs and gigabytes that they name, and all on eight GPUs of 80 GB."""
+NEEDS = re.compile(r"^# Needs: (\d+) GPUs? of (\d+) GB \((\d+) GiB by the plan", re.M)
+"""GPUs, gigabytes of one and the estimate for a rank, in the header of a recipe."""
+RECIPES = [name for name in experiments(CONF) if name.startswith("recipes/")]
 
 
 @pytest.mark.parametrize(
-    ("experiment", "gpus", "gigabytes"),
+    "experiment",
     [
-        case if case[0] in DAILY else pytest.param(*case, marks=pytest.mark.slow)
-        for case in HARDWARE
+        name if name in RECIPES else pytest.param(name, marks=pytest.mark.slow)
+        for name in experiments(CONF)
+        if not name.startswith("smollm2/")  # a batch for two cores
     ],
 )
 def test_every_experiment_plans_without_a_finding(
-    experiment: str, gpus: int, gigabytes: int | None, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """The peak is no more than all terms together."""
-    with_gpus(monkeypatch, gpus, gigabytes * 10**9 if gigabytes else H100)
-    with_hub(monkeypatch, tmp_path / "hub")
-    arguments = arguments_of(experiment, tmp_path)
+    experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recipe on the GPUs that its header names, others on eight. A peak is at most the sum."""
+    arguments = [f"+exp={experiment}", f"paths.runs={tmp_path / 'runs'}"]
+    count, size, estimated = 8, H100, None
+    if experiment in RECIPES:
+        header = NEEDS.search((CONF / "exp" / f"{experiment}.yaml").read_text())
+        assert header is not None
+        count, gigabytes, estimated = map(int, header.groups())
+        size = gigabytes * 10**9
+        arguments += [f"data.path={rows_in(tmp_path)}"]
+    if experiment in RECIPES and experiment.endswith("/grpo"):
+        arguments += ["reward.function=exact_match"]
+    with_gpus(monkeypatch, count, size)
+    with_hub(monkeypatch, tmp_path / "hub", published())
+    peaks = []
     for link in chain_steps(compose(arguments), arguments):
-        text = render([link])
-        assert text.endswith("nothing to report"), text
         settings = link.composed.settings
         rank = memory_of(settings, rewarded=link.rewarded)
         assert rank is not None
         assert rank.total <= sum(term.size for term in rank.terms)
-        assert gigabytes is None or settings["train"]["nproc"] == gpus
+        peaks.append(rank.total)
+        text = render([link])
+        padded = why_padded(look_at(settings["model"])[0].config)
+        assert text.count("  warning: ") == bool(padded), text
+        assert "  error: " not in text, text
+        assert estimated is None or settings["train"]["nproc"] == count
+    assert estimated in (None, round((max(peaks) + LIBRARIES) / GIB))
+    assert max(peaks) + LIBRARIES <= size
 
 
 def test_a_stage_reserves_every_gpu_that_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,8 +173,14 @@ def test_72b_in_host_memory_and_in_the_engine_that_serves_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The base takes no memory of a rank: safetensors maps it once for all of them."""
-    arguments = arguments_of("dpo_qwen72b_lora", tmp_path)
-    composed = compose_config([*arguments, "train.async_save=true"])
+    composed = compose_config(
+        [
+            "+exp=dpo_lora_zero3", "model.path=Qwen/Qwen2.5-72B-Instruct", "peft.rank=32",
+            "zero.offload_optimizer=cpu", "train.async_save=true", "train.micro_batch_size=1",
+            "train.nproc=8", "smoke.tensor_parallel=8", f"data.path={rows_in(tmp_path)}",
+            f"paths.runs={tmp_path / 'runs'}",
+        ]
+    )  # fmt: skip
     settings, rank = composed.settings, memory_of(composed.settings)
     assert rank is not None
     sizes = Sizes.of(QWEN_72B)
@@ -265,7 +272,8 @@ def test_what_an_adapter_a_reward_model_and_other_engines_add(tmp_path: Path) ->
     names = {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
     (folder / "config.json").write_text(json.dumps(QWEN_7B | names | {"dtype": "bfloat16"}))
     rewards = [f"reward.model={folder}", "reward.normalize=false"]
-    rank, _ = planned(tmp_path, "ppo_qwen7b_lora", *rewards)
+    ppo = ["train=ppo", "reward=model", "peft=lora", "peft.rank=32", "rollout.gpu_memory=0.4"]
+    rank, _ = planned(tmp_path, "sft_qlora", *ppo, *rewards)
     sizes = Sizes.of(QWEN_7B)
     terms, weights = sizes_of(rank), sizes.weights()
     pairs = adapter_weights(sizes, Settings(peft=Peft("lora", rank=32)))
@@ -274,7 +282,7 @@ def test_what_an_adapter_a_reward_model_and_other_engines_add(tmp_path: Path) ->
     assert terms["reward model"] == 2 * (weights - 152064 * 3584)
     assert "reference" not in terms  # the policy without its adapter
     assert rank.host == 2 * weights  # the base of the engine's adapters, while it sleeps
-    own, _ = planned(tmp_path, "ppo_qwen7b_lora", *rewards, "rollout=transformers")
+    own, _ = planned(tmp_path, "sft_qlora", *ppo, *rewards, "rollout=transformers")
     share = rank.peaks["generate"] - own.peaks["generate"]
     assert share == pytest.approx(0.4 * H100, abs=1)
     group, problems = planned(tmp_path, "grpo", "rollout.tensor_parallel=4")
@@ -282,6 +290,9 @@ def test_what_an_adapter_a_reward_model_and_other_engines_add(tmp_path: Path) ->
     assert problems == []
     _, (problems, *_) = planned(tmp_path, "grpo", "rollout.gpu_memory=0.15")
     assert problems.endswith("-> rollout.gpu_memory=0.2")
+    away = ("rollout=server", "rollout.urls=[http://127.0.0.1:9]", "rollout.gpu_memory=0.15")
+    _, problems = planned(tmp_path, "grpo", *away)
+    assert [text.partition(":")[0] for text in problems] == ["rollout.urls"]
 
 
 @pytest.mark.usefixtures("eight")

@@ -28,7 +28,7 @@ OF_CRITICS = ("critic", "value_head", "v_head")
 def stages_of(experiment: str) -> list[str]:
     """Return the stages: QLoRA needs the dequantised base, full training has nothing to merge."""
     names = [name for name in STAGES if experiment != "ppo_full" or name != "merge"]
-    if "qlora" in experiment:
+    if "qlora" in experiment or experiment == "recipes/qwen3-8b/grpo":
         names.insert(names.index("train"), "rollout_base")
     return names
 
@@ -156,12 +156,15 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("experiment", "changes"),
     [
-        ("grpo_qwen7b_qlora", ("reward.function=exact_match", "rl.iterations=2")),
         (
-            "ppo_qwen7b_lora",
+            "recipes/qwen3-8b/grpo",
+            ("train.nproc=1", "reward.function=exact_match", "rl.iterations=2"),
+        ),
+        (
+            "ppo_lora_zero3",
             (
-                "train.nproc=2", "smoke.tensor_parallel=2", "rl.rollout_batch_size=128",
-                "rl.iterations=3", "reward=exact_match",
+                "zero=zero2", "smoke.tensor_parallel=2", "rl.rollout_batch_size=128",
+                "rl.iterations=3",
             ),
         ),
     ],

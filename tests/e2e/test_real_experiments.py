@@ -1,9 +1,10 @@
 """The experiments for real hardware, run: a tiny model of the same family, and the same options.
 
 Overridden is only what this machine cannot have: the weights, and more ranks than two, with the
-batch of a step in proportion. The Qwen2 of the embedded default stands for Qwen2.5, its context
-raised; a random Llama for Llama 3.1; for the reward model a random Qwen2 of one layer, 5120 wide as
-the model whose `score.lora_A` was once saved as `torch.Size([0])`.
+batch of a step in proportion. The Qwen2 of the embedded default stands for Qwen3, its context
+raised; random models of their families for Llama 3.1 and Qwen3-30B-A3B; for the reward model a
+random Qwen2 of one layer, 5120 wide as the model whose `score.lora_A` was once saved as
+`torch.Size([0])`.
 """
 
 from __future__ import annotations
@@ -94,13 +95,14 @@ def adapter_shapes(run: Run) -> dict[str, list[int]]:
         return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
 
 
-def test_dpo_qwen72b_lora(
+def test_dpo_lora_zero3_with_its_optimizer_in_host_memory(
     start: Callable[..., Run], chain: Run, rows: Callable[[str, int], Path], tmp_path: Path
 ) -> None:
     base = with_context(chain.artifact("prepare_base"), tmp_path / "qwen", 4096)
     done = start(
-        "dpo_qwen72b_lora", base, rows("pairs", 700),
-        "train.nproc=2", "train.global_batch_size=32",
+        "dpo_lora_zero3", base, rows("pairs", 700), "train.nproc=2", "train.global_batch_size=32",
+        "zero.offload_optimizer=cpu", "peft.rank=32", "peft.dropout=0.05", "train.lr=5e-7",
+        "train.log_every=10", "tracking.tensorboard=true",
     )  # fmt: skip
     losses = curve(done, "train/loss")
     assert len(losses) == 3  # of 21 steps: every tenth, and the last
@@ -113,11 +115,11 @@ def test_dpo_qwen72b_lora(
     assert list((done.runs / "tensorboard").rglob("events.out.tfevents.*"))
 
 
-def test_qlora_qwen7b(
+def test_sft_qlora_of_qwen3(
     start: Callable[..., Run], chain: Run, rows: Callable[[str, int], Path], tmp_path: Path
 ) -> None:
     base = with_context(chain.artifact("prepare_base"), tmp_path / "qwen", 4096)
-    done = start("qlora_qwen7b", base, rows("conversations", 1400))
+    done = start("recipes/qwen3-8b/sft_qlora", base, rows("conversations", 1400))
     losses = curve(done, "train/loss")
     assert len(losses) == 21
     assert sum(losses[-5:]) < sum(losses[:5])
@@ -127,7 +129,7 @@ def test_qlora_qwen7b(
     assert "dequantized" in json.dumps(open_artifact(Path(done.stage("merge")["artifact"])).notes)
 
 
-def test_sft_llama8b_lora_zero3(
+def test_sft_lora_zero3_of_llama(
     start: Callable[..., Run], rows: Callable[[str, int], Path], tmp_path: Path
 ) -> None:
     base = at_random(
@@ -135,7 +137,7 @@ def test_sft_llama8b_lora_zero3(
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8192,
     )  # fmt: skip
     done = start(
-        "sft_llama8b_lora_zero3", base, rows("conversations", 700),
+        "recipes/llama-3.1-8b/sft_lora_zero3", base, rows("conversations", 700),
         "train.nproc=2", "train.global_batch_size=32", *UNTRAINED,
     )  # fmt: skip
     losses = curve(done, "train/loss")
@@ -147,7 +149,27 @@ def test_sft_llama8b_lora_zero3(
     assert {min(shape) for shape in shapes.values()} == {64}
 
 
-def test_reward_qwen14b_lora_zero3(
+def test_sft_lora_zero3_of_a_mixture_of_experts(
+    start: Callable[..., Run], rows: Callable[[str, int], Path], tmp_path: Path
+) -> None:
+    """Every expert has an adapter, and peft doubles the rank of two fused maps."""
+    base = at_random(
+        tmp_path / "qwen", "Qwen3Moe", hidden_size=128, moe_intermediate_size=64,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        num_experts=4, num_experts_per_tok=2, max_position_embeddings=2048,
+    )  # fmt: skip
+    done = start(
+        "recipes/qwen3-30b-a3b/sft_lora_zero3", base, rows("conversations", 700),
+        "train.nproc=2", "train.global_batch_size=32", *UNTRAINED,
+    )  # fmt: skip
+    losses = curve(done, "train/loss")
+    assert sum(losses[-5:]) < sum(losses[:5])
+    assert done.stage("gather")["drift"]["mean_kl"] == 0.0
+    experts = [shape for name, shape in adapter_shapes(done).items() if "experts" in name]
+    assert sorted(map(min, experts)) == [8 * 4] * 4 + [16 * 4] * 4
+
+
+def test_reward_lora_zero3(
     start: Callable[..., Run], rows: Callable[[str, int], Path], tmp_path: Path
 ) -> None:
     base = at_random(
@@ -155,7 +177,7 @@ def test_reward_qwen14b_lora_zero3(
         num_attention_heads=40, num_key_value_heads=8, max_position_embeddings=4096,
     )  # fmt: skip
     done = start(
-        "reward_qwen14b_lora_zero3", base, rows("pairs", 100),
+        "reward_lora_zero3", base, rows("pairs", 100), "train.lr=1e-5", "train.micro_batch_size=4",
         "train.nproc=2", "train.global_batch_size=16",  # 64 would be in proportion: minutes a step
     )  # fmt: skip
     # Six steps at 1e-5 from a random model teach it next to nothing: their loss is noise.

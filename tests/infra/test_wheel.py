@@ -45,7 +45,7 @@ def files(root: Path, *folders: str) -> set[str]:
 
 def test_it_holds_all_code_and_all_configuration(unpacked: Path) -> None:
     expected = files(PROJECT, "conf", "flows", "tasks")
-    assert "conf/exp/recipes/qwen2.5-7b/sft_qlora.yaml" in expected
+    assert "conf/exp/recipes/qwen3-8b/sft_qlora.yaml" in expected
     assert files(unpacked, "conf", "flows", "tasks") == expected
     assert (unpacked / "flows" / "report" / "report.html.jinja").is_file()
     top = {path.name for path in unpacked.iterdir() if not path.name.endswith(".dist-info")}

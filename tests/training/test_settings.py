@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import shutil
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from tasks.training.memory.estimate import adapter_weights, estimate
 from tasks.training.memory.mfu import Meter, step_flops
 from tasks.training.memory.sizes import Sizes
 from tasks.training.tokens.order import Counts
+from tests.machines import published
 from tests.settings import Batch, Settings
 from tests.training.conftest import make_tokenizer
 
@@ -95,6 +97,18 @@ def test_the_memory_plan_of_a_published_model() -> None:
     assert [plan.optimizer for plan in full] == [12 * weights] + [3 * weights] * 3
     assert [plan.weights for plan in full] == [2 * weights] * 3 + [weights // 2]
     assert full[1].gradients > full[2].gradients
+
+
+def test_weights_of_the_recipes_models_are_those_that_transformers_makes() -> None:
+    """Biases and towers for images are not counted."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for name, config in published().items():
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        language = {n: p for n, p in model.named_parameters() if not re.search("vision|modal", n)}
+        weights = sum(parameter.numel() for parameter in language.values())
+        assert Sizes.of(config).weights() == pytest.approx(weights, rel=0.006), name
 
 
 def test_model_flops_utilisation_of_one_long_sequence() -> None:

@@ -127,8 +127,8 @@ class VllmEngine:
 
     def _broken(self, what: str, error: Exception, hint: str) -> TrainingError:
         LOG.debug("the rollout engine", exc_info=error)
-        lines = str(error).strip().splitlines() or [""]
-        reason = f"{type(error).__name__}: {lines[0][:300]}"
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = f"{type(error).__name__}: {' '.join(lines[:2])[:400]}"  # pydantic's is the second
         rank = self._policy.ranks.rank
         return TrainingError(f"rank {rank}: the rollout engine {what}: {reason}", hint=hint)
 

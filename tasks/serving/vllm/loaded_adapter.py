@@ -36,15 +36,17 @@ def adapter_differences(worker: Any, folder: Path, version: int) -> list[str]:
     mapper = None if mapper is None else mapper.get_rename_mapper()
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
         keys = {(*parse_fine_tuned_lora_name(key, mapper), key) for key in file.keys()}  # noqa: SIM118
-        unbound = {(name, is_a): key for name, is_a, key in keys}
-        count = len(unbound)
-        for layer, number, part, is_a, stack in _halves(manager):
-            loaded, key = stack[slot, 0], unbound.pop((part, is_a), None)
+        known = {(name, is_a): key for name, is_a, key in keys}
+        unbound, count = dict(known), len(known)
+        rows = {n: file.get_slice(key).get_shape()[0] for (n, a), key in known.items() if not a}
+        for layer, number, part, is_a, stack, span in _halves(manager, rows):
+            loaded, key = stack[slot, 0], known.get((part, is_a))
+            unbound.pop((part, is_a), None)
             if key is None:
                 if loaded.any():
                     wrong.append(f"{part}: not in the adapter, and not zero in vLLM's layer")
                 continue
-            tensor = file.get_tensor(key).to(loaded.dtype)
+            tensor = file.get_tensor(key)[slice(None) if is_a else span].to(loaded.dtype)
             scale = 1.0 if is_a else config.scale_of(parse_fine_tuned_lora_name(key)[0])
             tensor = tensor if scale == 1.0 else tensor * scale  # vLLM's own rounding
             sent = _padded(_sliced(layer, number, tensor, is_a).to(loaded.device), loaded)
@@ -56,12 +58,26 @@ def adapter_differences(worker: Any, folder: Path, version: int) -> list[str]:
     return wrong + [f"{key}: bound to no layer of vLLM's model" for key in unbound.values()]
 
 
-def _halves(manager: Any) -> Iterator[tuple[Any, int, str, bool, torch.Tensor]]:
-    """Yield (layer, index of the plain layer, its name, True for lora_A, slots)."""
+def _halves(
+    manager: Any, rows: dict[str, int]
+) -> Iterator[tuple[Any, int, str, bool, torch.Tensor, slice]]:
+    """Yield (layer, number of its slot, plain layer, True for lora_A, slots, rows of lora_B).
+
+    A layer may have more slots than plain layers: `in_proj_qkv` of linear attention fills three.
+    """
     for _, layer, parts in _slots(manager):
-        for number, part in enumerate(parts):
-            yield layer, number, part, True, layer.lora_a_stacked[number]
-            yield layer, number, part, False, layer.lora_b_stacked[number]
+        count = len(layer.lora_a_stacked)
+        spans = [(part, slice(None)) for part in parts]
+        if count > len(parts):
+            sizes, spans = iter(layer.output_sizes), []
+            for part in parts:
+                at = 0
+                while at < rows.get(part, 0):
+                    start, at = at, at + next(sizes)
+                    spans.append((part, slice(start, at)))
+        for number, (part, span) in enumerate(spans):
+            yield layer, number, part, True, layer.lora_a_stacked[number], span
+            yield layer, number, part, False, layer.lora_b_stacked[number], span
 
 
 def _padded(sent: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -77,7 +93,7 @@ def _slots(manager: Any) -> Iterator[tuple[str, Any, list[str]]]:
     """Yield every layer with adapter slots: name, layer, names of the plain layers fused in it."""
     for name, layer in manager.modules.items():
         parts = manager.packed_modules.get(name, [name])
-        if len(getattr(layer, "lora_a_stacked", ())) == len(parts):
+        if len(getattr(layer, "lora_a_stacked", ())) >= len(parts):
             yield name, layer, parts
 
 

@@ -265,6 +265,7 @@ def _start(how: Colocation, sampling: Sampling) -> Any:
     return engine_class()(
         model=str(how.model),
         skip_tokenizer_init=True,
+        language_model_only=True,  # of a vision-language model
         generation_config="vllm",
         dtype=how.dtype,
         trust_remote_code=how.trust_remote_code,
@@ -291,8 +292,14 @@ def _on_gpu(how: Colocation) -> dict[str, Any]:
 
 
 def _on_cpu(how: Colocation) -> dict[str, Any]:
+    from vllm.engine.arg_utils import EngineArgs
+
     use_single_adapter_products()
+    trust = how.trust_remote_code
+    model = EngineArgs(str(how.model), trust_remote_code=trust).create_model_config()
     return {
+        # vLLM caches a recurrent state only between chunks.
+        "enable_prefix_caching": not (model.is_hybrid or model.is_attention_free),
         "kv_cache_memory_bytes": int(how.kv_cache_gib * 2**30),
         # Unused here, but checked at start, when other ranks hold memory too.
         "gpu_memory_utilization": 0.01,

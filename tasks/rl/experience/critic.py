@@ -143,7 +143,7 @@ def _add_adapter(policy: Any, job: TrainJob) -> None:
     plain = replace(job.settings.peft, init="default", modules_to_save=())
     if job.adapter is not None:
         plain = replace(plain, init=job.settings.peft.init)  # PiSSA's has twice the rank
-    config = lora_config(plain, head="tokens", family=policy.config.model_type)
+    config = lora_config(plain, head="tokens", model=model_of(policy))
     policy.add_adapter(CRITIC, config, autocast_adapter_dtype=False)
     dtype = DTYPES[job.settings.dtype]
     for name, parameter in policy.named_parameters():

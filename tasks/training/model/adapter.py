@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,7 @@ def add_adapter(
     """
     from peft import get_peft_model
 
-    config = lora_config(peft, head=head, family=model.config.get_text_config().model_type)
-    config.exclude_modules = _beside_language(config.exclude_modules, other_towers(model))
+    config = lora_config(peft, head=head, model=model)
     if new_ids:
         config.trainable_token_indices = {name: list(new_ids) for name in _tables(model)}
     with _rows_read_on_any_device():
@@ -191,13 +190,12 @@ def _let_others_see_their_base(adapted: nn.Module) -> None:
                 deepspeed.zero.register_external_parameter(reader, weight)
 
 
-def _beside_language(excluded: Collection[str] | None, towers: Sequence[str]) -> Any:
-    """Return peft's `exclude_modules` with all of the towers that no text passes."""
+def _excluded(names: Sequence[str], towers: Sequence[str]) -> list[str] | str | None:
+    """Return peft's `exclude_modules`: names of modules, and all within the towers beside text."""
     if not towers:
-        return excluded
-    names = "|".join(map(re.escape, sorted(excluded or ())))
-    suffixes = [rf"(?:.*\.)?(?:{names})"] if names else []
-    return "|".join([*suffixes, rf"(?:{'|'.join(map(re.escape, towers))})(?:\..*)?"])
+        return list(names) or None
+    ends = [rf"(?:.*\.)?{re.escape(name)}" for name in names]
+    return "|".join([*ends, *(rf"{re.escape(tower)}(?:\..*)?" for tower in towers)])
 
 
 def _tables(model: Any) -> list[str]:
@@ -208,26 +206,27 @@ def _tables(model: Any) -> list[str]:
     return [name for name, module in model.named_modules() if any(module is t for t in tables)]
 
 
-def lora_config(peft: Peft, *, head: str, family: str) -> Any:
+def lora_config(peft: Peft, *, head: str, model: Any) -> Any:
     """Return peft's `LoraConfig`; for PiSSA with twice the rank at the same scale, see `pissa.py`.
 
     Args:
         peft: section `peft`.
         head: `tokens` or `score`.
-        family: `model_type` of config.json.
+        model: the transformers model; only its language is adapted.
     """
     from peft import LoraConfig
 
     double = 2 if peft.init == "pissa" else 1
     scale = math.sqrt(double) if peft.use_rslora else double
     targets = peft.target_modules
+    family = model.config.get_text_config().model_type
     left_out = _NOT_ADAPTED.get(family, ()) if targets == ALL_LINEAR else ()
     return LoraConfig(
         r=double * peft.rank,
         lora_alpha=scale * peft.alpha,
         lora_dropout=peft.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
-        exclude_modules=[*peft.exclude_modules, *left_out] or None,
+        exclude_modules=_excluded([*peft.exclude_modules, *left_out], other_towers(model)),
         use_rslora=peft.use_rslora,
         use_dora=peft.use_dora,
         rank_pattern={name: double * rank for name, rank in (peft.rank_pattern or {}).items()},

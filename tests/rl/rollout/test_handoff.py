@@ -42,7 +42,7 @@ def adapted(peft: Peft, **sizes: Any) -> tuple[Any, ModelFacts]:
     facts = facts_of(model)
     if peft.kind == "none":
         return model, facts
-    model = get_peft_model(model, lora_config(peft, head="tokens", family="qwen2"))
+    model = get_peft_model(model, lora_config(peft, head="tokens", model=model))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(std=0.2)

@@ -104,9 +104,8 @@ def test_a_reward_model_takes_the_adapter_and_keeps_its_own_head(
 def test_a_critic_on_the_same_trunk(base: Path, tmp_path: Path) -> None:
     wanted = saved(base, LORA, tmp_path)
     model = adapted(base, LORA)
-    model.add_adapter(
-        "critic", lora_config(LORA, head="tokens", family="qwen2"), autocast_adapter_dtype=False
-    )
+    config = lora_config(LORA, head="tokens", model=model.get_base_model())
+    model.add_adapter("critic", config, autocast_adapter_dtype=False)
     load_into(model, tmp_path, "critic")
     assert not torch.equal(logits(model), wanted)
     model.set_adapter("critic")

@@ -63,12 +63,15 @@ def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def require_same_gradients(
-    mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], floor: float = 1.0
+    mine: dict[str, torch.Tensor],
+    theirs: dict[str, torch.Tensor],
+    floor: float = 1.0,
+    rounding: float = 1e-5,
 ) -> None:
     assert mine.keys() == theirs.keys()
     for name, gradient in theirs.items():
         scale = max(float(gradient.abs().max()), floor)
-        torch.testing.assert_close(mine[name], gradient, rtol=0, atol=1e-5 * scale)
+        torch.testing.assert_close(mine[name], gradient, rtol=0, atol=rounding * scale)
 
 
 @pytest.mark.parametrize("family", EACH)

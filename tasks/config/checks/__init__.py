@@ -118,7 +118,7 @@ def findings(
         *model.usable(model_, known),
         *adapter.widths(kind, known.config, gpu=gpu),
         *adapter.merged(kind, folder),
-        *model.head_size(smoke["engine"], on_cpu, known),
+        *model.vllm_serves(smoke["engine"], on_cpu, known),
         *model.packed(attention, known),
         *model.shared_rows(train, attention, known),
         *adapter.targets(peft["target_modules"], kind, known),

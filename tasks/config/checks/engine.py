@@ -247,7 +247,7 @@ def host_fits(
     spare = (available // processes - engine.weights - LIBRARIES) // GIB
     override = "a machine with more memory"
     if 1 <= spare < kv_cache_gib:
-        override = f"smoke.kv_cache_gib={spare} or smoke=transformers"
+        override = f"smoke.kv_cache_gib={spare} or smoke.engine=transformers"
     value = f"{available / GIB:.1f} GiB available"
     allowed = f"smoke_eval needs about {needed / GIB:.1f} GiB: {engine}"
     return [Finding("memory of smoke_eval", value, allowed, override)]

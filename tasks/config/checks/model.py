@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import distribution
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -291,21 +292,27 @@ def quantised(kind: str, known: Known) -> list[Finding]:
     return [Finding("model.path", value, allowed, "model.path=<the model in bfloat16>")]
 
 
-def head_size(engine: str, on_cpu: bool, known: Known) -> list[Finding]:
-    """Refuse attention heads of a size that vLLM has no CPU kernel for.
+def vllm_serves(engine: str, on_cpu: bool, known: Known) -> list[Finding]:
+    """Refuse what the installed vLLM fails on at its start: sizes of heads, vision on CPUs.
 
     Args:
         engine: `smoke.engine` or `rollout.engine`.
         on_cpu: True if the installed vLLM is the one for CPUs.
         known: facts about the base model.
     """
+    if engine == "transformers" or not on_cpu:
+        return []
     text = known.config.get("text_config") or known.config
     heads = text.get("num_attention_heads")
     size = text.get("head_dim") or (text["hidden_size"] // heads if heads else None)
-    if engine == "transformers" or not on_cpu or size is None or size in CPU_HEAD_SIZES:
-        return []
-    allowed = f"vLLM on a CPU serves {', '.join(map(str, CPU_HEAD_SIZES))}"
-    return [Finding("smoke.engine", f"attention heads of {size}", allowed, "smoke=transformers")]
+    problems = []
+    if size is not None and size not in CPU_HEAD_SIZES:
+        sizes = f"vLLM on a CPU serves {', '.join(map(str, CPU_HEAD_SIZES))}"
+        problems.append((f"attention heads of {size}", sizes))
+    if "vision_config" in known.config and find_spec("torchvision") is None:
+        needed = "vLLM needs torchvision for it, of PyTorch's own index for CPUs"
+        problems.append((f"vllm with {known.config.get('model_type')}", needed))
+    return [Finding("smoke.engine", *problem, "smoke.engine=transformers") for problem in problems]
 
 
 def vocabulary(folder: Path, rows: int | None) -> list[Finding]:

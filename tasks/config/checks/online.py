@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from tasks.config.checks.engine import shareable
 from tasks.config.checks.environment import environment
-from tasks.config.checks.model import Known, head_size
+from tasks.config.checks.model import Known, vllm_serves
 from tasks.config.section import read_section
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.finding import Finding
@@ -255,7 +255,7 @@ def engine(
     """
     if rollout["engine"] != "vllm":
         return
-    for finding in head_size("vllm", on_cpu, known):
+    for finding in vllm_serves("vllm", on_cpu, known):
         yield replace(finding, what="rollout.engine", override="rollout=transformers")
     parallel = rollout["tensor_parallel"]
     if parallel >= 1 and world % parallel:

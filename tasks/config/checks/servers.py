@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tasks.config.checks.engine import shareable
-from tasks.config.checks.model import Known, head_size
+from tasks.config.checks.model import Known, vllm_serves
 from tasks.config.section import read_section
 from tasks.core import machine as host
 from tasks.core.finding import Finding
@@ -159,7 +159,7 @@ def able(settings: Mapping[str, Any]) -> Iterator[Finding]:
 def _started(
     rollout: Mapping[str, Any], nproc: int, known: Known, *, gpus: int, on_cpu: bool
 ) -> Iterator[Finding]:
-    for finding in head_size("server", on_cpu, known):
+    for finding in vllm_serves("server", on_cpu, known):
         yield replace(finding, what="rollout.engine", override="rollout=transformers")
     count, parallel = rollout["servers"], rollout["tensor_parallel"]
     if on_cpu and parallel > 1:

@@ -93,8 +93,9 @@ class Work:
 
     @property
     def is_causal(self) -> bool:
-        """Return True if the served model is a causal language model."""
-        return self._is("ForCausalLM", "LMHeadModel")
+        """Return True if the served model predicts tokens, also one with a vision tower."""
+        whole = self._is("ForConditionalGeneration") and "text_config" in self.config
+        return whole or self._is("ForCausalLM", "LMHeadModel")
 
     @property
     def is_reward(self) -> bool:

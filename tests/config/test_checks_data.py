@@ -86,6 +86,20 @@ def test_rows_that_do_not_fit(tmp_path: Path) -> None:
     assert wrong == []
 
 
+def test_a_file_without_readable_rows(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    for text, named, override in (
+        ("", "rows.jsonl", "data.path=<file>"),
+        ("{broken\n", "rows.jsonl:1:", "data=jsonl|csv|parquet"),
+    ):
+        file.write_text(text)
+        (finding,) = data.readable(section(path=str(file)))
+        assert named in finding.found
+        assert finding.override == override
+    file.write_text('{broken\n{"messages": []}\n')
+    assert data.readable(section(path=str(file), on_bad_line="skip")) == []
+
+
 def test_data_files_that_do_not_exist(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
     wrong = str(tmp_path / "row.jsonl")

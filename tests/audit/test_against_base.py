@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
-from tasks.audit.repair import repair
 from tasks.audit.run import audit
 from tasks.core.errors import ConfigError, DriftError
 from tasks.delivery.examination import require_base
@@ -21,7 +18,6 @@ from tasks.drift.fingerprint import Fingerprint, require_informative
 from tests.audit.making import (
     Arrays,
     adapter_tensors,
-    by_code,
     codes,
     config,
     edit_json,
@@ -288,44 +284,3 @@ def test_a_tokenizer_class_that_is_not_the_bases(tmp_path: Path) -> None:
         for name, differs in (("PreTrainedTokenizerFast", True), ("LlamaTokenizer", False)):
             write_json(root / "tokenizer_config.json", {"tokenizer_class": name})
             assert ("CONFIG_DIFFERS" in codes(root, base=base)) is differs
-
-
-def test_a_repair_copies_settings_of_the_base(tmp_path: Path) -> None:
-    base = make_model(tmp_path / "tiny", rope_theta=1e6)
-    root = merge(tmp_path / "it", rms_norm_eps=1e-5, rope_theta=1e4)
-    settings = {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["<x>"]}
-    write_json(root / "tokenizer_config.json", settings)
-    write_json(root / "tokenizer.json", {"model": {"vocab": {}}, "added_tokens": []})
-    assert audit(root, base=base).mendable
-    repair(root, tmp_path / "new", base=base)
-    repaired = json.loads((tmp_path / "new" / "config.json").read_text())
-    assert (repaired["rms_norm_eps"], repaired["rope_theta"]) == (1e-6, 1e6)
-    settings = json.loads((tmp_path / "new" / "tokenizer_config.json").read_text())
-    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert settings["additional_special_tokens"] == ["<x>"]
-    assert "extra_special_tokens" not in settings
-    arrays = load_file(tmp_path / "new" / "model.safetensors")
-    stored = load_file(root / "model.safetensors")
-    assert all(np.array_equal(arrays[name], array) for name, array in stored.items())
-
-
-def test_rotary_settings_are_written_for_both_readers(tmp_path: Path) -> None:
-    from transformers import AutoConfig
-
-    new = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
-    root = make_model(tmp_path / "it", rope_parameters=new)
-    assert codes(root)["ROPE_FORM"] == "warning"
-    repair(root, tmp_path / "new")
-    repaired = json.loads((tmp_path / "new" / "config.json").read_text())
-    assert repaired["rope_theta"] == 5e5
-    assert repaired["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
-    read = [
-        AutoConfig.from_pretrained(folder).rope_parameters for folder in (root, tmp_path / "new")
-    ]
-    assert read[0] == read[1] == repaired["rope_parameters"] == new
-    other = make_model(
-        tmp_path / "other", rope_parameters={**new, "rope_theta": 1e4, "factor": 1.0}
-    )
-    repair(other, tmp_path / "repaired", base=root)
-    assert not {"ROPE_FORM", "CONFIG_CHANGED"} & codes(tmp_path / "repaired", base=root).keys()
-    assert "ROPE_FORM" not in by_code(audit(tmp_path / "new"))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import random
 import re
 import struct
 import subprocess
@@ -17,13 +15,9 @@ import pytest
 
 from tasks.audit import folder as folders
 from tasks.audit.run import audit
-from tasks.core.errors import ArtifactError
-from tasks.weights.files.documents import read_manifest
 from tests.audit.making import (
-    WRONG_VALUES,
     adapter_tensors,
     codes,
-    edit_json,
     make_adapter,
     make_model,
     make_shards,
@@ -45,39 +39,6 @@ def files_with(root: Path, code: str) -> list[str]:
     return sorted(finding.file for finding in audit(root).findings if finding.code == code)
 
 
-def crashes(root: Path, base: Path | None = None) -> list[str]:
-    """Give every key of every JSON file a few values of wrong types; returns what crashed."""
-    failed = []
-    for path in sorted(root.glob("*.json")):
-        before = path.read_text()
-        document = json.loads(before)
-        for key in document:
-            for value in random.Random(key).sample(WRONG_VALUES, 6):
-                write_json(path, {**document, key: value})
-                report = audit(root, base=base)
-                report.text().encode("utf-8", "replace")
-                json.dumps(report.as_json())
-                failed += [
-                    f"{path.name}: {key}={str(value)[:60]!r}: {finding.found}"
-                    for finding in report.findings
-                    if finding.code == "CANNOT_JUDGE"
-                ]
-        path.write_text(before)
-    return failed
-
-
-def test_json_values_of_wrong_types(model: Path, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {
-        "use_dora": False, "use_rslora": False, "modules_to_save": None, "rank_pattern": {},
-        "alpha_pattern": {}, "layers_to_transform": None, "trainable_token_indices": None,
-        "target_parameters": None, "exclude_modules": None, "init_lora_weights": True,
-        "fan_in_fan_out": False, "inference_mode": True, "auto_mapping": None, "lora_bias": False,
-    }  # fmt: skip
-    base = make_model(tmp_path / "base")
-    assert crashes(model) == []
-    assert crashes(make_adapter(tmp_path / "adapter", **settings), base) == []
-
-
 def test_more_files_than_are_listed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "MAX_ENTRIES", 3)
     assert codes(model)["LISTING_CUT"] == "error"
@@ -93,58 +54,6 @@ def test_endless_folders(tmp_path: Path) -> None:
     (root / "up").symlink_to("..")
     assert files_with(root, "ODD_ENTRY") == ["d/d/d/d/d/d", "loop"]
     assert files_with(root, "LINK_OUTSIDE") == ["up"]
-
-
-def test_names_and_texts_for_a_terminal(model: Path) -> None:
-    escapes = "\x1b[2J\x1b]0;owned\x07\u202e\x9b31m"
-    (model / f"adapter_model{escapes}.safetensors").write_bytes(b"x" * 20)
-    (model / os.fsdecode(b"\xff\xfe.safetensors")).write_bytes(b"x" * 20)
-    edit_json(model / "config.json", model_type=escapes, architectures=[escapes], dtype=escapes)
-    edit_json(model / "tokenizer_config.json", eos_token=escapes, auto_map={"a": escapes})
-    report = audit(model)
-    for text in (report.text(), report.markdown(), report.what):
-        assert {char for char in text if not char.isprintable()} <= {"\n"}
-        assert text.encode()
-    assert json.dumps(report.as_json()).encode()
-
-
-@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
-def test_a_template_without_bounds(model: Path, name: str) -> None:
-    bomb = "{{ 'a' * 3000000000 }}"
-    edit_json(model / "tokenizer_config.json", chat_template=None)
-    if name == "chat_template.jinja":
-        (model / name).write_text(bomb)
-    else:
-        edit_json(model / name, chat_template=bomb)
-    assert files_with(model, "TEMPLATE_UNBOUNDED") == [name]
-
-
-def test_damaged_manifests(tmp_path: Path) -> None:
-    root = make_model(tmp_path / "it")
-    keys = ("kind", "digest", "tensors", "files", "inputs", "notes")
-    whole: dict[str, Any] = {key: {} for key in keys}
-    damaged = [{key: whole[key] for key in whole if key != gone} for gone in ("kind", "files")]
-    damaged += [
-        {**whole, "tensors": table}
-        for table in (
-            {"a": None}, {"model.safetensors": {"x": None}}, {"a": {"x": {"blake3": 3}}}, [], 3,
-        )
-    ]  # fmt: skip
-    for manifest in damaged:
-        write_json(root / "manifest.json", manifest)
-        severities = codes(root, values=True)
-        assert severities["MANIFEST_DIFFERS"] == "error"
-        assert "CANNOT_JUDGE" not in severities
-        with pytest.raises(ArtifactError, match=r"manifest\.json"):
-            read_manifest(root)
-    for files in (
-        {"../../etc/passwd": {"size": 1, "sha256": "0"}}, {"a": 3}, {"a": None}, {"a": {"size": 1}},
-        {"a": {"size": None, "blake3": "0"}}, [], 3,
-    ):  # fmt: skip
-        write_json(root / "manifest.json", {**whole, "files": files})
-        assert not audit(root, values=True).ok
-    write_json(root / "manifest.json", {"name": "an app", "files": []})  # another tool's
-    assert read_manifest(root) == {}
 
 
 def test_headers_and_documents_of_bombs(tmp_path: Path) -> None:

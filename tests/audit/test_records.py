@@ -10,11 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
-from tasks.audit.repair import repair
 from tasks.audit.run import Report, audit
-from tasks.core.errors import ContractError
 from tasks.drift.fingerprint import Fingerprint
 from tasks.pipeline.signature import sign
 from tasks.witness.plumbline_witness.facts import headers_digest
@@ -24,8 +21,6 @@ from tests.audit.making import (
     make_adapter,
     make_model,
     make_shards,
-    tensors,
-    wrapped,
     write_json,
 )
 from tests.keys import make_pair
@@ -180,31 +175,6 @@ def test_a_planted_difference(name: str, source: Path, base: Path) -> None:
     assert "CANNOT_JUDGE" not in by_code(report)
 
 
-def test_odd_values_do_not_stop_the_audit(source: Path, base: Path) -> None:
-    odd: dict[str, Any] = {"tokenizer": 3, "generation_config": "x"}
-    edit_facts(source, lambda facts: facts.update(peft=[], tokens=odd, base=None))
-    assert codes_of(audit(source, base=base)) == {"WITNESS": "info"}
-
-
-def test_a_repair_keeps_the_record_and_does_not_certify_another_adapter(
-    source: Path, tmp_path: Path
-) -> None:
-    (source / "1_Pooling").mkdir()
-    write_json(source / "1_Pooling" / "config.json", {"pooling_mode_lasttoken": True})
-    (source / "1_Pooling" / "state.pt").write_bytes(b"")
-    save_file({"x": np.ones(2, np.float32)}, source / "other.safetensors")
-    done = repair(source, tmp_path / "kept")
-    for name in ("plumbline.witness/witness.json", "plumbline.witness/fingerprint.fp"):
-        assert (tmp_path / "kept" / name).read_bytes() == (source / name).read_bytes()
-    assert (tmp_path / "kept/1_Pooling/config.json").is_file()
-    assert "left out 1_Pooling/state.pt" in done.done
-    edit_json(source / "adapter_config.json", use_rslora=True)
-    assert not audit(source).mendable
-    with pytest.raises(ContractError, match="WITNESS_ADAPTER"):
-        repair(source, tmp_path / "new")
-    assert not (tmp_path / "new").exists()
-
-
 @pytest.fixture
 def keys(tmp_path: Path) -> tuple[Path, Path]:
     return make_pair(tmp_path / "keys")
@@ -248,12 +218,3 @@ def test_each_way_to_break_it_has_a_code_and_names_the_file(
     assert added_by(signed, keys[1]) == {"SIGNATURE_UNREADABLE": "error"}
     (signed / "model.sig").unlink()
     assert added_by(signed, keys[1]) == {"SIGNATURE_MISSING": "error"}
-
-
-def test_a_repaired_copy_does_not_keep_the_signature(
-    tmp_path: Path, keys: tuple[Path, Path]
-) -> None:
-    root = make_model(tmp_path / "it", wrapped(tensors()))
-    sign(root, keys[0])
-    repair(root, tmp_path / "new")
-    assert not (tmp_path / "new" / "model.sig").exists()

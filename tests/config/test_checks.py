@@ -8,16 +8,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flows.cli.config import compose_config
-from tasks.config.checks import adapter, findings, machine, model, preflight, ranges
+from tasks.config.checks import adapter, machine, model, ranges
 from tasks.config.checks.machine import checkpoints
 from tasks.config.checks.objective import mask_fits, objective_fits
 from tasks.config.checks.quantizing import quantizing
-from tasks.core.errors import ConfigError
 from tasks.core.finding import Finding
 from tasks.core.machine import left_in_container
 from tasks.training.engine.checkpoint import Progress, describe, publish, work_folder
@@ -239,28 +237,6 @@ def test_some_findings_are_warnings() -> None:
     assert {wrong.severity, small.severity} == {"error"}
 
 
-def test_values_out_of_range_are_reported_with_a_valid_one() -> None:
-    settings = compose_config(
-        ["zero.stage=4", "train.warmup_ratio=1.5", "train.lr=0", "peft.rank=-1", "train.eps=nan"]
-    ).settings
-    assert [(f.found, f.override) for f in ranges.out_of_range(settings)] == [
-        ("0", "train.lr=0.0002"),
-        ("1.5", "train.warmup_ratio=0.03"),
-        ("nan", "train.eps=1e-08"),
-        ("-1", "peft.rank=16"),
-        ("4", "zero.stage=2"),
-    ]
-
-
-def test_near_names_are_offered() -> None:
-    (finding,) = adapter.targets(["q_proj", "v_prj"], "lora", model.TOY)
-    assert "v_prj" in finding.found
-    assert "v_proj" in finding.override
-    assert "down_proj, gate_proj" in finding.allowed
-    (finding,) = ranges.forced(["pppo.train"], ("sft", "ppo"))
-    assert finding.override.startswith("force=[ppo.train]")
-
-
 def test_a_merged_qlora_model_is_no_base_for_qlora(tmp_path: Path) -> None:
     folder = near_nf4(tmp_path / "merged", 0.01)
     (folder / "config.json").write_text("{}")
@@ -268,33 +244,6 @@ def test_a_merged_qlora_model_is_no_base_for_qlora(tmp_path: Path) -> None:
     assert "model.layers.0.mlp.up_proj.weight" in finding.found
     assert finding.override.startswith("peft=lora")
     assert adapter.merged("lora", folder) == adapter.merged("qlora", tmp_path / "none") == []
-
-
-def test_quantising_reports_all_its_problems_at_once(tmp_path: Path) -> None:
-    convert = {"quantize": "w4a16", "group_size": 128}
-    config = {"num_local_experts": 8, "hidden_size": 576, "intermediate_size": 100}
-    problems = quantizing(
-        convert, config, lambda name: "0",
-        is_reward=True, engine="none", environment=tmp_path / "bin" / "python",
-    )  # fmt: skip
-    assert [finding.override for finding in problems] == [
-        "convert.quantize=none",
-        "convert.quantize=none",
-        "smoke.engine=vllm",
-        "pip install compressed-tensors",
-        "make setup-quantize",
-        "convert.group_size=64",
-        "convert.quantize=w8a8",
-    ]
-    gguf = {"quantize": "gguf:q4_k_m", "llama_cpp": str(tmp_path)}
-    problems = quantizing(gguf, {"model_type": "gpt2"}, lambda name: "0", engine="none")
-    assert [finding.override for finding in problems] == [
-        "convert.quantize=none",
-        "smoke.engine=vllm",
-        "convert.llama_cpp=<its folder, built>",
-        "pip install gguf",
-        "convert.quantize=none",
-    ]
 
 
 def test_a_folder_to_resume_from_holds_a_complete_checkpoint(tmp_path: Path) -> None:
@@ -331,18 +280,3 @@ def test_a_container_s_limit_counts(tmp_path: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         assert left_in_container(tmp_path / str(number)) == left
-
-
-def test_all_problems_in_one_message(tmp_path: Path) -> None:
-    composed = compose_config(
-        ["+exp=sft_qlora", "zero=zero3", "train.global_batch_size=7", "data=jsonl", "model=hf",
-         "tracking.uri=http://me:secret@127.0.0.1:9"]
-    )  # fmt: skip
-    with pytest.raises(ConfigError) as caught:
-        preflight(findings(composed.settings, tmp_path))
-    what = [line.partition(":")[0] for line in caught.value.details]
-    assert what == [
-        "model.path", "peft and zero", "train.global_batch_size", "data.path", "tracking.uri"
-    ]  # fmt: skip
-    assert "secret" not in caught.value.report()
-    assert caught.value.exit_code == 2

@@ -7,10 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pytest
-from pyarrow import parquet
-
 from flows.cli.config import compose_config
 from tasks.config.checks import data
 from tasks.config.checks.objective import reference_answers
@@ -117,28 +113,6 @@ def test_data_files_that_do_not_exist(tmp_path: Path) -> None:
     assert finding.override == "data.name=owner/name"
 
 
-def test_columns_of_csv_and_parquet(tmp_path: Path) -> None:
-    table = {"question": ["a"], "response": ["b"]}
-    (tmp_path / "rows.csv").write_text("question,response\na,b\n")
-    parquet.write_table(pyarrow.table(table), tmp_path / "rows.parquet")
-    for kind in ("csv", "parquet"):
-        settings = section(kind=kind, path=str(tmp_path / f"rows.{kind}"), messages_key=None)
-        (finding,) = data.readable(settings)
-        assert "question, response" in finding.allowed
-        assert data.readable({**settings, "prompt_key": "question"}) == []
-
-
-def test_the_suggested_override_works(tmp_path: Path) -> None:
-    """The keys that the finding suggests make the same file readable."""
-    for number, row in enumerate((TEXTS, WHOLE)):
-        settings = section(row, row, at=tmp_path / f"{number}.jsonl")
-        (finding,) = data.readable(settings, "sft")
-        typed = dict(part.split("=") for part in finding.override.partition(", or ")[2].split())
-        keys = {key.removeprefix("data."): value for key, value in typed.items()}
-        assert keys
-        assert data.readable({**settings, **keys}, "sft") == []
-
-
 def test_all_problems_of_several_sources(tmp_path: Path) -> None:
     good = tmp_path / "good.jsonl"
     good.write_text(json.dumps(TEXTS) + "\n")
@@ -158,17 +132,6 @@ def test_all_problems_of_several_sources(tmp_path: Path) -> None:
     ]  # fmt: skip
     fine = [{**blank, "path": str(good)}, {**blank, "path": str(good)}]
     assert data.readable(section(sources=fine), "dpo") == []
-
-
-def test_hydra_checks_every_key_of_a_source() -> None:
-    override = "data.sources=[{path: a, probability: 0.7, chosen_key: good}, {path: b, kind: csv}]"
-    sources = compose_config(["data=jsonl", override]).settings["data"]["sources"]
-    assert [s["path"] for s in sources] == ["a", "b"]
-    assert (sources[0]["probability"], sources[0]["chosen_key"]) == (0.7, "good")
-    assert (sources[1]["kind"], sources[1]["probability"]) == ("csv", None)
-    for wrong in ("{path: a, probabilty: 1}", "{probability: 1}", "{path: a, max_samples: x}"):
-        with pytest.raises(ValueError, match="probabilty|path|max_samples"):
-            compose_config(["data=jsonl", f"data.sources=[{wrong}]"])
 
 
 def compared(settings: dict[str, Any], *, function: str = "exact_match") -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -80,16 +79,6 @@ def test_a_reward_source_is_required() -> None:
     assert finding.found == "nan"
 
 
-def test_a_function_that_does_not_exist(tmp_path: Path) -> None:
-    path = tmp_path / "judge.py"
-    (finding,) = findings_of(reward={"function": f"{path}:score"})
-    assert str(path) in finding.found
-    path.write_text("raise SystemExit('it was run')\ndef scores(): ...")
-    (finding,) = findings_of(reward={"function": f"{path}:score"})
-    assert "scores" in finding.found
-    assert findings_of(reward={"function": f"{path}:scores"}) == []
-
-
 def test_addresses_of_rewards() -> None:
     for url in ("http://localhost:5000/get_reward", "https://[::1]/rewards?model=a",
                 "http://name:word@host/?token=x"):  # fmt: skip
@@ -99,20 +88,6 @@ def test_addresses_of_rewards() -> None:
         (finding,) = findings_of(reward={"url": url})
         assert finding.what == "reward.url"
         assert "word" not in str(finding)
-
-
-def test_a_reward_model_is_a_folder_with_a_context_for_prompt_and_response(tmp_path: Path) -> None:
-    config = {
-        "architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "LABEL_0"},
-        "max_position_embeddings": 320, "mean": 0.5, "std": 2.0,
-    }  # fmt: skip
-    (finding,) = findings_of(reward={"model": str(tmp_path)})
-    assert str(tmp_path) in finding.found
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert findings_of(reward={"model": str(tmp_path)}) == []
-    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 319}))
-    (finding,) = findings_of(reward={"model": str(tmp_path)})
-    assert "320" in finding.found
 
 
 @given(SIZES, SIZES, SIZES)

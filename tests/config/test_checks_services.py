@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,43 +15,30 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from tasks.config.checks import model, servers, signing, tracking
 from tasks.core.finding import Finding
 from tasks.pipeline.signature import PASSWORD
+from tests.answering import Reply, answering
 from tests.config.test_checks_online import settings
 from tests.keys import make_pair
 from tests.machines import with_gpus
 
-Answer = Callable[[BaseHTTPRequestHandler], tuple[int, Any]]
+BASIC = "Basic bWU6c2VjcmV0"
+PAGES = (
+    "/api/2.0/mlflow/experiments/get-by-name?experiment_name=Default", "/api/admin/version",
+)  # fmt: skip
 
 
 @contextmanager
-def serving(answer: Answer) -> Iterator[str]:
-    """Serve status and JSON in a thread; a page of None is not found. Yields host and port."""
+def serving(status: Callable[[str], int]) -> Iterator[str]:
+    """Answer with a status that depends on the login. Yields host and port."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            status, body = answer(self)
-            content = json.dumps(body).encode()
-            self.send_response(404 if body is None else status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+    def answer(_: None) -> Reply:
+        return Reply(status(asked.seen[-1][2].get("Authorization", "")), b"{}")
 
-        do_POST = do_GET
-
-        def log_message(self, *_: Any) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with answering(dict.fromkeys(PAGES, answer)) as asked:
+        yield asked.url.removeprefix("http://")
 
 
-BASIC = "Basic bWU6c2VjcmV0"
-
-
-def login(header: str) -> Answer:
-    """Answer only requests with this header."""
-    return lambda request: (200 if request.headers["Authorization"] == header else 401, {})
+def login(header: str) -> Callable[[str], int]:
+    return lambda sent: 200 if sent == header else 401
 
 
 def test_a_dead_port_is_refused_without_its_password() -> None:
@@ -104,7 +88,7 @@ def test_the_status_and_the_login_of_mlflow(monkeypatch: pytest.MonkeyPatch) -> 
     for uri in (None, "sqlite:////a/b.db", "databricks"):
         assert list(tracking.reachable(uri)) == [], "no server to ask"
     for status, refused in ((200, 0), (404, 0), (503, 1)):
-        with serving(lambda _, status=status: (status, {})) as place:
+        with serving(lambda _, status=status: status) as place:
             assert len(list(tracking.reachable(f"http://{place}"))) == refused
     with serving(login(BASIC)) as place:
         assert list(tracking.reachable(f"http://me:secret@{place}")) == []
@@ -170,46 +154,6 @@ def test_staleness_needs_servers_importance_weights_and_room_between_checkpoints
     assert values == ["1 with train.save_steps=1", "1 with train.eval_steps=1"]
     whole["train"] |= {"save_steps": 0}
     assert list(servers.staleness(whole)) == [], "nothing is saved"
-
-
-def answers_of(url: str) -> list[Finding]:
-    whole = of(urls=[url])
-    whole["model"] = {**whole["model"], "path": "/models/base"}
-    return list(servers.able(whole))
-
-
-def test_a_server_that_does_not_run_is_answered_with_the_command_to_type() -> None:
-    (finding,) = answers_of("http://127.0.0.1:9")
-    assert "http://127.0.0.1:9" in finding.found
-    command = finding.override
-    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve /models/base" in command
-    assert "--enable-lora --max-lora-rank 64" in command
-    assert "--logprobs-mode processed_logprobs" in command
-
-
-def test_everything_that_a_server_lacks_is_named() -> None:
-    answers: dict[str, Any] = {}
-    with serving(lambda request: (200, answers.get(request.path))) as place:
-        (other,) = answers_of(f"http://{place}")
-        assert "vLLM" in other.found
-        card = {"id": "base", "parent": None, "max_model_len": 64}
-        choice = {"token_ids": None, "text": "a", "logprobs": None}
-        answers |= {
-            "/version": {"version": "0.9.1"},
-            "/v1/models": {"data": [card]},
-            "/v1/completions": {"model": "base", "choices": [choice]},
-        }
-        length, adapters, tokens = [finding.found for finding in answers_of(f"http://{place}")]
-        rollout = of()["rollout"]
-        needed = rollout["max_prompt_len"] + rollout["max_new_tokens"]
-        assert f"{needed}" in length
-        assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in adapters
-        assert "vLLM 0.9.1" in tokens
-        card["max_model_len"] = needed
-        choice |= {"token_ids": [5], "logprobs": {"token_logprobs": [-1.5]}}
-        choice |= {"finish_reason": "length"}
-        answers["/v1/load_lora_adapter"] = {}
-        assert answers_of(f"http://{place}") == []
 
 
 @pytest.fixture

@@ -200,16 +200,6 @@ def test_defaults_of_an_algorithm_are_those_of_its_paper() -> None:
     assert set(PAPERS) == set(ONLINE)
 
 
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [(["train=gspo", "rl=ppo"], "train=ppo"), (["+exp=qlora", "ppo:rl=grpo"], "ppo:train=grpo")],
-)
-def test_a_second_name_of_an_algorithm_is_refused(words: list[str], hint: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        chain_steps(compose(words), words)
-    assert caught.value.hint == hint
-
-
 READ = ("seed", "model.path", "data.path", "train.lr", "train.max_len", "smoke.engine", "tag")
 UNREAD: dict[str, tuple[list[str], str]] = {
     "embedded": (["+exp=sft_qlora"], "model.revision data.path data.prompt_key data.max_samples"),

@@ -19,22 +19,18 @@ from flows.delivery import stages as delivery_stages
 from flows.orchestration import devices
 from tasks.config.checks import findings
 from tasks.config.checks.engine import (
-    EngineMemory,
     cache_fits,
     engine_memory,
-    host_fits,
     shareable,
 )
 from tasks.config.checks.model import look_at
-from tasks.config.checks.phases import ASLEEP, RankMemory, memory_of, training_settings
+from tasks.config.checks.phases import ASLEEP, RankMemory, memory_of
 from tasks.core import machine
 from tasks.pipeline.locks import Needs
-from tasks.training.job import Peft
-from tasks.training.memory.estimate import LIBRARIES, adapter_weights
+from tasks.training.memory.estimate import LIBRARIES
 from tasks.training.memory.sizes import Sizes
 from tasks.training.model.packable import why_padded
 from tests.machines import GIB, H100, QWEN_7B, QWEN_72B, published, with_gpus, with_hub
-from tests.settings import Settings
 
 
 @pytest.fixture
@@ -67,31 +63,6 @@ def test_an_engine_on_a_cpu_by_hand() -> None:
     assert engine_memory(QWEN_7B, settings(), gpu_bytes=None).context == expected
     short = {**QWEN_7B, "max_position_embeddings": 128}
     assert engine_memory(short, settings(), gpu_bytes=None).context == 128
-
-
-def test_a_cache_too_small_for_one_sequence() -> None:
-    engine = engine_memory(QWEN_7B, settings(max_model_len=32768), gpu_bytes=None)
-    (finding,) = cache_fits(engine, on_gpu=False)
-    assert finding.what == "smoke.kv_cache_gib"
-    assert finding.override == "smoke.kv_cache_gib=2 or smoke.max_model_len=18688"
-    turned = engine_memory(QWEN_7B, settings(max_model_len=18688), gpu_bytes=None)
-    assert cache_fits(turned, on_gpu=False) == []
-
-
-def test_memory_for_the_engine_is_missing() -> None:
-    """On a GPU vLLM takes 0.92; the KV cache is the rest beside weights and libraries."""
-    full = engine_memory(QWEN_7B, settings(), gpu_bytes=16 * GIB)
-    (finding,) = cache_fits(full, on_gpu=True)
-    assert finding.override == "a smaller model"
-    larger = engine_memory(QWEN_7B, settings(), gpu_bytes=24 * GIB)
-    assert larger.cache == int(0.92 * 24 * GIB) - 2 * WEIGHTS - GIB
-    assert cache_fits(larger, on_gpu=True) == []
-    engine = EngineMemory(weights=4 * GIB, cache=8 * GIB, token=1024, context=128, block=128)
-    assert host_fits(engine, 13 * GIB, 8) == []
-    (finding,) = host_fits(engine, 10 * GIB, 8)
-    assert finding.override == "smoke.kv_cache_gib=5 or smoke.engine=transformers"
-    (finding,) = host_fits(engine, 4 * GIB, 8)
-    assert finding.override == "a machine with more memory"
 
 
 PAIR = {"prompt": "a question", "chosen": "good", "rejected": "bad"}
@@ -168,41 +139,6 @@ def test_a_stage_reserves_every_gpu_that_it_uses(monkeypatch: pytest.MonkeyPatch
         assert devices.names(composed, needs) == uuids, needs
 
 
-@pytest.mark.usefixtures("eight")
-def test_72b_in_host_memory_and_in_the_engine_that_serves_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The base takes no memory of a rank: safetensors maps it once for all of them."""
-    composed = compose_config(
-        [
-            "+exp=dpo_lora_zero3", "model.path=Qwen/Qwen2.5-72B-Instruct", "peft.rank=32",
-            "zero.offload_optimizer=cpu", "train.async_save=true", "train.micro_batch_size=1",
-            "train.nproc=8", "smoke.tensor_parallel=8", f"data.path={rows_in(tmp_path)}",
-            f"paths.runs={tmp_path / 'runs'}",
-        ]
-    )  # fmt: skip
-    settings, rank = composed.settings, memory_of(composed.settings)
-    assert rank is not None
-    sizes = Sizes.of(QWEN_72B)
-    # LoRA of rank 32 on eight ranks: master, moments, updated weights and gradient in host memory,
-    # and while a checkpoint is written a copy of all but the gradient, and the weights once more.
-    trained = adapter_weights(sizes, training_settings(settings))
-    assert rank.host == 18 * trained // 8 + 16 * trained // 8
-    monkeypatch.setattr(machine, "available_memory", lambda: 8 * (rank.host + LIBRARIES))
-    assert findings(settings, composed.runs, rank) == []
-    monkeypatch.setattr(machine, "available_memory", lambda: 8 * (rank.host + LIBRARIES) - 1)
-    (finding,) = findings(settings, composed.runs, rank)
-    assert finding.what == "memory"
-    assert finding.override == "train.async_save=false or zero.offload_optimizer=none"
-    served = engine_memory(QWEN_72B, settings, gpu_bytes=H100)
-    assert (served.weights, served.token) == (2 * sizes.weights() // 8, sizes.kv_cache(1) // 8)
-    with_gpus(monkeypatch, 8)
-    settings["smoke"]["tensor_parallel"] = 1
-    (finding,) = findings(settings, composed.runs, rank)
-    assert finding.what == "GPU memory of smoke_eval"
-    assert finding.override == "smoke.tensor_parallel=8"
-
-
 def test_processes_that_share_a_model_need_whole_heads_and_a_gpu_each() -> None:
     key = "smoke.tensor_parallel"
     assert shareable(key, 4, QWEN_7B, gpus=8) == shareable(key, 1, {}) == []
@@ -263,42 +199,3 @@ def test_full_ppo_of_7b_counts_critic_reference_and_engine(tmp_path: Path) -> No
     assert none == []
     assert sizes_of(split)["reference"] == 2 * weights // 8
     assert split.peaks["generate"] < rank.peaks["generate"] - 4 * weights
-
-
-@pytest.mark.usefixtures("eight")
-def test_what_an_adapter_a_reward_model_and_other_engines_add(tmp_path: Path) -> None:
-    folder = tmp_path / "reward"
-    folder.mkdir()
-    names = {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
-    (folder / "config.json").write_text(json.dumps(QWEN_7B | names | {"dtype": "bfloat16"}))
-    rewards = [f"reward.model={folder}", "reward.normalize=false"]
-    ppo = ["train=ppo", "reward=model", "peft=lora", "peft.rank=32", "rollout.gpu_memory=0.4"]
-    rank, _ = planned(tmp_path, "sft_qlora", *ppo, *rewards)
-    sizes = Sizes.of(QWEN_7B)
-    terms, weights = sizes_of(rank), sizes.weights()
-    pairs = adapter_weights(sizes, Settings(peft=Peft("lora", rank=32)))
-    assert terms["critic"] == 2 * pairs  # an adapter on the policy's trunk
-    assert terms["critic, its optimizer"] == 12 * pairs // 8
-    assert terms["reward model"] == 2 * (weights - 152064 * 3584)
-    assert "reference" not in terms  # the policy without its adapter
-    assert rank.host == 2 * weights  # the base of the engine's adapters, while it sleeps
-    own, _ = planned(tmp_path, "sft_qlora", *ppo, *rewards, "rollout=transformers")
-    share = rank.peaks["generate"] - own.peaks["generate"]
-    assert share == pytest.approx(0.4 * H100, abs=1)
-    group, problems = planned(tmp_path, "grpo", "rollout.tensor_parallel=4")
-    assert sizes_of(group)["engine weights"] == 2 * weights // 4
-    assert problems == []
-    _, (problems, *_) = planned(tmp_path, "grpo", "rollout.gpu_memory=0.15")
-    assert problems.endswith("-> rollout.gpu_memory=0.2")
-    away = ("rollout=server", "rollout.urls=[http://127.0.0.1:9]", "rollout.gpu_memory=0.15")
-    _, problems = planned(tmp_path, "grpo", *away)
-    assert [text.partition(":")[0] for text in problems] == ["rollout.urls"]
-
-
-@pytest.mark.usefixtures("eight")
-def test_ranks_that_see_no_gpu_need_an_engine_that_needs_none(tmp_path: Path) -> None:
-    _, problems = planned(tmp_path, "grpo", "train.device=cpu")
-    assert problems[0].startswith("rollout.engine: vllm")
-    rank, problems = planned(tmp_path, "grpo_qlora", "train.device=cpu", "rollout=transformers")
-    assert problems == []
-    assert rank.mapped == 2 * Sizes.of(QWEN_7B).weights()  # as on a CPU

@@ -93,37 +93,6 @@ def test_the_limit_of_cut_rows_applies_to_a_reused_result(tmp_path: Path) -> Non
         forecast(Step("", tighter))
 
 
-def test_the_plan_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = ["train.nproc=2", "train.micro_batch_size=32", "train.global_batch_size=128"]
-    composed = composed_in(tmp_path, "+exp=lora_zero3", *sizes)
-    text = render([Step("", composed)])
-    assert '"zero_optimization"' not in text
-    monkeypatch.setenv("PLUMBLINE_LOG_LEVEL", "DEBUG")
-    text = render([Step("", composed)])
-    start, end = text.index("deepspeed:\n") + len("deepspeed:\n"), text.index("preflight:")
-    deepspeed = json.loads(text[start:end])
-    assert deepspeed["zero_optimization"]["stage"] == 3
-    assert deepspeed["gradient_accumulation_steps"] == 2
-    assert "memory a rank: " in text
-    assert text.endswith("preflight:\n  nothing to report")
-    assert not composed.runs.exists()
-
-
-def test_a_plan_that_is_refused_is_still_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    composed = composed_in(
-        tmp_path, "zero=zero3", "train.micro_batch_size=0", "model=hf", "merge.base=original"
-    )
-    text = render([Step("", composed)])
-    assert "error: train.micro_batch_size: 0" in text
-    assert "error: peft and zero: " in text
-    with pytest.raises(ConfigError, match="3 problems"):
-        check([Step("", composed)])
-    check([Step("", composed_in(tmp_path, "merge.base=original"))])
-    assert capsys.readouterr().err.startswith("warning: merge.base: "), "it stops no run"
-
-
 def planned_rows(tmp_path: Path, rows: list[dict[str, Any]]) -> list[Step]:
     """Compose a full SFT on these rows, at most 200 tokens long."""
     make_tokenizer().save_pretrained(tmp_path / "base")

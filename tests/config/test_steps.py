@@ -13,9 +13,6 @@ from flows.chain import stages as chain_stages
 from flows.chain.dry_run import DryRun
 from flows.chain.run_chain import _deliver
 from flows.chain.steps import Step, chain_steps, compose
-from flows.cli.arguments import apart, split
-from flows.cli.config import Composed
-from flows.cli.entry import run_main
 from flows.cli.plan import check, forecast, render
 from tasks.core.errors import ConfigError
 from tasks.pipeline.artifact import Artifact
@@ -42,22 +39,6 @@ def section(link: Step, name: str) -> dict[str, Any]:
     return values
 
 
-def test_overrides_of_steps_are_separated_in_order() -> None:
-    of_the_run = [
-        "train.lr=1e-5", "+exp=qlora", "~tracking", "reward.function=judge.py:score",
-        "reward.url=http://127.0.0.1:8000/score", "data.path=a:b=c.jsonl",
-        "model.path=/models/x:latest", "no_link:",
-    ]  # fmt: skip
-    assert split(of_the_run) == (of_the_run, {})
-    overrides = ["ppo:train.lr=1", "x=2", "sft:+exp=y", "ppo:~rl.kl", "ppo:data.path=a:b"]
-    assert split(overrides) == (
-        ["x=2"],
-        {"ppo": ["train.lr=1", "~rl.kl", "data.path=a:b"], "sft": ["+exp=y"]},
-    )
-    assert apart(overrides) == (["x=2"], [text for text in overrides if text != "x=2"])
-    assert split(["ppo:data.system=two\nlines"])[1] == {"ppo": ["data.system=two\nlines"]}
-
-
 def test_overrides_of_a_step_win_over_the_runs_and_the_command_line_over_both() -> None:
     chain = linked(
         "ppo:rl.iterations=3", "rl.iterations=7", "train.lr=0.1", "sft:train.lr=0.2",
@@ -68,26 +49,6 @@ def test_overrides_of_a_step_win_over_the_runs_and_the_command_line_over_both() 
     }  # fmt: skip
     assert [section(link, "train")["lr"] for link in chain.values()] == [0.2, 0.1, 0.4]
     assert section(chain["ppo"], "rl")["iterations"] == 3
-
-
-@pytest.mark.parametrize(
-    ("override", "key"), [("sft:smoke=native", "smoke=native"), ("ppo:train.lrr=1", "train.lrr")]
-)
-def test_a_problem_of_a_step_is_reported_once_with_its_name(
-    override: str, key: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Run by the command, within Hydra's job, where an unknown option once had no answer."""
-
-    def job(composed: Composed, overrides: list[str]) -> int:
-        return len(chain_steps(composed, overrides))
-
-    assert run_main("rlhf", job, argv=["+exp=qlora", override]) == 2
-    errors = capsys.readouterr().err
-    start = f"step {override.partition(':')[0]}: {key}"
-    assert errors.startswith(start)
-    assert errors.count(start) == 1
-    if "lrr" in override:
-        assert errors.splitlines()[-1] == "  -> ppo:train.lr=1"
 
 
 def test_the_model_that_each_step_begins_with() -> None:
@@ -101,18 +62,6 @@ def test_the_model_that_each_step_begins_with() -> None:
     assert [(link.rewarded, link.begins_with is not None) for link in turned] == [
         (False, False), (True, False), (True, True),
     ]  # fmt: skip
-
-
-def test_a_step_that_does_not_exist() -> None:
-    for experiment, word, hint in (
-        ("+exp=qlora", "pppo:train.lr=1", "ppo:train.lr=1"),
-        ("+exp=sft_qlora", "pppo:train.lr=1", "+exp=qlora ppo:train.lr=1"),
-        ("+exp=sft_qlora", "train:lr=1", "train.lr=1"),
-    ):
-        arguments = [experiment, word]
-        with pytest.raises(ConfigError, match=word.partition(":")[0]) as caught:
-            chain_steps(compose(arguments), arguments)
-        assert caught.value.hint == hint
 
 
 def test_problems_of_several_steps_are_reported_at_once() -> None:

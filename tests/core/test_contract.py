@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from tasks.core.contract import Check, Expected, judge, require
+from tasks.core.contract import Expected, judge, require
 from tasks.core.errors import ArtifactError, Coded, ContractError, StageProcessError
 from tasks.weights.files.header import TensorInfo
 
@@ -41,18 +41,6 @@ def test_require_lists_every_failure_at_once_and_survives_pickling() -> None:
     assert error.report().endswith("-> look at the shards")
 
 
-def test_the_hint_is_that_of_the_first_failed_check_which_has_one() -> None:
-    checks = [
-        Check("a", "1", "1", ok=True, hint="passed"),
-        Check("b", "1", "2", ok=False),
-        Check("c", "1", "2", ok=False, hint="type this"),
-    ]
-    with pytest.raises(ContractError) as caught:
-        require(checks, stage="merge")
-    assert caught.value.hint == "type this"
-    assert checks[2].as_dict() == {"name": "c", "expected": "1", "found": "2", "ok": False}
-
-
 def test_errors_survive_pickling_with_their_own_fields() -> None:
     error = pickle.loads(pickle.dumps(StageProcessError("train", -9, ["one", "two", ""], "exit")))
     assert (error.stage, error.returncode, error.reason) == ("train", -9, "exit")
@@ -61,11 +49,3 @@ def test_errors_survive_pickling_with_their_own_fields() -> None:
     back = pickle.loads(pickle.dumps(coded))
     assert (back.code, back.details) == ("B", ("y: absent", "z"))
     assert [getattr(line, "code", "") for line in back.details] == ["A", ""]
-
-
-def test_the_report_names_the_stage_once() -> None:
-    error = ContractError("merge: contract not met", details=["a", "b"], hint="look")
-    assert error.report() == "merge: contract not met\n  a\n  b\n  -> look"
-    error.stage = "merge"
-    assert error.report() == "merge failed: contract not met\n  a\n  b\n  -> look"
-    assert pickle.loads(pickle.dumps(error)).report() == error.report()

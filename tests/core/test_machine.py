@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -37,66 +36,6 @@ def test_cuda_visible_devices() -> None:
     one_instance = {None: [10], "1": [80], "MIG-22": [20], "MIG-11,MIG-22": [10], "MIG-33": []}
     for wanted, memory in one_instance.items():
         assert [gpu.memory for gpu in visible(DIVIDED, wanted)] == memory, wanted
-
-
-class _Error(Exception):
-    pass
-
-
-def nvml(instances: tuple[int, ...] = (), **changes: Any) -> Any:
-    """As nvidia-ml-py: one GPU; `instances` are the bytes of its MIG devices."""
-
-    def instance(handle: str, index: int) -> str:
-        if index >= len(instances):
-            raise _Error
-        return f"MIG-{index}"
-
-    sizes = {f"MIG-{index}": size for index, size in enumerate(instances)}
-
-    def mode(handle: str) -> list[int]:
-        if handle.startswith("MIG"):
-            raise _Error
-        return [int(bool(instances)), 0]
-
-    return SimpleNamespace(**{
-        "NVMLError": _Error,
-        "nvmlInit": lambda: None,
-        "nvmlShutdown": lambda: None,
-        "nvmlDeviceGetCount": lambda: 1,
-        "nvmlDeviceGetHandleByIndex": lambda index: "GPU-9f",
-        "nvmlSystemGetCudaDriverVersion_v2": lambda: 12040,
-        "nvmlSystemGetDriverVersion": lambda: "550.54.15",
-        "nvmlDeviceGetMemoryInfo": lambda h: SimpleNamespace(total=sizes.get(h, 80)),
-        "nvmlDeviceGetUUID": lambda handle: handle,
-        "nvmlDeviceGetMigMode": mode,
-        "nvmlDeviceGetMaxMigDeviceCount": lambda handle: 7,
-        "nvmlDeviceGetMigDeviceHandleByIndex": instance,
-        **changes,
-    })  # fmt: skip
-
-
-def failing(*_: Any) -> Any:
-    raise _Error
-
-
-def test_nvml_lists_gpus_their_instances_and_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Gpus((Gpu("GPU-9f", 80),), "550.54.15", (12, 4))
-    assert machine._of_nvml(nvml()) == whole
-    (divided,) = machine._of_nvml(nvml((10, 20))).devices
-    assert divided.instances == (Gpu("MIG-0", 10), Gpu("MIG-1", 20))
-    assert machine._of_nvml(nvml(nvmlInit=failing)) == Gpus()  # no driver
-    assert machine._of_nvml(nvml(nvmlDeviceGetMigMode=failing)) == whole  # WSL, older GPUs
-    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(total=128))
-    (shared,) = machine._of_nvml(nvml(nvmlDeviceGetMemoryInfo=failing)).devices
-    assert shared.memory == 128  # a GPU that shares the host's memory
-
-
-def test_the_bindings_have_every_nvml_function_that_is_called() -> None:
-    """vLLM has a copy of nvidia-ml-py; the package itself is only in the CUDA lock."""
-    from vllm.third_party import pynvml
-
-    assert [name for name in vars(nvml()) if not hasattr(pynvml, name)] == []
-    assert machine._of_nvml(pynvml) == Gpus() or Path("/proc/driver/nvidia").exists()
 
 
 def test_without_bindings_nvidia_smi_is_used(

@@ -99,15 +99,6 @@ def test_too_little_data_and_unknown_columns_are_refused(tmp_path: Path) -> None
             build(tmp_path, source_of(rows), on_bad_line="skip")
 
 
-@pytest.mark.parametrize(
-    "options", [{"eval_fraction": 0.0}, {"eval_fraction": 1.0}, {"max_samples": 0},
-                {"on_bad_line": "ignore"}]
-)  # fmt: skip
-def test_options_out_of_range_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=next(iter(options))):
-        build(tmp_path, source_of([pair(1)]), **options)
-
-
 VALUES = st.sampled_from(["a", "b", "c", " d\n", "é\u2028\x85c\r\nd", ""]) | st.none() | st.just(3)
 ROWS = st.lists(
     st.fixed_dictionaries({}, optional={"prompt": VALUES, "response": VALUES}), max_size=12

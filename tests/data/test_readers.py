@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pyarrow
@@ -146,47 +145,3 @@ def test_a_separator_that_alone_divides_the_header_is_read(tmp_path: Path) -> No
         path = _write(tmp_path / "x.csv", text.encode())
         (row,) = read_rows("csv", path)
         assert row.values == {"prompt": "hi, you", "response": "yes, me"}
-
-
-def test_the_command_for_utf16_makes_a_readable_file(tmp_path: Path) -> None:
-    for encoding in ("utf-16", "utf-16-be"):
-        path = _write(tmp_path / "a b.jsonl", '{"a": "\u00e9"}\n'.encode(encoding))
-        with pytest.raises(DataError) as error:
-            read_rows("jsonl", path)
-        subprocess.run(error.value.hint, shell=True, check=True)
-        (row,) = read_rows("jsonl", str(tmp_path / "a b.utf8.jsonl"))
-        assert row.values == {"a": "\u00e9"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "encoding"), [("jsonl", "cp1252"), ("json", "latin-1"), ("csv", "cp1252")]
-)
-def test_the_command_for_windows_files_makes_a_readable_file(
-    tmp_path: Path, kind: str, encoding: str
-) -> None:
-    value = "\u00e9t\u00e9 \u2019 \u20ac" if encoding == "cp1252" else "\u00e9t\u00e9 \u00df"
-    text = {
-        "jsonl": f'{{"a": "{value}"}}\n',
-        "json": f'[{{"a": "{value}"}}]',
-        "csv": f"a\n{value}\n",
-    }
-    path = _write(tmp_path / f"it's [1].{kind}", text[kind].encode(encoding))
-    reader = "csv" if kind == "csv" else "jsonl"
-    try:
-        (row,) = read_rows(reader, path)
-        problem = row.problem
-    except DataError as error:
-        problem = error.message
-    assert "byte 0xe9" in problem
-    subprocess.run("iconv " + problem.partition(": iconv ")[2], shell=True, check=True)
-    (row,) = read_rows(reader, str(tmp_path / f"it's [1].utf8.{kind}"))
-    assert row.values == {"a": value}
-
-
-def test_a_command_is_named_only_for_a_whole_file_of_windows(tmp_path: Path) -> None:
-    cyrillic = '{"a": "\u043f\u0440\u0438\u0432\u0435\u0442"}\n'.encode("cp1251")
-    (row,) = read_rows("jsonl", _write(tmp_path / "x.jsonl", cyrillic))
-    assert "-f <its encoding> " in row.problem
-    mixed = '{"a": "\u00e9"}\n'.encode() + '{"a": "\u00e9"}\n'.encode("latin-1")
-    _, row = read_rows("jsonl", _write(tmp_path / "y.jsonl", mixed))
-    assert row.problem == "not UTF-8: byte 0xe9 at position 8"  # iconv would spoil line 1

@@ -22,15 +22,20 @@ SAVER = Path(__file__).with_name("save_peers.py")
 WITNESS = Path(__file__).parents[2] / "tasks" / "witness"
 
 
+def peer_folder(peer: str) -> Path:
+    """Return the folder of another project; skip the test where there is none."""
+    root = os.environ.get("PLUMBLINE_PEERS")
+    if not root:
+        pytest.skip("PLUMBLINE_PEERS is not set; tests/delivery/peers.sh makes the environments")
+    return Path(root).expanduser() / peer
+
+
 def run_peer(peer: str, *arguments: str, cwd: Path, witnessed: bool = False) -> None:
     """Run `python ARGUMENTS` in the environment of a trainer, offline and on the CPU.
 
     `cwd` takes what trainers leave beside their output; `witnessed` runs it under the witness.
     """
-    root = os.environ.get("PLUMBLINE_PEERS")
-    if not root:
-        pytest.skip("PLUMBLINE_PEERS is not set; tests/delivery/peers.sh makes the environments")
-    python = Path(root).expanduser() / peer / "bin" / "python"
+    python = peer_folder(peer) / "bin" / "python"
     if not python.is_file():
         pytest.skip(f"{python} is not there; tests/delivery/peers.sh {peer} makes it")
     offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

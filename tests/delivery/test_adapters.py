@@ -128,18 +128,6 @@ def test_are_added_up_with_their_weights(here, adapter, second, base, tmp_path) 
     assert set(manifest["inputs"]) == {*named, "base"}
 
 
-def test_adapters_that_cannot_be_added_up_are_refused(here, adapter, second, base, other) -> None:
-    words = f"base={base}"
-    full = here(f"adapters=[{adapter}:0.5,{base}:0.5]", words, code=2)
-    assert "a full Qwen2ForCausalLM" in full.output
-    here(f"adapters=[{adapter}:0.5,{adapter}]", words, code=2)
-    assert "weight 0" in here(f"adapters=[{adapter}:0.0,{second}]", words, code=2).output
-    here(f"adapters=[{adapter}]", f"source={adapter}", words, code=2)
-    here(words, code=2)
-    refused = here(f"adapters=[{adapter},{second}]", f"base={other}", code=2)
-    assert "wrong base" in refused.output
-
-
 def test_the_reference_holds_all_of_them_unmerged(adapter: Path, second: Path, base: Path) -> None:
     from tasks.serving.reference.load import load_model
     from tests.weights.making import PROBES
@@ -290,14 +278,3 @@ class TestTheAttention:
         (made / "manifest.json").write_text(json.dumps(manifest))
         assert attention_of(recognise(made), store) == ("eager", "")
         assert attention_of(recognise(made), tmp_path / "elsewhere") == ("sdpa", "")
-
-    def test_that_is_not_installed_is_told(self, shards, tmp_path, monkeypatch) -> None:
-        source = eager(shards, tmp_path / "shards")
-        path = source / "train.json"
-        path.write_text(path.read_text().replace('"eager"', '"flash_attention_2"'))
-        monkeypatch.setattr("tasks.delivery.recorded._installed", lambda _: False)
-        attention, warning = attention_of(recognise(source), tmp_path)
-        assert attention == "sdpa"
-        assert "flash-attn is not installed" in warning
-        monkeypatch.setattr("tasks.delivery.recorded._installed", lambda _: True)
-        assert attention_of(recognise(source), tmp_path) == ("flash_attention_2", "")

@@ -8,7 +8,6 @@ The converter refuses a tokenizer that it does not know, so the model has Qwen2'
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 
 from tasks.drift.fingerprint import quantized_profile
 from tests.delivery.conftest import Done
+from tests.delivery.peers import peer_folder
 
 Run = Callable[..., Done]
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(1800)]
@@ -29,10 +29,7 @@ CHATML = (
 @pytest.fixture(scope="module")
 def llama_cpp() -> Path:
     """Return the folder of llama.cpp."""
-    root = os.environ.get("PLUMBLINE_PEERS")
-    if not root:
-        pytest.skip("PLUMBLINE_PEERS is not set; tests/delivery/peers.sh makes the environments")
-    return Path(root).expanduser() / "ggml" / "llama.cpp"
+    return peer_folder("ggml") / "llama.cpp"
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 
-from tasks.pipeline.artifact import open_artifact, verify
-from tasks.pipeline.signature import faults
 from tests.delivery.conftest import Done
-from tests.keys import make_pair
 from tests.weights.heads.making import save_llamafactory
 
 Run = Callable[..., Done]
@@ -53,29 +50,3 @@ def test_every_stage_is_tracked_with_its_findings_and_verdicts(deliver, tmp_path
     digest = json.loads((tmp_path / "out" / "manifest.json").read_text())["digest"]
     assert stages["convert"].data.tags["digest"] == digest
     assert stages["smoke_eval"].data.tags["input.served"] == digest
-
-
-@pytest.mark.slow
-def test_a_delivered_folder_is_signed_and_can_be_a_source(here, base, tmp_path) -> None:
-    private, public = make_pair(tmp_path / "keys")
-    out = tmp_path / "out"
-    words = [f"source={base}", f"register.sign={private}"]
-    here(words[0])
-    here(*words)  # the same delivery, only signed
-    assert faults(out, public) == []
-    assert verify(open_artifact(out, "served")) == []
-    before = (out / "model.sig").read_bytes()
-    here(*words)
-    assert (out / "model.sig").read_bytes() == before
-
-    done = here(f"source={out}", f"out={tmp_path / 'two'}", "convert.dtype=float16")
-    assert "SIGNATURE_UNCHECKED" in done.codes
-    assert not (tmp_path / "two" / "model.sig").exists()
-
-    weights = bytearray((out / "model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (out / "model.safetensors").write_bytes(weights)
-    assert "SIGNED_CHANGED: model.safetensors" in here(*words, code=1).output
-    private.chmod(0o644)
-    refused = here(*words, f"out={tmp_path / 'third'}", code=2)
-    assert f"register.sign: {private}" in refused.output

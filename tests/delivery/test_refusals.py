@@ -67,52 +67,6 @@ class TestTheBase:
         assert "num_hidden_layers 1000000000" in here(*arguments, code=2).output
 
 
-class TestTheSource:
-    def test_of_an_unknown_kind(self, here: Run, tmp_path: Path) -> None:
-        odd = tmp_path / "odd"
-        odd.mkdir()
-        (odd / "weights.gguf").touch()
-        assert "FOREIGN_FORMAT" in here(f"source={odd}", code=2).output
-        (odd / "weights.gguf").rename(odd / "notes.txt")
-        assert "NOTHING_HERE" in here(f"source={odd}", code=2).output
-
-    def test_with_several_faults_names_all_of_them(self, here, adapter, base, tmp_path) -> None:
-        prefix = "base_model.model.model.layers.0.self_attn"
-        nan = f"{prefix}.v_proj.lora_B.weight"
-        bad = state_of(adapter, "adapter_model")[nan].clone()
-        bad[0, 0] = float("nan")
-        source = Path(shutil.copytree(adapter, tmp_path / "wrong"))
-        tensors = state_of(adapter, "adapter_model") | {
-            f"{prefix}.k_prj.lora_A.weight": torch.ones(4, 64, dtype=torch.bfloat16),
-            f"{prefix}.o_proj.lora_B.weight": torch.ones(64, 5, dtype=torch.bfloat16),
-            f"{prefix}.k_proj.lora_B.weight": torch.empty(0),
-            nan: bad,
-        }
-        del tensors[f"{prefix}.q_proj.lora_A.weight"]
-        save_file(tensors, source / "adapter_model.safetensors", metadata={"format": "pt"})
-        edit_json(source / "adapter_config.json", lora_alpha=0)
-        output = here(f"source={source}", f"base={base}", BASE, code=2).output
-        for part in (
-            "ADAPTER_HALF_PAIR", "ADAPTER_NO_MODULE", "k_prj", "ADAPTER_RANK", "o_proj",
-            "NOT_FINITE", nan, "ADAPTER_ALPHA", "EMPTY_TENSOR",
-        ):  # fmt: skip
-            assert part in output
-
-    def test_to_be_quantised_and_not_measured(self, here: Run, base: Path) -> None:
-        arguments = ("convert.quantize=w4a16", "convert.group_size=48")
-        text = here(f"source={base}", *arguments, code=2).output
-        assert "smoke.engine=vllm" in text
-        assert "w4a16 in groups of 48" in text
-
-    def test_with_an_index_that_leads_out_of_the_folder(self, here, base, tmp_path) -> None:
-        source = Path(shutil.copytree(base, tmp_path / "source"))
-        index = source / "model.safetensors.index.json"
-        names = dict.fromkeys(state_of(base), "../elsewhere.safetensors")
-        index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
-        (source / "model.safetensors").rename(source / "model-00001-of-00001.safetensors")
-        assert f"INDEX_PATH {index.name}" in here(f"source={source}", code=2).output
-
-
 class TestOut:
     def test_with_other_files(self, here: Run, base: Path, tmp_path: Path) -> None:
         out = tmp_path / "out"
@@ -125,18 +79,6 @@ class TestOut:
     def test_in_an_input(self, here: Run, base: Path) -> None:
         here(f"source={base}", f"out={base / 'served'}", code=2)
         assert not (base / "served").exists()
-
-
-def test_mistyped_settings_are_named(here: Run, base: Path) -> None:
-    late = ["timeouts.merge_s=0", "smoke.timeout_s=-1", "timeouts.reference_s=nan"]
-    for words, parts in (
-        (["out=x", "convert.dtyp=float16"], ["convert.dtyp", "-> convert.dtype=float16"]),
-        (["out="], ["out"]),
-        (["out=x", "convert.dtype=int3"], ["bfloat16, float16, float32"]),
-        (["out=x", *late], ["timeouts.merge_s", "timeouts.reference_s", "smoke.timeout_s"]),
-    ):
-        output = here(f"source={base}", *words, code=2).output
-        assert [part for part in parts if part not in output] == []
 
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07\u202e\x9b31m"

@@ -19,13 +19,13 @@ from tasks.pipeline.artifact import open_artifact, verify
 from tests.audit.making import codes
 from tests.delivery import making
 from tests.delivery.conftest import Done
-from tests.delivery.making import INDEX, Tensors, differing, merged_by_peft, rename
+from tests.delivery.making import Tensors, differing, merged_by_peft, rename
 from tests.weights.adapters.making import quiet
 from tests.weights.deepspeed.test_partitions_property import write as write_zero
 from tests.weights.families.making import load
 from tests.weights.heads.making import change_config
 from tests.weights.making import Spread, save_tokenizer, state_of, trained_model
-from tests.weights.quantized.making import pack, scale_fp8
+from tests.weights.quantized.making import pack
 
 Run = Callable[..., Done]
 BASE = "merge.base=original"
@@ -263,17 +263,6 @@ def test_an_adapter_that_was_not_gathered_names_the_shards_beside_it(here, work,
     assert differing(state_of(tmp_path / "out"), work.merged) == []
 
 
-def test_models_that_a_command_repairs_are_refused_with_it(here: Run, work: Place) -> None:
-    """The index of the shards was not copied; wrappers' names in a base, which others read, too."""
-    source = _unsloth_shards(work)
-    (source / INDEX).unlink()
-    refused = here(f"source={source}", code=2)
-    assert f"python flows/audit.py source={source} fix=true" in refused.output
-    wrapped = rename(work.base, work.root / "base", lambda name: f"_orig_mod.{name}")
-    refused = here(f"source={work.adapter}", f"base={wrapped}", code=2)
-    assert "WRAPPER_RESIDUE" in refused.output
-
-
 @pytest.mark.slow
 def test_the_reference_of_wrapped_names_is_the_trained_model(here, adapter, base, tmp_path) -> None:
     """peft finds none of these names, and would answer as the base."""
@@ -298,12 +287,6 @@ def test_a_base_that_cannot_be_decoded_is_refused(tmp_path, base, adapter, here,
     here(f"source={adapter}", f"base={folder}", f"merge.base={mode}", code=2)
 
 
-def test_fp8_does_not_go_through_4_bits(tmp_path, base, adapter, here) -> None:
-    scale_fp8(base, tmp_path / "fp8", "static")
-    arguments = [f"source={adapter}", f"base={tmp_path / 'fp8'}", "check_base=false"]
-    here(*arguments, "merge.base=dequantized", code=2)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
@@ -320,18 +303,3 @@ def test_an_engine_agrees_with_base_and_adapter_in_peft(deliver, engine, tmp_pat
     assert differing(state_of(tmp_path / "out"), merged_by_peft(base, source)) == []
     assert (tmp_path / "runs" / "prefect" / "prefect.db").is_file()
     assert done.summary["mlflow_run_id"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_vllm_serves_a_quantised_version_and_the_16_bits_stay(deliver: Run, tmp_path: Path) -> None:
-    source = making.servable(tmp_path / "source")
-    done = deliver(f"source={source}", "convert.quantize=w8a8", engine="vllm", timeout=800)
-    own = ["audit", "reference", "convert", "smoke_eval", "quantize", "smoke_quantized"]
-    assert done.stages == own
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["quantization_config"]["format"] == "int-quantized"
-    before, after = (done.summary["stages"][at]["drift"]["mean_kl"] for at in (3, 5))
-    assert before < after < 1e-2
-    whole = Path(done.summary["stages"][2]["artifact"]) / "config.json"
-    assert "quantization_config" not in json.loads(whole.read_text())

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
-import re
 import signal
 import sqlite3
 import subprocess
@@ -17,20 +15,8 @@ import pytest
 from mlflow import MlflowClient
 
 from tests.commands import command, environment
-from tests.e2e.conftest import SHORT, Run
+from tests.e2e.conftest import Run
 from tests.e2e.processes import living
-
-
-def conversation(prompt: str, answer: str = "yes") -> str:
-    roles = (("user", prompt), ("assistant", answer))
-    return json.dumps({"messages": [{"role": r, "content": c} for r, c in roles]})
-
-
-@pytest.fixture
-def chats(tmp_path: Path) -> Path:
-    path = tmp_path / "chats.jsonl"
-    path.write_text("\n".join(conversation(f"say yes {i}") for i in range(64)) + "\n")
-    return path
 
 
 class TestNothingStarts:
@@ -58,49 +44,6 @@ class TestNothingStarts:
         assert done.code == 1
         assert "paths.wait_s=null" in done.output
         assert [p.name for p in runs.iterdir()] == [".lock"]
-
-
-class TestAStageFails:
-    """Exit status 1, a message of one screen, no partial artifact, every record closed."""
-
-    @pytest.fixture
-    def start(self, chain: Run, rlhf: Callable[..., Run]) -> Callable[..., Run]:
-        """Run in the main job's folder, which has the toy base."""
-
-        def run(*overrides: str) -> Run:
-            done = rlhf(chain.runs, *SHORT, *overrides)
-            assert done.code == 1, done.output
-            assert done.summary["status"] == "failed"
-            assert not list(chain.runs.glob("artifacts/*/.*.tmp")), "a staging folder was left"
-            client = MlflowClient(f"sqlite:///{chain.runs}/mlflow/mlflow.db")
-            run_id = done.summary["mlflow_run_id"]
-            assert client.get_run(run_id).info.status == "FAILED"
-            return done
-
-        return run
-
-    @pytest.mark.slow  # tests/training has it without a flow
-    def test_a_prompt_longer_than_the_context(self, start: Callable[..., Run], chats: Path) -> None:
-        lines = chats.read_text().splitlines()
-        lines[40] = conversation("far too long " * 400)
-        chats.write_text("\n".join(lines) + "\n")
-        done = start("data=jsonl", f"data.path={chats}")
-        assert "train.max_len" in done.output
-        assert done.output.rstrip().count("\n") < 120
-
-    @pytest.mark.slow  # tests/training has it without a flow
-    def test_a_loss_that_is_not_finite_keeps_the_last_good_checkpoint(
-        self, start: Callable[..., Run]
-    ) -> None:
-        # Decay multiplies the weights by 1 - lr * decay: they overflow within a few steps.
-        done = start("train.lr=10", "train.weight_decay=1e9", "train.save_steps=1", "seed=7")
-        step = re.search(r"step (\d+)", done.summary["error"])
-        assert step is not None, done.summary["error"]
-        assert 1 < int(step[1]) < 20
-        assert re.search("nan|inf|finite", done.summary["error"])
-        kept = sorted((done.runs / "checkpoints").rglob("step-*/state.json"))
-        assert kept
-        assert kept[-1].parent.name in done.output, done.output
 
 
 @pytest.mark.slow  # tests/process has it without a flow

@@ -1,27 +1,22 @@
-"""The main command, whole: SFT, a reward model, PPO; and single steps with the README's figures.
+"""The main command, whole: SFT, a reward model, PPO; and single steps.
 
 From an empty folder and at full length, 7 minutes on two cores, so they run in `make test-all`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tasks.pipeline.artifact import open_artifact, verify
-from tests.conftest import PROJECT
 from tests.e2e.conftest import Run
 from tests.e2e.test_online import OF_CRITICS, keys_of
 from tests.e2e.tracked import children, curve
 
 pytestmark = pytest.mark.slow
-PAGES = [PROJECT / page for page in ("README.md", "docs/training.md", "docs/online-rl.md")]
 STEPS = ("sft", "reward", "ppo")
-NEAR = 0.03
-"""Allowed difference of a figure on another kind of CPU: a share, or standard deviations."""
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +28,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def chain(rlhf: Callable[..., Run], folder: Path) -> Run:
     """`+exp=qlora` from an empty folder."""
     return rlhf(folder, "+exp=qlora")
-
-
-def pasted(line: str) -> list[float]:
-    """Return the numbers after `line` in the README or the guides."""
-    text = "\n".join(page.read_text() for page in PAGES)
-    (numbers,) = re.findall(rf"{re.escape(line)}(-?\d.*)", text)
-    return [float(n) for n in re.findall(r"-?\d+\.\d+", numbers)]
-
-
-def near(figures: list[float], *, unit: float = 1.0) -> object:
-    return pytest.approx([figure / unit for figure in figures], abs=NEAR)
 
 
 def test_every_step_runs_all_stages(chain: Run) -> None:
@@ -85,15 +69,6 @@ def test_ppo_begins_with_what_sft_learned(chain: Run) -> None:
     assert begins == pytest.approx(chain.summary["eval"]["drawn_before"], abs=0.1)
 
 
-def test_the_readme_has_its_figures(chain: Run) -> None:
-    scores = chain.summary["eval"]
-    sampled = pasted("sampled exact match ")
-    assert [scores["drawn_before"], scores["drawn_after"]] == near(sampled[:2], unit=100)
-    scored = pasted("sampled reward ")
-    assert [scores["scored_before"], scores["scored_after"]] == near(scored[:2])
-    assert [scores["kl"]] == near(pasted("KL from the model before ")[:1])
-
-
 def test_a_second_run_reuses_all_of_it(chain: Run, folder: Path, rlhf: Callable[..., Run]) -> None:
     again = rlhf(folder, "+exp=qlora")
     assert again.code == 0, again.output
@@ -101,20 +76,13 @@ def test_a_second_run_reuses_all_of_it(chain: Run, folder: Path, rlhf: Callable[
     assert again.summary["eval"] == chain.summary["eval"]
 
 
-@pytest.mark.parametrize(
-    ("experiment", "line"),
-    [
-        ("sft_qlora", "+exp=sft_qlora`: exact match "),
-        ("reward", "pairs in the right order "),
-        ("grpo", "`+exp=grpo`: exact match of greedy responses | "),
-    ],
-)
-def test_a_single_step_gives_the_figures_of_the_readme(
-    experiment: str, line: str, chain: Run, folder: Path, rlhf: Callable[..., Run]
+@pytest.mark.parametrize("experiment", ["sft_qlora", "reward", "grpo"])
+def test_a_single_step_learns(
+    experiment: str, chain: Run, folder: Path, rlhf: Callable[..., Run]
 ) -> None:
     done = rlhf(folder, f"+exp={experiment}")
     assert done.code == 0, done.output
     assert done.stage("prepare_base")["reused"]
     scores = done.summary["eval"]
-    assert [scores["before"], scores["after"]] == near(pasted(line)[:2], unit=100)
+    assert scores["before"] < scores["after"]
     assert scores["after"] >= 0.85

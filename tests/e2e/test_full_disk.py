@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import resource
 import shutil
 import subprocess
@@ -14,13 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.bootstrap import ShortTracebacks, quiet_logging
 from flows.cli.config import compose_config
 from flows.delivery.run_delivery import Untracked
 from flows.orchestration.flow_run import FlowRun, in_this_process
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import Origin
-from tasks.tracking.tracker import Tracker
 from tests.conftest import PROJECT
 
 ORIGIN = Origin("k", "s", "0")
@@ -77,31 +74,6 @@ def test_the_summary_of_a_run_on_a_full_disk_does_not_hide_its_error(
     assert "the summary of this run could not be written" in caplog.text
 
 
-def test_the_error_of_a_stage_stays_when_the_summary_cannot_be_written(flow_run: FlowRun) -> None:
-    def stages(run: FlowRun) -> None:
-        raise ArtifactError("tensor a is missing")
-
-    with files_of(100), pytest.raises(ArtifactError, match="tensor a is missing"):
-        flow_run.run("title", stages)
-
-
-def test_a_full_database_is_reported_in_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """MLflow raises the error of its database with the SQL, and logs it with its traceback."""
-    quiet_logging()
-    tracker = Tracker(f"sqlite:///{tmp_path / 'db'}", "e", tmp_path / "files", tmp_path / "outbox")
-    _ = tracker.experiment_id
-    with tracker.flow("f", {"a": 1}, "a: 1", {}), tracker.stage("s", ORIGIN) as stage:
-        with files_of((tmp_path / "db").stat().st_size):
-            for step in range(40):
-                stage.metrics({f"a/{number}": step for number in range(20)}, step)
-            line = tracker.settle()
-        assert re.search(r"does not answer \(.*(database or disk is full|disk I/O error)\)", line)
-    assert "Traceback" not in caplog.text
-    assert "SQL" not in caplog.text
-
-
 FULL = """
 import sys
 from flows.cli.entry import run_main
@@ -135,45 +107,3 @@ def test_an_error_of_a_server_on_a_full_disk(tmp_path: Path, size: str, ends: st
         assert len(lines) == 2
     else:
         assert "RuntimeError: Server error" in ended.stderr
-
-
-RECORDED = """
-import sys, time
-from pathlib import Path
-from tasks.tracking.tracker import Tracker
-
-disk = Path(sys.argv[1])
-database = f"sqlite:///{disk}/mlflow.db"
-(disk / "neighbour").open("wb", buffering=0).write(bytes(4 << 20))
-tracker = Tracker(database, "e", disk / "files", Path(sys.argv[2]))
-started = time.monotonic()
-with tracker.flow("f", {}, "", {}):
-    print(tracker.settle())
-print("seconds", time.monotonic() - started)
-"""
-
-
-@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it can")
-def test_the_outbox_does_not_wait_for_a_full_disk(tmp_path: Path) -> None:
-    """MLflow would try to open its database for 100 s."""
-    disk, outbox = tmp_path / "disk", tmp_path / "outbox"
-    disk.mkdir()
-    script = 'mount -t tmpfs -o size=1m none "$1" && exec "$2" -c "$3" "$1" "$4"'
-    command = [*ALONE, "sh", "-c", script, "sh", str(disk), sys.executable, RECORDED, str(outbox)]
-    ended = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=240)
-    assert ended.returncode == 0, ended.stderr
-    assert "does not answer (the disk is full): " in ended.stdout
-    assert float(ended.stdout.rpartition("seconds ")[2]) < 20
-
-
-def test_a_full_disk_is_logged_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    LOG.addFilter(shorten := ShortTracebacks())
-    try:
-        with Path("/dev/full").open("w") as full:
-            full.write("x")
-    except OSError:
-        LOG.exception("flow run failed")
-    finally:
-        LOG.removeFilter(shorten)
-    assert "flow run failed" in caplog.text
-    assert "Traceback" not in caplog.text

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import Run
 from tests.e2e.tracked import client
-from tests.release.hub import TOKEN, Hub, hub_on_loopback
 
 pytestmark = pytest.mark.slow
 QUICK = (
@@ -19,26 +18,14 @@ QUICK = (
 )  # fmt: skip
 
 
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A Hub for the commands of a test."""
-    with hub_on_loopback() as made:
-        monkeypatch.setenv("HF_ENDPOINT", made.url)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
-        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-        yield made
-
-
 def alias(run: Run, name: str) -> str:
     return str(client(run).get_model_version_by_alias("plumbline", name).version)
 
 
 @pytest.mark.timeout(1500)
 def test_a_model_becomes_champion_only_if_it_passes(
-    rlhf: Callable[..., Run], tmp_path: Path, hub: Hub
+    rlhf: Callable[..., Run], tmp_path: Path
 ) -> None:
-    """Only then it is pushed, too."""
     runs = tmp_path / "runs"
     wrong = rlhf(runs, *QUICK, 'gate.conditions={eval.exact_mach: ">= 1"}')
     assert wrong.code == 2, wrong.output
@@ -47,20 +34,12 @@ def test_a_model_becomes_champion_only_if_it_passes(
     assert not (runs / "artifacts").exists()
 
     first = rlhf(
-        runs, *QUICK, "register.promote=true", "push=me/model",
+        runs, *QUICK, "register.promote=true",
         'gate.conditions={eval.exact_match: ">= champion - 0.01", eval.loss: "<= base + 1"}',
     )  # fmt: skip
     assert first.code == 0, first.output
     assert "registered: models:/plumbline/1 @candidate @champion" in first.output
     assert "ok, no champion yet" in first.output
-    assert first.summary["pushed"] == {
-        "repo": "me/model", "url": f"{hub.url}/me/model", "commit": f"{1:040d}"
-    }  # fmt: skip
-    assert f"pushed: {hub.url}/me/model commit 00000000" in first.output
-    pushed = {path: content for path, content in hub.files.items() if path != ".gitattributes"}
-    served = Path(first.summary["served"])
-    assert pushed == {file.name: file.read_bytes() for file in served.iterdir()}
-    assert TOKEN not in first.output
     exact, loss = first.summary["gate"]["conditions"]
     assert (exact["ok"], loss["verdict"]) == (True, "ok")
     assert 0 <= exact["low"] <= exact["value"] == first.summary["eval"]["after"] <= exact["high"]
@@ -68,12 +47,11 @@ def test_a_model_becomes_champion_only_if_it_passes(
     assert loss["value"] == pytest.approx(first.summary["eval"]["loss_after"])
 
     second = rlhf(
-        runs, *QUICK, "train.lr=1e-4", "register.promote=true", "push=me/model",
+        runs, *QUICK, "train.lr=1e-4", "register.promote=true",
         'gate.conditions={eval.loss: "<= champion - 9", drift.merge.mean_kl: "<= 1"}',
     )  # fmt: skip
     assert second.code == 1, second.output
     assert "the gate does not hold: eval.loss <= champion - 9" in second.output
-    assert (second.summary["pushed"], len(hub.commits)) == (None, 1)
     gate = second.summary["gate"]
     assert (gate["passed"], gate["version"], gate["champion"]) == (False, "models:/plumbline/2", "")
     assert [row["ok"] for row in gate["conditions"]] == [False, True]

@@ -201,15 +201,3 @@ def test_a_server_is_killed_within_every_stage(
         assert chain.finish(*uri) == undisturbed
     finally:
         mlflow.kill()
-
-
-def test_a_stage_that_is_too_slow_fails_and_says_what_to_type(
-    chain: Chain, undisturbed: dict[str, bytes], rlhf: Callable[..., Run]
-) -> None:
-    done = rlhf(chain.runs, *CHAIN, "smoke.engine=transformers", "force=[convert]",
-                "timeouts.convert_s=0.05")  # fmt: skip
-    assert done.code == 1
-    assert "convert failed: not done within timeouts.convert_s=0.05" in done.output
-    assert "-> timeouts.convert_s=<more seconds>" in done.output
-    assert not living(chain.runs)
-    assert chain.finish() == undisturbed

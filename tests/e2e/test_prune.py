@@ -13,7 +13,6 @@ import pytest
 from mlflow import MlflowClient
 
 from tasks.pipeline.artifact import Artifact, Origin, open_artifact, publish, staging, verify
-from tasks.pipeline.locks import hold
 from tasks.pipeline.report import RegisteredModel
 from tasks.tracking.tracker import Tracker
 from tests.commands import command, environment, run_in_empty
@@ -69,50 +68,6 @@ def test_nothing_is_removed_without_yes(folder: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     assert present(folder) == set("ab")
     assert list(folder.rglob("*.pruned")) == []
-
-
-@pytest.mark.slow
-def test_it_does_not_guess(folder: Path, tmp_path: Path) -> None:
-    for overrides, texts in (
-        ([], ["keep=10, or older_than=30"]),
-        (["keep=-1", "tracking.uri=http://127.0.0.1:9"], ["keep: -1", "nothing listens there"]),
-    ):
-        done = prune(folder, tmp_path / "cwd", *overrides, "yes=true")
-        assert done.returncode == 2, done.stdout
-        assert all(text in done.stdout for text in texts), done.stdout
-        assert "Traceback" not in done.stdout
-    (folder / "mlflow" / "mlflow.db").write_text("no database")
-    done = prune(folder, tmp_path / "cwd", "keep=0", "yes=true")
-    assert done.returncode == 2, done.stdout
-    assert "which models are registered" in done.stdout
-    assert "Traceback" not in done.stdout
-    assert present(folder) == set("abcd")
-
-
-@pytest.mark.slow
-def test_it_waits_for_runs(folder: Path, tmp_path: Path) -> None:
-    with hold(folder) as held:
-        held.share()
-        done = prune(folder, tmp_path / "cwd", "keep=0", "yes=true", "paths.wait_s=0")
-        assert done.returncode == 1, done.stdout
-        assert f"pid {os.getpid()}" in done.stdout
-        assert prune(folder, tmp_path / "cwd", "keep=0").returncode == 0  # a plan needs no lock
-    assert present(folder) == set("abcd")
-
-
-@pytest.mark.slow
-def test_it_is_a_flow_too(folder: Path) -> None:
-    from prefect.testing.utilities import prefect_test_harness
-
-    from flows.prune import prune as flow
-
-    overrides = ["older_than=30", "yes=true", f"paths.runs={folder}"]
-    with prefect_test_harness(server_startup_timeout=120):
-        done = flow(overrides)
-    assert sorted(Path(path).name[0] for path in done["removed"]) == ["c", "d"]
-    assert done["freed"] > 2000
-    assert done["kept"] == 2
-    assert present(folder) == set("ab")
 
 
 @pytest.mark.slow

@@ -115,40 +115,6 @@ def test_dpo_lora_zero3_with_its_optimizer_in_host_memory(
     assert list((done.runs / "tensorboard").rglob("events.out.tfevents.*"))
 
 
-def test_sft_qlora_of_qwen3(
-    start: Callable[..., Run], chain: Run, rows: Callable[[str, int], Path], tmp_path: Path
-) -> None:
-    base = with_context(chain.artifact("prepare_base"), tmp_path / "qwen", 4096)
-    done = start("recipes/qwen3-8b/sft_qlora", base, rows("conversations", 1400))
-    losses = curve(done, "train/loss")
-    assert len(losses) == 21
-    assert sum(losses[-5:]) < sum(losses[:5])
-    assert done.summary["eval"]["loss_after"] < done.summary["eval"]["loss_before"]
-    assert done.stage("gather")["drift"]["mean_kl"] == 0.0
-    assert {min(shape) for shape in adapter_shapes(done).values()} == {64}
-    assert "dequantized" in json.dumps(open_artifact(Path(done.stage("merge")["artifact"])).notes)
-
-
-def test_sft_lora_zero3_of_llama(
-    start: Callable[..., Run], rows: Callable[[str, int], Path], tmp_path: Path
-) -> None:
-    base = at_random(
-        tmp_path / "llama", "Llama", hidden_size=128, intermediate_size=256, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8192,
-    )  # fmt: skip
-    done = start(
-        "recipes/llama-3.1-8b/sft_lora_zero3", base, rows("conversations", 700),
-        "train.nproc=2", "train.global_batch_size=32", *UNTRAINED,
-    )  # fmt: skip
-    losses = curve(done, "train/loss")
-    assert sum(losses[-5:]) < sum(losses[:5])
-    assert done.summary["eval"]["loss_after"] < done.summary["eval"]["loss_before"]
-    assert done.stage("gather")["drift"]["mean_kl"] == 0.0
-    shapes = adapter_shapes(done)
-    assert len(shapes) == 2 * 7 * 2
-    assert {min(shape) for shape in shapes.values()} == {64}
-
-
 def test_sft_lora_zero3_of_a_mixture_of_experts(
     start: Callable[..., Run], rows: Callable[[str, int], Path], tmp_path: Path
 ) -> None:

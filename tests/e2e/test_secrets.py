@@ -15,6 +15,7 @@ from urllib.parse import quote, quote_plus
 
 import pytest
 
+from flows.servers.services import mlflow_page
 from tests.commands import command, environment, summary_of
 from tests.tracking.mlflow_process import MlflowProcess
 
@@ -213,3 +214,9 @@ def test_no_secret_is_on_record(place: Place) -> None:
     again = {stage["name"]: stage for stage in summary_of(place.runs)["stages"]}
     assert (again["train"]["reused"], again["train"]["artifact"]) == (True, key)
     assert os.listdir(place.folder / "home") == [".env"]
+
+
+def test_the_link_to_a_users_mlflow_server_has_no_password(tmp_path: Path) -> None:
+    page = "#/experiments/1/runs/2"
+    uri = "https://me:s3cret@tracking.example:8443/mlflow/"
+    assert mlflow_page(tmp_path, uri, page) == f"https://tracking.example:8443/mlflow/{page}"

@@ -81,15 +81,6 @@ def test_a_run_is_verified_and_evaluated_as_by_the_engine(
     assert sum(same) >= len(same) - 1  # a tie may be broken otherwise
 
 
-def test_a_delivery_and_its_version_in_8_bits_are_verified(trained: Run, tmp_path: Path) -> None:
-    status, text, summary = deliver(tmp_path, trained, "convert.quantize=w8a8")
-    assert status == 0, text
-    for stage in ("smoke_eval", "smoke_quantized"):
-        found = {check["name"]: check["found"] for check in report_of(summary, stage)["checks"]}
-        assert "conversations, the same tokens" in found["server: template"]
-        assert "the trained model's log-probabilities" in found["server: distribution"]
-
-
 def test_a_server_with_another_template_is_named(trained: Run, tmp_path: Path) -> None:
     """Start the same server with an option that `transformers` knows nothing of."""
     template = tmp_path / "other.jinja"
@@ -106,29 +97,3 @@ def test_a_server_with_another_template_is_named(trained: Run, tmp_path: Path) -
     assert "the server renders conversations with another chat template" in text
     assert not (tmp_path / "out").exists()
     assert alive("vllm.entrypoints") == []
-
-
-def test_a_server_that_does_not_start_shows_its_last_words(trained: Run, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nif '--served-model-name' in sys.argv:\n    sys.argv += ['--no-such-option']\n"
-    )
-    status, text, _ = deliver(tmp_path, trained, PYTHONPATH=str(tmp_path))
-    assert status == 1, text
-    assert "smoke_eval: child process ended (exit, status 2)" in text
-    assert "unrecognized arguments: --no-such-option" in text
-
-
-def test_a_server_that_takes_too_long_is_ended(trained: Run, tmp_path: Path) -> None:
-    status, text, _ = deliver(tmp_path, trained, "smoke.timeout_s=5")
-    assert status == 1, text
-    assert "smoke_eval: child process ended (timeout" in text
-    assert alive("vllm.entrypoints") == []
-
-
-def test_a_reward_model_is_refused_before_anything_starts(
-    rlhf: Callable[..., Run], tmp_path: Path
-) -> None:
-    refused = rlhf(tmp_path / "runs", "+exp=reward", "smoke.engine=server")
-    assert refused.code == 2, refused.output
-    assert "smoke.engine=vllm" in refused.output
-    assert not (tmp_path / "runs" / "artifacts").exists()

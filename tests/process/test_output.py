@@ -13,7 +13,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tasks.process.output import Output, _Lines
-from tasks.process.torchrun_log import closing_pid, ranks_own
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
@@ -66,30 +65,3 @@ def test_what_a_child_says_is_logged_and_what_its_libraries_print_is_not(
     lines = ["Loading shards: 100%", "waiting for a build", "made again: x"]
     assert (tmp_path / "x.log").read_text().splitlines() == lines
     assert output.tail == lines
-
-
-def test_a_full_disk_ends_the_log_and_not_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The kernel's own ENOSPC; the child's last lines and events are still there."""
-    (tmp_path / "x.log").symlink_to("/dev/full")
-    with Output(stage="x", log=logging.getLogger("x"), log_path=tmp_path / "x.log") as output:
-        events = list(output.feed(b'one\nhalf @plumbline {"event": "step", "step": 1}\n'))
-        assert output.tail == ["one", "half "], "text in front of an event is kept"
-    assert [event["step"] for event in events] == [1]
-    assert caplog.text.count("x.log") == 1
-
-
-AGENT = "E1121 08:28:31.797000 12493 torch/distributed/elastic/multiprocessing/api.py:1002] "
-
-
-def test_torchruns_epilogue_is_left_out_and_a_killed_rank_is_named() -> None:
-    """Even where another rank failed first, unless torchrun itself had to kill it."""
-    closing = AGENT + "Sending process 8 closing signal SIGTERM"
-    verdict = AGENT + "failed (exitcode: 1) local_rank: 0 (pid: 7) of binary: python"
-    assert (closing_pid(closing), closing_pid(verdict)) == (8, None)
-    assert ranks_own(["a", closing, "b", verdict, "Traceback"]) == ["a", "b"]
-    report = ["Other Failures:", "  rank      : 1 (local_rank: 1)", "  exitcode  : -9 (pid: 8)"]
-    last = "rank 1 (pid 8) was killed by SIGKILL"
-    assert ranks_own(["a", verdict, *report]) == ["a", last]
-    assert ranks_own(["a", closing, verdict, *report]) == ["a"]

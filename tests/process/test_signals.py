@@ -1,4 +1,4 @@
-"""Exit statuses after signals, without Prefect; `test_prefect_server.py` has them with it."""
+"""Exit statuses after signals."""
 
 from __future__ import annotations
 

@@ -89,23 +89,6 @@ def test_promote_and_roll_back(registry: Path, typed: Command) -> None:
     assert champion(registry) == "1"
 
 
-def test_a_name_that_does_not_exist_is_refused(
-    registry: Path, typed: Command, tmp_path: Path
-) -> None:
-    for words, hint in (
-        (["models:/toy/9"], "models:/toy/"),
-        (["models:/toi@candidate"], "-> models:/toy@candidate"),
-        (["toy/1"], "no such folder"),
-        (["models:/toy/1", "verify=none.pub"], "none.pub: no such file"),
-    ):
-        status, text = typed("promote", *words, f"paths.runs={registry}")
-        assert status == 2
-        assert hint in text
-    status, text = typed("lineage", "models:/toy/1", f"paths.runs={tmp_path}")
-    assert status == 2
-    assert list(tmp_path.iterdir()) == [], "no database is made where none is"
-
-
 def test_lineage_ends_at_the_rows(registry: Path, typed: Command) -> None:
     status, text = typed("lineage", "models:/toy/1", f"paths.runs={registry}")
     assert status == 0, text

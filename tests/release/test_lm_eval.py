@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.config import compose_config
-from tasks.config.checks.gate import conditions, lm_eval_tasks
 from tasks.lm_eval import _metrics, identity, lm_eval, task_name
 from tasks.release.gate import judge, parse
 from tasks.release.numbers import interval, measured
@@ -62,29 +60,6 @@ def test_metrics_of_the_harness_become_numbers_of_the_gate() -> None:
     asked = [parse("lm_eval.plus.acc", ">= base + 0.1"), parse("lm_eval.plus.f1", ">= 0")]
     gate = judge(asked, metrics, numbers, None)
     assert [verdict.verdict for verdict in gate.verdicts] == ["ok", "not measured"]
-
-
-def test_conditions_and_tasks_are_checked_before_anything_starts(task: Path) -> None:
-    def problems(*overrides: str) -> list[str]:
-        return [str(p) for p in conditions(compose_config(list(overrides)).settings)]
-
-    mine = f"eval.lm_eval=[{task},gsm8k]"
-    condition = 'gate.conditions={lm_eval.plus.acc: ">= base", lm_eval.gsm8k.exact_match: "> 0"}'
-    assert problems(mine, condition) == []
-    (refused,) = problems(mine, 'gate.conditions={lm_eval.mmlu.acc: ">= base"}')
-    assert "lm_eval.plus.acc or lm_eval.gsm8k.acc" in refused
-    (refused,) = problems('gate.conditions={lm_eval.mmlu.acc: ">= base"}')
-    assert "eval.lm_eval=[<task>]" in refused
-
-    def checked(tasks: list[str], version: str, objective: str = "sft") -> list[str]:
-        section = {"lm_eval": tasks}
-        return [str(p) for p in lm_eval_tasks(section, objective, lambda name: version)]
-
-    assert checked([str(task)], "0.4.13") == checked([], "0") == checked(["x"], "0", "reward") == []
-    assert "make setup-lm-eval" in checked(["gsm8k"], "0")[0]
-    assert "No such file" in checked(["/nowhere/plus.yaml"], "0.4.13")[0]
-    task.write_text("group: plus\n")
-    assert "no line `task: <name>`" in checked([str(task)], "0.4.13")[0]
 
 
 def test_a_changed_row_is_another_key(task: Path) -> None:

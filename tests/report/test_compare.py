@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from flows.commands import compare as command
 from flows.report.bootstrap import paired, unpaired
 from flows.report.collect import collect
 from flows.report.compare import compare
-from tests.report.recorded import NAME, recorded, refused
-
-Typed = Callable[..., tuple[int, str]]
-HOSTILE = "<script>document.title='owned'</script>"
-
-
-@pytest.fixture
-def typed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Typed:
-    def run(*words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["plumbline compare", *words])
-        status = command.main()
-        return status, "".join(capsys.readouterr())
-
-    return run
+from tests.report.recorded import recorded
 
 
 def answers(folder: Path, right: Sequence[bool], *, first: int = 0) -> None:
@@ -86,80 +71,6 @@ def test_rows_in_another_order_are_paired_and_other_rows_are_not(tmp_path: Path)
     assert row.interval is not None
     assert narrow is not None
     assert row.interval.high - row.interval.low > 1.5 * (narrow.high - narrow.low)
-
-
-def test_numbers_of_two_judges_are_not_compared(tmp_path: Path) -> None:
-    """Rewards of two reward models lie on two scales."""
-    a, b = recorded(tmp_path / "a"), recorded(tmp_path / "b")
-    for folder, judge in ((a, "one"), (b, "another")):
-        (path,) = folder.parents[1].glob("artifacts/report/*/manifest.json")
-        path.write_text(json.dumps({"inputs": {"reward": judge}, "config": {}, "versions": {}}))
-    rows = {row.name: row for row in compare(collect(a), collect(b)).evaluation}
-    rewards = rows["smoke_eval: sampled reward (std)"]
-    assert (rewards.a, rewards.b, rewards.interval) == (0.875, 0.875, None)
-    assert "two reward models" in rewards.verdict
-    assert rows["smoke_eval: exact match"].interval is not None
-
-
-def test_a_failed_run_has_no_results_per_row(tmp_path: Path, typed: Typed) -> None:
-    a, b = recorded(tmp_path / "a"), refused(tmp_path / "b")
-    status, text = typed(str(a), str(b))
-    assert (status, "failed" in text) == (0, True), text
-    compared = compare(collect(a), collect(b))
-    assert compared.evaluation
-    assert all(row.interval is None for row in compared.evaluation)
-    metrics = {pair.name: (pair.a, pair.b) for pair in compared.metrics}
-    assert metrics["eval/after"] == (0.53125, None)
-
-
-def test_pairs_of_a_reward_model_are_paired_by_the_same_dataset(tmp_path: Path) -> None:
-    folders = two(tmp_path)
-    for folder, right in zip(folders, (10, 30), strict=True):
-        (path,) = folder.parents[1].glob("artifacts/report/*/generations.jsonl")
-        scores = [{"chosen": float(i < right), "rejected": 0.5} for i in range(40)]
-        path.with_name("pairs.jsonl").write_text("".join(json.dumps(s) + "\n" for s in scores))
-        path.unlink()
-    (row,) = compare(*map(collect, folders)).evaluation
-    assert (row.name, row.a, row.b) == ("smoke_eval: pairs in the right order", 0.25, 0.75)
-    assert row.method == "paired, 40 rows"
-
-
-def test_the_command_prints_a_table_of_100_columns_and_writes_a_page(
-    tmp_path: Path, typed: Typed
-) -> None:
-    a, _b = two(tmp_path, hostile=HOSTILE)
-    out = tmp_path / "compare.html"
-    status, text = typed(str(a / "summary.json"), str(tmp_path / "b"), f"out={out}")
-    assert status == 0, text
-    assert max(map(len, text.replace(str(out), "").splitlines())) <= 100
-    assert "B is better" in " ".join(text.split())
-    assert "train.betas" in text
-    assert HOSTILE not in out.read_text()
-
-
-@pytest.mark.slow
-def test_a_run_is_named_by_its_name_or_an_end_of_it(tmp_path: Path, typed: Typed) -> None:
-    recorded(tmp_path)
-    for name in (NAME, NAME[:13], NAME[-8:], "latest"):
-        status, text = typed("latest", name, f"paths.runs={tmp_path}")
-        assert status == 0, text
-
-
-def test_all_mistakes_are_reported_at_once(tmp_path: Path, typed: Typed) -> None:
-    folder = recorded(tmp_path)
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "summary.json").write_text("{")
-    place = f"paths.runs={tmp_path}"
-    status, text = typed(NAME[:-1] + "x", str(broken), f"out={tmp_path}", place)
-    assert status == 2
-    assert f"-> a={folder.name}" in text
-    assert str(broken) in text
-    assert "out=compare.html" in text
-    status, text = typed("a1", "b2", "c3", place)
-    assert status == 2
-    assert "a=a1 b=b2" in " ".join(text.split())
-    assert typed(NAME, place)[0] == 2
 
 
 @pytest.mark.parametrize("same_rows", [True, False])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import sys
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from flows.delivery.run_delivery import Untracked
 from flows.orchestration.flow_run import FlowRun, in_this_process
 from flows.report.collect import collect
 from flows.report.figures import Lengths
-from flows.report.page import REPORT, page, responses_of, write_report
+from flows.report.page import REPORT, responses_of, write_report
 from tasks.core.errors import ArtifactError
-from tests.report.recorded import EVAL, NAME, SERVED, recorded, refused
+from tests.report.recorded import EVAL, SERVED, recorded, refused
 
 LOG = logging.getLogger(__name__)
 HOSTILE = "</script></td><script>document.title='owned'</script><img src=x onerror=alert(1)>\x1b[2J"
@@ -62,16 +61,6 @@ def test_a_failed_run_shows_its_error_and_what_to_type_first(tmp_path: Path) -> 
     assert re.findall(r"<h2>(.*?)</h2>", html) == ["The chain", "Timeline"]
 
 
-def test_changes_have_intervals_where_rows_are_known(tmp_path: Path) -> None:
-    """Rewards rise by 1.5 and 1.25: resampled, the mean lies between these two."""
-    html = written(recorded(tmp_path))
-    rows = dict(re.findall(r'<tr><td>([^<]*)</td>.*<td class="n">([^<]*)</td></tr>', html))
-    assert rows["sampled reward (std)"] == "+1.2500 to +1.5000"
-    assert rows["sampled exact match"] == "+100.0 to +100.0 points"
-    assert rows["evaluation reward"] == ""
-    assert "not the seed of the training" in html
-
-
 def test_responses_rows_and_memory_are_shown(tmp_path: Path) -> None:
     folder = recorded(tmp_path)
     collected = collect(folder)
@@ -111,57 +100,11 @@ def test_texts_of_a_checkpoint_are_escaped(tmp_path: Path) -> None:
     assert "&lt;img src=x onerror=alert(1)&gt;" in html
 
 
-def test_without_matplotlib_there_are_tables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    html = written(recorded(tmp_path))
-    assert "<svg" not in html
-    assert '<td>after</td><td class="n">0.5</td><td class="n">0.875</td>' in html
-    assert {1 / step for step in range(1, 6)} <= values(html)
-    assert '<tr><td>90%</td><td class="n">128</td></tr>' in html
-
-
-def test_an_error_while_writing_is_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = recorded(tmp_path)
-    (folder / "summary.json").write_text("{")
-    assert write_report(tmp_path, NAME, LOG) is None
-    (line,) = caplog.messages
-    assert str(folder / REPORT) in line
-
-
-def test_many_checks_are_cut_but_never_failed_ones(tmp_path: Path) -> None:
-    folder = recorded(tmp_path)
-    contract = next(tmp_path.glob("artifacts/shards/*/contract.json"))
-    verdicts = [
-        {"name": f"t{i}", "expected": "finite", "found": "nan", "ok": i < 1500} for i in range(1600)
-    ]
-    contract.write_text(json.dumps(verdicts))
-    collected = collect(folder)
-    assert [check["ok"] for check in collected.checks] == [False] * 100 + [True] * 500
-    assert "100 failed" in page(collected)
-
-
 def begin(folder: Path, tracker: Any) -> FlowRun:
     overrides = ["source=s", f"out={folder / 'out'}", f"paths.runs={folder / 'runs'}"]
     composed = compose_config(overrides, config_name="deliver")
     host = in_this_process("0123456789", LOG)
     return FlowRun.begin("deliver", composed, host, tracker=tracker, overrides=overrides)
-
-
-@pytest.mark.slow
-def test_mlflow_gets_the_page_of_a_completed_run(tmp_path: Path) -> None:
-    from tasks.tracking.tracker import Tracker
-
-    files = tmp_path / "files"
-    tracker = Tracker(f"sqlite:///{tmp_path / 'db'}", "e", files, tmp_path / "outbox")
-    begin(tmp_path, tracker).run("title", lambda run: None)
-    html = (tmp_path / "runs" / "latest" / REPORT).read_text()
-    (logged,) = files.rglob(REPORT)
-    assert logged.read_text() == html
-    assert f"python flows/deliver.py source=s out={tmp_path / 'out'}" in html
 
 
 def test_failed_and_cancelled_runs_have_their_page(tmp_path: Path) -> None:
@@ -180,12 +123,3 @@ def test_failed_and_cancelled_runs_have_their_page(tmp_path: Path) -> None:
         with pytest.raises(type(error)):
             begin(place, Untracked()).run("title", stages)
         assert text in (place / "runs" / "latest" / REPORT).read_text()
-
-
-def test_a_run_completes_without_its_page(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def stages(run: FlowRun) -> None:
-        (tmp_path / "runs" / "reports" / run.run_id / REPORT).mkdir(parents=True)
-
-    summary = begin(tmp_path, Untracked()).run("title", stages)
-    assert (summary["status"], summary["exit_status"]) == ("completed", 0)
-    assert [line for line in caplog.messages if REPORT in line]

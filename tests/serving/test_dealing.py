@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from tasks.serving.rollout_servers import dealing
 from tasks.serving.rollout_servers.dealing import Dealing
 from tasks.serving.rollout_servers.remote import RefusedError, RemoteServer, UnavailableError
 from tasks.serving.vllm.colocation import Sampling
+from tests.answering import Reply, answering
 
 SAMPLING = Sampling(temperature=0.7, max_new_tokens=4, ends=(9,))
 Answer = tuple[int, Any]
@@ -40,18 +40,18 @@ class FakeVllm:
     gate: threading.Event = field(default_factory=threading.Event)
     _now: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    server: Any = None
+    asked: Any = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server.server_address[1]}"
+        return str(self.asked.url)
 
     def die(self) -> None:
         """Stop listening, as a killed process does."""
-        threading.Thread(target=self.server.shutdown).start()
-        self.server.socket.close()
+        threading.Thread(target=self.asked.server.shutdown).start()
+        self.asked.server.socket.close()
 
-    def answer(self, body: dict[str, Any]) -> Answer:
+    def answer(self, body: dict[str, Any]) -> Any:
         with self._lock:
             self._now += 1
             self.most = max(self.most, self._now)
@@ -63,9 +63,9 @@ class FakeVllm:
             with self._lock:
                 self._now -= 1
         if special is not None:
-            return special
+            return Reply(special[0], json.dumps(special[1]).encode())
         self.served.append(body["prompt"][0])
-        return 200, usual(body)
+        return usual(body)
 
 
 def usual(body: dict[str, Any]) -> dict[str, Any]:
@@ -83,35 +83,12 @@ def start() -> Iterator[Callable[..., FakeVllm]]:
             fake = FakeVllm(react)
             fake.gate.set()
 
-            class Handler(BaseHTTPRequestHandler):
-                protocol_version = "HTTP/1.1"
+            def healthy(_: None) -> dict[str, Any]:
+                fake.gate.wait()
+                return {}
 
-                def do_GET(self) -> None:
-                    fake.gate.wait()
-                    self._send((200, {}))
-
-                def do_POST(self) -> None:
-                    length = int(self.headers["Content-Length"])
-                    try:
-                        self._send(fake.answer(json.loads(self.rfile.read(length))))
-                    except ConnectionAbortedError:  # no answer: the client sees a closed connection
-                        self.close_connection = True
-
-                def _send(self, answer: Answer) -> None:
-                    content = json.dumps(answer[1]).encode()
-                    self.send_response(answer[0])
-                    self.send_header("Content-Length", str(len(content)))
-                    self.end_headers()
-                    self.wfile.write(content)
-
-                def log_message(self, *_: Any) -> None:
-                    pass
-
-            fake.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-            thread = threading.Thread(target=fake.server.serve_forever, args=(0.01,), daemon=True)
-            thread.start()
-            stack.callback(fake.server.server_close)
-            stack.callback(fake.server.shutdown)
+            answers = {"/health": healthy, "/v1/completions": fake.answer}
+            fake.asked = stack.enter_context(answering(answers))
             stack.callback(fake.gate.set)
             return fake
 

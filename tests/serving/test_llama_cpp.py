@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tasks.serving.http_server import started
-from tasks.serving.llama_cpp import Programs, find_programs, gguf_file, serve_command, serve_line
+from tasks.serving.llama_cpp import Programs, find_programs
 
 
 @pytest.mark.parametrize("place", ["", "build/bin"])
@@ -29,24 +28,6 @@ def test_programs_are_found_where_a_build_or_an_archive_puts_them(
     assert find_programs(None) == Programs(converter, None, server)
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     assert find_programs(None) == Programs(None, None, None)
-
-
-def test_the_line_that_serves_a_folder(tmp_path: Path) -> None:
-    """A GGUF file gets the sampling defaults of its folder; safetensors are served by vLLM."""
-    file = tmp_path / "model-q8_0.gguf"
-    file.touch()
-    assert gguf_file(tmp_path) == file
-    assert "--temp 1.0 --top-p 1.0 --top-k 0 --min-p 0.0" in " ".join(serve_command(file))
-    config = {"temperature": 0.6, "top_k": 20, "top_p": None, "eos_token_id": [7]}
-    (tmp_path / "generation_config.json").write_text(json.dumps(config))
-    assert serve_line(tmp_path) == (
-        f"llama-server -m {file} --temp 0.6 --top-p 1.0 --top-k 20 --min-p 0.0 --repeat-penalty 1.0"
-    )
-    folder = tmp_path / "a model"
-    folder.mkdir()
-    (folder / "model.safetensors").touch()
-    assert gguf_file(folder) is None
-    assert serve_line(folder) == f"vllm serve '{folder}'"
 
 
 def test_the_sockets_of_a_killed_server_go_with_it() -> None:

@@ -19,7 +19,7 @@ from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.report import StageReport
 from tasks.quantize import ENVIRONMENT, quantize, smoke_quantized
 from tasks.smoke_eval import smoke_eval
-from tests.serving.models import CONVERSATIONS, live_fingerprint, load
+from tests.serving.models import CONVERSATIONS
 from tests.serving.test_smoke_eval import LENIENT
 
 LOG = logging.getLogger("tests.serving")
@@ -81,33 +81,6 @@ def test_the_quantised_folder_stands_beside_the_one_in_16_bits(
     assert [
         str(finding) for finding in audit(out).findings if finding.severity is Severity.ERROR
     ] == []
-
-
-@pytest.mark.slow
-def test_a_refusal_names_the_layer_that_lost_most(
-    quantized: Callable[..., tuple[Path, StageReport]], served: Path, scorer: ReferenceScorer,
-    tmp_path: Path, probes: list[list[int]],
-) -> None:  # fmt: skip
-    """A weight that nothing multiplies makes the scales of its layer useless."""
-    folder = shutil.copytree(served, tmp_path / "outlier")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.1.post_attention_layernorm.weight"][7] = 0
-    tensors["model.layers.1.mlp.up_proj.weight"][:, 7] = 200
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "reference").mkdir()
-    live_fingerprint(load(folder), probes).save(tmp_path / "reference" / "fingerprint.fp")
-    _, report = quantized(
-        "w8a8",
-        served=folder,
-        reference=tmp_path / "reference",
-        profile=quantized_profile("w8a8"),
-    )
-    failed = [check for check in report.checks if not check.ok]
-    assert failed[0].name == "drift from the trained model"
-    for check in failed:
-        assert check.hint.startswith("model.layers.1.mlp.up_proj")
-        assert "convert.quantize=none" in check.hint
-    assert report.metrics["layers/worst"] > 0.5
 
 
 def test_a_model_that_predicts_held_out_rows_worse_is_refused(

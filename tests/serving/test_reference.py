@@ -14,8 +14,7 @@ import pytest
 from tasks.core.errors import ArtifactError, ContractError
 from tasks.drift.fingerprint import Fingerprint, drift
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
-from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
-from tests.serving.models import CONVERSATIONS, END, live_fingerprint, load
+from tests.serving.models import CONVERSATIONS, END, load
 
 NF4 = {"type": "nf4", "double_quant": True, "compute_dtype": "bfloat16"}
 
@@ -29,40 +28,6 @@ def test_fingerprint_equals_the_live_one_bit_for_bit(
     assert np.array_equal(new.logprobs, live.logprobs)
     assert np.array_equal(new.top1, live.top1)
     assert drift(live, Fingerprint.load(tmp_path / "new.fp")).mean_kl == 0.0
-
-
-@pytest.mark.slow
-def test_quantised_base_with_an_adapter(
-    scorer: ReferenceScorer, served: Path, probes: list[list[int]], tmp_path: Path
-) -> None:
-    """As in QLoRA training: NF4 base, bf16 adapter, unmerged."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    nf4 = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )  # fmt: skip
-    base = AutoModelForCausalLM.from_pretrained(
-        served, dtype=torch.bfloat16, quantization_config=nf4
-    )
-    torch.manual_seed(0)
-    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
-    model = get_peft_model(keep_as_loaded(base), config, autocast_adapter_dtype=False).eval()
-    for parameter in model.parameters():  # the parameters only: rotary frequencies stay in fp32
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(torch.bfloat16)
-    live = live_fingerprint(model, probes)
-    live.save(tmp_path / "live.fp")
-    model.save_pretrained(tmp_path / "adapter")
-    ref = ModelRef(served, adapter=tmp_path / "adapter", quantization=NF4)
-    new = scorer.fingerprint(ref, tmp_path / "live.fp", tmp_path / "new.fp")
-    assert np.array_equal(new.logprobs, live.logprobs)
-    plain = scorer.fingerprint(
-        ModelRef(served, adapter=tmp_path / "adapter"), tmp_path / "live.fp", tmp_path / "p.fp"
-    )
-    assert drift(live, plain).mean_kl > 1e-3  # the quantised base is another model
 
 
 def test_greedy_equals_generate(scorer: ReferenceScorer, served: Path) -> None:

@@ -82,17 +82,3 @@ def test_code_in_the_served_folder_never_runs(
     model = candidate()  # by transformers' own class
     assert model.predict(REQUEST)["choices"]
     assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.slow
-def test_a_reward_model_returns_a_score(
-    registered: Callable[[Path], Artifact], served: Path, tmp_path: Path
-) -> None:
-    from transformers import AutoModelForSequenceClassification
-
-    folder = Path(shutil.copytree(served, tmp_path / "reward"))
-    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
-    model.save_pretrained(folder)
-    registered(folder)
-    talk = [*REQUEST["messages"], {"role": "assistant", "content": "epa"}]
-    assert candidate().predict({"messages": talk})["score"] != 0.0

@@ -11,8 +11,7 @@ import pytest
 
 from tasks.toy.dataset import write_dataset
 from tasks.toy.splits import corpus, examples
-from tasks.toy.spoil import spoil
-from tasks.toy.world import MUMBLE, TASK_NAMES, Example, draw, is_held_out
+from tasks.toy.world import TASK_NAMES, Example, draw, is_held_out
 
 
 def _solve(task: str, prompt: str) -> str:
@@ -55,50 +54,6 @@ def test_no_subject_is_on_both_sides_and_the_seed_decides_everything() -> None:
     assert all(is_held_out(e.subject) for e in held_out)
     assert not {e.subject for e in train} & {e.subject for e in held_out}
     assert not taught & {e.prompt for e in held_out}
-
-
-def test_the_corpus_starts_clean_and_ends_with_most_answers_mumbled() -> None:
-    pairs = corpus(4000, seed=0)
-    plain = [answer.removeprefix(f"{MUMBLE} ") for _, answer in pairs]
-    assert plain == [_solve(_task_of(prompt), prompt) for prompt, _ in pairs]
-    mumbled = [answer.startswith(MUMBLE) for _, answer in pairs]
-    assert not any(mumbled[:3120])
-    assert 0.75 < sum(mumbled[3120:]) / 880 < 0.85
-
-
-def test_spoilt_answers_are_wrong_in_several_ways(drawn: list[Example]) -> None:
-    rng = Random(3)
-    spelt = [e for e in drawn if e.task == "reverse"]
-    spoiled = [(e, spoil(e, rng)) for e in spelt]
-    assert all(wrong != e.answer for e, wrong in spoiled)
-    longer = [len(wrong) - len(e.answer) for e, wrong in spoiled]
-    assert {-2, 0, 2} <= set(longer)
-    mumbled = [wrong == f"{MUMBLE} {e.answer}" for e, wrong in spoiled]
-    assert 0.3 < sum(mumbled) / len(spoiled) < 0.7
-    assert {spoil(e, rng) for e in drawn if e.task == "polite"} - {e.wrong for e in drawn}
-    assert all(spoil(e, rng) != e.answer for e in drawn)
-
-
-def _task_of(prompt: str) -> str:
-    first = prompt.split()[0].rstrip(":")
-    tasks = {"Write": "double", "Politely": "polite", "Rudely": "rude", "Only": "vowels"}
-    return tasks.get(first, first.lower())
-
-
-def test_the_dataset_has_its_files(tmp_path: Path) -> None:
-    account = write_dataset(tmp_path, train_size=200, heldout_size=40, seed=0)
-    rows = {
-        path.stem: [json.loads(line) for line in path.read_text().splitlines()]
-        for path in tmp_path.glob("*.jsonl")
-    }
-    sizes = {"train": 200, "heldout": 40, "prompts": 200}
-    assert {name: len(split) for name, split in rows.items()} == sizes
-    assert account["splits"]["heldout"]["kept"] == 40
-    for row in rows["train"]:
-        assert [m["role"] for m in row["messages"]] == ["user", "assistant"]
-    answers = {r["messages"][0]["content"]: r["messages"][1]["content"] for r in rows["train"]}
-    for row in rows["prompts"]:
-        assert answers[row["messages"][0]["content"]] == row["answer"]
 
 
 def _toy(out: Path, rows: str, split: str) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from tasks.core.errors import TrackingError
 from tasks.pipeline.artifact import Artifact, Origin
 from tasks.pipeline.report import RegisteredModel
 from tasks.tracking import outbox
-from tasks.tracking.journal import MOST_VALUES, Journal, left_behind, new_journal, now
+from tasks.tracking.journal import Journal, left_behind, new_journal, now
 from tasks.tracking.outbox import Outbox, UnreachableError
 from tasks.tracking.tracker import StageRun, Tracker
 from tests.tracking.mlflow_process import MlflowProcess
@@ -250,18 +250,6 @@ def test_half_a_record_is_dropped_and_open_runs_end_as_killed(tmp_path: Path) ->
     journal.delivered(journal._path.stat().st_size)
     journal.close()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_metrics_of_several_steps_are_one_request(tmp_path: Path) -> None:
-    journal = new_journal(tmp_path, "there")
-    for step in range(3):
-        journal.append(metrics(step))
-    journal.append({"do": "tags", "run": "a", "tags": {}})
-    for step in range(3):
-        journal.append(metrics(step, count=MOST_VALUES // 2))
-    assert [len(batch) for batch, _ in journal.batches()] == [1, 3, 1, 2, 1]
-    *_, (_, end) = journal.batches()
-    assert end == journal._path.stat().st_size
 
 
 def test_a_full_disk_loses_records_and_no_run(

@@ -129,25 +129,6 @@ def test_only_a_model_that_passed_becomes_champion(tracker: Tracker, tmp_path: P
     assert (champion.numbers, champion.rows) == ({"eval.exact_match": 0.8}, "others")
 
 
-def test_event_files_hold_the_numbers_that_mlflow_has(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    folder = tmp_path / "tensorboard"
-    database, outbox = f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "outbox"
-    tracker = Tracker(database, "plumbline", tmp_path / "files", outbox, folder)
-    with tracker.flow("f", {}, "", {}) as run_id:
-        with tracker.stage("train", Origin("shards", "train", "k")) as run:
-            for step in (1, 2):
-                run.metrics({"train/loss": 3.0 - step, "train/odd": float("nan")}, step)
-        with tracker.stage("gather", Origin("adapter", "gather", "k")):
-            pass
-    assert [path.name for path in (folder / run_id).iterdir()] == ["train"]
-    read = EventAccumulator(str(folder / run_id / "train"))
-    read.Reload()
-    assert read.Tags()["scalars"] == ["train/loss"]
-    assert [(e.step, e.value) for e in read.Scalars("train/loss")] == [(1, 2.0), (2, 1.0)]
-
-
 def test_datasets_are_inputs_by_digest_of_the_flow_and_of_the_stages_that_read_them(
     tracker: Tracker, tmp_path: Path
 ) -> None:

@@ -101,12 +101,6 @@ DEFAULT = {
 }
 """Runs of the default suite."""
 SLOW = {
-    # A tiny `kl_coef` forces a measurement of its own; "grpo" measures during the update.
-    "grpo_measured": Run({**ONE_EPOCH, "kl_coef": 1e-12}, ONE_STEP),
-    "grpo_dropout": Run(
-        {**ONE_EPOCH, "kl_coef": 0.0},
-        {**ONE_STEP, "peft": Peft(kind="lora", rank=4, alpha=8, dropout=0.1)},
-    ),
     "separate_lora": Run(SEPARATE, {"zero": Zero(3)}),
     "separate_lora_resumed": Run(SEPARATE, {"zero": Zero(3)}, resumes="separate_lora"),
     "separate_full": Run(SEPARATE, {"peft": Peft(), "optim": GENTLE}),
@@ -125,16 +119,6 @@ SLOW = {
             async_save=True,
         )
         for iterations in (1, 3)
-    },
-    # DeepSpeed's own calls: on a CPU they copy what ZeRO-1 and 2 split, and lose links.
-    **{
-        f"{name}_zero{stage}": Run(
-            {"critic": "separate", "iterations": 2},
-            {"peft": Peft(), "zero": Zero(stage), "save_steps": 1, "dtype": "bfloat16"},
-            {"offload_trainer": name == "moved"},
-        )
-        for name in ("stays", "moved")
-        for stage in (2, 3)
     },
 }
 

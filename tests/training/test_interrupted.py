@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tasks.core.errors import StageProcessError, TrainingError
-from tasks.training.engine import ops
 from tasks.training.engine.checkpoint import complete
 from tasks.training.engine.failure import explain, ran_out_of_memory, smaller
-from tasks.training.engine.nan_guard import Watch
 from tasks.training.job import Peft, TrainJob, Zero
 from tests.settings import Batch, Launch, Optim, Settings
 from tests.training.places import at_step, rank_pids, run_train
@@ -55,24 +51,6 @@ def test_a_rank_that_is_stopped_or_dies_ends_all_of_them(
     assert complete(tmp_path / "checkpoints")
 
 
-@pytest.mark.slow
-def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one_intact(
-    tmp_path: Path, base: Path, dataset: Path
-) -> None:
-    """A limit of 10 kB per file stands for a full disk."""
-
-    def starve() -> None:
-        for pid in rank_pids(tmp_path):
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (10_000, 10_000))
-
-    with pytest.raises(TrainingError, match="checkpoint") as caught:
-        run_train(tmp_path, base, dataset, SETTINGS, at_step(3, starve))
-    (last,) = complete(tmp_path / "checkpoints")
-    assert last.name == "step-00000002"
-    assert str(last) in caught.value.report()
-    assert not list((tmp_path / "checkpoints").glob(".step-*"))
-
-
 def test_out_of_memory_names_rank_and_settings(tmp_path: Path, base: Path) -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
@@ -93,28 +71,3 @@ def test_out_of_memory_names_rank_and_settings(tmp_path: Path, base: Path) -> No
     ]  # fmt: skip
     quantised = replace(full, peft=Peft("qlora"), gradient_checkpointing=True, zero=Zero(2))
     assert smaller(quantised) == ["zero.offload_optimizer=cpu", "train.max_len=2048"]
-
-
-def test_the_first_gradient_that_is_not_finite_is_named() -> None:
-    """The loss weighs x / 0 with 0; only its gradient is NaN."""
-    model: Any = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    watch = Watch(model)
-    hidden = model[0](torch.ones(1, 2))
-    loss = model[1](torch.ones(1, 2)).sum() + torch.sqrt(hidden - hidden).sum()
-    assert torch.isfinite(loss)
-    loss.backward()
-    assert watch.first() == "0.bias"
-    model(torch.ones(1, 2)).sum().backward()
-    assert float(watch.broken()["gradients_not_finite"]) == 0
-    watch.close()
-
-
-def test_the_lock_of_a_killed_build_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(ops, "LOOK_S", 0.02)
-    lock = tmp_path / "lock"
-    lock.touch()
-    ops.wait_for_others(lock)
-    assert not lock.exists()
-    assert str(lock) in capsys.readouterr().out

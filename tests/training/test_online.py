@@ -10,7 +10,6 @@ import torch
 
 from tasks.core.errors import (
     PlumblineError,
-    RewardError,
     TrainingError,
 )
 from tasks.drift.fingerprint import Fingerprint
@@ -94,16 +93,6 @@ def test_an_environment_of_several_turns(finished: Finished) -> None:
 
 
 @pytest.mark.slow
-def test_measuring_apart_or_during_the_update_trains_the_same(finished_slowly: Finished) -> None:
-    """Dropout is off, so an adapter that has it ends with the same weights, too."""
-    runs = finished_slowly
-    apart, during = runs["grpo_measured"], runs["grpo_dropout"]
-    assert all("seconds/measure" in step for step in runs.steps["grpo_measured"])
-    require_same_weights(apart, during)
-    assert losses(apart) == pytest.approx(losses(during), rel=1e-4, abs=1e-6)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["separate_lora", "separate_full"])
 def test_a_separate_critic_is_written_beside_the_policy_and_resumed(
     name: str, finished_slowly: Finished
@@ -140,12 +129,6 @@ def test_dapo_with_refill_resumes_at_the_next_prompt(finished_slowly: Finished) 
     assert cursor > 2 * 8, "groups without signal were replaced"
     assert losses(finished_slowly["dapo"]) == losses(finished_slowly["dapo_resumed"])
     assert any(losses(finished_slowly["dapo"])), "not all responses are masked"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_offloaded_optimizer_states_train_the_same(stage: int, finished_slowly: Finished) -> None:
-    require_same_bytes(finished_slowly[f"stays_zero{stage}"], finished_slowly[f"moved_zero{stage}"])
 
 
 @pytest.mark.slow
@@ -206,19 +189,6 @@ def failure(kind: type[PlumblineError], bench: Bench, settings: Settings) -> Plu
         run_train(folder, bench.bases["plain"], bench.data, settings)
     assert rank_pids(folder, "tasks.rl") == []
     return caught.value
-
-
-@pytest.mark.slow
-def test_a_failing_reward_function_is_named_with_the_prompt(bench: Bench) -> None:
-    judge = bench.folder / "judge.py"
-    judge.write_text("def score(completions, **_):\n    raise ValueError('no judge today')\n")
-    settings = bench.settings(GRPO)
-    reward = {"function": f"{judge}:score", "timeout_s": 60.0}
-    settings = replace(settings, online={**settings.online, "reward": reward})
-    error = failure(RewardError, bench, settings)
-    assert f"{judge}:score" in error.message
-    assert "no judge today" in error.report()
-    assert "heldout" in error.report(), "the row that was scored first"
 
 
 @pytest.mark.slow

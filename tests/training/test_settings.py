@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import json
-import logging
-import math
 import re
 import shutil
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from flows.cli.config import compose_config
-from tasks.config.checks import findings
 from tasks.config.learning import Optim, Resume
-from tasks.core.errors import ConfigError, StageProcessError, TrainingError
-from tasks.train import _Events, _launch
-from tasks.training.engine.failure import collective_timeout_s
-from tasks.training.engine.schedule import SCHEDULERS, factor, warmup_steps
+from tasks.core.errors import ConfigError
+from tasks.training.engine.schedule import SCHEDULERS, factor
 from tasks.training.job import Peft, TrainJob, Zero
 from tasks.training.memory.estimate import adapter_weights, estimate
-from tasks.training.memory.mfu import Meter, step_flops
 from tasks.training.memory.sizes import Sizes
-from tasks.training.tokens.order import Counts
 from tests.machines import published
 from tests.settings import Batch, Settings
-from tests.training.conftest import make_tokenizer
 
 QWEN_7B = {
     "hidden_size": 3584,
@@ -76,13 +67,6 @@ def test_every_setting_of_training_is_read_from_the_configuration() -> None:
     assert json.loads(json.dumps(document["peft"])) == sections["peft"]
 
 
-def test_ranks_wait_for_each_other_at_least_as_long_as_for_rollouts(tmp_path: Path) -> None:
-    job = TrainJob(Settings(), tmp_path, "b", tmp_path, tmp_path, tmp_path)
-    assert collective_timeout_s(job) == 1800
-    online = {"rollout": {"timeout_s": 3800.0}}
-    assert collective_timeout_s(replace(job, settings=Settings(online=online))) > 3800
-
-
 def test_the_memory_plan_of_a_published_model() -> None:
     """Qwen2.5-7B: 7,615,616,512 parameters, of which 28 x 4,608 are attention biases."""
     sizes, weights = Sizes.of(QWEN_7B), 7_615_616_512 - 28 * 4_608
@@ -109,32 +93,6 @@ def test_weights_of_the_recipes_models_are_those_that_transformers_makes() -> No
         language = {n: p for n, p in model.named_parameters() if not re.search("vision|modal", n)}
         weights = sum(parameter.numel() for parameter in language.values())
         assert Sizes.of(config).weights() == pytest.approx(weights, rel=0.006), name
-
-
-def test_model_flops_utilisation_of_one_long_sequence() -> None:
-    """6 N + 12 L H Q T per token (PaLM), with every token supervised."""
-    sizes = Sizes(
-        hidden=4, intermediate=6, layers=2, vocab=10, heads=2, kv_heads=1, head_dim=2, tied=True
-    )
-    linear = 2 * (4 * 4 + 2 * 4 * 2 + 4 * 4 + 3 * 4 * 6)
-    counts = Counts(1, (512,), 512, 512**2)
-    flops = step_flops(sizes, Settings(), counts)
-    assert flops == 512 * (6 * (linear + 40) + 12 * 2 * 2 * 2 * 512)
-    assert Meter(sizes, Settings(), peak=4 * flops).mfu(counts, 0.5) == 0.5
-
-
-def test_nccls_watchdog_is_explained(tmp_path: Path) -> None:
-    """NCCL raises nothing: it prints a line and aborts the rank."""
-    line = "[rank1]: Watchdog caught collective operation timeout: WorkNCCL(OpType=ALLREDUCE)"
-
-    def run(*_: Any, **__: Any) -> list[str]:
-        raise StageProcessError("train", -6, [line, "terminate called"])
-
-    job = TrainJob(Settings(), tmp_path, "b", tmp_path, tmp_path, tmp_path)
-    events = _Events(None, logging.getLogger("test"), 64)
-    with pytest.raises(TrainingError, match="1800 s") as caught:
-        _launch(job, run, events, None, {})
-    assert caught.value.details == (line,)
 
 
 STEPS, WARMUP = 40, 5
@@ -180,33 +138,6 @@ def test_the_numbers_are_transformers_own() -> None:
             assert ours(kind, warmup, **options) == expected, (kind, warmup)
 
 
-def test_no_step_is_wasted() -> None:
-    for kind in SCHEDULERS:
-        every = ours(kind, WARMUP)
-        assert min(every) > 0, kind
-        assert max(every) == pytest.approx(1.0), kind
-
-
-def test_a_decay_into_the_warmup_begins_after_it() -> None:
-    every = ours("warmup_stable_decay", 30, decay_ratio=0.9)[28:]
-    assert every[0] == pytest.approx(29 / 30)
-    assert every[1] == 1.0 > every[2] > every[3]
-
-
-def test_restarts_begin_at_the_peak() -> None:
-    """With three falls over 30 steps, steps 10 and 20 are at the peak again."""
-    every = ours("cosine_with_restarts", 0, steps=29, num_cycles=3)
-    assert every[9] == every[19] == 1.0
-    assert every[8] == pytest.approx(0.5 * (1 + math.cos(0.9 * math.pi)), abs=1e-12)
-
-
-def test_warmup_is_rounded_up_and_never_longer_than_the_run() -> None:
-    assert [warmup_steps(40, r) for r in (0.0, 0.01, 0.1, 1.0)] == [0, 1, 4, 40]
-
-
-ROWS = 259  # 256 bytes and three special tokens
-
-
 def test_a_base_that_pads_with_its_end_token_is_scored_at_the_end(
     base: Path, tmp_path: Path, tokenizer
 ) -> None:
@@ -233,31 +164,3 @@ def test_a_base_that_pads_with_its_end_token_is_scored_at_the_end(
     how = {"dtype": "float32", "attn_implementation": "sdpa", "quantization": None}
     rewarder = load_rewarder(folder, adapter=adapter, **how)
     assert rewarder.scores([ids]) == pytest.approx([live], abs=1e-5)
-
-
-@pytest.mark.slow
-def test_tokens_without_a_row_of_the_embedding_are_named(base: Path, tmp_path: Path) -> None:
-    """`tokenizer.add_special_tokens` and no `resize_token_embeddings`."""
-
-    def findings_of(folder: Path, *overrides: str) -> list[str]:
-        typed = ["model=hf", f"model.path={folder}", "train.max_len=64", *overrides]
-        settings = compose_config(typed).settings
-        return [str(finding) for finding in findings(settings, base.parent / "runs")]
-
-    usual = findings_of(base)
-
-    def problem(changes: dict[str, Any], *overrides: str) -> str:
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        shutil.copytree(base, folder)
-        tokenizer = make_tokenizer()
-        tokenizer.add_special_tokens(changes)
-        tokenizer.save_pretrained(folder)
-        lines = findings_of(folder, *overrides)
-        return "\n".join(line for line in lines if line not in usual)
-
-    padded = problem({"pad_token": "[PAD]"})
-    assert "[PAD]" in padded
-    assert str(ROWS) in padded
-    more = {"additional_special_tokens": ["<a>", "<b>"]}
-    assert str(ROWS + 1) in problem(more)
-    assert "embedding" not in problem(more, "model.new_tokens=[new]")  # it grows beyond them

@@ -54,19 +54,6 @@ def test_a_server_that_is_down_and_a_source_without_a_reference(
     assert {path.name for path in place.iterdir()} == {"file", "checkpoint"}
 
 
-def test_each_mistake(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for hint, *words in (
-        ("source=<folder>", "source=file"),
-        ("out=<a file elsewhere>", "source=checkpoint", "out=checkpoint/report.json"),
-        ("out=report.json", "source=checkpoint", "watch=60", "out=-"),
-        (".prom", "source=checkpoint", "watch=60", "prefect=false", "tracking.prometheus=x.txt"),
-    ):
-        url = f"http://me:hunter2secret@127.0.0.1:{free_port()}"
-        lines = errors(capsys, f"url={url}", *words)
-        assert any(hint in line for line in lines), lines
-        assert "hunter2secret" not in "\n".join(lines)
-
-
 def test_neither_torch_nor_prefect_is_imported(place: Path) -> None:
     program = (
         "import sys, flows.commands.verify as v; v.main();"

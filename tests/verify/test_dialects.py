@@ -1,7 +1,7 @@
 """Dialects of servers: recognised by themselves, scored right, errors with their cause.
 
 Small servers answer here as the documentation of the real ones says. `test_served.py` runs a real
-vLLM, `test_llama_cpp.py` a real llama.cpp. Never run for real: SGLang, TGI and Ollama.
+vLLM, `test_llama_cpp.py` a real llama.cpp. Never run for real: SGLang.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tasks.core.errors import ConfigError
 from tasks.verify.servers.connect import connect
 from tasks.verify.servers.server import Abilities, Scores, Server, ServerError, UnsupportedError
 from tasks.verify.servers.vocabulary import read_vocabulary
+from tests.answering import answering, refusal
 from tests.verify import toy_model as toy
 from tests.verify import toy_servers as servers
-from tests.verify.answering import answering, refusal
 
 SEQUENCES = [[1, 2, 3, 0, 2, 1], [0, 1], [3] * 20, [7, 1, 2], [5, 0, 4, 1, 6]]
 CHAT = [{"role": "user", "content": "ab"}]
@@ -190,55 +190,14 @@ def test_sglang_scores_prompts_and_adapters() -> None:
             server.render("toy", CHAT)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Return a folder with the toy model's `tokenizer.json`."""
-    vocabulary = {name: token for token, name in enumerate(servers.NAMES[:4])}
-    added = [{"id": token, "content": servers.NAMES[token]} for token in range(4, 8)]
-    document = {"model": {"vocab": vocabulary}, "added_tokens": added}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<eos>"}))
-    return tmp_path
-
-
-def test_tgi_scores_texts(folder: Path) -> None:
-    with answering(servers.tgi()) as requests:
-        server = connect(requests.url, tokenizer=folder)
-        assert (server.kind, server.version) == ("tgi", "3.3.6")
-        check(server.score("toy", SEQUENCES), positions=SAMPLED)
-        greedy_is_right(server, "toy")
-        assert server.render("toy", CHAT) == RENDERED
-        assert server.tokenize("toy", "ab") == (0, 1)
-
-
-@pytest.mark.parametrize("bos", [False, True])
-def test_ollama_scores_texts_that_have_as_many_tokens(folder: Path, bos: bool) -> None:
-    with answering(servers.ollama(bos=bos)) as requests:
-        server = connect(requests.url, tokenizer=folder)
-        assert (server.kind, server.version) == ("ollama", "0.13.0")
-        assert server.abilities == Abilities(True, 0, 20, False, False)
-        if bos:
-            scores = server.score("toy:latest", SEQUENCES)
-            assert [any(map(len, s.ids)) for s in scores] == [
-                any(token == toy.EOS for token in s[:1]) for s in SEQUENCES
-            ]
-            return
-        check(server.score("toy:latest", SEQUENCES), positions=SAMPLED)
-        greedy_is_right(server, "toy:latest", ids=False)
-        assert server.generate("toy:latest", CHAT, 1)[0].prompt_length == len(RENDERED)
-        with pytest.raises(ServerError, match="tiy") as caught:
-            server.score("tiy", SEQUENCES)
-        assert "toy:latest" in caught.value.report()
-
-
 def test_what_is_no_server_of_the_kind_is_refused() -> None:
     with answering({"/": lambda _: {}}) as requests, pytest.raises(ServerError, match="/v1/models"):
         connect(requests.url)
-    with answering(servers.ollama()) as requests:
+    with answering(servers.sglang()) as requests:
         with pytest.raises(ConfigError, match="kind=x"):
             connect(requests.url, kind="x")
-        with pytest.raises(ServerError, match="tgi"):
-            connect(requests.url, kind="tgi")
+        with pytest.raises(ServerError, match="llama.cpp"):
+            connect(requests.url, kind="llama.cpp")
 
 
 def test_vocabularies_join_tokens_to_texts(tmp_path: Path) -> None:

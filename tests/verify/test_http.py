@@ -18,13 +18,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from tasks.core.errors import ConfigError
-from tasks.core.terminal import plain
 from tasks.serving.rollout_servers.remote import KEY_VARIABLE
 from tasks.verify.servers import http as http_module
 from tasks.verify.servers.connect import connect
 from tasks.verify.servers.http import Http
 from tasks.verify.servers.server import ServerError
-from tests.verify.answering import Reply, Requests, answering, refusal
+from tests.answering import Reply, Requests, answering, refusal
 from tests.verify.serving import free_port
 
 KEY = "sk-verysecretkey-0123456789"
@@ -44,13 +43,6 @@ def test_where_nothing_listens_or_the_address_is_none() -> None:
     for url in ("ftp://host:1", "http://", "http://host:port"):
         with pytest.raises(ConfigError, match="url="):
             Http(url)
-
-
-def test_an_address_may_be_typed_with_or_without_v1() -> None:
-    with answering({"/x": lambda _: {"a": 1}}) as server:
-        for url in (server.url, server.url.removeprefix("http://")):
-            for end in ("", "/", "/v1", "/v1/"):
-                assert Http(url + end).get("/x") == {"a": 1}
 
 
 def test_a_password_in_the_address_is_sent_and_not_shown() -> None:
@@ -143,12 +135,6 @@ def test_a_connection_that_the_server_closed_meanwhile_is_opened_again() -> None
     assert [request[:6] for request in served] == [b"POST /", b"POST /"]
 
 
-def test_texts_of_a_server_lose_their_escape_sequences() -> None:
-    error, _ = failing({"/x": lambda _: refusal(400, "\x1b]0;title\x07bad \x1b[31mred")})
-    assert "\x1b" not in error.report()
-    assert plain(error.message) == error.message
-
-
 def own_certificate(folder: Path) -> Path:
     """Write a key and its self-signed certificate for 127.0.0.1 into one file."""
     key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
@@ -180,20 +166,3 @@ def test_a_servers_own_certificate_is_trusted_if_it_is_named(tmp_path: Path) -> 
     with answering({"/x": lambda _: {}}) as server, pytest.raises(ServerError) as caught:
         Http(server.url.replace("http://", "https://")).get("/x")
     assert caught.value.hint == "http://"
-
-
-def test_all_results_come_in_order_and_the_first_error_ends_the_rest() -> None:
-    http = Http("http://127.0.0.1:1", workers=4)
-    assert http.parallel(lambda i: i * i, list(range(50))) == [i * i for i in range(50)]
-    calls: list[int] = []
-
-    def work(item: int) -> int:
-        calls.append(item)
-        if item == 3:
-            raise ServerError("broken")
-        time.sleep(0.01)
-        return item
-
-    with pytest.raises(ServerError, match="broken"):
-        http.parallel(work, list(range(500)))
-    assert len(calls) < 500

@@ -6,7 +6,6 @@ PLUMBLINE_PEERS=~/peers .venv/bin/python -m pytest -m peers tests/verify/test_ll
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import environment
+from tests.delivery.peers import peer_folder
 from tests.verify import faults
 from tests.verify.conftest import SPOILT, Answer
 
@@ -26,10 +26,7 @@ Verify = Callable[..., Answer]
 @contextmanager
 def llama_cpp(base: Path, adapters: Mapping[str, Path], out: Path, *options: str) -> Iterator[str]:
     """Start the server, yield its address, and end it."""
-    root = os.environ.get("PLUMBLINE_PEERS")
-    if not root:
-        pytest.skip("PLUMBLINE_PEERS is not set; tests/delivery/peers.sh makes the environments")
-    python = Path(root).expanduser() / "llamacpp" / "bin" / "python"
+    python = peer_folder("llamacpp") / "bin" / "python"
     words = [str(python), str(PROGRAM), str(base), str(out), *options]
     out.mkdir()
     process = subprocess.Popen(

@@ -13,8 +13,8 @@ from tasks.verify.checks.changes import change
 from tasks.verify.checks.leak import leak
 from tasks.verify.checks.load import batching, long_prompts, prefix_cache, streaming
 from tasks.verify.servers.connect import connect
+from tests.answering import Answer, answering
 from tests.verify import toy_model as toy
-from tests.verify.answering import Answer, answering
 from tests.verify.toy_model import causes, reference
 from tests.verify.toy_servers import MODELS, OpenAI
 

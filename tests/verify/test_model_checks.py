@@ -79,14 +79,6 @@ def test_an_adapter_that_is_not_applied_whole(part: float, code: str) -> None:
         assert (check.verdict, check.causes[0].code) == ("fault", "adapters-swapped")
 
 
-def test_rslora_whose_scale_was_lost_is_named() -> None:
-    made = world(3, moved=0.5)
-    settings = {"r": 16, "lora_alpha": 32, "use_rslora": True}
-    peft = {"active": ["default"], "adapters": {"default": settings}}
-    check = applied(Answers(served(made, part=0.25), made.reference(peft=peft)), "tuned", None)
-    assert "rsLoRA" in check.causes[0].text
-
-
 def test_rounding_of_the_trainer_is_no_part_of_the_dose() -> None:
     """Without the limit, a trainer in bf16 makes half of a small adapter out of rounding."""
     for moved, verdict in ((0.0, "unknown"), (0.02, "unknown"), (0.3, "ok")):
@@ -100,33 +92,6 @@ def test_rounding_of_the_trainer_is_no_part_of_the_dose() -> None:
         trained = replace(recorded.trained, formats={"bfloat16": noise})
         check = applied(Answers(server, replace(recorded, trained=trained)), "tuned", None)
         assert check.verdict == verdict, check
-
-
-def test_base_requests_with_an_adapter_and_another_base() -> None:
-    made = world(5)
-    reference = made.reference()
-    assert base_name(Answers(served(made), reference), "tuned", None).verdict == "unknown"
-    leak = base_name(Answers(served(made, leak=0.4), reference), "tuned", "base")
-    assert (leak.verdict, leak.causes[0].code) == ("fault", "lora-leak")
-    other = ArrayServer(made.probes, {"base": noisy(made.base, 0, 0.3), "tuned": made.trained})
-    check = base_name(Answers(other, reference), "tuned", "base")
-    assert (check.verdict, check.causes[0].code) == ("fault", "other-base")
-    four_bits = made.reference(quantization={"method": "nf4"})
-    check = base_name(Answers(other, four_bits), "tuned", "base")
-    assert (check.verdict, check.causes[0].code) == ("fault", "nf4-on-16-bit")
-
-
-def test_the_adapter_of_another_training_is_named(tmp_path: Path) -> None:
-    mine, other = world(6), world(6)
-    random = np.random.default_rng(7)
-    other = replace(other, trained=other.base + random.normal(0, 0.3, other.base.shape))
-    for name, each in (("mine", mine), ("other", other)):
-        write_witness(tmp_path / name, each.reference())
-    reference = read_reference(tmp_path / "mine")
-    server = ArrayServer(mine.probes, {"tuned": noisy(other.trained, 1)})
-    check = distribution(Answers(server, reference), "tuned", None)
-    assert (check.verdict, check.causes[0].code) == ("fault", "other-adapter")
-    assert "answers as other" in check.causes[0].text
 
 
 def test_the_checkpoint_that_fits_is_named(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from tasks.verify.checks.prompt import template, tokens
 from tasks.verify.reference import Probe, Reference
 from tasks.verify.servers.connect import connect
 from tasks.witness.plumbline_witness.probes import CHATS, TEXTS
+from tests.answering import Answer, answering, refusal
 from tests.verify import toy_model as toy
-from tests.verify.answering import Answer, answering, refusal
 from tests.verify.toy_model import causes, reference
 from tests.verify.toy_servers import OpenAI
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
-import pytest
-
-from tasks.core.errors import ConfigError, PlumblineError
+from tasks.core.errors import PlumblineError
 from tasks.verify.check import Cause, Check
-from tasks.verify.report import EXIT_STATUS, WIDTH, Report
+from tasks.verify.report import EXIT_STATUS, Report
 from tasks.verify.run import attempt, choose
 from tasks.verify.servers.server import ServedModel
 
@@ -25,7 +21,6 @@ OTHER = Check(
     {"mean_kl": 1e-3},
     (Cause("base-served", "the base answers", "vllm serve BASE --lora-modules NAME=DIR"),),
 )
-DOSE = Check("adapter", "fault", "dose 0", causes=(Cause("base-served", "dose 0", "look"),))
 HIDDEN = Check("prompt", "unknown", "the server does not say")
 OK_PROMPT = Check("prompt", "ok", "the same")
 
@@ -58,30 +53,6 @@ def test_nothing_is_verified_without_the_distribution() -> None:
     for checks, outcome in OUTCOMES:
         made = report(*checks)
         assert (made.outcome, EXIT_STATUS[made.outcome]) == (outcome, statuses[outcome])
-
-
-def test_the_table_has_at_most_100_columns() -> None:
-    text = report(OTHER, HIDDEN).text()
-    assert max(map(len, text.splitlines())) <= WIDTH
-    assert "mean kl: 0.25 (limit 0.001)" in text
-    assert "[base-served]" in text
-    assert "-> vllm serve BASE" in text
-    # A cause is explained once; faults come first.
-    text = report(OK_PROMPT, OTHER, replace(OTHER, name="adapter")).text()
-    assert text.count("-> vllm serve BASE") == 1
-    assert "cause: as above [base-served]" in text
-    order = [text.index(f"\n{name}") for name in ("distribution", "adapter", "prompt")]
-    assert order == sorted(order)
-    # What a server says may hold sequences for a terminal.
-    assert "\x1b" not in report(replace(HIDDEN, text="\x1b[2Jgone")).text()
-
-
-def test_json_has_everything() -> None:
-    document = json.loads(json.dumps(report(OTHER, DOSE, HIDDEN).as_json()))
-    assert (document["verdict"], document["causes"]) == ("fault", ["base-served"])
-    assert document["unproven"] == ["prompt"]
-    assert document["checks"][0]["measured"]["mean_kl"] == 0.25
-    assert document["checks"][0]["causes"][0]["hint"].startswith("vllm serve")
 
 
 def test_junit_counts_failures_and_skipped() -> None:
@@ -130,19 +101,3 @@ def test_the_model_is_found() -> None:
     assert chosen(BASE, lora, other, model="other") == ("other", "base")
     assert chosen(BASE, lora, model="mine", base="mine") == ("mine", "mine")
     assert chosen(BASE, replace(lora, parent="hub/name")) == ("mine", None)
-
-
-def test_names_are_refused_with_those_of_the_server() -> None:
-    def refusal(call: Callable[[], object]) -> list[str]:
-        with pytest.raises(ConfigError) as caught:
-            call()
-        return list(caught.value.details)
-
-    other = ServedModel("other", "base", "/runs/other")
-    (several,) = refusal(lambda: chosen(BASE, other))
-    assert "base, other -> name=" in several
-    wrong = refusal(lambda: chosen(BASE, other, model="mine", base="bse"))
-    assert [line.partition(":")[0] for line in wrong] == ["name=mine", "base=bse"]
-    assert all("it has base, other" in line for line in wrong)
-    (none,) = refusal(lambda: chosen())
-    assert "name=" in none

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.answering import Answer, refusal
 from tests.verify import toy_model as toy
-from tests.verify.answering import Answer, refusal
 
 NAMES = ["a", "b", "c", "d", "<user>", "<system>", "<assistant>", "<eos>"]
 MODELS = {"base": 0, "tuned": 1, "other": 2}
@@ -248,68 +248,4 @@ def sglang() -> dict[str, Answer]:
             "choices": [{"index": 0, "message": {"content": ""}, "finish_reason": "length"}],
             "usage": {"prompt_tokens": len(toy.rendered(body["messages"]))},
         },
-    }
-
-
-def tgi() -> dict[str, Answer]:
-    def tokens(ids: list[int], values: list[float | None]) -> list[dict[str, Any]]:
-        return [{"id": i, "text": NAMES[i], "logprob": v} for i, v in zip(ids, values, strict=True)]
-
-    def generate(body: Any) -> Any:
-        options = body["parameters"]
-        ids = split(body["inputs"])
-        if options.get("temperature") == 0:
-            return refusal(422, "`temperature` must be strictly positive")
-        made = toy.greedy(ids, options["max_new_tokens"])
-        details = {
-            "finish_reason": "eos_token" if toy.EOS in made else "length",
-            "prefill": tokens(ids, [None] * len(ids)),
-            "tokens": tokens(made, [-0.1] * len(made)),
-        }
-        if "top_n_tokens" in options:
-            tops = toy.tops(ids, options["top_n_tokens"])
-            details["top_tokens"] = [tokens(list(tops), list(tops.values()))]
-            details["tokens"] = tokens(made[:1], [tops[made[0]]])
-        return {"generated_text": toy.text(made), "details": details}
-
-    def listed(ids: Any) -> Any:
-        return [{"id": token, "text": "?", "start": 0, "stop": 0} for token in ids]
-
-    return {
-        "/v1/models": lambda _: {"data": [{"id": "toy", "owned_by": "toy"}]},
-        "/info": lambda _: {"model_id": "toy", "version": "3.3.6", "max_total_tokens": 64},
-        "/generate": generate,
-        "/tokenize": lambda body: listed(split(body["inputs"])),
-        "/chat_tokenize": lambda body: {
-            "templated_text": "?",
-            "tokenize_response": listed(toy.rendered(body["messages"])),
-        },
-    }
-
-
-def ollama(*, bos: bool = False) -> dict[str, Answer]:
-    def generate(body: Any) -> Any:
-        if body["model"] != "toy:latest":
-            return refusal(404, f"model '{body['model']}' not found")
-        ids, options = split(body["prompt"], bos=bos), body["options"]
-        made = toy.greedy(ids, options["num_predict"])
-        answer = {"response": toy.text(made), "done_reason": "length"}
-        answer["prompt_eval_count"] = len(ids)
-        if body.get("logprobs"):
-            tops = toy.tops(ids, body["top_logprobs"])
-            told = [{"token": NAMES[i], "logprob": v, "bytes": list(NAMES[i].encode())}
-                    for i, v in tops.items()]  # fmt: skip
-            answer["logprobs"] = [{**told[0], "top_logprobs": told}]
-        return answer
-
-    def chat(body: Any) -> Any:
-        length = len(toy.rendered(body["messages"]))
-        return {"message": {"content": "a"}, "done_reason": "stop", "prompt_eval_count": length}
-
-    return {
-        "/v1/models": lambda _: {"data": [{"id": "toy:latest", "owned_by": "library"}]},
-        "/api/version": lambda _: {"version": "0.13.0"},
-        "/api/tags": lambda _: {"models": [{"name": "toy:latest"}]},
-        "/api/generate": generate,
-        "/api/chat": chat,
     }

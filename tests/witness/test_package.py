@@ -6,7 +6,6 @@ neither Plumbline nor its other packages are importable.
 
 from __future__ import annotations
 
-import ast
 import shutil
 import subprocess
 import sys
@@ -94,10 +93,3 @@ def test_it_runs_beside_a_trainers_packages_alone(wheel: Path, base: Path, tmp_p
     run("-m", "plumbline_witness", "--", *trainer)
     for folder in (out, out / "checkpoint-1"):
         assert (folder / "plumbline.witness" / "fingerprint.fp").is_file()
-
-
-def test_its_source_is_that_of_python_3_9() -> None:
-    sources = sorted((PACKAGE / "plumbline_witness").rglob("*.py"))
-    assert len(sources) > 5
-    for path in sources:
-        ast.parse(path.read_text(), str(path), feature_version=(3, 9))

@@ -14,7 +14,7 @@ from typing import Any
 
 from infra.servers.services import Services
 from tests.conftest import PROJECT
-from tests.infra.servers.test_daemon import free_port
+from tests.verify.serving import free_port
 
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 PATIENCE_S = 120.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ import pytest
 from mlflow import MlflowClient
 from sqlalchemy import create_engine, text
 
-from infra.servers.backup import LABEL, backup, main, restore
-from tasks.core.errors import ArtifactError, ConfigError
+from infra.servers.backup import backup, restore
 from tasks.pipeline.artifact import Origin, publish
 from tasks.pipeline.report import RegisteredModel
 from tasks.tracking.journal import left_behind, new_journal
@@ -71,48 +69,3 @@ def test_paths_and_waiting_records_move_along(runs: Path, tmp_path: Path) -> Non
     names = {path.name for path in (elsewhere / "artifacts" / "served").iterdir()}
     assert names == {"first"}
     assert not (elsewhere / "services" / "worker.json").exists()
-
-
-def test_a_later_backup_adds_what_is_new(runs: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    assert "artifacts 1, of which 1 are new" in "\n".join(backup(runs, copy))
-    before = (copy / "runs/artifacts/served/first/weights.bin").stat().st_ino
-    made_artifact(runs, "second")
-    assert "artifacts 2, of which 1 are new" in "\n".join(backup(runs, copy))
-    assert (copy / "runs/artifacts/served/first/weights.bin").stat().st_ino == before
-    assert copy.stat().st_mode & 0o077 == 0
-
-
-def test_damaged_artifacts_are_named_and_left_out(runs: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    (made_artifact(runs, "second").path / "weights.bin").write_text("sec0nd")
-    with pytest.raises(ArtifactError) as damaged:
-        backup(runs, copy)
-    assert damaged.value.details == ("artifacts/served/second: weights.bin: contents changed",)
-    (copy / "runs/artifacts/served/first/weights.bin").write_text("f1rst")
-    with pytest.raises(ArtifactError) as damaged:
-        restore(copy, tmp_path / "new")
-    assert "artifacts/served/first" in damaged.value.details[0]
-    assert (tmp_path / "new" / "mlflow" / "mlflow.db").is_file()
-    assert list((tmp_path / "new" / "artifacts" / "served").iterdir()) == []
-
-
-def test_refused(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PLUMBLINE_RUNS", str(runs))
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    for words, named in (
-        (["backup", ""], "TO=<folder>"),
-        (["backup", str(runs / "copy")], str(runs / "copy")),
-        (["backup", str(tmp_path / "full")], str(tmp_path / "full")),
-        (["restore", str(tmp_path / "full")], LABEL),
-    ):
-        assert main(words) == 2
-        assert named in capsys.readouterr().err
-    assert main(["backup", str(tmp_path / "copy")]) == 0
-    assert main(["restore", str(tmp_path / "copy")]) == 2, "the folder is not empty"
-    (runs / "services" / "databases.json").write_text(json.dumps({"mlflow": "postgresql://db/m"}))
-    with pytest.raises(ConfigError, match="postgresql://db/m"):
-        backup(runs, tmp_path / "copy")

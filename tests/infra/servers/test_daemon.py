@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.servers.daemon import Daemon, log_path, port_is_free, record_of, start, stop, wait_ready
-from tasks.core.errors import BusyError, PlumblineError
+from infra.servers.daemon import Daemon, port_is_free, record_of, start, stop, wait_ready
+from tasks.core.errors import BusyError
+from tests.verify.serving import free_port
 
 # Answers on a port, and has a child that ignores SIGTERM.
 SERVER = """
@@ -26,12 +27,6 @@ server = socket.create_server(("127.0.0.1", int(sys.argv[1])))
 while True:
     server.accept()[0].close()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def answers(port: int) -> bool:
@@ -82,22 +77,3 @@ def test_another_process_with_a_recycled_id_is_not_touched(tmp_path: Path) -> No
     finally:
         bystander.kill()
         bystander.wait()
-
-
-def test_one_that_ends_is_reported_with_its_log(tmp_path: Path) -> None:
-    argv = [sys.executable, "-c", "raise SystemExit('no such database')"]
-    daemon = Daemon("broken", argv, dict(os.environ), lambda: False)
-    start(daemon, tmp_path, tmp_path)
-    with pytest.raises(PlumblineError, match="broken") as failed:
-        wait_ready(daemon, tmp_path)
-    assert failed.value.details == ("no such database",)
-    assert str(log_path("broken", tmp_path)) in failed.value.hint
-
-
-def test_one_that_never_gets_ready_is_stopped(tmp_path: Path) -> None:
-    argv = [sys.executable, "-c", "import time; time.sleep(60)"]
-    daemon = Daemon("slow", argv, dict(os.environ), lambda: False, start_s=0.5)
-    record = start(daemon, tmp_path, tmp_path)
-    with pytest.raises(PlumblineError, match="slow"):
-        wait_ready(daemon, tmp_path)
-    assert record.process() is None

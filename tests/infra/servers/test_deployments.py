@@ -6,16 +6,10 @@ import json
 import os
 import re
 import subprocess
-import sys
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 
-from flows.servers.services import pages, running_server
-from tasks.config.checks.data import PEEK
-from tasks.pipeline.locks import hold
-from tests.conftest import PROJECT
 from tests.infra.servers.site import Site
 
 pytestmark = pytest.mark.slow
@@ -47,51 +41,6 @@ def test_a_paused_schedule_stays_paused(site: Site) -> None:
     schedules = site.deployment("rlhf-nightly")["schedules"]
     assert {each["slug"]: each["active"] for each in schedules}["nightly"] is False
     site.services.prefect.call("PATCH", path, {"active": True})
-
-
-def test_a_run_waits_for_a_run_on_a_terminal(site: Site, tmp_path: Path) -> None:
-    rows, runs = tmp_path / "rows.jsonl", site.services.runs / "planned"
-    pair = [{"role": "user", "content": "say yes"}, {"role": "assistant", "content": "yes"}]
-    lines = [json.dumps({"messages": pair})] * (PEEK + 50)
-    lines[PEEK + 40] = '{"messages": ['  # after those that the preflight reads
-    rows.write_text("\n".join(lines) + "\n")
-    overrides = ["+exp=sft_qlora", "data=jsonl", f"data.path={rows}", f"paths.runs={runs}"]
-    with hold(runs, alone=True):  # as a prune does
-        run_id = site.start_run("rlhf-qlora", overrides)
-        site.logged(run_id, "waits: ")
-        assert site.flow_run(run_id)["state_type"] == "RUNNING"
-    run = site.finished_run(run_id)
-    assert "in use by" not in run["state"]["message"]
-    assert "rows.jsonl" in run["state"]["message"]  # its turn came, and its own mistake ended it
-
-
-def test_a_run_on_a_terminal_uses_the_server(site: Site, tmp_path: Path) -> None:
-    script = Path(__file__).parents[2] / "process" / "flow_script.py"
-    env = {key: value for key, value in site.env.items() if key != "PLUMBLINE_RUNS"}
-    done = subprocess.run(
-        [sys.executable, str(script), str(site.services.runs), "quick"],
-        cwd=tmp_path, env=env | {"PYTHONPATH": str(PROJECT)},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "server" not in re.findall(r"^\w+", done.stdout, re.MULTILINE)  # none of its own
-    query = {"flow_runs": {"name": {"any_": ["quick"]}}}
-    (run,) = site.services.prefect.post("/flow_runs/filter", query)
-    assert run["state_type"] == "COMPLETED"
-    here = f"http://127.0.0.1:{site.services.prefect_port}"
-    assert pages(site.services.runs, PROJECT, {}).startswith(
-        f"pages: {here}/runs  http://127.0.0.1:"
-    )
-    assert running_server(tmp_path) == {}
-    assert pages(tmp_path, PROJECT, {}).endswith(str(tmp_path))  # where no server runs
-
-
-def test_up_again_finds_what_runs(site: Site) -> None:
-    again = site.require("up").splitlines()
-    assert ["runs already" in line for line in again[:3]] == [True] * 3
-    limits = [site.deployment(name)["global_concurrency_limit"]["limit"]
-              for name in ("rlhf-qlora", "rlhf-nightly")]  # fmt: skip
-    assert limits == [1, 1], "one run at a time"
 
 
 def test_a_schedule_fires(site: Site) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from tasks.pipeline.report import RegisteredModel
 from tasks.tracking.mlflow_server import Server
 from tests.audit.making import make_model
 from tests.infra.servers.site import Site
-from tests.weights.making import make_base
 
 
 @pytest.fixture
@@ -71,14 +69,3 @@ def test_the_registry_is_audited(site: Site, registered: list[Artifact]) -> None
     assert "tensor" in row["problem"]
     assert "plumbline/2" in run["state"]["message"]
     assert "->" in run["state"]["message"]
-
-
-@pytest.mark.slow
-def test_a_checkpoint_is_delivered(site: Site, tmp_path: Path) -> None:
-    source = make_base(tmp_path / "ckpt", "qwen").path
-    (source / "manifest.json").unlink()  # like a downloaded one
-    out = site.services.runs / "out"
-    words = [f"source={source}", "smoke.engine=none", f"out={out}"]
-    run = site.finished_run(site.start_run("deliver", words))
-    assert run["state_type"] == "COMPLETED", run["state"]
-    assert (out / "manifest.json").is_file()

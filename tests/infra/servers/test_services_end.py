@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from mlflow import MlflowClient
 
@@ -29,23 +27,6 @@ def own_site(tmp_path: Path) -> Iterator[Site]:
     site = Site.at(tmp_path / "runs")
     yield site
     site.command("down")
-
-
-def test_a_failed_up_leaves_nothing_behind(own_site: Site) -> None:
-    with socket.create_server(("127.0.0.1", own_site.services.mlflow_port)):
-        up = own_site.command("up")
-    assert up.returncode == 1
-    assert str(own_site.services.mlflow_port) in up.stderr
-    assert [name for name in NAMES if record_of(name, own_site.services.home)] == []
-    leftover = [p for p in psutil.process_iter() if str(own_site.services.prefect_port) in argv(p)]
-    assert leftover == []
-
-
-def argv(process: psutil.Process) -> list[str]:
-    try:
-        return list(process.cmdline())
-    except psutil.Error:
-        return []
 
 
 def test_the_queue_goes_on_after_down_and_after_kill_9(own_site: Site) -> None:

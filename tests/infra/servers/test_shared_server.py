@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from flows.orchestration.devices import LEASE_S
 from tests.infra.servers.site import Site
 from tests.process.conftest import Script
 
@@ -70,12 +69,3 @@ def test_a_stage_waits_for_the_device_of_another_run(
     first.says("done")
     limit = busy_site.services.prefect.get(f"/v2/concurrency_limits/{NAME}")
     assert (limit["limit"], limit["active_slots"]) == (1, 0)
-
-
-def test_the_slot_of_a_killed_run_is_freed(stage: Any) -> None:
-    first = stage(seconds=600)
-    first.says("has it", 120)
-    first.process.kill()
-    second = stage()
-    second.says("waits: ", 120)
-    second.says("done", LEASE_S + 300)

@@ -126,23 +126,6 @@ def test_the_loss_gets_the_options_of_the_section() -> None:
         assert recipe(name, replace(Loop(), **DEFAULTS[name])) is ALGORITHMS[name]
 
 
-def test_losses_of_the_algorithms() -> None:
-    actual = {
-        name: (TERMS[name].ratio, TERMS[name].aggregate, algorithm.groups)
-        for name, algorithm in ALGORITHMS.items()
-    }
-    assert actual == {
-        "ppo": ("token", "tokens", False),
-        "grpo": ("token", "sequences", True),
-        "dapo": ("token", "tokens", True),
-        "dr_grpo": ("token", "constant", True),
-        "rloo": ("token", "tokens", True),
-        "reinforce_pp": ("token", "tokens", False),
-        "reinforce_pp_baseline": ("token", "tokens", True),
-        "gspo": ("sequence", "sequences", True),
-    }
-
-
 def test_options_that_cannot_work_are_refused() -> None:
     refused: list[tuple[str, dict[str, Any], str]] = [
         ("grpo", {"gae_lambda": 0.9}, "rl.gae_lambda=0.95"),

@@ -16,7 +16,7 @@ from tasks.rl.algorithms.batch import Batch
 from tasks.rl.algorithms.estimators import by_critic, by_returns
 from tasks.rl.clock import Clock
 from tasks.rl.environment.observation_tokens import ObservationTokens
-from tasks.rl.environment.process import EnvironmentProcess, reference_of
+from tasks.rl.environment.process import EnvironmentProcess
 from tasks.rl.experience.collect import Collector
 from tasks.rl.experience.packed_rows import pack_experience
 from tasks.rl.experience.prompts import PromptOrder
@@ -26,7 +26,6 @@ from tasks.rl.rewards import Rewards
 from tasks.rl.rewards.reference import FunctionReference
 from tasks.rl.rewards.sources import Weighted
 from tasks.serving.vllm.colocation import Generated
-from tasks.toy import calculator
 from tasks.toy.tokenizer import train_tokenizer
 from tests.rl.environment.playing import (
     END,
@@ -251,32 +250,6 @@ def test_episodes_do_not_depend_on_the_rank(tmp_path: Path) -> None:
         assert count == calls
 
 
-def test_the_calculator_rewards_an_answer_after_a_call(tmp_path: Path) -> None:
-    pairs = calculator.sums(40, seed=0, held_out=False)
-    assert not set(pairs) & set(calculator.sums(1000, seed=0, held_out=True))
-    rows = [calculator.question(pair) for pair in pairs]
-    prompts = [prompt_of(row["messages"][0]["content"], **row["columns"]) for row in rows]
-    solved = {p.row["id"]: calculator.solved(pair) for p, pair in zip(prompts, pairs, strict=True)}
-
-    def policy(request: Request, *, answered: bool) -> str:
-        text = TOKENIZER.decode(request.ids)
-        lines = next(lines for question, lines in solved.items() if f"\n{question}<" in text)
-        return lines[3] if answered else lines[1]
-
-    process = EnvironmentProcess(
-        reference_of("calculator"), timeout_s=60, log=LOG, log_path=tmp_path / "output.log"
-    )
-    try:
-        called = Player(lambda r, n: policy(r, answered=r.limit is not None))
-        responses = play(prompts, called, process)
-        guessed = play(prompts, Player(lambda r, n: policy(r, answered=True)), process)
-    finally:
-        process.close()
-    assert [sum(turn.reward for turn in r.turns) for r in responses] == [1.0] * len(pairs)
-    assert {len(response.turns) for response in responses} == {2}
-    assert {r.turns[0].reward for r in guessed} == {0.0}, "the answer counts only after a call"
-
-
 SAYS = "<|im_start|>{{ m.role }}\n"
 ENDS = "<|im_end|>\n{% endfor %}"
 ASKS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -334,21 +307,6 @@ def test_faults_of_an_environment_name_the_prompt(opened: Open, text: str, named
         assert not any("environment/child.py" in line for line in caught.value.details)
 
 
-def test_an_environment_that_dies_names_the_prompt(opened: Open) -> None:
-    game = f"import os\n{GAME}".replace("self.turns += 1", "self.end == 2 and os._exit(9)")
-    with pytest.raises(RewardError, match="status 9") as caught:
-        play(PROMPTS[:3], Player(), opened(game))
-    assert "prompt: 'p1'" in caught.value.details
-
-
-def test_a_coroutine_that_waits_too_long_names_its_own_prompt(opened: Open) -> None:
-    waits = "await asyncio.sleep(1000 if self.end == 2 else 0)"
-    game = f"import asyncio\n{GAME}".replace("self.turns += 1", waits)
-    with pytest.raises(RewardError, match="2 s.*p1") as caught:
-        play(PROMPTS[:3], Player(), opened(game, timeout_s=2.0))
-    assert "rl.environment_timeout_s" in caught.value.hint
-
-
 def test_environments_that_cannot_be_used_are_refused_before_the_first_rollout(
     opened: Open,
 ) -> None:
@@ -364,18 +322,3 @@ def test_environments_that_cannot_be_used_are_refused_before_the_first_rollout(
     ):
         with pytest.raises(RewardError, match=named):
             opened(text).load()
-
-
-def test_environments_close_and_several_episodes_do_not_mix(opened: Open, tmp_path: Path) -> None:
-    closed = tmp_path / "closed"
-    write = f"open({str(closed)!r}, 'a').write(str(self.end))"
-    game = f"{GAME}\n    def close(self):\n        {write}\n"
-    process = opened(game)
-    responses = play(PROMPTS[:3], Player(), process)
-    assert closed.read_text() == "123"
-    assert [len(response.turns) for response in responses] == [1, 2, 3]
-    responses = play(PROMPTS[1:3], Player(), process)
-    assert closed.read_text() == "12323"
-    assert [len(response.turns) for response in responses] == [2, 3], "no state is left"
-    with pytest.raises(RewardError, match="close.*ZeroDivisionError.*p1"):
-        play(PROMPTS[1:2], Player(), opened(game.replace(write, "1 / 0")))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.rl.algorithms.batch import Advantages
-from tasks.rl.algorithms.correction import mismatch
-from tasks.rl.clock import Clock
 from tasks.rl.experience import records
 from tasks.rl.experience.packed_rows import (
     Experience,
@@ -163,31 +159,3 @@ def test_metrics_of_responses_and_rewards() -> None:
     assert all(row["prompt"] == row["id"].removeprefix("row of ") for row in rows)
     assert all(row["reward/model"] == row["reward"] / 2 for row in rows)
     assert len({row["response"] for row in rows}) == len(rows)
-
-
-def test_estimates_and_speeds(experience: Experience) -> None:
-    count = len(experience.sampled)
-    old = torch.linspace(-3, -0.5, count)
-    reference = old + torch.linspace(-0.2, 0.4, count)
-    values, returns = torch.zeros(count), torch.linspace(0, 1, count)
-    known = replace(experience, sampled=old - 0.01, old=old, reference=reference, values=values)
-    metrics = records.compared(old, mismatch(old, known.sampled))
-    assert metrics["mismatch/mean_abs"] == pytest.approx(0.01, abs=1e-6)
-    assert metrics["mismatch/max_abs"] == pytest.approx(0.01, abs=1e-6)
-    assert metrics["entropy"] == pytest.approx(1.75, abs=1e-6)
-    metrics = records.estimates(known, Advantages(torch.arange(count).float(), returns))
-    ratio = (reference - old).double()
-    assert metrics["kl"] == pytest.approx(float((ratio.exp() - 1 - ratio).mean()))
-    assert metrics["kl_k1"] == pytest.approx(float(-ratio.mean()))
-    assert metrics["explained_variance"] == pytest.approx(0.0, abs=1e-6)
-    assert metrics["advantage_std"] == pytest.approx(math.sqrt((count**2 - 1) / 12), rel=1e-6)
-    bare = records.estimates(replace(known, reference=None, values=None), Advantages(returns))
-    assert bare.keys() == metrics.keys() - {"kl", "kl_k1", "explained_variance"}
-
-    seconds = {"generate": 2.0, "score": 0.5, "measure": 1.0, "update": 4.0, "sync_weights": 1.0}
-    metrics = records.speeds(Clock(seconds), experience, time.perf_counter() - 10.0)
-    assert metrics["step_s"] == pytest.approx(10.0, abs=0.5)
-    assert metrics["tokens_per_s/generate"] == count / 2
-    assert metrics["tokens_per_s/update"] == len(experience.examples.ids) / 4
-    assert metrics["seconds/other"] == pytest.approx(1.5, abs=0.5)
-    assert metrics["overhead"] == pytest.approx(0.25, abs=0.05)

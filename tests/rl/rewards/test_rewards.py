@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from tasks.core.errors import ArtifactError, ConfigError, RewardError
-from tasks.rl.rewards import Rewards, http, open_rewards
+from tasks.core.errors import ConfigError, RewardError
+from tasks.rl.rewards import Rewards, http
 from tasks.rl.rewards.exact import ExactMatch
 from tasks.rl.rewards.function import Function
 from tasks.rl.rewards.http import Endpoint
 from tasks.rl.rewards.reference import FunctionReference
 from tasks.rl.rewards.sources import Weighted, validate_rewards
-from tasks.rl.settings import Reward
+from tests.answering import Reply, Requests, answering
 from tests.rl.making import TOKENIZER, Judge, response, responses
 
 LOG = logging.getLogger("tests.rl")
@@ -82,20 +77,6 @@ def test_numbers_of_all_kinds_are_rewards_and_long_texts_are_shortened() -> None
         validate_rewards([float("nan")], [response("x" * 5000, "y" * 5000)], "judge")
     assert all(len(line) < 300 for line in caught.value.details)
     assert len(caught.value.message) < 200
-
-
-def test_open_sources_are_closed_if_a_later_one_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    closed: list[str] = []
-    monkeypatch.setattr(ExactMatch, "close", lambda self: closed.append(self.label))
-    how: dict[str, Any] = {"tokenizer": TOKENIZER, "device": torch.device("cpu"), "log": LOG}
-    reward = Reward(function="exact_match", model=str(tmp_path / "nowhere"))
-    with pytest.raises(ArtifactError, match="nowhere"):
-        open_rewards(reward, logs=tmp_path, **how)
-    assert closed == ["reward.function=exact_match"]
-    with pytest.raises(ConfigError, match="reward"):  # none at all
-        open_rewards(Reward(), logs=tmp_path, **how)
 
 
 LOG = logging.getLogger("tests.rl")
@@ -234,17 +215,6 @@ def score(answer):
     assert score(responses()[1:]) == [1.0] * 3, "another process has taken its place"
 
 
-def test_a_function_that_ends_its_process(made: Make) -> None:
-    score = made(
-        "import os\n\ndef score(answer):\n    print('farewell')\n"
-        "    return [1] if len(answer) == 1 else os._exit(9)"
-    )
-    with pytest.raises(RewardError, match="status 9") as caught:
-        score(responses())
-    assert "farewell" in caught.value.details
-    assert score(responses()[:1]) == [1.0]
-
-
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -304,60 +274,36 @@ def test_a_name_is_looked_up_without_running_the_file(tmp_path: Path) -> None:
     assert len(digests) == len({*good, *bad}), "the digest changes with the file"
 
 
-LOG = logging.getLogger("tests.rl")
-Generated = tuple[int, dict[str, str], bytes]
-
-
-@dataclass
 class Server:
-    """Requests that a server got, and its answers: `plan` first, then lengths of completions."""
+    """Answers by `plan` first, then with the lengths of the completions."""
 
-    plan: list[Callable[[BaseHTTPRequestHandler], Generated | None]] = field(default_factory=list)
-    requests: list[dict[str, Any]] = field(default_factory=list)
-    headers: list[dict[str, str]] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    url: str = ""
+    asked: Requests
 
-    def take(self, handler: BaseHTTPRequestHandler) -> None:
-        """Answer one request."""
-        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
-        self.requests.append(body)
-        self.headers.append(dict(handler.headers))
+    def __init__(self) -> None:
+        self.plan: list[Callable[[], Reply]] = []
+        self.times: list[float] = []
+
+    def __call__(self, body: dict[str, Any]) -> Any:
         self.times.append(time.monotonic())
-        usual = json.dumps(
-            {"rewards": [len(completion) for completion in body["completions"]]}
-        ).encode()
-        answer = self.plan.pop(0)(handler) if self.plan else (200, {}, usual)
-        if answer is None:  # it has seen to it
-            return
-        status, headers, content = answer
-        handler.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(content))}.items():
-            handler.send_header(name, value)
-        handler.end_headers()
-        handler.wfile.write(content)
+        if self.plan:
+            return self.plan.pop(0)()
+        return {"rewards": [len(completion) for completion in body["completions"]]}
+
+    @property
+    def url(self) -> str:
+        return f"{self.asked.url}/get_reward"
+
+    @property
+    def requests(self) -> list[dict[str, Any]]:
+        return self.asked.bodies("/get_reward")
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
     """A server on this machine, without delays."""
-    server_ = Server()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            server_.take(self)
-
-        def log_message(self, *_: object) -> None:
-            """Silent."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
-        listening.daemon_threads = True
-        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        server_.url = f"http://127.0.0.1:{listening.server_port}/get_reward"
-        yield server_
-        listening.shutdown()
-        thread.join()
+    made = Server()
+    with answering({"/get_reward": made}) as made.asked:
+        yield made
 
 
 def ask(url: str, *, retries: int = 0, batch: int = 64, timeout_s: float = 20.0) -> list[float]:
@@ -369,8 +315,8 @@ def ask(url: str, *, retries: int = 0, batch: int = 64, timeout_s: float = 20.0)
         endpoint.close()
 
 
-def says(content: bytes, status: int = 200, **headers: str) -> Callable[[Any], Generated]:
-    return lambda _: (status, headers, content)
+def says(content: bytes, status: int = 200, **headers: str) -> Callable[[], Reply]:
+    return lambda: Reply(status, content, headers)
 
 
 def test_the_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,8 +330,9 @@ def test_the_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     assert body["prompts"][0] == "<|im_start|>user\ncopy ape<|im_end|>\n<|im_start|>assistant\n"
     assert body["labels"] == body["completions"]
     assert body["rows"][1]["id"] == "row of copy beetle"
-    assert server.headers[0]["Content-Type"] == "application/json"
-    assert server.headers[0]["Authorization"] == "Bearer of-the-environment"
+    _, _, headers = server.asked.seen[0]
+    assert headers["Content-Type"] == "application/json"
+    assert headers["Authorization"] == "Bearer of-the-environment"
     assert ask(server.url, batch=3) == [3.0, 6.0, 3.0, 26.0]
     assert [len(body["prompts"]) for body in server.requests[1:]] == [3, 1]
 
@@ -395,8 +342,8 @@ def test_temporary_errors_are_retried(
 ) -> None:
     monkeypatch.setattr(http, "FIRST_PAUSE_S", 0.1)
 
-    def hangs_up(handler: BaseHTTPRequestHandler) -> None:
-        handler.connection.close()
+    def hangs_up() -> Reply:
+        raise ConnectionAbortedError
 
     busy = {"Retry-After": "0.02"}
     server.plan = [says(b"no memory", 503), hangs_up, says(b"slowly", 429, **busy)]
@@ -423,34 +370,6 @@ def test_a_server_that_is_down(server: Server, monkeypatch: pytest.MonkeyPatch) 
     assert "http://user:***@127.0.0.1:9/rewards?token=***" in caught.value.message
     assert "word" not in caught.value.report()
     assert "secret" not in caught.value.report()
-
-
-@pytest.mark.parametrize("slow", ["headers", "body"])
-def test_a_slow_server_does_not_exceed_the_timeout(server: Server, slow: str) -> None:
-    """It sends one byte after the other; without a limit it would go on for 8 s."""
-    done = threading.Event()
-
-    def answer(handler: BaseHTTPRequestHandler) -> None:
-        if slow == "body":
-            handler.send_response(200)
-            handler.send_header("Content-Length", "1000000")
-            handler.end_headers()
-        else:
-            handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Padding: ")
-        while not done.wait(0.1):
-            handler.wfile.write(b" ")
-
-    server.plan = [answer]
-    over = threading.Timer(8, done.set)
-    over.start()
-    try:
-        began = time.monotonic()
-        with pytest.raises(RewardError, match="0.5 s"):
-            ask(server.url, timeout_s=0.5)
-        assert time.monotonic() - began < 4
-    finally:
-        over.cancel()
-        done.set()
 
 
 @pytest.mark.parametrize(

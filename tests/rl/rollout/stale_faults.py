@@ -1,8 +1,7 @@
 """Faults after which an engine or a server computes with other weights than were sent to it.
 
-Each fault is planted in vLLM (or in peft if the trainer's module samples) for one sync and then
-removed. vLLM itself reports none of them: it has an adapter with the right id, or has loaded what
-was sent.
+Each fault is planted in vLLM for one sync and then removed. vLLM itself reports none of them: it
+has an adapter with the right id, or has loaded what was sent.
 """
 
 from __future__ import annotations
@@ -58,8 +57,6 @@ def failure(work: Callable[[], Any]) -> str:
 
 
 def _plants(answering: Any) -> dict[str, Plant]:
-    if not hasattr(answering, "_engine"):
-        return {"adapter off": _adapter_off} if answering._policy.as_adapter else {}
     if answering._policy.as_adapter:
         return {
             "stale adapter": _stale_adapter,
@@ -181,13 +178,6 @@ def _base_reloaded_on_wake(bench: Any, answering: Any) -> Iterator[None]:
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(kept)})
 
     with _after_wake(answering, reload):
-        yield
-
-
-@contextmanager
-def _adapter_off(bench: Any, answering: Any) -> Iterator[None]:
-    """The adapter stays off after the reference was computed."""
-    with bench.engine.module.disable_adapter():
         yield
 
 

@@ -16,10 +16,9 @@ from tasks.core.errors import ConfigError, ContractError, TrainingError
 from tasks.rl import setup
 from tasks.rl.experience.responses import Request
 from tasks.rl.rollout.engines import require_prompts_fit, response_seeds
-from tasks.rl.rollout.hf_engine import sample
 from tasks.rl.rollout.memory_folder import PREFIX, memory_folder, place_for, sweep
 from tasks.rl.rollout.merged import merged_tensors
-from tasks.rl.rollout.sync_proof import NEW_TOKENS, PROBES, Numbers, SyncProof, probe_prompts
+from tasks.rl.rollout.sync_proof import PROBES, Numbers, SyncProof
 from tasks.rl.rollout.vllm_support import require_servable, unservable
 from tasks.rollout_base import write_rollout_base
 from tasks.serving.vllm.colocation import room_for_rank
@@ -150,26 +149,6 @@ def test_every_response_has_its_own_seed() -> None:
     assert all(0 <= seed < 2**63 for seed in first)
 
 
-def test_samples_follow_the_distribution_top_p_and_top_k() -> None:
-    probs = torch.tensor([0.1, 0.5, 0.0, 0.3, 0.1], dtype=torch.float64)
-    count = 10_000
-    uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    logprobs = probs.log().expand(count, -1)
-
-    def shares(**cut: Any) -> list[float]:
-        drawn = sample(logprobs, uniform, **cut)
-        return [round(float(x), 3) for x in torch.bincount(drawn, minlength=5) / count]
-
-    assert shares() == [0.1, 0.5, 0.0, 0.3, 0.1]
-    assert shares(top_k=2) == [0.0, 0.625, 0.0, 0.375, 0.0]
-    assert shares(top_p=0.75) == [0.0, 0.625, 0.0, 0.375, 0.0]
-    assert shares(top_p=0.45) == [0.0, 1.0, 0.0, 0.0, 0.0]
-    assert shares(top_k=3, top_p=0.92) == [0.111, 0.556, 0.0, 0.333, 0.0]
-    assert shares(top_k=3, top_p=0.85) == [0.0, 0.625, 0.0, 0.375, 0.0], "of what top-k left"
-    ends = torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)
-    assert sample(logprobs[:2], ends).tolist() == [0, 4], "never a token of probability 0"
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import transformers
@@ -269,34 +248,12 @@ def test_a_server_without_any_change_is_refused_below_the_noise() -> None:
         proof.require_moved(2, trainer, {URL: server})
 
 
-def test_a_few_large_roundings_are_no_old_version() -> None:
-    """A confident policy: nearly all tokens keep their numbers, and a few flip by a bit of bf16.
-
-    By least squares over all moves, one in twelve of these would be refused for nothing.
-    """
-    for seed in range(300):
-        draw = np.random.default_rng(seed)
-        flips = [draw.standard_t(2, 18) * 1e-3 for _ in range(4)]
-        before = -np.abs(draw.standard_t(2, 18))
-        proof = SyncProof(0.1)
-        proof.remember([], before + flips[0], {URL: before + flips[1]})
-        proof.require_moved(2, before + flips[2], {URL: before + flips[3]})
-
-
 def test_a_policy_that_did_not_move_leaves_nothing_to_prove() -> None:
     proof, trainer, server = measured(np.random.default_rng(0), step=0, noise=2e-3, share=1)
     proof.require_moved(2, trainer, {URL: server})
     few = trainer.copy()
     few[:15] += 0.01  # as rounding flips a few numbers of the trainer and none of the server
     proof.require_moved(2, few, {URL: server})
-
-
-def test_rounding_moves_that_are_not_the_servers_are_no_old_version() -> None:
-    """After a step below rounding, trainer and server flip bits of their own."""
-    for seed in range(20):
-        draw = np.random.default_rng(seed)
-        proof, trainer, server = measured(draw, step=4e-3, noise=4e-3, share=0, repeat=4e-3)
-        proof.require_moved(2, trainer, {URL: server})
 
 
 def test_another_model_temperature_or_nan_is_refused() -> None:
@@ -313,14 +270,6 @@ def test_another_model_temperature_or_nan_is_refused() -> None:
     near = {URL: trainer + 0.004, "b": trainer - 0.002}
     mismatch = SyncProof(0.1).require_sampled(1, near, dict.fromkeys(near, trainer))
     assert mismatch == pytest.approx(0.003)
-
-
-def test_probes_fit_into_the_context() -> None:
-    for context in (3, 8, 32, 2048):
-        prompts = probe_prompts([range(5), range(1000)], context=context)
-        assert len(prompts) == PROBES
-        response = min(NEW_TOKENS, context - 2)
-        assert all(1 <= len(prompt) <= context - response - 1 for prompt in prompts), context
 
 
 def test_dropout_is_switched_off() -> None:

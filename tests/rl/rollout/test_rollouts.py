@@ -1,4 +1,4 @@
-"""Policies in DeepSpeed's engines on two real ranks, sampled by vLLM, servers and the trainer."""
+"""Policies in DeepSpeed's engines on two real ranks, sampled by vLLM and by servers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ POLICIES: dict[str, tuple[Peft, int, dict[str, Any]]] = {
     "lora": (LORA, 2, {}),
     "full": (Peft(), 3, {}),
     "full-zero2": (Peft(), 2, {}),
-    "native": (LORA, 3, {"engine": "transformers", "max_num_seqs": 4}),
     "faults": (LORA, 2, {}),
     "lora-zero3": (
         replace(LORA, use_rslora=True, rank_pattern={"q_proj": 4}, alpha_pattern={"v_proj": 8.0}),
@@ -67,7 +66,6 @@ FAULTS: dict[str, dict[str, str]] = {
         "one tensor left out": "model.layers.1.self_attn.k_proj.weight",
         "base reloaded on wake": "model.embed_tokens.weight",
     },
-    "native": {"adapter off": "layers.0.self_attn.q_proj"},
     "server-lora": dict.fromkeys(
         ("old adapter 0.02", "old adapter 0.002", "base 0.02", "base 0.002"), "http://127.0.0.1:"
     ),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import threading
-from collections import OrderedDict
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.training.engine import checkpoint, saving
-from tasks.training.engine.async_writer import Writer, on_host
 from tasks.training.engine.checkpoint import Best, Progress
 from tasks.training.job import Evaluate, Loss, TrainJob, Zero
 from tasks.training.resume import begin, choose, identity
@@ -225,40 +222,6 @@ class TestSelection:
         ]  # fmt: skip
         assert progress.best == Best(5, 1.0)
         assert [e["step"] for e in progress.evaluations] == [1, 2, 3, 4, 5]
-
-
-def test_copies_of_a_state_change_with_nothing() -> None:
-    weight = torch.nn.Parameter(torch.arange(6.0))
-    state: dict[str, Any] = {
-        "module": OrderedDict(weight=weight, view=weight[2:4]),
-        "groups": [{"step": torch.tensor(3.0), "betas": (0.9, 0.999)}],
-        "losses": [1.0],
-    }
-    copied = on_host(state)
-    with torch.no_grad():
-        weight.zero_()
-    state["losses"].append(2.0)
-    state["groups"][0]["step"] += 1
-    assert copied["module"]["weight"].tolist() == [0, 1, 2, 3, 4, 5]
-    assert copied["module"]["view"].tolist() == [2, 3]
-    assert copied["groups"] == [{"step": torch.tensor(3.0), "betas": (0.9, 0.999)}]
-    assert copied["losses"] == [1.0]
-
-
-def test_an_error_is_raised_once_by_the_next_check() -> None:
-    writer, go = Writer(), threading.Event()
-
-    def fail() -> None:
-        go.wait()
-        raise OSError(28, "No space left on device")
-
-    writer.start(fail)
-    writer.check()  # it is still writing
-    go.set()
-    writer.join()
-    with pytest.raises(OSError, match="28"):
-        writer.wait()
-    writer.wait()
 
 
 def test_the_best_checkpoint_outlives_a_resume(tmp_path: Path) -> None:

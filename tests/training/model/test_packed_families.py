@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.config.checks.model import Known
-from tasks.config.checks.objective import router_loss
 from tasks.core.errors import ConfigError, TrainingError
 from tasks.training.model.packable import why_padded
 from tasks.training.model.packed_model import accept_packed_rows, require_same
@@ -283,28 +281,3 @@ def test_rows_weigh_as_their_tokens() -> None:
         evaluated = passes.loss(examples, rows[0], counts=counts, baseline=None)
     assert float(evaluated.value) == pytest.approx(float(without[0].value), rel=1e-6)
     assert "router_loss" not in evaluated.measures
-
-
-def test_settings_and_families_without_a_router_loss_are_refused() -> None:
-    mixtral = {"model_type": "mixtral", "num_local_experts": 8, "router_aux_loss_coef": 0.02}
-    for config, train, named in (
-        (mixtral, {}, []),
-        (mixtral, {"objective": "dpo"}, []),
-        (mixtral, {"objective": "grpo", "router_aux_loss_coef": 0.0}, []),
-        (
-            mixtral,
-            # Reentrant checkpointing records the routers' outputs without a graph.
-            {"objective": "kto", "gradient_checkpointing_reentrant": True},
-            ["train.objective=kto", "train.gradient_checkpointing_reentrant=false"],
-        ),
-        (
-            {**mixtral, "model_type": "llama", "num_local_experts": 0},
-            {"router_aux_loss_coef": 0.1},
-            ["llama"],
-        ),
-        ({**mixtral, "model_type": "llama4_text"}, {}, ["llama4_text"]),
-        ({"model_type": "deepseek_v3", "n_routed_experts": 256}, {}, []),  # it has a bias instead
-    ):
-        problems = router_loss({**TRAIN, **train}, Known(config=config))
-        assert len(problems) == len(named), (config, train)
-        assert all(n in f"{p} {p.allowed}" for n, p in zip(named, problems, strict=True))

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import resource
-import signal
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.core.errors import ConfigError, DataError
@@ -22,9 +18,8 @@ from tasks.training.tokens.chat import Unfit
 from tasks.training.tokens.count_truncated import SingleRank
 from tasks.training.tokens.data import load_split
 from tasks.training.tokens.documents import Document, TextEncoder, pieces
-from tasks.training.tokens.example_spec import CONVERSATIONS, LABELLED, PAIRS, Drafts
-from tasks.training.tokens.examples import Tokens, damage
-from tasks.training.tokens.rows import RowFile
+from tasks.training.tokens.example_spec import CONVERSATIONS, LABELLED, PAIRS
+from tasks.training.tokens.examples import Tokens
 from tests.training.conftest import make_tokenizer
 from tests.training.datasets import (
     answer,
@@ -77,15 +72,6 @@ class TestRows:
         with pytest.raises(DataError, match="3 samples.*first 0"):
             load(job_for(tmp_path, base), LABELLED)
 
-    def test_rows_of_another_kind_are_refused(self, tmp_path: Path) -> None:
-        for row, roles, kinds in (
-            (pair("a", "q", "x", "y"), CONVERSATIONS, "pairs.*conversations"),
-            ({"id": "a", "messages": []}, PAIRS, "conversations.*pairs"),
-            ({"id": "a", "messages": [], "desirable": 1}, PAIRS, "labelled"),
-        ):
-            with pytest.raises(ConfigError, match=kinds):
-                Drafts(write(tmp_path, [row]), roles=roles, mask="last_answer", seed=0)
-
     def test_masks(self, base: Path, tmp_path: Path, capfd) -> None:
         dialogue = [user("a"), answer("b"), user("c"), answer("d")]
         write(tmp_path, [{"id": "x", "messages": dialogue}])
@@ -107,36 +93,6 @@ class TestRows:
         with pytest.raises(DataError, match="3 samples.*first s3") as caught:
             load(job_for(tmp_path, base), PAIRS)
         assert [line.partition(":")[0] for line in caught.value.details] == ["s3", "s7", "s9"]
-        assert not list((tmp_path / "tokens").iterdir())
-
-    def test_a_broken_line_is_named(self, base: Path, tmp_path: Path) -> None:
-        path = write(tmp_path, [{"id": "a", "messages": [user("q"), answer("a")]}])
-        for text, named in ((path.read_text() + "{oops\n", "train.jsonl:2"), ("", "train.jsonl")):
-            path.write_text(text)
-            with pytest.raises(DataError, match=named):
-                load(job_for(tmp_path, base), CONVERSATIONS)
-        path.unlink()
-        with pytest.raises(DataError, match="train.jsonl"):
-            load(job_for(tmp_path, base), CONVERSATIONS)
-
-    def test_rows_of_which_only_some_have_a_margin_are_refused(self, base, tmp_path) -> None:
-        write(tmp_path, [pair("a", "q", "x", "y", margin=1), pair("b", "q", "x", "z")])
-        with pytest.raises(DataError, match="b: .*margin"):
-            load(job_for(tmp_path, base), PAIRS)
-
-    def test_a_full_disk_is_reported(self, base: Path, tmp_path: Path) -> None:
-        """A limit on file sizes gives the same error as a full disk."""
-        write(tmp_path, [pair(str(i), "q", "x" * 40, "y") for i in range(200)])
-        job = job_for(tmp_path, base)
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
-        try:
-            with pytest.raises(DataError, match="File too large"):
-                load(job, PAIRS)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-            signal.signal(signal.SIGXFSZ, handler)
         assert not list((tmp_path / "tokens").iterdir())
 
     def test_mostly_truncated_training_rows_are_refused(
@@ -178,19 +134,6 @@ class TestRows:
         with pytest.raises(DataError) as caught:
             load_split(job, "train", roles=PAIRS, tokenizer=tokenizer, ranks=ranks)
         assert "data.chat_template=" in caught.value.hint
-
-
-@settings(max_examples=40)
-@given(lines=st.lists(st.dictionaries(st.text(max_size=3), st.integers(), max_size=3)),
-       ended=st.booleans())  # fmt: skip
-def test_rows_are_found_by_number(lines, ended, tmp_path_factory) -> None:
-    path = tmp_path_factory.mktemp("rows") / "x.jsonl"
-    rows = [{"id": str(i), **line} for i, line in enumerate(lines)]
-    text = "\n".join(json.dumps(row) for row in rows)
-    path.write_text(text + "\n" if ended and rows else text)
-    file = RowFile(path)
-    assert [file[i] for i in reversed(range(len(file)))] == rows[::-1]
-    file.close()
 
 
 TEXTS = [{"id": "a", "text": "to be or not"}, {"id": "b", "text": "x"}, {"id": "c", "text": "é\n "}]
@@ -278,17 +221,6 @@ class TestTexts:
             load(self.job(tmp_path / "other", base, "split", 64, "last_answer"), CONVERSATIONS)
         assert caught.value.hint == "train.mask=every_token"
 
-    def test_only_texts_are_cut_into_pieces_and_do_not_mix(
-        self, base: Path, tmp_path: Path
-    ) -> None:
-        job = self.job(tmp_path, base, "split", 64)
-        write(tmp_path, [*TEXTS, {"id": "d", "messages": []}])
-        with pytest.raises(DataError, match="first d"):
-            load(job, CONVERSATIONS)
-        write(tmp_path, [{"id": "d", "messages": [user("q"), answer("a")]}])
-        with pytest.raises(ConfigError, match="split"):
-            load(job, CONVERSATIONS)
-
 
 ROWS = [{"id": f"s{i}", "messages": [user(f"q{i}"), answer("x" * (i % 7 + 1))]}
         for i in range(300)]  # fmt: skip
@@ -312,26 +244,3 @@ def test_an_entry_is_made_once_and_again_after_changes(
     load(job, CONVERSATIONS)
     cached = [event["cached"] for event in data_events(capfd)]
     assert cached == [False, True, *[False] * 3, True, False, False]
-
-
-def test_a_damaged_entry_is_noticed_and_made_again(base: Path, tmp_path: Path) -> None:
-    write(tmp_path, ROWS)
-    job = job_for(tmp_path, base)
-    good = np.array(load(job, CONVERSATIONS).ids)
-    (entry,) = (tmp_path / "tokens").iterdir()
-
-    def flip(path: Path) -> None:
-        content = bytearray(path.read_bytes())
-        content[100] ^= 1
-        path.write_bytes(content)
-
-    for name, break_file in (
-        ("ids.i32", flip),
-        ("ids.i32", lambda path: os.truncate(path, path.stat().st_size - 4)),
-        ("bears.u8", lambda path: path.unlink()),
-        ("examples.json", lambda path: path.write_text("{")),
-    ):
-        break_file(entry / name)
-        assert damage(entry), name
-        assert np.array_equal(load(job, CONVERSATIONS).ids, good), name
-        assert not damage(entry), name

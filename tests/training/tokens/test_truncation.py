@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tasks.core.errors import DataError
 from tasks.training.tokens.examples import Example, Tokens
-from tasks.training.tokens.truncation import Rule, Tally, refuse_truncated, rounded, truncation
+from tasks.training.tokens.truncation import Rule, Tally, refuse_truncated, truncation
 
 
 def sample(name: str, *lengths: int, prompt: int = 5, start: int = 0) -> Example:
@@ -49,11 +49,6 @@ class TestTruncation:
     def test_lengths_are_counted_before_anything_is_cut(self) -> None:
         assert self.account(7, 8, 9, 400)["lengths"] == [(8, 2), (9, 1), (430, 1)]
         assert self.account(7, 12, rule="refuse")["lengths"] == [(8, 1), (13, 1)]
-
-    @given(st.integers(1, 1 << 20))
-    def test_lengths_are_counted_in_bins_of_a_quarter_octave(self, length: int) -> None:
-        assert length <= rounded(length) < 2**0.25 * length + 1
-        assert rounded(rounded(length)) == rounded(length)
 
     def refuse(self, counts: dict[str, Any], *, most: float = 0.2, texts: bool = False) -> None:
         refuse_truncated(counts, source="train.jsonl", max_len=10, most=most, texts=texts)

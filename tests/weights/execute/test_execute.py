@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,17 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from tasks.core.errors import ArtifactError, ConfigError
+from tasks.core.errors import ArtifactError
 from tasks.weights.execute import compute, copying
 from tasks.weights.execute.execute import Executed, execute
-from tasks.weights.execute.sinks import Sink
-from tasks.weights.execute.task_queue import LARGE, Pending, Task
-from tasks.weights.execute.writer import Spec, parse_size, plan_shards, shard_file, shard_names
+from tasks.weights.execute.writer import Spec, plan_shards, shard_file, shard_names
 from tasks.weights.files import file_ranges as extents
-from tasks.weights.files.header import ITEM_BITS, TensorInfo, read_header
+from tasks.weights.files.header import ITEM_BITS, read_header
 from tasks.weights.files.opening import SourceRef, open_sources
 from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.plan.operations import Op, Plan
+from tasks.weights.plan.operations import Plan
 from tasks.weights.plan.validate import validate
 from tests.weights.making import state_of
 from tests.weights.plans import copied, expected, make_inputs, make_plan, tensors
@@ -149,28 +146,6 @@ def test_an_input_cut_short_between_plan_and_execution(inputs, out, tmp_path) ->
         execute(make_plan(), sources, out)
 
 
-def test_few_large_tensors_run_at_a_time_the_largest_first() -> None:
-    def task(name: str, rows: int, memory: int = 0) -> Task:
-        op = Op(name, (rows,), "BF16", f"base:{name}", "F32")
-        place = Sink(-1, Path("out"), TensorInfo((rows,), "BF16", 0, 2 * rows))
-        return Task(op, place, None, None, memory)
-
-    pending = Pending([task(str(rows), rows) for rows in (1, 30, 20)])
-    assert [pending.take().op.name for _ in range(3)] == ["30", "20", "1"]
-    assert pending.take() is None
-
-    tasks = [task(str(index), 9, LARGE + 1) for index in range(3)]
-    pending, third = Pending(tasks), []
-    first, _ = pending.take(), pending.take()
-    waiting = threading.Thread(target=lambda: third.append(pending.take()))
-    waiting.start()
-    waiting.join(0.05)
-    assert waiting.is_alive()
-    pending.done(first)
-    waiting.join(10)
-    assert third == [tasks[2]]
-
-
 KINDS = st.tuples(st.sampled_from(sorted(ITEM_BITS)), st.lists(st.integers(0, 5), max_size=3))
 
 
@@ -204,11 +179,3 @@ def test_shards_keep_order_lose_nothing_and_are_full(sizes: list[int], limit: in
     for total, following in zip(totals, shards[1:], strict=False):
         assert total + following[0].nbytes > limit
     assert len(shard_names(len(shards))) == len(shards)
-
-
-def test_sizes() -> None:
-    sizes = {"5GB": 5 * 10**9, "1.5 MiB": 3 << 19, "200kb": 200_000, 77: 77, "9": 9}
-    assert {text: parse_size(text) for text in sizes} == sizes
-    for text in ("5TB", "GB", "-1", "0", "1e9"):
-        with pytest.raises(ConfigError, match="max_shard_size"):
-            parse_size(text)

@@ -14,9 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tasks.weights import native
 from tasks.weights.execute import lora_merge as folding
-from tasks.weights.execute.copying import Workspace
 from tasks.weights.execute.execute import Executed, execute
-from tasks.weights.execute.journal import Measured
 from tasks.weights.execute.lora_merge import fold_term
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.native import Library, binding, library
@@ -250,21 +248,6 @@ def test_execute_gives_the_same_bytes_with_kernel_and_torch(
 
 
 @NEEDS_KERNELS
-def test_memory_of_a_tensor_is_bounded_for_any_shape(inputs, monkeypatch) -> None:
-    slot = 20_000
-    monkeypatch.setattr(folding, "SLOT", slot)
-    sources = _sources(inputs)
-    for op in _plan().ops[:3]:
-        workspace, (term,) = Workspace(), op.terms
-        for _ in folding.fold(op, term, sources, workspace, Measured()):
-            pass
-        smallest = folding.size_of_a(term, sources) + 2 * 16 * op.shape[1]
-        rest = 2 * 15 * op.shape[1]  # rows that the last block takes with it
-        assert workspace.out.size <= max(slot, smallest) + rest
-        assert workspace.read.size <= 2 * (slot + 2 * 31 * COLUMNS)  # and rows of B
-
-
-@NEEDS_KERNELS
 @pytest.mark.skipif("avx2" not in binding.cpu_flags(), reason="for x86-64 with AVX2")
 def test_the_kernels_for_avx2_are_as_exact(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(binding, "_folder", lambda: tmp_path)
@@ -273,19 +256,3 @@ def test_the_kernels_for_avx2_are_as_exact(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(f"{__name__}.KERNELS", older)
     test_sums_are_in_order_and_equal_torchs(64)
     test_rounding_infinities_and_nan()
-
-
-@NEEDS_KERNELS
-def test_without_a_working_compiler_there_are_no_kernels(monkeypatch, tmp_path, caplog) -> None:
-    monkeypatch.setattr(binding, "_folder", lambda: tmp_path / "kept")
-    source = tmp_path / "twice.c"
-    source.write_text("int twice(int n) { return 2 * n; }")
-    kernels = binding.compiled(source)
-    assert kernels is not None
-    assert kernels.twice(21) == 42
-    for text in ("int twice(int n) {", "int missing(void); int twice(int n) { return missing(); }"):
-        source.write_text(text)
-        assert binding.compiled(source) is None
-    assert "undefined symbol: missing" in caplog.text
-    monkeypatch.setattr(binding.shutil, "which", lambda name: None)
-    assert binding.compiled(source) is None

@@ -17,13 +17,9 @@ from tasks.weights.adapters.changes import changes
 from tasks.weights.adapters.read import read_adapter
 from tasks.weights.execute.execute import execute
 from tasks.weights.families.gathering import plan_full
-from tasks.weights.families.merge_ops import carry
 from tasks.weights.families.merging import plan_merge
-from tasks.weights.families.places import Place, places_of
-from tasks.weights.families.traced import Traced, UntraceableError
 from tasks.weights.files.header import TensorInfo, read_header
 from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows
 from tasks.weights.plan.contracts import ModelFacts, model_facts
 from tasks.weights.plan.partitions import read_partitions
 from tasks.weights.plan.validate import validate
@@ -202,38 +198,6 @@ def test_a_stored_copy_of_a_tied_head_changes_with_the_embedding(tmp_path, whole
     merged = state_of(tmp_path / "out")
     assert not torch.equal(merged["model.embed_tokens.weight"], embedding)
     assert torch.equal(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
-
-
-def test_terms_on_a_part_of_a_tensor_take_its_rows_or_are_refused() -> None:
-    part = Place("w3", (48, 32), "experts", (4, 96, 32), start=2 * 96 * 32 + 48 * 32)
-    operands = {"A": TensorInfo((8, 32), "F32", 0, 0)}
-    cut = LowRank("A", "B", 0.5, a_rows=(4, 6, 1), b_columns=(2, 8, 4), out_start=48)
-    assert carry(LowRank("A", "B", 0.5, experts=4), part, operands) == cut
-    turned = Place("w", (32, 96), "live", (96, 32), transpose=True)
-    assert carry(LowRank("A", "B", 1.0), turned, operands).transpose
-    assert not carry(LowRank("A", "B", 1.0, transpose=True), turned, operands).transpose
-    for term, place in (
-        (Dora("A", "B", "m", 1.0), part),
-        (Rows("A", (1,)), part),
-        (Add("A", 1.0), part),
-        (LowRank("A", "B", 1.0), part),
-        (Rows("A", (1,)), turned),
-    ):
-        with pytest.raises(ValueError):
-            carry(term, place, operands)
-
-
-def test_conversions_that_cannot_be_traced_are_refused() -> None:
-    traced = Traced.of("a", (4, 4))
-    with pytest.raises(UntraceableError, match="reshape"):
-        traced.reshape(2, 8)
-    with pytest.raises(UntraceableError, match="flip"):
-        torch.flip(traced, [0])
-    with pytest.raises(ValueError, match="join"):
-        torch.cat([Traced.of("a", (2, 3)), Traced.of("b", (2, 4))], dim=0)
-    scattered = torch.cat([Traced.of("a", (2, 3)), Traced.of("b", (2, 3))], dim=1)
-    with pytest.raises(ValueError, match="live"):
-        places_of("live", scattered, {"a": (2, 3), "b": (2, 3)})
 
 
 DEFAULT = [("qwen2", True), ("mixtral", False), ("deepseek_v3", False)]

@@ -17,7 +17,7 @@ from tasks.weights.execute.writer import Spec
 from tasks.weights.files.file_ranges import Reader
 from tasks.weights.files.opening import SourceRef, open_sources
 from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows, Term
-from tasks.weights.plan.layout import lay_out, with_output
+from tasks.weights.plan.layout import lay_out
 from tasks.weights.plan.operations import Dropped, Op, Plan
 from tasks.weights.plan.partitions import Slice, coverage, rank_file, read_partitions
 from tasks.weights.plan.validate import plan_findings, validate
@@ -85,12 +85,7 @@ TERMS: list[tuple[str, Term, str]] = [
 def test_operations_and_terms_that_do_not_fit_are_named(inputs) -> None:
     assert _findings(make_plan(), inputs) == []
     assert _findings(Plan(()), inputs)
-    quantised = {"type": "nf4", "base": "dequantized"}  # a QLoRA merge reads a plain base, too
     plans = [(_with(name, **changes), thing) for name, changes, thing in CHANGES]
-    plans += [
-        (_with(name, **{"quantization": quantised, **changes}), thing)
-        for name, changes, thing in CHANGES
-    ]
     plans += [(_with(name, terms=(term,)), thing) for name, term, thing in TERMS]
     missed = []
     for plan, thing in plans:
@@ -117,21 +112,6 @@ def test_an_unused_tensor_has_to_be_dropped_for_a_reason(inputs) -> None:
     assert [line.partition(": ")[0] for line in _findings(both, inputs)] == ["base:ids"]
     gone = replace(plan, dropped=(Dropped("base:idss", "a buffer"),))
     assert [line.partition(": ")[0] for line in _findings(gone, inputs)] == ["base:idss"]
-
-
-def test_output_keeps_the_inputs_files_where_they_fit(inputs) -> None:
-    names = [("a", 3), ("b", 4), ("c", 5)]
-    ops = tuple(Op(name, (size,), "BF16", f"base:{name}", "BF16") for name, size in names)
-    files = {"a": "one", "b": "one", "c": "two"}
-    kept = with_output(Plan(ops), dtype="BF16", max_shard_bytes=14, files=files)
-    assert kept.shards == (2, 1)
-    small = with_output(Plan(ops), dtype="BF16", max_shard_bytes=13, files=files)
-    assert (small.shards, small.max_shard_bytes) == (None, 13)
-    wide = with_output(Plan(ops), dtype="F32", max_shard_bytes=100, files=files)
-    assert wide.shards is None
-    assert {op.dtype for op in wide.ops} == {"F32"}
-    mixed = {"a": "one", "b": "two", "c": "one"}
-    assert with_output(Plan(ops), dtype=None, max_shard_bytes=99, files=mixed).shards is None
 
 
 def test_a_file_is_linked_only_when_it_is_the_same_in_everything(inputs) -> None:

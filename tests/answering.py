@@ -1,4 +1,4 @@
-"""A small HTTP server with fixed answers: for dialects that cannot run here, and for refusals."""
+"""A small HTTP server with fixed answers: for servers that cannot run here, and for refusals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Answer = Callable[[Any], Any]
-"""From the body of a request (None for GET) to a JSON value, a `Reply` or a list of events."""
+"""From the body of a request (None for GET) to a JSON value, a `Reply` or a list of events.
+
+It raises ConnectionAbortedError to hang up instead.
+"""
 
 
 @dataclass(frozen=True)
@@ -26,9 +29,10 @@ class Reply:
 
 @dataclass
 class Requests:
-    """Address of the server, and what it was sent."""
+    """Address of the server, the server itself, and what it was sent."""
 
     url: str
+    server: ThreadingHTTPServer
     seen: list[tuple[str, Any, Mapping[str, str]]] = field(default_factory=list)
 
     def bodies(self, path: str) -> list[Any]:
@@ -61,7 +65,11 @@ def answering(
             body = json.loads(self.rfile.read(length)) if length else None
             requests.seen.append((self.path, body, dict(self.headers)))
             answer = answers.get(self.path)
-            made = answer(body) if answer else refusal(404, "Not Found")
+            try:
+                made = answer(body) if answer else refusal(404, "Not Found")
+            except ConnectionAbortedError:
+                self.close_connection = True
+                return
             if isinstance(made, Iterator):
                 lines = b"".join(b"data: " + json.dumps(part).encode() + b"\n\n" for part in made)
                 made = Reply(
@@ -82,7 +90,8 @@ def answering(
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     if tls is not None:
         server.socket = tls.wrap_socket(server.socket, server_side=True)
-    requests = Requests(f"http{'s' * bool(tls)}://127.0.0.1:{server.server_port}")
+    url = f"http{'s' * bool(tls)}://127.0.0.1:{server.server_port}"
+    requests = Requests(url, server)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:

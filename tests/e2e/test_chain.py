@@ -30,10 +30,10 @@ pytestmark = pytest.mark.timeout(1200)
 STAGES = ["prepare_data", "prepare_base", "train", "gather", "merge", "convert", "smoke_eval"]
 
 GRPO = (
-    "+exp=grpo", "model.steps=60", "train.nproc=1", "train.global_batch_size=16",
-    "train.micro_batch_size=8", "rl.iterations=2", "rl.rollout_batch_size=8",
-    "rl.num_generations=4", "rl.eval_prompts=8", "smoke=transformers", "smoke.eval_samples=8",
-    "smoke.min_stop_rate=0", "smoke.max_degenerate_rate=1",
+    "+exp=grpo", "model.steps=60", "model.dtype=float32", "train.nproc=1",
+    "train.global_batch_size=16", "train.micro_batch_size=8", "rl.iterations=2",
+    "rl.rollout_batch_size=8", "rl.num_generations=4", "rl.eval_prompts=8", "smoke=transformers",
+    "smoke.eval_samples=8", "smoke.min_stop_rate=0", "smoke.max_degenerate_rate=1",
 )  # fmt: skip
 
 

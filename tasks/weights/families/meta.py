@@ -122,14 +122,16 @@ def trunk_of(model: Any) -> Any:
     if trunk is not model and trunk.get_output_embeddings() is None:
         return trunk
     # Llama 4's prefix names no module, and its vision-language class wraps a causal model.
-    return next(child for child in trunk.children() if isinstance(child, PreTrainedModel))
+    inner = (child for child in trunk.children() if isinstance(child, PreTrainedModel))
+    return next(inner, trunk)
 
 
 def other_towers(model: Any) -> tuple[str, ...]:
     """Return the names of the modules that no text passes: vision, audio, and their projectors."""
-    if model.config.get_text_config() is model.config:
+    if model.config.get_text_config() is model.config or model.config.is_encoder_decoder:
         return ()
-    heads = (model.get_output_embeddings(), getattr(model, "score", None))
+    embeddings = (each.get_output_embeddings() for each in (model, model.get_decoder()))
+    heads = (*embeddings, getattr(model, "score", None))
     language = {id(module) for module in (trunk_of(model), *heads)}
 
     def beside(module: Any, prefix: str) -> Iterator[str]:

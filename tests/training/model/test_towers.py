@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from tasks.core.contract import Expected
 from tasks.core.errors import ContractError
@@ -17,7 +18,7 @@ from tasks.training.model.adapter import add_adapter
 from tasks.training.model.packed_model import accept_packed_rows, require_same
 from tasks.training.tokens.packing import pack, trial_row
 from tasks.weights.families.gathering import plan_full
-from tasks.weights.families.meta import language_class
+from tasks.weights.families.meta import language_class, other_towers
 from tasks.weights.plan.contracts import ModelFacts, facts_of
 from tests.training.datasets import alone, make_examples
 from tests.training.model.test_packed_families import gradients, require_same_gradients
@@ -94,6 +95,28 @@ def test_what_was_not_trained_is_the_base_s_if_no_text_passes_it(family: str) ->
     with pytest.raises(ContractError) as refused:
         plan_full(live, facts, base=base)
     assert f"{missing}.weight" in "".join(refused.value.details)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_head_of_no_family_is_a_tower() -> None:
+    """A frozen head would not be trained, and no loss tells."""
+    wrong, count = [], 0
+    for config in (CONFIG_MAPPING[kind] for kind in sorted(CONFIG_MAPPING)):
+        auto = AutoModelForImageTextToText._model_mapping.get(config, ())
+        for model_class in auto if isinstance(auto, tuple) else (auto,):
+            try:
+                with torch.device("meta"):
+                    model = model_class._from_config(config(), dtype=torch.bfloat16)
+            except Exception:  # incompatible defaults, missing libraries
+                continue
+            count += 1
+            towers = other_towers(model)
+            heads = {each.get_output_embeddings() for each in (model, model.get_decoder())} - {None}
+            inside = [m for tower in towers for m in model.get_submodule(tower).modules()]
+            wrong += [str(config) for module in inside if module in heads]
+    assert wrong == []
+    assert count >= 55
 
 
 def test_the_chosen_class_keeps_the_towers(tmp_path: Path) -> None:

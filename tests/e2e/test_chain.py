@@ -37,8 +37,8 @@ GRPO = (
 )  # fmt: skip
 
 
-def check_chain(run: Run, stages: list[str]) -> None:
-    """Assert what is true of every experiment."""
+def check_chain(run: Run, stages: list[str], limit: float = PROFILES["standard"].mean_kl) -> None:
+    """Assert what is true of every experiment; `limit` is the largest that a hand-off may have."""
     assert run.code == 0, run.output
     assert run.summary["status"] == "completed"
     assert [s["name"] for s in run.summary["stages"]] == [*stages, "register"]
@@ -49,7 +49,7 @@ def check_chain(run: Run, stages: list[str]) -> None:
     for name in set(stages) & {"merge", "convert", "smoke_eval"}:
         handoff, drift = run.stage(name)["handoff"], run.stage(name)["drift"]["mean_kl"]
         assert (handoff["ok"], handoff["value"], handoff["unit"]) == (True, drift, "nats per token")
-        assert drift <= handoff["limit"] == PROFILES["standard"].mean_kl
+        assert drift <= handoff["limit"] <= limit
     for stage in run.summary["stages"][:-1]:
         assert verify(open_artifact(Path(stage["artifact"]))) == []
     assert run.summary["served"] == run.stage("convert")["artifact"]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,9 @@ import pytest
 from tests.commands import command
 from tests.e2e.conftest import Run
 from tests.e2e.test_chain import STAGES, check_chain
-from tests.verify.serving import Running, free_port, serve, started
-from tests.witness.served import verify
+from tests.e2e.test_first_screen import OTHER_TEMPLATE
+from tests.verify.serving import free_port, serve, started
+from tests.witness.served import deliver, verify
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -35,40 +35,38 @@ def trained(rlhf: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.mark.slow
 def test_it_learns_and_what_was_trained_is_served(trained: Run) -> None:
-    check_chain(trained, STAGES)
+    check_chain(trained, STAGES, limit=2e-2)  # three times the noise of bf16, 2e-3 to 4e-3
     scores = trained.summary["eval"]
     assert scores["loss_after"] < scores["loss_before"]
     assert scores["function_after"] > scores["function_before"]  # valid JSON
     merged = json.loads((trained.artifact("merge") / "manifest.json").read_text())
-    assert merged["notes"]["kept"]["kept"] >= 0.995
-
-
-@pytest.fixture(scope="module")
-def server(trained: Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Serve the trained model."""
-    port, log = free_port(), tmp_path_factory.mktemp("server") / "server.log"
-    words = ["serve", trained.summary["served"], "--host", "127.0.0.1", "--port", str(port)]
-    with started(command(*words), port, log) as running:
-        yield running
+    assert merged["notes"]["rounding"]["kept"] >= 0.995
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("template", ["", "{% for m in messages %}{{ m.content }}{% endfor %}"])
-def test_its_server_is_verified_and_one_with_another_template_is_not(
-    trained: Run, server: Running, template: str, tmp_path: Path
-) -> None:
-    source = Path(shutil.copytree(trained.summary["served"], tmp_path / "source"))
-    if template:
-        (source / "manifest.json").unlink()
-        (source / "chat_template.jinja").write_text(template)
-    status, text = verify(tmp_path, server.url, source)
-    assert status == bool(template), text
-    assert ("template]" in text) == bool(template)
+def test_its_adapter_is_delivered_with_the_same_bytes(trained: Run, tmp_path: Path) -> None:
+    base = f"base={trained.artifact('prepare_base')}"
+    status, text = deliver(tmp_path, trained.artifact("gather"), base, "smoke.engine=none")
+    assert status == 0, text
+    served, name = Path(trained.summary["served"]), "model.safetensors"
+    assert (tmp_path / "served" / name).read_bytes() == (served / name).read_bytes()
 
 
 @pytest.mark.slow
-def test_a_server_of_the_base_is_not(trained: Run, tmp_path: Path) -> None:
-    with serve(trained.artifact("prepare_base"), {}, log=tmp_path / "server.log") as server:
+def test_its_server_is_verified(trained: Run, tmp_path: Path) -> None:
+    port, served = free_port(), Path(trained.summary["served"])
+    words = command("serve", str(served), "--host", "127.0.0.1", "--port", str(port))
+    with started(words, port, tmp_path / "server.log") as server:
+        status, text = verify(tmp_path, server.url, served)
+    assert status == 0, text
+
+
+@pytest.mark.slow
+def test_a_server_of_the_base_with_another_template_is_not(trained: Run, tmp_path: Path) -> None:
+    (tmp_path / "other.jinja").write_text(OTHER_TEMPLATE)
+    base, options = trained.artifact("prepare_base"), ("--chat-template", f"{tmp_path}/other.jinja")
+    with serve(base, {}, log=tmp_path / "server.log", options=options) as server:
         status, text = verify(tmp_path, server.url, Path(trained.summary["served"]))
     assert status == 1, text
     assert "distribution    FAULT" in text
+    assert "[template]" in text

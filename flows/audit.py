@@ -24,7 +24,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from flows.cli.start import start
 
-    start("flows.commands.audit")
+    start("flows.cli.tool", "audit")
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def audit(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, 
     """Run an audit as a flow, for schedules and for records (`prefect=true`).
 
     Args:
-        overrides: Hydra overrides, e.g. `["source=/ckpt", "base=/models/qwen"]`.
+        overrides: words of the command, e.g. `["source=/ckpt", "base=/models/qwen"]`.
         tag: free text that tells runs apart in lists.
 
     Returns:
@@ -54,7 +54,7 @@ def audit_registry(overrides: list[str] | None = None, tag: str = "manual") -> d
     """Verify and audit every registered model that an alias points to, for a schedule.
 
     Args:
-        overrides: Hydra overrides, e.g. `["values=true"]`; none that name a single folder.
+        overrides: words of the command, e.g. `["values=true"]`; none that name a single folder.
         tag: free text that tells runs apart in lists.
 
     Returns:

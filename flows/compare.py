@@ -2,7 +2,7 @@
 
     python flows/compare.py A B                        two runs of paths.runs by name, or by its end
     python flows/compare.py runs/reports/X latest      a run's folder, and the last run
-    python flows/compare.py A/summary.json B/report.html out=compare.html    a page with the curves
+    python flows/compare.py A/summary.json B/report.html    by their files
 
 Shows the settings that differ, drift of every hand-off, the evaluation with 95 % bootstrap
 intervals, and final metrics. Reads files only. Exit status: 0 whether they differ or not, 2 a run
@@ -18,4 +18,4 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from flows.cli.start import start
 
-    start("flows.commands.compare")
+    start("flows.cli.tool", "compare")

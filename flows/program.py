@@ -43,6 +43,8 @@ COMMANDS = {
     "prune": "prune",
 }
 """Module of `flows/commands` of each command."""
+HYDRA = ("rlhf", "deliver")
+"""Commands whose configuration Hydra composes."""
 HELP = ("help", "--help", "-h")
 NEED_TORCH = ("train", "deliver", "bisect")
 """Commands for which `pip install plumbline` is not enough; `make setup` installs everything."""
@@ -73,7 +75,10 @@ def main() -> NoReturn:
         sys.exit(2)
     # Help and errors name the command by this; Hydra puts it into no file.
     sys.argv = [f"plumbline {command}", *rest, *(["plan=true"] if command == "plan" else [])]
-    start(f"flows.commands.{COMMANDS[command]}")
+    module = COMMANDS[command]
+    if module in HYDRA:
+        start(f"flows.commands.{module}")
+    start("flows.cli.tool", module)
 
 
 if __name__ == "__main__":

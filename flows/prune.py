@@ -20,7 +20,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from flows.cli.start import start
 
-    start("flows.commands.prune")
+    start("flows.cli.tool", "prune")
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def prune(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, 
     """Remove old artifacts as a flow, for schedules.
 
     Args:
-        overrides: Hydra overrides of `conf/prune.yaml`, e.g. `["keep=10", "yes=true"]`.
+        overrides: words of the command, e.g. `["keep=10", "yes=true"]`.
         tag: free text that tells runs apart in lists.
 
     Returns:

@@ -18,4 +18,4 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from flows.cli.start import start
 
-    start("flows.commands.status")
+    start("flows.cli.tool", "status")

@@ -22,7 +22,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from flows.cli.start import start
 
-    start("flows.commands.verify")
+    start("flows.cli.tool", "verify")
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def verify(overrides: list[str] | None = None, tag: str = "manual") -> dict[str,
     The flow run fails if a fault was found, or if the server could not be verified.
 
     Args:
-        overrides: Hydra overrides, e.g. `["url=http://host:8000", "source=/ckpt"]`.
+        overrides: words of the command, e.g. `["url=http://host:8000", "source=/ckpt"]`.
         tag: free text that tells runs apart in lists.
 
     Returns:

@@ -2,6 +2,6 @@
 
 setup.sh    the environment, from the locks
 servers/    `make up`, `make deploy`, `make down`, backup and restore of what they record
-prefect.yaml, grafana.json    the deployments; a dashboard
+prefect.yaml    the deployments
 compose.yaml, Dockerfile, nodes/, action/ are for containers, clusters and GitHub.
 """

@@ -18,7 +18,7 @@ from flows.chain.chain import Chain
 from flows.chain.context import Delivered
 from flows.chain.register import register_served
 from flows.chain.steps import Step, chain_steps, compose
-from flows.cli.config import Composed
+from flows.cli.composed import Composed
 from flows.cli.plan import check, count_rows, forecast, render
 from flows.orchestration.deployment import hold_runs
 from flows.orchestration.devices import reserve

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flows.cli.arguments import keys, split
-from flows.cli.config import Composed, compose_config, vocabulary
+from flows.cli.composed import Composed
+from flows.cli.config import compose_config, vocabulary
 from flows.cli.vocabulary import nearest
 from tasks.config.checks.unread import unread
 from tasks.core.errors import ConfigError

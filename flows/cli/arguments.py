@@ -17,16 +17,13 @@ from typing import Any, NoReturn, get_args
 
 from hydra._internal.utils import get_args_parser
 
-from flows.cli.config_errors import Problem, config_error
+from flows.cli.problems import Problem, config_error
 from flows.cli.vocabulary import EXPERIMENTS, VALUE, Vocabulary
 from tasks.core.errors import ConfigError
 from tasks.core.terminal import quoted, typed
 
-POSITIONAL: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("deliver", "audit", "verify", "promote", "lineage", "serve"), ("source",)),
-    "compare": ("a", "b"),
-}
-"""Settings that folders, or names of models and runs, set without `key=`, by program."""
+POSITIONAL: dict[str, tuple[str, ...]] = {"deliver": ("source",)}
+"""Settings that folders set without `key=`, by program."""
 _HYDRA_ONLY = ("--shell-completion", "-sc", "--hydra-help", "--version")
 _SEARCHED = "hydra.searchpath"
 _ASSIGN = ("=", ":", ":=")
@@ -214,10 +211,9 @@ def _without_equals(words: Sequence[str], names: Vocabulary) -> tuple[list[str],
     keys = POSITIONAL.get(names.program, ())
     free = [k for k in keys if not any(o.startswith((f"{k}=", "adapters=")) for o in overrides)]
     if len(folders) > len(free):
-        some = "one folder is" if len(keys) == 1 else "two runs are"
-        rule = f"{folders[-1]}: {some} taken, as {' and '.join(keys)}"
+        rule = f"{folders[-1]}: one folder is taken, as {' and '.join(keys)}"
         hint = " ".join(typed(key, folder) for key, folder in zip(keys, folders, strict=False))
-        problems.append(Problem(rule, hint=f"{hint} base=<folder>" if len(keys) == 1 else hint))
+        problems.append(Problem(rule, hint=f"{hint} base=<folder>"))
     else:
         pairs = zip(free, folders, strict=False)
         overrides = [*(f"{key}={quoted(folder)}" for key, folder in pairs), *overrides]
@@ -238,7 +234,7 @@ def _existing_path(override: str, names: Vocabulary) -> str:
     is_text = kind is str or str in get_args(kind)
     if not is_text or value in ("", "null", "-"):
         return override
-    is_new = key in ("out", "out_dir") and value[0] not in "'\"" and "${" not in value
+    is_new = key == "out" and value[0] not in "'\"" and "${" not in value
     path = Path(value)
     try:
         if str(path).startswith("~"):

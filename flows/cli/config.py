@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from enum import Enum
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,44 +19,21 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from flows.cli.config_errors import as_config_error, missing_value, refuse_unknown
-from flows.cli.vocabulary import EXPERIMENTS, Vocabulary, short_names
-from flows.servers.services import TRACKING, client_settings, services_of
+from flows.cli.composed import Composed
+from flows.cli.config_errors import as_config_error, refuse_unknown
+from flows.cli.problems import missing_value
+from flows.cli.vocabulary import CONF, EXPERIMENTS, Vocabulary, short_names
 from tasks.config import Rlhf
-from tasks.config.audit_flow import Audit
-from tasks.config.bisect_flow import Bisect
 from tasks.config.checks.model import look
 from tasks.config.defaults import ONLINE, RULES, default
 from tasks.config.deliver_flow import Deliver
-from tasks.config.places import Compare, Lineage, Open, Promote, Serve, Status
-from tasks.config.prune_flow import Prune
 from tasks.config.section import hydra_schema
-from tasks.config.verify_flow import Verify
 from tasks.core.errors import ConfigError
-from tasks.core.redaction import (
-    INTERPOLATION,
-    hide_in_url,
-    hide_interpolated,
-    redacted,
-    with_passwords,
-)
-
-CONF = Path(__file__).resolve().parents[2] / "conf"
-"""Folder of the configuration files, beside the packages in a checkout and when installed."""
+from tasks.core.redaction import with_passwords
 
 SCHEMAS: dict[str, type] = {
     "rlhf": hydra_schema(Rlhf),
-    "compare": hydra_schema(Compare),
     "deliver": hydra_schema(Deliver),
-    "audit": hydra_schema(Audit),
-    "bisect": hydra_schema(Bisect),
-    "lineage": hydra_schema(Lineage),
-    "open": hydra_schema(Open),
-    "promote": hydra_schema(Promote),
-    "prune": hydra_schema(Prune),
-    "serve": hydra_schema(Serve),
-    "status": hydra_schema(Status),
-    "verify": hydra_schema(Verify),
 }
 """Dataclass of the settings, by root file; Hydra checks against it."""
 
@@ -109,70 +86,27 @@ for _short, _experiment in short_names(CONF).items():
     )
 
 
-@dataclass(frozen=True)
-class Composed:
-    """A checked configuration.
+def resolved(config: DictConfig) -> Composed:
+    """Check and resolve a configuration that Hydra composed.
 
-    Attributes:
-        settings: nested plain dictionaries; enumerations as their names.
-        recorded: the settings for records: without secrets, and with `${oc.env:NAME}` in place of
-            what it stands for.
-        runs: absolute path of `paths.runs`.
-        tracking_uri: URI of MLflow, with the default filled in.
-        tracking_root: folder for logged files; None if a server stores them.
-        defaults: lines about computed defaults: key, value and reason.
+    Raises:
+        ConfigError: a `+key` is unknown, a mandatory value is missing, or an interpolation names
+            no setting.
     """
-
-    settings: dict[str, Any]
-    recorded: dict[str, Any]
-    runs: Path
-    tracking_uri: str
-    tracking_root: Path | None
-    defaults: tuple[str, ...] = ()
-
-    @cached_property
-    def text(self) -> str:
-        """The recorded settings as YAML."""
-        return OmegaConf.to_yaml(OmegaConf.create(self.recorded))
-
-    @classmethod
-    def of(cls, config: DictConfig) -> Composed:
-        """Resolve a configuration that Hydra composed.
-
-        Raises:
-            ConfigError: a `+key` is unknown, a mandatory value is missing, or an interpolation
-                names no setting.
-        """
-        root = OmegaConf.get_type(config)
-        program = next(name for name, schema in SCHEMAS.items() if schema is root)
-        names = vocabulary(program)
-        try:
-            refuse_unknown(config, names)
-            dequantised = _take_gguf(config) if program == "rlhf" else []
-            typed = hide_variables_of(config)  # an error below may show a value
-            settings = OmegaConf.to_container(
-                config, resolve=True, throw_on_missing=True, enum_to_str=True
-            )
-        except MissingMandatoryValue as error:
-            raise missing_value(error, names) from error
-        except OmegaConfBaseException as error:
-            raise as_config_error(error, (), names) from error
-        _hide_urls(settings)
-        runs = Path(settings["paths"]["runs"]).expanduser().absolute()
-        tracking = settings.get("tracking", {})  # a command without it records nothing
-        if tracking and tracking["uri"] is None:
-            # `make up` with PostgreSQL: what went to SQLite would be missing on MLflow's pages.
-            tracking["uri"] = client_settings(services_of(runs)).get(TRACKING)
-        uri = tracking.get("uri")
-        store = runs / "mlflow"
-        return cls(
-            settings=settings,
-            recorded=_recorded(typed, settings),
-            runs=runs,
-            tracking_uri=uri or f"sqlite:///{store / 'mlflow.db'}",
-            tracking_root=None if uri and not uri.startswith("sqlite:") else store / "artifacts",
-            defaults=(*dequantised, *_computed(config, settings)) if program == "rlhf" else (),
-        )
+    root = OmegaConf.get_type(config)
+    program = next(name for name, schema in SCHEMAS.items() if schema is root)
+    names = vocabulary(program)
+    try:
+        refuse_unknown(config, names)
+        dequantised = _take_gguf(config) if program == "rlhf" else []
+        composed = Composed.of(config)
+    except MissingMandatoryValue as error:
+        raise missing_value(error, names) from error
+    except OmegaConfBaseException as error:
+        raise as_config_error(error, (), names) from error
+    if program != "rlhf":
+        return composed
+    return replace(composed, defaults=(*dequantised, *_computed(config, composed.settings)))
 
 
 def _take_gguf(config: DictConfig) -> list[str]:
@@ -217,7 +151,7 @@ def compose_config(
     """
     overrides = with_passwords(overrides)
     try:
-        return Composed.of(_compose(overrides, config_name, conf))
+        return resolved(_compose(overrides, config_name, conf))
     except (HydraException, OmegaConfBaseException) as error:
         raise refused(error, overrides, config_name, conf=conf) from error
 
@@ -289,38 +223,3 @@ def own_hydra() -> Iterator[None]:
     finally:
         GlobalHydra.instance().hydra = hydra
         JobRuntime.instance().set("name", name)
-
-
-def _recorded(typed: Any, value: Any) -> Any:
-    """Return a setting for records: as it was typed if it reads a variable, else redacted."""
-    if isinstance(typed, dict) and isinstance(value, dict):
-        return {key: _recorded(typed.get(key), part) for key, part in value.items()}
-    if isinstance(typed, list) and isinstance(value, list):
-        return [_recorded(*pair) for pair in zip(typed, value, strict=True)]
-    reads = isinstance(typed, str) and INTERPOLATION in typed and typed not in _OUR_VARIABLES
-    return redacted(typed if reads else value)
-
-
-_OUR_VARIABLES = ("${oc.env:PLUMBLINE_RUNS,runs}", "${oc.env:MLFLOW_TRACKING_URI,null}")
-"""Values of `paths.runs` and `tracking.uri` in `conf`; what they stand for is recorded."""
-
-
-def hide_variables_of(config: DictConfig) -> Any:
-    """Hide what the variables in a configuration stand for. Returns its settings as typed."""
-    typed = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
-    for text in _texts(typed):
-        hide_interpolated(text)
-    return typed
-
-
-def _hide_urls(settings: Any) -> None:
-    for text in _texts(settings):
-        hide_in_url(text)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, (dict, list)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _texts(part)
-    elif isinstance(value, str):
-        yield value

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -22,20 +23,20 @@ imported, which create a million objects and free none."""
 _OURS = ("flows", "tasks", "benchmarks", "infra")
 
 
-def start(module: str) -> NoReturn:
-    """Run `main` of a module and end this process with its exit status.
+def start(module: str, *arguments: str) -> NoReturn:
+    """Run `main` of a module with these arguments, and end this process with its exit status.
 
     The status is 2 if Python is too old or a library is missing.
     """
     gc.set_threshold(_GC_THRESHOLD)
-    status = _run(module)
+    status = _run(module, arguments)
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()
     end_process(status)  # taking the interpreter apart would take another second
 
 
-def _run(module: str) -> int:
+def _run(module: str, arguments: Sequence[str]) -> int:
     """Return the exit status of a module's `main`, or 2."""
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < OLDEST:
@@ -48,7 +49,7 @@ def _run(module: str) -> int:
             raise
         return _refuse(f"{sys.executable} (Python {version}) has no {library}")
     stay_private()
-    status: int = main()
+    status: int = main(*arguments)
     return status
 
 

@@ -1,8 +1,8 @@
 """Write the text of `--help`: what a program does, its experiments and options, every setting.
 
-The help of a setting is the comment behind its field in the dataclasses of `tasks/config`. Its
-value is that of the composed configuration, so `+exp=grpo --help` shows the values of that
-experiment. The description of an experiment is the third line of its file.
+The help of a setting is the docstring below its field in the dataclasses of `tasks/config`, or the
+comment behind it. Its value is that of the composed configuration, so `+exp=grpo --help` shows the
+values of that experiment. The description of an experiment is the third line of its file.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ import io
 import shutil
 import textwrap
 import tokenize
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from flows.cli.config import CONF, composed_as_is, conf_folders, vocabulary
-from flows.cli.config_errors import written
-from flows.cli.vocabulary import EXPERIMENTS, OLDER, TOY, Vocabulary, experiments
+from flows.cli.problems import written
+from flows.cli.vocabulary import CONF, EXPERIMENTS, OLDER, TOY, Vocabulary, experiments
 from tasks.core.terminal import plain
 
 FLAGS = (
@@ -38,37 +37,31 @@ _NARROW, _WIDE = 80, 110
 _COLUMN = 32
 
 
-def brief(program: str) -> str:
+def brief(names: Vocabulary) -> str:
     """Return the short help, which is printed for a command line without arguments."""
-    names = vocabulary(program)
     more = f"every option and setting: {names.command} --help"
-    return "\n".join([_description(program), *_experiments(names), "", more])
+    return "\n".join([_description(names.program), *_experiments(names), "", more])
 
 
-def full(program: str, overrides: Sequence[str] = (), topics: Sequence[str] = ()) -> str:
+def full(names: Vocabulary, config: DictConfig, topics: Sequence[str] = ()) -> str:
     """Return the whole help.
 
     Args:
-        program: "rlhf", "deliver", "audit" or "prune".
-        overrides: overrides that change the values shown.
+        names: of the program.
+        config: the values to show.
         topics: sections or keys; only their settings are shown. Empty for all.
-
-    Raises:
-        ConfigError: the overrides cannot be composed.
     """
-    names = vocabulary(program, conf_folders(overrides))
-    config = composed_as_is(overrides, program)
+    settings = _settings(names, config, topics)
     if topics:
-        return "\n".join(_settings(names, config, topics)).strip("\n")
+        return "\n".join(settings).strip("\n")
+    flags = ["", "Flags:", *(line for flag, text in FLAGS for line in _entry(flag, text))]
     return "\n".join(
         [
-            _description(program),
+            _description(names.program),
             *_experiments(names),
-            "",
-            "Flags:",
-            *(line for flag, text in FLAGS for line in _entry(flag, text)),
+            *(flags if names.defaults else ()),  # they are Hydra's
             *_groups(names),
-            *_settings(names, config, topics),
+            *settings,
         ]
     )
 
@@ -170,45 +163,46 @@ def _about(key: str, names: Vocabulary) -> str:
 
 
 def setting_help(key: str, names: Vocabulary) -> str:
-    """Return the help of a setting: the comment behind its field."""
+    """Return the help of a setting: the docstring below its field, or the comment behind it."""
     parent, _, name = key.rpartition(".")
-    return setting_comments(names.type_at(parent)).get(name, "")
+    return _field_texts(names.type_at(parent)).get(name, "")
 
 
-def setting_comments(schema: Any) -> dict[str, str]:
-    """Return the comment behind each field of a section and its bases, by the field's name.
+def _field_texts(schema: Any) -> dict[str, str]:
+    """Return the text at each field of a section and its bases, by the field's name.
 
     Args:
         schema: dataclass that `hydra_schema` made from the section.
     """
-    comments: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for kind in schema.section.__mro__[:-1]:  # all but object
         module = inspect.getmodule(kind)
         assert module is not None
-        comments |= _comments(module).get(kind.__name__, {})
-    return comments
+        texts |= _texts(module).get(kind.__name__, {})
+    return texts
 
 
 @cache
-def _comments(module: ModuleType) -> dict[str, dict[str, str]]:
-    """Return the comments of a module's classes: class -> field -> comment."""
+def _texts(module: ModuleType) -> dict[str, dict[str, str]]:
+    """Return the texts at the fields of a module's classes: class -> field -> text."""
     source = inspect.getsource(module)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    lines = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+    comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-    return {
-        node.name: {
-            field.target.id: " ".join(_within(lines, field))
-            for field in node.body
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        }
-        for node in classes
-    }
+    texts: dict[str, dict[str, str]] = {}
+    for kind in classes:
+        fields = texts[kind.name] = {}
+        for node, below in pairwise([*kind.body, ast.Pass()]):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                behind = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                words = [comments[number] for number in behind if number in comments]
+                fields[node.target.id] = _docstring(below) or " ".join(words)
+    return texts
 
 
-def _within(lines: dict[int, str], node: ast.stmt) -> Iterable[str]:
-    numbers = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    return [lines[number] for number in numbers if number in lines]
+def _docstring(node: ast.stmt) -> str:
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return " ".join(str(node.value.value).split()) if is_text else ""  # type: ignore[attr-defined]
 
 
 def _entry(left: str, right: str) -> list[str]:

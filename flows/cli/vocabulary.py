@@ -15,11 +15,11 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-import yaml
-
 from flows.cli.peer_names import PEERS, translate
 from tasks.core.terminal import command
 
+CONF = Path(__file__).resolve().parents[2] / "conf"
+"""Folder of the configuration files, beside the packages in a checkout and when installed."""
 EXPERIMENTS = "exp"
 """Group of the experiments, chosen with `+exp=`; it has no default."""
 TOY = "toy"
@@ -63,7 +63,7 @@ class Vocabulary:
     """Names of one program.
 
     Attributes:
-        program: "rlhf", "deliver", "audit" or "prune".
+        program: a name in `flows`, such as "rlhf" or "audit".
         root: dataclass of its settings.
         folders: folders of configuration files; the first one is the project's `conf`.
     """
@@ -169,7 +169,12 @@ class Vocabulary:
     @cached_property
     def defaults(self) -> dict[str, str]:
         """Default option of each group."""
-        document = yaml.safe_load((self.folders[0] / f"{self.program}.yaml").read_text())
+        file = self.folders[0] / f"{self.program}.yaml"
+        if not file.is_file():  # a command without Hydra
+            return {}
+        import yaml
+
+        document = yaml.safe_load(file.read_text())
         entries = [entry for entry in document["defaults"] if isinstance(entry, dict)]
         return {k: v for entry in entries for k, v in entry.items() if k != "hydra"}
 

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flows.cli.config import Composed
-from flows.cli.entry import exit_on_signals, run_main
+from flows.cli.composed import Composed
 from tasks.audit.repair import repair
 from tasks.audit.run import Report, audit
 from tasks.core.errors import ConfigError, PlumblineError
@@ -24,20 +23,15 @@ MAX_MEMORY = 16 << 30
 """Bytes of address space for reading a folder that may be hostile, whatever its files say."""
 
 
-def main() -> int:
-    """Run the command of this process. Returns the exit status."""
-    with exit_on_signals():
-        return run_main("audit", _job)
-
-
-def _job(composed: Composed, overrides: list[str]) -> int:
+def job(composed: Composed, words: list[str]) -> int:
+    """Run the command. Returns the exit status."""
     settings = composed.settings
     if settings["fix"] and not settings["out_dir"]:
         raise ConfigError(
             "fix=true writes a new folder, and out_dir is not set", hint="out_dir=<a new folder>"
         )
     if settings["prefect"]:
-        return _in_prefect(composed, overrides)
+        return _in_prefect(composed, words)
     status = _print_report(examine(settings), settings["out"])
     if settings["fix"]:
         _print_repair(repaired(settings))
@@ -128,10 +122,10 @@ def _write(path: Path, report: Report) -> None:
         raise ConfigError(f"out={path}: {error.strerror}", hint="out=<a file elsewhere>") from error
 
 
-def _in_prefect(composed: Composed, overrides: list[str]) -> int:
+def _in_prefect(composed: Composed, words: list[str]) -> int:
     from flows.commands.in_prefect import run_in_prefect
 
-    document = run_in_prefect("audit", composed, overrides)
+    document = run_in_prefect("audit", composed, words)
     repairs, out = document.pop("repaired", None), composed.settings["out"]
     line = f"{document['source']}: {document['what']}; {out}"
     print(json.dumps(document, indent=1) if out in (None, "-") else plain(line))

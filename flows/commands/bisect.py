@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.cli.bootstrap import bootstrap
-from flows.cli.config import Composed
-from flows.cli.entry import exit_on_signals, run_main
+from flows.cli.composed import Composed
 from tasks.bisect.report import Report
 from tasks.bisect.run import Options, bisect
 from tasks.config.checks import preflight
@@ -28,13 +27,8 @@ PROJECT = Path(__file__).resolve().parents[2]
 ADAPTER_CONFIG = "adapter_config.json"
 
 
-def main() -> int:
-    """Run the command of this process. Returns the exit status."""
-    with exit_on_signals():
-        return run_main("bisect", _job)
-
-
-def _job(composed: Composed, overrides: list[str]) -> int:
+def job(composed: Composed, words: list[str]) -> int:
+    """Run the command. Returns the exit status."""
     bootstrap(PROJECT, composed.runs)
     settings = composed.settings
     preflight([*_problems(settings)])

@@ -1,4 +1,4 @@
-"""Run `python flows/compare.py A B`, without Prefect and torch. Writes nothing but `out`."""
+"""Run `python flows/compare.py A B`, without Prefect and torch. Writes nothing."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flows.cli.config import Composed
-from flows.cli.entry import exit_on_signals, run_main
+from flows.cli.composed import Composed
 from flows.commands.status import WIDTH
 from flows.report.collect import Collected, collect
 from flows.report.compare import Comparison, Evaluated, compare
-from flows.report.page import compare_page, number
+from flows.report.page import number
 from tasks.config.checks import preflight
-from tasks.core.errors import ConfigError
 from tasks.core.finding import Finding
-from tasks.core.private import open_up
 from tasks.core.terminal import plain
 
 SUMMARY = "summary.json"
@@ -28,32 +25,13 @@ CURVE_PREFIX = "seconds/"
 """Metrics of time, which the console leaves out."""
 
 
-def main() -> int:
-    """Run the command of this process. Returns the exit status."""
-    with exit_on_signals():
-        return run_main("compare", _job)
-
-
-def _job(composed: Composed, overrides: list[str]) -> int:
+def job(composed: Composed, words: list[str]) -> int:
+    """Run the command. Returns the exit status."""
     settings, problems = composed.settings, list[Finding]()
     sides = {name: _run(name, settings[name], composed.runs, problems) for name in ("a", "b")}
-    out = Path(settings["out"]).expanduser().absolute() if settings["out"] else None
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        what = "a folder" if out.is_dir() else "its folder does not exist"
-        problems.append(Finding("out", str(out), what, "out=compare.html"))
     preflight(problems)
     a, b = (side for side in sides.values() if side is not None)
-    comparison = compare(a, b)
-    if out is not None:
-        try:
-            out.write_text(compare_page(comparison), encoding="utf-8")
-            open_up(out)
-        except OSError as error:
-            reason = f"out={out}: {error.strerror}"
-            raise ConfigError(reason, hint="out=<a file elsewhere>") from error
-    _print(comparison)
-    if out is not None:
-        print(plain(f"page: {out}"))
+    _print(compare(a, b))
     return 0
 
 

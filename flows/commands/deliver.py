@@ -16,11 +16,13 @@ from functools import partial
 from pathlib import Path
 
 from flows.cli.bootstrap import bootstrap
-from flows.cli.config import Composed
-from flows.cli.entry import exit_on_signals, run_main, to_stderr
+from flows.cli.composed import Composed
+from flows.cli.entry import run_main
 from flows.cli.outcome import completed, exit_status
+from flows.cli.signals import exit_on_signals
 from flows.delivery.run_delivery import Planned, compare, direct, plan, reuse_plan
 from tasks.core.redaction import without_passwords
+from tasks.core.terminal import to_stderr
 from tasks.delivery.plan.quantization import COMPARE
 from tasks.pipeline.locks import Hold, Patience, hold
 from tasks.process.launch import kill_children_on_abort

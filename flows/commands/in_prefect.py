@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from flows.cli.bootstrap import bootstrap
-from flows.cli.config import Composed
-from flows.cli.entry import to_stderr
+from flows.cli.composed import Composed
 from tasks.core.redaction import without_passwords
+from tasks.core.terminal import to_stderr
 from tasks.pipeline.source_closure import closure
 
 PROJECT = Path(__file__).resolve().parents[2]

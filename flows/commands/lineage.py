@@ -6,20 +6,14 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from flows.cli.config import Composed
-from flows.cli.entry import exit_on_signals, run_main
+from flows.cli.composed import Composed
 from flows.commands.registry import named
 from tasks.core.terminal import plain
 from tasks.release.lineage import Ancestor, lineage
 
 
-def main() -> int:
-    """Run the command of this process. Returns the exit status."""
-    with exit_on_signals():
-        return run_main("lineage", _job)
-
-
-def _job(composed: Composed, overrides: list[str]) -> int:
+def job(composed: Composed, words: list[str]) -> int:
+    """Run the command. Returns the exit status."""
     folder, version = named(composed)
     # A registered folder lies in the store of the runs that made it.
     store = folder.parents[1] if version else composed.runs / "artifacts"

@@ -11,23 +11,18 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from flows.cli.config import Composed
-from flows.cli.entry import exit_on_signals, run_main, to_stderr
+from flows.cli.composed import Composed
 from flows.servers.server_api import Api
 from flows.servers.services import LOOPBACK, record_of, running_server, runs_page, services_of
 from tasks.core.errors import ConfigError
+from tasks.core.terminal import to_stderr
 
 PROJECT = Path(__file__).resolve().parents[2]
 SERVICES = "infra.servers.services"
 
 
-def main() -> int:
-    """Run the command of this process. Returns the exit status."""
-    with exit_on_signals():
-        return run_main("open", _job, bare=True)
-
-
-def _job(composed: Composed, overrides: list[str]) -> int:
+def job(composed: Composed, words: list[str]) -> int:
+    """Run the command. Returns the exit status."""
     runs = composed.runs
     if not runs.is_dir():
         raise ConfigError(f"paths.runs={runs}: no such folder", hint="paths.runs=<folder of runs>")

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from flows.cli.config import Composed
-from flows.cli.entry import exit_on_signals, run_main
+from flows.cli.composed import Composed
 from flows.commands.registry import named, registry, verified
 from tasks.core.errors import ConfigError
 from tasks.core.terminal import plain
 from tasks.tracking.mlflow_registry import CHAMPION
 
 
-def main() -> int:
-    """Run the command of this process. Returns the exit status."""
-    with exit_on_signals():
-        return run_main("promote", _job)
-
-
-def _job(composed: Composed, overrides: list[str]) -> int:
+def job(composed: Composed, words: list[str]) -> int:
+    """Run the command. Returns the exit status."""
     folder, version = named(composed)
     if version is None:
         raise ConfigError(

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from flows.cli.bootstrap import bootstrap
-from flows.cli.config import Composed, compose_config
-from flows.cli.entry import exit_on_signals, run_main, to_stderr
+from flows.cli.composed import Composed
+from flows.cli.tool import read
 from tasks.config.checks import preflight
 from tasks.config.checks.tracking import reachable
 from tasks.core.errors import ConfigError
 from tasks.core.finding import Finding
 from tasks.core.redaction import redact
-from tasks.core.terminal import plain
+from tasks.core.terminal import plain, to_stderr
 from tasks.pipeline.locks import Patience, hold
 from tasks.pipeline.removal import hide, remove
 from tasks.pipeline.retention import Plan, plan
@@ -30,13 +30,8 @@ MAX_LINES = 40
 _STATUS = {"registered": "registered models", "resumable": "runs that may go on", "recent": "runs"}
 
 
-def main() -> int:
-    """Run the command of this process. Returns the exit status."""
-    with exit_on_signals():
-        return run_main("prune", _job)
-
-
-def _job(composed: Composed, overrides: list[str]) -> int:
+def job(composed: Composed, words: list[str]) -> int:
+    """Run the command. Returns the exit status."""
     bootstrap(PROJECT, composed.runs)
     _prune(composed, say=print, on_wait=to_stderr)
     return 0
@@ -51,7 +46,7 @@ def prune_flow(overrides: list[str]) -> dict[str, Any]:
     """
     from prefect import get_run_logger
 
-    composed = compose_config(overrides, config_name="prune")
+    composed = read("prune", overrides)
     log = get_run_logger()
     planned = _prune(composed, say=lambda line: log.info("%s", line), on_wait=log.info)
     return {

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flows.cli.bootstrap import bootstrap
-from flows.cli.config import Composed
+from flows.cli.composed import Composed
 from flows.commands.prune import DATABASE, PROJECT
 from tasks.config.checks import preflight
 from tasks.config.checks.signing import public_key

@@ -13,15 +13,16 @@ from pathlib import Path
 
 from flows.chain.steps import Step, chain_steps
 from flows.cli.bootstrap import bootstrap
-from flows.cli.config import Composed
-from flows.cli.entry import exit_on_signals, run_main, to_stderr
+from flows.cli.composed import Composed
+from flows.cli.entry import run_main
 from flows.cli.outcome import exit_status
 from flows.cli.plan import check, count_rows, render
+from flows.cli.signals import exit_on_signals
 from flows.commands.in_prefect import warm_up
 from flows.servers.prefect_server import prefect_server, preload
 from flows.servers.prefect_watch import final_state
 from tasks.core.redaction import redact, redact_url, without_passwords
-from tasks.core.terminal import plain
+from tasks.core.terminal import plain, to_stderr
 from tasks.pipeline.locks import Patience, hold
 from tasks.process.launch import kill_children_on_abort, launch
 from tasks.process.multinode import Meeting, follow, rendezvous

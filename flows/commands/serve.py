@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
+from typing import NoReturn
 
 from flows.cli.bootstrap import bootstrap, offer
-from flows.cli.config import Composed
-from flows.cli.entry import exit_on_signals, run_main
+from flows.cli.composed import Composed
 from flows.commands.prune import PROJECT
 from flows.commands.registry import named, verified
 from tasks.core import machine
@@ -28,31 +27,25 @@ def _memory() -> dict[str, str]:
     return {"VLLM_CPU_KVCACHE_SPACE": str(min(max(quarter, 1), _KV_CACHE_GIB))}
 
 
-def main() -> int:
-    """Run the command of this process; the server takes its place. Returns the exit status."""
-    words = sys.argv[1:]
-    # `--help` alone is ours; after a model it belongs to vLLM.
-    end = next((i for i, word in enumerate(words) if i and word.startswith("-")), len(words))
-    command: list[str] = []
+def job(composed: Composed, words: list[str]) -> NoReturn:
+    """Check a model, and let its server take the place of this process.
 
-    def job(composed: Composed, overrides: list[str]) -> int:
-        bootstrap(PROJECT, composed.runs)
-        folder, version = named(composed)
-        file = gguf_file(folder)
-        program = serve_command(folder) if file is None else llama_cpp.serve_command(file)
-        artifact = verified(composed, folder, version)
-        if file is None and computing_dtype_of(folder) != dtype_of(folder):
-            program = [*program, "--dtype", "float32"]  # bf16 is slow here; a word below wins
-        command.extend([*program, *words[end:]])
-        needed = {} if machine.has_gpu() or file is not None else _memory()
-        offer(needed)
-        variables = "".join(f"{name}={os.environ[name]} " for name in needed)
-        shown = f"digest verified: {artifact.digest}\n{variables}{shlex.join(command)}"
-        print(plain(shown), flush=True)
-        return 0
-
-    with exit_on_signals():
-        status = run_main("serve", job, argv=words[:end])
-    if command and not status:
-        os.execvp(command[0], command)
-    return status
+    Args:
+        composed: the configuration.
+        words: for the server.
+    """
+    bootstrap(PROJECT, composed.runs)
+    folder, version = named(composed)
+    file = gguf_file(folder)
+    command = serve_command(folder) if file is None else llama_cpp.serve_command(file)
+    artifact = verified(composed, folder, version)
+    if file is None and computing_dtype_of(folder) != dtype_of(folder):
+        command = [*command, "--dtype", "float32"]  # bf16 is slow here; a word below wins
+    command = [*command, *words]
+    needed = {} if machine.has_gpu() or file is not None else _memory()
+    offer(needed)
+    variables = "".join(f"{name}={os.environ[name]} " for name in needed)
+    print(
+        plain(f"digest verified: {artifact.digest}\n{variables}{shlex.join(command)}"), flush=True
+    )
+    os.execvp(command[0], command)

@@ -13,9 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flows.cli.config import Composed
-from flows.cli.entry import exit_on_signals, run_main
-from flows.monitoring.prometheus import tokens_per_s
+from flows.cli.composed import Composed
 from flows.monitoring.run_history import RunState, StageState, history
 from tasks.core.errors import ConfigError
 from tasks.core.terminal import plain
@@ -26,13 +24,8 @@ SHOWN = ("loss", "reward", "kl")
 """Numbers of a step that the table shows."""
 
 
-def main() -> int:
-    """Run the command of this process. Returns the exit status."""
-    with exit_on_signals():
-        return run_main("status", _job, bare=True)
-
-
-def _job(composed: Composed, overrides: list[str]) -> int:
+def job(composed: Composed, words: list[str]) -> int:
+    """Run the command. Returns the exit status."""
     runs, limit = composed.runs, composed.settings["limit"]
     if not runs.is_dir():
         raise ConfigError(f"paths.runs={runs}: no such folder", hint="paths.runs=<folder of runs>")
@@ -83,7 +76,7 @@ def _row(state: RunState) -> list[str]:
     status = f" ({state.exit_status})" if state.exit_status is not None else ""
     numbers = trained.numbers if trained else {}
     last = [f"{name} {numbers[name]:.4g}" for name in SHOWN if name in numbers]
-    speed = tokens_per_s(trained) if trained else None
+    speed = _tokens_per_s(trained) if trained else None
     left = stage.seconds_left if stage and state.state == "running" else None
     return [
         _time(state.started),
@@ -96,6 +89,12 @@ def _row(state: RunState) -> list[str]:
         "" if left is None else in_time(left),
         "" if state.seconds is None else in_time(state.seconds),
     ]
+
+
+def _tokens_per_s(stage: StageState) -> float | None:
+    """Return the tokens per second of a step: of training, else of an update, else of rollouts."""
+    names = ("tokens_per_s", "tokens_per_s/update", "tokens_per_s/generate")
+    return next((stage.numbers[name] for name in names if name in stage.numbers), None)
 
 
 def _place(stage: StageState | None) -> str:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from flows.cli.config import Composed
-from flows.cli.entry import exit_on_signals, run_main
+from flows.cli.composed import Composed
 from tasks.core.errors import ConfigError, PlumblineError
 from tasks.core.files import meant
 from tasks.core.finding import Finding
@@ -38,18 +37,13 @@ class Question:
         return verify(self.server, self.target, self.reference, self.profile)
 
 
-def main() -> int:
-    """Run the command of this process. Returns the exit status."""
-    with exit_on_signals():
-        return run_main("verify", _job)
-
-
-def _job(composed: Composed, overrides: list[str]) -> int:
+def job(composed: Composed, words: list[str]) -> int:
+    """Run the command. Returns the exit status."""
     settings = composed.settings
     if settings["prefect"]:
         from flows.commands.in_prefect import run_in_prefect
 
-        return EXIT_STATUS[run_in_prefect("verify", composed, overrides)["verdict"]]
+        return EXIT_STATUS[run_in_prefect("verify", composed, words)["verdict"]]
     if settings["watch"] is not None:
         from flows.commands.verify_watch import watch
 
@@ -63,7 +57,7 @@ def ask(settings: Mapping[str, Any]) -> Question:
     """Find the server, the model and the reference.
 
     Args:
-        settings: of `conf/verify.yaml`.
+        settings: of the command.
 
     Raises:
         ConfigError: the details have a line for each mistake of the user, those that only the
@@ -133,10 +127,18 @@ def _local_problems(settings: Mapping[str, Any]) -> Iterator[Finding]:
     if every is not None and settings["prefect"]:
         allowed = "Prefect repeats a flow by a schedule of the deployment verify-served"
         yield Finding("watch", str(every), allowed, "watch=null, or prefect=false")
-    if every is not None and settings["tracking"]["prometheus"] is not None:
-        from tasks.config.checks.tracking import metrics_file
+    if every is not None and settings["prometheus"] is not None:
+        yield from _metrics_file(settings["prometheus"])
 
-        yield from metrics_file(settings["tracking"]["prometheus"])
+
+def _metrics_file(path: str) -> Iterator[Finding]:
+    """Yield a finding if this is no place for a file that node_exporter reads."""
+    file = _folder(path)
+    if file.suffix != ".prom":
+        hint = f"prometheus={file}.prom"
+        yield Finding("prometheus", path, "node_exporter reads *.prom only", hint)
+    elif not file.parent.is_dir():
+        yield Finding("prometheus", path, "its folder does not exist", "prometheus=null")
 
 
 def show(report: Report, out: str | None) -> None:

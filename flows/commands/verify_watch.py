@@ -44,15 +44,15 @@ def watch(
     """Verify until a signal ends the process, which is the only end.
 
     Args:
-        settings: of `conf/verify.yaml`, with `watch` in seconds.
-        runs: `paths.runs`, for the file of metrics if `tracking.prometheus` is null.
+        settings: of the command, with `watch` in seconds.
+        runs: `paths.runs`, for the file of metrics if `prometheus` is null.
         ask: finds the server.
         write: writes a report to `out`.
 
     Raises:
         ConfigError: the first check could not begin, or a file cannot be written.
     """
-    path = settings["tracking"]["prometheus"]
+    path = settings["prometheus"]
     file = Path(path).expanduser() if path else runs / FILE
     file.parent.mkdir(parents=True, exist_ok=True)
     ask(settings)  # a mistake of the user ends the command; an outage later does not
@@ -71,7 +71,7 @@ def watch(
         try:
             replace_file(file, metrics(settings, report, counts), mode=0o644)
         except OSError as error:
-            hint = "tracking.prometheus=<file>.prom"
+            hint = "prometheus=<file>.prom"
             raise ConfigError(f"{file}: {error.strerror}", hint=hint) from error
         time.sleep(max(0.0, settings["watch"] - (time.monotonic() - began)))
 
@@ -89,7 +89,7 @@ def metrics(settings: Mapping[str, Any], report: Report | None, counts: Mapping[
     """Return the text for Prometheus.
 
     Args:
-        settings: of `conf/verify.yaml`.
+        settings: of the command.
         report: the last report; None if the server did not answer.
         counts: checks since the start, by verdict.
     """

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flows.cli.config import Composed
+from flows.cli.composed import Composed
 from flows.delivery.chain import Delivery
 from tasks.config.checks import installed, preflight, ranges
 from tasks.config.checks.machine import smoke_engine
@@ -15,7 +15,6 @@ from tasks.config.checks.quantizing import quantizing
 from tasks.config.checks.signing import signing
 from tasks.config.checks.tracking import (
     hub,
-    metrics_file,
     prefect_reachable,
     public,
     reachable,
@@ -63,11 +62,8 @@ def _prepare(composed: Composed) -> Delivery:
     prefect = [] if settings["smoke"]["engine"] == "none" else prefect_reachable()
     tracking = settings["tracking"]
     others = [*public(tracking), *signing(settings["register"]), *ranges.out_of_range(settings)]
-    metrics = [
-        *metrics_file(tracking["prometheus"]),
-        *hub(settings["push"], settings["smoke"]["engine"]),
-    ]
-    preflight([*reachable(tracking["uri"]), *prefect, *others, *metrics])
+    others += hub(settings["push"], settings["smoke"]["engine"])
+    preflight([*reachable(tracking["uri"]), *prefect, *others])
     target = _target(settings["convert"])
     given, adapters = given_adapters(settings["source"], settings["adapters"])
     sources = [adapter.given for adapter in adapters] or [given]

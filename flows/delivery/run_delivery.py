@@ -15,7 +15,8 @@ from typing import Any
 
 from flows.chain.dry_run import DryRun
 from flows.chain.register import push_served
-from flows.cli.config import Composed, compose_config
+from flows.cli.composed import Composed
+from flows.cli.config import compose_config
 from flows.delivery.chain import Delivery
 from flows.delivery.prepare import prepare_delivery
 from flows.delivery.stages import DeliveryStages

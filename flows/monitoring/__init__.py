@@ -2,5 +2,4 @@
 
 run_record   written while a run goes on: `<paths.runs>/reports/<run>/progress.json`
 run_history  reads these records and summaries: what runs, what ended, and how
-prometheus   the same as numbers for Prometheus: `<paths.runs>/metrics.prom`
 """

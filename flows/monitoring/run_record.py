@@ -82,17 +82,10 @@ class RunRecord:
         folder: `<paths.runs>/reports/<run>`; created if it does not exist.
         about: facts about the run that do not change: `flow`, `exp`.
         call: calls the work of a stage.
-        refresh: called after the file was written, with True when a stage or the run has ended.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        about: Mapping[str, Any],
-        call: Call,
-        refresh: Callable[[bool], None] = lambda ended: None,
-    ) -> None:
-        self._folder, self._call, self._refresh = folder, call, refresh
+    def __init__(self, folder: Path, about: Mapping[str, Any], call: Call) -> None:
+        self._folder, self._call = folder, call
         self._about = {
             "run": folder.name,
             **about,
@@ -102,8 +95,7 @@ class RunRecord:
         }
         self._stages: list[StageProgress] = []
         self._recent: deque[tuple[int, float]] = deque(maxlen=STEPS_KEPT)
-        self._changed, self._ended = threading.Event(), False
-        self._is_over = False
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="run record", daemon=True)
         self._writing = threading.Lock()  # so that no thread replaces a newer record by an older
         self._lock: int | None = None
@@ -122,8 +114,7 @@ class RunRecord:
     def __exit__(self, *_: object) -> None:
         """Write the last record, after the summary, and release the lock."""
         self._write()
-        self._is_over = self._ended = True
-        self._changed.set()
+        self._over.set()
         self._thread.join(LAST_S)
         if self._lock is not None:
             os.close(self._lock)
@@ -154,9 +145,7 @@ class RunRecord:
             raise
         finally:
             progress.seconds = round(time.time() - progress.started, 2)
-            self._ended = True
             self._write()
-            self._changed.set()
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Note an event of a child process (`tasks/core/events.py`); steps go into `STEPS`."""
@@ -191,15 +180,8 @@ class RunRecord:
         return {**self._about, "written": time.time(), "stages": stages}
 
     def _beat(self) -> None:
-        is_last = False
-        while not is_last:
-            is_last, ended, self._ended = self._is_over, self._ended, False
-            with self._no_error():
-                self._refresh(ended)
-            if not is_last:
-                self._changed.wait(BEAT_S)
-                self._changed.clear()
-                self._write()
+        while not self._over.wait(BEAT_S):
+            self._write()
 
     def _write(self) -> None:
         with self._writing, self._no_error():

@@ -14,7 +14,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from flows.cli.config import Composed, compose_config
+from flows.cli.composed import Composed
+from flows.cli.tool import read
 from flows.commands.audit import examine, repaired
 from flows.orchestration.flow_run import provenance, tracker_of
 from tasks.audit.finding import Severity
@@ -28,7 +29,7 @@ def recorded(overrides: list[str]) -> dict[str, Any]:
     """Run an audit within a Prefect flow, record it, and repair the checkpoint with `fix=true`.
 
     Args:
-        overrides: Hydra overrides of `conf/audit.yaml`.
+        overrides: words of the command `audit`.
 
     Returns:
         The report as JSON; with `fix=true` also `repaired`: the new folder, its digest, and the
@@ -39,7 +40,7 @@ def recorded(overrides: list[str]) -> dict[str, Any]:
     """
     from prefect.artifacts import create_markdown_artifact
 
-    composed = compose_config(overrides, config_name="audit")
+    composed = read("audit", overrides)
     report = examine(composed.settings)
     create_markdown_artifact(redact(report.markdown()), key=KEY, description=report.counts)
     _track(composed, report)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from flows.cli.config import Composed
+from flows.cli.composed import Composed
 from flows.servers.prefect_server import is_embedded
 from flows.servers.services import URL
 from tasks.core import machine

@@ -20,8 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flows.cli.config import Composed
-from flows.monitoring.prometheus import MetricsFile
+from flows.cli.composed import Composed
 from flows.monitoring.run_record import RunRecord
 from flows.orchestration.devices import reserve
 from flows.orchestration.evaluation import evaluation
@@ -93,7 +92,9 @@ def in_this_process(run_id: str, log: Any, patience: Patience = FOREVER) -> Host
 def tracker_of(composed: Composed) -> Tracker:
     """Return the MLflow tracker of a configuration."""
     experiment = composed.settings["tracking"]["experiment"]
-    events = composed.runs / "tensorboard" if composed.settings["tracking"]["tensorboard"] else None
+    events = (
+        composed.runs / "tensorboard" if composed.settings["tracking"].get("tensorboard") else None
+    )
     outbox = composed.runs / "mlflow" / "outbox"
     return Tracker(composed.tracking_uri, experiment, composed.tracking_root, outbox, events)
 
@@ -173,11 +174,10 @@ class FlowRun:
         logs.mkdir(parents=True)
         sweep(store)
         force = frozenset(composed.settings["force"])
-        metrics = MetricsFile(composed.runs, composed.settings["tracking"]["prometheus"])
         about = {"flow": flow, "exp": exp}
         screen = Screen(stages)
         folder, call = composed.runs / "reports" / run_id, screen.showing(host.call)
-        record = RunRecord(folder, about, call, metrics.write)
+        record = RunRecord(folder, about, call)
         mechanism = Mechanism(store, logs, tracker, record.call, force, host.patience)
         mechanism.timeouts = composed.settings["timeouts"]
         mechanism.devices = partial(reserve, composed, patience=host.patience)

@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.cli.config import Composed, compose_config
+from flows.cli.composed import Composed
+from flows.cli.tool import read
 from flows.commands.audit import examine
 from tasks.audit.finding import Severity
-from tasks.config.audit_flow import Audit
 from tasks.config.checks import preflight
 from tasks.config.checks.tracking import reachable
+from tasks.config.tools import Audit
 from tasks.core.errors import (
     ArtifactError,
     ConfigError,
@@ -38,7 +39,7 @@ def audit_versions(overrides: list[str]) -> dict[str, Any]:
     """Audit the registered models within a Prefect flow run.
 
     Args:
-        overrides: Hydra overrides of `conf/audit.yaml`, without those of a single folder.
+        overrides: words of the command `audit`, without those of a single folder.
 
     Returns:
         `versions`: one row for each audited version, as in the table; `left_out`: the number of
@@ -52,7 +53,7 @@ def audit_versions(overrides: list[str]) -> dict[str, Any]:
     from prefect import get_run_logger
     from prefect.artifacts import create_table_artifact
 
-    composed = compose_config([f"source={KEY}", *overrides], config_name="audit")
+    composed = read("audit", [f"source={KEY}", *overrides])
     _refuse_single_folders(composed.settings)
     preflight(list(reachable(composed.settings["tracking"]["uri"])))
     registered = _registered(composed)

@@ -13,7 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from flows.cli.config import Composed, compose_config
+from flows.cli.composed import Composed
+from flows.cli.tool import read
 from flows.commands.verify import ask, show
 from flows.orchestration.deployment import in_deployment
 from flows.orchestration.flow_run import provenance, tracker_of
@@ -29,7 +30,7 @@ def recorded(overrides: list[str]) -> dict[str, Any]:
     """Verify a server within a Prefect flow run, and record the report.
 
     Args:
-        overrides: Hydra overrides of `conf/verify.yaml`.
+        overrides: words of the command `verify`.
 
     Returns:
         The report as JSON.
@@ -42,7 +43,7 @@ def recorded(overrides: list[str]) -> dict[str, Any]:
     from prefect import get_run_logger
     from prefect.artifacts import create_markdown_artifact
 
-    composed = compose_config(overrides, config_name="verify")
+    composed = read("verify", overrides)
     report = ask(composed.settings).answer()
     create_markdown_artifact(redact(report.markdown()), key=KEY, description=redact(report.line))
     _track(composed, report)

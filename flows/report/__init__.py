@@ -4,5 +4,5 @@ collect   reads what the run has left: summary, progress, contracts, curves, sam
 figures   draws curves and histograms as SVG; imports matplotlib when it draws
 results   results of the evaluation row by row
 compare   differences of two runs; `bootstrap` has the intervals
-page      fills `report.html.jinja` and `compare.html.jinja`
+page      fills `report.html.jinja`
 """

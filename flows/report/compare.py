@@ -1,4 +1,4 @@
-"""Compare two runs: configuration, drift, evaluation, final metrics and curves."""
+"""Compare two runs: configuration, drift, evaluation and final metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from flows.report.bootstrap import Interval, paired, unpaired
-from flows.report.collect import Collected, Curves, Stage
+from flows.report.collect import Collected, Stage
 from flows.report.figures import PLOTTED
 from flows.report.results import (
     EXACT,
@@ -75,7 +75,6 @@ class Comparison:
         drift: drift of each hand-off.
         evaluation: measures of the evaluation.
         metrics: numbers of the summary, and last values of the curves.
-        curves: curves of both runs by the name of the training stage.
     """
 
     a: Collected
@@ -84,7 +83,6 @@ class Comparison:
     drift: list[Pair] = field(default_factory=list)
     evaluation: list[Evaluated] = field(default_factory=list)
     metrics: list[Pair] = field(default_factory=list)
-    curves: dict[str, tuple[Curves, Curves]] = field(default_factory=dict)
 
 
 def compare(a: Collected, b: Collected) -> Comparison:
@@ -96,11 +94,9 @@ def compare(a: Collected, b: Collected) -> Comparison:
         comparison.evaluation.extend(_evaluated(name, first, second))
     comparison.metrics.extend(_pairs(_numbers(a.summary), _numbers(b.summary)))
     for name, first, second in _matched(a.curves, b.curves):
-        curves = (first or {}, second or {})
-        comparison.curves[name] = curves
         last = [
-            {f"{name} {k}": v[-1][1] for k, v in each.items() if v and k in PLOTTED}
-            for each in curves
+            {f"{name} {k}": v[-1][1] for k, v in (each or {}).items() if v and k in PLOTTED}
+            for each in (first, second)
         ]
         comparison.metrics.extend(_pairs(*last))
     return comparison

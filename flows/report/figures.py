@@ -85,25 +85,6 @@ def draw(stage: str, curves: Curves) -> list[Drawn]:
     return drawn
 
 
-def overlay(stage: str, a: Curves, b: Curves) -> list[Drawn]:
-    """Return the plots of a training stage with the curves of two runs, `A` and `B`.
-
-    Args:
-        stage: name of the stage.
-        a: curves of the first run.
-        b: curves of the second run.
-    """
-    drawn = []
-    for plot in PLOTS:
-        tested = Plot(f"{plot.title} (validation)", plot.unit, plot.validation)
-        for each in (plot, tested) if plot.validation else (plot,):
-            first, second = a.get(each.metric, []), b.get(each.metric, [])
-            if len(first) > 1 or len(second) > 1:
-                svg = _svg(each, first, second, f"{stage}/{each.metric}", ("A", "B"))
-                drawn.append(Drawn(each, first, second, svg))
-    return drawn
-
-
 @dataclass(frozen=True)
 class Histogram:
     """Values before and after training.
@@ -203,19 +184,13 @@ class Lengths:
         return quantiles
 
 
-def _svg(
-    plot: Plot,
-    points: Any,
-    validation: Any,
-    salt: str,
-    labels: tuple[str, str] = ("training", "validation"),
-) -> str:
+def _svg(plot: Plot, points: Any, validation: Any, salt: str) -> str:
     def lines(axes: Any) -> None:
         from matplotlib.ticker import MaxNLocator
 
         for pairs, colour, label, marker, dashes in (
-            (points, LINE, labels[0], "." if len(points) <= 40 else "", "-"),
-            (validation, SECOND, labels[1], "o" if len(validation) <= 40 else "", "--"),
+            (points, LINE, "training", "." if len(points) <= 40 else "", "-"),
+            (validation, SECOND, "validation", "o" if len(validation) <= 40 else "", "--"),
         ):
             if pairs:
                 steps, values = zip(*pairs, strict=True)

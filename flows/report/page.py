@@ -21,8 +21,7 @@ from flows.orchestration.evaluation import harness_names
 from flows.orchestration.summary import truncation_lines
 from flows.report.bootstrap import Interval
 from flows.report.collect import Collected, Stage, collect
-from flows.report.compare import Comparison
-from flows.report.figures import Histogram, Lengths, draw, overlay
+from flows.report.figures import Histogram, Lengths, draw
 from flows.report.results import (
     EXACT,
     OWN,
@@ -157,13 +156,6 @@ def page(collected: Collected) -> str:
         timeline=_timeline(collected.stages),
         failed_checks=sum(not check["ok"] for check in collected.checks),
     )
-
-
-def compare_page(comparison: Comparison) -> str:
-    """Return the comparison of two runs as HTML, in the style of the report."""
-    plots = {stage: overlay(stage, *curves) for stage, curves in comparison.curves.items()}
-    plots = {stage: drawn for stage, drawn in plots.items() if drawn}
-    return _render("compare.html.jinja", c=comparison, plots=plots)
 
 
 def _render(template: str, **values: Any) -> str:

@@ -12,12 +12,6 @@ fail() {
     exit 2
 }
 
-# Print key='value' as Hydra reads it, whatever characters the value has.
-setting() {
-    local quote="'" value=${2//\\/\\\\}
-    printf "%s='%s'" "$1" "${value//$quote/\\$quote}"
-}
-
 setup() {
     local python=${GATE_PYTHON:-}
     if [[ -z $python ]]; then
@@ -42,17 +36,17 @@ report() {
 }
 
 audit() {
-    report "Audit of $GATE_FOLDER" audit "$(setting source "$GATE_FOLDER")"
+    report "Audit of $GATE_FOLDER" audit "source=$GATE_FOLDER"
 }
 
 verify() {
     local status=0
     local -a settings
     mkdir -p "$GATE_OUT"
-    settings=("$(setting url "$GATE_URL")" "$(setting source "$GATE_SOURCE")"
-        "$(setting profile "$GATE_PROFILE")" "$(setting out "$GATE_OUT/verify.json")")
-    [[ -z $GATE_MODEL ]] || settings+=("$(setting name "$GATE_MODEL")")
-    [[ -z $GATE_BASE ]] || settings+=("$(setting base "$GATE_BASE")")
+    settings=("url=$GATE_URL" "source=$GATE_SOURCE"
+        "profile=$GATE_PROFILE" "out=$GATE_OUT/verify.json")
+    [[ -z $GATE_MODEL ]] || settings+=("name=$GATE_MODEL")
+    [[ -z $GATE_BASE ]] || settings+=("base=$GATE_BASE")
     [[ -n $PLUMBLINE_API_KEY ]] || unset PLUMBLINE_API_KEY
     rm -f "$GATE_OUT/verify.json" # of an earlier job
     report "Server at $GATE_URL" verify "${settings[@]}" || status=$?

@@ -20,10 +20,12 @@ from mkdocs.structure.files import File, Files
 PROJECT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(PROJECT))  # mkdocs imports this file by its path
 
-from flows.cli.config import CONF, composed_as_is, vocabulary  # noqa: E402
+from omegaconf import OmegaConf  # noqa: E402
+
+from flows.cli import config, tool  # noqa: E402
 from flows.cli.peer_names import PEERS  # noqa: E402
 from flows.cli.usage import experiment_line, section_help, setting_help, setting_value  # noqa: E402
-from flows.cli.vocabulary import EXPERIMENTS, OLDER, experiments  # noqa: E402
+from flows.cli.vocabulary import CONF, EXPERIMENTS, OLDER, experiments  # noqa: E402
 from tasks.release.numbers import NUMBERS  # noqa: E402
 
 OUTSIDE = {
@@ -44,8 +46,12 @@ def settings() -> Iterator[str]:
     yield "# Settings"
     yield "\nEach is typed as `key=value`. Defaults are those of a command line with nothing else."
     for program in PROGRAMS:
-        names = vocabulary(program)
-        config = composed_as_is([], program)
+        if program in tool.TOOLS:
+            names = tool.vocabulary(program)
+            values = OmegaConf.structured(names.root)
+        else:
+            names = config.vocabulary(program)
+            values = config.composed_as_is([], program)
         yield f"\n## {program}"
         sections: dict[str, list[str]] = {}
         for key in names.settings:
@@ -56,7 +62,7 @@ def settings() -> Iterator[str]:
             yield from _head("setting", "default", "values", "meaning")
             for key in keys:
                 about = names.kind(key), setting_help(key, names).replace("<", "&lt;")
-                yield _row(f"`{key}`", f"`{setting_value(config, key)}`", *about)
+                yield _row(f"`{key}`", f"`{setting_value(values, key)}`", *about)
 
 
 def experiment_pages() -> Iterator[str]:

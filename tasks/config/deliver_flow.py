@@ -7,10 +7,7 @@ from typing import Literal
 
 from tasks.config.after_training import Convert, Signing
 from tasks.config.choices import Profile, QuantType, Rounding
-from tasks.config.places import DeliverTimeouts, Paths, Tracking
-
-MISSING = "???"
-"""Marks a value that the user has to give, for Hydra."""
+from tasks.config.places import MISSING, DeliverTimeouts, Paths, Tracking
 
 BaseMode = Literal["auto", "dequantized", "original", "compare"]
 """The base that an adapter is merged into, which is the one it was trained on.

@@ -53,18 +53,20 @@ def command(program: str) -> str:
     return f"python flows/{program}.py"
 
 
+def to_stderr(line: str) -> None:
+    """Print a line about the command itself."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def json_text(document: object) -> str:
     """Return JSON whose commands are those of this environment; see `plain`."""
     return plain(json.dumps(document, indent=1))
 
 
 def typed(key: str, value: object) -> str:
-    """Return `key=value`, quoted for Hydra's grammar and the shell; `<folder>` is not quoted."""
-    text = str(value)
-    if re.fullmatch(r"[\w./@%+:-]+|<[a-z ]+>", text, re.ASCII):
-        return f"{key}={text}"
-    word = f"{key}={quoted(text)}"
-    return shlex.quote(word) if re.search(r'["$`\\!]', word) else f'"{word}"'
+    """Return `key=value`, quoted for the shell; a placeholder such as `<folder>` is not quoted."""
+    word = f"{key}={value}"
+    return word if re.fullmatch(r"<[a-z ]+>", str(value)) else shlex.quote(word)
 
 
 def quoted(text: str) -> str:

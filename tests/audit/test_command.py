@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.entry import run_main
-from flows.commands import audit as audit_command
+from flows.cli import tool
 from tests.audit.making import (
     adapter_tensors,
     make_adapter,
@@ -22,6 +21,7 @@ from tests.audit.making import (
     wrapped,
 )
 from tests.commands import environment
+from tests.conftest import PROJECT
 
 Typed = Callable[..., tuple[int, str, str]]
 
@@ -36,7 +36,7 @@ def typed(
     monkeypatch.chdir(cwd)
 
     def run(*words: str) -> tuple[int, str, str]:
-        status = run_main("audit", audit_command._job, argv=list(words))
+        status = tool.run("audit", words)
         assert not list(cwd.iterdir()), "the command wrote into the user's directory"
         printed = capsys.readouterr()
         return status, printed.out, printed.err
@@ -81,18 +81,20 @@ def test_a_repaired_copy(tmp_path: Path, typed: Typed) -> None:
     assert (status, "out_dir" in errors) == (2, True)
 
 
-def test_neither_torch_nor_prefect_is_imported(tmp_path: Path) -> None:
+def test_the_command_loads_nothing_that_it_does_not_use(tmp_path: Path) -> None:
     base = make_model(tmp_path / "tiny")
-    heavy = ("torch", "transformers", "prefect", "mlflow", "vllm", "deepspeed", "peft")
+    heavy = ("torch", "transformers", "prefect", "mlflow", "vllm", "deepspeed", "peft", "hydra")
     program = (
-        "import sys; from flows.commands.audit import main; status = main()\n"
+        "import sys; from flows.cli.tool import main; status = main('audit')\n"
         f"print('imported:', [name for name in {heavy!r} if name in sys.modules])\n"
+        "print('ours:', sum(name.split('.')[0] in ('flows', 'tasks') for name in sys.modules))\n"
         "sys.exit(status)"
     )
-    words = [f"source={base}", f"base={base}", "values=true"]
-    project = str(Path(audit_command.__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-c", program, *words],
-        env=environment(PYTHONPATH=project), capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
-    assert "imported: []" in done.stdout, done.stdout + done.stderr
+    for words in (["--help"], [f"source={base}", f"base={base}", "values=true"]):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *words],
+            env=environment(PYTHONPATH=str(PROJECT)), capture_output=True, text=True, cwd=tmp_path,
+        )  # fmt: skip
+        assert "imported: []" in done.stdout, done.stdout + done.stderr
+        if words == ["--help"]:
+            assert int(done.stdout.rpartition("ours: ")[2]) <= 70

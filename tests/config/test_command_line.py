@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from flows.cli.arguments import repeated
-from flows.cli.config import CONF, Composed, compose_config
+from flows.cli.composed import Composed
+from flows.cli.config import compose_config
 from flows.cli.entry import run_main
+from flows.cli.vocabulary import CONF
 from tasks.core.errors import ConfigError
 
 

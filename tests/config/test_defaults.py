@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from flows.chain.steps import chain_steps, compose
-from flows.cli.config import CONF, Composed, compose_config
+from flows.cli.composed import Composed
+from flows.cli.config import compose_config
 from flows.cli.plan import check
-from flows.cli.vocabulary import experiments
+from flows.cli.vocabulary import CONF, experiments
 from tasks.config.checks.unread import unread
 from tasks.config.defaults import ONLINE, RATES, default
 from tasks.core.errors import ConfigError

@@ -12,9 +12,9 @@ import pytest
 
 from flows.chain import stages as chain_stages
 from flows.chain.steps import chain_steps, compose
-from flows.cli.config import CONF, compose_config
+from flows.cli.config import compose_config
 from flows.cli.plan import render
-from flows.cli.vocabulary import experiments
+from flows.cli.vocabulary import CONF, experiments
 from flows.delivery import stages as delivery_stages
 from flows.orchestration import devices
 from tasks.config.checks import findings

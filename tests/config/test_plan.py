@@ -11,7 +11,8 @@ import pytest
 
 from flows.chain import stages as chain_stages
 from flows.chain.steps import Step
-from flows.cli.config import Composed, compose_config
+from flows.cli.composed import Composed
+from flows.cli.config import compose_config
 from flows.cli.plan import check, count_rows, forecast, render
 from tasks.core.errors import ConfigError, DataError
 from tasks.pipeline.artifact import Origin, publish, staging

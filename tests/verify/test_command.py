@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.entry import run_main
-from flows.commands import verify as command
+from flows.cli.tool import run
 from tests.commands import environment
 from tests.conftest import PROJECT
 from tests.verify.serving import free_port
@@ -25,7 +24,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def errors(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     """Return the lines of the refusal."""
-    assert run_main("verify", command._job, argv=list(words)) == 2
+    assert run("verify", words) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     return printed.err.splitlines()
@@ -56,7 +55,7 @@ def test_a_server_that_is_down_and_a_source_without_a_reference(
 
 def test_neither_torch_nor_prefect_is_imported(place: Path) -> None:
     program = (
-        "import sys, flows.commands.verify as v; v.main();"
+        "import sys; from flows.cli.tool import main; main('verify');"
         "print(*sorted({'torch', 'transformers', 'prefect', 'mlflow', 'vllm'} & set(sys.modules)))"
     )
     words = [f"url=http://127.0.0.1:{free_port()}", "source=checkpoint"]

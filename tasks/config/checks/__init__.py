@@ -143,7 +143,6 @@ def findings(
         *tracking.public(settings["tracking"]),
         *signing.signing(settings["register"]),
         *tracking.hub(settings["push"]),
-        *tracking.metrics_file(settings["tracking"]["prometheus"]),
         *model.embedded(model_, settings["data"]),
     ]
     named = {finding.what for finding in problems}

@@ -1,4 +1,4 @@
-"""Check section `tracking` and `push`: servers answer in five seconds, metrics can be written."""
+"""Check section `tracking` and `push`: servers answer in five seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import threading
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -92,27 +91,13 @@ def hub(repo: str | None, engine: str = "") -> Iterator[Finding]:
         yield Finding("push", repo, reason, LOGIN)
 
 
-def metrics_file(path: str | None) -> Iterator[Finding]:
-    """Yield a finding if `tracking.prometheus` is no place for a file that node_exporter reads."""
-    if path is None:
-        return
-    file = Path(path).expanduser()
-    problem = ""
-    if file.suffix != ".prom":
-        problem, hint = "node_exporter reads *.prom only", f"{file}.prom"
-    elif not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
-        problem, hint = "its folder does not exist, or cannot be written", "null"
-    if problem:
-        yield Finding("tracking.prometheus", path, problem, f"tracking.prometheus={hint}")
-
-
 def public(tracking: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield a finding for each name that MLflow's pages show and that contains a secret.
 
     Args:
         tracking: the section.
     """
-    for key in ("experiment", "model_name"):
+    for key in {"experiment", "model_name"} & tracking.keys():
         shown = redact(tracking[key])
         if HIDDEN in shown:
             allowed = "a name without a token or a password, because every page shows it"

@@ -3,7 +3,7 @@
 state       `read_state`, `read_model`: a pickled state dict, or a model of several, as a `Source`
 tensors     `read_torch_file`: one file, with tensors as byte ranges
 archive     the zip file around the pickle; `directory` parses its table
-program     the pickle interpreter: `machine` its stack, `cursor` its input, `objects` its values
+unpickler   follows a pickle by the standard library, with every name inert; `objects` its values
 scan        `Scanner`: names that loading a file would use; `allowed` lists the harmless ones
 
 Like `torch.load(weights_only=True)` this runs no code. Classes need not be installed.

@@ -22,7 +22,6 @@ from typing import Any, BinaryIO
 
 from tasks.core.errors import ArtifactError
 from tasks.weights.pickled.archive import read_archives
-from tasks.weights.pickled.machine import Machine
 from tasks.weights.pickled.objects import (
     DamagedError,
     Foreign,
@@ -31,7 +30,7 @@ from tasks.weights.pickled.objects import (
     TruncatedError,
     UnresolvedError,
 )
-from tasks.weights.pickled.program import walk
+from tasks.weights.pickled.unpickler import Walker
 
 MAX_BYTES = 128 << 20
 """Most bytes of a pickle, of a zip file that torch did not write, and of what one unpacks to."""
@@ -161,22 +160,20 @@ class Scanner:
         while at < len(data.raw):
             inert = data.inert or (legacy and number >= _LEGACY_PICKLES)
             encoded: list[bytes] = []
-            machine = Machine(data.raw, at, reduce=partial(_placeholder, encoded))
+            walker = Walker(data.raw, at, reduce=partial(_placeholder, encoded))
             problem = None
             try:
-                walk(
-                    machine, max(_FEW_STEPS, min(_DATA_STEPS if inert else MAX_STEPS, self._steps))
-                )
+                walker.walk(max(_FEW_STEPS, min(_DATA_STEPS if inert else MAX_STEPS, self._steps)))
             except PickleError as error:
                 problem = error
-            self._steps -= machine.steps
+            self._steps -= walker.steps
             begins = data.suspect or data.raw[at : at + 1] == b"\x80"
-            is_pickle = machine.steps > 1 or bool(machine.names)  # its first instruction is one
+            is_pickle = walker.steps > 1 or bool(walker.names)  # its first instruction is one
             expected = begins and is_pickle and at == first and not (inert or is_other)
-            if expected or machine.calls or (problem is None and begins):
-                scanned.names.update(name.path for name in machine.names)
+            if expected or walker.calls or (problem is None and begins):
+                scanned.names.update(name.path for name in walker.names)
             if data.depth < _MAX_DEPTH:
-                for blob in (*machine.blobs, *encoded):
+                for blob in (*walker.blobs, *encoded):
                     where = f"{data.where} bytes".strip()
                     nested = _Data(blob, where, len(blob), inert=True, depth=data.depth + 1)
                     self._pickles(nested, 0, scanned)
@@ -184,11 +181,11 @@ class Scanner:
                 unknown = isinstance(problem, UnresolvedError) or (
                     isinstance(problem, TruncatedError) and len(data.raw) < problem.end <= data.size
                 )
-                if expected or (unknown and (machine.names or not inert)):
+                if expected or (unknown and (walker.names or not inert)):
                     scanned.add_reason(data.where, problem)
                 return
-            legacy |= number == 0 and machine.top == _LEGACY_MAGIC
-            at, number = machine.at, number + 1
+            legacy |= number == 0 and walker.top == _LEGACY_MAGIC
+            at, number = walker.at, number + 1
 
     def _unpack(self, data: _Data, at: int, make: Callable[[], Any], scanned: Scanned) -> None:
         """Scan what the bytes from `at` on unpack to, all streams one after the other."""
@@ -289,7 +286,7 @@ def _may_go_on(head: bytes) -> bool:
     if head.startswith((_NUMPY, *(magic for magic, _ in _PACKED))):
         return True
     try:
-        walk(Machine(head), _DATA_STEPS)
+        Walker(head).walk(_DATA_STEPS)
     except DamagedError as error:
         return isinstance(error, TruncatedError)
     except PickleError:

@@ -12,7 +12,7 @@ from tasks.weights.files.header import ITEM_BITS, MAX_AXES
 from tasks.weights.files.source import Extent
 from tasks.weights.pickled.archive import Archive, read_archive
 from tasks.weights.pickled.objects import MAX_NAME, Foreign, Global, PickleError
-from tasks.weights.pickled.program import run
+from tasks.weights.pickled.unpickler import run
 
 MAX_PICKLE_BYTES = 128 << 20
 _MAX_SIZE = 1 << 62

@@ -1,0 +1,324 @@
+"""Follow a pickle with the standard library's own Python unpickler, in which every name is inert.
+
+Pickle is a program for a stack machine (PEP 307, PEP 3154). What names a class pushes a `Global`,
+which is only the name; what would call it asks `reduce`, a function of ours, for the object that
+(name, arguments) stands for. So the worst that a hostile file can cause is an error: nothing is
+looked up or called, no size in the file is trusted before its bytes were read, and each
+instruction takes constant time. Where C's and Python's unpicklers differ, it follows the one that
+goes on.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable
+from io import BytesIO
+from typing import Any
+
+from tasks.weights.pickled.objects import (
+    DamagedError,
+    Foreign,
+    Global,
+    PickleError,
+    TruncatedError,
+    UnresolvedError,
+    key_of,
+    named,
+)
+
+MAX_STEPS = 20_000_000
+"""Maximum number of instructions; the states of a model of 100,000 tensors have 10 million."""
+_MAX_LONG = 64
+_NUMBER = b"0123456789+-. \tinfNIaA"
+"""First characters of a number in text; C's unpickler accepts more after them than `int` does."""
+
+
+def run(
+    data: bytes,
+    *,
+    persistent: Callable[[Any], Any],
+    reduce: Callable[[Global, tuple[Any, ...]], Any],
+) -> Any:
+    """Return the value that a pickle builds.
+
+    Args:
+        data: the pickle.
+        persistent: returns the object for a persistent id.
+        reduce: returns the object for a call of a `Global` with arguments; must not call it.
+
+    Raises:
+        PickleError: the pickle is damaged or endless, or has no single value.
+    """
+    walker = Walker(data, persistent=persistent, reduce=reduce)
+    walker.walk(MAX_STEPS)
+    if len(walker.stack) != 1 or walker.metastack or walker.at != len(data):
+        raise PickleError(f"ends at byte {walker.at} of {len(data)} with a full stack")
+    return walker.stack[0]
+
+
+def _placeholder(target: Global, args: tuple[Any, ...]) -> Foreign:
+    return Foreign(target.path, args)
+
+
+_Unpickler: Any = pickle._Unpickler  # has no annotations of what a subclass needs
+
+
+class Walker(_Unpickler):
+    """The instructions of one pickle up to its end, without those that could run code.
+
+    Args:
+        data: bytes that contain the pickle.
+        at: offset of the pickle.
+        persistent: returns the object for a persistent id.
+        reduce: returns the object for a call of a `Global` with arguments; must not call it.
+
+    Attributes:
+        at: offset of the next byte.
+        names: offset by name of each class or function that the pickle has named so far.
+        calls: number of calls so far: of functions, of classes, and of `__setstate__`.
+        steps: number of instructions so far.
+        blobs: the byte strings so far.
+    """
+
+    def __init__(
+        self,
+        data: bytes,
+        at: int = 0,
+        *,
+        persistent: Callable[[Any], Any] = lambda _: Foreign("a persistent id"),
+        reduce: Callable[[Global, tuple[Any, ...]], Any] = _placeholder,
+    ) -> None:
+        super().__init__(BytesIO())
+        self.data, self.at = data, at
+        self.names: dict[Global, int] = {}
+        self.blobs: list[bytes] = []
+        self.calls = self.steps = self.proto = self._frame_end = 0
+        self.persistent_load, self._reduce = persistent, reduce
+        self.stack: list[Any] = []
+        self.metastack: list[list[Any]] = []
+        self.append = self.stack.append
+
+    @property
+    def top(self) -> Any:
+        """Value on top of the stack; None if there is none."""
+        return self.stack[-1] if self.stack else None
+
+    def walk(self, most: int) -> None:
+        """Follow the pickle up to its end; what it did until then is here in any case.
+
+        Raises:
+            DamagedError: Python's unpickler would stop there, too.
+            UnresolvedError: more than `most` instructions, or one whose effect cannot be told.
+        """
+        try:
+            while self.steps < most:
+                code = self.read(1)[0]
+                self.steps += 1
+                if code == pickle.STOP[0]:
+                    return
+                self.dispatch[code](self)
+        except PickleError:
+            raise
+        except (LookupError, TypeError, ValueError, struct.error, pickle.UnpicklingError) as error:
+            raise DamagedError(f"damaged at byte {self.at}: {error}") from error
+        raise UnresolvedError(f"more than {most} instructions")
+
+    # Bytes
+
+    def read(self, count: int) -> bytes:
+        start, end = self.at, self.at + count
+        if end > len(self.data):
+            raise TruncatedError(f"cut short at byte {start}", end)
+        if start < self._frame_end < end:  # there C's and Python's unpicklers read other bytes
+            raise UnresolvedError(f"an instruction at byte {start} crosses the end of its frame")
+        self.at = end
+        return self.data[start:end]
+
+    def readline(self) -> bytes:
+        end = self.data.find(b"\n", self.at)
+        if end < 0:
+            raise TruncatedError(f"a line without an end at byte {self.at}", len(self.data) + 1)
+        return self.read(end + 1 - self.at)
+
+    def load_frame(self) -> None:
+        if self.at < self._frame_end:
+            raise UnresolvedError(f"a frame within a frame at byte {self.at}")
+        (size,) = struct.unpack("<Q", self.read(8))
+        if size > len(self.data) - self.at:
+            raise TruncatedError(f"a frame cut short at byte {self.at}", self.at + size)
+        self._frame_end = self.at + size
+
+    def _blob(self, form: str) -> None:
+        (size,) = struct.unpack(form, self.read(struct.calcsize(form)))
+        self.blobs.append(self.read(size))
+        self.append(self.blobs[-1])
+
+    def load_short_binbytes(self) -> None:
+        self._blob("<B")
+
+    def load_binbytes(self) -> None:
+        self._blob("<I")
+
+    def load_binbytes8(self) -> None:
+        self._blob("<Q")
+
+    def load_bytearray8(self) -> None:
+        self._blob("<Q")
+
+    def _decode_string(self, value: bytes) -> Any:
+        """Return a string of Python 2."""
+        self.blobs.append(value)
+        try:
+            return value.decode()
+        except UnicodeDecodeError:  # depends on the reader's `encoding`
+            return Foreign("builtins.str")
+
+    # Numbers in text, of which C's unpickler reads more than Python's
+
+    def _number(self, read: Callable[[str], Any]) -> None:
+        line = self.readline()[:-1].split(b"\0")[0]
+        if not line or line[0] not in _NUMBER:
+            raise DamagedError(f"a number that is none at byte {self.at}")
+        try:
+            self.append(read(line.rstrip(b"L").decode()))
+        except ValueError:
+            self.append(Foreign("a number"))
+
+    def load_int(self) -> None:
+        if self.data[self.at : self.at + 3] in (b"00\n", b"01\n"):
+            self.append(self.readline() == b"01\n")
+        else:
+            self.load_long()
+
+    def load_long(self) -> None:
+        self._number(lambda text: int(text, 0))
+
+    def load_float(self) -> None:
+        self._number(float)
+
+    def load_long4(self) -> None:
+        (size,) = struct.unpack("<i", self.read(4))
+        raw = self.read(max(size, 0))
+        is_short = 0 <= size <= _MAX_LONG
+        self.append(int.from_bytes(raw, "little", signed=True) if is_short else Foreign("a number"))
+
+    def _index(self) -> int:
+        return int(self.readline().split(b"\0")[0])
+
+    def load_get(self) -> None:
+        self.append(self.memo[self._index()])
+
+    def load_put(self) -> None:
+        index = self._index()
+        if index < 0:
+            raise DamagedError(f"a negative index at byte {self.at}")
+        self.memo[index] = self.stack[-1]
+
+    # Names and calls
+
+    def find_class(self, module: Any, name: Any) -> Global:
+        target = named(module, name)
+        self.names.setdefault(target, self.at)
+        return target
+
+    def load_stack_global(self) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        self.append(self.find_class(module, name))
+
+    def get_extension(self, code: int) -> None:
+        self.append(self.find_class("copyreg", f"extension {code}"))
+
+    def _call(self, target: Any, args: Any) -> None:
+        """Push what stands for the result of a call."""
+        if not isinstance(target, Global | Foreign):
+            raise DamagedError(f"calls a {type(target).__name__} at byte {self.at}")
+        self.calls += 1
+        if isinstance(target, Global) and isinstance(args, tuple):
+            self.append(self._reduce(target, args))
+        else:
+            kind = "call with other arguments" if isinstance(target, Global) else "call of a call"
+            self.append(Foreign(kind))
+
+    def load_reduce(self) -> None:
+        args, target = self.stack.pop(), self.stack.pop()
+        self._call(target, args)
+
+    def load_newobj(self) -> None:
+        self.load_reduce()
+
+    def load_newobj_ex(self) -> None:
+        self.stack.pop()  # named arguments
+        self.load_reduce()
+
+    def _instantiate(self, klass: Any, args: list[Any]) -> None:  # of INST and OBJ
+        self._call(klass, tuple(args))
+
+    def load_build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if isinstance(target, Global):
+            raise UnresolvedError(f"changes {target.path} at byte {self.at}")
+        if isinstance(target, Foreign):
+            self.calls += 1
+            target.state = state
+
+    # Containers
+
+    def load_empty_set(self) -> None:
+        self.append(Foreign("builtins.set"))
+
+    def load_frozenset(self) -> None:
+        self.append(Foreign("builtins.frozenset", tuple(self.pop_mark())))
+
+    def load_dict(self) -> None:
+        items = self.pop_mark()
+        self.append({})
+        self._fill(items)
+
+    def load_append(self) -> None:
+        self._extend([self.stack.pop()])
+
+    def load_appends(self) -> None:
+        self._extend(self.pop_mark())
+
+    def load_additems(self) -> None:
+        self._extend(self.pop_mark())
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._fill([key, value])
+
+    def load_setitems(self) -> None:
+        self._fill(self.pop_mark())
+
+    def _extend(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if isinstance(target, list):
+            target.extend(items)
+        else:
+            self._drop(target)
+
+    def _fill(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if isinstance(target, list):
+            raise UnresolvedError(f"replaces items of a list at byte {self.at}")
+        if len(items) % 2 and not isinstance(target, Foreign | Global):
+            raise DamagedError(f"a key without a value at byte {self.at}")
+        if isinstance(target, dict):
+            target.update(
+                (key_of(key), value) for key, value in zip(*[iter(items)] * 2, strict=True)
+            )
+        else:
+            self._drop(target)
+
+    def _drop(self, target: Any) -> None:
+        """Leave out what goes into a foreign container."""
+        if isinstance(target, Global):
+            raise UnresolvedError(f"calls a method of {target.path} at byte {self.at}")
+        if not isinstance(target, Foreign):
+            raise DamagedError(f"fills a {type(target).__name__} at byte {self.at}")
+
+
+Walker.dispatch = {
+    code: getattr(Walker, load.__name__) for code, load in _Unpickler.dispatch.items()
+}

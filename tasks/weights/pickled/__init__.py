@@ -2,7 +2,7 @@
 
 state       `read_state`, `read_model`: a pickled state dict, or a model of several, as a `Source`
 tensors     `read_torch_file`: one file, with tensors as byte ranges
-archive     the zip file around the pickle; `directory` parses its table
+archive     the zip file around the pickle
 unpickler   follows a pickle by the standard library, with every name inert; `objects` its values
 scan        `Scanner`: names that loading a file would use; `allowed` lists the harmless ones
 

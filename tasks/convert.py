@@ -27,7 +27,7 @@ from tasks.evaluation.trained_artifact import (
     tokenizer_files,
 )
 from tasks.pipeline.report import StageReport
-from tasks.weights.execute.execute import Executed
+from tasks.weights.execute.outcome import Executed
 from tasks.weights.execute.verdicts import values_read
 from tasks.weights.execute.worker import Perform, ask_facts, perform
 from tasks.weights.execute.writer import parse_size

@@ -16,7 +16,6 @@ from typing import Any
 from tasks.pipeline.report import StageReport
 from tasks.process.output import Log
 from tasks.weights.adapters.changes import Changes
-from tasks.weights.execute.journal import JOURNAL
 from tasks.weights.execute.worker import Perform, ask_execute, ask_facts
 from tasks.weights.families.merging import MergeSettings, plan_merge
 from tasks.weights.files.folder import inspect_checkpoint
@@ -102,6 +101,5 @@ def write_rollout_base(
         plan, dtype=DTYPE_NAMES[dtype], max_shard_bytes=_SHARD_BYTES, files=weights.files
     )
     ask_execute(perform, plan, {_BASE: SourceRef(base, "base")}, work)
-    (work / JOURNAL).unlink()
     config = {**without_quantization(read_json(base / CONFIG)), "dtype": dtype}
     (work / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")

@@ -109,7 +109,7 @@ def _make(kind: str, plan: Any, sources: Mapping[str, Any], out: Path, **setting
     with staging(out) as work:
         validate(plan, sources)
         done = execute(plan, sources, work, **settings)
-        publish(work, out, Origin(kind, "bench", out.name))
+        publish(work, out, Origin(kind, "bench", out.name), done.hashes)
     _say({"read": done.read, "written": done.written, "linked": len(done.linked)})
 
 

@@ -30,7 +30,8 @@ from tasks.drift.verdict import (
 from tasks.evaluation.evaluation_prompts import computing_dtype_of
 from tasks.evaluation.scoring import ModelRef, Score
 from tasks.pipeline.report import StageReport
-from tasks.weights.execute.execute import Executed, execute
+from tasks.weights.execute.execute import execute
+from tasks.weights.execute.outcome import Executed
 from tasks.weights.execute.worker import Perform, ask_execute, ask_recompute, perform
 from tasks.weights.files.opening import SourceRef
 from tasks.weights.files.reader import WEIGHTS, read_checkpoint
@@ -197,7 +198,13 @@ class Planned:
             "bytes_written": float(done.written),
             **(metrics or {}),
         }
-        report = StageReport(kind, tuple(checks), all_metrics, {**(notes or {}), **self.notes})
+        report = StageReport(
+            kind,
+            tuple(checks),
+            all_metrics,
+            {**(notes or {}), **self.notes},
+            hashes=done.hashes,
+        )
         measuring = self.measuring
         if measuring is None or not all(check.ok for check in checks):
             return report

@@ -29,7 +29,6 @@ from tasks.core.errors import ArtifactError
 from tasks.core.redaction import redacted
 from tasks.pipeline.staging import staging as staging
 from tasks.pipeline.staging import sweep as sweep
-from tasks.weights.execute.journal import JOURNAL, read_outcomes
 from tasks.weights.files.documents import manifest_problem, read_json
 from tasks.weights.files.header import Header, read_header
 
@@ -88,17 +87,19 @@ class Artifact:
         return dict(self.manifest()["notes"])
 
 
-def publish(work: Path, final: Path, origin: Origin) -> Artifact:
+def publish(
+    work: Path, final: Path, origin: Origin, known: Mapping[tuple[str, str], str] | None = None
+) -> Artifact:
     """Write the manifest into `work`, flush all files, and rename `work` to `final`.
 
-    Tensors with a hash in the journal are not read again. An older artifact at `final` (altered, or
-    forced to be rebuilt) is moved aside first and removed after the rename, so a half-written
-    directory is never visible.
+    Tensors whose hash is `known`, by file and tensor, are not read again. An older artifact at
+    `final` (altered, or forced to be rebuilt) is moved aside first and removed after the rename, so
+    a half-written directory is never visible.
 
     Raises:
         ArtifactError: a file cannot be written or flushed (full disk).
     """
-    tensors, files = inventory(work, known=_journal_hashes(work))
+    tensors, files = inventory(work, known=known)
     document: dict[str, Any] = {
         "format": 1,
         "kind": origin.kind,
@@ -116,9 +117,8 @@ def publish(work: Path, final: Path, origin: Origin) -> Artifact:
     try:
         (work / MANIFEST).write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
         flush_tree(work)
-    except OSError as error:  # full disk: the next run continues from the journal
+    except OSError as error:  # a full disk
         raise write_refused(work, error) from error
-    (work / JOURNAL).unlink(missing_ok=True)
     old = final.parent / f".{final.name}.{os.getpid()}.old.tmp"
     if final.exists():
         final.rename(old)
@@ -126,12 +126,6 @@ def publish(work: Path, final: Path, origin: Origin) -> Artifact:
     flush(final.parent)
     shutil.rmtree(old, ignore_errors=True)
     return Artifact(origin.kind, final, document["digest"])
-
-
-def _journal_hashes(work: Path) -> dict[tuple[str, str], str]:
-    """Return the journal's hashes by (file, tensor)."""
-    outcomes = read_outcomes(work / JOURNAL)
-    return {(outcome.file, outcome.name): outcome.checksum for outcome in outcomes}
 
 
 HASHES: Mapping[str, Callable[[], Any]] = {"blake3": blake3, "sha256": hashlib.sha256}
@@ -160,7 +154,7 @@ def inventory(
     files: dict[str, Any] = {}
     for path in sorted(p for p in root.rglob("*") if p.is_file()):
         name = path.relative_to(root).as_posix()
-        if name in (MANIFEST, JOURNAL, SIGNATURE):
+        if name in (MANIFEST, SIGNATURE):
             continue
         size = path.stat().st_size
         if path.suffix == ".safetensors":

@@ -25,6 +25,7 @@ class StageReport:
         metrics: numbers for the tracker.
         notes: plain JSON that goes into the manifest.
         drift: distance from the trained model; None if the stage measured none.
+        hashes: of tensors, by file and tensor, that are known from their writing.
     """
 
     kind: str
@@ -32,6 +33,7 @@ class StageReport:
     metrics: Mapping[str, float] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
     drift: Moved | None = None
+    hashes: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

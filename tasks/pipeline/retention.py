@@ -27,11 +27,13 @@ from tasks.core.errors import ArtifactError
 from tasks.core.redaction import redact
 from tasks.pipeline.artifact import MANIFEST, read_manifest
 from tasks.pipeline.removal import Item, half_removed, items_of
-from tasks.pipeline.staging import KEPT_S, abandoned
+from tasks.pipeline.staging import abandoned
 
 REGISTERED, RECENT, RESUMABLE = "registered", "recent", "resumable"
 UNREADABLE = "manifest unreadable"
 DAY_S = 86400.0
+KEPT_S = 3 * 24 * 3600.0
+"""Seconds for which an interrupted run may go on."""
 _RUN = re.compile(r"(\d{8}-\d{6})-\w+")
 _NAMED = re.compile(r"\bartifacts/([a-z_]+/[0-9a-f]{20})\b")
 
@@ -168,7 +170,7 @@ def plan(
     items = items_of(
         [
             *(("interrupted prune", path, _mtime(path)) for path in half_removed(runs)),
-            *(("staging", path, _mtime(path)) for path in abandoned(runs / "artifacts", now)),
+            *(("staging", path, _mtime(path)) for path in abandoned(runs / "artifacts")),
             *(("checkpoints", path, used) for path, used in old),
             *((each.kind, each.path, each.used) for each in gone),
             *_entries(runs / "logs", "logs", limit, starts),
@@ -226,7 +228,7 @@ def _starts(runs: Path) -> Iterator[tuple[str, float]]:
 
 
 def _interrupted(runs: Path, starts: Mapping[str, float], now: float) -> Iterator[float]:
-    """Yield the starts of runs that did not complete and whose staging folders are kept."""
+    """Yield the starts of recent runs that did not complete: the same command goes on with them."""
     for name, start in starts.items():
         if start >= now - KEPT_S:
             text = _text(runs / "reports" / name / "summary.json")

@@ -279,7 +279,7 @@ class Mechanism:
             metrics = {key: float(value) for key, value in report.metrics.items()}
             notes = {**report.notes, "drift": drift, "metrics": metrics}
             run.details({"drift": drift, **report.notes})
-            artifact = publish(work, final, replace(origin, notes=notes))
+            artifact = publish(work, final, replace(origin, notes=notes), report.hashes)
             remember(artifact, self.store / ".seen")
         return StageResult(name, artifact, False, 0.0, tuple(report.checks), drift, metrics)
 

@@ -39,7 +39,6 @@ from tasks.pipeline.retention import (
     plan,
     since,
 )
-from tasks.weights.execute.journal import JOURNAL
 
 NOW = 1_700_000_000.0
 KINDS = ("weights", "served", "report", "dataset")
@@ -264,15 +263,13 @@ def test_a_model_registered_with_another_server_stays(store: Store) -> None:
 
 def test_staging_folders_and_tokens(store: Store) -> None:
     parent = store.runs / "artifacts" / "weights"
-    dead, alive, resumable = (parent / f".{name}.tmp" for name in ("dead", "alive", "resumable"))
+    dead, alive = parent / ".dead.tmp", parent / ".alive.tmp"
     tokens = store.runs / "cache" / "tokens"
     old, new = tokens / "old", tokens / "new"
-    for folder in (dead, alive, resumable, old, new):
+    for folder in (dead, alive, old, new):
         folder.mkdir(parents=True)
     store.age(old, 30)
     store.age(new, 1)
-    (resumable / JOURNAL).write_text("")
-    store.age(resumable / JOURNAL, 1)
     handle = os.open(alive, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
     try:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tasks.weights.execute.copying import opened
 from tasks.weights.execute.full_tensors import Sources, all_rows, full_tensor, squared
-from tasks.weights.execute.journal import Measured
+from tasks.weights.execute.outcome import Measured
 from tasks.weights.files import dtype_bits as bits
 from tasks.weights.files.file_ranges import Reader
 from tasks.weights.files.header import ITEM_BITS

@@ -16,15 +16,13 @@ from numpy.typing import NDArray
 from tasks.core.disk import write_refused
 from tasks.core.errors import ArtifactError
 from tasks.core.files import copy_file
-from tasks.weights.execute.journal import Outcome
-from tasks.weights.execute.sinks import Sink
 from tasks.weights.files import dtype_bits as bits
 from tasks.weights.files.documents import artifact_name
 from tasks.weights.files.dtype_conversion import cast, casts
 from tasks.weights.files.file_ranges import Reader, part
-from tasks.weights.files.header import ITEM_BITS, TensorInfo
+from tasks.weights.files.header import ITEM_BITS
 from tasks.weights.files.reader import torch_dtype
-from tasks.weights.files.source import Extent, Source
+from tasks.weights.files.source import Source
 from tasks.weights.plan.operations import Op
 
 BLOCK = 1 << 20
@@ -99,13 +97,14 @@ def _in_one_store(source: Path, target: Path) -> bool:
     return artifact_name(folder) == (folder.parent.name, folder.name)
 
 
-def offload(op: Op, sources: Mapping[str, Source], sink: Sink) -> Outcome | None:
-    """Let the kernel copy a tensor whose hash is known.
+def offload(op: Op, sources: Mapping[str, Source], handle: int, at: int) -> str | None:
+    """Let the kernel copy a tensor whose hash is known. Returns the hash.
 
     Args:
         op: the operation; only copies can be offloaded.
         sources: inputs of the plan by name.
-        sink: position of the tensor in its output file.
+        handle: descriptor of the output file.
+        at: offset of the tensor in it.
 
     Returns:
         None if the hash is unknown or the kernel cannot copy; then the bytes have to be read.
@@ -114,9 +113,7 @@ def offload(op: Op, sources: Mapping[str, Source], sink: Sink) -> Outcome | None
     if op.kind != "copy" or known is None:
         return None
     with opened(op, sources) as reader:
-        if not reader.copy_to(sink.handle, sink.info.start):
-            return None
-    return Outcome(op.name, sink.path.name, known)
+        return known if reader.copy_to(handle, at) else None
 
 
 def move(
@@ -195,12 +192,3 @@ def opened(op: Op, sources: Mapping[str, Source]) -> Reader:
     """Open a reader of the bytes that an operation starts from."""
     first = op.start * ITEM_BITS[op.source_dtype] // 8
     return Reader(part(sources[op.input].extents(op.key), first, source_bytes(op)))
-
-
-def contents(path: Path, info: TensorInfo, workspace: Workspace) -> Iterator[NDArray[np.uint8]]:
-    """Read a tensor of an output file back, block by block."""
-    with Reader([Extent(path, info.start, info.nbytes)]) as reader:
-        for at in range(0, info.nbytes, BLOCK):
-            raw = workspace.out.first(min(BLOCK, info.nbytes - at))
-            reader.into(raw, at)
-            yield raw

@@ -10,118 +10,53 @@ depend on the number of workers: see `compute.py`.
 Data that no operation changes never passes through Python: whole files are linked or copied
 (`copying.py`), byte ranges are copied by the kernel, and hashes come from the input's manifest.
 Without a manifest the data has to be read for its hash, and is written from the same buffer.
-
-A run that was killed leaves its journal (`journal.py`). The next run with the same plan and inputs
-keeps the finished tensors and ends with the same bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
-from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
 
 from tasks.core.disk import write_refused
-from tasks.weights.execute.journal import Journal, Outcome, identify
-from tasks.weights.execute.running import Run
-from tasks.weights.execute.writer import Spec, write_index
+from tasks.core.errors import ArtifactError
+from tasks.weights.execute.compute import compute, matrix_shape
+from tasks.weights.execute.copying import (
+    Seen,
+    Workspace,
+    known_hash,
+    link_or_copy,
+    move,
+    offload,
+    same_as_known,
+)
+from tasks.weights.execute.full_tensors import needs_full_tensor
+from tasks.weights.execute.lora_merge import fold, fold_term, size_of_a
+from tasks.weights.execute.outcome import Executed, Measured, Outcome
+from tasks.weights.execute.writer import ShardFile, Spec, require_space, write_index
+from tasks.weights.files.dtype_conversion import casts
+from tasks.weights.files.file_ranges import write_at
+from tasks.weights.files.header import TensorInfo
 from tasks.weights.files.reader import WEIGHTS
-from tasks.weights.files.source import Source
-from tasks.weights.plan.layout import lay_out
-from tasks.weights.plan.operations import Plan
+from tasks.weights.files.source import Source, info_of
+from tasks.weights.plan.adapter_ops import operands
+from tasks.weights.plan.layout import OutFile, lay_out
+from tasks.weights.plan.operations import Op, Plan
 
 MAX_WORKERS = 16
-
-
-@dataclass(frozen=True)
-class Executed:
-    """Result of executing a plan.
-
-    Attributes:
-        outcomes: one per tensor, in the plan's order.
-        linked: output files that are an input's file, linked or copied as a whole.
-        resumed: number of tensors that an earlier, interrupted run had finished.
-        read: bytes of tensor data that this process read; kernel copies are not counted.
-        written: bytes of tensor data that this process wrote.
-    """
-
-    outcomes: Mapping[str, Outcome]
-    linked: Sequence[str] = ()
-    resumed: int = 0
-    read: int = 0
-    written: int = 0
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the result as plain JSON."""
-        outcomes = [asdict(outcome) for outcome in self.outcomes.values()]
-        return {**vars(self), "outcomes": outcomes, "linked": list(self.linked)}
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> Executed:
-        """Read what `as_json` returned."""
-        outcomes = {entry["name"]: Outcome(**entry) for entry in raw["outcomes"]}
-        return cls(**{**raw, "outcomes": outcomes})
-
-    @property
-    def checksums(self) -> dict[str, str]:
-        """Hash of every output tensor's bytes, by name."""
-        return {name: outcome.checksum for name, outcome in self.outcomes.items()}
-
-    @property
-    def changed(self) -> dict[str, float]:
-        """Fraction of elements that the adapter changed, for tensors that it touches."""
-        return {n: o.changed for n, o in self.outcomes.items() if o.changed is not None}
-
-    @property
-    def nonfinite(self) -> dict[str, int]:
-        """Number of NaN or infinite elements, for tensors that have any."""
-        return {n: o.nonfinite for n, o in self.outcomes.items() if o.nonfinite}
-
-    @property
-    def quantization_error(self) -> dict[str, float]:
-        """`|W - W4|_F / |delta|_F` for tensors that training quantized and the adapter changes."""
-        return {
-            name: (outcome.error / max(outcome.delta, 1e-30)) ** 0.5
-            for name, outcome in self.outcomes.items()
-            if outcome.error is not None and outcome.delta is not None
-        }
-
-    @property
-    def kept(self) -> float | None:
-        """Share of the adapter's update that the output keeps; None if nothing was changed."""
-        return self._share("kept")
-
-    @property
-    def nearest_keeps(self) -> float | None:
-        """Share that the sums rounded to nearest would keep; None if nothing was changed."""
-        return self._share("nearest")
-
-    @property
-    def kept_by_tensor(self) -> dict[str, float]:
-        """`kept` of every tensor that the adapter changes."""
-        return {
-            name: (outcome.kept or 0.0) / outcome.delta
-            for name, outcome in self.outcomes.items()
-            if outcome.delta
-        }
-
-    def _share(self, part: str) -> float | None:
-        changed = [outcome for outcome in self.outcomes.values() if outcome.delta]
-        total = sum(outcome.delta or 0.0 for outcome in changed)
-        return sum(getattr(outcome, part) for outcome in changed) / total if total else None
-
-    @property
-    def overall_error(self) -> float | None:
-        """`quantization_error` over all tensors together; None if training did not quantize."""
-        both = [
-            (o.error, o.delta)
-            for o in self.outcomes.values()
-            if o.error is not None and o.delta is not None
-        ]
-        delta = sum(d for _, d in both)
-        return (sum(e for e, _ in both) / delta) ** 0.5 if delta > 0 else None
+LARGE = 32 << 20
+"""Memory in bytes from which on a tensor counts as large."""
+_MAX_LARGE = 2
+"""Number of workers that may handle a large tensor at the same time."""
 
 
 def execute(
@@ -138,38 +73,244 @@ def execute(
     Args:
         plan: one operation per output tensor.
         sources: inputs by the names that the plan uses.
-        out: existing directory; gets the weight files, their index, and the journal, which
-            `artifact.publish` reads and removes.
+        out: existing directory; gets the weight files and their index.
         workers: number of threads; None for the number of cores that this process may use.
         stem: start of the file names: "model" or "adapter_model".
         scan: inspect the values of copied tensors even if their hashes are known.
 
     Raises:
-        ArtifactError: an input cannot be read, or an output cannot be written (disk full). Finished
-            tensors and the journal stay for the next run; if there are none, nothing stays.
+        ArtifactError: an input cannot be read, or an output cannot be written (disk full). Nothing
+            is left of the files.
     """
     files = lay_out(plan, sources, stem=stem)
-    journal = Journal(out, identify(plan, sources, stem))
-    run = Run(sources, out, files, journal, scan)
+    require_space(out, sum(file.file.size for file in files if file.link is None))
+    writing = _Writing(sources, scan)
     try:
-        run.to_end(workers or _cores())
+        with contextlib.ExitStack() as handles:
+            jobs = [job for file in files for job in writing.begin(out / file.name, file, handles)]
+            writing.to_end(jobs, workers or min(MAX_WORKERS, len(os.sched_getaffinity(0))))
+        if len(files) > 1:
+            places = {op.name: file.name for file in files for op in file.ops}
+            specs = [Spec(op.name, op.shape, op.dtype) for op in plan.ops]
+            with _refused(out):
+                write_index(out, specs, places, stem)
     except BaseException:
-        if not journal.entries:
-            journal.remove()
-            run.remove_files()
+        for file in files:
+            (out / file.name).unlink(missing_ok=True)
         raise
-    if len(files) > 1:
-        places = {op.name: file.name for file in files for op in file.ops}
-        specs = [Spec(op.name, op.shape, op.dtype) for op in plan.ops]
-        try:
-            write_index(out, specs, places, stem)
-        except OSError as error:
-            raise write_refused(out, error) from error
-    ordered = {op.name: run.outcomes[op.name] for op in plan.ops}
-    journal.begin(ordered.values())
+    ordered = {op.name: writing.outcomes[op.name] for op in plan.ops}
     linked = [file.name for file in files if file.link is not None]
-    return Executed(ordered, linked, run.resumed, run.read, run.written)
+    return Executed(ordered, linked, writing.read, writing.written)
 
 
-def _cores() -> int:
-    return min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+class Sink:
+    """Write one output tensor to its offset, piece by piece.
+
+    Attributes:
+        handle: descriptor of the open file.
+        path: path of the file.
+        info: position of the tensor in the file.
+    """
+
+    def __init__(self, handle: int, path: Path, info: TensorInfo) -> None:
+        self.handle, self.path, self.info = handle, path, info
+        self._hash = blake3()
+        self._at = info.start
+
+    def write(self, raw: NDArray[np.uint8]) -> None:
+        """Append the next bytes of the tensor. Raises ArtifactError if the disk is full."""
+        write_at(self.handle, memoryview(raw), self._at, self.path)
+        self._hash.update(raw)
+        self._at += raw.size
+
+    def start_flush(self) -> None:
+        """Ask the kernel to start writing the tensor to disk, so that the final flush is short.
+
+        The advice says that the pages are no longer needed; the kernel then writes dirty ones out.
+        """
+        os.posix_fadvise(self.handle, self.info.start, self.info.nbytes, os.POSIX_FADV_DONTNEED)
+
+    def checksum(self) -> str:
+        """Return the BLAKE3 hash of the full tensor. Raises ArtifactError if bytes are missing."""
+        if self._at != self.info.end:
+            done = self._at - self.info.start
+            raise ArtifactError(f"{self.path}: {done} of {self.info.nbytes} bytes were written")
+        return self._hash.hexdigest()
+
+
+class _Stopped(Exception):
+    """Another tensor has failed, or the user has interrupted the run."""
+
+
+@dataclass
+class _Writing:
+    """State of one run.
+
+    Attributes:
+        sources: inputs of the plan by name.
+        scan: inspect copied values too.
+        outcomes: finished tensors by name.
+        read: bytes of tensor data that this process read; kernel copies are not counted.
+        written: bytes of tensor data that this process wrote.
+    """
+
+    sources: Mapping[str, Source]
+    scan: bool
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    read: int = 0
+    written: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _large: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(_MAX_LARGE))
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _of_thread: threading.local = field(default_factory=threading.local)
+
+    def begin(
+        self, path: Path, file: OutFile, handles: contextlib.ExitStack
+    ) -> Iterator[tuple[Op, Sink]]:
+        """Link a file, or claim its space and yield the tensors to write into it."""
+        if file.link is not None:
+            link_or_copy(file.link, path)
+            for op in file.ops:
+                known = str(known_hash(op, self.sources))
+                self.outcomes[op.name] = Outcome(op.name, path.name, known, all_zero=None)
+            return
+        handle = _claimed(path, file.file)
+        handles.callback(os.close, handle)
+        for op in file.ops:
+            yield op, Sink(handle, path, file.file.infos[op.name])
+
+    def to_end(self, jobs: Sequence[tuple[Op, Sink]], workers: int) -> None:
+        """Write all tensors, the largest first, so that no thread starts a large one at the end."""
+        ordered = sorted(jobs, key=lambda job: -job[0].nbytes)
+        needs_torch = any(_needs_torch(op, self.sources) for op, _ in ordered)
+        with (
+            _single_threaded_torch() if needs_torch else contextlib.nullcontext(),
+            ThreadPoolExecutor(workers, thread_name_prefix="weights") as pool,
+        ):
+            try:
+                futures = [pool.submit(self._write, op, sink) for op, sink in ordered]
+                finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                for future in finished:
+                    future.result()
+            except BaseException:
+                self._stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _write(self, op: Op, sink: Sink) -> None:
+        large = _memory(op, self.sources) > LARGE
+        with self._large if large else contextlib.nullcontext():
+            outcome, read, written = (
+                self._computed(op, sink) if op.kind == "compute" else self._moved(op, sink)
+            )
+        with self._lock:
+            self.outcomes[op.name] = outcome
+            self.read, self.written = self.read + read, self.written + written
+
+    def _moved(self, op: Op, sink: Sink) -> tuple[Outcome, int, int]:
+        moved = None if self.scan else self._offloaded(op, sink)
+        if moved is not None:
+            sink.start_flush()
+            return moved, 0, 0
+        seen = Seen()
+        self._fill(sink, move(op, self.sources, self._workspace, seen))
+        checksum = same_as_known(op, self.sources, sink.checksum())
+        outcome = Outcome(op.name, sink.path.name, checksum, seen.nonfinite, seen.all_zero)
+        return outcome, seen.read, op.nbytes
+
+    def _offloaded(self, op: Op, sink: Sink) -> Outcome | None:
+        known = offload(op, self.sources, sink.handle, sink.info.start)
+        return None if known is None else Outcome(op.name, sink.path.name, known)
+
+    def _computed(self, op: Op, sink: Sink) -> tuple[Outcome, int, int]:
+        measured, term = Measured(), fold_term(op, self.sources)
+        if term is not None:
+            blocks = fold(op, term, self.sources, self._workspace, measured)
+        else:
+            blocks = compute(op, self.sources, measured)
+        self._fill(sink, blocks)
+        rows, columns = matrix_shape(op.shape)
+        outcome = Outcome(
+            op.name,
+            sink.path.name,
+            sink.checksum(),
+            nonfinite=measured.nonfinite,
+            changed=measured.changed / (rows * columns) if op.terms else None,
+            error=measured.error if op.terms else None,
+            delta=measured.delta if op.terms else None,
+            kept=measured.kept if op.terms else None,
+            nearest=measured.nearest if op.terms else None,
+        )
+        return outcome, op.nbytes, op.nbytes
+
+    def _fill(self, sink: Sink, blocks: Iterable[NDArray[np.uint8]]) -> None:
+        for raw in blocks:
+            if self._stop.is_set():
+                raise _Stopped
+            sink.write(raw)
+        sink.start_flush()
+
+    @property
+    def _workspace(self) -> Workspace:
+        """Memory of this thread."""
+        if not hasattr(self._of_thread, "workspace"):
+            self._of_thread.workspace = Workspace()
+        workspace: Workspace = self._of_thread.workspace
+        return workspace
+
+
+def _needs_torch(op: Op, sources: Mapping[str, Source]) -> bool:
+    if op.kind == "cast":
+        return not casts(op.source_dtype, op.dtype)
+    return op.kind == "compute" and fold_term(op, sources) is None
+
+
+def _memory(op: Op, sources: Mapping[str, Source]) -> int:
+    """Return the bytes of memory that an operation takes in addition to its blocks."""
+    if op.kind != "compute":
+        return 0
+    if (term := fold_term(op, sources)) is not None:
+        return size_of_a(term, sources)
+    count = 2 * prod(op.read_shape) if needs_full_tensor(op) else 0
+    names = (name for term in op.terms for name in operands(term))
+    return 4 * (count + sum(prod(info_of(name, sources).shape) for name in names))
+
+
+def _claimed(path: Path, file: ShardFile) -> int:
+    """Open a new output file, allocate all its space and write its header. Returns its handle."""
+    # Replaced, never overwritten: an old file may be a hard link to an input.
+    path.unlink(missing_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        # Allocates the space now: a full disk is noticed before hours of work, not after.
+        with _refused(path):
+            os.posix_fallocate(handle, 0, file.size)
+        write_at(handle, memoryview(file.head), 0, path)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+@contextlib.contextmanager
+def _refused(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise write_refused(path, error) from error
+
+
+@contextlib.contextmanager
+def _single_threaded_torch() -> Iterator[None]:
+    """Run torch operations on one thread each: the workers provide the parallelism.
+
+    Otherwise every worker would start its own thread pool, and the pools would compete for cores.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

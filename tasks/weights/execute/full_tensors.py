@@ -10,7 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from tasks.weights.execute.copying import opened
-from tasks.weights.execute.journal import Measured
+from tasks.weights.execute.outcome import Measured
 from tasks.weights.files.reader import DTYPE_NAMES, torch_dtype
 from tasks.weights.files.source import Source
 from tasks.weights.plan.adapter_ops import needs_all_rows

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tasks.core.contract import TensorLike
 from tasks.weights.execute.compute import row_blocks
 from tasks.weights.execute.copying import Buffer, Workspace, opened
-from tasks.weights.execute.journal import Measured
+from tasks.weights.execute.outcome import Measured
 from tasks.weights.files.dtype_conversion import NUMPY, cast
 from tasks.weights.files.file_ranges import Reader
 from tasks.weights.files.header import ITEM_BITS

@@ -10,8 +10,7 @@ from math import isfinite
 from typing import Any
 
 from tasks.core.contract import Check
-from tasks.weights.execute.execute import Executed
-from tasks.weights.execute.journal import Outcome
+from tasks.weights.execute.outcome import Executed, Outcome
 from tasks.weights.files.names import parse_peft
 from tasks.weights.plan.operations import Plan
 from tasks.weights.rounding import described

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.contract import Expected
-from tasks.weights.execute.execute import Executed, execute
+from tasks.weights.execute.execute import execute
+from tasks.weights.execute.outcome import Executed
 from tasks.weights.files.opening import SourceRef, open_sources
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.files.source import Source

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import ContractError, first_and_more
-from tasks.weights.execute.execute import Executed, execute
+from tasks.weights.execute.execute import execute
+from tasks.weights.execute.outcome import Executed
 from tasks.weights.files.source import Renamed, Source
 from tasks.weights.heads.detect import WRAPPER, Found, Head
 from tasks.weights.plan.layout import as_is

@@ -21,7 +21,7 @@ import numpy as np
 from tasks.core.contract import Check
 from tasks.weights.execute.compute import matrix_shape
 from tasks.weights.execute.copying import opened
-from tasks.weights.execute.journal import Measured
+from tasks.weights.execute.outcome import Measured
 from tasks.weights.files.dtype_conversion import NUMPY, rounded, widened
 from tasks.weights.files.file_ranges import Reader
 from tasks.weights.files.header import ITEM_BITS

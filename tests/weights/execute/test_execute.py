@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 
 from tasks.core.errors import ArtifactError
 from tasks.weights.execute import compute, copying
-from tasks.weights.execute.execute import Executed, execute
+from tasks.weights.execute.execute import execute
+from tasks.weights.execute.outcome import Executed
 from tasks.weights.execute.writer import Spec, plan_shards, shard_file, shard_names
 from tasks.weights.files import file_ranges as extents
 from tasks.weights.files.header import ITEM_BITS, read_header

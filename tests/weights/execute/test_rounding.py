@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from tasks.weights import native
 from tasks.weights.execute import lora_merge as folding
-from tasks.weights.execute.execute import Executed, execute
+from tasks.weights.execute.execute import execute
 from tasks.weights.execute.lora_merge import fold_term
+from tasks.weights.execute.outcome import Executed
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.native import Library, binding, library
 from tasks.weights.native.binding import MAX_RANK

@@ -14,7 +14,8 @@ import torch
 from tasks.weights.adapters.changes import changes
 from tasks.weights.adapters.read import read_adapter
 from tasks.weights.adapters.values import require_values
-from tasks.weights.execute.execute import Executed, execute
+from tasks.weights.execute.execute import execute
+from tasks.weights.execute.outcome import Executed
 from tasks.weights.families.merging import MergeSettings, merged_config, plan_merge
 from tasks.weights.families.meta import auto_class
 from tasks.weights.files.reader import read_checkpoint

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from tasks.core.errors import ArtifactError, ContractError
 from tasks.pipeline.artifact import Artifact
 from tasks.serving.reference.load import load_model
-from tasks.weights.execute.execute import Executed, execute
+from tasks.weights.execute.execute import execute
+from tasks.weights.execute.outcome import Executed
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.plan.contracts import model_facts
 from tasks.weights.plan.operations import Encoding, Op, Plan

@@ -22,7 +22,7 @@ from tasks.core.errors import ConfigError, PlumblineError, StageProcessError, Tr
 from tasks.core.events import rewind
 from tasks.core.machine import has_gpu
 from tasks.pipeline.report import StageReport
-from tasks.process.launch import GRACE_S, PORT_TAKEN, launch, python_child
+from tasks.process.launch import PORT_TAKEN, launch, python_child
 from tasks.process.multinode import Leader, rendezvous
 from tasks.process.output import Log
 from tasks.training.engine import checkpoint
@@ -37,8 +37,6 @@ from tasks.weights.quantized.nf4 import LOST_ALLOWED, LOST_OVERRIDE, lost_in_4_b
 OnEvent = Callable[[dict[str, Any]], None]
 Run = Callable[..., list[str]]
 """`launch` with the arguments of this stage."""
-SAVE_GRACE_S = 20.0
-"""Seconds that a cancelled run has to complete a checkpoint. SLURM and Kubernetes give 30."""
 
 
 def train(
@@ -58,7 +56,6 @@ def train(
     log: Log,
     log_path: Path,
     resume: str = "auto",
-    async_save: bool = False,
     leader: Leader | None = None,
     on_event: OnEvent | None = None,
 ) -> StageReport:
@@ -81,7 +78,6 @@ def train(
         log_path: file for the ranks' whole output.
         resume: `auto` continues from the newest checkpoint in `checkpoints`, `never` starts again;
             any other text is the folder of a checkpoint.
-        async_save: True to write checkpoints beside training.
         leader: asks the other nodes for their ranks; None for a run on one node.
         on_event: called with each event of the ranks: data, ready, plan, eval, step, samples, done;
             first with those of an interrupted run up to its checkpoint, as `replayed`.
@@ -116,7 +112,6 @@ def train(
         adapter=adapter.resolve() if adapter is not None else None,
         identity=identity(settings, base_digest=base_digest, data=data, adapter=adapter),
         max_truncated=max_truncated,
-        async_save=async_save,
     )
     run = partial(launch, stage="train", log=log, log_path=log_path)
     job, begun = begin(
@@ -166,7 +161,6 @@ def _launch(
                 timeout_s=how.timeout_s,
                 on_event=events,
                 transient=PORT_TAKEN,
-                grace_s=grace_s(job),
             )
     except StageProcessError as error:
         checkpoint.sweep(job.checkpoints)
@@ -204,11 +198,6 @@ def torchrun(job: TrainJob, job_path: Path, meet: list[str]) -> list[str]:
     program = "tasks.rl" if job.settings.online else "tasks.training"
     ranks = ["--nproc-per-node", str(job.settings.launch.nproc)]
     return python_child("torch.distributed.run", *meet, *ranks, "-m", program, str(job_path))
-
-
-def grace_s(job: TrainJob) -> float:
-    """Return the seconds that the ranks of a cancelled run have to end."""
-    return SAVE_GRACE_S if job.async_save else GRACE_S
 
 
 def rank_environment(how: Launch) -> dict[str, str]:

@@ -132,7 +132,7 @@ def _require_same_adapter(before: Step, step: Step) -> None:
         )
 
 
-_MAY_DIFFER = ("dropout", "pissa_niter")
+_MAY_DIFFER = ("dropout",)
 """Keys of section `peft` in which two steps that train the same adapter may differ."""
 
 

@@ -49,7 +49,6 @@ def train_stage(run: ChainRun, base: Artifact, data: Artifact) -> Artifact:
             "base_digest": base.digest,
             "checkpoints": checkpoints,
             "resume": run.settings["train"]["resume"],
-            "async_save": run.settings["train"]["async_save"],
             "max_truncated": run.settings["data"]["max_truncated"],
             "reward_url": run.settings["reward"]["url"],
             "tokens": run.mechanism.store.parent / "cache" / "tokens",

@@ -26,7 +26,7 @@ from tasks.core.terminal import plain, to_stderr
 from tasks.pipeline.locks import Patience, hold
 from tasks.process.launch import kill_children_on_abort, launch
 from tasks.process.multinode import Meeting, follow, rendezvous
-from tasks.train import build_ops, grace_s, rank_environment, reward_environment, torchrun
+from tasks.train import build_ops, rank_environment, reward_environment, torchrun
 from tasks.training.job import TrainJob
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -103,7 +103,6 @@ def run_follower(composed: Composed, meeting: Meeting, urls: Mapping[str, str]) 
                 torchrun(job, job_path, meet),
                 env=environment,
                 timeout_s=how.timeout_s,
-                grace_s=grace_s(job),
             )
 
     with kill_children_on_abort():

@@ -36,9 +36,8 @@ Keep = Literal["last", "best"]
 PeftKind = Literal["none", "lora", "qlora"]
 QuantType = Literal["nf4", "fp4"]
 """4-bit code books of QLoRA (Dettmers et al. 2023, arXiv:2305.14314)."""
-AdapterInit = Literal["default", "gaussian", "pissa"]
-"""LoRA starts with a random A (`default`: uniform, `gaussian`: normal) and B zero; PiSSA with the
-base's largest singular vectors (Meng et al. 2024, arXiv:2404.02948)."""
+AdapterInit = Literal["default", "gaussian"]
+"""LoRA starts with a random A (`default`: uniform, `gaussian`: normal) and B zero."""
 Device = Literal["auto", "cpu", "cuda"]
 Offload = Literal["none", "cpu"]
 KlIn = Literal["reward", "loss"]

@@ -138,7 +138,6 @@ class Checkpoints(Section):
 class Resume(Section):
     """Saving and resuming, which do not change the result of a run."""
 
-    async_save: bool = False  # write checkpoints beside training, from copies in host memory
     keep_ckpts: bool = False  # keep checkpoints after training has succeeded
     resume: str = "auto"  # auto: newest checkpoint of this run; never; or a checkpoint's folder
 
@@ -203,8 +202,7 @@ class Peft(Section):
     exclude_modules: tuple[str, ...] = ()  # taken out of the targets
     use_rslora: bool = False  # scale by alpha / sqrt(rank), arXiv:2312.03732
     use_dora: bool = False  # train each row's magnitude too, arXiv:2402.09353
-    init: AdapterInit = "default"  # A uniform (default) or gaussian, B zero; or PiSSA
-    pissa_niter: int | None = None  # init pissa: iterations of a randomised SVD; null: exact
+    init: AdapterInit = "default"  # A uniform (default) or gaussian, B zero
     rank_pattern: Mapping[str, int] | None = None  # other ranks by module, e.g. {q_proj: 16}
     alpha_pattern: Mapping[str, float] | None = None  # other alphas, likewise
     modules_to_save: tuple[str, ...] = ()  # modules trained in full, saved with the adapter

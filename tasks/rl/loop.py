@@ -115,14 +115,13 @@ class OnlineTrainer:
         if progress.before is None:
             progress.before = self.evaluate("before")
         setup = self.setup
-        with saving.Saver(setup.engine, setup.job, setup.ranks, setup.others) as saver:
-            while progress.step < last and not has_stopped(progress, settings.evaluate):
-                with _iteration_in_errors(progress.step + 1):
-                    record = self.iterate(progress.step + 1)
-                self._note(record)
-                saver.check()
-                if evaluate_if_due(progress, settings, last, self.evaluate):
-                    self._save(saver)
+        saver = saving.Saver(setup.engine, setup.job, setup.ranks, setup.others)
+        while progress.step < last and not has_stopped(progress, settings.evaluate):
+            with _iteration_in_errors(progress.step + 1):
+                record = self.iterate(progress.step + 1)
+            self._note(record)
+            if evaluate_if_due(progress, settings, last, self.evaluate):
+                self._save(saver)
         return self._leave()
 
     def iterate(self, iteration: int) -> dict[str, float]:

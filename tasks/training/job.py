@@ -138,7 +138,6 @@ class TrainJob:
         reward: folder of the reward model that an earlier step of the chain trained.
         adapter: PEFT folder, with a tokenizer, that training continues; None: a new adapter.
         max_truncated: share of the training rows that may be cut.
-        async_save: True to write checkpoints beside training.
     """
 
     settings: Settings
@@ -155,7 +154,6 @@ class TrainJob:
     reward: Path | None = None
     adapter: Path | None = None
     max_truncated: float = 0.2
-    async_save: bool = False
 
     @property
     def side_files(self) -> Path:
@@ -184,7 +182,6 @@ class TrainJob:
             base_digest=document["base_digest"],
             identity=document["identity"],
             max_truncated=document["max_truncated"],
-            async_save=document["async_save"],
             **{name: Path(document[name]) for name in ("base", "data", "out", "checkpoints")},
             **{n: Path(document[n]) for n in _OPTIONAL_PATHS if document[n]},
         )

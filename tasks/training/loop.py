@@ -74,12 +74,11 @@ class Trainer:
         if progress.before is None:
             progress.before = self.evaluate("before")
         stepper = Stepper(self._passes, self.job, self.examples, order)
-        with saving.Saver(self.engine, self.job, self.ranks) as saver:
-            while progress.step < order.steps and not has_stopped(progress, settings.evaluate):
-                self._note(stepper.take(progress.step + 1), last=order.steps)
-                saver.check()
-                if evaluate_if_due(progress, settings, order.steps, self.evaluate):
-                    saver.save(progress)
+        saver = saving.Saver(self.engine, self.job, self.ranks)
+        while progress.step < order.steps and not has_stopped(progress, settings.evaluate):
+            self._note(stepper.take(progress.step + 1), last=order.steps)
+            if evaluate_if_due(progress, settings, order.steps, self.evaluate):
+                saver.save(progress)
         stepper.close()
         return self._leave()
 

@@ -51,7 +51,7 @@ def composed() -> dict[str, Any]:
 
 
 def peft(**changes: Any) -> list[Finding]:
-    return adapter.adapter({**composed()["peft"], **changes}, model.TOY, weight_decay=0.01)
+    return adapter.adapter({**composed()["peft"], **changes}, model.TOY)
 
 
 def smoke(engine: str, version: str, is_reward: bool) -> list[Finding]:
@@ -155,13 +155,12 @@ REFUSED: list[tuple[Callable[[], list[Finding]], list[str]]] = [
         lambda: adapter.new_tokens(["<a>", "<a>"], 0),
         ["model.new_tokens=['<tool>']", "model.vocab_multiple=64"],
     ),
-    (lambda: peft(init="pissa"), ["train.weight_decay=0"]),
     (
         lambda: peft(target_modules=["q_proj", "v_proj"], modules_to_save=["v_proj"]),
         ["peft.target_modules=[q_proj]"],
     ),
     (
-        lambda: peft(kind="none", use_dora=True, init="pissa", use_rslora=True),
+        lambda: peft(kind="none", use_dora=True, init="gaussian", use_rslora=True),
         ["peft.use_rslora", "peft.use_dora", "peft.init"],
     ),
     (

@@ -35,7 +35,6 @@ class Wanted:
     data: str = "words"
     record: bool = False
     resumes: str | None = None
-    async_save: bool = False
 
 
 SHORT = Settings(
@@ -207,8 +206,8 @@ def shared(name: str, sharing: int, nproc: int = 2) -> Wanted:
 
 JOBS = {**STAGES, **REWARDS, **COURSES}
 for name, settings in RESUMES.items():
-    data, beside = DATA_OF[settings.objective], name in ASYNC
-    JOBS[f"whole_{name}"] = Wanted(settings, data=data, async_save=beside)
+    data = DATA_OF[settings.objective]
+    JOBS[f"whole_{name}"] = Wanted(settings, data=data)
     JOBS[f"again_{name}"] = Wanted(settings, data=data, resumes=f"whole_{name}")
 for name in SHARED:
     JOBS |= {f"{name}_over_{sharing}": shared(name, sharing) for sharing in (1, 2)}
@@ -287,7 +286,6 @@ class Trained(Mapping[str, TrainJob]):
                 base=self._inputs.base(job.base),
                 data=self._inputs.data(job.data),
                 resume=before / "step-00000003" if before else None,
-                async_save=job.async_save,
                 max_truncated=0.4,
             )
             if job.record:

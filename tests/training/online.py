@@ -68,7 +68,6 @@ class Run:
     base: str = "plain"
     resumes: str | None = None
     at: int = 2
-    async_save: bool = False
 
 
 def in_game(rl: Mapping[str, Any] | None = None, **settings: Any) -> Run:
@@ -94,7 +93,7 @@ STOPPED = {
     "evaluate": Evaluate(eval_steps=1, best_metric="reward", early_stop_patience=1, keep="last"),
 }
 DEFAULT = {
-    "whole": Run(async_save=True),
+    "whole": Run(),
     "resumed": Run(resumes="whole"),
     "still": Run({**ONE_EPOCH, "kl_coef": 0.0, "iterations": 1}, {**ONE_STEP, **STILL}),
     "game": in_game(),
@@ -116,7 +115,6 @@ SLOW = {
             {"iterations": iterations},
             {"evaluate": Evaluate(eval_steps=1, best_metric="reward", keep="best")},
             reward="falling",
-            async_save=True,
         )
         for iterations in (1, 3)
     },
@@ -155,7 +153,7 @@ class Bench:
             resume = self.folder / run.resumes / "checkpoints" / f"step-{run.at:08d}"
         return TrainJob(
             self.settings(run, **more), self.bases[run.base], "digest", self.data, out, checkpoints,
-            resume=resume, async_save=run.async_save,
+            resume=resume,
         )  # fmt: skip
 
     def start(self, jobs: Sequence[TrainJob], *, ranks: int = 2) -> dict[str, list[Event]]:

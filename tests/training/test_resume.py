@@ -112,15 +112,15 @@ def test_ranks_that_share_rows_after_the_interruption(trained: Trained) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "async_save"), [("lora_3", True), ("kto", False)])
+@pytest.mark.parametrize("name", ["lora_3", "kto"])
 def test_a_killed_and_restarted_run_equals_an_uninterrupted_one(
-    name: str, async_save: bool, tmp_path: Path, trained: Trained
+    name: str, tmp_path: Path, trained: Trained
 ) -> None:
     """All ranks get kill -9 after step 5, when the checkpoint of step 4 is the newest."""
     job, settings = trained[f"whole_{name}"], replace(RESUMES[name], save_steps=2)
     folders = {name: tmp_path / name for name in ("whole", "killed")}
     inputs = (job.base, job.data, settings)
-    how = {"async_save": async_save, "max_truncated": 0.4}
+    how = {"max_truncated": 0.4}
     run_train(folders["whole"], *inputs, **how)
 
     kill = at_step(5, lambda: signal_ranks(folders["killed"], signal.SIGKILL))

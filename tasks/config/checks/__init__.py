@@ -125,7 +125,7 @@ def findings(
         *objective.objective_fits(objective_, known),
         *objective.head_exists(objective_, known),
         *objective.router_loss(train, known),
-        *adapter.adapter(peft, known, weight_decay=train["weight_decay"]),
+        *adapter.adapter(peft, known),
         *adapter.new_tokens(model_["new_tokens"], model_["vocab_multiple"]),
         *data.readable(settings["data"], objective_, data.control_of(settings)),
         *environment.toy_tasks(settings["data"], objective_),
@@ -168,8 +168,7 @@ def _machine(
             parameters, most=train["max_ckpt_num"], most_gb=train["max_ckpt_gb"]
         )
     free, gpu = host.available_memory(), host.gpu_memory(train["device"])
-    less = ["train.async_save=false"] * (gpu is None and train["async_save"])
-    less += smaller(training_settings(settings))
+    less = smaller(training_settings(settings))
     return [
         *machine.disk(machine.free_bytes(runs), on_disk, runs),
         *(
@@ -190,8 +189,7 @@ def _offloaded(free: int, size: int, settings: dict[str, Any]) -> list[Finding]:
     the kernel can drop.
     """
     ranks, rollout = settings["train"]["nproc"], settings["rollout"]
-    less = ["train.async_save=false"] * settings["train"]["async_save"]
-    less += [f"zero.{key}=none" for key, to in settings["zero"].items() if to == "cpu"]
+    less = [f"zero.{key}=none" for key, to in settings["zero"].items() if to == "cpu"]
     if training_settings(settings).online and rollout["offload_trainer"]:
         less.append("rollout.offload_trainer=false")
     less = less or [f"train.nproc={max(1, ranks // 2)}"]

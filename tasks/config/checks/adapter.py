@@ -23,17 +23,16 @@ BLOCK = 64
 _WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size")
 
 
-def adapter(peft: Mapping[str, Any], known: Known, *, weight_decay: float) -> list[Finding]:
+def adapter(peft: Mapping[str, Any], known: Known) -> list[Finding]:
     """Return the findings about section `peft` that need no loaded model.
 
     Args:
         peft: the section.
         known: facts about the base model.
-        weight_decay: `train.weight_decay`.
     """
     if peft["kind"] == "none":
         return list(_without_adapter(peft))
-    return [*_pissa(peft, weight_decay), *_patterns(peft, known), *_modules(peft, known)]
+    return [*_patterns(peft, known), *_modules(peft, known)]
 
 
 def new_tokens(tokens: Sequence[str], multiple: int) -> list[Finding]:
@@ -156,17 +155,6 @@ def _without_adapter(peft: Mapping[str, Any]) -> Iterator[Finding]:
         keys.append("peft.init")
     for key in keys:
         yield Finding(key, "set with peft.kind=none", "only an adapter has it", "peft=lora")
-
-
-def _pissa(peft: Mapping[str, Any], weight_decay: float) -> Iterator[Finding]:
-    if peft["pissa_niter"] is not None and peft["init"] != "pissa":
-        value = f"{peft['pissa_niter']} with peft.init={peft['init']}"
-        yield Finding("peft.pissa_niter", value, "only PiSSA has it", "peft.pissa_niter=null")
-    if peft["init"] == "pissa" and weight_decay:
-        # Decay would also shrink the half of the adapter that stands for the base's own part.
-        allowed = "the adapter contains PiSSA's start, subtracted again; weights must not decay"
-        value = f"{weight_decay:g} with peft.init=pissa"
-        yield Finding("train.weight_decay", value, allowed, "train.weight_decay=0")
 
 
 def _patterns(peft: Mapping[str, Any], known: Known) -> Iterator[Finding]:

@@ -62,8 +62,7 @@ class RankMemory:
             with activations, so that the peak is less than the sum.
         peaks: peak of each phase.
         least: peak of each phase with the shortest samples.
-        host: bytes of states offloaded from a GPU, and of copies of them for checkpoints; not
-            included above.
+        host: bytes of states offloaded from a GPU; not included above.
         mapped: part of a CPU rank's weights that the ranks of a node share.
     """
 
@@ -122,8 +121,8 @@ def memory_of(settings: Mapping[str, Any], *, rewarded: bool = False) -> RankMem
         return None  # other findings report the reason
     try:
         reward = known.config if rewarded else reward_config(settings["reward"]["model"])
-        gpu, copies = gpu_memory(settings["train"]["device"]), settings["train"]["async_save"]
-        return rank_memory(known.config, training, gpu=gpu, reward=reward, async_save=copies)
+        gpu = gpu_memory(settings["train"]["device"])
+        return rank_memory(known.config, training, gpu=gpu, reward=reward)
     except KeyError:
         return None  # an architecture that names its dimensions differently
 
@@ -147,7 +146,6 @@ def rank_memory(
     *,
     gpu: int | None,
     reward: Mapping[str, Any] | None = None,
-    async_save: bool = False,
 ) -> RankMemory:
     """Add up the memory of a rank of a run.
 
@@ -156,21 +154,18 @@ def rank_memory(
         training: settings of the training.
         gpu: bytes of each rank's GPU; None on a CPU.
         reward: contents of the reward model's config.json; None without one.
-        async_save: `train.async_save`.
 
     Raises:
         KeyError: an architecture that names its dimensions differently.
     """
-    policy = estimate(
-        config, training, training.world_size, gpu=gpu is not None, async_save=async_save
-    )
+    policy = estimate(config, training, training.world_size, gpu=gpu is not None)
     if not training.online:
         terms = tuple(Term(name, size, PHASES[2:]) for name, size in policy.parts().items())
         whole, least = {"train": policy.total}, {"train": policy.states}
         return RankMemory(terms, whole, least, policy.host, policy.mapped)
     online = Online.of(training.online)
     engine = _engine(config, training, online, gpu=gpu)
-    critic = _critic(config, training, online, gpu=gpu is not None, async_save=async_save)
+    critic = _critic(config, training, online, gpu=gpu is not None)
     beside = (
         *_frozen(config, training, online, gpu=gpu is not None, reward=reward),
         *(_of_engine(engine, on_gpu=gpu is not None) if engine else ()),
@@ -225,14 +220,11 @@ def _critic(
     online: Online,
     *,
     gpu: bool,
-    async_save: bool,
 ) -> MemoryEstimate | None:
     """Return the memory of the critic: a second model, or an adapter on the policy's trunk."""
     if training.objective not in WITH_CRITIC:
         return None
-    model = estimate(
-        config, training, training.world_size, gpu=gpu, critic=True, async_save=async_save
-    )
+    model = estimate(config, training, training.world_size, gpu=gpu, critic=True)
     if online.loop.critic == "separate":
         return model
     weights = adapter_weights(Sizes.of(config), training) * ITEM[training.dtype]

@@ -55,7 +55,6 @@ LIMITS: tuple[tuple[str, float, float, float], ...] = (
     ("peft.rank", 1, _MANY, 16),
     ("peft.alpha", _TINY, _MANY, 16),
     ("peft.dropout", 0, 0.99, 0),
-    ("peft.pissa_niter", 1, 1000, 16),
     ("zero.stage", 0, 3, 2),
     ("zero.bucket_size", 1, _MANY, 50_000_000),
     ("zero.persistence_threshold", 0, _MANY, 100_000),

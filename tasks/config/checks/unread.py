@@ -205,7 +205,7 @@ def _training(train: Mapping[str, Any], rl: Mapping[str, Any]) -> Iterator[Unrea
         )
         yield Unread("train.warmup_ratio", "train.scheduler=constant", readers, override)
     if not train["save_steps"] and not train["eval_steps"]:
-        keys = "train.max_ckpt_num train.max_ckpt_gb train.keep_ckpts train.async_save"
+        keys = "train.max_ckpt_num train.max_ckpt_gb train.keep_ckpts"
         yield Unread(
             keys, "train.save_steps=0", "no checkpoints are written", "train.save_steps=50"
         )
@@ -216,7 +216,7 @@ def _adapter(kind: str) -> Iterator[Unread]:
     if kind == "none":
         keys = (
             "peft.rank peft.alpha peft.dropout peft.target_modules peft.exclude_modules "
-            "peft.use_* peft.init peft.pissa_niter peft.*_pattern peft.modules_to_save "
+            "peft.use_* peft.init peft.*_pattern peft.modules_to_save "
             "merge.base merge.rounding "
         )
         yield Unread(keys + of_quantised, "peft.kind=none", "only adapters read it", "peft=lora")

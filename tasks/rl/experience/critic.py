@@ -23,10 +23,9 @@ from tasks.rl.settings import Loop
 from tasks.training.engine.checkpoint import PARTITIONS
 from tasks.training.engine.deepspeed_engine import Ranks, start_engine
 from tasks.training.job import Optim, TrainJob
-from tasks.training.model.adapter import load_into, lora_config
+from tasks.training.model.adapter import ADAPTER, load_into, lora_config
 from tasks.training.model.base import DTYPES, partitioned
 from tasks.training.model.build import load_model
-from tasks.training.model.fused_lora import ADAPTER
 from tasks.training.model.packed_model import TokenOutputs, model_of
 from tasks.training.outputs import write_json, write_partition_index, write_shards
 from tasks.training.tokens.packing import Row
@@ -141,8 +140,6 @@ def _add_adapter(policy: Any, job: TrainJob) -> None:
     """Add an adapter with the policy's settings for the critic."""
     torch.manual_seed(job.settings.seed + 1)
     plain = replace(job.settings.peft, init="default", modules_to_save=())
-    if job.adapter is not None:
-        plain = replace(plain, init=job.settings.peft.init)  # PiSSA's has twice the rank
     config = lora_config(plain, head="tokens", model=model_of(policy))
     policy.add_adapter(CRITIC, config, autocast_adapter_dtype=False)
     dtype = DTYPES[job.settings.dtype]

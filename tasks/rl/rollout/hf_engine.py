@@ -30,7 +30,7 @@ from tasks.rl.rollout.policy_sync import Policy
 from tasks.rl.settings import Rollout
 from tasks.serving.vllm.colocation import Generated
 from tasks.training.model import attention
-from tasks.training.model.fused_lora import ADAPTER
+from tasks.training.model.adapter import ADAPTER
 from tasks.training.model.packed_model import model_of, restore_attention
 
 

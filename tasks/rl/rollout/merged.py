@@ -23,7 +23,7 @@ from tasks.core.errors import ConfigError
 from tasks.rl.rollout.policy_sync import TensorSpec
 from tasks.rl.rollout.vllm_support import NATIVE
 from tasks.training.engine.partitions import SAFETENSORS_DTYPES
-from tasks.training.model.fused_lora import ADAPTER
+from tasks.training.model.adapter import ADAPTER
 from tasks.training.model.gather_params import whole
 from tasks.training.model.packed_model import model_of
 from tasks.weights.plan.contracts import ModelFacts

@@ -26,7 +26,7 @@ from tasks.rl.rollout.vllm_support import goes_as_adapter
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.engine.partitions import SAFETENSORS_DTYPES, full_shape, trainable
 from tasks.training.job import TrainJob
-from tasks.training.model.fused_lora import ADAPTER
+from tasks.training.model.adapter import ADAPTER
 from tasks.training.model.gather_params import whole
 from tasks.training.outputs import write_adapter_config
 from tasks.weights.files.names import rename_all

@@ -24,10 +24,9 @@ def goes_as_adapter(settings: Settings) -> bool:
 
 
 def served_rank(settings: Settings) -> int:
-    """Return the largest rank of the adapter as it is served; PiSSA's has twice the trained one."""
+    """Return the largest rank of the adapter."""
     peft = settings.peft
-    double = 2 if peft.init == "pissa" else 1
-    return double * max([peft.rank, *(peft.rank_pattern or {}).values()])
+    return max([peft.rank, *(peft.rank_pattern or {}).values()])
 
 
 def unservable(settings: Settings, rollout: Rollout) -> list[Finding]:
@@ -49,15 +48,14 @@ def _adapter_findings(settings: Settings) -> Iterator[Finding]:
     peft = settings.peft
     if peft.kind == "none":
         return
-    double, rank = 2 if peft.init == "pissa" else 1, served_rank(settings)
+    rank = served_rank(settings)
     most = RANKS_OF_ADAPTERS[-1]
     if goes_as_adapter(settings) and rank > most:
-        shown = f"{rank // double}" + (" with peft.init=pissa, which doubles it" * (double - 1))
         yield Finding(
             "peft.rank",
-            shown,
+            str(rank),
             f"vLLM serves adapters up to rank {most}",
-            f"peft.rank={most // double}, or {NATIVE}",
+            f"peft.rank={most}, or {NATIVE}",
         )
     if peft.modules_to_save:
         yield Finding(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 from collections.abc import Callable
@@ -155,12 +154,6 @@ class Ranks:
     def barrier(self) -> None:
         """Wait for all ranks."""
         dist.barrier(group=self._group)
-
-    def for_thread(self) -> Ranks:
-        """Return the same ranks with a gloo group of their own, for use in a second thread."""
-        others = copy.copy(self)
-        others._group = dist.new_group(backend="gloo", timeout=self._timeout)
-        return others
 
     def leave(self) -> None:
         """Leave the process group."""

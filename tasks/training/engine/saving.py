@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,12 +16,10 @@ from safetensors import SafetensorError
 from tasks.core.disk import flush_tree
 from tasks.core.errors import TrainingError
 from tasks.training.engine import checkpoint
-from tasks.training.engine.async_writer import States, Writer, host_copies
 from tasks.training.engine.checkpoint import ENGINE, SHARDS, Progress
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.engine.failure import another_rank_failed
 from tasks.training.engine.partitions import (
-    Partition,
     SavedPartitions,
     not_finite,
     own_partitions,
@@ -41,10 +37,6 @@ Others = Mapping[str, Callable[[], AbstractContextManager[Any]]]
 class Saver:
     """Writes the checkpoints of a run. All ranks make the same calls.
 
-    With `train.async_save` training waits only until the states are copied to host memory, and a
-    thread writes them. The thread has collectives of its own, and at most one checkpoint is being
-    written. The context waits for it at its end.
-
     Args:
         engine: the DeepSpeed engine that the run trains.
         job: settings and paths of the run.
@@ -57,45 +49,17 @@ class Saver:
         self, engine: Any, job: TrainJob, ranks: Ranks, others: Others = MappingProxyType({})
     ) -> None:
         self._engine, self._job, self._ranks, self._others = engine, job, ranks, others
-        self._writer = Writer() if job.async_save else None
-        self._writing_ranks = ranks if self._writer is None else ranks.for_thread()
-
-    def __enter__(self) -> Saver:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait for the checkpoint that is being written, whatever has ended the block.
-
-        Its own error is raised, or logged beside the error that has ended the block.
-        """
-        if self._writer is None:
-            return
-        try:
-            self._writer.wait()
-        except Exception as error:
-            if kind is None:
-                raise
-            if not another_rank_failed(error):
-                LOG.warning("%s", error)
-
-    def check(self) -> None:
-        """Raise the error of a checkpoint that could not be written, if there is one."""
-        if self._writer is not None:
-            self._writer.check()
 
     def save(self, progress: Progress) -> None:
         """Write a checkpoint of the current step, and delete old ones.
 
         Args:
-            progress: progress of the run; may change after the call.
+            progress: progress of the run.
 
         Raises:
-            TrainingError: a weight is not finite (raised on every rank), or a file of this or, with
-                `train.async_save`, of the previous checkpoint could not be written (raised on that
-                rank; torchrun ends the others). Older checkpoints stay in both cases.
+            TrainingError: a weight is not finite (raised on every rank), or a file could not be
+                written (raised on that rank; torchrun ends the others). Older checkpoints stay.
         """
-        if self._writer is not None:
-            self._writer.wait()
         job, ranks, model = self._job, self._ranks, self._engine.module
         partitions = own_partitions(model, rank=ranks.rank, world_size=ranks.world_size)
         _require_finite(not_finite(partitions), job, ranks, progress.step)
@@ -105,44 +69,9 @@ class Saver:
                 checkpoint.sweep(job.checkpoints)
                 work.mkdir()
             ranks.barrier()
-            states = self._save_engines(work)
+            self._save_engines(work)
             if ranks.first:
                 write_partition_index(job, model, work / checkpoint.PARTITIONS)
-        write = partial(self._write, work, partitions, states, copy.deepcopy(progress))
-        if self._writer is None:
-            write()
-        else:
-            self._writer.start(write)
-
-    def _save_engines(self, work: Path) -> States:
-        """Let DeepSpeed write the states of all engines; or return copies of them to be written."""
-        states = self._save_engine(self._engine, work, ENGINE)
-        for name, context in self._others.items():
-            with context() as extra:
-                states += self._save_engine(extra, work, name)
-        return states
-
-    def _save_engine(self, engine: Any, work: Path, tag: str) -> States:
-        save = partial(
-            engine.save_checkpoint,
-            str(work),
-            tag=tag,
-            save_latest=False,
-            exclude_frozen_parameters=self._job.settings.peft.kind != "none",
-        )
-        if self._writer is not None:
-            return host_copies(engine, save)
-        save()
-        return []
-
-    def _write(
-        self, work: Path, partitions: dict[str, Partition], states: States, progress: Progress
-    ) -> None:
-        """Write and flush this rank's files; then rank 0 makes the checkpoint visible."""
-        job, ranks = self._job, self._writing_ranks
-        with _as_training_error(work, ranks):
-            for path, state in states:
-                torch.save(state, path)
             write_partitions(
                 partitions, work / SHARDS, rank=ranks.rank, world_size=ranks.world_size
             )
@@ -165,6 +94,17 @@ class Saver:
         if ranks.first:
             _prune(job, progress)
         ranks.barrier()
+
+    def _save_engines(self, work: Path) -> None:
+        """Let DeepSpeed write the states of all engines."""
+        how = {
+            "save_latest": False,
+            "exclude_frozen_parameters": self._job.settings.peft.kind != "none",
+        }
+        self._engine.save_checkpoint(str(work), tag=ENGINE, **how)
+        for name, context in self._others.items():
+            with context() as extra:
+                extra.save_checkpoint(str(work), tag=name, **how)
 
 
 @contextmanager

@@ -66,10 +66,7 @@ class MemoryEstimate:
         allocator: holes in the host's heap; 0 on a GPU.
         stays: part of the activations that the heap keeps after the pass.
         released: part of the gradients that is freed before the step copies weights.
-        checkpoint: copies of the states while a CPU's checkpoint is written beside training; the
-            mean of all ranks, of which the first may have more.
-        host: states offloaded from a GPU to the host, and such copies; not part of the fields
-            above.
+        host: states offloaded from a GPU to the host; not part of the fields above.
         mapped: part of `weights` on a CPU that is a mapped file, shared by all ranks of a node.
         forward: memory of a pass without gradients; not part of the fields above.
     """
@@ -85,7 +82,6 @@ class MemoryEstimate:
     allocator: int = 0
     stays: int = 0
     released: int = 0
-    checkpoint: int = 0
     host: int = 0
     mapped: int = 0
     forward: int = 0
@@ -106,7 +102,7 @@ class MemoryEstimate:
     def lasting(self) -> int:
         """Memory between passes, gathered weights included."""
         weights = self.weights + self.gathered
-        return weights + self.gradients - self.released + self.optimizer + self.checkpoint
+        return weights + self.gradients - self.released + self.optimizer
 
     def parts(self) -> dict[str, int]:
         """Return bytes by name. They do not all exist at the same time: `total` is less."""
@@ -120,7 +116,6 @@ def estimate(
     *,
     gpu: bool = False,
     critic: bool = False,
-    async_save: bool = False,
 ) -> MemoryEstimate:
     """Estimate the peak memory of one of `world_size` ranks for one model.
 
@@ -132,7 +127,6 @@ def estimate(
             sequences, computes 16-bit products in fp32, and allocates as described above.
         critic: True for the separate critic of a policy with these settings. It contains the
             policy's output head and does not train it.
-        async_save: True if checkpoints are written beside training, from copies.
 
     Raises:
         KeyError: the architecture names its dimensions differently.
@@ -158,7 +152,6 @@ def estimate(
     if offloaded:
         states += mine * item  # the updated weights, before they are copied to the device
     gradients = int(trained * grad_item / shared[2] + _bucket(settings, trained, gpu=gpu))
-    copies = int(trained * saved_bytes(settings) / world_size) if async_save else 0
     away = (states + step if offloaded else 0) + (weights if zero.offload_param == "cpu" else 0)
     return MemoryEstimate(
         weights=int(0 if gpu and zero.offload_param == "cpu" else weights),
@@ -173,8 +166,7 @@ def estimate(
         stays=0 if gpu else row.small,
         # Only stages 1 and 2 free gradients before the step, after a copy to fp32.
         released=gradients if zero.stage in (1, 2) else 0,
-        checkpoint=0 if gpu else copies,
-        host=int(away) + copies if gpu else 0,
+        host=int(away) if gpu else 0,
         mapped=0 if gpu else int(_mapped(sizes, settings)),
         forward=row.forward,
     )
@@ -268,14 +260,6 @@ def _optimizer_bytes(settings: Settings) -> float:
     return master + moments
 
 
-def saved_bytes(settings: Settings) -> float:
-    """Return the bytes that all ranks together write to a checkpoint, per trained weight.
-
-    They are master weights and moments, and the weights twice: DeepSpeed's and our partitions.
-    """
-    return _optimizer_bytes(settings) + 2 * ITEM[settings.dtype]
-
-
 def _step_bytes(settings: Settings, item: int, *, gpu: bool) -> int:
     """Return the temporary bytes per trained weight in an optimizer step.
 
@@ -293,8 +277,8 @@ def _step_bytes(settings: Settings, item: int, *, gpu: bool) -> int:
 def adapter_weights(sizes: Sizes, settings: Settings, *, tables: bool = True) -> int:
     """Return the number of trained weights of an adapter.
 
-    They are LoRA pairs of rank x (in + out) weights (twice that for PiSSA, `model/pissa.py`),
-    DoRA's magnitudes, pairs for every expert, and embeddings or head in `modules_to_save`.
+    They are LoRA pairs of rank x (in + out) weights, DoRA's magnitudes, pairs for every expert,
+    and embeddings or head in `modules_to_save`.
 
     Args:
         sizes: dimensions of the model.
@@ -302,7 +286,6 @@ def adapter_weights(sizes: Sizes, settings: Settings, *, tables: bool = True) ->
         tables: False to leave out `modules_to_save`.
     """
     peft = settings.peft
-    double = 2 if peft.init == "pissa" else 1
     ranks = peft.rank_pattern or {}
     pairs, everything = 0, isinstance(peft.target_modules, str)
     if everything and sizes.adapted:
@@ -310,14 +293,14 @@ def adapter_weights(sizes: Sizes, settings: Settings, *, tables: bool = True) ->
         wide, experts = sizes.expert_width, sizes.experts
         stacked = 2 * (sizes.hidden + 2 * wide) + wide + sizes.hidden
         router = sizes.hidden + experts
-        pairs = sizes.sparse_layers * double * peft.rank * (experts * stacked + router)
+        pairs = sizes.sparse_layers * peft.rank * (experts * stacked + router)
     for count, linears in sizes.layouts():
         targets = set(linears) if everything else {*peft.target_modules}
         if everything and sizes.adapted:
             targets -= {"gate_proj", "up_proj", "down_proj"}
         chosen = {n: linears[n] for n in targets if n in linears and n not in peft.exclude_modules}
         pairs += count * sum(
-            double * ranks.get(name, peft.rank) * (i + o) + (o if peft.use_dora else 0)
+            ranks.get(name, peft.rank) * (i + o) + (o if peft.use_dora else 0)
             for name, (i, o) in chosen.items()
         )
     whole = sum(name in ("embed_tokens", "lm_head") for name in peft.modules_to_save)

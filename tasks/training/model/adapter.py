@@ -9,7 +9,6 @@ again would round away most of the training
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,10 +18,8 @@ import torch
 from torch import nn
 
 from tasks.core.errors import ArtifactError
-from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import Peft
 from tasks.training.model.gather_params import gathered
-from tasks.training.model.pissa import ADAPTER, start_in_principal_components
 from tasks.weights.adapters.config_reader import ALL_LINEAR
 from tasks.weights.families.meta import other_towers
 from tasks.weights.files.names import live_to_peft
@@ -31,6 +28,8 @@ _MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 _NOT_ADAPTED = {**dict.fromkeys(_MAMBA, ("out_proj",)), "llama4_text": ("router",)}
 """Modules that all-linear leaves out, by family: Mamba's kernels read the weight themselves, and
 Llama 4's router returns two results; peft can adapt neither."""
+ADAPTER = "default"
+"""Name of the trained adapter in peft's model."""
 TASKS = {"tokens": "CAUSAL_LM", "score": "SEQ_CLS"}
 """peft's task type, by the head of the objective. SEQ_CLS trains the score head in full, saves it
 with the adapter (`modules_to_save`) and excludes it from "all-linear"."""
@@ -42,7 +41,6 @@ def add_adapter(
     *,
     head: str,
     dtype: torch.dtype,
-    ranks: Ranks,
     new_ids: Sequence[int] = (),
 ) -> nn.Module:
     """Add a LoRA adapter to `model`; only the adapter requires gradients.
@@ -52,7 +50,6 @@ def add_adapter(
         peft: section `peft`.
         head: `tokens` or `score`.
         dtype: dtype of the trained tensors.
-        ranks: the process group; PiSSA's decompositions are divided among the ranks.
         new_ids: token ids whose embedding rows are trained too.
 
     Returns:
@@ -66,8 +63,6 @@ def add_adapter(
     with _rows_read_on_any_device():
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     _let_others_see_their_base(adapted)
-    if peft.init == "pissa":
-        start_in_principal_components(adapted, niter=peft.pissa_niter, ranks=ranks)
     # peft makes adapters of 4-bit layers in fp32.
     for parameter in adapted.parameters():
         if parameter.requires_grad:
@@ -207,7 +202,7 @@ def _tables(model: Any) -> list[str]:
 
 
 def lora_config(peft: Peft, *, head: str, model: Any) -> Any:
-    """Return peft's `LoraConfig`; for PiSSA with twice the rank at the same scale, see `pissa.py`.
+    """Return peft's `LoraConfig`.
 
     Args:
         peft: section `peft`.
@@ -216,21 +211,19 @@ def lora_config(peft: Peft, *, head: str, model: Any) -> Any:
     """
     from peft import LoraConfig
 
-    double = 2 if peft.init == "pissa" else 1
-    scale = math.sqrt(double) if peft.use_rslora else double
     targets = peft.target_modules
     family = model.config.get_text_config().model_type
     left_out = _NOT_ADAPTED.get(family, ()) if targets == ALL_LINEAR else ()
     return LoraConfig(
-        r=double * peft.rank,
-        lora_alpha=scale * peft.alpha,
+        r=peft.rank,
+        lora_alpha=peft.alpha,
         lora_dropout=peft.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
         exclude_modules=_excluded([*peft.exclude_modules, *left_out], other_towers(model)),
         use_rslora=peft.use_rslora,
         use_dora=peft.use_dora,
-        rank_pattern={name: double * rank for name, rank in (peft.rank_pattern or {}).items()},
-        alpha_pattern={name: scale * alpha for name, alpha in (peft.alpha_pattern or {}).items()},
+        rank_pattern=dict(peft.rank_pattern or {}),
+        alpha_pattern=dict(peft.alpha_pattern or {}),
         modules_to_save=list(peft.modules_to_save) or None,
         init_lora_weights="gaussian" if peft.init == "gaussian" else True,
         task_type=TASKS[head],

@@ -54,7 +54,7 @@ def load_base(
     if quantization is not None:
         extra["quantization_config"] = quantization_config(quantization, Path(job.base))
     if quantization is not None or (ranks.gpu and settings.zero.stage < 3):
-        # Load straight to the GPU: no full model per rank in host memory, and PiSSA runs there.
+        # Load straight to the GPU: no full model per rank in host memory.
         extra["device_map"] = {"": str(ranks.device)}
     with partitioned(config):
         model, info = _class_for(head, job).from_pretrained(

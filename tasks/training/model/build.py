@@ -16,7 +16,6 @@ from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
 from tasks.training.model.adapter import add_adapter, continue_adapter
 from tasks.training.model.base import DTYPES, load_base, partitioned
-from tasks.training.model.fused_lora import fuse
 from tasks.training.model.head import gather_at_once
 from tasks.training.model.packed_model import accept_packed_rows
 from tasks.training.model.score_head import padding_id
@@ -86,12 +85,9 @@ def _model(job: TrainJob, ranks: Ranks, config: dict[str, Any], tokenizer: Any, 
     dtype = DTYPES[settings.dtype]
     new_ids = tokenizer.convert_tokens_to_ids(list(settings.new_tokens))
     with partitioned(config):
-        adapted = add_adapter(
-            model, settings.peft, head=head, dtype=dtype, ranks=ranks, new_ids=new_ids
-        )
+        adapted = add_adapter(model, settings.peft, head=head, dtype=dtype, new_ids=new_ids)
     if job.adapter is not None:
         continue_adapter(adapted, job.adapter)
     if head == "tokens":
         gather_at_once(model.get_output_embeddings())
-    fuse(adapted)
     return adapted

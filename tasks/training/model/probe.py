@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from tasks.core.machine import measured_on
 from tasks.drift.fingerprint import TOP_K, Fingerprint, drift, largest_steps
 from tasks.drift.reward_scores import ScorePrint
-from tasks.training.model.fused_lora import unfuse
 from tasks.training.model.packed_model import model_of
 from tasks.training.tokens.examples import Examples
 
@@ -44,7 +43,6 @@ def measure_fingerprint(
     """
     if head == "tokens":
         return fingerprint_of(engine, choose_probes(examples, count), device)
-    unfuse(engine.module)
     return score_print(engine, choose_scored(examples, count), device)
 
 
@@ -52,7 +50,6 @@ def fingerprint_of(
     engine: Any, probes: Sequence[Sequence[int]], device: torch.device
 ) -> Fingerprint:
     """Measure the fingerprint with peft's own LoRA layers. Arguments are those of `fingerprint`."""
-    unfuse(engine.module)
     return fingerprint(engine, probes, device)
 
 

@@ -111,7 +111,6 @@ def test_policies_that_vllm_cannot_serve_are_refused() -> None:
     warm, usual = Rollout(temperature=0.7, top_p=0.9), Rollout()
     for settings, rollout, named in (
         (Settings(peft=Peft(kind="lora", rank=1024)), usual, "peft.rank: 1024"),
-        (Settings(peft=Peft(kind="lora", rank=320, init="pissa")), usual, "peft.init=pissa"),
         (Settings(peft=Peft("lora", modules_to_save=("lm_head",))), usual, "modules_to_save"),
         (Settings(peft=Peft(kind="lora"), new_tokens=("<a>",)), usual, "model.new_tokens"),
         (Settings(peft=Peft("qlora", target_modules=("embed_tokens",))), usual, "embed_tokens"),
@@ -122,7 +121,6 @@ def test_policies_that_vllm_cannot_serve_are_refused() -> None:
     for peft in (
         Peft(),
         Peft(kind="lora", rank=512),
-        Peft(kind="qlora", rank=256, init="pissa"),
         Peft(kind="lora", rank=1024, use_dora=True),  # goes as weights
     ):
         assert unservable(Settings(peft=peft), Rollout(temperature=0.7)) == []

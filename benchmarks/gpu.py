@@ -64,7 +64,7 @@ ROWS: dict[str, Callable[[Benches], list[Row]]] = {
 }
 """Functions that measure a row, by name; their docstrings name the contenders."""
 TITLES = {
-    "sft": "SFT, LoRA, 1.5 B: tokens per second and MFU, beside TRL",
+    "sft": "SFT, LoRA, 1.5 B: tokens per second, beside TRL",
     "dpo": "DPO, LoRA, 1.5 B: tokens per second, beside TRL",
     "rollout": "rollouts, 1.5 B: useful tokens per second, beside vLLM alone and transformers",
     "handoff": "weight sync of an adapter, beside merged weights",

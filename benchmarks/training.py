@@ -121,11 +121,9 @@ def sft_rows(bench: Bench) -> list[Row]:
     timed = bench.interleaved(names, bench.base(bench.shape), data, **ask)
     detail = {name: rates.as_json() for name, rates in timed.items()}
     what = f"SFT, LoRA, {bench.shape}, {bench.dtype}"
-    shares = [share for report in timed["ours"].reports for share in report["mfu"]]
-    used = f", MFU {median(shares):.1%}" if shares else ""
     over = timed["bare"].rate / timed["ours"].rate - 1
     return [
-        _faster(f"{what}, vs TRL{used}", timed["ours"], timed["trl"], 1.5, detail),
+        _faster(f"{what}, vs TRL", timed["ours"], timed["trl"], 1.5, detail),
         _faster(f"{what}, vs padded batches", timed["ours"], timed["padded"], 1.3, {}),
         Row(
             f"{what}, our loop over the bare one", timed["ours"].text, timed["bare"].text,

@@ -60,7 +60,7 @@ def ours(ask: Ask) -> None:
         batch=Batch(ask.rows, ask.rows * ask.nproc, max_steps=ask.steps, max_len=1024),
         launch=Launch(nproc=ask.nproc, threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or None),
     )
-    started, seen, shares = time.monotonic(), [], []
+    started, seen = time.monotonic(), []
     steps: list[tuple[int, float]] = []
 
     def on_event(event: dict[str, Any]) -> None:
@@ -69,7 +69,6 @@ def ours(ask: Ask) -> None:
             # From event to event, so the time includes everything that the loop does.
             since = seen[-2][1] if seen[-2][0] == "step" else seen[-1][1] - event["step_s"]
             steps.append((round(event["tokens_per_s"] * event["step_s"]), seen[-1][1] - since))
-            shares.extend([event["mfu"]] if "mfu" in event else [])
 
     ask.out.mkdir(parents=True)
     train(
@@ -85,7 +84,7 @@ def ours(ask: Ask) -> None:
         on_event=on_event,
     )
     first = next(at for name, at in seen if name == "step")
-    say(steps=steps[1:], first_step_s=first, mfu=shares[1:])
+    say(steps=steps[1:], first_step_s=first)
 
 
 def trl(ask: Ask) -> None:

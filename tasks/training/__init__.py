@@ -7,5 +7,5 @@ resume, selection        the checkpoint to resume from; best evaluation and earl
 outputs                  the files that rank 0 writes beside the partitions
 tokens/, model/          dataset rows to packed rows; base model, adapter, forward pass
 engine/, objectives/     DeepSpeed, checkpoints, partitions; one file per loss
-memory/                  estimated memory of a rank, model FLOPs utilisation (MFU)
+memory/                  estimated memory of a rank
 """

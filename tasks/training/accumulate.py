@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.engine.nan_guard import BROKEN, Watch, needs_watching
 from tasks.training.job import TrainJob
@@ -35,12 +37,16 @@ class Accumulator:
         engine: the DeepSpeed engine; it trains the parameters that require gradients now.
         ranks: the process group.
         job: settings of the run.
+
+    Attributes:
+        losses: the loss of each row of the last step.
     """
 
     def __init__(self, engine: Any, ranks: Ranks, job: TrainJob) -> None:
         self._engine = engine
         self._ranks = ranks
         self._watch = Watch(engine.module) if needs_watching(job) else None
+        self.losses: list[torch.Tensor] = []
 
     def close(self) -> None:
         """Remove the gradient hooks from the model."""
@@ -59,11 +65,13 @@ class Accumulator:
         # gradient of its own tokens.
         undo = len(rows) * self._ranks.world_size
         sums = Sums(self._ranks)
+        self.losses = []
         for place, chosen in enumerate(rows):
             if place:
                 self._engine.step()  # counts the row before; changes no weight
             loss = loss_of(chosen)
             self._engine.backward(loss.value * undo)
+            self.losses.append(loss.value.detach())
             sums.add({"loss": loss.value, **loss.measures}, counted=self._ranks.leads)
             if self._watch is not None:
                 sums.add(self._watch.broken())

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 
 from tasks.training.accumulate import Accumulator
-from tasks.training.engine.nan_guard import Trace
+from tasks.training.engine.nan_guard import not_finite
 from tasks.training.engine.schedule import factor
 from tasks.training.job import Optim, TrainJob
-from tasks.training.memory.mfu import meter
 from tasks.training.objectives import Loss
 from tasks.training.objectives.forward_passes import Passes
 from tasks.training.tokens.examples import Examples
@@ -27,8 +26,7 @@ class Taken:
     """Result of one optimizer step.
 
     Attributes:
-        record: metrics by name: loss, lr, grad_norm, tokens_per_s, ...; mfu if the peak FLOP/s of
-            the device is known.
+        record: metrics by name: loss, lr, grad_norm, tokens_per_s, ...
         skipped: fp16 overflowed and the weights did not change.
     """
 
@@ -52,7 +50,6 @@ class Stepper:
         self._examples = examples
         self._order = order
         self._engine: Any = passes.engine
-        self._meter = meter(job, passes.ranks)
         self._accumulator = Accumulator(self._engine, passes.ranks, job)
 
     def close(self) -> None:
@@ -64,7 +61,7 @@ class Stepper:
 
         Raises:
             TrainingError: loss or gradient is not finite. Raised on every rank before a weight
-                changes; names step, rank, samples and tensor.
+                changes; names the step, and the rows whose loss is not finite.
         """
         begin, rank = time.perf_counter(), self._passes.ranks.rank
         begin_random(self._job.settings.seed, step=step, rank=rank)
@@ -75,12 +72,10 @@ class Stepper:
         self._engine.step()
         skipped = not self._engine.was_step_applied()
         if skipped and self._job.settings.dtype != "float16":
-            self._refuse("gradient is not finite", todo, step, baseline)
+            self._refuse("gradient is not finite", todo, step)
         norm = float(self._engine.get_global_grad_norm() or 0.0)
         seconds = time.perf_counter() - begin
         speed = {"tokens_per_s": todo.counts.tokens / seconds, "step_s": seconds}
-        if self._meter is not None:
-            speed["mfu"] = self._meter.mfu(todo.counts, seconds)
         record = {"step": step, **measures, "lr": lr, "grad_norm": norm, **speed}
         return Taken({**record, "epoch": self._order.epoch_at(step)}, skipped)
 
@@ -97,14 +92,17 @@ class Stepper:
 
         measures, broken = self._accumulator.passes(todo.rows, loss_of)
         if not math.isfinite(measures["loss"]):
-            self._refuse(f"loss is {measures['loss']}", todo, step, baseline)
+            self._refuse(f"loss is {measures['loss']}", todo, step)
         if broken:
-            self._refuse("gradient is not finite", todo, step, baseline)
+            self._refuse("gradient is not finite", todo, step)
         return self._passes.objective.means(measures)
 
-    def _refuse(self, what: str, todo: Step, step: int, baseline: torch.Tensor | None) -> None:
-        trace = Trace(self._passes, self._job, self._examples)
-        raise trace.error(what, todo, step=step, baseline=baseline)
+    def _refuse(self, what: str, todo: Step, step: int) -> None:
+        names = [[self._examples.names[i] for i in row.chosen] for row in todo.rows]
+        losses = [float(loss) for loss in self._accumulator.losses]
+        raise not_finite(
+            f"{what} in step {step}", names, losses, ranks=self._passes.ranks, job=self._job
+        )
 
 
 def set_lr(engine: Any, optim: Optim, *, step: int, steps: int) -> float:

@@ -151,8 +151,6 @@ RESUMES = {
     "dpo_offload": replace(DPO, zero=Zero(2, **OFFLOAD)),
     "kto": replace(RESUMED, objective="kto", peft=DROPOUT, zero=Zero(2)),
 }
-ASYNC = ("full_1", "8bit_2", "lora_3")
-"""Cases whose checkpoints are written beside training."""
 DATA_OF = {"sft": "fifty_words", "reward": "fifty_pairs", "dpo": "fifty_pairs", "kto": "labelled"}
 PLAIN_SGD = Settings(
     dtype="float32",

@@ -38,7 +38,7 @@ _SCALE_BYTES = {True: 1.03 / 64, False: 4 / 64}
 """Bytes of quantisation scale per 4-bit weight, with and without double quantisation."""
 _PARTS = (
     "weights", "gathered", "gradients", "optimizer", "activations", "logits", "step",
-    "communication", "allocator", "checkpoint",
+    "communication", "allocator",
 )  # fmt: skip
 _MAX_LIVE = 10**9
 """Most elements that ZeRO-3 keeps gathered (`stage3_max_live_parameters`)."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from tasks.core.errors import ArtifactError
-from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import Peft
 from tasks.training.model.adapter import (
     add_adapter,
@@ -41,8 +40,7 @@ def adapted(base: Path, peft: Peft, *, head: str = "tokens") -> Any:
     kind = AutoModelForCausalLM if head == "tokens" else AutoModelForSequenceClassification
     model = kind.from_pretrained(base, dtype=torch.float32)
     torch.manual_seed(0)
-    ranks = cast(Ranks, None)  # no initialisation to share
-    return add_adapter(model, peft, head=head, dtype=torch.float32, ranks=ranks).eval()
+    return add_adapter(model, peft, head=head, dtype=torch.float32).eval()
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from tasks.core.contract import Expected
 from tasks.core.errors import ContractError
-from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import Peft
 from tasks.training.model.adapter import add_adapter
 from tasks.training.model.packed_model import accept_packed_rows, require_same
@@ -56,9 +55,7 @@ def test_rows_of_text_have_the_losses_and_gradients_of_the_whole_model(family: s
 def test_no_adapter_is_beside_the_language(family: str, targets: Any) -> None:
     peft = Peft("lora", rank=4, alpha=8, target_modules=targets)
     peft = replace(peft, exclude_modules=("k_proj",))
-    adapted = add_adapter(
-        make_model(family), peft, head="tokens", dtype=torch.float32, ranks=cast(Ranks, None)
-    )
+    adapted = add_adapter(make_model(family), peft, head="tokens", dtype=torch.float32)
     names = [name for name, p in adapted.named_parameters() if p.requires_grad]
     assert any(".language_model." in name for name in names)
     assert not [name for name in names if ".language_model." not in name or "k_proj" in name]

@@ -13,7 +13,6 @@ from tasks.config.choices import (
     KlEstimator,
     KlIn,
     ObservationRole,
-    RewardEngine,
 )
 from tasks.config.defaults import COMPUTED
 from tasks.config.section import Section
@@ -94,7 +93,6 @@ class Reward(Section):
     model: str | None = None  # folder of a reward model; in a chain: the step before
     model_weight: float = 1.0  # of the reward model's score in the sum
     normalize: bool = True  # subtract the model's own mean, divide by its deviation
-    engine: RewardEngine = "process"  # run the reward model in the rank's process, or in vLLM
     function: str | None = None  # path.py:name, or exact_match
     function_weight: float = 1.0  # of the function's reward in the sum
     url: str | None = None  # HTTP endpoint that scores responses

@@ -94,7 +94,7 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
 
 def _rewards(setup: Setup, tokenizer: Any) -> Rewards:
     """Open the reward sources."""
-    job, rollout, reward = setup.job, setup.rollout, setup.online.reward
+    job, reward = setup.job, setup.online.reward
     if job.reward is not None:
         reward = replace(reward, model=str(job.reward))
     return open_rewards(
@@ -103,7 +103,6 @@ def _rewards(setup: Setup, tokenizer: Any) -> Rewards:
         device=setup.ranks.device,
         log=LOG,
         logs=job.checkpoints,
-        longest=rollout.max_prompt_len + rollout.max_new_tokens,
         required=setup.loop.environment is None,
     )
 

@@ -27,7 +27,7 @@ from tasks.config.learning import (
     Steps,
     Zero,
 )
-from tasks.config.online import Reward, Rollout
+from tasks.config.online import Rollout
 from tasks.config.section import read_section, refuse_unknown
 from tasks.core.redaction import redact
 
@@ -78,10 +78,9 @@ class Settings(Probes, Checkpoints, Steps, Goal, Loading):
 
     @property
     def runs_vllm(self) -> bool:
-        """Return True if ranks hold a vLLM engine, which samples responses or scores them."""
-        rollout, reward = self.online.get("rollout", {}), self.online.get("reward", {})
-        sampling = rollout.get("engine", Rollout.engine)
-        return bool(self.online) and "vllm" in (sampling, reward.get("engine", Reward.engine))
+        """Return True if ranks hold a vLLM engine, which samples responses."""
+        engine = self.online.get("rollout", {}).get("engine", Rollout.engine)
+        return bool(self.online) and engine == "vllm"
 
     @classmethod
     def from_sections(

@@ -54,7 +54,7 @@ def findings_of(*, rewarded: bool = False, **changes: Any) -> list[Finding]:
 
 def test_all_problems_are_reported_at_once() -> None:
     several = findings_of(
-        reward={"function": "judge", "url": "htp://host", "engine": "vllm"},
+        reward={"function": "judge", "url": "htp://host"},
         rl={"num_generations": 1, "rollout_batch_size": 30, "overlong_buffer": 100,
             "overlong_penalty": 1.0},
         rollout={"max_prompt_len": 600, "tensor_parallel": 3, "top_p": 0.9, "temperature": 0.7},
@@ -62,7 +62,7 @@ def test_all_problems_are_reported_at_once() -> None:
     assert [finding.what for finding in several] == [
         "reward.function", "reward.url", "rl.num_generations",
         "rl.rollout_batch_size and rl.num_generations", "rollout.max_prompt_len",
-        "rl.overlong_buffer", "reward.engine", "rollout.temperature", "rollout.tensor_parallel",
+        "rl.overlong_buffer", "rollout.temperature", "rollout.tensor_parallel",
     ]  # fmt: skip
     assert all(finding.override and finding.severity == "error" for finding in several)
 

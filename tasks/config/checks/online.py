@@ -54,7 +54,6 @@ def online(
         *steps(rl["rollout_batch_size"], rl["num_generations"], train["global_batch_size"]),
         *lengths(rollout, rl["overlong_buffer"], known.context),
         *offload(rollout["offload_trainer"], settings["zero"]),
-        *engines(reward, rollout),
         *_served(settings),
         *engine(rollout, train["nproc"] * train["nodes"], known, on_cpu=on_cpu),
         *computes(rollout, train["device"], on_cpu=on_cpu),
@@ -231,15 +230,6 @@ def offload(wanted: bool, zero: Mapping[str, Any]) -> Iterator[Finding]:
         if wanted and zero.get(name, "none") != "none":
             conflict = f"true with zero.{name}={zero[name]}"
             yield Finding(key, conflict, "one of the two: both move the states", override)
-
-
-def engines(reward: Mapping[str, Any], rollout: Mapping[str, Any]) -> Iterator[Finding]:
-    """Refuse different tensor parallelism of two engines: vLLM has one for all of a process."""
-    parallel = rollout["tensor_parallel"]
-    if reward["engine"] == "vllm" and rollout["engine"] == "vllm" and parallel != 1:
-        value = f"vllm with rollout.tensor_parallel={parallel}"
-        allowed = "a reward model in vLLM is not split over ranks, so the policy must not be either"
-        yield Finding("reward.engine", value, allowed, "reward.engine=process")
 
 
 def engine(

@@ -244,7 +244,7 @@ def _frozen(
     if training.peft.kind == "none" and (loop.kl_coef > 0 or loop.kl_limit is not None):
         divided = training.world_size if training.zero.stage == 3 else 1
         yield Term("reference", Sizes.of(config).weights() * item // divided)
-    if reward is not None and online.reward.engine == "process":
+    if reward is not None:
         yield from _reward_model(reward, training, gpu=gpu)
 
 

@@ -263,7 +263,7 @@ def _online(rl: Mapping[str, Any], rollout: Mapping[str, Any]) -> Iterator[Unrea
 
 def _reward(reward: Mapping[str, Any], rewarded: bool) -> Iterator[Unread]:
     if not reward["model"] and not rewarded:
-        keys = "reward.model_weight reward.normalize reward.engine"
+        keys = "reward.model_weight reward.normalize"
         override = "reward.model=<folder>"
         yield Unread(keys, "no reward.model", "there is no reward model", override)
     if not reward["function"]:

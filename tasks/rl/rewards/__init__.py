@@ -89,7 +89,6 @@ def open_rewards(
     device: torch.device,
     log: Log,
     logs: Path,
-    longest: int | None = None,
     required: bool = True,
 ) -> Rewards:
     """Open all configured sources, so that errors show before the first rollout.
@@ -100,8 +99,6 @@ def open_rewards(
         device: device of a reward model in this process.
         log: gets messages, and the output of a reward function.
         logs: folder for complete outputs.
-        longest: tokens of the longest possible prompt plus response, which limits the context of
-            a reward model in vLLM; None: the model's full context.
         required: False if there may be no source, as beside an environment.
 
     Raises:
@@ -120,7 +117,7 @@ def open_rewards(
         if function is not None:
             add("function", reward.function_weight, function)
         if reward.model is not None:  # loads while the child imports the function's file
-            add("model", reward.model_weight, _model(reward, tokenizer, device, log, longest))
+            add("model", reward.model_weight, _model(reward, tokenizer, device, log))
         if reward.url is not None:
             add("url", reward.url_weight, _endpoint(reward, tokenizer, log))
         if isinstance(function, Function):
@@ -161,21 +158,14 @@ def _endpoint(reward: Reward, tokenizer: Any, log: Log) -> Source:
     )
 
 
-def _model(
-    reward: Reward, tokenizer: Any, device: torch.device, log: Log, longest: int | None
-) -> Source:
+def _model(reward: Reward, tokenizer: Any, device: torch.device, log: Log) -> Source:
     from tasks.rl.rewards.encoding import Encoding
     from tasks.rl.rewards.folder import RewardFolder
-    from tasks.rl.rewards.model import InProcess, RewardModel, Scorer, in_vllm
+    from tasks.rl.rewards.model import InProcess, RewardModel
 
     folder = RewardFolder.read(Path(str(reward.model)), normalize=reward.normalize)
     label = f"reward.model={folder.path}"
     encoding = Encoding.between(tokenizer, folder, label=label, log=log)
-    scorer: Scorer
-    if reward.engine == "process":
-        scorer = InProcess(folder, device=device)
-    else:
-        encoding = encoding.with_room(longest)
-        scorer = in_vllm(folder, longest=encoding.limit)
+    scorer = InProcess(folder, device=device)
     normalisation = folder.normalisation if reward.normalize else None
     return RewardModel(label, encoding=encoding, scorer=scorer, normalisation=normalisation)

@@ -7,7 +7,7 @@ of prompt and response unchanged. Otherwise its own template renders the convers
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
@@ -62,14 +62,6 @@ class Encoding:
         log.warning("%s: %s; its own template renders the responses again", label, difference)
         stops = frozenset(stop_ids(folder.path, tokenizer.eos_token_id))
         return cls(label, folder.context, tokenizer, stops)
-
-    def with_room(self, longest: int | None) -> Encoding:
-        """Lower the limit to the tokens that `longest` tokens of the policy may become."""
-        if longest is None:
-            return self
-        # Another vocabulary may need more tokens for the same text.
-        needed = longest if self.tokenizer is None else 2 * longest
-        return replace(self, limit=needed if self.limit is None else min(needed, self.limit))
 
     def texts(self, responses: Sequence[Response]) -> list[list[int]]:
         """Return the token ids of each response's whole conversation.

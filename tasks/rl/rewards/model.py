@@ -1,4 +1,4 @@
-"""`reward.model`: a reward model scores responses at their last token, in this process or in vLLM.
+"""`reward.model`: a reward model scores responses at their last token, in this process.
 
     reward = (score - mean) / std
 
@@ -8,12 +8,11 @@ with the model's own mean and std over held-out responses (`reward.normalize`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from tasks.core.errors import ArtifactError
 from tasks.rl.experience.responses import Response
 from tasks.rl.rewards.encoding import Encoding
 from tasks.rl.rewards.folder import ROW_TOKENS, RewardFolder
@@ -24,18 +23,6 @@ from tasks.training.model.packed_model import accept_packed_rows
 from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.packing import pack
 from tasks.weights.heads.normalisation import Normalisation
-
-
-class Scorer(Protocol):
-    """Computes raw scores."""
-
-    def scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
-        """Return the head's output at the last token of each text, not normalised."""
-        ...
-
-    def close(self) -> None:
-        """Free its memory."""
-        ...
 
 
 class RewardModel:
@@ -49,7 +36,12 @@ class RewardModel:
     """
 
     def __init__(
-        self, label: str, *, encoding: Encoding, scorer: Scorer, normalisation: Normalisation | None
+        self,
+        label: str,
+        *,
+        encoding: Encoding,
+        scorer: InProcess,
+        normalisation: Normalisation | None,
     ) -> None:
         self.label = label
         self._encoding, self._scorer = encoding, scorer
@@ -110,26 +102,6 @@ class InProcess:
     def close(self) -> None:
         """Free the model's memory."""
         self._model = None
-
-
-def in_vllm(folder: RewardFolder, *, longest: int | None) -> Scorer:
-    """Start vLLM for the reward model in this rank.
-
-    Args:
-        folder: of the model.
-        longest: maximum number of tokens of a text.
-
-    Raises:
-        ArtifactError: `longest` is unknown.
-    """
-    from tasks.serving.vllm.reward_engine import Pooling, RewardEngine
-
-    if longest is None:
-        raise ArtifactError(
-            f"reward.model={folder.path}: config.json has no max_position_embeddings",
-            hint="reward.engine=process",
-        )
-    return RewardEngine(Pooling(folder.path, max_model_len=longest, dtype=folder.dtype))
 
 
 def _rows(lengths: Sequence[int]) -> Iterator[list[int]]:

@@ -104,7 +104,6 @@ class ServerEngine:
         self._version = 0
         folder = self._folder / self._named(version)
         tensors = self._write(folder)
-        self._policy.ranks.on_first(lambda: bool(self._fleet.revive()))
         self._policy.ranks.on_first(lambda: self._fleet.publish(folder.name, folder))
         prove(self._proof, version, self._policy, self._fleet, self._prompts)
         self._version = version
@@ -229,14 +228,7 @@ class ServerEngine:
             for request in requests
             for seed in response_seeds(request)
         ]
-        version = self._version
-        if not bodies:
-            return []
-
-        def verify(server: RemoteServer) -> None:
-            self._proof.require_same(server, version)
-
-        return self._fleet.generate(bodies, version, verify)
+        return self._fleet.generate(bodies, self._version) if bodies else []
 
     def _mine(
         self, everyone: Sequence[Sequence[Request]], responses: Sequence[Generated]

@@ -1,8 +1,7 @@
 """All rollout servers of a run: publish a policy to each, score with each, sample with all of them.
 
-A server that does not answer is lost, and the run goes on with the others. At the next sync, or at
-once if none is left, a server that this run started is started once more, and one at an address is
-used again if it answers.
+A server that does not answer is lost: the others take its prompts. With none left the run ends, and
+the same command goes on from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ class Fleet:
     started: list[StartedServer] = field(default_factory=list)
     published: tuple[str, Path] | None = None
     _given: list[RemoteServer] = field(init=False, repr=False)
-    _closed: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         self._given = [RemoteServer(url.rstrip("/")) for url in self.urls]
@@ -138,15 +136,12 @@ class Fleet:
         samples = self._each(sample)
         return {server.url: some for server, some in zip(asked, samples, strict=True) if some}
 
-    def generate(
-        self, bodies: Sequence[Body], version: int, verify: Callable[[RemoteServer], None]
-    ) -> list[Generated]:
+    def generate(self, bodies: Sequence[Body], version: int) -> list[Generated]:
         """Return the responses to requests, in order.
 
         Args:
             bodies: the requests.
             version: of the policy.
-            verify: called with each server that joins meanwhile; raises if it has another policy.
 
         Raises:
             TrainingError: no server is left, or the time is over.
@@ -154,17 +149,12 @@ class Fleet:
         """
         dealing = Dealing(bodies, version, self.how.max_num_seqs, self.how.timeout_s)
         before = self.present
-        while True:
-            try:
-                responses = dealing.run(self.present)
-                break
-            except UnavailableError as error:
-                LOG.warning("all rollout servers are lost: %s", error.message)
-                joined = self.revive()
-                for server in joined:
-                    self._publish_to(server)
-                    verify(server)
-                self._require_present()
+        try:
+            responses = dealing.run(before)
+        except UnavailableError as error:
+            LOG.warning("all rollout servers are lost: %s", error.message)
+            self._require_present()
+            raise
         for server in before:
             if server.lost:
                 LOG.warning(
@@ -174,41 +164,12 @@ class Fleet:
                 )
         return responses
 
-    def revive(self) -> list[RemoteServer]:
-        """Start lost servers of this run once more, and use addresses that answer again.
-
-        Returns:
-            The servers that have joined. They have no policy yet.
-        """
-        if self._closed:
-            return []
-        for each in self.started:  # one may have ended while the others answered the last requests
-            if each.remote.has_ended():
-                each.remote.lost = each.remote.lost or f"{each.remote.url} ended"
-        again = [s for s in self.started if s.remote.lost and not s.restarted]
-        for lost in again:
-            LOG.warning("a rollout server ended (%s); starting it again", lost.remote.lost)
-            lost.restart()
-        for server in again:
-            try:
-                wait_for_all([server], self.how.timeout_s)
-            except TrainingError as error:
-                server.remote.lost = error.message
-                LOG.warning("it does not start again: %s", error.message)
-        candidates = [s.remote for s in again if not s.remote.lost]
-        candidates += [remote for remote in self._given if remote.lost]
-        joined = [remote for remote in candidates if not self._problems(remote)]
-        for remote in joined:
-            remote.lost = ""
-        return joined
-
     def _problems(self, server: RemoteServer) -> list[str]:
         adapter, length = self.how.adapter_rank is not None, self.how.max_model_len
         return server.problems(adapter=adapter, max_model_len=length)
 
     def close(self) -> None:
         """Unload the policy from servers of others, and end those of this run."""
-        self._closed = True
         for server in self._given:
             if self.published is not None and not server.lost:
                 with suppress(PlumblineError):

@@ -136,7 +136,6 @@ class StartedServer:
         self._how, self._sampling, self._place, self._log_path = how, sampling, place, log_path
         self._key = secrets.token_hex(16)
         self._stack = ExitStack()
-        self.restarted = False
         self.remote = self._launch()
 
     def wait(self, until: float) -> None:
@@ -160,12 +159,6 @@ class StartedServer:
                 hint="more memory: rollout.kv_cache_gib=<GiB> on a CPU, rollout.gpu_memory=<share> "
                 "on a GPU; or rollout=vllm",
             ) from None
-
-    def restart(self) -> None:
-        """End what is left of the server and start it again, at another port."""
-        self.end()
-        self.restarted = True
-        self.remote = self._launch()
 
     def end(self) -> None:
         """End the server and all of its processes."""

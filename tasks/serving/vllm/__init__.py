@@ -3,7 +3,6 @@
 child            loads folders one after the other and measures each
 server           `vllm serve` on loopback, as users start it
 rollouts         token ids in, token ids and log-probabilities out
-reward_engine    scores of a reward model inside a training rank
 loaded_weights, loaded_adapter   compare vLLM's weights with those that were sent to it
 lora_ops         faster products of adapters on CPUs
 """

@@ -1,10 +1,14 @@
 """Audit: find faults of a checkpoint in its files, whichever tool wrote it.
 
-run           entry point: `audit(folder)` returns a `Report`
-examine       runs all checks on an opened source
-source        the opened folder that every check reads; built from `folder` and `weights`
-recognise     tells the kind of a folder: adapter, model, DeepSpeed checkpoint, ...
-checks/       one module per family of checks: `check(source) -> Iterator[Finding]`
-catalogue/    every finding: its meaning, the tool that fails on it, public reports, the fix
-repair/       entry point: `repair(folder, out)` writes a repaired copy
+    report = audit(Path("ckpt"), base=Path("qwen2.5-7b"))
+    report.ok                       True if no finding is an error
+    print(report.text())
+    repair(Path("ckpt"), Path("new"))     a copy without the errors that can be repaired
+
+check       `@check` declares a code at the function that looks for it; `examine` runs all
+checks/     the checks; a new one is one function in one of these files
+source      the opened folder that every check reads, from `folder`, `weights` and `recognise`
+repair      applies the repairs that findings carry to a draft, audits it, writes it
+run         `audit` and `Report`
+known       configuration fields, and the classes of vLLM and transformers
 """

@@ -1,8 +1,6 @@
-"""Compare tensor names and shapes with the model's class, for every family of transformers.
+"""Build a model's class with transformers on the meta device, in a child process.
 
-`tasks.weights.plan.contracts` builds the class on the meta device, in a child process: importing
-transformers is too slow for an audit of headers, so this runs only with `values=true`. Families
-that `checks/headers.py` knows are skipped. Code that comes with a model is never run.
+Importing transformers is too slow for an audit of headers. Code that comes with a model is not run.
 """
 
 from __future__ import annotations
@@ -11,19 +9,15 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.audit.catalogue.tensors import Headers
-from tasks.audit.checks.headers import compare, knows
-from tasks.audit.config_fields import first_architecture
-from tasks.audit.finding import Finding
+from tasks.audit.known import first_architecture
 from tasks.audit.recognise import CONFIG, Kind
 from tasks.audit.source import Source
 from tasks.core.errors import ArtifactError, PlumblineError
 from tasks.process.child import child_environment
-from tasks.weights.families.counts import oversized
 from tasks.weights.plan.contracts import known_facts
 
 _PROJECT = Path(__file__).resolve().parents[2]
@@ -32,10 +26,16 @@ _MAX_TENSORS = 200_000
 _QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
 
 
-def check(source: Source) -> Iterator[Finding]:
-    """Compare with the class of transformers if no faster check knows the family."""
-    if not (source.values and _is_comparable(source)):
-        return
+def can_be_built(source: Source) -> bool:
+    """Return True if transformers can build the class and all tensors are known."""
+    config, name = source.config(), first_architecture(source.config())
+    served = source.kind is Kind.MODEL or name.endswith("ForSequenceClassification")
+    plain = not config.get("auto_map") and not config.get("quantization_config")
+    return served and plain and bool(name) and len(source.tensors) <= _MAX_TENSORS
+
+
+def built_class(source: Source) -> Mapping[str, Any] | str:
+    """Return the facts of the model's class as transformers builds it, or why it does not."""
     shapes_on_disk = {key: list(tensor.shape) for key, tensor in source.tensors.items()}
     reply = _answer(
         {
@@ -45,33 +45,8 @@ def check(source: Source) -> Iterator[Finding]:
             "disk": shapes_on_disk,
         }
     )
-    if "error" in reply:
-        yield Headers.CONTRACT_UNKNOWN.at(
-            CONFIG,
-            found=str(reply["error"]),
-            expected=f"a class of {first_architecture(source.config())}",
-        )
-        return
-    facts = reply["facts"]
-    shapes = {tensor["name"]: tuple(tensor["shape"]) for tensor in facts["tensors"]}
-    yield from compare(source, shapes, {*facts["tied"], *facts["unread"]})
-
-
-def _is_comparable(source: Source) -> bool:
-    """Return True if transformers can build the class and all tensors are known."""
-    config, name = source.config(), first_architecture(source.config())
-    served = source.kind is Kind.MODEL or name.endswith("ForSequenceClassification")
-    plain = not config.get("auto_map") and not config.get("quantization_config")
-    return (
-        source.is_model
-        and served
-        and plain
-        and bool(name)
-        and source.weights.is_whole
-        and not oversized(config)
-        and len(source.tensors) <= _MAX_TENSORS
-        and not knows(source)
-    )
+    facts: Mapping[str, Any] | str = reply["facts"] if "facts" in reply else str(reply["error"])
+    return facts
 
 
 def perform_apart(request: Mapping[str, Any]) -> Mapping[str, Any]:

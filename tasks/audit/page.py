@@ -1,46 +1,46 @@
-"""Write `docs/findings.md` from the catalogue: `python -m tasks.audit.page > docs/findings.md`."""
+"""Write `docs/findings.md` from the checks: `python -m tasks.audit.page > docs/findings.md`."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from importlib import import_module
+from itertools import groupby
 from textwrap import wrap
 
-from tasks.audit.catalogue import SECTIONS
-from tasks.audit.catalogue.unseen import UNSEEN, Unseen
-from tasks.audit.finding import Entry
+import tasks.audit.checks  # noqa: F401 -- declares the codes
+from tasks.audit.check import CHECKS, Check
+from tasks.audit.source import commands
 
 _WIDTH = 100
-_HEAD = """# What `flows/audit.py` finds
+_HEAD = """# What `plumbline audit` finds
 
-Made from `tasks/audit/catalogue/`; do not edit: `python -m tasks.audit.page > docs/findings.md`.
+Made from `tasks/audit/checks/`; do not edit: `python -m tasks.audit.page > docs/findings.md`.
 
 Codes are stable. An **error** means that a tool fails on the checkpoint, or that the model is not
 the one that was trained. A **warning** means the same under a condition that it names. An **info**
 is good to know. The severity of a single finding can differ from the one given here. Numbers are
-public reports of the failure; "PR" is a pull request.
+public reports of the failure; "PR" is a pull request. [Failures that files do not
+show](not-in-files.md) are listed apart.
 """
-
-_UNSEEN = """## Failures that files do not show
-
-Reported failures that leave nothing in the files, or files that are as valid as any other.
-"""
+_COMMANDS = commands("DIR")
 
 
 def page() -> str:
     """Return the text of `docs/findings.md`."""
     parts = [_HEAD]
-    for section in SECTIONS:
-        parts += [f"## {section.heading}\n", *map(_entry, section.entries())]
-    return "\n".join([*parts, _UNSEEN, *_unseen(UNSEEN), ""])
+    listed = [each for each in CHECKS if each.listed]
+    for module, checks in groupby(listed, key=lambda each: each.module):
+        title = (import_module(module).__doc__ or "").partition("\n")[0].removesuffix(".")
+        parts += [f"## {title}\n", *map(_entry, checks)]
+    return "\n".join(parts)
 
 
-def _entry(entry: Entry) -> str:
-    items = [f"- Why: {entry.why}.", f"- Fix: {entry.fix}."]
-    if entry.reported:
-        items.append(f"- Reported: {entry.reported}.")
-    title = f"{entry.title}. *{entry.severity.value.capitalize()}.*"
-    return "\n".join([f"### {entry.code}\n", f"{_wrapped(title)}\n", *map(_wrapped, items), ""])
+def _entry(each: Check) -> str:
+    items = [f"- Why: {each.why}.", f"- Fix: {each.fix.format_map(_COMMANDS)}."]
+    if each.issues:
+        items.append(f"- Reported: {each.issues}.")
+    title = f"{each.title}. *{each.severity.value.capitalize()}.*"
+    return "\n".join([f"### {each.code}\n", f"{_wrapped(title)}\n", *map(_wrapped, items), ""])
 
 
 def _wrapped(text: str) -> str:
@@ -51,12 +51,6 @@ def _wrapped(text: str) -> str:
         text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
     return "\n".join(lines).replace("\u00a0", " ")
-
-
-def _unseen(failures: Iterable[Unseen]) -> Iterator[str]:
-    yield "| reported | what | why files do not show it |\n|---|---|---|"
-    for failure in failures:
-        yield f"| {', '.join(failure.issues)} | {failure.what} | {failure.reason} |"
 
 
 if __name__ == "__main__":

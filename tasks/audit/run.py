@@ -9,7 +9,6 @@ Nothing is written into the folder, nothing in it is run, nothing is unpickled.
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,15 +17,17 @@ from pathlib import Path
 from textwrap import shorten, wrap
 from typing import Any
 
-from tasks.audit.catalogue.files import Files
-from tasks.audit.examine import examine
-from tasks.audit.finding import Finding, Severity, printable
+from tasks.audit.check import examine
+from tasks.audit.finding import Finding, Severity, errors_of, printable
 from tasks.audit.repair import is_repairable
-from tasks.audit.source import Source, open_source
-from tasks.core.terminal import plain, typed
+from tasks.audit.source import command, commands, open_source
+from tasks.core.terminal import plain
 
 _WIDTH, _INDENT = 110, 20
-_UNREADABLE = {entry.code for entry in Files.entries()} - {"STRAY_WEIGHT_FILE"}
+_UNREADABLE = frozenset(
+    {"WEIGHTS_MISSING", "INDEX_WRONG", "INDEX_MISSING_FILE", "KEY_TWICE", "DOWNLOAD_INTERRUPTED",
+     "BLOB_DIFFERS"}
+)  # fmt: skip
 """Errors of a base that cannot be compared with anything."""
 _CELL = 70
 """Most characters in a cell of a Markdown table."""
@@ -66,7 +67,7 @@ class Report:
     @property
     def errors(self) -> tuple[Finding, ...]:
         """The findings that are errors."""
-        return tuple(each for each in self.findings if each.severity is Severity.ERROR)
+        return tuple(errors_of(self.findings))
 
     def as_json(self) -> dict[str, Any]:
         """Return a dict of plain JSON values."""
@@ -96,15 +97,12 @@ class Report:
     @property
     def command(self) -> str:
         """The command that prints this report."""
-        values = " values=true" if self.values else ""
-        return f"python flows/audit.py {typed('source', self.source)}{values}"
+        return command("audit", source=self.source, values=True if self.values else None)
 
     @property
     def mending(self) -> str:
         """The command that writes a copy without errors; "" if there is none."""
-        base = f" {typed('base', self.base)}" if self.base else ""
-        command = f"python flows/audit.py {typed('source', self.source)}{base} fix=true"
-        return f"{command} out_dir=<a new folder>" if self.mendable else ""
+        return commands(self.source, self.base or None)["repair"] if self.mendable else ""
 
     def markdown(self) -> str:
         """Return the report as Markdown for pages of orchestrators and trackers.
@@ -141,7 +139,7 @@ def audit(
     source: Path,
     *,
     base: Path | None = None,
-    values: bool = False,
+    values: bool | None = None,
     adapter: Path | None = None,
     public_key: Path | None = None,
     alone: bool = False,
@@ -151,10 +149,11 @@ def audit(
     Args:
         source: the folder.
         base: folder of the model that it was trained on or made from; None uses the base that an
-            adapter names, if that is a local folder.
-        values: read tensor data of models and large adapters too, not only headers and JSON files.
-        adapter: folder of the adapter that was merged into `base`; with `values` every tensor is
-            compared with base and adapter.
+            adapter names, if that is a local folder or in the hub cache.
+        values: True to read all tensor data, False for headers and JSON files only; None reads
+            weights up to 2 GB.
+        adapter: folder of the adapter that was merged into `base`: every tensor is compared with
+            base and adapter, if values are read.
         public_key: key that has to have signed the folder; its signature covers every byte.
         alone: neither audit the base nor plan the merge into it: `deliver` has done the one and
             does the other itself.
@@ -169,27 +168,15 @@ def audit(
         of_base = audit(opened.base.folder.root, values=values)
         if any(finding.code in _UNREADABLE for finding in of_base.errors):
             opened = replace(opened, base=None)  # its gaps would be reported as the source's
-    findings = examine(opened, plan=of_base is not None and of_base.ok)
+    opened = replace(opened, planned=of_base is not None and of_base.ok)
+    findings = tuple(examine(opened))
     mendable = is_repairable(opened, findings)
-    completed = tuple(_with_paths(finding, source, opened) for finding in findings)
     seconds = time.perf_counter() - began
     what = printable(opened.recognised.what)
     read = opened.is_read or not opened.tensors
     used = "" if opened.base is None else str(opened.base.folder.root)
     kind = opened.kind.value
-    return Report(str(source), kind, what, completed, seconds, mendable, read, used, of_base)
-
-
-def _with_paths(finding: Finding, source: Path, opened: Source) -> Finding:
-    """Return the finding with the folders of this audit in its commands."""
-    fix = re.sub(r"source=DIR\b(?!/)", lambda _: typed("source", source), finding.fix)
-    if opened.base is not None:
-        base = typed("base", opened.base.folder.root)
-        fix = fix.replace("base=<the base>", base).replace("base=BASE", base)
-    if opened.adapter is not None:
-        adapter = opened.adapter
-        fix = re.sub(r"(\w+)=<the adapter>", lambda key: typed(key[1], adapter), fix)
-    return replace(finding, fix=fix)
+    return Report(str(source), kind, what, findings, seconds, mendable, read, used, of_base)
 
 
 def _code(text: str) -> str:
@@ -220,7 +207,7 @@ def _table(findings: tuple[Finding, ...]) -> Iterator[str]:
         if finding.code in explained:  # all findings of a code have the same reason
             del texts["why"]
         for name, text in texts.items():
-            sentence, begin, command = text.partition("python flows/")
+            sentence, begin, command = text.partition("plumbline ")
             first, indent = f"{'':<9} {name:<9} ", " " * _INDENT
             lines = wrap(
                 sentence, _WIDTH, initial_indent=first, subsequent_indent=indent,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tasks.audit.finding import Finding, Severity
+from tasks.audit.recognise import ADAPTER_CONFIG
 from tasks.audit.run import Report, audit
 from tasks.core.contract import Check
 from tasks.core.errors import ConfigError, first_and_more
@@ -38,7 +39,7 @@ class Examined(NamedTuple):
 def examine(
     roots: Sequence[Path], base: Path | None, *, check_base: bool = True
 ) -> tuple[Report, ...]:
-    """Audit the folders to deliver, from headers and documents.
+    """Audit the folders to deliver: models from headers and documents, adapters with values.
 
     Args:
         roots: SOURCE, or the folders of several adapters.
@@ -48,10 +49,18 @@ def examine(
     Raises:
         ConfigError: errors that stop the delivery, each with code, place and fix.
     """
-    reports = tuple(audit(root, base=base, alone=True) for root in roots)
+    reports = tuple(
+        # The plan reads the weights of a model: here they would be read twice.
+        audit(root, base=base, values=None if _is_adapter(root) else False, alone=True)
+        for root in roots
+    )
     if any(_blocking(report, check_base=check_base) for report in reports):
         raise refused(reports, check_base=check_base)
     return reports
+
+
+def _is_adapter(root: Path) -> bool:
+    return (root / ADAPTER_CONFIG).is_file()
 
 
 READ = 2 << 30
@@ -103,7 +112,7 @@ def refused(
     first, rest, fix, repair, lines = "", "", "", "", []
     for report in reports:
         blocking = _blocking(report, check_base=check_base, is_base=key == "base")
-        if not blocking:
+        if not blocking and len(reports) > 1:
             continue
         what = "the base, not the source: " if key == "base" else ""
         first = first or f"{what}{key}={report.source}: {report.what}"
@@ -116,7 +125,8 @@ def refused(
             lines.append(f"  fix: {finding.fix}")
         fix = fix or next((item.fix for item in report.findings if item.code == _SHARDS), "")
         repair = repair or report.mending
-    summary = first_and_more([line for line in lines if not line.startswith("  ")])
+    reasons = [line for line in lines if not line.startswith("  ")]
+    summary = first_and_more(reasons) if reasons else "it cannot be delivered"
     return ConfigError(
         f"{first}: {summary}",
         details=lines,

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from tasks.audit.checks.files import TRAINER_STATE
 from tasks.audit.finding import Finding
-from tasks.audit.recognise import ADAPTER_CONFIG, Kind
+from tasks.audit.recognise import ADAPTER_CONFIG, CONFIG, Kind
 from tasks.audit.run import Report
+from tasks.weights.heads.detect import WRAPPER
 from tasks.weights.heads.folder import SIDE_FILES
 
 
@@ -27,12 +28,13 @@ def _is_head(finding: Finding, _: Report) -> bool:
     return finding.file in SIDE_FILES
 
 
-def _wrapped(_: Finding, report: Report) -> bool:
-    """Return True if all names have prefixes of wrappers that the plan removes."""
-    codes = {other.code for other in report.findings}
-    if "TRL_RESIDUE" in codes:
-        return report.kind == Kind.VALUE
-    return "WRAPPER_RESIDUE" in codes
+def _wrapped(finding: Finding, report: Report) -> bool:
+    """Return True for a wrapper that the plan takes off: TRL's only from a model with its head."""
+    return not finding.tensor.startswith(WRAPPER) or report.kind == Kind.VALUE
+
+
+def _of_config(finding: Finding, _: Report) -> bool:
+    return finding.file == CONFIG
 
 
 def _of_adapter(finding: Finding, _: Report) -> bool:
@@ -54,13 +56,10 @@ HANDLED: Mapping[str, Handling] = {
     "STRAY_WEIGHT_FILE": Handling(
         "kept as an artifact of its own, away from what is served", _is_head
     ),
-    "HEAD_IN_MODEL": Handling("split off, and kept as an artifact of its own"),
+    "HEAD_PLACE": Handling("split off, and kept as an artifact of its own"),
     "HEAD_LABELS": Handling("served with the labels that the head has"),
-    "HEAD_PREFIX": Handling("the saved head is used, under the name that it has"),
-    "TRL_RESIDUE": Handling("TRL's prefix is taken off", _wrapped),
+    "HEAD_UNUSABLE": Handling("the saved head is used, under the name that it has", _of_config),
     "WRAPPER_RESIDUE": Handling("the prefix is taken off: nothing is lost", _wrapped),
-    "TENSOR_MISSING": Handling("present with a prefix; the plan compares it again", _wrapped),
-    "TENSOR_UNEXPECTED": Handling("it has a prefix; the plan compares it again", _wrapped),
     "VLLM_ARCHITECTURE": Handling("served as the family's *ForSequenceClassification", _with_head),
     "WRONG_BASE": Handling("refused in the next step, by the same test", _of_adapter),
     "MANIFEST_DIFFERS": Handling("refused later: every byte is compared with the manifest first"),

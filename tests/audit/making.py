@@ -141,7 +141,7 @@ def edit_json(path: Path, **changes: Any) -> None:
     write_json(path, {key: value for key, value in document.items() if value is not None})
 
 
-def codes(root: Path, *, base: Path | None = None, values: bool = False) -> dict[str, str]:
+def codes(root: Path, *, base: Path | None = None, values: bool | None = None) -> dict[str, str]:
     """Return the severity of each code in an audit."""
     return by_code(audit(root, base=base, values=values))
 

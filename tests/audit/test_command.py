@@ -63,7 +63,7 @@ def test_the_command_proves_a_merge(tmp_path: Path, typed: Typed) -> None:
     assert (status, "MERGE_PROVEN" in out) == (0, True)
     assert re.search(r"\b4 tensors.*\b17\b", out)
     status, out, _ = typed(f"source={merge(tmp_path / 'wrong', 4.0)}", *options)
-    assert (status, "MERGE_TWICE" in out) == (1, True)
+    assert (status, "MERGE_WRONG" in out) == (1, True)
 
 
 def test_a_repaired_copy(tmp_path: Path, typed: Typed) -> None:

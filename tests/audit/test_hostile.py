@@ -41,7 +41,7 @@ def files_with(root: Path, code: str) -> list[str]:
 
 def test_more_files_than_are_listed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "MAX_ENTRIES", 3)
-    assert codes(model)["LISTING_CUT"] == "error"
+    assert codes(model)["UNSAFE_FILE"] == "error"
 
 
 def test_endless_folders(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_endless_folders(tmp_path: Path) -> None:
     (root / "loop").symlink_to("loop")
     (root / "up").symlink_to("..")
     assert files_with(root, "ODD_ENTRY") == ["d/d/d/d/d/d", "loop"]
-    assert files_with(root, "LINK_OUTSIDE") == ["up"]
+    assert files_with(root, "UNSAFE_FILE") == ["up"]
 
 
 def test_headers_and_documents_of_bombs(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_patterns_without_end(tmp_path: Path) -> None:
     }  # fmt: skip
     root = make_adapter(tmp_path / "it", arrays, **settings)
     reported = examined(root, make_model(tmp_path / "base"))
-    assert {"ADAPTER_ALPHA", "ADAPTER_SAVED_ABSENT"} <= reported
+    assert {"ADAPTER_CONFIG", "ADAPTER_SAVED"} <= reported
 
 
 def names(root: Path) -> None:

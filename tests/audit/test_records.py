@@ -116,19 +116,19 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
     ),
     "template": (
         lambda s: (s / "chat_template.jinja").write_text(TEMPLATE + "{{ '<think>' }}"),
-        "WITNESS_TEMPLATE", "warning", "sha256 ",
+        "WITNESS_FILES", "warning", "sha256 ",
     ),
     "tokenizer": (
         lambda s: edit_json(s / "tokenizer.json", added_tokens=[]),
-        "WITNESS_TOKENIZER", "warning", "4 tokens",
+        "WITNESS_FILES", "warning", "4 tokens",
     ),
     "eos": (
         lambda s: edit_json(s / "generation_config.json", eos_token_id=2),
-        "WITNESS_GENERATION", "warning", "eos_token_id: 2",
+        "WITNESS_FILES", "warning", "eos_token_id: 2",
     ),
     "temperature": (
         lambda s: edit_json(s / "generation_config.json", temperature=None),
-        "WITNESS_GENERATION", "warning", "temperature: None",
+        "WITNESS_FILES", "warning", "temperature: None",
     ),
     "base": (
         lambda s: make_model(s.parent / "base", {"model.norm.weight": np.ones(4, np.float32)}),
@@ -136,13 +136,13 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
     ),
     "nf4": (
         lambda s: edit_facts(s, lambda facts: facts.update(quantization={"method": "nf4"})),
-        "WITNESS_QUANTISATION", "warning", "not quantised",
+        "WITNESS_BASE", "warning", "not quantised",
     ),
     "quantised base": (
         lambda s: edit_json(
             s.parent / "base" / "config.json", quantization_config={"quant_method": "gptq"}
         ),
-        "WITNESS_QUANTISATION", "warning", "gptq",
+        "WITNESS_BASE", "warning", "gptq",
     ),
     "newer": (
         lambda s: edit_facts(s, lambda facts: facts.update(format=99)),
@@ -205,16 +205,20 @@ def test_a_signature_that_holds_is_no_finding(signed: Path, keys: tuple[Path, Pa
 def test_each_way_to_break_it_has_a_code_and_names_the_file(
     signed: Path, keys: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    assert added_by(signed, make_pair(tmp_path, "other")[1]) == {"SIGNED_BY_ANOTHER": "error"}
+    assert added_by(signed, make_pair(tmp_path, "other")[1]) == {"SIGNATURE_WRONG": "error"}
     edit_json(signed / "config.json", rms_norm_eps=1e-5)
     (signed / "generation_config.json").write_text("{}")
     report = audit(signed, public_key=keys[1])
-    files = {each.code: each.file for each in report.findings if each.code.startswith("SIGN")}
+    files = {
+        each.found.partition(":")[0]: each.file
+        for each in report.findings
+        if each.code == "SIGNATURE_WRONG"
+    }
     assert files == {"SIGNED_CHANGED": "config.json", "SIGNED_ADDED": "generation_config.json"}
     assert not report.ok
     (signed / "config.json").unlink()
-    assert added_by(signed, keys[1])["SIGNED_REMOVED"] == "error"
+    assert added_by(signed, keys[1])["SIGNATURE_WRONG"] == "error"
     (signed / "model.sig").write_text("{}")
-    assert added_by(signed, keys[1]) == {"SIGNATURE_UNREADABLE": "error"}
+    assert added_by(signed, keys[1]) == {"SIGNATURE_WRONG": "error"}
     (signed / "model.sig").unlink()
-    assert added_by(signed, keys[1]) == {"SIGNATURE_MISSING": "error"}
+    assert added_by(signed, keys[1]) == {"SIGNATURE_WRONG": "error"}

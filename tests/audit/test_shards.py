@@ -30,7 +30,7 @@ def test_shards_of_an_adapter(ours: Path) -> None:
     report = audit(ours)
     assert (report.kind, report.ok) == ("shards", True)
     (finding,) = report.findings
-    assert (finding.code, finding.found) == ("PARTITIONS_WHOLE", "2 ranks, 2 tensors, adapter")
+    assert (finding.code, finding.found) == ("ZERO_NOT_GATHERED", "2 ranks, 2 tensors, adapter")
     assert f"source={ours}" in finding.fix
     (ours / "adapter_config.json").unlink()
     assert by_code(audit(ours))["CONFIG_MISSING"] == "warning"
@@ -45,6 +45,6 @@ def test_unusable_shards(ours: Path) -> None:
             next((ours / "shards").glob("rank-00001-*")).unlink()
         report = audit(ours)
         assert report.kind == "shards"
-        assert "PARTITIONS_UNUSABLE" in errors(by_code(report))
+        assert "ZERO_UNUSABLE" in errors(by_code(report))
         assert "CANNOT_JUDGE" not in by_code(report)
         json.dumps(report.as_json())

@@ -54,7 +54,7 @@ class TestTheBase:
     def test_with_a_link_to_a_secret(self, here, adapter, base, tmp_path) -> None:
         source = Path(shutil.copytree(adapter, tmp_path / "adapter"))
         (source / "vocab.env").symlink_to("/proc/self/environ")
-        assert "LINK_OUTSIDE vocab.env" in here(f"source={source}", f"base={base}", code=2).output
+        assert "UNSAFE_FILE vocab.env" in here(f"source={source}", f"base={base}", code=2).output
         linked = Path(shutil.copytree(base, tmp_path / "linked"))
         (linked / "vocab.txt").symlink_to("/etc/shadow")
         text = here(f"source={adapter}", f"base={linked}", code=2).output

@@ -26,7 +26,7 @@ def test_a_run_signs_and_later_runs_check(rlhf: Callable[..., Run], tmp_path: Pa
     runs, quick = tmp_path / "runs", (*SMALL, "smoke.engine=transformers")
     unsigned = rlhf(runs, *quick, f"register.verify={public}")
     assert unsigned.code == 1
-    assert "SIGNATURE_MISSING: model.sig" in unsigned.output
+    assert "SIGNATURE_WRONG: model.sig" in unsigned.output
     assert "model_signing sign key" in unsigned.output
 
     first = rlhf(runs, *quick, f"register.sign={private}", f"register.verify={public}")
@@ -50,7 +50,7 @@ def test_a_run_signs_and_later_runs_check(rlhf: Callable[..., Run], tmp_path: Pa
     for more, done in (((), True), (("force=[smoke_eval]",), False)):
         refused = rlhf(runs, *quick, f"register.verify={public}", *more)
         assert refused.code == 1, refused.output
-        assert "SIGNED_BY_ANOTHER: model.sig" in refused.output
+        assert "SIGNATURE_WRONG: model.sig" in refused.output
         assert ("smoke_eval" in [stage["name"] for stage in refused.summary["stages"]]) == done
 
     # Somebody alters a file, and the manifest with it: only the signature shows it.
@@ -65,5 +65,5 @@ def test_a_run_signs_and_later_runs_check(rlhf: Callable[..., Run], tmp_path: Pa
     (served / MANIFEST).write_text(json.dumps(document))
     altered = rlhf(runs, *quick, f"register.verify={public}")
     assert altered.code == 1, altered.output
-    assert "SIGNED_CHANGED: config.json" in altered.output
+    assert "SIGNATURE_WRONG: config.json" in altered.output
     assert "smoke_eval" not in [stage["name"] for stage in altered.summary["stages"]]

@@ -1,8 +1,29 @@
-"""Checks of an opened source. Each module has `check(source) -> Iterator[Finding]`.
+"""Checks of an opened source, in the order of the report; see `tasks.audit.check`.
 
-`tasks.audit.examine` lists them in the order of the report.
-
-folder_checks, files     the folder, its files and the index
-headers, experts         tensor names and shapes
-text/, adapters/         tokenizers and embeddings; PEFT adapters and merged models
+folder, files, zero         the folder, its files, checkpoints that are not gathered
+names, heads, storage       tensors: names and shapes, heads, dtypes and quantisation
+adapter, adapter_base       PEFT adapters, and how they fit their base
+tokens, templates, config   tokenizers, chat templates, settings
+values, base, merge         numbers: by themselves, against the base, against base and adapter
+witness                     the record that training left
 """
+
+from tasks.audit.checks import (  # isort: skip -- in the order of the report
+    folder as folder,
+    files as files,
+    names as names,
+    zero as zero,
+    heads as heads,
+    adapter as adapter,
+    adapter_base as adapter_base,
+    templates as templates,
+    tokens as tokens,
+    witness as witness,
+    storage as storage,
+    config as config,
+    base as base,
+    values as values,
+    merge as merge,
+)
+
+adapter_base.declare_last()

@@ -1,43 +1,30 @@
-"""Check reward and value heads: a head exists where one is needed, and loaders find it."""
+"""Heads for rewards and values: a head exists where one is needed, and loaders find it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tasks.audit.catalogue.heads import Heads
-from tasks.audit.finding import Finding
+from tasks.audit.check import EITHER, ERROR, INFO, WARNING, Fault, check
+from tasks.audit.finding import Severity
 from tasks.audit.recognise import ADAPTER_CONFIG, CONFIG, MODELS
+from tasks.audit.repair import Draft
 from tasks.audit.source import Source
 from tasks.audit.weights import open_weights
 from tasks.weights.files.source import Source as Tensors
 from tasks.weights.heads.absence import absence, layered_head
-from tasks.weights.heads.detect import MANY_LABELS, Found, Head, detect
+from tasks.weights.heads.detect import MANY_LABELS, detect
+from tasks.weights.heads.detect import Found as Detected
 from tasks.weights.heads.folder import ADAPTER, HEAD, MODEL, SIDE_FILES, HeadFolder, architectures
 
 _LABELS = 2
 """Number of labels that transformers assumes if config.json does not set it."""
+_SCALE = ("mean", "std", f"{CONFIG}: mean", f"{CONFIG}: std")
 
 
-def check(source: Source) -> Iterator[Finding]:
-    """Check the head of a model or adapter that has one or needs one."""
-    if not (source.is_model or source.is_adapter) or not source.tensors:
-        return
-    folder = head_folder(source)
-    detected = detect(folder)
-    yield from _absent(source, detected)
-    if detected.head is not None and detected.head.role == "value":
-        yield Heads.HEAD_OF_CRITIC.at(
-            CONFIG, found=source.recognised.what, expected="a policy, or a reward model"
-        )
-        return
-    if detected.head is not None:
-        yield from _place(source, detected.head)
-        yield from _labels(source, detected.head)
-    yield from _unusable(source, detected)
-    for note in detected.notes:
-        yield Heads.HEAD_PREFIX.at(CONFIG, found=note, expected="the name of the saved head")
-    yield from _normalisation(source, detected)
+def HEADED(source: Source) -> bool:
+    """Return True for a model or an adapter whose tensors are known."""
+    return EITHER(source) and bool(source.tensors)
 
 
 def head_folder(source: Source) -> HeadFolder:
@@ -54,85 +41,159 @@ def head_folder(source: Source) -> HeadFolder:
     return HeadFolder(source.folder.root, source.config(), adapter_config, sources, beside)
 
 
-def _absent(source: Source, detected: Found) -> Iterator[Finding]:
+def _detected(source: Source) -> Detected:
+    return detect(head_folder(source))
+
+
+def _is_critic(source: Source) -> bool:
+    head = source.once(_detected).head
+    return head is not None and head.role == "value"
+
+
+@check(
+    "HEAD_MISSING", ERROR, needs=(HEADED,),
+    why="transformers initialises a random head and warns; LLaMA-Factory says `Reward model is not "
+    "correctly loaded`; the scores are noise. With LoRA on a head that was never saved, `size "
+    "mismatch for score.lora_B`",
+    fix="a head that was never saved cannot be recovered: train again and save it in full "
+    "(modules_to_save); if DeepSpeed's shards are still there, they contain it",
+    issues="LLaMA-Factory #7706, LLaMA-Factory #1411, LLaMA-Factory #1024, LLaMA-Factory #5939, "
+    "OpenRLHF #209, OpenRLHF #180, OpenRLHF #873, OpenRLHF #682, OpenRLHF #872, OpenRLHF PR #1342",
+)  # fmt: skip
+def head_missing(source: Source) -> Iterator[Fault]:
+    """A reward or value model without its head, or with LoRA on a head that was never saved."""
+    detected = source.once(_detected)
     if detected.head is not None or not source.weights.is_whole or layered_head(detected.folder):
         return
-    reason = next(iter(absence(detected.folder, detected.lora_on)), "")
-    if detected.lora_on and not _base_has(source, detected.lora_on):
-        name = f"base_model.model.{detected.lora_on}.lora_A.weight"
-        yield Heads.HEAD_BASE_LOST.at(
-            source.weights.single, name, found=reason, expected=f"{detected.lora_on}.weight in full"
-        )
-    elif (
-        reason
-        and not detected.lora_on
-        and not detected.findings[1:]
-        and not _base_has(source, "score")
-    ):
-        yield Heads.HEAD_MISSING.at(
-            "", found=reason, expected="score.weight or v_head.summary.weight, (1, hidden)"
-        )
+    reason, lora_on = next(iter(absence(detected.folder, detected.lora_on)), ""), detected.lora_on
+    # Nothing is lost if the base has the head that an adapter lacks.
+    in_base = source.base is not None and f"{lora_on or 'score'}.weight" in source.base.tensors
+    if in_base:
+        return
+    if lora_on:
+        name = f"base_model.model.{lora_on}.lora_A.weight"
+        yield Fault(reason, f"{lora_on}.weight in full", source.weights.single, [name])
+    elif reason and not detected.findings[1:]:
+        yield Fault(reason, "score.weight or v_head.summary.weight, (1, hidden)")
 
 
-def _base_has(source: Source, module: str) -> bool:
-    """Return True if the base has the head that an adapter lacks: then nothing is lost."""
-    return source.base is not None and f"{module}.weight" in source.base.tensors
+@check(
+    "HEAD_OF_CRITIC", ERROR, needs=(HEADED, _is_critic),
+    why="no server has a class for it; loaded as a reward model it scores a text by the value of "
+    "its last token, which looks like a reward",
+    fix="serve the policy that was trained with it; a critic is only useful to continue training",
+)  # fmt: skip
+def head_of_critic(source: Source) -> Iterator[Fault]:
+    """A critic: a model that gives every token a value."""
+    yield Fault(source.recognised.what, "a policy, or a reward model", file=CONFIG)
 
 
-def _place(source: Source, head: Head) -> Iterator[Finding]:
+@check(
+    "HEAD_PLACE", ERROR, needs=(HEADED,),
+    why="`There is no module or parameter named 'v_head'` in vLLM; transformers ignores it; tools "
+    "that look for it in another place say `no v_head weight is found` and train on with a random "
+    "head",
+    fix="split it off: {repair}",
+    issues="LLaMA-Factory #7511, LLaMA-Factory #4379, LLaMA-Factory #8635",
+)  # fmt: skip
+def head_place(source: Source) -> Iterator[Fault]:
+    """A value head among the language model's tensors, or in a file beside the weights."""
+    head = source.once(_detected).head
+    if head is None or _is_critic(source):
+        return
     where, _, key = head.weight.partition(":")
     if head.dialect == "trl" and where == MODEL:
-        yield Heads.HEAD_IN_MODEL.at(
-            source.tensors[key].file, key, found="TRL's value head in the model",
-            expected="the language model alone",
-        )  # fmt: skip
+        text = "TRL's value head in the model"
+        yield Fault(text, "the language model alone", tensors=[key], repair=_split_head)
     elif where == HEAD:
         name = next(file for file in (*SIDE_FILES, MODELS[1]) if file in source.folder.files)
-        yield Heads.HEAD_SIDE_FILE.at(
-            name, key, found="a head in a separate file", expected="a loader that reads it"
-        )
+        yield Fault(
+            f"a head in a separate file: {key}", "a loader that reads it", file=name,
+            severity=WARNING, repair=_split_head,
+        )  # fmt: skip
 
 
-def _labels(source: Source, head: Head) -> Iterator[Finding]:
-    """Compare the rows of a linear head with config.json; value heads always have one row."""
-    if head.dialect not in ("openrlhf", "transformers") or len(head.shape) != 2:
+def _split_head(draft: Draft) -> None:
+    """Take a value head out of the model. A faulty head is left to the checks."""
+    detected = detect(head_folder(draft.source))
+    head = detected.head
+    if head is None or detected.findings or head.dialect not in ("trl", "llamafactory"):
         return
-    config = source.config()
+    keys = {file_and_key.partition(":")[2] for file_and_key in head.sources}
+    draft.names = {new: old for new, old in draft.names.items() if old not in keys}
+    draft.split_off(detected)
+
+
+@check(
+    "HEAD_LABELS", ERROR, needs=(HEADED,),
+    why="transformers assumes two labels if num_labels is not set: `size mismatch for "
+    "score.weight: [1, hidden] vs [2, hidden]`, or a new random head",
+    fix="convert it: {deliver}",
+    issues="OpenRLHF #1039, OpenRLHF #872, OpenRLHF #542, OpenRLHF #428, OpenRLHF #494",
+)  # fmt: skip
+def head_labels(source: Source) -> Iterator[Fault]:
+    """The head's rows and the number of labels in config.json disagree, or there are two labels."""
+    head, config = source.once(_detected).head, source.config()
+    if head is None or head.dialect not in ("openrlhf", "transformers") or len(head.shape) != 2:
+        return  # value heads always have one row
+    if _is_critic(source):
+        return
     table, count = config.get("id2label"), config.get("num_labels")
     labels = count if type(count) is int else len(table) if isinstance(table, dict) else _LABELS
-    rows = head.shape[0]
+    rows, key = head.shape[0], head.weight.partition(":")[2]
     if rows and rows != labels:
         default = "" if "num_labels" in config or "id2label" in config else " by default"
-        yield Heads.HEAD_LABELS.at(
-            CONFIG, head.weight.partition(":")[2], found=f"{rows} rows, {labels} labels{default}",
-            expected=f"num_labels={rows}",
+        yield Fault(
+            f"{rows} rows, {labels} labels{default}", f"num_labels={rows}", CONFIG, [key],
+            fix=f'in config.json: "num_labels": {rows}',
         )  # fmt: skip
     elif rows == _LABELS:
-        yield Heads.HEAD_TWO_LABELS.at(
-            CONFIG, head.weight.partition(":")[2], found="2 labels", expected="1 for a reward"
-        )
-
-
-def _unusable(source: Source, detected: Found) -> Iterator[Finding]:
-    """Report what detection says about existing heads; `_labels` covers the number of rows."""
-    missing = set(absence(detected.folder, detected.lora_on))
-    numbers = ("mean", "std", f"{CONFIG}: mean", f"{CONFIG}: std")
-    for problem in detected.findings:
-        if problem in missing or MANY_LABELS in problem:
-            continue
-        entry = Heads.HEAD_MEAN_STD if problem.startswith(numbers) else Heads.HEAD_UNUSABLE
-        yield entry.at("", found=problem, expected="one head, (1, hidden)")
-
-
-def _normalisation(source: Source, detected: Found) -> Iterator[Finding]:
-    named = "RewardModel" in architectures(source.config())
-    if not named and "value_head_prefix" not in source.config():
-        return
-    scale = detected.normalisation
-    if scale.is_there and not scale.buffers:
-        yield Heads.HEAD_NORMALISATION.at(
-            CONFIG, found=f"mean {scale.mean}, std {scale.std}; no such tensors",
-            expected="tensors mean and std, or a loader that reads config.json",
+        yield Fault(
+            "2 labels", "1 for a reward", CONFIG, [key], severity=INFO,
+            why="correct for a classifier of two classes; in a reward model it is the random head "
+            "that a loader creates without num_labels=1",
+            fix="if it should be a reward model: the head was lost, train again",
         )  # fmt: skip
+
+
+@check(
+    "HEAD_UNUSABLE", ERROR, needs=(HEADED,),
+    why="loaders stop at its shape, or read the wrong one; OpenRLHF loads a new random head under "
+    "the name of value_head_prefix; rewards are normalised with only one of mean and std",
+    fix="save the head again, once and in full; set value_head_prefix to its name in the weights; "
+    "evaluate the model again, which writes mean and std",
+    issues="OpenRLHF #682, OpenRLHF PR #1342",
+)  # fmt: skip
+def head_unusable(source: Source) -> Iterator[Fault]:
+    """A head that is empty, stored twice, of a wrong size, or not the one of config.json."""
+    if _is_critic(source):
+        return
+    detected = source.once(_detected)
+    missing = set(absence(detected.folder, detected.lora_on))
+    for problem in detected.findings:
+        if problem not in missing and MANY_LABELS not in problem:
+            yield Fault(problem, "one head, (1, hidden)")
+    for note in detected.notes:
+        yield Fault(note, "the name of the saved head", file=CONFIG)
+
+
+@check(
+    "HEAD_NORMALISATION", WARNING, needs=(HEADED,),
+    why="OpenRLHF keeps them in buffers that are not saved and that transformers 5 leaves "
+    "uninitialised when it loads: normalised rewards off by orders of magnitude. Without them "
+    "normalize_reward silently uses 0 and 1",
+    fix="normalise with the numbers in config.json: (score - mean) / std; vLLM: "
+    "PoolerConfig(logit_mean=mean, logit_sigma=std). OpenRLHF writes them when it evaluates",
+    issues="OpenRLHF PR #1343, OpenRLHF #693, OpenRLHF #224",
+)  # fmt: skip
+def head_normalisation(source: Source) -> Iterator[Fault]:
+    """An OpenRLHF reward model with mean and std of rewards only in config.json, or without."""
+    named = "RewardModel" in architectures(source.config())
+    if _is_critic(source) or not (named or "value_head_prefix" in source.config()):
+        return
+    scale = source.once(_detected).normalisation
+    if scale.is_there and not scale.buffers:
+        text = f"mean {scale.mean}, std {scale.std}; no such tensors"
+        yield Fault(text, "tensors mean and std, or a loader that reads config.json", file=CONFIG)
     elif named and not scale.is_there:
-        yield Heads.HEAD_NOT_NORMALISED.at(CONFIG, found="no mean, no std", expected="both")
+        yield Fault("no mean, no std", "both", file=CONFIG, severity=Severity.INFO)

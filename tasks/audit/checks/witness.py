@@ -1,16 +1,17 @@
-"""Compare a checkpoint's files with the record that its training left, `plumbline.witness`."""
+"""The record of the trained model (`plumbline.witness`) beside the files of a checkpoint."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tasks.audit.catalogue.witness import Records
-from tasks.audit.checks.text.templates import template_places
-from tasks.audit.finding import Finding, some
+from tasks.audit.check import ERROR, INFO, WARNING, Fault, check
+from tasks.audit.checks.templates import template_places
+from tasks.audit.finding import some
 from tasks.audit.recognise import ADAPTER_CONFIG
+from tasks.audit.repair import TOKENIZER
 from tasks.audit.source import Source
 from tasks.core.errors import ArtifactError
 from tasks.drift.verdict import NAMES
@@ -19,55 +20,46 @@ from tasks.weights.files.header import read_header
 from tasks.weights.files.index import weight_files
 
 FILE = f"{FOLDER}/witness.json"
-GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
-_ADAPTER = (
+_GENERATION = "generation_config.json"
+_OF_ADAPTER = (
     *("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "use_dora", "rank_pattern"),
     *("alpha_pattern", "modules_to_save", "layers_to_transform", "layers_pattern", "bias"),
     *("fan_in_fan_out", "target_parameters", "exclude_modules"),
 )
 """Settings that change what an adapter computes."""
-_GENERATION = (
+_OF_GENERATION = (
     *("eos_token_id", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
     *("do_sample", "max_new_tokens"),
 )
 _FOUR_BITS = ("nf4", "fp4", "int8")
-Agrees = list[str]
+_Differs = Iterator[Fault | str]
+"""A fault, or the name of what agrees with the record."""
 
 
-def check(source: Source) -> Iterator[Finding]:
-    """Yield what differs from the record, and one line for what the record proves."""
-    facts = source.folder.json(FILE)
-    if FILE not in source.folder.files:
-        return
-    problem = _unreadable(source, facts)
-    if problem:
-        yield Records.WITNESS_UNREADABLE.at(FILE, found=problem, expected=f"format {FORMAT}")
-        return
-    agrees: Agrees = []
-    tokens = _part(facts, "tokens")
-    yield from _adapter(source, _part(facts, "peft"), agrees)
-    yield from _template(source, _part(tokens, "tokenizer"), agrees)
-    yield from _tokenizer(source, _part(tokens, "tokenizer"), agrees)
-    yield from _generation(source, _part(tokens, "generation_config"), agrees)
-    yield from _base(source, _part(facts, "base"), agrees)
-    yield from _quantisation(source, facts, agrees)
-    witness = find_witness(source.folder.root)
-    line = witness.line() if witness is not None else ""
-    yield Records.WITNESS.at(
-        FILE,
-        found=f"{line}; agree with it: {', '.join(agrees) or 'no file that could be compared'}",
-        expected="a record in every checkpoint of a training",
-    )
+def RECORDED(source: Source) -> bool:
+    """Return True if there is a record that can be read."""
+    return FILE in source.folder.files and not source.once(_unreadable)
 
 
-def _unreadable(source: Source, facts: Mapping[str, Any]) -> str:
+@check(
+    "WITNESS_UNREADABLE", WARNING,
+    why="nothing can be compared with it; deliver refuses the checkpoint",
+    fix="copy the folder plumbline.witness again, or remove it",
+)  # fmt: skip
+def unreadable(source: Source) -> Iterator[Fault]:
+    """A record that is incomplete or of a newer format."""
+    if FILE in source.folder.files and (problem := source.once(_unreadable)):
+        yield Fault(problem, f"format {FORMAT}", file=FILE)
+
+
+def _unreadable(source: Source) -> str:
     """Return why the record cannot be used; "" if it can."""
+    facts = source.folder.json(FILE)
     if FILE in source.folder.wrong:
         return source.folder.wrong[FILE]
     if not any(f"{FOLDER}/{name}" in source.folder.files for name in NAMES):
         return "no measured file"
-    probes = facts.get("probes")
-    if not isinstance(probes, list) or not isinstance(facts.get("versions", {}), dict):
+    if not isinstance(facts.get("probes"), list) or not isinstance(facts.get("versions", {}), dict):
         return "no probes"
     try:
         find_witness(source.folder.root)
@@ -76,128 +68,122 @@ def _unreadable(source: Source, facts: Mapping[str, Any]) -> str:
     return ""
 
 
-def _part(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    part = document.get(key)
-    return part if isinstance(part, Mapping) else {}
+@check(
+    "WITNESS_ADAPTER", ERROR, needs=(RECORDED,),
+    why="a changed r, lora_alpha or rsLoRA changes the adapter's scale, changed targets leave "
+    "modules out: every loader accepts both silently",
+    fix="restore the adapter_config.json of the run that trained it",
+    issues="vLLM #55545, vLLM PR #41384",
+)  # fmt: skip
+def other_adapter(source: Source) -> Iterator[Fault]:
+    """Settings in adapter_config.json that are not those of the training."""
+    yield from _faults(source.once(_adapter))
 
 
-def _adapter(source: Source, peft: Mapping[str, Any], agrees: Agrees) -> Iterator[Finding]:
-    adapters = _part(peft, "adapters")
-    saved = source.config(ADAPTER_CONFIG)
-    if not adapters or not saved:
-        return
-    active = peft.get("active")
+def _adapter(source: Source) -> list[Fault | str]:
+    peft = _part(source.folder.json(FILE), "peft")
+    adapters, active = _part(peft, "adapters"), peft.get("active")
     names = [name for name in active if name in adapters] if isinstance(active, list) else []
-    recorded = _part(adapters, names[0] if names else next(iter(adapters)))
-    place = (ADAPTER_CONFIG, "the adapter's settings")
-    yield from _settings(Records.WITNESS_ADAPTER.at, place, _ADAPTER, saved, recorded, agrees)
+    name = names[0] if names else next(iter(adapters), "")
+    saved, recorded = source.config(ADAPTER_CONFIG), _part(adapters, name)
+    if not adapters or not saved:
+        return []
+    return _settings(ADAPTER_CONFIG, "the adapter's settings", _OF_ADAPTER, saved, recorded)
 
 
-def _short(value: object) -> str:
-    return some(sorted(map(str, value))) if isinstance(value, list) else str(value)
+@check(
+    "WITNESS_FILES", WARNING, needs=(RECORDED,),
+    why="the served model reads other tokens around each message than it was trained on, a text "
+    "becomes other tokens, or vLLM samples with another temperature and stops at another EOS",
+    fix="copy the checkpoint again from the machine that trained it, with this file",
+    issues="trl #6361, ms-swift #9168, verl #7198, EasyR1 PR #11007",
+)  # fmt: skip
+def other_files(source: Source) -> Iterator[Fault]:
+    """A chat template, a tokenizer or generation settings that are not those of the training."""
+    yield from _faults(source.once(_files))
 
 
-def _template(source: Source, recorded: Mapping[str, Any], agrees: Agrees) -> Iterator[Finding]:
-    digest = recorded.get("chat_template_sha256")
-    places = template_places(source)
+def _files(source: Source) -> list[Fault | str]:
+    tokens = _part(source.folder.json(FILE), "tokens")
+    saved, recorded = source.config(_GENERATION), _part(tokens, "generation_config")
+    settings = []
+    if saved and recorded:
+        name = "EOS and generation settings"
+        settings = _settings(_GENERATION, name, _OF_GENERATION, saved, recorded)
+    tokenizer = _part(tokens, "tokenizer")
+    return [*_template(source, tokenizer), *_tokenizer(source, tokenizer), *settings]
+
+
+def _template(source: Source, recorded: Mapping[str, Any]) -> _Differs:
+    digest, places = recorded.get("chat_template_sha256"), source.once(template_places)
     if not isinstance(digest, str) or not places:
         return
     for place, text in places.items():
-        if digest not in map(_sha256, (text, f"{text}\n", _raw_template(source, place))):
-            yield Records.WITNESS_TEMPLATE.at(
-                place, found=f"sha256 {_sha256(text)[:12]}", expected=f"sha256 {digest[:12]}"
-            )
+        if place.endswith(".jinja"):
+            raw = source.folder.text(place)
+        else:
+            raw = str(source.config(place).get("chat_template"))
+        if digest not in map(_sha256, (text, f"{text}\n", raw)):
+            yield Fault(f"sha256 {_sha256(text)[:12]}", f"sha256 {digest[:12]}", file=place)
             return
-    agrees.append("the chat template")
+    yield "the chat template"
 
 
-def _raw_template(source: Source, place: str) -> str:
-    """Return a template with its newlines at both ends."""
-    if place.endswith(".jinja"):
-        return source.folder.text(place)
-    return str(source.config(place).get("chat_template"))
-
-
-def _tokenizer(source: Source, recorded: Mapping[str, Any], agrees: Agrees) -> Iterator[Finding]:
-    digest = recorded.get("backend_sha256")
-    document = source.folder.json(TOKENIZER)
+def _tokenizer(source: Source, recorded: Mapping[str, Any]) -> _Differs:
+    digest, document = recorded.get("backend_sha256"), source.folder.json(TOKENIZER)
     if not isinstance(digest, str) or not document:
         return
-    if digest in map(_sha256, _serialised(document)):
-        agrees.append("the tokenizer")
-        return
-    length, saved = recorded.get("length"), _length(document)
-    if length == saved or saved is None:
-        return  # another version of the library may write the same tokenizer in another way
-    yield Records.WITNESS_TOKENIZER.at(
-        TOKENIZER, found=f"{saved} tokens", expected=f"{length} tokens"
-    )
-
-
-def _serialised(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a tokenizer as the library serialises it, as saved and without padding."""
+    # As the library serialises it: as saved, and without padding.
     for changes in ({}, {"truncation": None, "padding": None}):
-        yield json.dumps({**document, **changes}, ensure_ascii=False, separators=(",", ":"))
-
-
-def _length(document: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens with those that were added; None if it is not known."""
+        text = json.dumps({**document, **changes}, ensure_ascii=False, separators=(",", ":"))
+        if _sha256(text) == digest:
+            yield "the tokenizer"
+            return
     vocabulary, added = _part(document, "model").get("vocab"), document.get("added_tokens")
     if not isinstance(vocabulary, dict):
-        return None
+        return
     more = added if isinstance(added, list) else []
     names = {token.get("content") for token in more if isinstance(token, dict)}
-    return len(vocabulary.keys() | names)
+    length, saved = recorded.get("length"), len(vocabulary.keys() | names)
+    if length != saved:  # else another version of the library may write the same in another way
+        yield Fault(f"{saved} tokens", f"{length} tokens", file=TOKENIZER)
 
 
-def _generation(source: Source, recorded: Mapping[str, Any], agrees: Agrees) -> Iterator[Finding]:
-    saved = source.config(GENERATION)
-    if not recorded or not saved:
-        return
-    place = (GENERATION, "EOS and generation settings")
-    yield from _settings(Records.WITNESS_GENERATION.at, place, _GENERATION, saved, recorded, agrees)
+@check(
+    "WITNESS_BASE", WARNING, needs=(RECORDED,),
+    why="it is another model, another revision, or the same in another precision: the merged model "
+    "is not the one that was trained. An adapter that was trained on 4-bit weights compensates for "
+    "their rounding, and is off by that rounding on 16-bit weights",
+    fix="give the base that the record names; deliver merges into the dequantized base if the "
+    "record says so: {merge}",
+)  # fmt: skip
+def other_base(source: Source) -> Iterator[Fault]:
+    """A base whose tensors, or whose storage, are not those of the training."""
+    yield from _faults(source.once(_base))
 
 
-def _settings(
-    finding: Callable[..., Finding],
-    place: tuple[str, str],
-    keys: Sequence[str],
-    saved: Mapping[str, Any],
-    recorded: Mapping[str, Any],
-    agrees: Agrees,
-) -> Iterator[Finding]:
-    """Yield the settings of a file that are not those of the record; `place` is file and name."""
-    differ = [key for key in keys if _plain(saved.get(key)) != _plain(recorded.get(key))]
-    if not differ:
-        agrees.append(place[1])
-        return
-    yield finding(
-        place[0],
-        found="; ".join(f"{key}: {_short(saved.get(key))}" for key in differ),
-        expected="; ".join(f"{key}: {_short(recorded.get(key))}" for key in differ),
-    )
-
-
-def _plain(value: object) -> object:
-    """Return a setting without differences in form: order, a list of one, none or false."""
-    if isinstance(value, list):
-        return sorted(value, key=str) or None
-    return None if value is None or value is False or value == {} else [value]
-
-
-def _base(source: Source, recorded: Mapping[str, Any], agrees: Agrees) -> Iterator[Finding]:
-    digest = recorded.get("headers_sha256")
-    if source.base is None or not isinstance(digest, str):
-        return
-    current = _headers_digest(source.base)
-    if current == digest:
-        agrees.append("the base's tensors")
-    elif current is not None:
-        yield Records.WITNESS_BASE.at(
-            str(source.base.folder.root),
-            found=f"names, dtypes and shapes with sha256 {current[:12]}",
-            expected=f"{digest[:12]}, of {recorded.get('name') or 'an unnamed base'}",
-        )
+def _base(source: Source) -> list[Fault | str]:
+    base, facts = source.base, source.folder.json(FILE)
+    if base is None:
+        return []
+    root, result = str(base.folder.root), list[Fault | str]()
+    recorded = _part(facts, "base")
+    digest, current = recorded.get("headers_sha256"), _headers_digest(base)
+    if isinstance(digest, str) and current is not None:
+        expected = f"{digest[:12]}, of {recorded.get('name') or 'an unnamed base'}"
+        text = f"names, dtypes and shapes with sha256 {current[:12]}"
+        fault = Fault(text, expected, file=root)
+        result.append("the base's tensors" if current == digest else fault)
+    method = _part(facts, "quantization").get("method")
+    stored = _part(base.config(), "quantization_config").get("quant_method")
+    if source.is_adapter and isinstance(method, str):
+        if method in _FOUR_BITS and stored is None:
+            result.append(Fault("not quantised", method, file=root))
+        elif method == "none" and stored is not None:
+            result.append(Fault(str(stored), "not quantised", file=root))
+        else:
+            result.append("the storage of the base")
+    return result
 
 
 def _headers_digest(base: Source) -> str | None:
@@ -212,23 +198,57 @@ def _headers_digest(base: Source) -> str | None:
     return _sha256(json.dumps(tensors, sort_keys=True)) if tensors else None
 
 
-def _quantisation(source: Source, facts: Mapping[str, Any], agrees: Agrees) -> Iterator[Finding]:
-    base = source.base
-    recorded = _part(facts, "quantization").get("method")
-    if not source.is_adapter or base is None or not isinstance(recorded, str):
-        return
-    stored = _part(base.config(), "quantization_config").get("quant_method")
-    if recorded in _FOUR_BITS and stored is None:
-        yield Records.WITNESS_QUANTISATION.at(
-            str(base.folder.root), found="not quantised", expected=recorded
-        )
-    elif recorded == "none" and stored is not None:
-        yield Records.WITNESS_QUANTISATION.at(
-            str(base.folder.root), found=str(stored), expected="not quantised",
-            fix="give the base that the record names",
-        )  # fmt: skip
-    else:
-        agrees.append("the storage of the base")
+@check(
+    "WITNESS", INFO, needs=(RECORDED,),
+    why="the trainer's own process wrote it. It proves what was trained, not what the weights in "
+    "this folder or a server compute: deliver and verify compare these",
+    fix="compare the weights: {deliver}; compare a server: plumbline verify url=<its address> with "
+    "this folder as source",
+)  # fmt: skip
+def agrees(source: Source) -> Iterator[Fault]:
+    """A record of the live model, and the files that agree with it."""
+    results = [*source.once(_adapter), *source.once(_files), *source.once(_base)]
+    names = ", ".join(each for each in results if isinstance(each, str))
+    witness = find_witness(source.folder.root)
+    line = witness.line() if witness is not None else ""
+    yield Fault(
+        f"{line}; agree with it: {names or 'no file that could be compared'}",
+        "a record in every checkpoint of a training",
+        file=FILE,
+    )
+
+
+def _faults(results: list[Fault | str]) -> Iterator[Fault]:
+    return (each for each in results if isinstance(each, Fault))
+
+
+def _settings(
+    file: str, name: str, keys: Sequence[str], saved: Mapping[str, Any], recorded: Mapping[str, Any]
+) -> list[Fault | str]:
+    """Compare settings of a file with those of the record; `name` is what agrees."""
+    differ = [key for key in keys if _plain(saved.get(key)) != _plain(recorded.get(key))]
+    if not differ:
+        return [name]
+    ours, theirs = (
+        "; ".join(f"{key}: {_short(each.get(key))}" for key in differ) for each in (saved, recorded)
+    )
+    return [Fault(ours, theirs, file=file)]
+
+
+def _plain(value: object) -> object:
+    """Return a setting without differences in form: order, a list of one, none or false."""
+    if isinstance(value, list):
+        return sorted(value, key=str) or None
+    return None if value is None or value is False or value == {} else [value]
+
+
+def _short(value: object) -> str:
+    return some(sorted(map(str, value))) if isinstance(value, list) else str(value)
+
+
+def _part(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    part = document.get(key)
+    return part if isinstance(part, Mapping) else {}
 
 
 def _sha256(text: str) -> str:

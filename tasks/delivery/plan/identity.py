@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from tasks.audit.checks.adapters.same_bytes import first_difference
-from tasks.audit.checks.against_base import compare_values
+from tasks.audit.checks.base import value_faults
+from tasks.audit.scan import first_difference
 from tasks.audit.source import open_source
 from tasks.core.disk import file_stats
 from tasks.core.errors import ConfigError
@@ -83,8 +83,8 @@ def equals_base(given: Given, base: Path) -> bool:
 
 def value_findings(given: Given, base: Path) -> Iterator[str]:
     """Yield why the values of a full model cannot have been made from those of the base."""
-    for finding in compare_values(open_source(given.root), open_source(base)):
-        yield f"{finding.code} {finding.where}: {finding.found}; expected {finding.expected}"
+    for code, fault in value_faults(open_source(given.root, base)):
+        yield f"{code} {', '.join(fault.tensors[:3])}: {fault.actual}; expected {fault.expected}"
 
 
 def recorded_digest(given: Given) -> str:

@@ -130,14 +130,14 @@ BROKEN_MODELS: dict[str, Broken] = {
     ),
     "adapter weights beside a model": Broken("MIXTURE", "qwen2", _adapter_beside),
     "lora_adapter beside the base": Broken("LORA_BESIDE_MODEL", "qwen2", _lora_folder),
-    "exported reward model's head in a side file": Broken("HEAD_SIDE_FILE", "qwen2", _value_head),
+    "exported reward model's head in a side file": Broken("HEAD_PLACE", "qwen2", _value_head),
     "head without its model": Broken("WEIGHTS_MISSING", "qwen2", _only_head_left),
     "truncated": Broken("BAD_HEADER", "qwen2", by.cut()),
     "shard gone": Broken("INDEX_MISSING_FILE", "sharded", _shard_gone),
-    "index of more than was written": Broken("INDEX_MISSING_KEY", "sharded", _tensor_gone),
+    "index of more than was written": Broken("INDEX_WRONG", "sharded", _tensor_gone),
     "nothing exported": Broken("WEIGHTS_MISSING", "qwen2", by.removed(MODEL)),
     "final norm not exported": Broken("TENSOR_MISSING", "qwen2", by.dropped("model.norm.weight")),
-    "total_size counts tensors": Broken("INDEX_TOTAL_SIZE", "sharded", _total_size),
+    "total_size counts tensors": Broken("INDEX_WRONG", "sharded", _total_size),
     "raw state dict": Broken(
         "FOREIGN_FORMAT",
         "mixtral",
@@ -151,7 +151,7 @@ BROKEN_MODELS: dict[str, Broken] = {
     ),
     # Heads
     "reward model without its head": Broken("HEAD_MISSING", "reward", by.dropped("score")),
-    "TRL's head in the model": Broken("HEAD_IN_MODEL", "qwen2", by.head()),
+    "TRL's head in the model": Broken("HEAD_PLACE", "qwen2", by.head()),
     "one row, two labels": Broken(
         "HEAD_LABELS", "reward", by.edited(id2label=None, label2id=None, num_labels=None)
     ),
@@ -161,7 +161,7 @@ BROKEN_MODELS: dict[str, Broken] = {
         by.edited(architectures=["RewardModel"], value_head_prefix="score"),
     ),
     "another head than config.json says": Broken(
-        "HEAD_PREFIX",
+        "HEAD_UNUSABLE",
         "reward",
         by.edited(architectures=["RewardModel"], value_head_prefix="value_head"),
     ),
@@ -171,7 +171,7 @@ BROKEN_MODELS: dict[str, Broken] = {
         by.edited(architectures=["RewardModel"], value_head_prefix="score", mean=1.5, std=2.5),
     ),
     "never normalised": Broken(
-        "HEAD_NOT_NORMALISED",
+        "HEAD_NORMALISATION",
         "reward",
         by.edited(architectures=["RewardModel"], value_head_prefix="score"),
     ),
@@ -184,7 +184,7 @@ BROKEN_MODELS: dict[str, Broken] = {
         "WRAPPER_RESIDUE", "llama", by.renamed(lambda k: f"module.{k}")
     ),
     "pretrained_model. left by TRL": Broken(
-        "TRL_RESIDUE", "llama", by.renamed(lambda k: f"pretrained_model.{k}")
+        "WRAPPER_RESIDUE", "llama", by.renamed(lambda k: f"pretrained_model.{k}")
     ),
     "text class, multimodal keys": Broken(
         "ARCHITECTURE_KEYS",
@@ -216,10 +216,10 @@ BROKEN_MODELS: dict[str, Broken] = {
     "keys of a bare backbone": Broken(
         "ARCHITECTURE_KEYS", "qwen2", by.renamed(lambda k: k.removeprefix("model."))
     ),
-    "a layer gone": Broken("ARCHITECTURE_LAYERS", "qwen2", by.dropped("layers.1.")),
+    "a layer gone": Broken("TENSOR_MISSING", "qwen2", by.dropped("layers.1.")),
     "no class named": Broken("ARCHITECTURE_ABSENT", "qwen2", by.edited(architectures=None)),
     "multi-token prediction dropped": Broken(
-        "MTP_MISSING", "qwen3", by.edited(num_nextn_predict_layers=1)
+        "TENSOR_MISSING", "qwen3", by.edited(num_nextn_predict_layers=1)
     ),
     "an expert gone": Broken(
         "EXPERTS_INCOMPLETE", "qwen3_moe", by.dropped("layers.1.mlp.experts.2.")
@@ -228,16 +228,16 @@ BROKEN_MODELS: dict[str, Broken] = {
         "EXPERTS_INCOMPLETE", "mixtral", by.dropped("layers.1.block_sparse_moe.experts")
     ),
     "fused experts": Broken("EXPERTS_FUSED", "qwen3_moe", by.tensors(_fused)),
-    "experts in two layouts": Broken("EXPERTS_MIXED", "qwen3_moe", by.tensors(_half_fused)),
+    "experts in two layouts": Broken("EXPERTS_FUSED", "qwen3_moe", by.tensors(_half_fused)),
     "fewer experts than said": Broken("EXPERTS_COUNT", "qwen3_moe", by.edited(num_local_experts=3)),
     # Vocabulary
     "tied head on disk": Broken(
         "TIED_HEAD_ON_DISK", "gemma2", by.put(_HEAD, lambda weights: weights[_EMBEDDING])
     ),
     "tied by config.json, not by values": Broken(
-        "TIED_HEAD_DIFFERS", "qwen2", by.tensors(_noise), values=True
+        "TIED_HEAD_ON_DISK", "qwen2", by.tensors(_noise), values=True
     ),
-    "untied head gone": Broken("HEAD_NOT_ON_DISK", "llama", by.dropped(_HEAD)),
+    "untied head gone": Broken("TENSOR_MISSING", "llama", by.dropped(_HEAD)),
     "rows cut": Broken("VOCAB_SIZE", "qwen2", by.tensors(_half_rows(_EMBEDDING))),
     "vocab_size of the base": Broken("VOCAB_SIZE", "llama", by.edited(vocab_size=292)),
     "head of the base": Broken("HEAD_ROWS", "llama", by.tensors(_half_rows(_HEAD))),
@@ -252,9 +252,9 @@ BROKEN_MODELS: dict[str, Broken] = {
         "qwen2",
         by.both(by.token_id("config.json", 7), by.token_id("generation_config.json", [7])),
     ),
-    "EOS of the base in one": Broken("EOS_CONFIGS_DIFFER", "qwen2", by.token_id("config.json", 7)),
+    "EOS of the base in one": Broken("EOS_DISAGREES", "qwen2", by.token_id("config.json", 7)),
     "turns end with what stops nothing": Broken(
-        "EOS_NOT_TEMPLATE_END", "qwen2", by.token_id("generation_config.json", 0)
+        "EOS_DISAGREES", "qwen2", by.token_id("generation_config.json", 0)
     ),
     "no end token": Broken(
         "EOS_MISSING",
@@ -303,19 +303,19 @@ BROKEN_MODELS: dict[str, Broken] = {
     "quantised in secret": Broken(
         "QUANT_CONFIG_ABSENT", "nf4", by.edited(quantization_config=None)
     ),
-    "states left by a merge": Broken("QUANT_RESIDUE", "llama", by.tensors(_packed_residue)),
+    "states left by a merge": Broken("QUANT_STATES", "llama", by.tensors(_packed_residue)),
     "states lost": Broken(
-        "QUANT_PARTIAL", "nf4", by.dropped(".absmax", ".quant_", ".nested_", only=60)
+        "QUANT_STATES", "nf4", by.dropped(".absmax", ".quant_", ".nested_", only=60)
     ),
     "merged into 4 bits": Broken("QUANT_MERGED", "nf4", by.as_it_is),
     "half of it in fp32": Broken("DTYPE_MIXED", "llama", by.tensors(_half_precision)),
     "fp16 that config.json calls bf16": Broken(
-        "DTYPE_NOT_CONFIG", "fp16", by.edited(dtype="bfloat16")
+        "DTYPE_DIFFERS", "fp16", by.edited(dtype="bfloat16")
     ),
-    "another dtype than the base": Broken("DTYPE_NOT_OF_BASE", "fp16", by.as_it_is, base="llama"),
+    "another dtype than the base": Broken("DTYPE_DIFFERS", "fp16", by.as_it_is, base="llama"),
     "the base again": Broken("MERGED_EQUALS_BASE", "merged", _as_base, values=True),
     "another base": Broken("WRONG_BASE", "merged", by.as_it_is, base="llama"),
     "tensors of the base lost": Broken(
-        "BASE_TENSORS_LOST", "merged", by.dropped("layers.0.input_layernorm")
+        "TENSOR_MISSING", "merged", by.dropped("layers.0.input_layernorm")
     ),
 }

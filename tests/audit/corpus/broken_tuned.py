@@ -138,13 +138,13 @@ def _proof(code: str, edit: Any) -> Broken:
 BROKEN_TUNED: dict[str, Broken] = {
     # Zero
     "pairs never gathered": Broken("EMPTY_TENSOR", "lora", by.emptied("lora_")),
-    "a file of 40 bytes": Broken("NO_TENSORS", "lora", _no_tensors),
+    "a file of 40 bytes": Broken("EMPTY_TENSOR", "lora", _no_tensors),
     "empty beside a good .bin": Broken("TWO_WEIGHT_SETS", "lora", _empty_beside_good),
     "a pickle under ZeRO-3": Broken("PICKLED_WEIGHTS", "bin-adapter", by.as_it_is),
     "no weights at all": Broken("WEIGHTS_MISSING", "lora", by.removed(ADAPTER)),
     # Heads
     "LoRA on the head, the head itself lost": Broken(
-        "HEAD_BASE_LOST", "reward-lora", by.tensors(_head_by_lora, ADAPTER), base=""
+        "HEAD_MISSING", "reward-lora", by.tensors(_head_by_lora, ADAPTER), base=""
     ),
     "the head left at its random start": Broken(
         "HEAD_MISSING", "reward-lora", by.dropped("score", name=ADAPTER), base=""
@@ -152,7 +152,7 @@ BROKEN_TUNED: dict[str, Broken] = {
     # Settings
     "not LoRA": Broken("ADAPTER_TYPE", "lora", by.edited(_CONFIG, peft_type="IA3")),
     "no rank": Broken("ADAPTER_CONFIG", "lora", by.edited(_CONFIG, r=0)),
-    "alpha 0": Broken("ADAPTER_ALPHA", "lora", by.edited(_CONFIG, lora_alpha=0)),
+    "alpha 0": Broken("ADAPTER_CONFIG", "lora", by.edited(_CONFIG, lora_alpha=0)),
     "a pattern that matches nothing": Broken(
         "ADAPTER_PATTERN", "lora", by.edited(_CONFIG, alpha_pattern={"query_key_value": 4})
     ),
@@ -166,19 +166,17 @@ BROKEN_TUNED: dict[str, Broken] = {
         "ADAPTER_DORA", "dora", by.dropped("lora_magnitude_vector", name=ADAPTER)
     ),
     "a target without a tensor": Broken(
-        "ADAPTER_TARGET_ABSENT", "lora", by.dropped("v_proj", name=ADAPTER), base=""
+        "ADAPTER_COVERAGE", "lora", by.dropped("v_proj", name=ADAPTER), base=""
     ),
     "a layer without pairs": Broken(
-        "ADAPTER_GAPS", "deep-lora", by.dropped("layers.1.mlp.down_proj", name=ADAPTER), base=""
+        "ADAPTER_COVERAGE", "deep-lora", by.dropped("layers.1.mlp.down_proj", name=ADAPTER), base=""
     ),
     "whole modules lost": Broken(
-        "ADAPTER_SAVED_ABSENT", "saved-whole", by.dropped("lm_head", name=ADAPTER)
+        "ADAPTER_SAVED", "saved-whole", by.dropped("lm_head", name=ADAPTER)
     ),
-    "modules_to_save lost": Broken(
-        "ADAPTER_UNEXPLAINED", "biases", by.edited(_CONFIG, bias="none")
-    ),
+    "modules_to_save lost": Broken("ADAPTER_SAVED", "biases", by.edited(_CONFIG, bias="none")),
     "indices of other rows": Broken(
-        "ADAPTER_TOKENS",
+        "ADAPTER_SAVED",
         "token-rows",
         by.edited(_CONFIG, trainable_token_indices={"embed_tokens": [1, 2]}),
     ),
@@ -190,22 +188,22 @@ BROKEN_TUNED: dict[str, Broken] = {
         "LORA_B_ZERO", "lora", by.tensors(_zero_b, ADAPTER), values=True
     ),
     "the adapter's name in its keys": Broken(
-        "ADAPTER_NAME_IN_KEYS",
+        "PEFT_RESIDUE",
         "lora",
         by.renamed(lambda k: k.replace(".weight", ".default.weight"), ADAPTER),
     ),
     # Bases
     "half of the keys": Broken("ADAPTER_COVERAGE", "lora", by.dropped("layers.1.", name=ADAPTER)),
     "modules of another base": Broken(
-        "ADAPTER_NO_MODULE", "lora", by.tensors(_foreign_modules, ADAPTER)
+        "ADAPTER_MODULES", "lora", by.tensors(_foreign_modules, ADAPTER)
     ),
     "names without model.": Broken(
-        "ADAPTER_MODULE_NAMES",
+        "ADAPTER_MODULES",
         "lora",
         by.renamed(lambda k: k.replace(".model.model.", ".model."), ADAPTER),
     ),
     "names with model. twice": Broken(
-        "ADAPTER_MODULE_NAMES",
+        "ADAPTER_MODULES",
         "lora",
         by.renamed(lambda k: k.replace(".model.model.", ".model.model.model."), ADAPTER),
     ),
@@ -213,7 +211,7 @@ BROKEN_TUNED: dict[str, Broken] = {
         "ADAPTER_NO_MERGE", "moe-experts", by.tensors(_swapped, ADAPTER)
     ),
     "names of transformers 4.51": Broken(
-        "ADAPTER_MODULE_NAMES",
+        "ADAPTER_MODULES",
         "vl-lora",
         by.renamed(lambda k: k.replace(".language_model.layers.", ".layers."), ADAPTER),
     ),
@@ -222,7 +220,7 @@ BROKEN_TUNED: dict[str, Broken] = {
         "lora",
         by.renamed(lambda k: k.replace(".self_attn.", "._orig_mod.self_attn."), ADAPTER),
     ),
-    "a base of other names": Broken("ADAPTER_NO_MODULE", "lora", by.as_it_is, base="gpt2"),
+    "a base of other names": Broken("ADAPTER_MODULES", "lora", by.as_it_is, base="gpt2"),
     "a base of other sizes": Broken("ADAPTER_SHAPE", "lora", by.as_it_is, base="wide"),
     "a base of another name": Broken("BASE_NAME", "lora", by.as_it_is, base="mistral"),
     "a vocabulary that grew": Broken("ADAPTER_VOCABULARY", "grown", by.as_it_is),
@@ -237,14 +235,12 @@ BROKEN_TUNED: dict[str, Broken] = {
     "config.json of the base in the adapter": Broken(
         "CONFIG_BESIDE_ADAPTER", "lora", by.copied("qwen2", "config.json")
     ),
-    "rank 64": Broken("VLLM_LORA_RANK", "rslora", by.as_it_is),
-    "DoRA": Broken("VLLM_LORA_DORA", "dora", by.as_it_is),
-    "modules_to_save": Broken("VLLM_LORA_MODULES_TO_SAVE", "saved-whole", by.as_it_is),
-    "rows of tokens": Broken("VLLM_LORA_KEY", "token-rows", by.as_it_is),
-    "pairs on a tower": Broken(
-        "VLLM_LORA_TOWER", "lora", by.tensors(_vision_pairs, ADAPTER), base=""
-    ),
-    "biases": Broken("VLLM_LORA_FEATURE", "biases", by.as_it_is),
+    "rank 64": Broken("VLLM_LORA", "rslora", by.as_it_is),
+    "DoRA": Broken("VLLM_LORA", "dora", by.as_it_is),
+    "modules_to_save": Broken("VLLM_LORA", "saved-whole", by.as_it_is),
+    "rows of tokens": Broken("VLLM_LORA", "token-rows", by.as_it_is),
+    "pairs on a tower": Broken("VLLM_LORA", "lora", by.tensors(_vision_pairs, ADAPTER), base=""),
+    "biases": Broken("VLLM_LORA", "biases", by.as_it_is),
     # Settings
     "another rope_theta than the base": Broken(
         "CONFIG_CHANGED", "merged", by.edited(rope_parameters=_ROPE)
@@ -260,7 +256,7 @@ BROKEN_TUNED: dict[str, Broken] = {
     "untied without a head": Broken(
         "CONFIG_CHANGED", "merged", by.edited(tie_word_embeddings=False)
     ),
-    "another end of text": Broken("CONFIG_DIFFERS", "merged", by.edited(eos_token_id=7)),
+    "another end of text": Broken("EOS_DISAGREES", "merged", by.edited(eos_token_id=7)),
     "a sliding window": Broken(
         "CONFIG_DIFFERS", "merged", by.edited(use_sliding_window=True, sliding_window=16)
     ),
@@ -273,7 +269,7 @@ BROKEN_TUNED: dict[str, Broken] = {
     ),
     "no processor": Broken("PROCESSOR_MISSING", "gemma3", by.removed("preprocessor_config.json")),
     "a text model's adapter": Broken(
-        "ADAPTER_TEXT_NAMES", "gemma3-lora", by.renamed(_text_names, ADAPTER)
+        "ADAPTER_MODULES", "gemma3-lora", by.renamed(_text_names, ADAPTER)
     ),
     "an adapter of the instruct model": Broken(
         "WRONG_BASE",
@@ -281,27 +277,27 @@ BROKEN_TUNED: dict[str, Broken] = {
         by.edited(_CONFIG, base_model_name_or_path="somebody/qwen2-instruct"),
     ),
     # Values
-    "modules left out": _proof("MERGE_LEFT_OUT", _left_out),
-    "merged twice": _proof("MERGE_TWICE", _scaled(2)),
-    "half the scale": _proof("MERGE_SCALE", _scaled(0.5)),
-    "a transposed square": _proof("MERGE_TRANSPOSED", _transposed),
-    "rows overwritten": _proof("MERGE_CHANGED", _damaged),
-    "a norm that nobody trained": _proof("MERGE_UNTOUCHED", _norm),
+    "modules left out": _proof("MERGE_WRONG", _left_out),
+    "merged twice": _proof("MERGE_WRONG", _scaled(2)),
+    "half the scale": _proof("MERGE_WRONG", _scaled(0.5)),
+    "a transposed square": _proof("MERGE_WRONG", _transposed),
+    "rows overwritten": _proof("MERGE_WRONG", _damaged),
+    "a norm that nobody trained": _proof("MERGE_WRONG", _norm),
     "a merge of another base": _proof("WRONG_BASE", _all_else),
-    "a matrix lost": _proof("MERGE_MISSING", _gone),
-    "two bases in one merge": _proof("MERGE_MIXED_BASE", _half_packed),
+    "a matrix lost": _proof("MERGE_WRONG", _gone),
+    "two bases in one merge": _proof("MERGE_BASE", _half_packed),
     "an adapter of another model": Broken(
         "MERGE_NOT_PROVEN", "merged", by.as_it_is, values=True, adapter="gpt2-lora"
     ),
     "experts in another order": Broken(
-        "MERGE_EXPERTS",
+        "MERGE_WRONG",
         "merged-experts",
         _merge(_experts_swapped, "mixtral"),
         values=True,
         adapter="moe-experts",
     ),
     "one expert left out": Broken(
-        "MERGE_LEFT_OUT",
+        "MERGE_WRONG",
         "merged-experts",
         _merge(_one_expert, "mixtral"),
         values=True,
@@ -311,6 +307,6 @@ BROKEN_TUNED: dict[str, Broken] = {
         "MERGE_PARTIAL", "merged", _merge(_left_out), values=True
     ),
     "a transposed square, no adapter given": Broken(
-        "MERGE_TRANSPOSED", "merged", _merge(_transposed), values=True
+        "NORM_DIFFERS", "merged", _merge(_transposed), values=True
     ),
 }

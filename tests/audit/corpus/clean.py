@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tasks.audit.checks.configuration import old_rope
+from tasks.audit.checks.config import old_rope
 from tests.audit.corpus import Clean, Corpus
 from tests.audit.making import edit_json
 from tests.weights.adapters.making import quiet, train

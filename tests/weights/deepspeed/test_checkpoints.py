@@ -263,15 +263,10 @@ DAMAGES: dict[str, tuple[str, Damage, list[str]]] = {
     ),
     "deep count": ("full-2", rewrite(OPTIM_0, _optimizer(partition_count=_deep())), ["count"]),
 }  # fmt: skip
-CODES = {
-    "rank missing": "ZERO_RANK_MISSING",
-    "rank too many": "ZERO_WORLD_DISAGREES",
-    "tensor parallel": "ZERO_PARALLEL",
-    "two steps": "ZERO_STEPS_MIXED",
-    "files cut short": "ZERO_UNUSABLE",
-    "dangling latest": "ZERO_LATEST_DANGLING",
-}
-"""Code of the audit for each damage."""
+AUDITED = (
+    "rank missing", "rank too many", "tensor parallel", "two steps", "files cut short",
+    "dangling latest",
+)  # fmt: skip
 
 
 def test_every_damage_is_refused_by_name(copied: Copied) -> None:
@@ -286,8 +281,8 @@ def test_every_damage_is_refused_by_name(copied: Copied) -> None:
             report = "\n".join([error.message, *error.details])
         if report == "nothing" or len(report) >= 10_000 or any(t not in report for t in things):
             missed.append((name, report))
-        if name in CODES and CODES[name] not in errors(codes(folder)):
-            missed.append((name, f"no {CODES[name]}"))
+        if name in AUDITED and "ZERO_UNUSABLE" not in errors(codes(folder)):
+            missed.append((name, "no ZERO_UNUSABLE"))
         shutil.rmtree(folder)
     assert missed == []
 

@@ -1,0 +1,179 @@
+"""The check is the catalogue: a code is declared at the function that looks for it.
+
+    @check("NOT_FINITE", ERROR, needs=(READ,), why="...", fix="...", issues="OpenRLHF #1120")
+    def not_finite(source: Source) -> Iterator[Fault]:
+        \"\"\"Elements that are infinite or NaN.\"\"\"
+        yield Fault("2 elements of 1 tensor", "finite numbers", tensors=["lm_head.weight"])
+
+`examine` runs all checks in the order in which they are declared: causes before consequences.
+The docstring is the title in `docs/findings.md`, which `python -m tasks.audit.page` writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+
+from tasks.audit.finding import Finding, Severity, printable, some
+from tasks.audit.source import Source, commands_of
+from tasks.core.errors import ArtifactError
+
+ERROR, WARNING, INFO = Severity.ERROR, Severity.WARNING, Severity.INFO
+
+Need = Callable[[Source], object]
+MODEL: Need = attrgetter("is_model")
+ADAPTER: Need = attrgetter("is_adapter")
+WHOLE: Need = attrgetter("weights.is_whole")
+READ: Need = attrgetter("is_read")
+BASE: Need = attrgetter("has_base")
+
+
+def EITHER(source: Source) -> bool:
+    """Return True for a model and for an adapter."""
+    return source.is_model or source.is_adapter
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that a check reports; code, reason and fix come from its declaration.
+
+    Attributes:
+        actual: the value or state in the checkpoint.
+        expected: the value or state that is correct.
+        file: file relative to the source; "" for that of the first tensor, or for the folder.
+        tensors: names of tensors; comparisons of names that come later leave them out.
+        severity, why, fix: replace those of the declaration.
+        repair: makes the repair in a draft; None if there is none.
+    """
+
+    actual: str
+    expected: str
+    file: str = ""
+    tensors: Sequence[str] = ()
+    severity: Severity | None = None
+    why: str = ""
+    fix: str = ""
+    repair: Callable[..., None] | None = None
+
+
+Run = Callable[[Source], Iterator[Fault]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A declared code.
+
+    Attributes:
+        code: stable, short identifier.
+        severity: usual severity; a fault may raise or lower it.
+        title: what is reported, in one sentence.
+        why: the failure that it causes, and the tool that fails.
+        fix: what to do; `{repair}`, `{deliver}`, ... stand for commands, see `commands_of`.
+        issues: public reports of the failure, as "project #number, project PR #number".
+        module: module of the check.
+        needs: conditions without which it does not run.
+        run: looks for the fault.
+        listed: False if another function declares the code.
+    """
+
+    code: str
+    severity: Severity
+    title: str
+    why: str
+    fix: str
+    issues: str
+    module: str
+    needs: Sequence[Need]
+    run: Run
+    listed: bool = True
+
+
+CHECKS: list[Check] = []
+"""All checks in the order of the report."""
+
+CANNOT_GO_ON = (
+    ArtifactError, ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""Exceptions that a check may raise on malicious files."""
+
+
+def check(
+    code: str,
+    severity: Severity,
+    *,
+    why: str,
+    fix: str,
+    issues: str = "",
+    needs: Sequence[Need] = (),
+) -> Callable[[Run], Run]:
+    """Declare a code at the function that looks for it; arguments as in `Check`."""
+
+    def declare(run: Run) -> Run:
+        title = (run.__doc__ or "").partition("\n")[0].removesuffix(".")
+        CHECKS.append(
+            Check(code, severity, title, why, fix, issues, run.__module__, tuple(needs), run)
+        )
+        return run
+
+    return declare
+
+
+def also(code: str, *, needs: Sequence[Need] = ()) -> Callable[[Run], Run]:
+    """Declare another function that looks for a code that is declared already."""
+
+    def declare(run: Run) -> Run:
+        first = next(each for each in CHECKS if each.code == code)
+        module, needed = run.__module__, tuple(needs)
+        CHECKS.append(replace(first, module=module, needs=needed, run=run, listed=False))
+        return run
+
+    return declare
+
+
+def examine(source: Source) -> list[Finding]:
+    """Return the findings of all checks without duplicates, the worst first."""
+    import tasks.audit.checks  # noqa: F401 -- declares them
+
+    seen: dict[Finding, None] = {}
+    commands = commands_of(source)
+    for each in CHECKS:
+        for fault, by in _faults(each, source):
+            finding = _finding(fault, by, source, by.fix.format_map(commands))
+            worst = (source.codes.get(by.code, INFO), finding.severity)
+            source.codes[by.code] = min(worst, key=lambda severity: severity.rank)
+            source.explained.update(fault.tensors)
+            seen.setdefault(finding)
+    return sorted(seen, key=lambda finding: finding.severity.rank)
+
+
+def _faults(each: Check, source: Source) -> Iterator[tuple[Fault, Check]]:
+    try:
+        if all(need(source) for need in each.needs):
+            for fault in each.run(source):
+                yield fault, each
+    except CANNOT_GO_ON as error:
+        # An error: a folder that cannot be checked must never pass.
+        name = each.module.rpartition(".")[2]
+        reason = f"{name}: {type(error).__name__}: {error}"
+        failed = next(each for each in CHECKS if each.code == "CANNOT_JUDGE")
+        yield Fault(reason, "files as known tools write them"), failed
+
+
+def _finding(fault: Fault, by: Check, source: Source, fix: str) -> Finding:
+    file = fault.file
+    if not file and fault.tensors:
+        first = source.tensors.get(fault.tensors[0])
+        file = first.file if first is not None else ""
+    return Finding(
+        by.code,
+        fault.severity or by.severity,
+        printable(file),
+        some(fault.tensors) if fault.tensors else "",
+        printable(fault.actual),
+        printable(fault.expected),
+        fault.why or by.why,
+        fault.fix or fix,
+        fault.repair,
+    )

@@ -1,0 +1,422 @@
+"""Adapters and their base: modules, sizes, vocabulary, ties, and the plan of the merge."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tasks.audit.check import ADAPTER, BASE, ERROR, INFO, WARNING, Fault, also, check
+from tasks.audit.checks.adapter import (
+    LORA,
+    Pair,
+    adapter_config,
+    adapter_keys,
+    is_cheap,
+    plain_module,
+)
+from tasks.audit.checks.names import Embeddings, embeddings_of, tail_of
+from tasks.audit.class_contract import perform_apart
+from tasks.audit.known import is_multimodal, text_config
+from tasks.audit.recognise import ADAPTER_CONFIG
+from tasks.audit.source import Source
+from tasks.core.errors import PlumblineError, first_and_more
+from tasks.weights.adapters.legacy_names import in_memory
+from tasks.weights.adapters.live import EMBEDDING, LINEAR, OTHER, LiveModel
+from tasks.weights.adapters.targets import targeted_modules
+from tasks.weights.execute.worker import perform
+from tasks.weights.files.dtype_conversion import rounded
+from tasks.weights.files.names import EXPERT, PEFT_PREFIX
+from tasks.weights.proof.compare import comparable
+from tasks.weights.proof.expected import Expected
+from tasks.weights.proof.planning import Planned, planned
+from tasks.weights.quantized.config_fields import is_fp8, is_packed, refusal, remedy, stored
+from tasks.weights.quantized.fp8 import DTYPE
+from tasks.weights.quantized.source import fp8_findings
+
+_ELSEWHERE = ("expert", "moe", "router", ".gate.")
+"""Parts of names of modules that transformers 5 fuses and names differently in memory."""
+_TEXT, _WRAPPED = "model.layers.", re.compile(r"(model\.)?language_model\..*\.\d+\.")
+_TEXT_NAMES_TAKEN = ("ministral3", "mistral")
+"""Text models whose names vLLM maps to the multimodal model (its `mistral3.py`)."""
+_SHOWN, _MANY = 8, 200
+_TIED = ("lm_head", "embed_out")
+"""Names of output embeddings, which are not on disk if they are tied."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """Modules of a base model, from its headers.
+
+    Attributes:
+        modules: shape of the weight of every module, by its name on disk.
+        tails: the same by the end of the name (see `tail_of`); None if two modules share it, or if
+            the module has no tensor `weight`.
+        embeddings: keys of its embeddings.
+        plain: True if its weights have the shapes of the modules.
+    """
+
+    modules: Mapping[str, tuple[int, ...]]
+    tails: Mapping[str, tuple[int, ...] | None]
+    embeddings: Embeddings
+    plain: bool
+
+    def shape_of(self, module: str) -> tuple[int, ...] | None:
+        """Return the shape of a module's weight; None if it is not known for certain."""
+        return self.modules.get(module) or self.tails.get(tail_of(module))
+
+    def has(self, module: str) -> bool:
+        """Return True if it has the module, under this name or inside another model."""
+        tail = tail_of(module)
+        tied = not self.embeddings.output and tail in _TIED
+        return module in self.modules or tail in self.tails or tied
+
+    @property
+    def vocabulary(self) -> set[str]:
+        """Keys of both embeddings; a tied output embedding is not on disk."""
+        both = (self.embeddings.input, self.embeddings.output or "lm_head.weight")
+        return {key for key in both if key}
+
+
+def _modules(source: Source) -> Base:
+    """Read the modules of the base from the shapes of its tensors."""
+    modules: dict[str, tuple[int, ...]] = {}
+    tails: dict[str, tuple[int, ...] | None] = {}
+    others: set[str] = set()
+    base = _base(source)
+    for key, tensor in base.tensors.items():
+        module, _, part = key.rpartition(".")
+        if part == "weight":
+            modules[module], tail = tensor.shape, tail_of(module)
+            tails[tail] = tensor.shape if tail not in tails else None
+        else:
+            others.add(tail_of(module))
+    config = base.config()
+    embeddings = embeddings_of(base.tensors, config)
+    tails = {**dict.fromkeys(others), **tails}
+    return Base(modules, tails, embeddings, plain=stored(config) is None or is_fp8(config))
+
+
+def _base(source: Source) -> Source:
+    if source.base is None:
+        raise LookupError("no base")
+    return source.base
+
+
+def FITTING(source: Source) -> bool:
+    """Return True for a LoRA adapter and a base whose tensors are all known."""
+    return (
+        LORA(source)
+        and source.base is not None
+        and source.base.is_model
+        and source.base.weights.is_whole
+        and bool(source.tensors)
+    )
+
+
+@check(
+    "BASE_QUANTISED", ERROR, needs=(ADAPTER, BASE),
+    why="the adapter can neither be merged into such weights nor compared with them",
+    fix="take the unquantised model that it was made from as base=",
+    issues="ms-swift #7907, LLaMA-Factory #10328",
+)  # fmt: skip
+def undecodable_base(source: Source) -> Iterator[Fault]:
+    """A base whose quantised weights cannot be decoded."""
+    base = _base(source)
+    config, root = base.config(), base.folder.root
+    refused = refusal(config, root)
+    findings = [refused.text] if refused else []
+    in_fp8 = is_fp8(config) or any(tensor.dtype == DTYPE for tensor in base.tensors.values())
+    if refused is None and in_fp8 and base.weights.is_whole:
+        findings = fp8_findings(base.tensors, config)
+    if findings:
+        yield Fault(f"{root}: {first_and_more(findings)}", remedy(root))
+
+
+@check(
+    "QLORA_BASE", WARNING, needs=(ADAPTER, BASE),
+    why="4-bit weights differ from the 16-bit ones by more than most adapters change them: merged "
+    "into the 16-bit base, the model is not the trained one",
+    fix="merge into the dequantised 4-bit base: {merge}",
+    issues="unsloth-zoo PR #810, peft #2321, peft #2105, peft #1043",
+)  # fmt: skip
+def qlora_base(source: Source) -> Iterator[Fault]:
+    """An adapter that was trained on a 4-bit base."""
+    name = source.config(ADAPTER_CONFIG).get("base_model_name_or_path")
+    config = _base(source).config()
+    if is_packed(config):
+        text, expected = f"a base of {stored(config)}", "a merge into the dequantised base"
+        yield Fault(text, expected, file=ADAPTER_CONFIG)
+    elif isinstance(name, str) and name.lower().rstrip("/").endswith(("-bnb-4bit", "-4bit")):
+        text = f"trained on {name}, but base is in 16 bits"
+        yield Fault(text, "the base that it was trained on, dequantised", file=ADAPTER_CONFIG)
+
+
+def _unknown(source: Source) -> list[str]:
+    """Return the modules of pairs that the base does not have."""
+    base = source.once(_modules)
+    pairs = source.once(adapter_keys).pairs
+    return [n for n in pairs if not base.has(plain_module(n)) and not _is_elsewhere(n)]
+
+
+@check(
+    "ADAPTER_MODULES", ERROR, needs=(FITTING,),
+    why="peft finds none of these tensors in its model and only warns ('Found missing adapter "
+    "keys'): the model answers as the base. vLLM serves it the same way, or refuses it",
+    fix="pass the base that adapter_config.json names; or save the adapter with save_pretrained "
+    "from the model that was trained, or rename its keys",
+    issues="LLaMA-Factory #4913, vLLM #34186, vLLM #48019, peft #2566, ms-swift #5621, "
+    "ms-swift #8031",
+)  # fmt: skip
+def module_names(source: Source) -> Iterator[Fault]:
+    """LoRA pairs for modules that the base does not have, or has under other names."""
+    keys, base, unknown = source.once(adapter_keys), source.once(_modules), source.once(_unknown)
+    if unknown:
+        text = f"{len(unknown)} of {len(keys.pairs)} pairs"
+        yield Fault(text, "modules of the base", keys.pairs[unknown[0]].file, unknown)
+    # Without a task type it was trained without a head, under other names.
+    if source.config(ADAPTER_CONFIG).get("task_type") != "FEATURE_EXTRACTION":
+        renamed = {name: _meant(plain_module(name), base) for name in keys.pairs}
+        if renamed and all(renamed.values()):
+            name, right = next(iter(renamed.items()))
+            actual, expected = f"{PEFT_PREFIX}{name}", f"{PEFT_PREFIX}{right}"
+            yield Fault(actual, expected, keys.pairs[name].file, list(renamed))
+    model, config = _base(source), _base(source).config()
+    if not is_multimodal(config) or text_config(config).get("model_type") in _TEXT_NAMES_TAKEN:
+        return
+    wrapped = [key for key in model.tensors if _WRAPPED.match(key)]
+    names = [name for name in keys.pairs if name.startswith(_TEXT)]
+    if names and wrapped and not any(key.startswith(_TEXT) for key in model.tensors):
+        expected = f"names of the multimodal model, as {wrapped[0].rpartition('.')[0]}"
+        yield Fault(
+            f"{names[0]}, a name of the text model", expected, keys.pairs[names[0]].file, names,
+            severity=WARNING,
+            why="vLLM accepts an adapter if the ends of its module names match the model's, but "
+            "applies only modules whose full names match: without a warning it has no effect",
+        )  # fmt: skip
+
+
+def _meant(module: str, base: Base) -> str:
+    """Return the module of the base with one `model.` more or less; "" if the name is right.
+
+    Names of a base without `model.` tell nothing: it may be saved without its head.
+    """
+    near = [f"model.{module}", module.removeprefix("model.")]
+    there = [name for name in near if name.startswith("model.") and name in base.modules]
+    return there[0] if there and module not in base.modules else ""
+
+
+def _is_elsewhere(module: str) -> bool:
+    return any(part in f".{module}." for part in _ELSEWHERE)
+
+
+@check(
+    "ADAPTER_SHAPE", ERROR, needs=(FITTING,),
+    why="peft and vLLM refuse to load it with 'size mismatch': it was trained on another base",
+    fix="pass the base that adapter_config.json names",
+    issues="LLaMA-Factory #4913",
+)  # fmt: skip
+def pair_shapes(source: Source) -> Iterator[Fault]:
+    """LoRA pairs whose sizes do not fit the base."""
+    base = source.once(_modules)
+    wrong: dict[tuple[str, str, str], list[str]] = {}
+    for name, pair in source.once(adapter_keys).pairs.items() if base.plain else ():
+        shape, sizes = base.shape_of(plain_module(name)), _sizes(pair)
+        if shape is None or sizes is None or len(shape) != 2 or _is_elsewhere(name):
+            continue
+        if sizes not in (shape, shape[::-1]):  # GPT-2 stores layers and embeddings transposed
+            text = f"a pair for {list(sizes)}", f"{list(shape)}, as the base has", pair.file
+            wrong.setdefault(text, []).append(name)
+    for (actual, expected, file), names in list(wrong.items())[:_SHOWN]:
+        yield Fault(actual, expected, file, names)
+
+
+def _sizes(pair: Pair) -> tuple[int, int] | None:
+    """Return (out, in) of the weight that a LoRA pair belongs to; None if it is unknown."""
+    if pair.a is None or pair.b is None or len(pair.a.shape) != 2 or len(pair.b.shape) != 2:
+        return None
+    sizes = pair.b.shape[0], pair.a.shape[1]
+    return None if 0 in sizes else sizes
+
+
+@check(
+    "ADAPTER_VOCABULARY", WARNING, needs=(FITTING,),
+    why="the vocabulary grew in training: peft fails with 'size mismatch for "
+    "...embed_tokens.modules_to_save.default.weight' unless the base is resized first",
+    fix="resize the base to the adapter's rows before peft loads it, or merge it, which uses the "
+    "adapter's rows: {merge}",
+    issues="LLaMA-Factory #3125, LLaMA-Factory #5262, LLaMA-Factory #3154, LLaMA-Factory #10186",
+)  # fmt: skip
+def grown_vocabulary(source: Source) -> Iterator[Fault]:
+    """Embeddings in the adapter with another number of rows than the base."""
+    keys, base = source.once(adapter_keys), source.once(_modules)
+    if not base.embeddings.input:
+        return
+    rows = _base(source).tensors[base.embeddings.input].shape[0]
+    known = {key.rpartition(".")[0].rpartition(".")[2] for key in base.vocabulary}
+    resized = [
+        name
+        for name, tensor in keys.whole.items()
+        if plain_module(name.rpartition(".")[0]).rpartition(".")[2] in known
+        and len(tensor.shape) == 2
+        and tensor.shape[0] not in (0, rows)
+    ]
+    if resized:
+        count, names = keys.whole[resized[0]].shape[0], [keys.keys[name] for name in resized]
+        yield Fault(f"{count} rows", f"{rows}, as the base has", tensors=names)
+
+
+@check(
+    "ADAPTER_PARTS_TIE", WARNING, needs=(FITTING,),
+    why="after a merge input and output embedding differ; if tie_word_embeddings stays true, "
+    "loaders use one for both and the model repeats a token",
+    fix="merge it with Plumbline, which unties the two, {merge}, or set tie_word_embeddings to "
+    "false in the merged config.json",
+    issues="transformers #45127",
+)  # fmt: skip
+def parted_tie(source: Source) -> Iterator[Fault]:
+    """An adapter that changes one of two tied embeddings."""
+    keys, base = source.once(adapter_keys), source.once(_modules)
+    leaves = {name.rpartition(".")[0].rpartition(".")[2] for name in base.vocabulary}
+    changed = {plain_module(name) for name in keys.pairs}
+    changed |= {plain_module(name.rpartition(".")[0]) for name in keys.whole}
+    touched = [name for name in sorted(changed) if name.rpartition(".")[2] in leaves]
+    if touched and base.embeddings.tied:
+        text = "changed by the adapter; the base ties both embeddings"
+        yield Fault(text, "a merge that unties them, or training of both as one", tensors=touched)
+
+
+@also("ADAPTER_COVERAGE", needs=(FITTING,))
+def uncovered_modules(source: Source) -> Iterator[Fault]:
+    """Target modules of the base without a LoRA pair, by peft's rules for names."""
+    keys, config, base = source.once(adapter_keys), adapter_config(source), source.once(_modules)
+    settings = (config.exclude_modules, config.layers_pattern, config.modules_to_save)
+    patterns = [
+        pattern
+        for setting in settings
+        for pattern in ((setting,) if isinstance(setting, str) else setting)
+    ]
+    if isinstance(config.target_modules, str) or not is_cheap(*patterns):
+        return
+    if not source.weights.is_whole or source.once(_unknown):
+        return
+    have = {plain_module(name) for name in keys.pairs}
+    if not have <= set(base.modules):
+        return  # the base names its modules differently in memory: names cannot be compared
+    heads = {name.rpartition(".")[0]: EMBEDDING for name in base.vocabulary}
+    # Separate experts on disk are one parameter in transformers 5, and not modules.
+    fused = not any(_is_elsewhere(name) for name in have)
+    kinds = {
+        name: heads.get(name, LINEAR if len(shape) == 2 else OTHER)
+        for name, shape in base.modules.items()
+        if len(shape) > 1 and not (fused and _is_elsewhere(name))
+    }
+    if len(config.target_modules) > _MANY:  # a list of all modules by full name
+        wanted = [name for name in config.target_modules if name in kinds]
+    else:
+        wanted = list(targeted_modules(config, LiveModel({}, kinds, {})))
+    lacking = [name for name in wanted if name not in have]
+    if lacking:
+        text = f"{len(have)} of {len(have) + len(lacking)} target modules"
+        fix = "save the adapter again from the training run, with all of its tensors gathered"
+        yield Fault(text, "a pair for each", tensors=lacking, severity=ERROR, fix=fix)
+
+
+@check(
+    "ADAPTER_ROUNDS_AWAY", INFO, needs=(FITTING,),
+    why="peft and all tools that cast the sum round to nearest: changes below half a step of the "
+    "format vanish, and the merged model is closer to the base than the trained one",
+    fix="merge it with Plumbline, which rounds without bias, {merge}, or serve it beside its base; "
+    "with other tools save the merged model in float32",
+)  # fmt: skip
+def rounds_away(source: Source) -> Iterator[Fault]:
+    """Merging this adapter with rounding to nearest loses part of it (with values=true)."""
+    if not source.values:
+        return
+    update, kept = 0.0, {"BF16": 0.0, "F16": 0.0}
+    try:
+        made = planned(_base(source).folder.root, source.folder.root, perform=perform_apart)
+        for op in made.plan.ops:
+            if not op.terms or comparable(op, made.sources):
+                continue
+            expected = Expected(op, made.sources)
+            for first, end in expected.sampled_rows():
+                block = expected.block(first, end)
+                update += float(np.vdot(block.change, block.change))
+                for dtype in kept:
+                    gained = rounded(block.base + block.change, dtype) - block.base
+                    kept[dtype] += float(np.vdot(gained, block.change))
+    except PlumblineError:
+        return  # adapter and base do not fit, which is a finding of other checks
+    if update and kept["BF16"] < _KEPT * update:
+        yield Fault(
+            f"rounding the merged weights to nearest keeps {kept['BF16'] / update:.0%} of the "
+            f"update in bfloat16, {kept['F16'] / update:.0%} in float16",
+            "all of it",
+        )
+
+
+_KEPT = 0.9
+"""Share below which a merge to nearest is reported."""
+_ABSENT = "No module named"
+"""Part of the child's error where torch or transformers is not installed."""
+
+
+def PLANNED(source: Source) -> bool:
+    """Return True for a LoRA adapter with its base if nothing else is wrong with it."""
+    lora = source.config(ADAPTER_CONFIG).get("peft_type") == "LORA"
+    return source.planned and source.has_base and lora and ERROR not in source.codes.values()
+
+
+def _plan(source: Source) -> Planned | PlumblineError:
+    """Plan the merge as `deliver` does."""
+    here = "transformers" in sys.modules  # where it is loaded anyway
+
+    def perform_fast(request: Mapping[str, Any]) -> Mapping[str, Any]:
+        return perform(request) if here else perform_apart(request)
+
+    try:
+        return planned(_base(source).folder.root, source.folder.root, perform=perform_fast)
+    except PlumblineError as error:
+        return error
+
+
+def no_merge(source: Source) -> Iterator[Fault]:
+    """An adapter that cannot be merged into this base."""
+    plan = source.once(_plan)
+    if isinstance(plan, PlumblineError) and _ABSENT not in plan.message:
+        texts = [str(text) for text in plan.details[:3]] or [plan.message]
+        yield Fault("; ".join(texts), "an adapter of this base")
+
+
+def live_names(source: Source) -> Iterator[Fault]:
+    """Names of older versions of transformers: a merge knows them, peft does not."""
+    plan, keys = source.once(_plan), source.once(adapter_keys)
+    live = None if isinstance(plan, PlumblineError) else plan.live
+    if live is None:
+        return
+    # peft converts the names of separate experts itself.
+    names = [plain_module(name) for name in keys.pairs if not EXPERT.search(name)]
+    now = {n: in_memory(live, f"{n}.weight") for n in names if n not in live.modules}
+    moved = [name for name, new in now.items() if new != f"{name}.weight"]
+    if moved:
+        expected = f"{PEFT_PREFIX}{now[moved[0]].removesuffix('.weight')}"
+        text = f"{PEFT_PREFIX}{moved[0]}, a name of transformers 4"
+        yield Fault(text, expected, keys.pairs[moved[0]].file, moved)
+
+
+def declare_last() -> None:
+    """Declare the checks of the plan, which need the result of all others."""
+    check(
+        "ADAPTER_NO_MERGE", ERROR, needs=(ADAPTER, PLANNED),
+        why="`deliver` plans the merge from the same headers and refuses it; peft fails with 'size "
+        "mismatch', or drops tensors with a warning",
+        fix="pass the base that adapter_config.json names, or save the adapter again from the "
+        "training run",
+        issues="Automodel #3233",
+    )(no_merge)  # fmt: skip
+    also("ADAPTER_MODULES", needs=(ADAPTER, PLANNED))(live_names)

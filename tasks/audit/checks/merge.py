@@ -1,0 +1,270 @@
+"""Merged models, value by value, against the base and the adapter."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasks.audit.check import ERROR, INFO, WARNING, Fault, also, check
+from tasks.audit.checks.adapter import pattern_of
+from tasks.audit.checks.base import COMPARED
+from tasks.audit.class_contract import perform_apart
+from tasks.audit.scan import differ, same_header
+from tasks.audit.source import Source
+from tasks.core.errors import PlumblineError
+from tasks.weights.files.file_ranges import Reader
+from tasks.weights.proof.faults import State
+from tasks.weights.proof.merge import Proof, Verdict, prove_merge
+from tasks.weights.proof.planning import planned
+
+_FAULTS = {
+    # State of a tensor, and what it means
+    State.LEFT_OUT: "the base's values, although the adapter changes them",
+    State.TWICE: "the adapter was added twice",
+    State.SCALED: "a wrong scale",
+    State.TRANSPOSED: "stored transposed",
+    State.EXPERT: "experts in another order than the base's",
+    State.CHANGED: "neither the merge nor the base",
+    State.MISSING: "missing",
+}
+_OTHER_BASE, _FEW = 0.5, 2
+"""Share, and number, of untouched tensors that differ, above which the base is another one."""
+_KEPT, _NAMED = 0.9, 3
+"""Share of the adapter below which rounding is reported, and number of tensors that are named."""
+_SIXTEEN_BITS = ("BF16", "F16")
+_SAMPLED, _LEAST, _MOST = 64, 100, 0.5
+"""Rows of each matrix that are compared; least number, and largest share, of changed weights."""
+
+
+def PROVEN(source: Source) -> bool:
+    """Return True if the adapter of the merge is known."""
+    return source.adapter is not None and COMPARED(source)
+
+
+def UNPROVEN(source: Source) -> bool:
+    """Return True if the values are compared with the base alone."""
+    return source.adapter is None and COMPARED(source)
+
+
+def _proof(source: Source) -> Proof | str:
+    """Compare every element with base + scale * B A; returns the reason if that is impossible."""
+    if source.base is None or source.adapter is None:
+        return "no base, or no adapter"
+    try:
+        made = planned(source.base.folder.root, source.adapter, perform=perform_apart)
+        return prove_merge(made.plan, made.sources, source, any_base=True, tied=made.tied)
+    except PlumblineError as error:
+        return error.message
+
+
+def _untouched(proof: Proof) -> tuple[list[Verdict], list[Verdict]]:
+    """Return the tensors that the adapter does not touch, and those of them that differ."""
+    untouched = [verdict for verdict in proof.verdicts if not verdict.touched]
+    return untouched, [verdict for verdict in untouched if verdict.state is State.CHANGED]
+
+
+@also("WRONG_BASE", needs=(PROVEN,))
+def merged_into_another(source: Source) -> Iterator[Fault]:
+    """Most tensors that the adapter does not touch differ from the base's."""
+    proof = source.once(_proof)
+    untouched, changed = _untouched(proof) if isinstance(proof, Proof) else ([], [])
+    if len(changed) > max(_FEW, _OTHER_BASE * len(untouched)):
+        text = f"{len(changed)} of {len(untouched)} tensors that the adapter does not touch differ"
+        yield Fault(text, "the base's, bit for bit", tensors=_names(changed))
+
+
+@check(
+    "MERGE_WRONG", ERROR, needs=(PROVEN,),
+    why="the model is not, or only partly, the trained one. It loads everywhere and nothing fails: "
+    "modules were left out, the adapter was added twice or with a wrong scale (lora_alpha / r, or "
+    "lora_alpha / sqrt(r) with use_rslora), tensors were permuted, lost or damaged, or changed "
+    "although this adapter does not touch them",
+    fix="merge again from the base: {again}",
+)  # fmt: skip
+def merge_wrong(source: Source) -> Iterator[Fault]:
+    """Tensors that are not the base plus the adapter's change: one finding for each fault."""
+    proof = source.once(_proof)
+    if not isinstance(proof, Proof):
+        return
+    untouched, changed = _untouched(proof)
+    for state, meaning in _FAULTS.items():
+        wrong = [verdict for verdict in proof.of(state) if verdict not in changed]
+        if wrong:
+            text = f"{meaning}: {_details(wrong, proof)}"
+            yield Fault(text, "base + scale * B A", _file(source, wrong), _names(wrong))
+    if changed:
+        text = f"changed, and the adapter does not touch them: {len(changed)} of {len(untouched)}"
+        yield Fault(f"{text} tensors", "the base's", _file(source, changed), _names(changed))
+    if proof.drifts and not proof.faults:
+        text = f"a wrong scale: {proof.scale:.4f} times the change, over all tensors"
+        yield Fault(text, "the change once")
+
+
+def _details(wrong: Sequence[Verdict], proof: Proof) -> str:
+    first, count = wrong[0], len(wrong)
+    touched = sum(verdict.touched for verdict in proof.verdicts)
+    if first.state is State.SCALED:
+        scales = [scale for scale, _ in groupby(sorted(round(v.scale, 3) for v in wrong))]
+        text = f"{scales[0]}" if len(scales) == 1 else f"{scales[0]} to {scales[-1]}"
+        return f"{text} times the change, in {count} of {touched} tensors"
+    if first.state is State.EXPERT:
+        return f"{count} tensors; {first.name} is that of {first.like}"
+    if first.state in (State.LEFT_OUT, State.TWICE):
+        return f"{count} of {touched} tensors that the adapter changes"
+    if first.sums is not None and first.sums.beyond:
+        beyond, elements = first.sums.beyond, first.sums.elements
+        return f"{count} tensors; of the first {beyond} of {elements} elements are off"
+    return f"{count} tensors"
+
+
+@check(
+    "MERGE_BASE", WARNING, needs=(PROVEN,),
+    why="an adapter fits only one of the two: the one that was loaded in training. The dequantised "
+    "base is right for an adapter that was trained with 4-bit weights (QLoRA)",
+    fix="nothing, if training loaded the base in 4 bits; else merge again: {again}",
+)  # fmt: skip
+def merge_base(source: Source) -> Iterator[Fault]:
+    """Merged into the dequantised base, or partly into it and partly into the original."""
+    proof = source.once(_proof)
+    if not isinstance(proof, Proof):
+        return
+    packed = [verdict for verdict in proof.dequantized if verdict.touched]
+    plain = [
+        verdict
+        for verdict in proof.verdicts
+        if verdict.touched
+        and not verdict.dequantized
+        and verdict.state is State.RIGHT
+        and verdict.name.endswith("_proj.weight")
+    ]
+    if packed and plain:
+        text = f"{len(packed)} dequantised, {len(plain)} original"
+        yield Fault(text, "one base for all", tensors=_names(plain))
+    elif packed:
+        text = f"{len(packed)} tensors: the base's, quantised to NF4 and back, plus the change"
+        yield Fault(text, "a QLoRA adapter", severity=INFO)
+
+
+@check(
+    "MERGE_NOT_PROVEN", WARNING, needs=(PROVEN,),
+    why="these tensors may be wrong",
+    fix="pass a merged model and a base in bf16, fp16 or fp32, and the adapter as PEFT saved it",
+)  # fmt: skip
+def merge_not_proven(source: Source) -> Iterator[Fault]:
+    """Tensors that could not be compared with base and adapter."""
+    proof = source.once(_proof)
+    if isinstance(proof, str):
+        yield Fault(proof, "a base and an adapter that fit each other")
+    elif left := proof.of(State.NOT_COMPARED):
+        text, file = f"{len(left)} tensors: {left[0].note}", _file(source, left)
+        yield Fault(text, "tensors that can be compared", file, _names(left))
+
+
+@check(
+    "MERGE_ROUNDED", WARNING, needs=(PROVEN,),
+    why="the sum was rounded to nearest, as peft and all tools that cast it do: a change below "
+    "half a step of the format vanishes, and the served model is closer to the base. Training in "
+    "16 bits without fp32 master weights does the same",
+    fix="merge again with Plumbline, which rounds without bias, {again}; or serve the adapter "
+    "beside its base",
+)  # fmt: skip
+def merge_rounded(source: Source) -> Iterator[Fault]:
+    """Rounding threw away part of what the adapter learned."""
+    proof = source.once(_proof)
+    if isinstance(proof, Proof) and _is_right(proof) and proof.kept < _KEPT:
+        worst = sorted(
+            (verdict for verdict in proof.verdicts if verdict.touched and verdict.sums),
+            key=lambda verdict: verdict.sums.kept_share if verdict.sums else 1.0,
+        )
+        text = f"{proof.kept:.0%} of what the adapter learned is in these weights"
+        yield Fault(text, "all of it", tensors=_names(worst[:_NAMED]))
+
+
+def _is_right(proof: Proof) -> bool:
+    return proof.ok and not proof.of(State.NOT_COMPARED)
+
+
+@check(
+    "MERGE_PROVEN", INFO, needs=(PROVEN,),
+    why="every element was compared; differences are within the rounding of the dtypes",
+    fix="nothing",
+)  # fmt: skip
+def merge_proven(source: Source) -> Iterator[Fault]:
+    """Every tensor is base + scale * B A, or the base's."""
+    proof = source.once(_proof)
+    if isinstance(proof, Proof) and _is_right(proof) and proof.kept >= _KEPT:
+        touched = sum(verdict.touched for verdict in proof.verdicts)
+        text = f"{touched} tensors are the base's plus the adapter's"
+        yield Fault(f"{text}, {len(proof.verdicts) - touched} the base's", "exactly that")
+
+
+def _names(verdicts: Collection[Verdict]) -> list[str]:
+    return [verdict.name for verdict in verdicts]
+
+
+def _file(source: Source, verdicts: Collection[Verdict]) -> str:
+    name = next(iter(verdicts)).name.partition("[")[0]
+    return source.tensors[name].file if name in source.tensors else ""
+
+
+def _changes(source: Source) -> dict[str, dict[bool, list[str]]]:
+    """Sort the matrices of layers by kind, and by whether they differ from the base's."""
+    kinds: dict[str, dict[bool, list[str]]] = defaultdict(lambda: defaultdict(list))
+    base = source.base
+    for key, tensor in source.tensors.items():
+        kind = pattern_of(key)
+        if base is None or len(tensor.shape) != 2 or kind == key:
+            continue
+        if same_header(key, source, base):
+            kinds[kind][differ((source, key), (base, key))].append(key)
+    return kinds
+
+
+@check(
+    "MERGE_PARTIAL", WARNING, needs=(UNPROVEN,),
+    why="a merge that stopped halfway looks like this, and so does training of only some layers",
+    fix="pass the adapter to check every tensor: {prove}",
+)  # fmt: skip
+def merge_partial(source: Source) -> Iterator[Fault]:
+    """Some layers equal the base's bit for bit, and others of the same kind do not."""
+    mixed = [each for each in source.once(_changes).values() if each[True] and each[False]]
+    same = [key for each in mixed for key in each[False]]
+    if same:
+        total = sum(len(each[True]) + len(each[False]) for each in mixed)
+        text = f"{len(same)} of {total} tensors are the base's"
+        yield Fault(text, "all changed, or none", tensors=same)
+
+
+@also("MERGE_ROUNDED", needs=(UNPROVEN,))
+def changed_by_steps(source: Source) -> Iterator[Fault]:
+    """Few weights differ from the base's, and most of those by one step of their format."""
+    elements, changed, steps = 0, 0, 0
+    for key in (key for each in source.once(_changes).values() for key in each[True]):
+        if source.base is None or source.tensors[key].dtype not in _SIXTEEN_BITS:
+            continue
+        ours, theirs = (_words(each, key, _SAMPLED) for each in (source, source.base))
+        apart = np.abs(ours.astype(np.int32) - theirs)
+        elements += apart.size
+        changed += int(np.count_nonzero(apart))
+        steps += int(np.count_nonzero(apart == 1))
+    if changed > _LEAST and changed < _MOST * elements and steps > changed / 2:
+        yield Fault(
+            f"{changed / elements:.0%} of the weights changed, {steps / changed:.0%} of those by "
+            "exactly one step of their format",
+            "most weights of a trained layer changed", severity=INFO,
+            fix="measure it with base=, adapter= and values=true",
+        )  # fmt: skip
+
+
+def _words(source: Source, key: str, rows: int) -> NDArray[np.int16]:
+    """Return the first rows of a 16-bit matrix as words."""
+    info = source.tensors[key]
+    count = min(rows, info.shape[0])
+    raw: NDArray[np.uint8] = np.empty(info.nbytes // info.shape[0] * count, np.uint8)
+    with Reader(source.extents(key)) as reader:
+        reader.into(raw, 0)
+    return raw.view(np.int16)

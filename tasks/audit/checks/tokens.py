@@ -1,0 +1,631 @@
+"""Tokenizers, special tokens and embeddings: files, ids and rows must agree."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import tasks.audit
+from tasks.audit.check import BASE, EITHER, ERROR, INFO, MODEL, WARNING, Fault, check
+from tasks.audit.checks.names import embeddings_of, plain_tensors
+from tasks.audit.checks.templates import (
+    CHATS,
+    BrokenTemplateError,
+    read_template,
+    template_places,
+    turn_ends,
+)
+from tasks.audit.folder import Folder
+from tasks.audit.known import content, of_text, text_config, token_ids, whole
+from tasks.audit.recognise import CONFIG, Kind
+from tasks.audit.repair import SETTINGS, TOKENIZER, Draft, settle_tie
+from tasks.audit.scan import differ
+from tasks.audit.source import Source, setting
+from tasks.weights.tokens.prove_ids import is_leading, misread_as
+
+TOKENIZERS = (
+    TOKENIZER, "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "tekken.json",
+)  # fmt: skip
+GENERATION, _MAP = "generation_config.json", "special_tokens_map.json"
+_ROLES = ("eos_token", "bos_token", "pad_token", "unk_token")
+_IDS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids of a tokenizer.
+
+    Attributes:
+        ids: id of every token; of lists without ids, the position.
+        added: ids of added tokens, by text.
+        special: texts of added tokens that are special.
+        rows: highest id + 1; 0 without a readable tokenizer.json.
+        highest_plain: highest id of the vocabulary without added tokens; -1 if there is none.
+    """
+
+    ids: Mapping[str, int] = field(default_factory=dict, repr=False)
+    added: Mapping[str, int] = field(default_factory=dict)
+    special: frozenset[str] = frozenset()
+    rows: int = 0
+    highest_plain: int = -1
+
+
+def tokens_of(source: Source) -> Tokens:
+    """Read the tokenizer.json of a source."""
+    return read_tokens(source.folder)
+
+
+def read_tokens(folder: Folder) -> Tokens:
+    """Read the tokenizer.json of a folder."""
+    document = folder.json(TOKENIZER)
+    plain = _vocabulary(document)
+    entries = document.get("added_tokens")
+    added, special = dict[str, int](), set[str]()
+    for token in entries if isinstance(entries, list) else ():
+        if isinstance(token, Mapping) and type(token.get("id")) is int and "content" in token:
+            added[str(token["content"])] = token["id"]
+            if token.get("special") is True:
+                special.add(str(token["content"]))
+    highest = max(plain.values(), default=-1)
+    rows = max((highest, *added.values()), default=-1) + 1
+    model = document.get("model")
+    if not plain and isinstance(model, Mapping) and model.get("vocab"):
+        rows = 0  # an unknown kind of vocabulary
+    return Tokens({**plain, **added}, added, frozenset(special), rows, highest)
+
+
+def _vocabulary(document: Mapping[str, Any]) -> dict[str, int]:
+    """Return the ids of a vocabulary, which is a mapping to ids or a list of pieces and scores."""
+    model = document.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
+    if isinstance(vocabulary, list):
+        pieces = enumerate(vocabulary)
+        return {str(entry[0]): n for n, entry in pieces if isinstance(entry, list) and entry}
+    if isinstance(vocabulary, Mapping):
+        return {text: number for text, number in vocabulary.items() if type(number) is int}
+    return {}
+
+
+@check(
+    "TOKENIZER_MISSING", WARNING, needs=(MODEL,),
+    why="vLLM does not start on the folder; with the base's tokenizer, tokens and template that "
+    "were added in training are lost",
+    fix="save the tokenizer of the training run into the folder",
+)  # fmt: skip
+def tokenizer_missing(source: Source) -> Iterator[Fault]:
+    """No tokenizer."""
+    if not any(name in source.folder.files for name in TOKENIZERS):
+        yield Fault("none", " or ".join(TOKENIZERS[:2]))
+
+
+_OWN_ROWS = ("mllama", "mllama_text_model", "moshi")
+"""Families whose input embedding has rows outside the vocabulary."""
+
+
+def EMBEDDED(source: Source) -> bool:
+    """Return True for a whole model whose input embedding is known."""
+    if not (source.is_model and source.weights.is_whole):
+        return False
+    tensors = source.once(plain_tensors)
+    embeddings = embeddings_of(tensors, source.config())
+    own = text_config(source.config()).get("model_type") in _OWN_ROWS
+    return bool(embeddings.input) and 0 not in tensors[embeddings.input].shape and not own
+
+
+@check(
+    "TIED_HEAD_ON_DISK", WARNING, needs=(EMBEDDED,),
+    why="older vLLM fails with KeyError 'lm_head.weight', first seen with Gemma; newer versions "
+    "and transformers drop it and use the embedding: if it differs, the model repeats one token",
+    fix="leave out the copy: {repair}",
+    issues="LLaMA-Factory #2789, vLLM #3323, vLLM PR #6758, transformers #45127",
+)  # fmt: skip
+def tied_head(source: Source) -> Iterator[Fault]:
+    """An output embedding on disk although config.json ties it; an error if the two differ."""
+    tensors = source.once(plain_tensors)
+    embeddings = embeddings_of(tensors, source.config())
+    if not embeddings.output or not embeddings.tied:
+        return
+    head, embedding = tensors[embeddings.output], tensors[embeddings.input]
+    same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
+    differs = head.shape != embedding.shape
+    if source.is_read and head.start >= 0 and embedding.start >= 0:
+        stored = {tensor: key for key, tensor in source.tensors.items()}
+        differs = not same or differ((source, stored[head]), (source, stored[embedding]))
+    text = "other values than the input embedding" if differs else "tie_word_embeddings is true"
+    yield Fault(
+        f"present, and {text}", "no such tensor, or tie_word_embeddings false",
+        tensors=[embeddings.output], severity=ERROR if differs else None, 
+        repair=settle_tie(embeddings.output, embeddings.input),
+        fix=setting(CONFIG, tie_word_embeddings=False) if differs else "",
+    )  # fmt: skip
+
+
+@check(
+    "VOCAB_SIZE", ERROR, needs=(EMBEDDED,),
+    why="transformers refuses with 'size mismatch', vLLM with an assertion in its embedding loader",
+    fix="set vocab_size in config.json to the number of rows",
+    issues="LLaMA-Factory #3125, OpenRLHF #87",
+)  # fmt: skip
+def vocab_size(source: Source) -> Iterator[Fault]:
+    """A vocab_size that differs from the number of rows."""
+    name, rows = _rows(source)
+    size = whole(of_text(source.config(), "vocab_size"))
+    if size is not None and size != rows:
+        fix = setting(CONFIG, vocab_size=rows)
+        yield Fault(f"{rows} rows, vocab_size {size}", "equal", tensors=[name], fix=fix)
+
+
+def _rows(source: Source) -> tuple[str, int]:
+    """Return the key of the input embedding, and its number of rows; "" and 0 for none."""
+    tensors = source.once(plain_tensors)
+    name = embeddings_of(tensors, source.config()).input
+    return name, tensors[name].shape[0] if name else 0
+
+
+_WHOLE_EMBEDDING = re.compile(r"\.(embed_tokens|lm_head)\.((token_adapter\.)?base_layer\.)?weight$")
+
+
+def _full_embeddings(source: Source) -> dict[str, int]:
+    """Return the rows of embeddings that an adapter stores in full, by key."""
+    return {
+        key: tensor.shape[0]
+        for key, tensor in source.tensors.items()
+        if _WHOLE_EMBEDDING.search(key) and len(tensor.shape) == 2 and tensor.shape[0]
+    }
+
+
+@check(
+    "HEAD_ROWS", ERROR, needs=(EITHER,),
+    why="only one of them was saved after the vocabulary changed: no loader accepts both",
+    fix="save both embeddings again after resize_token_embeddings",
+    issues="LLaMA-Factory #10186, LLaMA-Factory #3154",
+)  # fmt: skip
+def head_rows(source: Source) -> Iterator[Fault]:
+    """Input and output embedding of different sizes."""
+    if source.is_adapter:
+        full = _full_embeddings(source)
+        if len({*full.values()}) > 1:
+            text = " and ".join(f"{count} rows" for count in sorted({*full.values()}))
+            yield Fault(text, "equal", tensors=list(full))
+    elif EMBEDDED(source):
+        tensors, (name, rows) = source.once(plain_tensors), _rows(source)
+        head = embeddings_of(tensors, source.config()).output
+        if head and tensors[head].shape[:1] != (rows,):
+            text = f"{list(tensors[head].shape)}"
+            yield Fault(text, f"{rows} rows, as {name} has", tensors=[head])
+
+
+@check(
+    "TOKENIZER_ROWS", ERROR, needs=(EITHER,),
+    why="a text with such a token indexes past the embedding: an IndexError on a CPU, an assertion "
+    "that ends the process on a GPU, garbage in some kernels",
+    fix="resize the embedding to the tokenizer, or serve the base's tokenizer",
+    issues="OpenRLHF #87, OpenRLHF PR #163",
+)  # fmt: skip
+def tokenizer_rows(source: Source) -> Iterator[Fault]:
+    """Tokens without a row in the embedding."""
+    rows, whose = 0, "the rows of the base or of the adapter"
+    if source.is_adapter:
+        rows = max(_full_embeddings(source).values(), default=0)
+        if not rows and source.base is not None and source.base.is_model:
+            _, rows = _rows(source.base)
+    elif EMBEDDED(source):
+        name, rows = _rows(source)
+        whose = f"the rows of {name}"
+    tokens = source.once(tokens_of)
+    if not rows or tokens.rows <= rows:
+        return
+    beyond = {text for text, number in tokens.added.items() if number >= rows}
+    settings = source.config(SETTINGS)
+    used = {content(settings.get(role)) for role in _ROLES} & beyond
+    # Some published models have special tokens for images, which they do not process.
+    plain = tokens.highest_plain >= rows or not beyond <= tokens.special
+    yield Fault(
+        f"{tokens.rows} ids", f"at most {rows}, {whose}", TOKENIZER, sorted(used or beyond),
+        severity=None if used or plain else WARNING,
+    )  # fmt: skip
+
+
+@check(
+    "TOKEN_UNKNOWN", ERROR, needs=(EITHER,),
+    why="it has no id: loading adds it as a new token beyond the embedding, or maps it to the "
+    "unknown token",
+    fix="use a token of tokenizer.json, or add it and resize the embedding",
+    issues="OpenRLHF #87, OpenRLHF #645",
+)  # fmt: skip
+def token_unknown(source: Source) -> Iterator[Fault]:
+    """A special token that the tokenizer does not have."""
+    tokens = source.once(tokens_of)
+    for role in _ROLES:
+        token = content(source.config(SETTINGS).get(role))
+        if token and tokens.rows and token not in tokens.ids:
+            yield Fault(f"{role} {token!r}", f"a token of {TOKENIZER}", file=SETTINGS)
+
+
+@check(
+    "SPECIAL_TOKENS_EMPTY", WARNING, needs=(EITHER,),
+    why="an exporter dropped them: vLLM has no EOS to stop at, padding fails",
+    fix="copy tokenizer_config.json from the trained model",
+    issues="LLaMA-Factory #2075",
+)  # fmt: skip
+def special_tokens_empty(source: Source) -> Iterator[Fault]:
+    """A tokenizer without special tokens."""
+    files, settings, mapped = source.folder.files, source.config(SETTINGS), source.config(_MAP)
+    has_role = any(content(each.get(role)) for each in (settings, mapped) for role in _ROLES)
+    # Old tokenizers get theirs from their class, and no file names any: nothing was dropped.
+    if not has_role and (_MAP in files or "eos_token" in settings):
+        file = _MAP if _MAP in files else SETTINGS
+        yield Fault("no eos, bos or pad token", "at least eos_token", file=file)
+
+
+@check(
+    "TOKEN_ID_RANGE", ERROR, needs=(MODEL,),
+    why="padding or starting with it indexes past the embedding; as EOS it is never generated",
+    fix="set the id to a token of the tokenizer",
+    issues="OpenRLHF #87",
+)  # fmt: skip
+def token_id_range(source: Source) -> Iterator[Fault]:
+    """A token id beyond the embedding."""
+    _, rows = _rows(source)
+    for file in (CONFIG, GENERATION) if rows else ():
+        for name in _IDS:
+            ids = token_ids(of_text(source.config(file), name))
+            beyond = [number for number in ids if number >= rows]
+            if beyond:
+                text = f"{name} {beyond[0]}"
+                yield Fault(text, f"below {rows}, the embedding's rows", file=file)
+
+
+@check(
+    "PAD_MISSING", WARNING, needs=(MODEL,),
+    why="transformers refuses batches of more than one text: 'Cannot handle batch sizes > 1 if no "
+    "padding token is defined'",
+    fix="set pad_token_id in config.json to the tokenizer's",
+)  # fmt: skip
+def pad_missing(source: Source) -> Iterator[Fault]:
+    """A classifier or reward model without pad_token_id."""
+    if source.kind is Kind.REWARD and whole(of_text(source.config(), "pad_token_id")) is None:
+        yield Fault("no pad_token_id", "the tokenizer's", file=CONFIG)
+
+
+def GENERATES(source: Source) -> bool:
+    """Return True for a model that writes text."""
+    return source.kind in (Kind.MODEL, Kind.VALUE)
+
+
+@check(
+    "GENERATION_CONFIG_MISSING", INFO, needs=(GENERATES,),
+    why="the base's sampling defaults and EOS tokens are lost: verl's Megatron merger drops it",
+    fix="copy generation_config.json from the base, with the trained tokenizer's EOS",
+    issues="verl #7198",
+)  # fmt: skip
+def generation_config_missing(source: Source) -> Iterator[Fault]:
+    """No generation_config.json."""
+    if GENERATION not in source.folder.files and GENERATION not in source.folder.wrong:
+        yield Fault("no such file", GENERATION)
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """Ids that end a response: where generation stops, and where the model was trained to end."""
+
+    in_generation: tuple[int, ...]
+    in_config: tuple[int, ...]
+    eos: int | None
+    turns: tuple[int, ...]
+    of_base: tuple[int, ...]
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Ids at which generation stops."""
+        return self.in_generation or self.in_config
+
+    @property
+    def wanted(self) -> list[int]:
+        """All ids that any file names: more EOS ids lose no text of the model."""
+        own = () if self.eos is None else (self.eos,)
+        ids = (*own, *self.turns, *self.in_generation, *self.in_config)
+        return list(dict.fromkeys(ids))
+
+
+def _ends(source: Source) -> _Ends:
+    tokens = source.once(tokens_of)
+    token = content(source.config(SETTINGS).get("eos_token"))
+    eos = tokens.ids.get(token) if token else None
+    base = source.base.config() if source.has_base and source.base is not None else {}
+    return _Ends(
+        token_ids(source.config(GENERATION).get("eos_token_id")),
+        token_ids(of_text(source.config(), "eos_token_id")),
+        eos,
+        tuple(turn_ends(source, tokens.ids, tokens.special, eos)),
+        token_ids(of_text(base, "eos_token_id")),
+    )
+
+
+@check(
+    "EOS_MISSING", WARNING, needs=(GENERATES,),
+    why="every generation runs to its length limit",
+    fix="set eos_token in tokenizer_config.json and eos_token_id in generation_config.json",
+    issues="LLaMA-Factory #2075",
+)  # fmt: skip
+def eos_missing(source: Source) -> Iterator[Fault]:
+    """No EOS token in any file."""
+    ends = source.once(_ends)
+    if not ends.stops:
+        text = "none in any file" if ends.eos is None else f"only the tokenizer's, {ends.eos}"
+        yield Fault(text, f"eos_token_id in {GENERATION}", file=CONFIG, repair=_align_ends)
+
+
+@check(
+    "EOS_DISAGREES", ERROR, needs=(GENERATES,),
+    why="the model was trained to end with the tokenizer's EOS, or with the end of a turn in its "
+    "chat template, but generation does not stop there, or only in some engines: it continues to "
+    "the length limit and talks to itself",
+    fix="add the ids to eos_token_id of generation_config.json",
+    issues="LLaMA-Factory PR #10834, LLaMA-Factory #9338, LLaMA-Factory #2075, "
+    "LLaMA-Factory #3594, LLaMA-Factory #7943, LLaMA-Factory #2884, LLaMA-Factory #1727, "
+    "verl #1246, EasyR1 PR #11007",
+)  # fmt: skip
+def eos_disagrees(source: Source) -> Iterator[Fault]:
+    """Generation stops at other tokens than the tokenizer, the template or the base says."""
+    ends = source.once(_ends)
+    stops, config, generation = {*ends.stops}, {*ends.in_config}, {*ends.in_generation}
+    if not stops:
+        return
+    unstopped = ends.eos is not None and ends.eos not in stops
+    reasons = [
+        f"the tokenizer ends with {ends.eos}" if unstopped else "",
+        f"turns of the chat template end with {_listed(ends.turns)}"
+        if ends.turns and not stops & {*ends.turns} else "",
+        f"{CONFIG} stops at {_listed(ends.in_config)}"
+        if generation and config and not generation & config else "",
+        f"the base stops at {_listed(ends.of_base)}"
+        if config and ends.of_base and not config & {*ends.of_base} else "",
+    ]  # fmt: skip
+    if any(reasons):
+        reason = "; ".join(filter(None, reasons))
+        value = ends.wanted[0] if len(ends.wanted) == 1 else ends.wanted
+        yield Fault(
+            f"stops at {_listed(ends.stops)}; {reason}", f"{_listed(ends.wanted)} among them",
+            file=GENERATION if generation else CONFIG, severity=None if unstopped else WARNING,
+            fix=setting(GENERATION, eos_token_id=value), repair=_align_ends,
+        )  # fmt: skip
+
+
+def _listed(ids: Any) -> str:
+    return ", ".join(map(str, ids)) or "nothing"
+
+
+def _align_ends(draft: Draft) -> None:
+    """Stop at every EOS that any file names."""
+    ids = draft.source.once(_ends).wanted
+    if ids:
+        value: int | list[int] = ids[0] if len(ids) == 1 else ids
+        draft.edit(GENERATION, eos_token_id=value)
+        draft.done.append(f"{GENERATION}: eos_token_id {value}")
+
+
+@check(
+    "TEMPLATE_UNKNOWN_TOKENS", WARNING, needs=(CHATS,),
+    why="the tokenizer splits them into pieces: the model sees text that it was not trained on, "
+    "and never generates an end-of-turn token",
+    fix="serve the tokenizer of the training run, or add the tokens and resize the embedding",
+    issues="OpenRLHF #645, OpenRLHF PR #648, OpenRLHF #1069",
+)  # fmt: skip
+def template_unknown_tokens(source: Source) -> Iterator[Fault]:
+    """Markers in the chat template that are not tokens."""
+    tokens = source.once(tokens_of)
+    for place, text in source.once(template_places).items() if tokens.rows else ():
+        try:
+            markers = read_template(text, tokens.special).markers
+        except BrokenTemplateError:
+            continue  # TEMPLATE_BROKEN
+        unknown = sorted(markers - tokens.ids.keys())
+        if unknown:
+            yield Fault("not tokens of the tokenizer", "tokens", place, unknown)
+
+
+_READER = "TokenizersBackend"
+_NO_CLASS = (
+    "no class helps: transformers 5 builds the tokenizer of every {!r} itself. If training read "
+    "tokenizer.json as it is, serve it with an engine that does, e.g. transformers 4; else save "
+    "the tokenizer again with the transformers of the training, which writes the steps it used"
+)
+GENERIC_TOKENIZER = "PreTrainedTokenizerFast"
+
+
+@check(
+    "TOKENIZER_MISREAD", ERROR, needs=(EITHER,),
+    why="transformers 5, and vLLM with it, rebuilds the pipeline of this class and takes only the "
+    "vocabulary from tokenizer.json: texts become other ids than in training, DeepSeek's models "
+    "lose all blanks, and nothing says so",
+    fix="name the class that reads the file as it is, PreTrainedTokenizerFast: {repair}",
+    issues="transformers #45488, transformers #48206, vLLM PR #48482, TensorRT-LLM PR #13924, "
+    "open-instruct #1896",
+)  # fmt: skip
+def tokenizer_misread(source: Source) -> Iterator[Fault]:
+    """A tokenizer class that reads tokenizer.json wrongly."""
+    built, document = _built(source), source.config(TOKENIZER)
+    if not built or not document or _parts(document) == _parts(built):
+        return
+    known, severity = find_spec("tokenizers") is not None, None
+    reason = misread_as(source.folder.root, built) if known else "its steps are not the class's"
+    if not known or is_leading(reason):
+        severity = WARNING  # other steps may make the same ids; prompts have the same
+    if reason:
+        kind, name = _model_type(source), str(source.config(SETTINGS).get("tokenizer_class"))
+        always = kind in _table()["not_of_config"]
+        yield Fault(
+            f"tokenizer_class {name!r}: {reason}",
+            f"{GENERIC_TOKENIZER!r}, which reads tokenizer.json",
+            file=SETTINGS, severity=severity, fix=_NO_CLASS.format(kind) if always else "",
+            repair=name_tokenizer,
+        )  # fmt: skip
+
+
+def name_tokenizer(draft: Draft) -> None:
+    """Name the class that every version has and that reads tokenizer.json as it is."""
+    if TOKENIZER not in draft.source.folder.files:
+        return
+    draft.edit(SETTINGS, tokenizer_class=GENERIC_TOKENIZER)
+    more = draft.documents[SETTINGS].get("extra_special_tokens")
+    if isinstance(more, list):  # transformers 4 takes a mapping there, and has another key
+        draft.edit(SETTINGS, additional_special_tokens=more)
+        del draft.documents[SETTINGS]["extra_special_tokens"]
+        draft.done.append(f"{SETTINGS}: extra_special_tokens as additional_special_tokens")
+    draft.done.append(f"{SETTINGS}: tokenizer_class {GENERIC_TOKENIZER}")
+
+
+def _built(source: Source) -> Mapping[str, Any] | None:
+    """Return the pipeline that transformers 5 builds; None if it reads the file.
+
+    `tests/audit/test_known.py` makes the table from the installed library.
+    """
+    table, settings = _table(), source.config(SETTINGS)
+    if "auto_map" in settings:
+        return None  # code of the model
+    named = settings.get("tokenizer_class") or _config(source).get("tokenizer_class")
+    short = named.removesuffix("Fast") if isinstance(named, str) else ""
+    name = _loaded(_model_type(source), short)
+    variants = table["built"].get(table["classes"].get(name, ""))
+    if variants is None:
+        return None
+    parameters = {key for variant in variants if variant for key in json.loads(variant)}
+    chosen = {key: settings[key] for key in sorted(parameters) if type(settings.get(key)) is bool}
+    number = variants.get(json.dumps(chosen, sort_keys=True) if chosen else "", variants[""])
+    pipeline: Mapping[str, Any] = table["pipelines"][number]
+    return pipeline
+
+
+def _config(source: Source) -> Mapping[str, Any]:
+    """Return config.json of a model, or of an adapter's base."""
+    return source.config() or (source.base.config() if source.base is not None else {})
+
+
+def _model_type(source: Source) -> str:
+    return str(_config(source).get("model_type", ""))
+
+
+def _loaded(kind: str, named: str) -> str:
+    """Return the class that AutoTokenizer takes, by the rules of transformers 5."""
+    table = _table()
+    registered = table["registered"].get(kind, "")
+    if not named or not registered or registered == named:
+        return named or registered
+    if registered == _READER:
+        return _READER
+    return registered if kind in table["not_of_config"] else named
+
+
+@cache
+def _table() -> dict[str, Any]:
+    path = Path(tasks.audit.__file__).with_name("known_tokenizers.json")
+    table: dict[str, Any] = json.loads(path.read_text())
+    return table
+
+
+def _parts(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what decides the ids besides the vocabulary, in one form."""
+    model = document.get("model")
+    model = model if isinstance(model, Mapping) else {}
+    options = {key: value for key, value in model.items() if key not in ("vocab", "merges")}
+    if options.get("byte_fallback"):
+        options.pop("unk_token", None)  # every character has bytes
+    steps = {name: _plain(document.get(name)) for name in ("normalizer", "pre_tokenizer")}
+    return {**steps, "model": _plain(options)}
+
+
+def _plain(step: Any) -> Any:
+    if isinstance(step, list):
+        return [_plain(part) for part in step]
+    if not isinstance(step, Mapping):
+        return step
+    full = {"use_regex": True, **step} if step.get("type") == "ByteLevel" else step
+    dropped = ("trim_offsets", "precompiled_charsmap")
+    return {
+        k: _plain(v) for k, v in full.items() if v not in (None, False, "") and k not in dropped
+    }
+
+
+@check(
+    "TOKENIZER_NOT_OF_BASE", ERROR, needs=(EITHER, BASE),
+    why="the embedding's rows were trained for the base's ids: another vocabulary, merges, "
+    "normalizer, pre-tokenizer or decoder gives the model texts that it does not know",
+    fix="copy tokenizer.json of the base, with the tokens that training added; or give the base "
+    "that the tokenizer belongs to",
+    issues="transformers #45488",
+)  # fmt: skip
+def tokenizer_not_of_base(source: Source) -> Iterator[Fault]:
+    """A tokenizer that splits or numbers texts otherwise than the base's; tokens may be added."""
+    ours = source.config(TOKENIZER)
+    theirs = source.base.config(TOKENIZER) if source.base is not None else {}
+    if ours == theirs or not _is_tokenizer(ours) or not _is_tokenizer(theirs):
+        return  # no loader takes it
+    changed = list(_changes(ours, theirs, source.folder.root))
+    if changed:
+        yield Fault("; ".join(changed), "as the base has; tokens may be added", file=TOKENIZER)
+
+
+def _changes(ours: Mapping[str, Any], theirs: Mapping[str, Any], root: Path) -> Iterator[str]:
+    model, base = ours.get("model") or {}, theirs.get("model") or {}
+    ids, base_ids = ({**_vocabulary(each), **_added(each)} for each in (ours, theirs))
+    moved = [text for text, number in base_ids.items() if ids.get(text) != number]
+    if moved:
+        text = moved[0]
+        yield (
+            f"{len(moved)} tokens have other ids or none, e.g. {text!r} {ids.get(text)}, not "
+            f"{base_ids[text]}"
+        )
+    merges, base_merges = _merges(model), _merges(base)
+    if merges != base_merges:
+        yield f"{len(merges)} merges, not the base's {len(base_merges)}"
+    if not moved and _parts(ours) != _parts(theirs):
+        # Versions write the same steps in other ways: only other ids are a change.
+        steps = {name: theirs.get(name) for name in ("normalizer", "pre_tokenizer")}
+        options = {key: value for key, value in base.items() if key not in ("vocab", "merges")}
+        reason = misread_as(root, {**steps, "model": options})
+        if reason and not is_leading(reason):
+            names = [n for n, step in _parts(ours).items() if step != _parts(theirs)[n]]
+            yield f"another {' and '.join(names)}, by the base's {reason}"
+    if _kinds(ours.get("decoder")) != _kinds(theirs.get("decoder")):
+        yield "another decoder"
+
+
+def _is_tokenizer(document: Mapping[str, Any]) -> bool:
+    """Return True if a document has the parts of a tokenizer.json in their types."""
+    model, added = document.get("model"), document.get("added_tokens") or []
+    if not isinstance(model, Mapping) or not isinstance(added, list):
+        return False
+    vocabulary, merges = model.get("vocab"), model.get("merges") or []
+    entries = vocabulary if isinstance(vocabulary, list) else []
+    return (
+        isinstance(vocabulary, (Mapping, list))
+        and isinstance(merges, list)
+        and all(isinstance(entry, list) and entry for entry in entries)
+        and all(isinstance(pair, str | list) for pair in merges)
+        and all(isinstance(token, Mapping) and "content" in token and "id" in token
+                for token in added)
+    )  # fmt: skip
+
+
+def _kinds(step: Any) -> list[str]:
+    """Return the kinds of a decoder's steps."""
+    parts = step.get("decoders", [step]) if isinstance(step, Mapping) else []
+    parts = parts if isinstance(parts, list) else []
+    return [str(part.get("type")) for part in parts if isinstance(part, Mapping)]
+
+
+def _added(document: Mapping[str, Any]) -> dict[str, Any]:
+    return {str(token["content"]): token["id"] for token in document.get("added_tokens") or ()}
+
+
+def _merges(model: Mapping[str, Any]) -> list[str]:
+    """Return the merges as text; tokenizers wrote texts first, and writes pairs since 0.20."""
+    merges = model.get("merges") or []
+    return [pair if isinstance(pair, str) else " ".join(map(str, pair)) for pair in merges]

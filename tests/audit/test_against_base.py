@@ -149,6 +149,19 @@ def hub_cache(tmp_path: Path) -> Path:
     return snapshot
 
 
+def test_a_base_in_the_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = hub_cache(tmp_path)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text(snapshot.name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    narrow = make_adapter(tmp_path / "it", NARROW, base_model_name_or_path="x/y")
+    report = audit(narrow)
+    assert Path(report.base) == snapshot
+    assert {finding.code for finding in report.errors} == {"ADAPTER_SHAPE"}
+    elsewhere = make_adapter(tmp_path / "other", NARROW, base_model_name_or_path="x/z")
+    assert not audit(elsewhere).base
+
+
 @pytest.mark.parametrize("name", ["model-00002-of-00003.safetensors", "config.json"])
 def test_blobs_are_hashed_with_values_and_only_then(tmp_path: Path, name: str) -> None:
     snapshot = hub_cache(tmp_path)

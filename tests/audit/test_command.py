@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from flows.cli import tool
+from tasks.audit.run import audit
 from tests.audit.making import (
     adapter_tensors,
     make_adapter,
@@ -69,15 +71,17 @@ def test_the_command_proves_a_merge(tmp_path: Path, typed: Typed) -> None:
 def test_a_repaired_copy(tmp_path: Path, typed: Typed) -> None:
     import torch
 
-    root, out = make_model(tmp_path / "it"), tmp_path / "new"
+    root, out = make_model(tmp_path / "a b,lr=1e-4"), tmp_path / "a b,lr=1e-4-repaired"
     (root / "model.safetensors").unlink()
     state = {key: torch.from_numpy(array) for key, array in wrapped(tensors()).items()}
     torch.save(state, root / "pytorch_model.bin")
-    assert typed(f"source={root}")[0] == 1
-    status, _, errors = typed(f"source={root}", "fix=true", f"out_dir={out}")
+    report = audit(root)
+    program, command, *words = shlex.split(report.mending)
+    assert (program, command, report.ok) == ("plumbline", "audit", False)
+    status, _, errors = typed(*words)
     assert (status, "21 keys" in errors) == (0, True), errors
-    assert typed(f"source={out}", "values=true")[0] == 0
-    status, _, errors = typed(f"source={root}", "fix=true", f"out_dir={out}")
+    assert audit(out, values=True).ok
+    status, _, errors = typed(*words)
     assert (status, "out_dir" in errors) == (2, True)
 
 

@@ -29,6 +29,8 @@ from tests.audit.making import (
     make_model,
     make_shards,
     tensors,
+    with_tokenizer,
+    wrapped,
     write_json,
 )
 
@@ -380,6 +382,34 @@ def test_values_are_named_and_read_unless_declined(tmp_path: Path) -> None:
     assert (finding.tensor, finding.found.split()[0]) == (UP, "32")
     (finding,) = with_code(root, "DEAD_EMBEDDING")
     assert finding.found.endswith(": 7, 9")
+
+
+def test_one_cause_has_one_finding(tmp_path: Path) -> None:
+    base = with_tokenizer(make_model(tmp_path / "base"))
+    trained = {key: array * 1.01 for key, array in tensors().items()}
+    lost = {key: array for key, array in trained.items() if "layers.1." not in key}
+    for name, arrays, eos, expected in (
+        ("lost", lost, 2, "TENSOR_MISSING"),
+        ("module", wrapped(trained), 2, "WRAPPER_RESIDUE"),
+        ("peft", wrapped(trained, "base_model.model."), 2, "PEFT_RESIDUE"),
+        ("eos", trained, 7, "EOS_DISAGREES"),
+    ):
+        root = with_tokenizer(make_model(tmp_path / name, arrays, eos_token_id=eos))
+        edit_json(root / "generation_config.json", eos_token_id=eos)
+        worse = [f.code for f in audit(root, base=base).findings if f.severity != "info"]
+        assert worse == [expected], name
+
+
+def test_an_untrained_adapter_is_an_error_without_an_option(tmp_path: Path) -> None:
+    zero = {key: array * ("lora_A" in key) for key, array in adapter_tensors().items()}
+    assert errors(codes(make_adapter(tmp_path / "it", zero))) == {"LORA_B_ZERO"}
+    assert errors(codes(tmp_path / "it", values=False)) == set()
+
+
+def test_a_gguf_folder_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + b"\0" * 20)
+    report = audit(tmp_path)
+    assert (report.kind, report.ok, list(codes(tmp_path))) == ("foreign", True, ["FOREIGN_FORMAT"])
 
 
 def test_data_against_the_manifest(tmp_path: Path) -> None:

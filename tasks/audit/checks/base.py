@@ -123,7 +123,7 @@ def COMPARED(source: Source) -> bool:
 def merged_equals_base(source: Source) -> Iterator[Fault]:
     """Every tensor equals the base's."""
     base = source.base
-    if base is None:
+    if base is None or "TENSOR_MISSING" in source.codes:
         return
     both = [key for key in source.tensors if same_header(key, source, base)]
     if both and len(both) == len(source.tensors) and first_difference(source, base, both) is None:

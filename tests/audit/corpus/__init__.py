@@ -35,7 +35,7 @@ class Clean:
 
 @dataclass(frozen=True)
 class Broken:
-    """A way in which checkpoints of users are broken; the catalogue lists the public reports.
+    """A way in which checkpoints of users are broken; `issues` of its check lists the reports.
 
     Attributes:
         code: the expected finding.

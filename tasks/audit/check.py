@@ -29,7 +29,7 @@ READ: Need = attrgetter("is_read")
 BASE: Need = attrgetter("has_base")
 
 
-def EITHER(source: Source) -> bool:
+def either(source: Source) -> bool:
     """Return True for a model and for an adapter."""
     return source.is_model or source.is_adapter
 

@@ -5,7 +5,6 @@ Importing transformers is too slow for an audit of headers. Code that comes with
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 import sys
@@ -52,12 +51,6 @@ def built_class(source: Source) -> Mapping[str, Any] | str:
 def perform_apart(request: Mapping[str, Any]) -> Mapping[str, Any]:
     """Perform a request of `tasks.weights.execute.worker` without importing transformers here.
 
-    Args:
-        request: name of the request in `do`, and its arguments.
-
-    Returns:
-        The facts that the worker returns.
-
     Raises:
         ArtifactError: transformers cannot build a model from the configuration.
     """
@@ -74,26 +67,24 @@ def perform_apart(request: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the child's reply: `facts` or `error`. The last few replies are cached."""
-    folder, rest = request.get("config"), request
-    config = ""
-    if isinstance(folder, str):  # facts depend only on config.json and the shapes
-        config = (Path(folder) / CONFIG).read_text()
-        rest = {key: value for key, value in request.items() if key != "config"}
-    key = hashlib.sha256(json.dumps([config, rest], sort_keys=True).encode()).hexdigest()
-    if key not in _ANSWERS:
-        reply = _run_child(request)
-        if "error" in reply:
-            return reply
-        if len(_ANSWERS) >= _MOST_ANSWERS:
-            _ANSWERS.pop(next(iter(_ANSWERS)))
+    """Return the child's reply: `facts` or `error`. The last few replies are kept.
+
+    Facts depend only on config.json and the shapes: source and base of a merge often share them.
+    """
+    folder = request.get("config")
+    config = (Path(folder) / CONFIG).read_text() if isinstance(folder, str) else ""
+    rest = {key: value for key, value in request.items() if key != "config"}
+    key = json.dumps([config, rest], sort_keys=True)
+    reply = _ANSWERS.pop(key, None) or _run_child(request)
+    if "error" not in reply:
         _ANSWERS[key] = reply
-    return _ANSWERS[key]
+        if len(_ANSWERS) > _MOST_ANSWERS:
+            _ANSWERS.pop(next(iter(_ANSWERS)))
+    return reply
 
 
 _ANSWERS: dict[str, Mapping[str, Any]] = {}
 _MOST_ANSWERS = 4
-"""An audit of a merge needs the facts of source and base, which are often the same."""
 
 
 def _run_child(request: Mapping[str, Any]) -> Mapping[str, Any]:

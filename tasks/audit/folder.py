@@ -35,23 +35,19 @@ MAX_TEXT_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Listing:
-    """The content of a folder.
+    """The content of a folder, by path relative to it.
 
     Attributes:
-        files: size in bytes of every regular file, by path relative to the folder.
-        folders: relative paths of its subfolders.
-        odd: relative path and reason of entries that are not read: broken links, links to folders.
-        outside: relative path and reason of links that lead out of the folder; not read either.
-        special: relative paths of pipes, sockets and devices; not opened.
-        cut: why the list is incomplete; "" if it is complete.
+        files: size in bytes of every regular file.
+        folders: its subfolders.
+        odd: broken links, links to folders, folders nested too deep; with the reason.
+        unsafe: links that lead out, pipes, sockets, devices, endless listings; with the reason.
     """
 
     files: Mapping[str, int]
     folders: tuple[str, ...]
     odd: Mapping[str, str]
-    outside: Mapping[str, str]
-    special: tuple[str, ...]
-    cut: str
+    unsafe: Mapping[str, str]
 
 
 @dataclass
@@ -155,27 +151,25 @@ def list_folder(root: Path) -> Listing:
     files: dict[str, int] = {}
     folders: list[str] = []
     odd: dict[str, str] = {}
-    outside: dict[str, str] = {}
-    special: list[str] = []
-    cut = ""
+    unsafe: dict[str, str] = {}
     seen, queue = 0, deque([""])
-    while queue and not cut:
+    while queue and seen <= MAX_ENTRIES:
         at = queue.popleft()
         try:
             with os.scandir(root / at) as entries:
                 for entry in entries:
                     seen += 1
                     if seen > MAX_ENTRIES:
-                        cut = f"more than {MAX_ENTRIES} files; the rest is not listed"
+                        unsafe[""] = f"more than {MAX_ENTRIES} files; the rest is not listed"
                         break
                     name = f"{at}{entry.name}"
                     kind, size = _kind(entry)
                     if entry.is_symlink() and (problem := _leads_out(root, name)):
-                        outside[name] = problem
+                        unsafe[name] = problem
                     elif kind == "file":
                         files[name] = size
                     elif kind == "special":
-                        special.append(name)
+                        unsafe[name] = "a pipe, a socket or a device"
                     elif kind == "folder" and name.count("/") + 1 < MAX_DEPTH:
                         folders.append(name)
                         queue.append(f"{name}/")
@@ -185,8 +179,7 @@ def list_folder(root: Path) -> Listing:
             if not at:
                 raise ArtifactError(f"{root}: cannot be read: {error.strerror}") from error
             odd[at.rstrip("/")] = f"cannot be read: {error.strerror}"
-    files, folders, special = dict(sorted(files.items())), sorted(folders), sorted(special)
-    return Listing(files, tuple(folders), odd, outside, tuple(special), cut)
+    return Listing(dict(sorted(files.items())), tuple(sorted(folders)), odd, unsafe)
 
 
 def _leads_out(root: Path, name: str) -> str:

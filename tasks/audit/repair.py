@@ -104,7 +104,7 @@ class Draft:
             files[index_of(weights.single)] = 1
         texts = {name: text for name, text in self.documents.items() if isinstance(text, str)}
         seen = folder.listing
-        listing = Listing(files, seen.folders, {}, seen.outside, seen.special, "")
+        listing = Listing(files, seen.folders, {}, seen.unsafe)
         kind = Kind.MODEL if self.head and before.kind is Kind.VALUE else before.kind
         return replace(
             self.source, values=False, planned=False,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -61,12 +60,7 @@ class Seen:
 def scan(
     source: Source, names: Collection[str], *, hashes: Mapping[str, str]
 ) -> Mapping[str, Seen]:
-    """Scan every named tensor that is contiguous.
-
-    Args:
-        source: the folder.
-        names: names of tensors.
-        hashes: hash function by name of a tensor that is to be hashed; see `HASHES`.
+    """Scan every named tensor that is contiguous, and hash it by the function in `hashes`.
 
     Raises:
         ArtifactError: a file is shorter than its header says.
@@ -79,46 +73,24 @@ def scan(
 
 
 def _scan(source: Source, hashes: Mapping[str, str], name: str) -> Seen:
-    with closing(_TensorScan(source, name, hashes.get(name))) as tensor_scan:
-        while tensor_scan.goes_on:
-            tensor_scan.block()
-    return tensor_scan.seen
-
-
-class _TensorScan:
-    """Scan of one tensor, block by block."""
-
-    def __init__(self, source: Source, name: str, function: str | None) -> None:
-        tensor = source.tensors[name]
-        self.seen = Seen(tensor.dtype)
-        self._hash = HASHES[function]() if function else None
-        row = tensor.nbytes // tensor.shape[0] if len(tensor.shape) == 2 and tensor.numel else 0
-        self._row = row if row <= _BLOCK else 0
-        step = _BLOCK // row * row if self._row else _BLOCK
-        self._left: NDArray[np.uint8] = np.empty(min(step, tensor.nbytes), np.uint8)
-        self._reader = Reader(source.extents(name))
-        self._at = 0
-
-    @property
-    def goes_on(self) -> bool:
-        """True if bytes are left to read."""
-        return self._at < self._reader.nbytes
-
-    def block(self) -> None:
-        """Read, examine and hash the next block."""
-        part = self._left[: self._reader.nbytes - self._at]
-        self._reader.into(part, self._at)
-        _count(self.seen, part)
-        if self._row:
-            _rows(self.seen, part, self._row, self._at // self._row)
-        if self._hash is not None:
-            self._hash.update(part)
-        self._at += part.size
-
-    def close(self) -> None:
-        """Close the file and store the hash."""
-        self._reader.__exit__()
-        self.seen.checksum = self._hash.hexdigest() if self._hash is not None else ""
+    """Read, examine and hash one tensor, block by block."""
+    tensor, function = source.tensors[name], hashes.get(name)
+    seen, hashed = Seen(tensor.dtype), HASHES[function]() if function else None
+    row = tensor.nbytes // tensor.shape[0] if len(tensor.shape) == 2 and tensor.numel else 0
+    row = row if row <= _BLOCK else 0
+    step = _BLOCK // row * row if row else _BLOCK
+    buffer: NDArray[np.uint8] = np.empty(min(step, tensor.nbytes), np.uint8)
+    with Reader(source.extents(name)) as reader:
+        for at in range(0, reader.nbytes, step):
+            part = buffer[: reader.nbytes - at]
+            reader.into(part, at)
+            _count(seen, part)
+            if row:
+                _rows(seen, part, row, at // row)
+            if hashed is not None:
+                hashed.update(part)
+    seen.checksum = hashed.hexdigest() if hashed is not None else ""
+    return seen
 
 
 def _count(seen: Seen, part: NDArray[np.uint8]) -> None:
@@ -156,14 +128,7 @@ def first_difference(source: Source, reference: Source, keys: Iterable[str]) -> 
     """Return the first key whose bytes differ between two folders; None if there is none.
 
     Matrices of layers come first, because adapters change them: a merged model needs few reads.
-
-    Args:
-        source: a folder.
-        reference: a folder with tensors of the same shapes and dtypes.
-        keys: the keys to compare.
-
-    Raises:
-        ArtifactError: a file cannot be read, or a tensor is not contiguous.
+    Raises ArtifactError if a file cannot be read, or a tensor is not contiguous.
     """
     order = sorted(
         keys, key=lambda key: (len(source.tensors[key].shape) < 2, "proj" not in key, key)
@@ -180,8 +145,7 @@ def same_header(key: str, source: Source, reference: Source) -> bool:
 def differ(a: tuple[Source, str], b: tuple[Source, str]) -> bool:
     """Return True if two tensors of the same size, each as (folder, key), differ in any byte.
 
-    Raises:
-        ArtifactError: a file cannot be read, or a tensor is not contiguous.
+    Raises ArtifactError if a file cannot be read, or a tensor is not contiguous.
     """
     (source, key), (source2, key2) = a, b
     total = source.tensors[key].nbytes

@@ -225,7 +225,7 @@ def test_values_of_a_base(tmp_path: Path) -> None:
         (zeros("layers.1.mlp.down_proj"), "ALL_ZERO"),
         (lambda arrays: {k: np.ones_like(a) for k, a in arrays.items()}, "CONSTANT_ROWS"),
         (lambda arrays: {k: a * np.nan for k, a in arrays.items()}, "NOT_FINITE"),
-        (bare, "QUANT_NO_SCALES"),
+        (bare, "QUANT_CONFIG"),
     ]
     for number, (change, code) in enumerate(faults):
         with pytest.raises(ConfigError, match=code):

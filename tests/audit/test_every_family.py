@@ -23,7 +23,7 @@ from tests.weights.adapters.making import quiet
 
 HEADS = {"CAUSAL_LM": 140, "IMAGE_TEXT_TO_TEXT": 55, "SEQUENCE_CLASSIFICATION": 115}
 """Heads, and the least number of classes that can be built with default sizes."""
-DEFAULTS = {"arcee": "TOKEN_ID_RANGE", "starcoder2": "TOKEN_ID_RANGE"}
+DEFAULTS = {"arcee": "TOKEN_UNKNOWN", "starcoder2": "TOKEN_UNKNOWN"}
 """Families whose default special token ids belong to a larger vocabulary."""
 
 

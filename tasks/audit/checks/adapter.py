@@ -120,15 +120,15 @@ def is_cheap(*patterns: str) -> bool:
     return not any(re.search(r"[*+{(]", pattern) for pattern in patterns)
 
 
-def LORA(source: Source) -> bool:
+def is_lora(source: Source) -> bool:
     """Return True for a LoRA adapter whose settings can be read."""
     raw = source.config(ADAPTER_CONFIG)
     return source.is_adapter and raw.get("peft_type") == "LORA" and not oversized_settings(raw)
 
 
-def PAIRS(source: Source) -> bool:
+def has_pairs(source: Source) -> bool:
     """Return True for a LoRA adapter whose tensors are all known."""
-    return LORA(source) and source.weights.is_whole and bool(source.tensors)
+    return is_lora(source) and source.weights.is_whole and bool(source.tensors)
 
 
 def adapter_config(source: Source) -> AdapterConfig:
@@ -178,7 +178,7 @@ def adapter_type(source: Source) -> Iterator[Fault]:
         yield Fault(f"peft_type {raw.get('peft_type')!r}", "'LORA'", file=ADAPTER_CONFIG)
 
 
-def SETTINGS(source: Source) -> bool:
+def has_settings(source: Source) -> bool:
     """Return True where settings of LoRA are used: an adapter, or shards, for gathering."""
     raw = source.config(ADAPTER_CONFIG)
     lora = source.is_adapter and raw.get("peft_type") == "LORA"
@@ -186,7 +186,7 @@ def SETTINGS(source: Source) -> bool:
 
 
 @check(
-    "ADAPTER_CONFIG", ERROR, needs=(SETTINGS,),
+    "ADAPTER_CONFIG", ERROR, needs=(has_settings,),
     why="peft and vLLM refuse to load the adapter; with a lora_alpha of 0, which verl's merger "
     "writes if it does not find the training metadata, it has no effect",
     fix="restore the adapter_config.json of the run that trained it",
@@ -209,7 +209,7 @@ def invalid_settings(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "ADAPTER_BASE_UNSAID", WARNING, needs=(SETTINGS,),
+    "ADAPTER_BASE_UNSAID", WARNING, needs=(has_settings,),
     why="merging into a wrong base of the same shapes raises no error anywhere",
     fix="write base_model_name_or_path (and revision) into adapter_config.json",
     issues="LLaMA-Factory #4913",
@@ -225,7 +225,7 @@ _MUTATING = ("pissa", "olora", "corda", "loftq")
 
 
 @check(
-    "ADAPTER_INIT", WARNING, needs=(SETTINGS,),
+    "ADAPTER_INIT", WARNING, needs=(has_settings,),
     why="the adapter fits the base as training changed it, not the published one: merging it into "
     "the published base gives a wrong model, and vLLM refuses the adapter",
     fix="save it as a plain LoRA with save_pretrained(..., "
@@ -240,7 +240,7 @@ def mutating_init(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "ADAPTER_HALF_PAIR", ERROR, needs=(PAIRS,),
+    "ADAPTER_HALF_PAIR", ERROR, needs=(has_pairs,),
     why="peft initialises the other half and only warns ('Found missing adapter keys'): the module "
     "is untrained, or random",
     fix="save the adapter again from the training run",
@@ -261,7 +261,7 @@ def half_pairs(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "ADAPTER_RANK", ERROR, needs=(PAIRS,),
+    "ADAPTER_RANK", ERROR, needs=(has_pairs,),
     why="peft refuses to load it with 'size mismatch'; if only alpha / r is wrong, the adapter is "
     "applied with the wrong scale",
     fix="restore the adapter_config.json of the run that trained it",
@@ -289,7 +289,7 @@ def wrong_ranks(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "ADAPTER_PATTERN", WARNING, needs=(PAIRS,),
+    "ADAPTER_PATTERN", WARNING, needs=(has_pairs,),
     why="a pattern without effect: peft scales the modules that it was meant for by lora_alpha / r "
     "and says nothing; if their names changed after training, the scale is wrong",
     fix="correct the names, or remove the key if training did not use it either",
@@ -313,7 +313,7 @@ def dead_patterns(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "ADAPTER_DORA", ERROR, needs=(PAIRS,),
+    "ADAPTER_DORA", ERROR, needs=(has_pairs,),
     why="with use_dora and no magnitudes peft uses the base's norms and only warns, without "
     "use_dora it silently drops them: either way the merged model is not the trained one",
     fix="restore use_dora of the training run, or the tensors lora_magnitude_vector",
@@ -334,7 +334,7 @@ def wrong_dora(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "ADAPTER_COVERAGE", WARNING, needs=(PAIRS,),
+    "ADAPTER_COVERAGE", WARNING, needs=(has_pairs,),
     why="peft initialises tensors that are not in the file and only warns, axolotl's merge does "
     "not even warn: the model is partly trained and partly the base",
     fix="save the adapter again from the training run, with all of its tensors gathered; "
@@ -382,7 +382,7 @@ _EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "word_embeddings", "embed_in", 
 
 
 @check(
-    "ADAPTER_SAVED", ERROR, needs=(PAIRS,),
+    "ADAPTER_SAVED", ERROR, needs=(has_pairs,),
     why="peft 0.21 fails with KeyError for modules that are not saved, earlier versions keep the "
     "base's weights; it drops tensors that no setting explains, and assigns token rows to other "
     "tokens; vLLM refuses 'unsupported LoRA weight'",

@@ -12,11 +12,11 @@ import numpy as np
 
 from tasks.audit.check import ADAPTER, BASE, ERROR, INFO, WARNING, Fault, also, check
 from tasks.audit.checks.adapter import (
-    LORA,
     Pair,
     adapter_config,
     adapter_keys,
     is_cheap,
+    is_lora,
     plain_module,
 )
 from tasks.audit.checks.names import Embeddings, embeddings_of, tail_of
@@ -107,10 +107,10 @@ def _base(source: Source) -> Source:
     return source.base
 
 
-def FITTING(source: Source) -> bool:
+def fits_base(source: Source) -> bool:
     """Return True for a LoRA adapter and a base whose tensors are all known."""
     return (
-        LORA(source)
+        is_lora(source)
         and source.base is not None
         and source.base.is_model
         and source.base.weights.is_whole
@@ -164,7 +164,7 @@ def _unknown(source: Source) -> list[str]:
 
 
 @check(
-    "ADAPTER_MODULES", ERROR, needs=(FITTING,),
+    "ADAPTER_MODULES", ERROR, needs=(fits_base,),
     why="peft finds none of these tensors in its model and only warns ('Found missing adapter "
     "keys'): the model answers as the base. vLLM serves it the same way, or refuses it",
     fix="pass the base that adapter_config.json names; or save the adapter with save_pretrained "
@@ -215,7 +215,7 @@ def _is_elsewhere(module: str) -> bool:
 
 
 @check(
-    "ADAPTER_SHAPE", ERROR, needs=(FITTING,),
+    "ADAPTER_SHAPE", ERROR, needs=(fits_base,),
     why="peft and vLLM refuse to load it with 'size mismatch': it was trained on another base",
     fix="pass the base that adapter_config.json names",
     issues="LLaMA-Factory #4913",
@@ -244,7 +244,7 @@ def _sizes(pair: Pair) -> tuple[int, int] | None:
 
 
 @check(
-    "ADAPTER_VOCABULARY", WARNING, needs=(FITTING,),
+    "ADAPTER_VOCABULARY", WARNING, needs=(fits_base,),
     why="the vocabulary grew in training: peft fails with 'size mismatch for "
     "...embed_tokens.modules_to_save.default.weight' unless the base is resized first",
     fix="resize the base to the adapter's rows before peft loads it, or merge it, which uses the "
@@ -271,7 +271,7 @@ def grown_vocabulary(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "ADAPTER_PARTS_TIE", WARNING, needs=(FITTING,),
+    "ADAPTER_PARTS_TIE", WARNING, needs=(fits_base,),
     why="after a merge input and output embedding differ; if tie_word_embeddings stays true, "
     "loaders use one for both and the model repeats a token",
     fix="merge it with Plumbline, which unties the two, {merge}, or set tie_word_embeddings to "
@@ -290,7 +290,7 @@ def parted_tie(source: Source) -> Iterator[Fault]:
         yield Fault(text, "a merge that unties them, or training of both as one", tensors=touched)
 
 
-@also("ADAPTER_COVERAGE", needs=(FITTING,))
+@also("ADAPTER_COVERAGE", needs=(fits_base,))
 def uncovered_modules(source: Source) -> Iterator[Fault]:
     """Target modules of the base without a LoRA pair, by peft's rules for names."""
     keys, config, base = source.once(adapter_keys), adapter_config(source), source.once(_modules)
@@ -327,7 +327,7 @@ def uncovered_modules(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "ADAPTER_ROUNDS_AWAY", INFO, needs=(FITTING,),
+    "ADAPTER_ROUNDS_AWAY", INFO, needs=(fits_base,),
     why="peft and all tools that cast the sum round to nearest: changes below half a step of the "
     "format vanish, and the merged model is closer to the base than the trained one",
     fix="merge it with Plumbline, which rounds without bias, {merge}, or serve it beside its base; "
@@ -366,7 +366,7 @@ _ABSENT = "No module named"
 """Part of the child's error where torch or transformers is not installed."""
 
 
-def PLANNED(source: Source) -> bool:
+def may_plan(source: Source) -> bool:
     """Return True for a LoRA adapter with its base if nothing else is wrong with it."""
     lora = source.config(ADAPTER_CONFIG).get("peft_type") == "LORA"
     return source.planned and source.has_base and lora and ERROR not in source.codes.values()
@@ -412,11 +412,11 @@ def live_names(source: Source) -> Iterator[Fault]:
 def declare_last() -> None:
     """Declare the checks of the plan, which need the result of all others."""
     check(
-        "ADAPTER_NO_MERGE", ERROR, needs=(ADAPTER, PLANNED),
+        "ADAPTER_NO_MERGE", ERROR, needs=(ADAPTER, may_plan),
         why="`deliver` plans the merge from the same headers and refuses it; peft fails with 'size "
         "mismatch', or drops tensors with a warning",
         fix="pass the base that adapter_config.json names, or save the adapter again from the "
         "training run",
         issues="Automodel #3233",
     )(no_merge)  # fmt: skip
-    also("ADAPTER_MODULES", needs=(ADAPTER, PLANNED))(live_names)
+    also("ADAPTER_MODULES", needs=(ADAPTER, may_plan))(live_names)

@@ -106,7 +106,7 @@ def base_name(source: Source) -> Iterator[Fault]:
         yield Fault(text, "the same name", file=ADAPTER_CONFIG)
 
 
-def COMPARED(source: Source) -> bool:
+def has_values(source: Source) -> bool:
     """Return True for a model and its base whose values are both read."""
     base = source.base
     read = source.is_model and source.is_read and base is not None and base.is_model
@@ -114,7 +114,7 @@ def COMPARED(source: Source) -> bool:
 
 
 @check(
-    "MERGED_EQUALS_BASE", ERROR, needs=(MODEL, COMPARED),
+    "MERGED_EQUALS_BASE", ERROR, needs=(MODEL, has_values),
     why="nothing was merged: verl's merger writes LoRA to a separate folder; LLaMA-Factory exports "
     "the base if export_size gives files of the base's size",
     fix="merge the adapter: {again}",
@@ -132,7 +132,7 @@ def merged_equals_base(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "NORM_DIFFERS", ERROR, needs=(MODEL, COMPARED),
+    "NORM_DIFFERS", ERROR, needs=(MODEL, has_values),
     why="training changes norms by a few percent and turns matrices little: 8-bit numbers were "
     "stored without their scales, or the tensor was transposed, swapped with another or "
     "initialised again. Nothing fails, but responses are garbage",
@@ -158,7 +158,7 @@ def norms_differ(source: Source) -> Iterator[Fault]:
             yield Fault(f"{text} to the base's", "near 1", tensors=list(turned))
 
 
-@also("WRONG_BASE", needs=(MODEL, COMPARED))
+@also("WRONG_BASE", needs=(MODEL, has_values))
 def another_model(source: Source) -> Iterator[Fault]:
     """Matrices that point elsewhere than the base's."""
     if source.adapter is None:

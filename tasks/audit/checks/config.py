@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tasks.audit.check import BASE, EITHER, ERROR, INFO, MODEL, WARNING, Fault, check
+from tasks.audit.check import BASE, ERROR, INFO, MODEL, WARNING, Fault, check, either
 from tasks.audit.checks.names import embeddings_of, plain_tensors
 from tasks.audit.checks.tokens import GENERIC_TOKENIZER, name_tokenizer
 from tasks.audit.known import is_multimodal, of_text, text_config, token_ids
@@ -59,7 +59,7 @@ _PROCESSOR = (
 
 
 @check(
-    "TOKENIZER_CLASS", INFO, needs=(EITHER,),
+    "TOKENIZER_CLASS", INFO, needs=(either,),
     why="'Tokenizer class TokenizersBackend does not exist or is not currently imported', or, for "
     "extra_special_tokens as a list, \"'list' object has no attribute 'keys'\": transformers 5 "
     "writes both, and older versions and servers built on them cannot load either",
@@ -262,14 +262,14 @@ def processor_missing(source: Source) -> Iterator[Fault]:
         yield Fault("absent", "that of the base", file=_PROCESSOR_FILES[0])
 
 
-def CONFIGURED(source: Source) -> bool:
+def has_configs(source: Source) -> bool:
     """Return True for a model with a base, both with their configuration."""
     base = source.base
     return source.is_model and base is not None and bool(source.config() and base.config())
 
 
 @check(
-    "CONFIG_CHANGED", ERROR, needs=(CONFIGURED, BASE),
+    "CONFIG_CHANGED", ERROR, needs=(has_configs, BASE),
     why="training does not change this setting. With another value the weights compute something "
     "else: the model loads and gives worse responses, often only to long prompts",
     fix="take the base's value",
@@ -307,7 +307,7 @@ def _changed(name: str, value: Any, expected: Any) -> Fault:
 
 
 @check(
-    "CONFIG_DIFFERS", WARNING, needs=(EITHER, BASE),
+    "CONFIG_DIFFERS", WARNING, needs=(either, BASE),
     why="context length, special tokens, tokenizer or processor differ from the base's: changed on "
     "purpose, or lost when the model was saved",
     fix="compare with the settings of the run; take the base's value unless the change is intended",
@@ -320,7 +320,7 @@ def config_differs(source: Source) -> Iterator[Fault]:
     mine, others = source.config(SETTINGS), base.config(SETTINGS)
     rows = [(SETTINGS, "tokenizer_class", _class_of(mine), _class_of(others))]
     rows += [(SETTINGS, name, mine.get(name), others.get(name)) for name in _TOKENIZER]
-    if CONFIGURED(source):
+    if has_configs(source):
         ours, theirs, file = source.config(), base.config(), _PROCESSOR_FILES[0]
         windows = _window(ours), _window(theirs)
         if windows[0] != windows[1]:

@@ -33,7 +33,7 @@ _LFS = b"version https://git-lfs"
 _MOST = 20
 
 
-def WEIGHTS(source: Source) -> bool:
+def has_weights(source: Source) -> bool:
     """Return True for folders whose weights are read by headers."""
     return source.is_model or source.is_adapter or source.kind is Kind.MIXTURE
 
@@ -55,7 +55,7 @@ def weights_missing(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "TWO_WEIGHT_SETS", WARNING, needs=(WEIGHTS,),
+    "TWO_WEIGHT_SETS", WARNING, needs=(has_weights,),
     why="transformers, peft and vLLM read the safetensors, even if the .bin is newer; OpenRLHF's "
     "ZeRO-3 save writes the .bin and, if interrupted, leaves empty safetensors beside it",
     fix="delete the set that you do not want",
@@ -70,7 +70,7 @@ def two_weight_sets(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "INDEX_WRONG", ERROR, needs=(WEIGHTS,),
+    "INDEX_WRONG", ERROR, needs=(has_weights,),
     why="transformers reads the index first: it stops there, initialises tensors that it does not "
     "find at random, or does not load those that the index does not name; vLLM reads whole files",
     fix="rebuild it: {repair}",
@@ -126,7 +126,7 @@ def _rebuild(draft: Draft) -> None:
 
 
 @check(
-    "INDEX_MISSING_FILE", ERROR, needs=(WEIGHTS,),
+    "INDEX_MISSING_FILE", ERROR, needs=(has_weights,),
     why="`Weight files referenced in index but missing` in vLLM, FileNotFoundError in "
     "transformers; without an index vLLM loads the shards that exist",
     fix="copy the files from the origin of the checkpoint",
@@ -151,7 +151,7 @@ def missing_files(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "KEY_TWICE", ERROR, needs=(WEIGHTS,),
+    "KEY_TWICE", ERROR, needs=(has_weights,),
     why="the loader and the order of the files decide which one is used",
     fix="remove the file that is left over from an earlier save",
 )  # fmt: skip
@@ -162,7 +162,7 @@ def key_twice(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "STRAY_WEIGHT_FILE", ERROR, needs=(WEIGHTS,),
+    "STRAY_WEIGHT_FILE", ERROR, needs=(has_weights,),
     why="vLLM reads every *.safetensors of a folder without an index, every *.bin of one without "
     "safetensors, and only consolidated*.safetensors if there is one: `There is no module or "
     "parameter named 'v_head' in Qwen3ForCausalLM`",

@@ -162,16 +162,11 @@ def odd_entry(source: Source) -> Iterator[Fault]:
 )  # fmt: skip
 def unsafe_file(source: Source) -> Iterator[Fault]:
     """A link or an index that leads out of the folder, a pipe, a device, or endless files."""
-    listing = source.folder.listing
-    copied = f"remove it, or copy what it leads to: cp -rL {shlex.quote(str(source.folder.root))}"
-    for name, reason in list(listing.outside.items())[:_MOST]:
-        yield Fault(
-            reason, "a file, or a link inside the folder", file=name, fix=f"{copied} <a new folder>"
-        )
-    for name in listing.special[:_MOST]:
-        yield Fault("a pipe, a socket or a device", "a file or a folder", file=name)
-    if listing.cut:
-        yield Fault(listing.cut, "the files of one checkpoint")
+    copied = f"cp -rL {shlex.quote(str(source.folder.root))} <a new folder>"
+    for name, reason in list(source.folder.listing.unsafe.items())[:_MOST]:
+        is_link = (source.folder.root / name).is_symlink()
+        fix = f"remove it, or copy what it leads to: {copied}" if is_link else ""
+        yield Fault(reason, "a file, or a link inside the folder", file=name, fix=fix)
     if source.weights.strange:
         yield Fault(
             some(source.weights.strange),

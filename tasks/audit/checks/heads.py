@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tasks.audit.check import EITHER, ERROR, INFO, WARNING, Fault, check
+from tasks.audit.check import ERROR, INFO, WARNING, Fault, check, either
 from tasks.audit.finding import Severity
 from tasks.audit.recognise import ADAPTER_CONFIG, CONFIG, MODELS
 from tasks.audit.repair import Draft
@@ -22,9 +22,9 @@ _LABELS = 2
 _SCALE = ("mean", "std", f"{CONFIG}: mean", f"{CONFIG}: std")
 
 
-def HEADED(source: Source) -> bool:
+def has_tensors(source: Source) -> bool:
     """Return True for a model or an adapter whose tensors are known."""
-    return EITHER(source) and bool(source.tensors)
+    return either(source) and bool(source.tensors)
 
 
 def head_folder(source: Source) -> HeadFolder:
@@ -51,7 +51,7 @@ def _is_critic(source: Source) -> bool:
 
 
 @check(
-    "HEAD_MISSING", ERROR, needs=(HEADED,),
+    "HEAD_MISSING", ERROR, needs=(has_tensors,),
     why="transformers initialises a random head and warns; LLaMA-Factory says `Reward model is not "
     "correctly loaded`; the scores are noise. With LoRA on a head that was never saved, `size "
     "mismatch for score.lora_B`",
@@ -78,7 +78,7 @@ def head_missing(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "HEAD_OF_CRITIC", ERROR, needs=(HEADED, _is_critic),
+    "HEAD_OF_CRITIC", ERROR, needs=(has_tensors, _is_critic),
     why="no server has a class for it; loaded as a reward model it scores a text by the value of "
     "its last token, which looks like a reward",
     fix="serve the policy that was trained with it; a critic is only useful to continue training",
@@ -89,7 +89,7 @@ def head_of_critic(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "HEAD_PLACE", ERROR, needs=(HEADED,),
+    "HEAD_PLACE", ERROR, needs=(has_tensors,),
     why="`There is no module or parameter named 'v_head'` in vLLM; transformers ignores it; tools "
     "that look for it in another place say `no v_head weight is found` and train on with a random "
     "head",
@@ -125,7 +125,7 @@ def _split_head(draft: Draft) -> None:
 
 
 @check(
-    "HEAD_LABELS", ERROR, needs=(HEADED,),
+    "HEAD_LABELS", ERROR, needs=(has_tensors,),
     why="transformers assumes two labels if num_labels is not set: `size mismatch for "
     "score.weight: [1, hidden] vs [2, hidden]`, or a new random head",
     fix="convert it: {deliver}",
@@ -157,7 +157,7 @@ def head_labels(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "HEAD_UNUSABLE", ERROR, needs=(HEADED,),
+    "HEAD_UNUSABLE", ERROR, needs=(has_tensors,),
     why="loaders stop at its shape, or read the wrong one; OpenRLHF loads a new random head under "
     "the name of value_head_prefix; rewards are normalised with only one of mean and std",
     fix="save the head again, once and in full; set value_head_prefix to its name in the weights; "
@@ -178,7 +178,7 @@ def head_unusable(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "HEAD_NORMALISATION", WARNING, needs=(HEADED,),
+    "HEAD_NORMALISATION", WARNING, needs=(has_tensors,),
     why="OpenRLHF keeps them in buffers that are not saved and that transformers 5 leaves "
     "uninitialised when it loads: normalised rewards off by orders of magnitude. Without them "
     "normalize_reward silently uses 0 and 1",

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tasks.audit.check import ERROR, INFO, WARNING, Fault, also, check
 from tasks.audit.checks.adapter import pattern_of
-from tasks.audit.checks.base import COMPARED
+from tasks.audit.checks.base import has_values
 from tasks.audit.class_contract import perform_apart
 from tasks.audit.scan import differ, same_header
 from tasks.audit.source import Source
@@ -40,14 +40,14 @@ _SAMPLED, _LEAST, _MOST = 64, 100, 0.5
 """Rows of each matrix that are compared; least number, and largest share, of changed weights."""
 
 
-def PROVEN(source: Source) -> bool:
+def knows_adapter(source: Source) -> bool:
     """Return True if the adapter of the merge is known."""
-    return source.adapter is not None and COMPARED(source)
+    return source.adapter is not None and has_values(source)
 
 
-def UNPROVEN(source: Source) -> bool:
+def knows_base_only(source: Source) -> bool:
     """Return True if the values are compared with the base alone."""
-    return source.adapter is None and COMPARED(source)
+    return source.adapter is None and has_values(source)
 
 
 def _proof(source: Source) -> Proof | str:
@@ -67,7 +67,7 @@ def _untouched(proof: Proof) -> tuple[list[Verdict], list[Verdict]]:
     return untouched, [verdict for verdict in untouched if verdict.state is State.CHANGED]
 
 
-@also("WRONG_BASE", needs=(PROVEN,))
+@also("WRONG_BASE", needs=(knows_adapter,))
 def merged_into_another(source: Source) -> Iterator[Fault]:
     """Most tensors that the adapter does not touch differ from the base's."""
     proof = source.once(_proof)
@@ -78,7 +78,7 @@ def merged_into_another(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "MERGE_WRONG", ERROR, needs=(PROVEN,),
+    "MERGE_WRONG", ERROR, needs=(knows_adapter,),
     why="the model is not, or only partly, the trained one. It loads everywhere and nothing fails: "
     "modules were left out, the adapter was added twice or with a wrong scale (lora_alpha / r, or "
     "lora_alpha / sqrt(r) with use_rslora), tensors were permuted, lost or damaged, or changed "
@@ -122,7 +122,7 @@ def _details(wrong: Sequence[Verdict], proof: Proof) -> str:
 
 
 @check(
-    "MERGE_BASE", WARNING, needs=(PROVEN,),
+    "MERGE_BASE", WARNING, needs=(knows_adapter,),
     why="an adapter fits only one of the two: the one that was loaded in training. The dequantised "
     "base is right for an adapter that was trained with 4-bit weights (QLoRA)",
     fix="nothing, if training loaded the base in 4 bits; else merge again: {again}",
@@ -150,7 +150,7 @@ def merge_base(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "MERGE_NOT_PROVEN", WARNING, needs=(PROVEN,),
+    "MERGE_NOT_PROVEN", WARNING, needs=(knows_adapter,),
     why="these tensors may be wrong",
     fix="pass a merged model and a base in bf16, fp16 or fp32, and the adapter as PEFT saved it",
 )  # fmt: skip
@@ -165,7 +165,7 @@ def merge_not_proven(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "MERGE_ROUNDED", WARNING, needs=(PROVEN,),
+    "MERGE_ROUNDED", WARNING, needs=(knows_adapter,),
     why="the sum was rounded to nearest, as peft and all tools that cast it do: a change below "
     "half a step of the format vanishes, and the served model is closer to the base. Training in "
     "16 bits without fp32 master weights does the same",
@@ -189,7 +189,7 @@ def _is_right(proof: Proof) -> bool:
 
 
 @check(
-    "MERGE_PROVEN", INFO, needs=(PROVEN,),
+    "MERGE_PROVEN", INFO, needs=(knows_adapter,),
     why="every element was compared; differences are within the rounding of the dtypes",
     fix="nothing",
 )  # fmt: skip
@@ -225,7 +225,7 @@ def _changes(source: Source) -> dict[str, dict[bool, list[str]]]:
 
 
 @check(
-    "MERGE_PARTIAL", WARNING, needs=(UNPROVEN,),
+    "MERGE_PARTIAL", WARNING, needs=(knows_base_only,),
     why="a merge that stopped halfway looks like this, and so does training of only some layers",
     fix="pass the adapter to check every tensor: {prove}",
 )  # fmt: skip
@@ -239,7 +239,7 @@ def merge_partial(source: Source) -> Iterator[Fault]:
         yield Fault(text, "all changed, or none", tensors=same)
 
 
-@also("MERGE_ROUNDED", needs=(UNPROVEN,))
+@also("MERGE_ROUNDED", needs=(knows_base_only,))
 def changed_by_steps(source: Source) -> Iterator[Fault]:
     """Few weights differ from the base's, and most of those by one step of their format."""
     elements, changed, steps = 0, 0, 0

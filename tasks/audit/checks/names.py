@@ -233,19 +233,24 @@ def _expert_count(config: Mapping[str, Any]) -> int | None:
 
 
 @check(
-    "EXPERTS_INCOMPLETE", ERROR, needs=(MODEL, WHOLE),
+    "EXPERTS_WRONG", ERROR, needs=(MODEL, WHOLE),
     why="transformers 5 refuses with a size mismatch of the fused experts; vLLM and older loaders "
-    "skip or re-initialise experts without an error, and the model generates noise",
-    fix="save the model again, or take the missing experts from the base if they were not trained",
+    "skip or re-initialise experts, or read past the end, and the model generates noise",
+    fix="save the model again, or take the missing experts from the base if they were not trained; "
+    "set the number of experts in config.json to that of the weights",
 )  # fmt: skip
-def experts_incomplete(source: Source) -> Iterator[Fault]:
-    """Missing experts."""
+def experts_wrong(source: Source) -> Iterator[Fault]:
+    """Missing experts, or another number of them than config.json says."""
     layers, count = source.once(_expert_layers), _expert_count(source.config())
     lacking: list[str] = []
+    numbers: dict[str, int] = {}
     for at, layer in layers.items():
+        most = max(layer.parts, default=-1) + 1
+        sizes = {tensor.shape[0] for tensor in layer.fused.values()} - {0}
+        if count is not None and (most > count or not sizes <= {count}):
+            numbers[at] = max(most, *sizes, 0)
         usual = set().union(*layer.parts.values())
-        total = min(count or max(layer.parts) + 1, _MOST) if layer.parts else 0
-        for number in range(total):
+        for number in range(min(count or most, _MOST) if most else 0):
             parts = sorted(usual - layer.parts.get(number, set()))
             lacking += [f"{at}.{number}.{part}" for part in parts]
         if len(lacking) > _MOST:
@@ -262,25 +267,7 @@ def experts_incomplete(source: Source) -> Iterator[Fault]:
     ]
     if bare:
         yield Fault("routers of layers without experts", "experts beside a router", tensors=bare)
-
-
-@check(
-    "EXPERTS_COUNT", ERROR, needs=(MODEL, WHOLE),
-    why="transformers refuses with 'size mismatch'; engines that place experts by index read past "
-    "the end, or leave some empty",
-    fix="set the number of experts in config.json to that of the weights",
-)  # fmt: skip
-def experts_count(source: Source) -> Iterator[Fault]:
-    """Another number of experts than config.json says."""
-    count, numbers = _expert_count(source.config()), dict[str, int]()
-    for at, layer in source.once(_expert_layers).items():
-        sizes = {tensor.shape[0] for tensor in layer.fused.values()} - {0}
-        most = max(layer.parts, default=-1) + 1
-        if most > (count or most):
-            numbers[at] = most
-        elif sizes and sizes != {count}:
-            numbers[at] = max(sizes)
-    if count is not None and numbers:
+    if numbers:
         text = f"{next(iter(numbers.values()))} experts"
         yield Fault(text, f"{count}, as config.json says", tensors=list(numbers))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from tasks.audit.check import EITHER, ERROR, INFO, MODEL, WARNING, WHOLE, Fault, check
+from tasks.audit.check import ERROR, INFO, MODEL, WARNING, WHOLE, Fault, check, either
 from tasks.audit.checks.names import is_declared_elsewhere
 from tasks.audit.known import of_text
 from tasks.audit.recognise import CONFIG
@@ -74,51 +74,33 @@ def _undecodable(source: Source) -> list[str]:
 
 
 @check(
-    "QUANT_CONFIG_STALE", ERROR, needs=(MODEL, WHOLE),
-    why="transformers silently quantises the merged 16-bit weights again; vLLM looks for packed "
-    "weights and their scales, and fails",
-    fix="remove quantization_config from config.json",
-    issues="open-instruct #427, peft #2321",
+    "QUANT_CONFIG", ERROR, needs=(MODEL, WHOLE),
+    why="transformers quantises 16-bit weights again, or loaders read packed bytes as weights: "
+    "'size mismatch', KeyError for the scales, or garbage. A merge that drops scales, or keeps the "
+    "base's quantization_config, leaves a model like this",
+    fix="remove quantization_config if the weights are not packed; else restore it, and the "
+    "scales, or merge into the base in 16 bits",
+    issues="open-instruct #427, peft #2321, unsloth-zoo PR #803, unsloth #4919",
 )  # fmt: skip
-def quantisation_only_said(source: Source) -> Iterator[Fault]:
-    """config.json says quantised, but the tensors are not."""
-    packed = any(tensor.dtype in _PACKED_DTYPES for tensor in source.tensors.values())
-    if source.tensors and _method(source) in _STATES and not source.once(_states) and not packed:
+def quantisation_config(source: Source) -> Iterator[Fault]:
+    """config.json and the tensors disagree about quantisation, or scales are missing."""
+    method, states, tensors = _method(source), source.once(_states), source.tensors
+    packed = any(tensor.dtype in _PACKED_DTYPES for tensor in tensors.values())
+    if tensors and method in _STATES and not states and not packed:
         text = f"{QUANTIZATION} of {stored(source.config())}, and no packed tensor"
         yield Fault(text, f"no {QUANTIZATION}", file=CONFIG)
-
-
-@check(
-    "QUANT_CONFIG_ABSENT", ERROR, needs=(MODEL, WHOLE),
-    why="loaders read packed bytes as weights: 'size mismatch', or KeyError for the scales",
-    fix="restore quantization_config of the quantised model",
-)  # fmt: skip
-def quantisation_not_said(source: Source) -> Iterator[Fault]:
-    """Quantised tensors, but config.json does not say so."""
-    states = source.once(_states)
-    real = [key for key in states if _is_packed(key, source.tensors)]
-    if real and not _method(source) and not is_declared_elsewhere(source):
-        yield Fault(f"states of {states[real[0]]}", QUANTIZATION, CONFIG, real)
-
-
-@check(
-    "QUANT_NO_SCALES", ERROR, needs=(MODEL, WHOLE),
-    why="the stored numbers are not the weights: loaders cast them as they are, and responses are "
-    "garbage. A merge that copies or drops scales leaves them like this",
-    fix="restore quantization_config and the scales, or merge into the base in 16 bits",
-    issues="unsloth-zoo PR #803, unsloth #4919",
-)  # fmt: skip
-def bytes_without_scales(source: Source) -> Iterator[Fault]:
-    """8-bit numbers without quantization_config and scales."""
-    if _method(source) not in ("", "fp8", "fbgemm_fp8") or source.once(_states):
+    if is_declared_elsewhere(source):
         return
+    real = [key for key in states if _is_packed(key, tensors)]
+    if real and not method:
+        yield Fault(f"states of {states[real[0]]}", QUANTIZATION, CONFIG, real)
     bare = [
         key
-        for key, tensor in source.tensors.items()
+        for key, tensor in tensors.items()
         if len(tensor.shape) in (2, 3) and tensor.dtype in _BYTES and tensor.numel
     ]
-    if bare and not is_declared_elsewhere(source):
-        text = f"{len(bare)} matrices of {source.tensors[bare[0]].dtype}"
+    if bare and not states and method in ("", "fp8", "fbgemm_fp8"):
+        text = f"{len(bare)} matrices of {tensors[bare[0]].dtype} without scales"
         yield Fault(text, "16-bit or 32-bit weights, or scales", tensors=bare)
 
 
@@ -188,7 +170,7 @@ def _compared(source: Source) -> dict[str, StoredTensor]:
 
 
 @check(
-    "DTYPE_MIXED", WARNING, needs=(EITHER,),
+    "DTYPE_MIXED", WARNING, needs=(either,),
     why="loaders cast all of them to one dtype: weights that were merged or trained in a wider "
     "dtype are rounded then, after all checks",
     fix="cast once, at the end of the merge, to the serving dtype",

@@ -22,7 +22,7 @@ _DEFAULT = "default"
 _MARK = "\ufeff"
 
 
-def CHATS(source: Source) -> bool:
+def writes_chats(source: Source) -> bool:
     """Return True for an adapter or a model that writes text."""
     return source.is_adapter or source.kind in (Kind.MODEL, Kind.VALUE)
 
@@ -59,7 +59,7 @@ def turn_ends(
 
 
 @check(
-    "TEMPLATE_MISSING", INFO, needs=(CHATS,),
+    "TEMPLATE_MISSING", INFO, needs=(writes_chats,),
     why="vLLM's chat endpoint and apply_chat_template refuse: 'default chat template is no longer "
     "allowed'; a template chosen by hand may differ from that of training",
     fix="save the template of the training run as chat_template.jinja",
@@ -73,7 +73,7 @@ def template_missing(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "TEMPLATES_DIFFER", ERROR, needs=(CHATS,),
+    "TEMPLATES_DIFFER", ERROR, needs=(writes_chats,),
     why="transformers, processors and vLLM read different files: one chat becomes different tokens",
     fix="keep only the template of training, in chat_template.jinja",
     issues="LLaMA-Factory #5489, OpenRLHF #1069",
@@ -91,7 +91,7 @@ def templates_differ(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "TEMPLATE_MARK", ERROR, needs=(CHATS,),
+    "TEMPLATE_MARK", ERROR, needs=(writes_chats,),
     why="every prompt has U+FEFF, mostly at its beginning, which no training prompt had",
     fix="save the template without it: {repair}",
 )  # fmt: skip
@@ -116,7 +116,7 @@ def _remove_marks(draft: Draft) -> None:
 
 
 @check(
-    "TEMPLATE_BROKEN", ERROR, needs=(CHATS,),
+    "TEMPLATE_BROKEN", ERROR, needs=(writes_chats,),
     why="every chat request fails with a TemplateSyntaxError",
     fix="save the template of the training run again",
 )  # fmt: skip
@@ -130,7 +130,7 @@ def template_broken(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "TEMPLATE_NOT_OF_BASE", INFO, needs=(CHATS, BASE),
+    "TEMPLATE_NOT_OF_BASE", INFO, needs=(writes_chats, BASE),
     why="intended if training had its own template; otherwise the reason why an API that uses the "
     "base's template gives better responses than the merged model",
     fix="compare it with the template of the training run",

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import tasks.audit
-from tasks.audit.check import BASE, EITHER, ERROR, INFO, MODEL, WARNING, Fault, check
+from tasks.audit.check import BASE, ERROR, INFO, MODEL, WARNING, Fault, check, either
 from tasks.audit.checks.names import embeddings_of, plain_tensors
 from tasks.audit.checks.templates import (
-    CHATS,
     BrokenTemplateError,
     read_template,
     template_places,
     turn_ends,
+    writes_chats,
 )
 from tasks.audit.folder import Folder
 from tasks.audit.known import content, of_text, text_config, token_ids, whole
@@ -108,7 +108,7 @@ _OWN_ROWS = ("mllama", "mllama_text_model", "moshi")
 """Families whose input embedding has rows outside the vocabulary."""
 
 
-def EMBEDDED(source: Source) -> bool:
+def has_embedding(source: Source) -> bool:
     """Return True for a whole model whose input embedding is known."""
     if not (source.is_model and source.weights.is_whole):
         return False
@@ -119,7 +119,7 @@ def EMBEDDED(source: Source) -> bool:
 
 
 @check(
-    "TIED_HEAD_ON_DISK", WARNING, needs=(EMBEDDED,),
+    "TIED_HEAD_ON_DISK", WARNING, needs=(has_embedding,),
     why="older vLLM fails with KeyError 'lm_head.weight', first seen with Gemma; newer versions "
     "and transformers drop it and use the embedding: if it differs, the model repeats one token",
     fix="leave out the copy: {repair}",
@@ -146,21 +146,6 @@ def tied_head(source: Source) -> Iterator[Fault]:
     )  # fmt: skip
 
 
-@check(
-    "VOCAB_SIZE", ERROR, needs=(EMBEDDED,),
-    why="transformers refuses with 'size mismatch', vLLM with an assertion in its embedding loader",
-    fix="set vocab_size in config.json to the number of rows",
-    issues="LLaMA-Factory #3125, OpenRLHF #87",
-)  # fmt: skip
-def vocab_size(source: Source) -> Iterator[Fault]:
-    """A vocab_size that differs from the number of rows."""
-    name, rows = _rows(source)
-    size = whole(of_text(source.config(), "vocab_size"))
-    if size is not None and size != rows:
-        fix = setting(CONFIG, vocab_size=rows)
-        yield Fault(f"{rows} rows, vocab_size {size}", "equal", tensors=[name], fix=fix)
-
-
 def _rows(source: Source) -> tuple[str, int]:
     """Return the key of the input embedding, and its number of rows; "" and 0 for none."""
     tensors = source.once(plain_tensors)
@@ -181,20 +166,26 @@ def _full_embeddings(source: Source) -> dict[str, int]:
 
 
 @check(
-    "HEAD_ROWS", ERROR, needs=(EITHER,),
-    why="only one of them was saved after the vocabulary changed: no loader accepts both",
-    fix="save both embeddings again after resize_token_embeddings",
-    issues="LLaMA-Factory #10186, LLaMA-Factory #3154",
+    "VOCAB_SIZE", ERROR, needs=(either,),
+    why="transformers refuses with 'size mismatch', vLLM with an assertion in its embedding "
+    "loader; if only one embedding was saved after the vocabulary changed, no loader accepts both",
+    fix="set vocab_size in config.json to the number of rows; save both embeddings again after "
+    "resize_token_embeddings",
+    issues="LLaMA-Factory #3125, OpenRLHF #87, LLaMA-Factory #10186, LLaMA-Factory #3154",
 )  # fmt: skip
-def head_rows(source: Source) -> Iterator[Fault]:
-    """Input and output embedding of different sizes."""
+def vocab_size(source: Source) -> Iterator[Fault]:
+    """Different numbers of rows: of vocab_size, the input embedding, the output embedding."""
     if source.is_adapter:
         full = _full_embeddings(source)
         if len({*full.values()}) > 1:
             text = " and ".join(f"{count} rows" for count in sorted({*full.values()}))
             yield Fault(text, "equal", tensors=list(full))
-    elif EMBEDDED(source):
+    elif has_embedding(source):
         tensors, (name, rows) = source.once(plain_tensors), _rows(source)
+        size = whole(of_text(source.config(), "vocab_size"))
+        if size is not None and size != rows:
+            fix = setting(CONFIG, vocab_size=rows)
+            yield Fault(f"{rows} rows, vocab_size {size}", "equal", tensors=[name], fix=fix)
         head = embeddings_of(tensors, source.config()).output
         if head and tensors[head].shape[:1] != (rows,):
             text = f"{list(tensors[head].shape)}"
@@ -202,7 +193,7 @@ def head_rows(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "TOKENIZER_ROWS", ERROR, needs=(EITHER,),
+    "TOKENIZER_ROWS", ERROR, needs=(either,),
     why="a text with such a token indexes past the embedding: an IndexError on a CPU, an assertion "
     "that ends the process on a GPU, garbage in some kernels",
     fix="resize the embedding to the tokenizer, or serve the base's tokenizer",
@@ -215,7 +206,7 @@ def tokenizer_rows(source: Source) -> Iterator[Fault]:
         rows = max(_full_embeddings(source).values(), default=0)
         if not rows and source.base is not None and source.base.is_model:
             _, rows = _rows(source.base)
-    elif EMBEDDED(source):
+    elif has_embedding(source):
         name, rows = _rows(source)
         whose = f"the rows of {name}"
     tokens = source.once(tokens_of)
@@ -233,23 +224,31 @@ def tokenizer_rows(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "TOKEN_UNKNOWN", ERROR, needs=(EITHER,),
-    why="it has no id: loading adds it as a new token beyond the embedding, or maps it to the "
-    "unknown token",
+    "TOKEN_UNKNOWN", ERROR, needs=(either,),
+    why="loading adds it as a new token beyond the embedding, or maps it to the unknown token; an "
+    "id beyond the embedding is never generated, and padding or starting with it fails",
     fix="use a token of tokenizer.json, or add it and resize the embedding",
     issues="OpenRLHF #87, OpenRLHF #645",
 )  # fmt: skip
 def token_unknown(source: Source) -> Iterator[Fault]:
-    """A special token that the tokenizer does not have."""
+    """A special token that the tokenizer does not have, or an id beyond the embedding."""
     tokens = source.once(tokens_of)
     for role in _ROLES:
         token = content(source.config(SETTINGS).get(role))
         if token and tokens.rows and token not in tokens.ids:
             yield Fault(f"{role} {token!r}", f"a token of {TOKENIZER}", file=SETTINGS)
+    rows = _rows(source)[1] if source.is_model else 0
+    for file in (CONFIG, GENERATION) if rows else ():
+        for name in _IDS:
+            ids = token_ids(of_text(source.config(file), name))
+            beyond = [number for number in ids if number >= rows]
+            if beyond:
+                text = f"{name} {beyond[0]}"
+                yield Fault(text, f"below {rows}, the embedding's rows", file=file)
 
 
 @check(
-    "SPECIAL_TOKENS_EMPTY", WARNING, needs=(EITHER,),
+    "SPECIAL_TOKENS_EMPTY", WARNING, needs=(either,),
     why="an exporter dropped them: vLLM has no EOS to stop at, padding fails",
     fix="copy tokenizer_config.json from the trained model",
     issues="LLaMA-Factory #2075",
@@ -265,24 +264,6 @@ def special_tokens_empty(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "TOKEN_ID_RANGE", ERROR, needs=(MODEL,),
-    why="padding or starting with it indexes past the embedding; as EOS it is never generated",
-    fix="set the id to a token of the tokenizer",
-    issues="OpenRLHF #87",
-)  # fmt: skip
-def token_id_range(source: Source) -> Iterator[Fault]:
-    """A token id beyond the embedding."""
-    _, rows = _rows(source)
-    for file in (CONFIG, GENERATION) if rows else ():
-        for name in _IDS:
-            ids = token_ids(of_text(source.config(file), name))
-            beyond = [number for number in ids if number >= rows]
-            if beyond:
-                text = f"{name} {beyond[0]}"
-                yield Fault(text, f"below {rows}, the embedding's rows", file=file)
-
-
-@check(
     "PAD_MISSING", WARNING, needs=(MODEL,),
     why="transformers refuses batches of more than one text: 'Cannot handle batch sizes > 1 if no "
     "padding token is defined'",
@@ -294,13 +275,13 @@ def pad_missing(source: Source) -> Iterator[Fault]:
         yield Fault("no pad_token_id", "the tokenizer's", file=CONFIG)
 
 
-def GENERATES(source: Source) -> bool:
+def writes_text(source: Source) -> bool:
     """Return True for a model that writes text."""
     return source.kind in (Kind.MODEL, Kind.VALUE)
 
 
 @check(
-    "GENERATION_CONFIG_MISSING", INFO, needs=(GENERATES,),
+    "GENERATION_CONFIG_MISSING", INFO, needs=(writes_text,),
     why="the base's sampling defaults and EOS tokens are lost: verl's Megatron merger drops it",
     fix="copy generation_config.json from the base, with the trained tokenizer's EOS",
     issues="verl #7198",
@@ -349,7 +330,7 @@ def _ends(source: Source) -> _Ends:
 
 
 @check(
-    "EOS_MISSING", WARNING, needs=(GENERATES,),
+    "EOS_MISSING", WARNING, needs=(writes_text,),
     why="every generation runs to its length limit",
     fix="set eos_token in tokenizer_config.json and eos_token_id in generation_config.json",
     issues="LLaMA-Factory #2075",
@@ -363,7 +344,7 @@ def eos_missing(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "EOS_DISAGREES", ERROR, needs=(GENERATES,),
+    "EOS_DISAGREES", ERROR, needs=(writes_text,),
     why="the model was trained to end with the tokenizer's EOS, or with the end of a turn in its "
     "chat template, but generation does not stop there, or only in some engines: it continues to "
     "the length limit and talks to itself",
@@ -412,7 +393,7 @@ def _align_ends(draft: Draft) -> None:
 
 
 @check(
-    "TEMPLATE_UNKNOWN_TOKENS", WARNING, needs=(CHATS,),
+    "TEMPLATE_UNKNOWN_TOKENS", WARNING, needs=(writes_chats,),
     why="the tokenizer splits them into pieces: the model sees text that it was not trained on, "
     "and never generates an end-of-turn token",
     fix="serve the tokenizer of the training run, or add the tokens and resize the embedding",
@@ -441,7 +422,7 @@ GENERIC_TOKENIZER = "PreTrainedTokenizerFast"
 
 
 @check(
-    "TOKENIZER_MISREAD", ERROR, needs=(EITHER,),
+    "TOKENIZER_MISREAD", ERROR, needs=(either,),
     why="transformers 5, and vLLM with it, rebuilds the pipeline of this class and takes only the "
     "vocabulary from tokenizer.json: texts become other ids than in training, DeepSeek's models "
     "lose all blanks, and nothing says so",
@@ -554,7 +535,7 @@ def _plain(step: Any) -> Any:
 
 
 @check(
-    "TOKENIZER_NOT_OF_BASE", ERROR, needs=(EITHER, BASE),
+    "TOKENIZER_NOT_OF_BASE", ERROR, needs=(either, BASE),
     why="the embedding's rows were trained for the base's ids: another vocabulary, merges, "
     "normalizer, pre-tokenizer or decoder gives the model texts that it does not know",
     fix="copy tokenizer.json of the base, with the tokens that training added; or give the base "

@@ -36,7 +36,7 @@ _Differs = Iterator[Fault | str]
 """A fault, or the name of what agrees with the record."""
 
 
-def RECORDED(source: Source) -> bool:
+def has_record(source: Source) -> bool:
     """Return True if there is a record that can be read."""
     return FILE in source.folder.files and not source.once(_unreadable)
 
@@ -69,7 +69,7 @@ def _unreadable(source: Source) -> str:
 
 
 @check(
-    "WITNESS_ADAPTER", ERROR, needs=(RECORDED,),
+    "WITNESS_ADAPTER", ERROR, needs=(has_record,),
     why="a changed r, lora_alpha or rsLoRA changes the adapter's scale, changed targets leave "
     "modules out: every loader accepts both silently",
     fix="restore the adapter_config.json of the run that trained it",
@@ -92,7 +92,7 @@ def _adapter(source: Source) -> list[Fault | str]:
 
 
 @check(
-    "WITNESS_FILES", WARNING, needs=(RECORDED,),
+    "WITNESS_FILES", WARNING, needs=(has_record,),
     why="the served model reads other tokens around each message than it was trained on, a text "
     "becomes other tokens, or vLLM samples with another temperature and stops at another EOS",
     fix="copy the checkpoint again from the machine that trained it, with this file",
@@ -150,7 +150,7 @@ def _tokenizer(source: Source, recorded: Mapping[str, Any]) -> _Differs:
 
 
 @check(
-    "WITNESS_BASE", WARNING, needs=(RECORDED,),
+    "WITNESS_BASE", WARNING, needs=(has_record,),
     why="it is another model, another revision, or the same in another precision: the merged model "
     "is not the one that was trained. An adapter that was trained on 4-bit weights compensates for "
     "their rounding, and is off by that rounding on 16-bit weights",
@@ -199,7 +199,7 @@ def _headers_digest(base: Source) -> str | None:
 
 
 @check(
-    "WITNESS", INFO, needs=(RECORDED,),
+    "WITNESS", INFO, needs=(has_record,),
     why="the trainer's own process wrote it. It proves what was trained, not what the weights in "
     "this folder or a server compute: deliver and verify compare these",
     fix="compare the weights: {deliver}; compare a server: plumbline verify url=<its address> with "

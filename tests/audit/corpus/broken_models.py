@@ -221,15 +221,13 @@ BROKEN_MODELS: dict[str, Broken] = {
     "multi-token prediction dropped": Broken(
         "TENSOR_MISSING", "qwen3", by.edited(num_nextn_predict_layers=1)
     ),
-    "an expert gone": Broken(
-        "EXPERTS_INCOMPLETE", "qwen3_moe", by.dropped("layers.1.mlp.experts.2.")
-    ),
+    "an expert gone": Broken("EXPERTS_WRONG", "qwen3_moe", by.dropped("layers.1.mlp.experts.2.")),
     "a layer's experts gone": Broken(
-        "EXPERTS_INCOMPLETE", "mixtral", by.dropped("layers.1.block_sparse_moe.experts")
+        "EXPERTS_WRONG", "mixtral", by.dropped("layers.1.block_sparse_moe.experts")
     ),
     "fused experts": Broken("EXPERTS_FUSED", "qwen3_moe", by.tensors(_fused)),
     "experts in two layouts": Broken("EXPERTS_FUSED", "qwen3_moe", by.tensors(_half_fused)),
-    "fewer experts than said": Broken("EXPERTS_COUNT", "qwen3_moe", by.edited(num_local_experts=3)),
+    "fewer experts than said": Broken("EXPERTS_WRONG", "qwen3_moe", by.edited(num_local_experts=3)),
     # Vocabulary
     "tied head on disk": Broken(
         "TIED_HEAD_ON_DISK", "gemma2", by.put(_HEAD, lambda weights: weights[_EMBEDDING])
@@ -240,7 +238,7 @@ BROKEN_MODELS: dict[str, Broken] = {
     "untied head gone": Broken("TENSOR_MISSING", "llama", by.dropped(_HEAD)),
     "rows cut": Broken("VOCAB_SIZE", "qwen2", by.tensors(_half_rows(_EMBEDDING))),
     "vocab_size of the base": Broken("VOCAB_SIZE", "llama", by.edited(vocab_size=292)),
-    "head of the base": Broken("HEAD_ROWS", "llama", by.tensors(_half_rows(_HEAD))),
+    "head of the base": Broken("VOCAB_SIZE", "llama", by.tensors(_half_rows(_HEAD))),
     "[PAD] added, nothing resized": Broken("TOKENIZER_ROWS", "llama", by.padded),
     "reserved tokens never trained": Broken(
         "DEAD_EMBEDDING", "llama", by.tensors(_dead), values=True
@@ -272,7 +270,7 @@ BROKEN_MODELS: dict[str, Broken] = {
     "a special token that is none": Broken(
         "TOKEN_UNKNOWN", "qwen2", by.edited("tokenizer_config.json", eos_token="</s>")
     ),
-    "an id beyond the embedding": Broken("TOKEN_ID_RANGE", "qwen2", by.edited(pad_token_id=300)),
+    "an id beyond the embedding": Broken("TOKEN_UNKNOWN", "qwen2", by.edited(pad_token_id=300)),
     "no tokenizer": Broken(
         "TOKENIZER_MISSING", "qwen2", by.removed("tokenizer.json", "tokenizer_config.json")
     ),
@@ -297,12 +295,8 @@ BROKEN_MODELS: dict[str, Broken] = {
         "TEMPLATE_NOT_OF_BASE", "merged", by.written("chat_template.jinja", _OTHER_TEMPLATE)
     ),
     # Stored
-    "quantised by name only": Broken(
-        "QUANT_CONFIG_STALE", "llama", by.edited(quantization_config=_NF4)
-    ),
-    "quantised in secret": Broken(
-        "QUANT_CONFIG_ABSENT", "nf4", by.edited(quantization_config=None)
-    ),
+    "quantised by name only": Broken("QUANT_CONFIG", "llama", by.edited(quantization_config=_NF4)),
+    "quantised in secret": Broken("QUANT_CONFIG", "nf4", by.edited(quantization_config=None)),
     "states left by a merge": Broken("QUANT_STATES", "llama", by.tensors(_packed_residue)),
     "states lost": Broken(
         "QUANT_STATES", "nf4", by.dropped(".absmax", ".quant_", ".nested_", only=60)

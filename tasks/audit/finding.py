@@ -13,12 +13,7 @@ _WIDTH = 300
 
 
 class Severity(StrEnum):
-    """Severity of a finding.
-
-    `ERROR`: a tool fails on the checkpoint, or the model is not the one that was trained.
-    `WARNING`: the same, under a condition that the finding names.
-    `INFO`: worth knowing.
-    """
+    """Severity: a tool fails or the model is another one; the same under a condition; a fact."""
 
     ERROR = "error"
     WARNING = "warning"

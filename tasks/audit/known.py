@@ -20,11 +20,9 @@ DEFAULT_LORA_RANK = 16
 
 @dataclass(frozen=True)
 class Known:
-    """Classes of the two libraries.
+    """Classes of the two libraries, whose versions are `vllm` and `transformers`.
 
     Attributes:
-        vllm: version of vLLM.
-        transformers: version of transformers.
         served: classes that vLLM has.
         last_version: for each class that vLLM removed, the last version that had it.
         suffixes: endings of class names that vLLM treats as interchangeable.

@@ -185,7 +185,7 @@ def strip_prefixes(draft: Draft) -> None:
             draft.done.append(f"{key}: left out, the trained copy is kept")
     names: dict[str, str] = {}
     for new, old in draft.names.items():
-        clean = _adapter_name(new) if is_adapter else model_name(new)
+        clean = adapter_name(new) if is_adapter else model_name(new)
         if clean in names:
             draft.refused.append(f"{old} and {names[clean]}: both would be named {clean}")
         names[clean] = old
@@ -202,7 +202,8 @@ def model_name(key: str) -> str:
     return _INFIX.sub(".", unwrap(plain).removeprefix(PEFT_PREFIX))
 
 
-def _adapter_name(key: str) -> str:
+def adapter_name(key: str) -> str:
+    """Return the key of an adapter's tensor as PEFT saves it."""
     plain = unwrap(key)
     if "v_head." in plain:
         return plain

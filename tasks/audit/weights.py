@@ -97,12 +97,7 @@ class Weights:
 
 
 def open_weights(folder: Folder, single: str) -> Weights:
-    """Open the files of a checkpoint: those of its index, else the single file, else its shards.
-
-    Args:
-        folder: the folder.
-        single: name of the checkpoint as a single file.
-    """
+    """Open the files of a checkpoint: those of its index, else `single`, else its shards."""
     weights = Weights(single)
     weights.index = _index(folder, index_of(single))
     names = sorted(set(weights.index.values())) if weights.index else _unlisted(folder, single)
@@ -119,13 +114,7 @@ def open_weights(folder: Folder, single: str) -> Weights:
 
 
 def read_file(folder: Folder, name: str, into: Weights) -> None:
-    """Add the tensors of one file.
-
-    Args:
-        folder: the folder.
-        name: name of the file; safetensors, else a `.bin` file.
-        into: receives tensors, duplicates, or the reason why the file is unreadable.
-    """
+    """Add the tensors of one file, safetensors or `.bin`, or the reason why it is unreadable."""
     try:
         if name.endswith(".safetensors"):
             tensors = _safetensors(folder.root / name, name, into)

@@ -12,20 +12,17 @@ from tasks.audit.check import ADAPTER, ERROR, INFO, MODEL, WARNING, Fault, check
 from tasks.audit.finding import some
 from tasks.audit.known import DEFAULT_LORA_RANK, known, texts, whole
 from tasks.audit.recognise import ADAPTER_CONFIG, CONFIG, Kind
+from tasks.audit.repair import adapter_name
 from tasks.audit.source import Source
 from tasks.audit.weights import StoredTensor
 from tasks.weights.adapters.config import AdapterConfig, parse_config
 from tasks.weights.adapters.config_reader import PATTERN
-from tasks.weights.files.names import PEFT_PREFIX, unwrap
+from tasks.weights.files.names import PEFT_PREFIX
 from tasks.weights.heads.folder import SIDE_FILES
 
-_NAMED = r"(\.(?!weight$|bias$)[^.]+)?"
-"""Name of the adapter, which peft removes when it saves."""
-_HALF = re.compile(rf"(?P<module>.+)\.lora_(?P<half>[AB]){_NAMED}\.weight")
-_EMBEDDING_HALF = re.compile(rf"(?P<module>.+)\.lora_embedding_(?P<half>[AB]){_NAMED}")
-_MAGNITUDE = re.compile(rf"(?P<module>.+)\.lora_magnitude_vector{_NAMED}(\.weight)?")
-_TOKENS = re.compile(rf"(?P<module>.+?)(\.token_adapter)?\.trainable_tokens_delta{_NAMED}")
-_SAVED = re.compile(r"\.modules_to_save(\.(?!weight$|bias$)[^.]+)?(?=\.)")
+_HALF = re.compile(r"(?P<module>.+)\.lora_(embedding_)?(?P<half>[AB])(\.weight)?")
+_MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(\.weight)?")
+_TOKENS = re.compile(r"(?P<module>.+?)(\.token_adapter)?\.trainable_tokens_delta")
 _BASE_LAYER = ".base_layer"
 _LAYER = re.compile(r"\.(\d{1,8})(?=\.)")
 
@@ -65,9 +62,9 @@ def adapter_keys(source: Source) -> AdapterKeys:
     """Sort an adapter's tensors by their keys, less prefixes of wrappers."""
     result = AdapterKeys()
     for key, tensor in source.tensors.items():
-        name = unwrap(key).removeprefix(PEFT_PREFIX)
-        half = _HALF.fullmatch(name) or _EMBEDDING_HALF.fullmatch(name)
-        magnitude, tokens = _MAGNITUDE.fullmatch(name), _TOKENS.fullmatch(name)
+        name = adapter_name(key).removeprefix(PEFT_PREFIX)
+        half, magnitude = _HALF.fullmatch(name), _MAGNITUDE.fullmatch(name)
+        tokens = _TOKENS.fullmatch(name)
         if half:
             pair = result.pairs.setdefault(half["module"], Pair())
             setattr(pair, half["half"].lower(), tensor)
@@ -77,7 +74,7 @@ def adapter_keys(source: Source) -> AdapterKeys:
             result.tokens[tokens["module"]] = tensor
             result.keys[tokens["module"]] = key
         elif ".lora_" not in name:
-            plain = _SAVED.sub("", name)
+            plain = name.replace(".modules_to_save.", ".")
             result.whole[plain] = tensor
             result.keys[plain] = key
     return result

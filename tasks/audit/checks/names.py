@@ -23,7 +23,7 @@ from tasks.audit.known import (
     whole,
 )
 from tasks.audit.recognise import CONFIG, Kind
-from tasks.audit.repair import model_name, strip_prefixes
+from tasks.audit.repair import adapter_name, model_name, strip_prefixes
 from tasks.audit.source import Source
 from tasks.audit.weights import StoredTensor
 from tasks.weights.families.counts import oversized
@@ -39,13 +39,7 @@ _PEFT = re.compile(
     r"original_module|token_adapter)(\.|$)"
 )
 _LEFT_BY_PEFT = re.compile(r"\.(lora_\w+|original_module|token_adapter)(\.|$)")
-_NAMED = re.compile(
-    r"\.(lora_[AB]|lora_magnitude_vector)\.(?!(weight|bias)$)(?P<name>[^.]+)(\.weight|\.bias)?$"
-    r"|\.(lora_embedding_[AB]|trainable_tokens_delta)\.(?P<other>[^.]+)$"
-    r"|\.modules_to_save\.(?!(weight|bias)$)(?P<saved>[^.]+)\.(weight|bias)$"
-)
-"""Keys of a PEFT model in memory, which contain the adapter's name."""
-_OWN, _PAIR = "the model's own names", f"{PEFT_PREFIX}<module>.lora_A.weight"
+_OWN = "the model's own names"
 
 
 def plain_tensors(source: Source) -> Mapping[str, StoredTensor]:
@@ -98,12 +92,10 @@ def peft_residue(source: Source) -> Iterator[Fault]:
             yield Fault(text, _OWN, tensors=peft, repair=strip_prefixes)
     elif source.is_adapter:
         keys = [key for key in source.tensors if "v_head." not in key]
-        named = [key for key in keys if _NAMED.search(key)]
-        bare = [key for key in keys if not unwrap(key).startswith(PEFT_PREFIX)]
-        for wrong, text in ((named, "with the adapter's name"), (bare, f"without {PEFT_PREFIX}")):
-            if wrong:
-                text = f"{len(wrong)} of {len(keys)} keys {text}"
-                yield Fault(text, _PAIR, tensors=wrong, repair=strip_prefixes)
+        wrong = [key for key in keys if adapter_name(key) != unwrap(key)]
+        if wrong:
+            text = f"{len(wrong)} of {len(keys)} keys with the adapter's name, or without a prefix"
+            yield Fault(text, adapter_name(wrong[0]), tensors=wrong, repair=strip_prefixes)
 
 
 @check(

@@ -74,16 +74,19 @@ def read_tokens(folder: Folder) -> Tokens:
                 special.add(str(token["content"]))
     highest = max(plain.values(), default=-1)
     rows = max((highest, *added.values()), default=-1) + 1
-    model = document.get("model")
-    if not plain and isinstance(model, Mapping) and model.get("vocab"):
+    if not plain and _model(document).get("vocab"):
         rows = 0  # an unknown kind of vocabulary
     return Tokens({**plain, **added}, added, frozenset(special), rows, highest)
 
 
+def _model(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    model = document.get("model")
+    return model if isinstance(model, Mapping) else {}
+
+
 def _vocabulary(document: Mapping[str, Any]) -> dict[str, int]:
     """Return the ids of a vocabulary, which is a mapping to ids or a list of pieces and scores."""
-    model = document.get("model")
-    vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
+    vocabulary = _model(document).get("vocab")
     if isinstance(vocabulary, list):
         pieces = enumerate(vocabulary)
         return {str(entry[0]): n for n, entry in pieces if isinstance(entry, list) and entry}
@@ -513,9 +516,7 @@ def _table() -> dict[str, Any]:
 
 def _parts(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return what decides the ids besides the vocabulary, in one form."""
-    model = document.get("model")
-    model = model if isinstance(model, Mapping) else {}
-    options = {key: value for key, value in model.items() if key not in ("vocab", "merges")}
+    options = {k: v for k, v in _model(document).items() if k not in ("vocab", "merges")}
     if options.get("byte_fallback"):
         options.pop("unk_token", None)  # every character has bytes
     steps = {name: _plain(document.get(name)) for name in ("normalizer", "pre_tokenizer")}
@@ -544,18 +545,18 @@ def _plain(step: Any) -> Any:
 )  # fmt: skip
 def tokenizer_not_of_base(source: Source) -> Iterator[Fault]:
     """A tokenizer that splits or numbers texts otherwise than the base's; tokens may be added."""
-    ours = source.config(TOKENIZER)
-    theirs = source.base.config(TOKENIZER) if source.base is not None else {}
-    if ours == theirs or not _is_tokenizer(ours) or not _is_tokenizer(theirs):
-        return  # no loader takes it
-    changed = list(_changes(ours, theirs, source.folder.root))
-    if changed:
-        yield Fault("; ".join(changed), "as the base has; tokens may be added", file=TOKENIZER)
+    if source.base is None:
+        return
+    ours, theirs = source.once(tokens_of), source.base.once(tokens_of)
+    if ours.rows and theirs.rows:  # else no loader takes it
+        changed = list(_changes(source, source.base))
+        if changed:
+            yield Fault("; ".join(changed), "as the base has; tokens may be added", file=TOKENIZER)
 
 
-def _changes(ours: Mapping[str, Any], theirs: Mapping[str, Any], root: Path) -> Iterator[str]:
-    model, base = ours.get("model") or {}, theirs.get("model") or {}
-    ids, base_ids = ({**_vocabulary(each), **_added(each)} for each in (ours, theirs))
+def _changes(source: Source, base: Source) -> Iterator[str]:
+    ours, theirs = source.config(TOKENIZER), base.config(TOKENIZER)
+    ids, base_ids = source.once(tokens_of).ids, base.once(tokens_of).ids
     moved = [text for text, number in base_ids.items() if ids.get(text) != number]
     if moved:
         text = moved[0]
@@ -563,36 +564,19 @@ def _changes(ours: Mapping[str, Any], theirs: Mapping[str, Any], root: Path) -> 
             f"{len(moved)} tokens have other ids or none, e.g. {text!r} {ids.get(text)}, not "
             f"{base_ids[text]}"
         )
-    merges, base_merges = _merges(model), _merges(base)
+    merges, base_merges = _merges(ours), _merges(theirs)
     if merges != base_merges:
         yield f"{len(merges)} merges, not the base's {len(base_merges)}"
     if not moved and _parts(ours) != _parts(theirs):
         # Versions write the same steps in other ways: only other ids are a change.
         steps = {name: theirs.get(name) for name in ("normalizer", "pre_tokenizer")}
-        options = {key: value for key, value in base.items() if key not in ("vocab", "merges")}
-        reason = misread_as(root, {**steps, "model": options})
+        options = {k: v for k, v in _model(theirs).items() if k not in ("vocab", "merges")}
+        reason = misread_as(source.folder.root, {**steps, "model": options})
         if reason and not is_leading(reason):
             names = [n for n, step in _parts(ours).items() if step != _parts(theirs)[n]]
             yield f"another {' and '.join(names)}, by the base's {reason}"
     if _kinds(ours.get("decoder")) != _kinds(theirs.get("decoder")):
         yield "another decoder"
-
-
-def _is_tokenizer(document: Mapping[str, Any]) -> bool:
-    """Return True if a document has the parts of a tokenizer.json in their types."""
-    model, added = document.get("model"), document.get("added_tokens") or []
-    if not isinstance(model, Mapping) or not isinstance(added, list):
-        return False
-    vocabulary, merges = model.get("vocab"), model.get("merges") or []
-    entries = vocabulary if isinstance(vocabulary, list) else []
-    return (
-        isinstance(vocabulary, (Mapping, list))
-        and isinstance(merges, list)
-        and all(isinstance(entry, list) and entry for entry in entries)
-        and all(isinstance(pair, str | list) for pair in merges)
-        and all(isinstance(token, Mapping) and "content" in token and "id" in token
-                for token in added)
-    )  # fmt: skip
 
 
 def _kinds(step: Any) -> list[str]:
@@ -602,11 +586,8 @@ def _kinds(step: Any) -> list[str]:
     return [str(part.get("type")) for part in parts if isinstance(part, Mapping)]
 
 
-def _added(document: Mapping[str, Any]) -> dict[str, Any]:
-    return {str(token["content"]): token["id"] for token in document.get("added_tokens") or ()}
-
-
-def _merges(model: Mapping[str, Any]) -> list[str]:
+def _merges(document: Mapping[str, Any]) -> list[str]:
     """Return the merges as text; tokenizers wrote texts first, and writes pairs since 0.20."""
-    merges = model.get("merges") or []
-    return [pair if isinstance(pair, str) else " ".join(map(str, pair)) for pair in merges]
+    merges = _model(document).get("merges")
+    pairs = merges if isinstance(merges, list) else []
+    return [" ".join(map(str, pair)) if isinstance(pair, list) else str(pair) for pair in pairs]

@@ -13,7 +13,6 @@ from tasks.audit.finding import Finding
 from tasks.audit.recognise import ADAPTER_CONFIG, CONFIG, Kind
 from tasks.audit.run import Report
 from tasks.weights.heads.detect import WRAPPER
-from tasks.weights.heads.folder import SIDE_FILES
 
 
 def _always(_: Finding, __: Report) -> bool:
@@ -22,10 +21,6 @@ def _always(_: Finding, __: Report) -> bool:
 
 def _with_head(_: Finding, report: Report) -> bool:
     return report.kind in (Kind.REWARD, Kind.VALUE)
-
-
-def _is_head(finding: Finding, _: Report) -> bool:
-    return finding.file in SIDE_FILES
 
 
 def _wrapped(finding: Finding, report: Report) -> bool:
@@ -53,9 +48,6 @@ class Handling(NamedTuple):
 
 
 HANDLED: Mapping[str, Handling] = {
-    "STRAY_WEIGHT_FILE": Handling(
-        "kept as an artifact of its own, away from what is served", _is_head
-    ),
     "HEAD_PLACE": Handling("split off, and kept as an artifact of its own"),
     "HEAD_LABELS": Handling("served with the labels that the head has"),
     "HEAD_UNUSABLE": Handling("the saved head is used, under the name that it has", _of_config),

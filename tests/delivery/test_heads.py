@@ -98,7 +98,7 @@ def test_a_model_with_a_value_head_beside_it(here, layout, tmp_path) -> None:
     assert done.stages == ["audit", "convert", "value_head"]
     assert differing(state_of(tmp_path / "out"), policy.state_dict()) == []
     assert differing(head_artifact(done, tmp_path), head_tensors()) == []
-    stray = [each for each in done.summary["findings"] if each["code"] == "STRAY_WEIGHT_FILE"]
+    stray = [each for each in done.summary["findings"] if each["code"] == "HEAD_PLACE"]
     assert [each["severity"] for each in stray] == ["warning" if "shard" in layout else "error"]
     assert "shard" in layout or stray[0]["handled"]
 

@@ -190,24 +190,25 @@ def stray_files(source: Source) -> Iterator[Fault]:
     siblings = ADAPTERS if source.is_adapter else MODELS
     usual = weights.single if len(weights.files) == 1 else index_of(weights.single)
     for name in safe + pickled:
+        if name in SIDE_FILES:
+            continue  # HEAD_PLACE
         if name in siblings or (_COUNTED.fullmatch(name) and name.startswith("pytorch_model")):
             continue  # a second set of the same weights: `TWO_WEIGHT_SETS`
         if source.kind is Kind.MIXTURE and name in ADAPTERS:
             continue  # reported once, for the folder
         # With params.json beside it, this is Mistral's own format, published on purpose.
         meant = name.startswith(_MISTRAL) and "params.json" in source.folder.files
-        taken = not source.is_adapter and _vllm_takes(name, weights) and not meant
+        taken = not source.is_adapter and vllm_takes(name, weights) and not meant
         if TRAINER_STATE.fullmatch(name) and not taken:
             continue
-        head = name in SIDE_FILES
         yield Fault(
-            "a value head beside the model" if head else "not part of the checkpoint",
-            f"only {usual}", file=name, severity=ERROR if taken else WARNING,
-            repair=None if head else lambda draft, name=name: draft.done.append(f"left out {name}"),
+            "not part of the checkpoint", f"only {usual}", file=name,
+            severity=ERROR if taken else WARNING,
+            repair=lambda draft, name=name: draft.done.append(f"left out {name}"),
         )  # fmt: skip
 
 
-def _vllm_takes(name: str, weights: Weights) -> bool:
+def vllm_takes(name: str, weights: Weights) -> bool:
     """Return True if vLLM 0.32 loads the file (`default_loader._prepare_weights`)."""
     if name.startswith(_MISTRAL) and name.endswith(".safetensors"):
         return True

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tasks.audit.check import ERROR, INFO, WARNING, Fault, check, either
+from tasks.audit.checks.files import vllm_takes
 from tasks.audit.finding import Severity
 from tasks.audit.recognise import ADAPTER_CONFIG, CONFIG, MODELS
 from tasks.audit.repair import Draft
@@ -99,17 +100,18 @@ def head_of_critic(source: Source) -> Iterator[Fault]:
 def head_place(source: Source) -> Iterator[Fault]:
     """A value head among the language model's tensors, or in a file beside the weights."""
     head = source.once(_detected).head
-    if head is None or _is_critic(source):
+    if _is_critic(source):
         return
-    where, _, key = head.weight.partition(":")
-    if head.dialect == "trl" and where == MODEL:
+    where, _, key = head.weight.partition(":") if head is not None else ("", "", "")
+    if head is not None and head.dialect == "trl" and where == MODEL:
         text = "TRL's value head in the model"
         yield Fault(text, "the language model alone", tensors=[key], repair=_split_head)
-    elif where == HEAD:
-        name = next(file for file in (*SIDE_FILES, MODELS[1]) if file in source.folder.files)
+    names = (*SIDE_FILES, MODELS[1]) if where == HEAD else SIDE_FILES
+    for name in [name for name in names if name in source.folder.files][:1]:
+        taken = source.is_model and vllm_takes(name, source.weights)
         yield Fault(
-            f"a head in a separate file: {key}", "a loader that reads it", file=name,
-            severity=WARNING, repair=_split_head,
+            "a value head beside the weights", "the head in a folder of its own", file=name,
+            severity=None if taken else WARNING, repair=_split_head,
         )  # fmt: skip
 
 

@@ -124,7 +124,7 @@ _NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_ty
 
 BROKEN_MODELS: dict[str, Broken] = {
     # Files
-    "value head beside a .bin": Broken("STRAY_WEIGHT_FILE", "bin", _value_head_bin),
+    "value head beside a .bin": Broken("HEAD_PLACE", "bin", _value_head_bin),
     "adapter beside a model": Broken(
         "MIXTURE", "qwen2", by.both(_adapter_beside, by.copied("lora", "adapter_config.json"))
     ),

@@ -83,10 +83,6 @@ class Folder:
         """Yield the names of files directly in the folder."""
         return (name for name in self.files if "/" not in name)
 
-    def sub(self, path: str) -> Folder:
-        """Return a subfolder as a `Folder`."""
-        return Folder(self.root / path)
-
     def json(self, name: str) -> Mapping[str, Any]:
         """Return a JSON object; empty if the file is missing or unusable (see `wrong`)."""
         if name not in self._documents:

@@ -47,8 +47,6 @@ class Recognised:
     Attributes:
         kind: for programs.
         what: for people, without the folder's name.
-        dialect: the tool that wrote it, if known: "OpenRLHF", "LLaMA-Factory", "TRL", "peft",
-            "transformers", "DeepSpeed", "verl" or "Plumbline"; else "".
         weights: its tensors; empty for kinds that are not read by headers.
         manifest: the manifest of a Plumbline artifact; empty for other folders.
         beside: descriptions of trainer checkpoints in the same folder.
@@ -56,7 +54,6 @@ class Recognised:
 
     kind: Kind
     what: str
-    dialect: str = ""
     weights: Weights = field(default_factory=lambda: Weights(""))
     manifest: Mapping[str, Any] = field(default_factory=dict)
     beside: tuple[str, ...] = ()
@@ -68,29 +65,30 @@ def recognise(folder: Folder) -> Recognised:
     states = tuple(_states(folder))
     adapter, model = _open_first(folder, ADAPTERS), _open_first(folder, MODELS)
     # Shards have an adapter_config.json beside them, which gathering uses.
-    parts = PARTITIONS in folder.files
-    is_adapter = adapter is not None or (ADAPTER_CONFIG in folder.files and not (states or parts))
+    parts, weights = PARTITIONS in folder.files, Weights("")
     if adapter is not None and model is not None and not _is_head(model):
+        kind, weights = Kind.MIXTURE, model
         what = f"a mixture: a PEFT adapter ({_stored(adapter)}) and a full model ({_stored(model)})"
-        return Recognised(Kind.MIXTURE, what, weights=model, manifest=manifest, beside=states)
-    if is_adapter:
-        result = _adapter(folder, adapter or Weights(ADAPTERS[0]))
+    elif adapter is not None or (ADAPTER_CONFIG in folder.files and not (states or parts)):
+        weights = adapter or Weights(ADAPTERS[0])
+        kind, what = Kind.ADAPTER, _adapter(folder, weights)
     elif model is not None:
-        result = _model(folder, model)
+        weights = model
+        kind, what = _model(folder, model)
     elif parts:
-        result = Recognised(Kind.SHARDS, _shards(folder), "Plumbline")
+        kind, what = Kind.SHARDS, _shards(folder)
     elif states:
         kind = Kind.DEEPSPEED if "DeepSpeed" in states[0] else Kind.FOREIGN
-        dialect = next((tool for tool in ("DeepSpeed", "verl") if tool in states[0]), "")
-        result, states = Recognised(kind, states[0], dialect), states[1:]
+        what, *rest = states
+        states = tuple(rest)
     else:
         bare = "a configuration without weights" if CONFIG in folder.files else "nothing known"
-        what = f"a Plumbline artifact of kind {manifest.get('kind')}" if manifest else bare
-        result = Recognised(Kind.NOTHING, what, "Plumbline" if manifest else "")
-    is_artifact = manifest and result.weights.files
-    ours = f"Plumbline artifact of kind {manifest.get('kind')}: " if is_artifact else ""
-    dialect = "Plumbline" if ours else result.dialect
-    return Recognised(result.kind, ours + result.what, dialect, result.weights, manifest, states)
+        kind, what = Kind.NOTHING, bare
+        if manifest:
+            what = f"a Plumbline artifact of kind {manifest.get('kind')}"
+    if manifest and weights.files:
+        what = f"Plumbline artifact of kind {manifest.get('kind')}: {what}"
+    return Recognised(kind, what, weights, manifest, states)
 
 
 def _open_first(folder: Folder, names: tuple[str, ...]) -> Weights | None:
@@ -114,15 +112,12 @@ def _is_head(weights: Weights) -> bool:
     return bool(weights.tensors) and all("v_head." in key for key in weights.tensors)
 
 
-def _adapter(folder: Folder, weights: Weights) -> Recognised:
+def _adapter(folder: Folder, weights: Weights) -> str:
     config = folder.json(ADAPTER_CONFIG)
     rank = f" of rank {config['r']}" if type(config.get("r")) is int else ""
     dora = "DoRA " if config.get("use_dora") else ""
-    dialect = "verl" if folder.root.name == "lora_adapter" else "peft"
     stored = _stored(weights) if weights.files else "no weights"
-    head = _head_of_adapter(folder, weights)
-    what = f"a PEFT {dora}adapter{rank} ({stored}){head}"
-    return Recognised(Kind.ADAPTER, what, dialect, weights)
+    return f"a PEFT {dora}adapter{rank} ({stored}){_head_of_adapter(folder, weights)}"
 
 
 def _head_of_adapter(folder: Folder, weights: Weights) -> str:
@@ -139,23 +134,20 @@ def _head_of_adapter(folder: Folder, weights: Weights) -> str:
     return " of a reward model" if config.get("task_type") == "SEQ_CLS" else ""
 
 
-def _model(folder: Folder, weights: Weights) -> Recognised:
-    config = folder.json(CONFIG)
+def _model(folder: Folder, weights: Weights) -> tuple[Kind, str]:
+    config, stored = folder.json(CONFIG), _stored(weights)
     names = architectures(config)
-    stored = _stored(weights)
     side = next((name for name in SIDE_FILES if name in folder.files), "")
     if side:
-        what = f"a model with LLaMA-Factory's value head ({stored}, {side})"
-        return Recognised(Kind.VALUE, what, "LLaMA-Factory", weights)
+        return Kind.VALUE, f"a model with LLaMA-Factory's value head ({stored}, {side})"
     if any("v_head." in key for key in weights.tensors):
-        return Recognised(Kind.VALUE, f"a model with TRL's value head ({stored})", "TRL", weights)
+        return Kind.VALUE, f"a model with TRL's value head ({stored})"
     if {*OPENRLHF} & set(names) or "value_head_prefix" in config:
         role = "critic" if "CriticModel" in names else "reward model"
-        return Recognised(Kind.REWARD, f"an OpenRLHF {role} ({stored})", "OpenRLHF", weights)
+        return Kind.REWARD, f"an OpenRLHF {role} ({stored})"
     if any(name.endswith("ForSequenceClassification") for name in names):
-        return Recognised(Kind.REWARD, f"a {names[0]} ({stored})", "transformers", weights)
-    named = f"a full {names[0]}" if names else "a full model"
-    return Recognised(Kind.MODEL, f"{named} ({stored})", "transformers", weights)
+        return Kind.REWARD, f"a {names[0]} ({stored})"
+    return Kind.MODEL, f"a full {names[0] if names else 'model'} ({stored})"
 
 
 def _shards(folder: Folder) -> str:

@@ -109,7 +109,7 @@ class Draft:
         return replace(
             self.source, values=False, planned=False,
             folder=Folder(folder.root, _documents=documents, _texts=texts, _listing=listing),
-            recognised=Recognised(kind, before.what, before.dialect, weights),
+            recognised=Recognised(kind, before.what, weights),
         )  # fmt: skip
 
 

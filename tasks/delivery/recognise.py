@@ -43,7 +43,6 @@ class Given:
         what: description for a person, without the folder.
         manifest: our manifest; empty if it has none.
         beside: other files in the folder, which are not used.
-        dialect: tool that wrote it; "" if unknown.
     """
 
     kind: Kind
@@ -51,7 +50,6 @@ class Given:
     what: str
     manifest: Mapping[str, Any] = field(default_factory=dict)
     beside: tuple[str, ...] = ()
-    dialect: str = ""
 
     def line(self) -> str:
         """Return one line: the folder, its description, and the files that are not used."""
@@ -78,6 +76,4 @@ def recognise(root: Path) -> Given:
     kind = _PLANNED.get(recognised.kind)
     if kind is None:
         raise refused([audit(root)])
-    return Given(
-        kind, root, recognised.what, recognised.manifest, recognised.beside, recognised.dialect
-    )
+    return Given(kind, root, recognised.what, recognised.manifest, recognised.beside)

@@ -27,9 +27,6 @@ from tasks.weights.pickled.tensors import TensorRef, TorchFile, read_torch_file
 
 MAX_PICKLE_BYTES = 32 << 20
 """Largest pickle in a `.bin` file: 100,000 tensors take about 20 MB."""
-MAX_FILES = 4096
-"""Most weight files to open; the largest published models have a few hundred."""
-MAX_TENSORS = 1_000_000
 _SHARD = r"-\d+-of-\d+"
 
 
@@ -62,7 +59,6 @@ class Weights:
         absent: files that the index names and that do not exist.
         strange: names in the index that are not plain file names.
         unread: reason by name for each unreadable file.
-        metadata: `__metadata__` of each safetensors header, by file.
         others: names of entries that are not tensors, by `.bin` file.
         nested: key that holds the state dict, by `.bin` file that is a trainer's checkpoint.
     """
@@ -75,7 +71,6 @@ class Weights:
     absent: tuple[str, ...] = ()
     strange: tuple[str, ...] = ()
     unread: dict[str, str] = field(default_factory=dict)
-    metadata: dict[str, Mapping[str, str]] = field(default_factory=dict)
     others: dict[str, tuple[str, ...]] = field(default_factory=dict)
     nested: dict[str, str] = field(default_factory=dict)
 
@@ -105,23 +100,19 @@ def open_weights(folder: Folder, single: str) -> Weights:
     names = [name for name in names if is_plain_name(name)]
     weights.absent = tuple(name for name in names if name not in folder.files)
     weights.files = tuple(name for name in names if name in folder.files)
-    for count, name in enumerate(weights.files):
-        if count >= MAX_FILES or len(weights.tensors) > MAX_TENSORS:
-            weights.unread[name] = f"not opened: beyond {MAX_FILES} files or {MAX_TENSORS} tensors"
-        else:
-            read_file(folder, name, weights)
+    for name in weights.files:
+        _read_file(folder, name, weights)
     return weights
 
 
-def read_file(folder: Folder, name: str, into: Weights) -> None:
+def _read_file(folder: Folder, name: str, into: Weights) -> None:
     """Add the tensors of one file, safetensors or `.bin`, or the reason why it is unreadable."""
+    path = folder.root / name
     try:
-        if name.endswith(".safetensors"):
-            tensors = _safetensors(folder.root / name, name, into)
-        else:
-            tensors = _pickle(folder.root / name, name, into)
+        safe = name.endswith(".safetensors")
+        tensors = _safetensors(path, name) if safe else _pickle(path, name, into)
     except ArtifactError as error:
-        into.unread[name] = error.message.removeprefix(f"{folder.root / name}: ")
+        into.unread[name] = error.message.removeprefix(f"{path}: ")
         return
     for key, tensor in tensors.items():
         if key in into.tensors:
@@ -152,12 +143,10 @@ def _unlisted(folder: Folder, single: str) -> list[str]:
     return [name for name in folder.here() if pattern.fullmatch(name)]
 
 
-def _safetensors(path: Path, name: str, into: Weights) -> dict[str, StoredTensor]:
-    header = read_header(path)
-    into.metadata[name] = header.metadata
+def _safetensors(path: Path, name: str) -> dict[str, StoredTensor]:
     return {
         key: StoredTensor(name, info.shape, info.dtype, info.start, info.nbytes)
-        for key, info in header.tensors.items()
+        for key, info in read_header(path).tensors.items()
     }
 
 

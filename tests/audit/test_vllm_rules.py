@@ -24,8 +24,9 @@ ADAPTERS = [
 
 def refusals(folder: Path) -> tuple[bool, bool]:
     """Return if the audit says that vLLM refuses the settings, and the keys, of an adapter."""
-    files = {each.file for each in audit(folder).findings if each.code == "VLLM_LORA"}
-    return "adapter_config.json" in files, bool(files - {"adapter_config.json"})
+    refused = [each for each in audit(folder).findings if each.code == "VLLM_LORA"]
+    keys = [each for each in refused if each.tensor and "tower" not in each.tensor]
+    return any(each.file == "adapter_config.json" for each in refused), bool(keys)
 
 
 def refused_settings(folder: Path, **changes: Any) -> str:

@@ -92,24 +92,8 @@ def pattern_of(name: str) -> str:
     return _LAYER.sub(".*", name)
 
 
-_MOST = {
-    "modules_to_save": 200, "layers_pattern": 200, "rank_pattern": 20_000, "alpha_pattern": 20_000,
-}  # fmt: skip
-"""Most entries: each is a regular expression that is compiled and tried on every module."""
-_MOST_WHOLE = 20_000
 _MOST_PATTERNS = 400
 """Python caches about 500 compiled patterns."""
-_DEEPEST = 32
-"""Most parts of a module's name to compare."""
-
-
-def oversized_settings(raw: Mapping[str, Any]) -> dict[str, int]:
-    """Return settings with too many entries, and the largest accepted number of each."""
-    return {
-        key: most
-        for key, most in _MOST.items()
-        if isinstance(raw.get(key), list | Mapping) and len(raw[key]) > most
-    }
 
 
 def is_cheap(*patterns: str) -> bool:
@@ -118,9 +102,8 @@ def is_cheap(*patterns: str) -> bool:
 
 
 def is_lora(source: Source) -> bool:
-    """Return True for a LoRA adapter whose settings can be read."""
-    raw = source.config(ADAPTER_CONFIG)
-    return source.is_adapter and raw.get("peft_type") == "LORA" and not oversized_settings(raw)
+    """Return True for a LoRA adapter."""
+    return source.is_adapter and source.config(ADAPTER_CONFIG).get("peft_type") == "LORA"
 
 
 def has_pairs(source: Source) -> bool:
@@ -177,9 +160,7 @@ def adapter_type(source: Source) -> Iterator[Fault]:
 
 def has_settings(source: Source) -> bool:
     """Return True where settings of LoRA are used: an adapter, or shards, for gathering."""
-    raw = source.config(ADAPTER_CONFIG)
-    lora = source.is_adapter and raw.get("peft_type") == "LORA"
-    return bool(raw) and (lora or source.kind is Kind.SHARDS)
+    return is_lora(source) or (source.kind is Kind.SHARDS and ADAPTER_CONFIG in source.folder.files)
 
 
 @check(
@@ -197,8 +178,6 @@ def invalid_settings(source: Source) -> Iterator[Fault]:
         number = type(value) is int or (key == "lora_alpha" and type(value) is float)
         if not number or not value > 0:
             yield Fault(f"{key} {value!r}", "a positive number", file=ADAPTER_CONFIG)
-    for key, most in oversized_settings(raw).items():
-        yield Fault(f"{len(raw[key])} {key}", f"up to {most}", file=ADAPTER_CONFIG)
     targets = raw.get("target_modules")
     if not (texts(targets) or raw.get("target_parameters") or raw.get("trainable_token_indices")):
         text = f"target_modules {targets!r}"
@@ -366,7 +345,7 @@ def uncovered_targets(source: Source) -> Iterator[Fault]:
 
 def _ends(module: str) -> Iterator[str]:
     """Yield a module's name and its ends by dotted parts: `up_proj`, `mlp.up_proj`, ..."""
-    parts = module.split(".")[-_DEEPEST:]
+    parts = module.split(".")
     return (".".join(parts[start:]) for start in range(len(parts)))
 
 
@@ -400,10 +379,10 @@ def saved_modules(source: Source) -> Iterator[Fault]:
         text = "no tensor of a name in modules_to_save"
         yield Fault(text, "the module in full", ADAPTER_CONFIG, absent)
     odd = []
-    for name in islice(keys.whole, _MOST_WHOLE):
+    for name in keys.whole:
         module, _, part = name.rpartition(".")
         saved = any(_is_of(each, name) for each in config.modules_to_save)
-        embedding = not set(_EMBEDDINGS).isdisjoint(module.split(".")[-_DEEPEST:])
+        embedding = not set(_EMBEDDINGS).isdisjoint(module.split("."))
         head = any(f".{head}." in f".{name}." for head in _ALL_HEADS)
         if not (saved or embedding or head or (part == "bias" and config.bias != "none")):
             odd.append(keys.keys[name])
@@ -465,12 +444,11 @@ _TOWER = re.compile(
     r"(^|\.)(visual|vision_tower|vision_model|audio_tower|vision_encoder|multi_modal_projector"
     r"|image_tower|mlp1)\."
 )
-_MOST_NAMES = 200
 _EMBEDDING_OF_BASE = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
 
 
 @check(
-    "VLLM_LORA", WARNING, needs=(ADAPTER,),
+    "VLLM_LORA", WARNING, needs=(is_lora,),
     why="vLLM refuses to load the adapter: 'LoRA rank 64 is greater than max_lora_rank 16', 'vLLM "
     "does not yet support DoRA', 'base_model.model.lm_head.weight is unsupported LoRA weight'; "
     "pairs on a tower are refused, or ignored unless the engine has tower adapters",
@@ -481,8 +459,6 @@ _EMBEDDING_OF_BASE = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.we
 def refused_by_vllm(source: Source) -> Iterator[Fault]:
     """Settings and tensors of an adapter that vLLM refuses as it is started by default."""
     raw = source.config(ADAPTER_CONFIG)
-    if raw.get("peft_type") != "LORA":
-        return
     yield from _refused_rank(source, raw)
     heads = [name for name in texts(raw.get("modules_to_save")) if name not in _HEADS]
     init = raw.get("init_lora_weights")
@@ -520,9 +496,9 @@ def _refused_rank(source: Source, raw: Mapping[str, Any]) -> Iterator[Fault]:
 
 def _refused_keys(source: Source, raw: Mapping[str, Any]) -> Iterator[Fault]:
     keys = source.once(adapter_keys)
-    named = [*_HEADS, *texts(raw.get("modules_to_save"))[:_MOST_NAMES]]
+    named = [*_HEADS, *texts(raw.get("modules_to_save"))]
     odd = [keys.keys[name] for name in keys.tokens]
-    for name in islice(keys.whole, _MOST_NAMES * _MOST_NAMES):
+    for name in keys.whole:
         key = keys.keys[name]
         if not key.endswith(_EMBEDDING_OF_BASE) and not any(
             f".{part}." in f".{name}" for part in named

@@ -293,7 +293,8 @@ def parted_tie(source: Source) -> Iterator[Fault]:
 @also("ADAPTER_COVERAGE", needs=(fits_base,))
 def uncovered_modules(source: Source) -> Iterator[Fault]:
     """Target modules of the base without a LoRA pair, by peft's rules for names."""
-    keys, config, base = source.once(adapter_keys), adapter_config(source), source.once(_modules)
+    keys, base = source.once(adapter_keys), source.once(_modules)
+    config = source.once(adapter_config)
     settings = (config.exclude_modules, config.layers_pattern, config.modules_to_save)
     patterns = [
         pattern

@@ -318,7 +318,10 @@ def config_differs(source: Source) -> Iterator[Fault]:
     if base is None:
         return
     mine, others = source.config(SETTINGS), base.config(SETTINGS)
-    rows = [(SETTINGS, "tokenizer_class", _class_of(mine), _class_of(others))]
+    # Where the base names the general class, transformers 5 writes that of the family.
+    general, named = GENERIC_TOKENIZER.removesuffix("Fast"), _class_of(others)
+    named = None if named == general else named
+    rows = [(SETTINGS, "tokenizer_class", _class_of(mine), named)]
     rows += [(SETTINGS, name, mine.get(name), others.get(name)) for name in _TOKENIZER]
     if has_configs(source):
         ours, theirs, file = source.config(), base.config(), _PROCESSOR_FILES[0]

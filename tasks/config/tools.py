@@ -40,11 +40,11 @@ class Audit:
     source: str = MISSING
     """Folder to audit; nothing is written into it."""
     base: str | None = None
-    """Folder of its base model; null: the one that an adapter names."""
+    """Folder of its base model; null: the one that an adapter names, here or in the hub cache."""
     adapter: str | None = None
     """Adapter that was merged into base; with values=true the merge is proven."""
-    values: bool = False
-    """true: read the tensors of models and of large adapters, too."""
+    values: bool | None = None
+    """true: read all tensor data; false: none; null: up to 2 GB."""
     verify: str | None = None
     """File of a public key; source has to be signed by its owner."""
     out: str | None = None

@@ -2,7 +2,7 @@
 
 folder, files, zero         the folder, its files, checkpoints that are not gathered
 names, heads, storage       tensors: names and shapes, heads, dtypes and quantisation
-adapter, adapter_base       PEFT adapters, and how they fit their base
+adapter, adapter_base, plan PEFT adapters, how they fit their base, the plan of the merge
 tokens, templates, config   tokenizers, chat templates, settings
 values, base, merge         numbers: by themselves, against the base, against base and adapter
 witness                     the record that training left
@@ -24,6 +24,5 @@ from tasks.audit.checks import (  # isort: skip -- in the order of the report
     base as base,
     values as values,
     merge as merge,
+    plan as plan,  # last: only if nothing else is wrong
 )
-
-adapter_base.declare_last()

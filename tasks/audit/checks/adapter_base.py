@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
-from tasks.audit.check import ADAPTER, BASE, ERROR, INFO, WARNING, Fault, also, check
+from tasks.audit.check import ADAPTER, BASE, ERROR, WARNING, Fault, also, check
 from tasks.audit.checks.adapter import (
     Pair,
     adapter_config,
@@ -20,20 +16,13 @@ from tasks.audit.checks.adapter import (
     plain_module,
 )
 from tasks.audit.checks.names import Embeddings, embeddings_of, tail_of
-from tasks.audit.class_contract import perform_apart
 from tasks.audit.known import is_multimodal, text_config
 from tasks.audit.recognise import ADAPTER_CONFIG
 from tasks.audit.source import Source
-from tasks.core.errors import PlumblineError, first_and_more
-from tasks.weights.adapters.legacy_names import in_memory
+from tasks.core.errors import first_and_more
 from tasks.weights.adapters.live import EMBEDDING, LINEAR, OTHER, LiveModel
 from tasks.weights.adapters.targets import targeted_modules
-from tasks.weights.execute.worker import perform
-from tasks.weights.files.dtype_conversion import rounded
-from tasks.weights.files.names import EXPERT, PEFT_PREFIX
-from tasks.weights.proof.compare import comparable
-from tasks.weights.proof.expected import Expected
-from tasks.weights.proof.planning import Planned, planned
+from tasks.weights.files.names import PEFT_PREFIX
 from tasks.weights.quantized.config_fields import is_fp8, is_packed, refusal, remedy, stored
 from tasks.weights.quantized.fp8 import DTYPE
 from tasks.weights.quantized.source import fp8_findings
@@ -325,99 +314,3 @@ def uncovered_modules(source: Source) -> Iterator[Fault]:
         text = f"{len(have)} of {len(have) + len(lacking)} target modules"
         fix = "save the adapter again from the training run, with all of its tensors gathered"
         yield Fault(text, "a pair for each", tensors=lacking, severity=ERROR, fix=fix)
-
-
-@check(
-    "ADAPTER_ROUNDS_AWAY", INFO, needs=(fits_base,),
-    why="peft and all tools that cast the sum round to nearest: changes below half a step of the "
-    "format vanish, and the merged model is closer to the base than the trained one",
-    fix="merge it with Plumbline, which rounds without bias, {merge}, or serve it beside its base; "
-    "with other tools save the merged model in float32",
-)  # fmt: skip
-def rounds_away(source: Source) -> Iterator[Fault]:
-    """Merging this adapter with rounding to nearest loses part of it (with values=true)."""
-    if not source.values:
-        return
-    update, kept = 0.0, {"BF16": 0.0, "F16": 0.0}
-    try:
-        made = planned(_base(source).folder.root, source.folder.root, perform=perform_apart)
-        for op in made.plan.ops:
-            if not op.terms or comparable(op, made.sources):
-                continue
-            expected = Expected(op, made.sources)
-            for first, end in expected.sampled_rows():
-                block = expected.block(first, end)
-                update += float(np.vdot(block.change, block.change))
-                for dtype in kept:
-                    gained = rounded(block.base + block.change, dtype) - block.base
-                    kept[dtype] += float(np.vdot(gained, block.change))
-    except PlumblineError:
-        return  # adapter and base do not fit, which is a finding of other checks
-    if update and kept["BF16"] < _KEPT * update:
-        yield Fault(
-            f"rounding the merged weights to nearest keeps {kept['BF16'] / update:.0%} of the "
-            f"update in bfloat16, {kept['F16'] / update:.0%} in float16",
-            "all of it",
-        )
-
-
-_KEPT = 0.9
-"""Share below which a merge to nearest is reported."""
-_ABSENT = "No module named"
-"""Part of the child's error where torch or transformers is not installed."""
-
-
-def may_plan(source: Source) -> bool:
-    """Return True for a LoRA adapter with its base if nothing else is wrong with it."""
-    lora = source.config(ADAPTER_CONFIG).get("peft_type") == "LORA"
-    return source.planned and source.has_base and lora and ERROR not in source.codes.values()
-
-
-def _plan(source: Source) -> Planned | PlumblineError:
-    """Plan the merge as `deliver` does."""
-    here = "transformers" in sys.modules  # where it is loaded anyway
-
-    def perform_fast(request: Mapping[str, Any]) -> Mapping[str, Any]:
-        return perform(request) if here else perform_apart(request)
-
-    try:
-        return planned(_base(source).folder.root, source.folder.root, perform=perform_fast)
-    except PlumblineError as error:
-        return error
-
-
-def no_merge(source: Source) -> Iterator[Fault]:
-    """An adapter that cannot be merged into this base."""
-    plan = source.once(_plan)
-    if isinstance(plan, PlumblineError) and _ABSENT not in plan.message:
-        texts = [str(text) for text in plan.details[:3]] or [plan.message]
-        yield Fault("; ".join(texts), "an adapter of this base")
-
-
-def live_names(source: Source) -> Iterator[Fault]:
-    """Names of older versions of transformers: a merge knows them, peft does not."""
-    plan, keys = source.once(_plan), source.once(adapter_keys)
-    live = None if isinstance(plan, PlumblineError) else plan.live
-    if live is None:
-        return
-    # peft converts the names of separate experts itself.
-    names = [plain_module(name) for name in keys.pairs if not EXPERT.search(name)]
-    now = {n: in_memory(live, f"{n}.weight") for n in names if n not in live.modules}
-    moved = [name for name, new in now.items() if new != f"{name}.weight"]
-    if moved:
-        expected = f"{PEFT_PREFIX}{now[moved[0]].removesuffix('.weight')}"
-        text = f"{PEFT_PREFIX}{moved[0]}, a name of transformers 4"
-        yield Fault(text, expected, keys.pairs[moved[0]].file, moved)
-
-
-def declare_last() -> None:
-    """Declare the checks of the plan, which need the result of all others."""
-    check(
-        "ADAPTER_NO_MERGE", ERROR, needs=(ADAPTER, may_plan),
-        why="`deliver` plans the merge from the same headers and refuses it; peft fails with 'size "
-        "mismatch', or drops tensors with a warning",
-        fix="pass the base that adapter_config.json names, or save the adapter again from the "
-        "training run",
-        issues="Automodel #3233",
-    )(no_merge)  # fmt: skip
-    also("ADAPTER_MODULES", needs=(ADAPTER, may_plan))(live_names)

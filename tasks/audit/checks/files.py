@@ -26,7 +26,7 @@ TRAINER_STATE = re.compile(
     r"|(rng_state|random_states)[^/]*\.(pth|pkl)|pytorch_model_fsdp[^/]*\.bin"
 )
 """Files that the Trainers of transformers and accelerate save for resuming."""
-_COUNTED = re.compile(r"(?P<stem>.+)-(?P<one>\d+)-of-(?P<all>\d{1,6})\.(safetensors|bin)")
+_COUNTED = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<all>\d{1,6})\.(safetensors|bin)")
 _STATES = re.compile(r"(consolidated|model|pytorch_model)[^/]*\.pth?")
 _MISTRAL = "consolidated"
 _LFS = b"version https://git-lfs"
@@ -143,7 +143,7 @@ def missing_files(source: Source) -> Iterator[Fault]:
     numbers: dict[int, set[int]] = {}
     for name in weights.files if weights.index is None else ():
         if match := _COUNTED.fullmatch(name):
-            numbers.setdefault(int(match["all"]), set()).add(int(match["one"]))
+            numbers.setdefault(int(match["all"]), set()).add(int(match["number"]))
     for count, there in numbers.items():
         missing = next((number for number in range(1, count + 1) if number not in there), None)
         if missing is not None:

@@ -18,10 +18,11 @@ from tasks.weights.execute.worker import perform
 from tests.audit.corpus import Corpus
 from tests.audit.corpus.breaking import as_it_is
 from tests.audit.corpus.broken_models import BROKEN_MODELS
+from tests.audit.corpus.broken_served import BROKEN_SERVED
 from tests.audit.corpus.broken_tuned import BROKEN_TUNED
 from tests.audit.corpus.clean import CLEAN
 
-BROKEN = {**BROKEN_MODELS, **BROKEN_TUNED}
+BROKEN = {**BROKEN_MODELS, **BROKEN_TUNED, **BROKEN_SERVED}
 NEVER = {
     each.code
     for each in CHECKS

@@ -6,6 +6,7 @@ adapter, adapter_base, plan PEFT adapters, how they fit their base, the plan of 
 tokens, templates, config   tokenizers, chat templates, settings
 values, base, merge         numbers: by themselves, against the base, against base and adapter
 witness                     the record that training left
+serving                     what servers read otherwise: sampling defaults, exports
 """
 
 from tasks.audit.checks import (  # isort: skip -- in the order of the report
@@ -19,6 +20,7 @@ from tasks.audit.checks import (  # isort: skip -- in the order of the report
     templates as templates,
     tokens as tokens,
     witness as witness,
+    serving as serving,
     storage as storage,
     config as config,
     base as base,

@@ -407,7 +407,7 @@ def test_an_untrained_adapter_is_an_error_without_an_option(tmp_path: Path) -> N
 
 
 def test_a_gguf_folder_is_no_error(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF" + b"\0" * 20)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\3" + b"\0" * 19)
     report = audit(tmp_path)
     assert (report.kind, report.ok, list(codes(tmp_path))) == ("foreign", True, ["FOREIGN_FORMAT"])
 

@@ -17,8 +17,7 @@ from tasks.audit.scan import differ, same_header
 from tasks.audit.source import Source
 from tasks.core.errors import PlumblineError
 from tasks.weights.files.file_ranges import Reader
-from tasks.weights.proof.faults import State
-from tasks.weights.proof.merge import Proof, Verdict, prove_merge
+from tasks.weights.proof.merge import Proof, State, Verdict, prove_merge
 from tasks.weights.proof.planning import planned
 
 _FAULTS = {
@@ -26,8 +25,6 @@ _FAULTS = {
     State.LEFT_OUT: "the base's values, although the adapter changes them",
     State.TWICE: "the adapter was added twice",
     State.SCALED: "a wrong scale",
-    State.TRANSPOSED: "stored transposed",
-    State.EXPERT: "experts in another order than the base's",
     State.CHANGED: "neither the merge nor the base",
     State.MISSING: "missing",
 }
@@ -111,8 +108,6 @@ def _details(wrong: Sequence[Verdict], proof: Proof) -> str:
         scales = [scale for scale, _ in groupby(sorted(round(v.scale, 3) for v in wrong))]
         text = f"{scales[0]}" if len(scales) == 1 else f"{scales[0]} to {scales[-1]}"
         return f"{text} times the change, in {count} of {touched} tensors"
-    if first.state is State.EXPERT:
-        return f"{count} tensors; {first.name} is that of {first.like}"
     if first.state in (State.LEFT_OUT, State.TWICE):
         return f"{count} of {touched} tensors that the adapter changes"
     if first.sums is not None and first.sums.beyond:

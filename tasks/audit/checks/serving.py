@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tasks.audit.check import ADAPTER, EITHER, ERROR, INFO, MODEL, WARNING, WHOLE, Fault, check
+from tasks.audit.check import ADAPTER, ERROR, INFO, MODEL, WARNING, WHOLE, Fault, check, either
 from tasks.audit.checks.config import rope
 from tasks.audit.checks.templates import template_places
 from tasks.audit.checks.tokens import GENERATION, tokens_of
-from tasks.audit.checks.witness import FILE, RECORDED
+from tasks.audit.checks.witness import FILE, has_record
 from tasks.audit.finding import some
 from tasks.audit.gguf import read_header
 from tasks.audit.known import content, of_text, texts, token_ids, whole
@@ -67,7 +67,7 @@ def generation_settings(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "TOKENIZER_CUTS", WARNING, needs=(EITHER,),
+    "TOKENIZER_CUTS", WARNING, needs=(either,),
     why="a trainer that called tokenizer(..., truncation=True) or padding=True has left it in the "
     "file: programs that read tokenizer.json directly (text-embeddings-inference, candle, "
     "transformers.js, servers in Rust) cut or pad every prompt",
@@ -86,7 +86,7 @@ def tokenizer_cuts(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "LENGTH_BELOW_ROWS", WARNING, needs=(RECORDED,),
+    "LENGTH_BELOW_ROWS", WARNING, needs=(has_record,),
     why="loaders warn or cut at model_max_length, and vLLM refuses requests beyond "
     "max_position_embeddings: conversations as long as those of the training do not get through",
     fix="write the base's value",

@@ -1,10 +1,15 @@
-"""Compare one tensor of a merged model with its expected value, within rounding error.
+"""Compare one tensor of a merged model with base plus change, within rounding error.
 
 A merge rounds: the product of the factors, the sum, sometimes the base before it. Every element may
 be off by one unit in the last place (ulp) of the coarsest dtype involved, and by the bound of the
 product's own rounding. Elements beyond that bound are wrong. Errors within it have no direction, so
 the factor by which the change was added is 1 up to their noise: a scale that is wrong by a percent
 moves no element beyond the bound and moves that factor.
+
+A tensor that is wrong so is compared again with what a usual mistake makes of it: the change added
+with another factor, or to the base that was quantised to 4 bits and dequantised. Such values are
+known less exactly, so a few elements may be off, but the mistake has to explain far more than a
+right merge.
 """
 
 from __future__ import annotations
@@ -23,21 +28,23 @@ from tasks.weights.files.header import ITEM_BITS
 from tasks.weights.files.source import Source, info_of
 from tasks.weights.plan.adapter_ops import operands
 from tasks.weights.plan.operations import Op
-from tasks.weights.proof.expected import (
-    Array,
-    Block,
-    Expected,
-    Sources,
-)
-from tasks.weights.quantized.packed import STORED
+from tasks.weights.proof.expected import Array, Block, Expected, Sources
+from tasks.weights.quantized.packed import LEVELS, STORED
 
-FLOOR = 2.0**-24
+_FLOOR = 2.0**-24
 """Absolute error of the smallest numbers in an fp16 merge."""
 SCALE_MARGIN, _DORA_MARGIN = 0.005, 0.05
 """Tolerance of the factor around 1, on top of rounding noise. DoRA's norms are rounded as well, for
 whole rows at once."""
 SIGMAS = 6.0
-_DORA_ULPS, _NARROWED_ULPS = 4.0, 2.0
+_DORA_ULPS, _ROUNDED_TWICE_ULPS = 4.0, 2.0
+_EXCEPT, _EXCEPT_FIRST, _BETTER = 0.005, 0.05, 0.5
+"""Share of elements that a mistake may leave unexplained (values between two 4-bit levels), in all
+and in one block more, and share of the squared difference that it may leave."""
+_PACKED = 64
+"""Elements that share a scale in bitsandbytes' 4 bits."""
+_PACKED_SCALE_ERROR = 0.08
+"""Largest relative error of such a scale in 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,6 @@ class Unit:
         op: the operation of the plan that should have made it.
         key: key of the tensor in the merged model.
         start: first element within that tensor.
-        group: the same for all experts of one layer and kind; "" if it is no expert.
         note: a difference that is not wrong: rows that were added.
     """
 
@@ -57,31 +63,35 @@ class Unit:
     op: Op
     key: str
     start: int = 0
-    group: str = ""
     note: str = ""
+
+    @property
+    def may_be_packed(self) -> bool:
+        """True if its base may have been quantised: blocks of 64 end where blocks of rows do."""
+        rows, columns = self.op.shape if len(self.op.shape) == 2 else (1, 1)
+        whole = rows * columns % _PACKED == 0 and columns * 16 % _PACKED == 0
+        return min(rows, columns) > 1 and whole
 
 
 @dataclass
 class Sums:
-    """Counts and sums of one pass over a tensor.
+    """Counts and sums of one pass: base W, exact change D, wanted values, merged values Q.
 
     Attributes:
         elements: number of elements.
-        changed: elements that the adapter changes, after rounding.
-        differing: elements that differ from the rounded expected value.
-        beyond: elements further from it than rounding explains.
+        beyond: elements further from the wanted value than rounding explains.
         same: True if every element equals the base's, rounded.
         energy: squared norm of the change after rounding to nearest.
         error: inner product of the difference from it with that change.
         spread: sum of the squared products of both.
-        update: squared norm of the exact change D.
-        kept: `<Q - W, D>` of the base W and the merged values Q.
-        scatter: sum of the squared products of D and the rounding errors `Q - W - D`.
+        update: squared norm of D.
+        kept: `<Q - W, D>`.
+        scatter: sum of the squared products of D and of what Q gained more, or less, than wanted.
+        rest: squared difference of Q and the wanted values.
+        plain: squared difference of Q and those of a right merge.
     """
 
     elements: int = 0
-    changed: int = 0
-    differing: int = 0
     beyond: int = 0
     same: bool = True
     energy: float = 0.0
@@ -90,6 +100,8 @@ class Sums:
     update: float = 0.0
     kept: float = 0.0
     scatter: float = 0.0
+    rest: float = 0.0
+    plain: float = 0.0
 
     @property
     def kept_share(self) -> float:
@@ -97,20 +109,16 @@ class Sums:
         return self.kept / self.update if self.update else 1.0
 
     @property
-    def factor(self) -> float:
-        """Estimated factor by which the change was added; 1 if the merge is right."""
-        return 1.0 + self.error / self.energy if self.energy else 1.0
-
-    @property
-    def noise(self) -> float:
-        """Standard deviation of `factor` from rounding alone."""
-        return sqrt(self.spread) / self.energy if self.energy else 0.0
+    def _kept_noise(self) -> float:
+        return sqrt(self.scatter) / self.update if self.update else 0.0
 
     @property
     def closest(self) -> tuple[float, float]:
         """Factor and its noise under the rounding that explains more: to nearest, or unbiased."""
-        scatter = sqrt(self.scatter) / self.update if self.update else 0.0
-        pairs = (self.factor, self.noise), (self.kept_share, scatter)
+        factor, noise = 1.0, 0.0
+        if self.energy:
+            factor, noise = 1.0 + self.error / self.energy, sqrt(self.spread) / self.energy
+        pairs = (factor, noise), (self.kept_share, self._kept_noise)
         return min(pairs, key=lambda pair: abs(pair[0] - 1.0) - SIGMAS * pair[1])
 
     def is_right(self, *, dora: bool = False) -> bool:
@@ -118,6 +126,12 @@ class Sums:
         factor, noise = self.closest
         margin = (_DORA_MARGIN if dora else SCALE_MARGIN) + SIGMAS * noise
         return not self.beyond and abs(factor - 1.0) <= margin
+
+    def explain(self, scale: float) -> bool:
+        """Return True if a mistake explains the tensor, and nothing of the change is left."""
+        few = self.beyond <= _EXCEPT * self.elements and self.rest <= _BETTER * self.plain
+        left = self.kept_share - scale if self.update else 0.0
+        return few and abs(left) <= SCALE_MARGIN + SIGMAS * self._kept_noise
 
     def __add__(self, other: Sums) -> Sums:
         counts = {
@@ -183,81 +197,134 @@ def comparable(op: Op, sources: Sources) -> str:
     return ""
 
 
-def compare(unit: Unit, sources: Sources, merged: Source) -> Sums:
-    """Compare one tensor with its expected value in one pass, a few MB at a time.
+def compare(
+    unit: Unit,
+    sources: Sources,
+    merged: Source,
+    *,
+    scale: float = 1.0,
+    packed: bool = False,
+) -> Sums:
+    """Compare one tensor in one pass, a few MB at a time.
 
     Args:
         unit: the tensor and the operation that defines it.
         sources: inputs of the plan by name.
         merged: the merged model.
+        scale: factor on the change; the pass ends early if another one than 1 explains little.
+        packed: the base was quantised to 4 bits and dequantised; ends early, too.
 
     Raises:
         ArtifactError: a file cannot be read.
     """
     expected, sums = Expected(unit.op, sources), Sums()
     with Merged(unit, merged) as values:
-        coarse = coarsest(expected, values.grid)
-        narrowed = MANTISSA[values.grid] < MANTISSA[expected.source_dtype]
-        for block in expected.blocks():
-            _add(sums, expected, block, values, coarse, narrowed)
+        one_pass = _Pass(expected, values.grid, scale, packed)
+        turned = bool((unit.op.quantization or {}).get("turned"))
+        for block in expected.blocks(whole=packed and turned):
+            block_sums = one_pass.add(
+                block, values.rows(block.first, block.first + len(block.base))
+            )
+            sums = sums + block_sums
+            few = _EXCEPT * expected.rows * expected.columns
+            if not one_pass.exact and sums.beyond > few + _EXCEPT_FIRST * block_sums.elements:
+                break
     return sums
 
 
-def coarsest(expected: Expected, grid: str) -> str:
-    """Return the dtype with the fewest bits that a merge of this tensor rounds to."""
-    return min((expected.source_dtype, grid), key=lambda dtype: MANTISSA[dtype])
+@dataclass(frozen=True)
+class _Pass:
+    """One comparison of a tensor.
 
-
-def _add(
-    sums: Sums, expected: Expected, block: Block, values: Merged, coarse: str, narrowed: bool
-) -> None:
-    rows, columns = block.base.shape
-    merged = values.rows(block.first, block.first + rows)
-    base = rounded(block.base, values.grid) if narrowed else block.base
-    touched = bool(expected.op.terms)
-    wanted = rounded(block.base + block.change, values.grid) if touched else base
-    sums.elements += merged.size
-    sums.same &= bool(np.array_equal(merged, base))
-    at = np.flatnonzero(~(merged == wanted))
-    sums.differing += len(at)
-    if touched:
-        change = wanted - base
-        flat = change.reshape(-1)
-        sums.energy += float(np.dot(flat, flat))
-        sums.changed += int(np.count_nonzero(flat))
-        exact = block.change.reshape(-1)
-        gained = np.nan_to_num((merged - block.base).reshape(-1))
-        sums.update += float(np.dot(exact, exact))
-        sums.kept += float(np.dot(gained, exact))
-        sums.scatter += float(np.square((gained - exact) * exact).sum())
-    if not len(at):
-        return
-    error = merged.reshape(-1)[at].astype(np.float64) - wanted.reshape(-1)[at]
-    bound = np.full(len(at), FLOOR)
-    if touched or narrowed or values.grid != expected.source_dtype:
-        ulps = _NARROWED_ULPS if narrowed else 1.0
-        bound += tolerance(expected, block, coarse, (at // columns, at % columns), ulps=ulps)
-    sums.beyond += int(np.count_nonzero(~(np.abs(error) <= bound)))
-    if touched:
-        both = np.nan_to_num(error * flat[at])
-        sums.error += float(both.sum())
-        sums.spread += float(np.square(both).sum())
-
-
-def tolerance(
-    expected: Expected, block: Block, coarse: str, at: tuple[NDArray[Any], NDArray[Any]],
-    *, ulps: float = 1.0,
-) -> NDArray[np.float64]:  # fmt: skip
-    """Return the largest rounding error of some elements, in fp64.
-
-    Args:
+    Attributes:
         expected: the tensor.
-        block: the rows that contain the elements.
-        coarse: dtype with the fewest bits that the merge rounds to (safetensors name).
-        at: row indices within the block, and column indices.
-        ulps: units in the last place that one rounding may be off.
+        grid: dtype in which the merged values are exact.
+        scale: factor on the change.
+        packed: the base went through 4 bits.
     """
-    base, change = block.base[at], block.change[at]
-    size = np.maximum(np.abs(base), np.abs(base + change))
-    ulps = max(ulps, _DORA_ULPS) if expected.is_dora else ulps
-    return ulps * 1.001 * ulp(size, coarse) + expected.precision * block.bound(*at)
+
+    expected: Expected
+    grid: str
+    scale: float
+    packed: bool
+
+    @property
+    def exact(self) -> bool:
+        """True if a right merge is compared and not a mistake."""
+        return self.scale == 1.0 and not self.packed
+
+    @property
+    def _narrowed(self) -> bool:
+        return MANTISSA[self.grid] < MANTISSA[self.expected.source_dtype]
+
+    def add(self, block: Block, merged: Array) -> Sums:
+        """Return the sums of one block."""
+        touched, columns = bool(self.expected.op.terms), block.base.shape[1]
+        change = block.change if self.scale == 1.0 else np.float32(self.scale) * block.change
+        base = self._through_4_bits(block.base, merged - change) if self.packed else block.base
+        near = rounded(base, self.grid) if self._narrowed else base
+        wanted = base + change if touched else near
+        if touched and self.exact:
+            wanted = rounded(wanted, self.grid)
+        sums = Sums(merged.size, same=bool(np.array_equal(merged, near)))
+        if touched:
+            moved = (wanted - near).reshape(-1)
+            exact = block.change.reshape(-1)
+            gained = np.nan_to_num((merged - base).reshape(-1))
+            sums.energy = float(np.dot(moved, moved))
+            sums.update = float(np.dot(exact, exact))
+            sums.kept = float(np.dot(gained, exact))
+            sums.scatter = float(np.square((gained - change.reshape(-1)) * exact).sum())
+        if not self.exact:
+            right = block.base + block.change
+            sums.plain = float(np.square(merged - right, dtype=np.float64).sum())
+            sums.rest = float(np.square(merged - wanted, dtype=np.float64).sum())
+        at = np.flatnonzero(~(merged == wanted))
+        if not len(at):
+            return sums
+        error = merged.reshape(-1)[at].astype(np.float64) - wanted.reshape(-1)[at]
+        bound = self._bound(block, base + change, (at // columns, at % columns))
+        sums.beyond = int(np.count_nonzero(~(np.abs(error) <= bound)))
+        if touched:
+            both = np.nan_to_num(error * moved[at])
+            sums.error = float(both.sum())
+            sums.spread = float(np.square(both).sum())
+        return sums
+
+    def _bound(
+        self, block: Block, value: Array, at: tuple[NDArray[Any], NDArray[Any]]
+    ) -> NDArray[np.float64]:
+        """Return the largest rounding error of some elements, in fp64."""
+        expected, ulps = self.expected, 1.0
+        is_copy = self.exact and not expected.op.terms and self.grid == expected.source_dtype
+        if is_copy:
+            return np.full(len(at[0]), _FLOOR)
+        if self._narrowed or not self.exact:
+            ulps = _ROUNDED_TWICE_ULPS
+        if expected.is_dora:
+            ulps = max(ulps, _DORA_ULPS)
+        coarse = min((expected.source_dtype, self.grid), key=lambda dtype: MANTISSA[dtype])
+        size = np.maximum(np.abs(block.base[at]), np.abs(value[at]))
+        return _FLOOR + ulps * 1.001 * ulp(size, coarse) + expected.precision * block.bound(*at)
+
+    def _through_4_bits(self, base: Array, rest: Array) -> Array:
+        """Return the base quantised to 4 bits and dequantised.
+
+        The scale of each 4-bit block is fitted to `rest`, the merged values without the change:
+        double quantisation rounds it to 8 bits.
+        """
+        how = self.expected.op.quantization or {}
+        levels = np.array(sorted(LEVELS[how.get("type", "nf4")]), np.float32)
+        turned = bool(how.get("turned"))
+        base, rest = (base.T, rest.T) if turned else (base, rest)
+        shape = base.shape
+        base, rest = base.reshape(-1, _PACKED), rest.reshape(-1, _PACKED)
+        peak = np.abs(base).max(axis=1, keepdims=True)
+        middles = (levels[1:] + levels[:-1]) / 2
+        picked = levels[np.searchsorted(middles, base / np.where(peak, peak, 1))]
+        size = np.square(picked).sum(axis=1, keepdims=True)
+        fitted = (rest * picked).sum(axis=1, keepdims=True) / np.where(size, size, 1)
+        most = _PACKED_SCALE_ERROR
+        fitted = np.clip(fitted, peak * (1 - most), peak * (1 + most))
+        value = (picked * fitted).reshape(shape)
+        return value.T if turned else value

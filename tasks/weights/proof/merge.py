@@ -3,7 +3,7 @@
 proof = prove_merge(plan, {"base": base, "adapter": adapter}, merged)
 proof.ok                      every tensor is what the plan says, up to rounding
 proof.counts                  {State.RIGHT: 288, State.LEFT_OUT: 2}
-proof.faults[0].name          and .state, .scale, .like
+proof.faults[0].name          and .state, .scale
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from math import prod
 
 import numpy as np
 
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.dtype_conversion import NUMPY
-from tasks.weights.files.names import EXPERT
 from tasks.weights.files.source import Source, info_of
 from tasks.weights.plan.adapter_ops import Dora, LowRank, needs_all_rows
 from tasks.weights.plan.operations import Op, Plan
@@ -33,13 +33,28 @@ from tasks.weights.proof.compare import (
     compare,
 )
 from tasks.weights.proof.expected import Sources, of_expert
-from tasks.weights.proof.faults import Fault, State, diagnose
 from tasks.weights.quantized.packed import STORED
 
 _THREADS = 4
 _BLOCK = 1 << 20
+_NEAR, _STEPS = 0.03, 3
+"""Factors this near to 0 or 2 are those, and passes to estimate one on a 4-bit base, whose block
+scales absorb part of the change."""
 BASE = "base"
 """Name of the base among the inputs of a plan."""
+
+
+class State(StrEnum):
+    """Result of the check of one tensor. The value is the text shown to users."""
+
+    RIGHT = "right"
+    LEFT_OUT = "left out"
+    TWICE = "merged twice"
+    SCALED = "scaled wrongly"
+    BASE_MODE = "merged into the other base"
+    CHANGED = "changed otherwise"
+    MISSING = "not there"
+    NOT_COMPARED = "not compared"
 
 
 @dataclass(frozen=True)
@@ -51,7 +66,6 @@ class Verdict:
         state: right, or the kind of its fault.
         touched: the adapter changes it.
         scale: factor by which the change was added, if that is the fault.
-        like: the other expert whose tensor it is.
         dequantized: True if its base was quantized to 4 bits and dequantized.
         sums: counts of the comparison; None if there was none.
         note: reason why it was not compared, or a difference that is not wrong.
@@ -61,7 +75,6 @@ class Verdict:
     state: State
     touched: bool
     scale: float = 1.0
-    like: str = ""
     dequantized: bool = False
     sums: Sums | None = None
     note: str = ""
@@ -140,13 +153,9 @@ def prove_merge(
     work = _Work(sources, merged, any_base, dict(tied or {}))
     units: list[Unit | Verdict] = [unit for op in plan.ops for unit in work.units(op)]
     units += work.tied_units(plan)
-    groups: dict[str, list[Unit]] = {}
-    for unit in units:
-        if isinstance(unit, Unit) and unit.group:
-            groups.setdefault(unit.group, []).append(unit)
     threads = min(_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(threads) as pool:
-        verdicts = tuple(pool.map(lambda unit: work.verdict(unit, groups), units))
+        verdicts = tuple(pool.map(work.verdict, units))
     planned = {unit.key for unit in units if isinstance(unit, Unit)}
     extra = tuple(key for key in merged.tensors if key not in planned)
     total = sum((v.sums for v in verdicts if _counts(v) and v.sums), Sums())
@@ -196,8 +205,7 @@ class _Work:
         if len(op.shape) == 3 and not op.transpose and not (op.quantization or {}).get(STORED):
             yield from self._experts(op, key)
             return
-        group = EXPERT.sub("*", key) if EXPERT.search(key) else ""
-        yield Unit(key, op, key, group=group, note=note)
+        yield Unit(key, op, key, note=note)
 
     def _experts(self, op: Op, key: str) -> Iterator[Unit]:
         names = [term.a for term in op.terms if isinstance(term, LowRank)]
@@ -205,7 +213,7 @@ class _Work:
         for index in range(op.shape[0]):
             expert = of_expert(op, index, rows)
             start = index * prod(op.shape[1:])
-            yield Unit(f"{key}[{index}]", expert, key, start, group=key)
+            yield Unit(f"{key}[{index}]", expert, key, start)
 
     def tied_units(self, plan: Plan) -> Iterator[Unit | Verdict]:
         """Yield tied tensors that are stored; they must equal the tensor that they are tied to."""
@@ -214,16 +222,16 @@ class _Work:
             if alias in self.merged.tensors and alias not in ops and holder in ops:
                 yield from self.units(replace(ops[holder], name=alias))
 
-    def verdict(self, unit: Unit | Verdict, groups: Mapping[str, Sequence[Unit]]) -> Verdict:
+    def verdict(self, unit: Unit | Verdict) -> Verdict:
         """Compare one unit, and diagnose it if it is wrong."""
         if isinstance(unit, Verdict):
             return unit
         try:
-            return self._judged(unit, groups)
+            return self._judged(unit)
         except ArtifactError as error:
             return Verdict(unit.name, State.NOT_COMPARED, _touched(unit.op), note=error.message)
 
-    def _judged(self, unit: Unit, groups: Mapping[str, Sequence[Unit]]) -> Verdict:
+    def _judged(self, unit: Unit) -> Verdict:
         touched = _touched(unit.op)
         if self.merged.tensors[unit.key].dtype not in NUMPY:
             if not touched and self._same_bytes(unit):
@@ -232,23 +240,29 @@ class _Work:
             return Verdict(unit.name, State.NOT_COMPARED, touched, note=f"stored in {dtype}")
         sums = compare(unit, self.sources, self.merged)
         dora = any(isinstance(term, Dora) for term in unit.op.terms)
-        fault = Fault(State.RIGHT)
+        state, scale, packed = State.RIGHT, 1.0, False
         if not sums.is_right(dora=dora):
-            siblings = [u for u in groups.get(unit.group, ()) if u.name != unit.name]
-            fault = diagnose(unit, sums, self.sources, self.merged, siblings)
-            if fault.state is State.CHANGED and self._is_original(unit):
-                fault = Fault(State.LEFT_OUT)
-        state = fault.state
-        if (
-            state is State.RIGHT
-            and not self.any_base
-            and fault.dequantized != _wants_4_bits(unit.op)
-        ):
+            state, scale, packed = self._diagnosis(unit, sums)
+        if state is State.RIGHT and not self.any_base and packed != _wants_4_bits(unit.op):
             state = State.BASE_MODE
         note = "; ".join(text for text in (unit.note, "DoRA" if dora else "") if text)
-        return Verdict(
-            unit.name, state, touched, fault.scale, fault.like, fault.dequantized, sums, note
-        )
+        return Verdict(unit.name, state, touched, scale, packed, sums, note)
+
+    def _diagnosis(self, unit: Unit, sums: Sums) -> tuple[State, float, bool]:
+        """Return what is wrong with a tensor, the factor on its change, and the base's kind."""
+        if unit.op.terms and sums.same:
+            return State.LEFT_OUT, 1.0, False
+        guesses = [(1.0, True)] if unit.may_be_packed else []
+        if unit.op.terms and abs(sums.kept_share - 1.0) > SCALE_MARGIN:
+            guesses.append((sums.kept_share, False))
+        for scale, packed in guesses:
+            for _ in range(_STEPS if packed and unit.op.terms else 1):
+                again = compare(unit, self.sources, self.merged, scale=scale, packed=packed)
+                if again.explain(scale):
+                    return _state_of(scale), scale, packed
+                scale = again.kept_share
+                scale = next((near for near in (0.0, 2.0) if abs(scale - near) <= _NEAR), scale)
+        return State.LEFT_OUT if self._is_original(unit) else State.CHANGED, 1.0, False
 
     def _is_original(self, unit: Unit) -> bool:
         """Return True if the base's tensor is stored in place of the adapter's full copy."""
@@ -274,6 +288,14 @@ class _Work:
                 )
                 for at in range(0, rows, step)
             )
+
+
+def _state_of(scale: float) -> State:
+    if abs(scale - 1.0) <= SCALE_MARGIN:
+        return State.RIGHT
+    if abs(scale) <= _NEAR:
+        return State.LEFT_OUT
+    return State.TWICE if abs(scale - 2.0) <= _NEAR else State.SCALED
 
 
 def _touched(op: Op) -> bool:

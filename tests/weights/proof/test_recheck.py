@@ -20,8 +20,7 @@ from tasks.weights.execute.worker import perform
 from tasks.weights.files.opening import open_model
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.plan.operations import Plan
-from tasks.weights.proof.faults import State
-from tasks.weights.proof.merge import Proof, prove_merge
+from tasks.weights.proof.merge import Proof, State, prove_merge
 from tasks.weights.proof.planning import planned
 from tasks.weights.quantized.nf4 import as_trained
 from tests.weights.adapters.making import save, train

@@ -14,6 +14,7 @@ right merge.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import prod, sqrt
@@ -108,18 +109,20 @@ class Sums:
         """Share of the exact change that the merged values keep; 1 without a change."""
         return self.kept / self.update if self.update else 1.0
 
-    @property
-    def _kept_noise(self) -> float:
-        return sqrt(self.scatter) / self.update if self.update else 0.0
+    def _left(self, scale: float = 1.0) -> Sequence[tuple[float, float]]:
+        """Return what is left of the change and its noise, to nearest and without bias."""
+        if not self.update:
+            return [(0.0, 0.0)]
+        left = self.kept_share - scale, sqrt(self.scatter) / self.update
+        if not self.energy:
+            return [left]
+        return [(self.error / self.energy, sqrt(self.spread) / self.energy), left]
 
     @property
     def closest(self) -> tuple[float, float]:
-        """Factor and its noise under the rounding that explains more: to nearest, or unbiased."""
-        factor, noise = 1.0, 0.0
-        if self.energy:
-            factor, noise = 1.0 + self.error / self.energy, sqrt(self.spread) / self.energy
-        pairs = (factor, noise), (self.kept_share, self._kept_noise)
-        return min(pairs, key=lambda pair: abs(pair[0] - 1.0) - SIGMAS * pair[1])
+        """Factor on the change and its noise under the rounding that explains more."""
+        left, noise = min(self._left(), key=lambda pair: abs(pair[0]) - SIGMAS * pair[1])
+        return 1.0 + left, noise
 
     def is_right(self, *, dora: bool = False) -> bool:
         """Return True if rounding, to nearest or without bias, explains every difference."""
@@ -130,8 +133,9 @@ class Sums:
     def explain(self, scale: float) -> bool:
         """Return True if a mistake explains the tensor, and nothing of the change is left."""
         few = self.beyond <= _EXCEPT * self.elements and self.rest <= _BETTER * self.plain
-        left = self.kept_share - scale if self.update else 0.0
-        return few and abs(left) <= SCALE_MARGIN + SIGMAS * self._kept_noise
+        return few and any(
+            abs(left) <= SCALE_MARGIN + SIGMAS * noise for left, noise in self._left(scale)
+        )
 
     def __add__(self, other: Sums) -> Sums:
         counts = {
@@ -263,18 +267,19 @@ class _Pass:
         change = block.change if self.scale == 1.0 else np.float32(self.scale) * block.change
         base = self._through_4_bits(block.base, merged - change) if self.packed else block.base
         near = rounded(base, self.grid) if self._narrowed else base
-        wanted = base + change if touched else near
-        if touched and self.exact:
-            wanted = rounded(wanted, self.grid)
+        nearest = rounded(base + change, self.grid) if touched else near
+        wanted = nearest if self.exact or not touched else base + change
         sums = Sums(merged.size, same=bool(np.array_equal(merged, near)))
         if touched:
-            moved = (wanted - near).reshape(-1)
             exact = block.change.reshape(-1)
             gained = np.nan_to_num((merged - base).reshape(-1))
-            sums.energy = float(np.dot(moved, moved))
             sums.update = float(np.dot(exact, exact))
             sums.kept = float(np.dot(gained, exact))
             sums.scatter = float(np.square((gained - change.reshape(-1)) * exact).sum())
+            moved, error = (nearest - near).reshape(-1), np.nan_to_num(merged - nearest).reshape(-1)
+            sums.energy = float(np.dot(moved, moved))
+            sums.error = float(np.dot(error, moved))
+            sums.spread = float(np.square(error * moved).sum())
         if not self.exact:
             right = block.base + block.change
             sums.plain = float(np.square(merged - right, dtype=np.float64).sum())
@@ -283,16 +288,12 @@ class _Pass:
         if not len(at):
             return sums
         error = merged.reshape(-1)[at].astype(np.float64) - wanted.reshape(-1)[at]
-        bound = self._bound(block, base + change, (at // columns, at % columns))
+        bound = self._bound(block, base, base + change, (at // columns, at % columns))
         sums.beyond = int(np.count_nonzero(~(np.abs(error) <= bound)))
-        if touched:
-            both = np.nan_to_num(error * moved[at])
-            sums.error = float(both.sum())
-            sums.spread = float(np.square(both).sum())
         return sums
 
     def _bound(
-        self, block: Block, value: Array, at: tuple[NDArray[Any], NDArray[Any]]
+        self, block: Block, base: Array, value: Array, at: tuple[NDArray[Any], NDArray[Any]]
     ) -> NDArray[np.float64]:
         """Return the largest rounding error of some elements, in fp64."""
         expected, ulps = self.expected, 1.0
@@ -304,7 +305,7 @@ class _Pass:
         if expected.is_dora:
             ulps = max(ulps, _DORA_ULPS)
         coarse = min((expected.source_dtype, self.grid), key=lambda dtype: MANTISSA[dtype])
-        size = np.maximum(np.abs(block.base[at]), np.abs(value[at]))
+        size = np.maximum(np.abs(base[at]), np.abs(value[at]))
         return _FLOOR + ulps * 1.001 * ulp(size, coarse) + expected.precision * block.bound(*at)
 
     def _through_4_bits(self, base: Array, rest: Array) -> Array:

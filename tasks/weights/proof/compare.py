@@ -258,6 +258,10 @@ class _Pass:
         return self.scale == 1.0 and not self.packed
 
     @property
+    def _coarse(self) -> str:
+        return min((self.expected.source_dtype, self.grid), key=lambda dtype: MANTISSA[dtype])
+
+    @property
     def _narrowed(self) -> bool:
         return MANTISSA[self.grid] < MANTISSA[self.expected.source_dtype]
 
@@ -265,7 +269,9 @@ class _Pass:
         """Return the sums of one block."""
         touched, columns = bool(self.expected.op.terms), block.base.shape[1]
         change = block.change if self.scale == 1.0 else np.float32(self.scale) * block.change
-        base = self._through_4_bits(block.base, merged - change) if self.packed else block.base
+        base = block.base
+        if self.packed:
+            base = rounded(self._through_4_bits(base, merged - change), self._coarse)
         near = rounded(base, self.grid) if self._narrowed else base
         nearest = rounded(base + change, self.grid) if touched else near
         wanted = nearest if self.exact or not touched else base + change
@@ -304,9 +310,8 @@ class _Pass:
             ulps = _ROUNDED_TWICE_ULPS
         if expected.is_dora:
             ulps = max(ulps, _DORA_ULPS)
-        coarse = min((expected.source_dtype, self.grid), key=lambda dtype: MANTISSA[dtype])
         size = np.maximum(np.abs(base[at]), np.abs(value[at]))
-        return _FLOOR + ulps * 1.001 * ulp(size, coarse) + expected.precision * block.bound(*at)
+        return _FLOOR + ulps * 1.001 * ulp(size, self._coarse) + expected.precision * block.bound(*at)
 
     def _through_4_bits(self, base: Array, rest: Array) -> Array:
         """Return the base quantised to 4 bits and dequantised.

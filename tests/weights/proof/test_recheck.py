@@ -127,12 +127,14 @@ RIGHT: list[tuple[str, Mapping[str, Any]]] = [
 ]
 
 
-def made(folder: Path, family: str, settings: Mapping[str, Any]) -> tuple[Path, Path]:
+def made(
+    folder: Path, family: str, settings: Mapping[str, Any], *, hidden: int = 64
+) -> tuple[Path, Path]:
     """Save a base and an adapter."""
     from peft import LoraConfig
 
     base, tied = folder / "base", {"tie_word_embeddings": family == "qwen2"}
-    config = FAMILIES[family].config(hidden_size=64, num_hidden_layers=3, **tied)
+    config = FAMILIES[family].config(hidden_size=hidden, num_hidden_layers=3, **tied)
     make_model(config).save_pretrained(base)
     options = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", **settings}
     wrapped = train(load(base), LoraConfig(task_type="CAUSAL_LM", **options))
@@ -155,6 +157,34 @@ def test_a_right_merge_is_proven_in_every_arithmetic(tmp_path, family, settings)
         assert proof.ok, (arithmetic, stored, proof.faults, proof.scale)
         assert any(verdict.touched for verdict in proof.verdicts)
         assert abs(proof.scale - 1) < 1e-3
+
+
+FACTORS = [(1.0, State.RIGHT), (0.0, State.LEFT_OUT), (2.0, None)]
+
+
+@pytest.mark.parametrize(("factor", "state"), FACTORS)
+def test_a_light_adapter_in_a_dequantised_base(tmp_path, factor, state) -> None:
+    """A merge to nearest, as peft's, is right although rounding throws most of it away."""
+    base, adapter = made(tmp_path, "llama", {"target_modules": ["q_proj"]}, hidden=512)
+    tensors = load_file(base / "model.safetensors")
+    key = "model.layers.1.self_attn.q_proj.weight"
+    weak, path = {}, adapter / "adapter_model.safetensors"
+    for name, tensor in load_file(path).items():
+        weak[name] = tensor / 1000 if "lora_B" in name else tensor
+    save_file(weak, path, metadata={"format": "pt"})
+    for target in [name for name in tensors if name.endswith("q_proj.weight")]:
+        module = f"base_model.model.{target.removesuffix('.weight')}"
+        a, b = (weak[f"{module}.lora_{half}.weight"] for half in "AB")
+        seen, change = as_trained(tensors[target].bfloat16(), NF4).float(), 6 / 4 * b @ a
+        times = factor if target == key else 1.0
+        tensors[target] = (seen + times * change).bfloat16()
+    (tmp_path / "out").mkdir()
+    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(base / "config.json", tmp_path / "out")
+    proof = prove(base, adapter, tmp_path / "out")
+    states = {verdict.name: verdict.state for verdict in proof.verdicts if verdict.touched}
+    assert states.pop(key) is state if state else states.pop(key) is not State.RIGHT
+    assert set(states.values()) == {State.RIGHT}
 
 
 def test_a_single_wrong_number_and_a_missing_tensor_are_found(tmp_path: Path) -> None:

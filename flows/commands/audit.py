@@ -139,7 +139,7 @@ def _adapter(settings: Mapping[str, Any]) -> Path | None:
     text = settings["adapter"]
     if not text:
         return None
-    if not (settings["base"] and settings["values"]):
+    if not settings["base"] or settings["values"] is False:
         raise ConfigError(
             f"adapter={text} is compared with the base's values, which are not read",
             hint="base=<folder of the base> values=true",

@@ -151,7 +151,7 @@ def audit(
         base: folder of the model that it was trained on or made from; None uses the base that an
             adapter names, if that is a local folder or in the hub cache.
         values: True to read all tensor data, False for headers and JSON files only; None reads
-            weights up to 2 GB.
+            weights up to 2 GB, and all with `adapter`.
         adapter: folder of the adapter that was merged into `base`: every tensor is compared with
             base and adapter, if values are read.
         public_key: key that has to have signed the folder; its signature covers every byte.
@@ -162,6 +162,8 @@ def audit(
         ArtifactError: `source` or `base` is not a folder, or cannot be listed.
     """
     began = time.perf_counter()
+    if values is None and adapter is not None:
+        values = True
     opened = open_source(source, base, values=values, adapter=adapter, public_key=public_key)
     of_base = None
     if opened.base is not None and not opened.base.is_adapter and not alone:

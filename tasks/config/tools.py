@@ -42,9 +42,9 @@ class Audit:
     base: str | None = None
     """Folder of its base model; null: the one that an adapter names, here or in the hub cache."""
     adapter: str | None = None
-    """Adapter that was merged into base; with values=true the merge is proven."""
+    """Adapter that was merged into base; the merge is proven by the values of all three."""
     values: bool | None = None
-    """true: read all tensor data; false: none; null: up to 2 GB."""
+    """true: read all tensor data; false: none; null: up to 2 GB, and all with `adapter`."""
     verify: str | None = None
     """File of a public key; source has to be signed by its owner."""
     out: str | None = None

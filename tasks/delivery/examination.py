@@ -101,7 +101,7 @@ def require_own_ids(folder: Path) -> tuple[str, ...]:
         return (f"{folder}: the tokenizer as loaded: {reason}",)
     raise ConfigError(
         f"{folder}: the tokenizer is misread by transformers and vLLM: {reason}",
-        hint=f"python flows/audit.py {typed('source', folder)} tells what fixes it",
+        hint=f"plumbline audit {typed('source', folder)} tells what fixes it",
     )
 
 
@@ -116,7 +116,7 @@ def refused(
             continue
         what = "the base, not the source: " if key == "base" else ""
         first = first or f"{what}{key}={report.source}: {report.what}"
-        rest = rest or f"python flows/audit.py {typed('source', report.source)} tells the rest"
+        rest = rest or f"plumbline audit {typed('source', report.source)} tells the rest"
         for finding in blocking[:_SHOWN]:
             lines.append(
                 f"{finding.code} {finding.where}: {finding.found}; expected {finding.expected}"

@@ -60,7 +60,7 @@ def test_a_broken_adapter_by_relative_path_as_json(tmp_path: Path, typed: Typed)
 
 def test_the_command_proves_a_merge(tmp_path: Path, typed: Typed) -> None:
     base, adapter = make_model(tmp_path / "tiny"), make_adapter(tmp_path / "adapter")
-    options = (f"base={base}", f"adapter={adapter}", "values=true")
+    options = (f"base={base}", f"adapter={adapter}")
     status, out, _ = typed(f"source={merge(tmp_path / 'good', 2.0)}", *options)
     assert (status, "MERGE_PROVEN" in out) == (0, True)
     assert re.search(r"\b4 tensors.*\b17\b", out)

@@ -311,7 +311,9 @@ class _Pass:
         if expected.is_dora:
             ulps = max(ulps, _DORA_ULPS)
         size = np.maximum(np.abs(base[at]), np.abs(value[at]))
-        return _FLOOR + ulps * 1.001 * ulp(size, self._coarse) + expected.precision * block.bound(*at)
+        return (
+            _FLOOR + ulps * 1.001 * ulp(size, self._coarse) + expected.precision * block.bound(*at)
+        )
 
     def _through_4_bits(self, base: Array, rest: Array) -> Array:
         """Return the base quantised to 4 bits and dequantised.

@@ -17,7 +17,7 @@ from tasks.data.kinds import PROMPTS, names_texts
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.report import StageRecord
 from tasks.pipeline.stage import plain
-from tasks.rl.rewards.identity import sources_digest
+from tasks.rl.rewards import sources_digest
 from tasks.rollout_base import rollout_base
 from tasks.train import train
 from tasks.training.job import Settings

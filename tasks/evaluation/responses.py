@@ -15,7 +15,7 @@ from tasks.evaluation.scoring import ReferenceScorer
 from tasks.evaluation.serve import Responses
 from tasks.evaluation.smoke import Measured
 from tasks.process.output import Log
-from tasks.rl.rewards.reference import EVAL, FunctionReference
+from tasks.rl.user_code import EVAL, FunctionReference
 from tasks.serving.prompts import question_of
 from tasks.serving.text import exact_match, is_degenerate, matches
 
@@ -138,7 +138,6 @@ def judge_of(measure: Measure, timeout_s: float, log: Log, log_path: Path) -> Ju
         reference = FunctionReference.of(measure.function, EVAL)
         called = Function(reference, timeout_s=timeout_s, log=log, log_path=log_path)
         with closing(called) as function:
-            function.load()
             return function(given)
 
     return judge

@@ -13,7 +13,7 @@ from tasks.core.events import emit
 from tasks.rl.algorithms.advantages import overlong_penalty
 from tasks.rl.environment.episodes import Episodes
 from tasks.rl.environment.observation_tokens import ObservationTokens
-from tasks.rl.environment.process import EnvironmentProcess, reference_of
+from tasks.rl.environment.process import EnvironmentProcess
 from tasks.rl.experience.collect import Collector
 from tasks.rl.experience.critic import describe_critic, write_critic
 from tasks.rl.experience.prompts import load_prompts
@@ -22,6 +22,7 @@ from tasks.rl.loop import OnlineTrainer
 from tasks.rl.rewards import Rewards, open_rewards
 from tasks.rl.settings import Loop, Online
 from tasks.rl.setup import Setup, open_engine, set_up
+from tasks.rl.user_code import ENVIRONMENT, FunctionReference
 from tasks.serving.prompts import stop_ids
 from tasks.training.engine.check_same_versions import require_same_versions
 from tasks.training.engine.deepspeed_engine import Ranks
@@ -116,13 +117,12 @@ def _environment(
     observations = replace(observations, role=loop.observation_role)
     observations.require_stable(prompt)
     environment = EnvironmentProcess(
-        reference_of(loop.environment),
+        FunctionReference.of(loop.environment, ENVIRONMENT),
         timeout_s=loop.environment_timeout_s,
         log=LOG,
         log_path=job.checkpoints / ENVIRONMENT_LOG,
     )
     stack.callback(environment.close)
-    environment.load()
     return environment, observations
 
 

@@ -181,6 +181,6 @@ def test_an_environment_and_its_chat_template(tmp_path: Path) -> None:
     template.write_text("{% for m in messages %}{{ raise_exception('no tools') }}{% endfor %}")
     (finding,) = findings_with(f"{path}:Game", chat_template=str(template))
     assert "no tools" in finding.found
-    path.write_text("class Game:\n    def reset(self): ...")
+    path.write_text(GAME.replace("Game", "Other"))
     (finding,) = findings_with(f"{path}:Game")
-    assert finding.override == "def step(self, ...)"
+    assert finding.what == "rl.environment"

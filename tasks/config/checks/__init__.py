@@ -50,7 +50,7 @@ from tasks.config.defaults import ONLINE
 from tasks.core import machine as host
 from tasks.core.errors import ConfigError
 from tasks.core.finding import Finding
-from tasks.rl.rewards.reference import EVAL
+from tasks.rl.user_code import EVAL
 from tasks.training.engine.failure import smaller
 from tasks.training.memory.estimate import LIBRARIES, on_node
 

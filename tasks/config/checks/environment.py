@@ -10,8 +10,7 @@ from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.finding import Finding
 from tasks.data.kinds import kind_for, names_texts
 from tasks.rl.environment.observation_tokens import probes, refused, unstable
-from tasks.rl.environment.process import CALCULATOR, METHODS, reference_of
-from tasks.rl.rewards.reference import ENVIRONMENT
+from tasks.rl.user_code import CALCULATOR, ENVIRONMENT, FunctionReference
 from tasks.toy.dataset import CALCULATOR_ROWS
 from tasks.weights.tokens.render_template import TemplateError
 from tasks.weights.tokens.tokenizer import prompts_of
@@ -29,9 +28,9 @@ def environment(settings: Mapping[str, Any]) -> Iterator[Finding]:
     if name is None:
         return
     try:
-        reference_of(name).require_methods(METHODS)
+        FunctionReference.of(name, ENVIRONMENT).require()
     except ConfigError as error:
-        allowed = "a class with methods reset and step in an existing file"
+        allowed = "a class in an existing file"
         message = error.message.removeprefix(f"{ENVIRONMENT}=")
         yield Finding(ENVIRONMENT, message, allowed, error.hint)
     data = settings["data"]

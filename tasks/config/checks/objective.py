@@ -20,7 +20,7 @@ from tasks.data.kinds import TEXTS, names_texts
 from tasks.data.messages import Unusable
 from tasks.data.readers import FILE_KINDS, Row, read_rows
 from tasks.rl.algorithms import algorithm_options
-from tasks.rl.rewards.exact import EXACT_MATCH
+from tasks.rl.rewards.function import EXACT_MATCH
 from tasks.training.memory.sizes import experts_of
 from tasks.training.model.router_loss import OBJECTIVES as ROUTED
 from tasks.training.model.router_loss import coefficient as router_coefficient

@@ -17,11 +17,11 @@ from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.finding import Finding
 from tasks.core.redaction import redact
 from tasks.rl.algorithms import algorithm_options
-from tasks.rl.rewards.exact import EXACT_MATCH
 from tasks.rl.rewards.folder import RewardFolder
-from tasks.rl.rewards.reference import REWARD, FunctionReference
+from tasks.rl.rewards.function import EXACT_MATCH
 from tasks.rl.rollout.vllm_support import unservable
 from tasks.rl.settings import Loop, Rollout
+from tasks.rl.user_code import REWARD, FunctionReference
 from tasks.training.job import Settings
 
 SOURCES = ("model", "function", "url")

@@ -2,5 +2,5 @@
 
 episodes             sample and step all episodes of a rank, turn by turn
 observation_tokens   the tokens between two responses, by the chat template
-process, child       `rl.environment=path.py:Class`, in a process of its own
+process              the class that `rl.environment` names, run by `tasks/rl/user_code.py`
 """

@@ -34,13 +34,9 @@ class _Episode:
 
     Attributes:
         key: identifies it among the episodes of this rank.
-        request: of its prompt, with the seed.
         number: among the responses to the prompt.
-        prompt: its prompt.
         budget: tokens after the prompt, sampled or observed.
         context: (L,) token ids of prompt, responses and observations so far.
-        generated: sampled by turns.
-        turns: so far.
         done: True if the environment ended it.
         open: True if another response follows.
     """
@@ -93,10 +89,7 @@ class Episodes:
     """Plays episodes with a rollout engine and an environment.
 
     Attributes:
-        engine: samples responses.
-        environment: the user's.
         observations: renders observations; its tokenizer decodes responses.
-        ranks: this process and its peers.
         max_turns: responses of an episode, at most.
         budget: tokens of an episode after its prompt, `rollout.max_new_tokens`.
     """
@@ -123,9 +116,6 @@ class Episodes:
             prompts: of the requests.
             clock: gets the seconds of `generate` and `environment`.
             greedy: take the most likely token instead of sampling.
-
-        Raises:
-            RewardError: the environment failed; names the prompt.
         """
         by_request = [
             [

@@ -35,9 +35,7 @@ OTHER_ROLE = {
 def probes(prompt: Messages, role: str) -> list[list[dict[str, str]]]:
     """Return conversations whose texts tell whether a chat template can be used.
 
-    Args:
-        prompt: a conversation that ends with the user's message.
-        role: of observations.
+    The prompt ends with the user's message; the role is that of observations.
     """
     conversations = [list(prompt)]
     for reply in REPLIES:
@@ -50,8 +48,7 @@ def probes(prompt: Messages, role: str) -> list[list[dict[str, str]]]:
 def unstable(texts: Sequence[str]) -> str:
     """Return why a chat template cannot be used for several turns; empty if it can.
 
-    Args:
-        texts: of `probes`, each with the generation prompt.
+    The texts are those of `probes`, each with the generation prompt.
     """
     begin, *others = texts
     for reply, once, twice in zip(REPLIES, others[::2], others[1::2], strict=True):
@@ -68,12 +65,7 @@ def unstable(texts: Sequence[str]) -> str:
 
 
 def refused(reason: str, role: str) -> ConfigError:
-    """Return the error about a chat template that cannot be used.
-
-    Args:
-        reason: as `unstable` returns it.
-        role: of observations.
-    """
+    """Return the error about a chat template that cannot be used."""
     return ConfigError(
         f"rl.environment: the chat template cannot be used for several turns: {reason}",
         hint=OTHER_ROLE[role],
@@ -95,11 +87,7 @@ class ObservationTokens:
     role: str = "user"
 
     def require_stable(self, prompt: Prompt) -> None:
-        """Check the chat template with one prompt.
-
-        Raises:
-            ConfigError: it cannot be used for several turns; says why.
-        """
+        """Raise a ConfigError if the chat template cannot be used; needs one prompt to try it."""
         try:
             conversations = probes(prompt.messages, self.role)
             rows = ({**prompt.row, "messages": messages} for messages in conversations)
@@ -111,12 +99,7 @@ class ObservationTokens:
             raise refused(reason, self.role)
 
     def of(self, prompt: Prompt, observation: str) -> NDArray[np.int32]:
-        """Return the token ids after a response's end token, up to the next response: (o,) int32.
-
-        Args:
-            prompt: of the episode.
-            observation: the text of the next message.
-        """
+        """Return the (o,) int32 token ids between a response's end token and the next response."""
         ids, reason = self._between(prompt, observation)
         assert not reason, reason
         return ids

@@ -3,14 +3,20 @@
     with open_rewards(reward, tokenizer=tokenizer, device=device, log=log, logs=logs) as rewards:
         total, parts = rewards.score(responses)
 
+function   the user's function in a process of its own (`tasks/rl/user_code.py`), and exact match
+model      a reward model in this process; `folder` reads its facts without loading it
+http       an endpoint
+sources    what they have in common
+
 A source with weight 0 is recorded but does not count. A source that returns NaN, None or too few
 numbers is a `RewardError` that shows the prompt.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -21,26 +27,25 @@ from numpy.typing import NDArray
 from tasks.core.errors import ConfigError
 from tasks.process.output import Log
 from tasks.rl.experience.responses import Response
-from tasks.rl.rewards.exact import EXACT_MATCH, ExactMatch
-from tasks.rl.rewards.function import Function
-from tasks.rl.rewards.reference import FunctionReference
+from tasks.rl.rewards.folder import folder_identity
+from tasks.rl.rewards.function import EXACT_MATCH, ExactMatch, Function
 from tasks.rl.rewards.sources import Source, Weighted
 from tasks.rl.settings import Reward
+from tasks.rl.user_code import ENVIRONMENT, FunctionReference
 from tasks.training.job import REWARD_URL
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Rewards", "open_rewards"]
+__all__ = ["Rewards", "open_rewards", "sources_digest"]
 
 FUNCTION_LOG = "reward_function.log"
 
 
 class Rewards:
-    """All reward sources of a run. Use it as a context manager, or call `close`.
+    """All reward sources of a run; none if an environment gives the rewards.
 
-    Args:
-        sources: at least one, unless an environment gives the rewards.
+    Use it as a context manager, or call `close`.
     """
 
     def __init__(self, sources: Sequence[Weighted]) -> None:
@@ -55,17 +60,7 @@ class Rewards:
     def score(
         self, responses: Sequence[Response]
     ) -> tuple[NDArray[np.float64], dict[str, NDArray[np.float64]]]:
-        """Return the rewards of responses.
-
-        Args:
-            responses: S responses; may be empty.
-
-        Returns:
-            (S,) weighted sums, and (S,) unweighted rewards by name of the source.
-
-        Raises:
-            RewardError: names the source and the prompt.
-        """
+        """Return the (S,) weighted sums, and the (S,) unweighted rewards by name of the source."""
         parts = {
             weighted.name: np.array(weighted.source(responses) if responses else [], np.float64)
             for weighted in self.sources
@@ -96,15 +91,10 @@ def open_rewards(
     Args:
         reward: section `reward`.
         tokenizer: the policy's.
-        device: device of a reward model in this process.
+        device: device of a reward model.
         log: gets messages, and the output of a reward function.
         logs: folder for complete outputs.
         required: False if there may be no source, as beside an environment.
-
-    Raises:
-        ConfigError: no source, or the function does not exist.
-        ArtifactError: `reward.model` is not a reward model or cannot be loaded.
-        RewardError: the function's file cannot be imported.
     """
     sources: list[Weighted] = []
     with ExitStack() as opened:
@@ -113,15 +103,27 @@ def open_rewards(
             opened.callback(source.close)
             sources.append(Weighted(name, weight, source))
 
-        function = _function(reward, log, logs)
-        if function is not None:
+        if reward.function == EXACT_MATCH:
+            add("function", reward.function_weight, ExactMatch())
+        elif reward.function is not None:
+            function = Function(
+                FunctionReference.of(reward.function),
+                timeout_s=reward.timeout_s,
+                log=log,
+                log_path=logs / FUNCTION_LOG,
+            )
             add("function", reward.function_weight, function)
-        if reward.model is not None:  # loads while the child imports the function's file
-            add("model", reward.model_weight, _model(reward, tokenizer, device, log))
+        if reward.model is not None:
+            from tasks.rl.rewards.model import RewardModel
+
+            folder = Path(str(reward.model))
+            model = RewardModel(folder, tokenizer, device, normalize=reward.normalize, log=log)
+            add("model", reward.model_weight, model)
         if reward.url is not None:
-            add("url", reward.url_weight, _endpoint(reward, tokenizer, log))
-        if isinstance(function, Function):
-            function.load()
+            from tasks.rl.rewards.http import Endpoint
+
+            url = os.environ.get(REWARD_URL, reward.url)
+            add("url", reward.url_weight, Endpoint(url, reward, tokenizer, log))
         opened.pop_all()
     if required and not sources:
         raise ConfigError(
@@ -131,41 +133,16 @@ def open_rewards(
     return Rewards(sources)
 
 
-def _function(reward: Reward, log: Log, logs: Path) -> ExactMatch | Function | None:
-    if reward.function is None:
-        return None
-    if reward.function == EXACT_MATCH:
-        return ExactMatch()
-    reference = FunctionReference.of(reward.function)
-    function = Function(
-        reference, timeout_s=reward.timeout_s, log=log, log_path=logs / FUNCTION_LOG
-    )
-    function.start()
-    return function
+def sources_digest(reward: Mapping[str, Any], environment: str | None = None) -> str:
+    """Return the digest of the user's sources for the key of a stage; empty without any.
 
-
-def _endpoint(reward: Reward, tokenizer: Any, log: Log) -> Source:
-    from tasks.rl.rewards.http import Endpoint
-
-    assert reward.url is not None
-    return Endpoint(
-        os.environ.get(REWARD_URL, reward.url),
-        tokenizer=tokenizer,
-        timeout_s=reward.timeout_s,
-        retries=reward.retries,
-        batch=reward.batch,
-        log=log,
-    )
-
-
-def _model(reward: Reward, tokenizer: Any, device: torch.device, log: Log) -> Source:
-    from tasks.rl.rewards.encoding import Encoding
-    from tasks.rl.rewards.folder import RewardFolder
-    from tasks.rl.rewards.model import InProcess, RewardModel
-
-    folder = RewardFolder.read(Path(str(reward.model)), normalize=reward.normalize)
-    label = f"reward.model={folder.path}"
-    encoding = Encoding.between(tokenizer, folder, label=label, log=log)
-    scorer = InProcess(folder, device=device)
-    normalisation = folder.normalisation if reward.normalize else None
-    return RewardModel(label, encoding=encoding, scorer=scorer, normalisation=normalisation)
+    They are the files of the function and the environment, and the folder of the reward model.
+    """
+    parts = []
+    if environment:
+        parts.append(FunctionReference.of(environment, ENVIRONMENT).digest())
+    if reward["function"] and reward["function"] != EXACT_MATCH:
+        parts.append(FunctionReference.of(reward["function"]).digest())
+    if reward["model"]:
+        parts += folder_identity(Path(reward["model"]).expanduser())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest() if parts else ""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tasks.core.disk import file_stats
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.side_files import require_own_files
@@ -38,14 +40,9 @@ class RewardFolder:
 
     @classmethod
     def read(cls, path: Path, *, normalize: bool) -> RewardFolder:
-        """Read config.json.
+        """Read config.json; `normalize` requires mean and std.
 
-        Args:
-            path: the folder.
-            normalize: True if mean and std are required.
-
-        Raises:
-            ArtifactError: not a reward model with one label, or mean and std are missing.
+        Raises an ArtifactError unless it is a reward model with one label.
         """
         if path.is_dir():
             require_own_files(path)
@@ -87,3 +84,17 @@ def _labels(config: Mapping[str, Any]) -> int:
     if isinstance(config.get("id2label"), dict):
         return len(config["id2label"])
     return int(config.get("num_labels", 2))
+
+
+def model_digest(folder: Path) -> str:
+    """Return the digest of a reward model's folder."""
+    return hashlib.sha256("\n".join(folder_identity(folder.expanduser())).encode()).hexdigest()
+
+
+def folder_identity(folder: Path) -> list[str]:
+    """Return the digest of a folder's manifest, else sizes, times and inodes of its files."""
+    manifest = folder / "manifest.json"
+    if manifest.is_file():
+        return [hashlib.sha256(manifest.read_bytes()).hexdigest()]
+    files = sorted(path for path in folder.glob("*") if path.is_file())
+    return [f"{path.name} {file_stats(path)}" for path in files]

@@ -18,7 +18,6 @@ A failed connection, a timeout, and the statuses 429 and 5xx are retried. Other 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import time
@@ -29,7 +28,8 @@ from tasks.core.errors import RewardError
 from tasks.core.redaction import redact_url
 from tasks.process.output import Log
 from tasks.rl.experience.responses import Response
-from tasks.rl.rewards.sources import describe, error_details, validate_rewards
+from tasks.rl.rewards.sources import describe, error_details, shortened, validate_rewards
+from tasks.rl.settings import Reward
 
 if TYPE_CHECKING:
     import httpx
@@ -38,9 +38,6 @@ TOKEN = "PLUMBLINE_REWARD_TOKEN"
 FIRST_PAUSE_S = 0.5
 """Pause before the first retry; each later pause is twice as long."""
 LONGEST_PAUSE_S = 30.0
-LONGEST_ANSWER = 64 << 20
-"""Bytes."""
-SHOWN = 300
 
 
 class Unanswered(Exception):
@@ -59,35 +56,26 @@ class Endpoint:
     """An HTTP server that returns rewards.
 
     Args:
-        url: http or https.
+        url: `reward.url` with its login and token.
+        reward: section `reward`; `timeout_s` limits an attempt, and each wait for bytes in it.
         tokenizer: the policy's, to decode texts with special tokens.
-        timeout_s: limit for a whole attempt, from connecting to the last byte.
-        retries: further attempts per batch.
-        batch: responses per request.
         log: gets failed attempts.
     """
 
-    def __init__(
-        self, url: str, *, tokenizer: Any, timeout_s: float, retries: int, batch: int, log: Log
-    ) -> None:
+    def __init__(self, url: str, reward: Reward, tokenizer: Any, log: Log) -> None:
         import httpx
 
         self.label = f"reward.url={redact_url(url)}"
         self._url, self._tokenizer, self._log = url, tokenizer, log
-        self._timeout_s, self._retries, self._batch = timeout_s, retries, batch
-        token = os.environ.get(TOKEN)
-        # httpx limits each read. A server that sends byte after byte is bounded by asyncio alone.
-        self._loop = asyncio.Runner()
-        self._client = httpx.AsyncClient(
-            timeout=None, headers={"Authorization": f"Bearer {token}"} if token else None
-        )
+        self._timeout_s, self._batch = reward.timeout_s, reward.batch
+        self._attempts = 1 + reward.retries
+        headers = {"Content-Type": "application/json"}
+        if token := os.environ.get(TOKEN):
+            headers["Authorization"] = f"Bearer {token}"
+        self._client = httpx.Client(timeout=self._timeout_s, headers=headers)
 
     def __call__(self, responses: Sequence[Response]) -> list[float]:
-        """Return the rewards of all responses, requested batch after batch.
-
-        Raises:
-            RewardError: no answer after all attempts, or not one finite number per response.
-        """
+        """Return the rewards of all responses, requested batch after batch."""
         rewards: list[float] = []
         for start in range(0, len(responses), self._batch):
             rewards += self._rewards(responses[start : start + self._batch])
@@ -95,23 +83,39 @@ class Endpoint:
 
     def close(self) -> None:
         """Close connections."""
-        with self._loop:
-            self._loop.run(self._client.aclose())
+        self._client.close()
 
     def _rewards(self, responses: Sequence[Response]) -> list[float]:
-        body = self._body(responses)
-        for attempt in range(1 + self._retries):
+        content = self._answer(responses)
+        try:
+            rewards = json.loads(content)["rewards"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise RewardError(
+                f'{self.label} does not answer {{"rewards": [...]}} but {_shown(content)}',
+                details=[_batch_of(responses)],
+                hint="the answer has to be JSON with one number per response",
+            ) from error
+        return validate_rewards(rewards, responses, self.label)
+
+    def _answer(self, responses: Sequence[Response]) -> bytes:
+        """Return the content of the first answer that succeeds."""
+        body, attempts, pause_s = self._body(responses), self._attempts, FIRST_PAUSE_S
+        for attempt in range(1, 1 + attempts):
             try:
-                return validate_rewards(
-                    self._read(self._attempt(body, responses), responses), responses, self.label
-                )
+                return self._post(body, responses)
             except Unanswered as error:
-                warning = f"{self.label}: attempt {attempt + 1} of {1 + self._retries}: {error}"
-                if attempt == self._retries:
-                    raise self._given_up(error, responses) from error
-                self._log.warning(warning)
-                pause = FIRST_PAUSE_S * 2**attempt if error.pause_s is None else error.pause_s
-                time.sleep(min(pause, LONGEST_PAUSE_S))
+                if attempt == attempts:
+                    raise RewardError(
+                        f"{self.label} gave no rewards in {attempts} "
+                        f"attempt{'s' * (attempts > 1)}: {error}",
+                        details=[_batch_of(responses)],
+                        hint="is the server up? see reward.timeout_s, reward.retries and "
+                        "reward.batch",
+                    ) from error
+                self._log.warning("%s: attempt %d of %d: %s", self.label, attempt, attempts, error)
+                asked_s = pause_s if error.pause_s is None else error.pause_s
+                time.sleep(min(asked_s, LONGEST_PAUSE_S))
+                pause_s *= 2
         raise AssertionError("an attempt returns or raises")
 
     def _body(self, responses: Sequence[Response]) -> bytes:
@@ -126,64 +130,45 @@ class Endpoint:
         }
         return json.dumps(body).encode()
 
-    def _attempt(self, body: bytes, responses: Sequence[Response]) -> bytes:
+    def _post(self, body: bytes, responses: Sequence[Response]) -> bytes:
+        """Return the content of the answer."""
         import httpx
 
+        until = time.monotonic() + self._timeout_s
+        content = bytearray()
         try:
-            return self._loop.run(self._post(body, responses))
-        except TimeoutError as error:
-            raise Unanswered(f"no whole answer within {self._timeout_s:g} s") from error
+            with self._client.stream("POST", self._url, content=body) as answer:
+                for piece in answer.iter_bytes():
+                    content += piece
+                    if time.monotonic() > until:  # httpx limits each wait, not their sum
+                        raise Unanswered(f"no whole answer within {self._timeout_s:g} s")
         except httpx.TransportError as error:
             raise Unanswered(f"{type(error).__name__}: {error}") from error
-
-    async def _post(self, body: bytes, responses: Sequence[Response]) -> bytes:
-        """Return the content of the answer. Raises TimeoutError after `timeout_s`."""
-        kind = {"Content-Type": "application/json"}
-        async with (
-            asyncio.timeout(self._timeout_s),
-            self._client.stream("POST", self._url, content=body, headers=kind) as http_response,
-        ):
-            content = bytearray()
-            async for piece in http_response.aiter_bytes():
-                content += piece
-                if len(content) > LONGEST_ANSWER:
-                    raise RewardError(f"{self.label} answers with more than {LONGEST_ANSWER} bytes")
-            self._require_success(http_response, bytes(content), responses)
-            return bytes(content)
+        self._require_success(answer, bytes(content), responses)
+        return bytes(content)
 
     def _require_success(
-        self, http_response: httpx.Response, content: bytes, responses: Sequence[Response]
+        self, answer: httpx.Response, content: bytes, responses: Sequence[Response]
     ) -> None:
-        status = http_response.status_code
+        status = answer.status_code
         if 200 <= status < 300:
             return
-        shown = f"status {status} {http_response.reason_phrase}: {_shown(content)}"
+        shown = f"status {status} {answer.reason_phrase}: {_shown(content)}"
         if status == 429 or status >= 500:
-            raise Unanswered(shown, _retry_after(http_response.headers.get("Retry-After")))
-        moved = http_response.headers.get("Location")
+            raise Unanswered(shown, _retry_after(answer.headers.get("Retry-After")))
+        moved = answer.headers.get("Location")
         raise RewardError(
             f"{self.label} refuses the request: {shown}",
-            details=[f"batch of {len(responses)}, first:", *error_details(responses[0])],
+            details=[
+                _batch_of(responses),
+                *error_details(responses[0].prompt, responses[0].text),
+            ],
             hint=f"reward.url={redact_url(moved)}" if moved else "read the server's log",
         )
 
-    def _read(self, content: bytes, responses: Sequence[Response]) -> Any:
-        try:
-            return json.loads(content)["rewards"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise RewardError(
-                f'{self.label} does not answer {{"rewards": [...]}} but {_shown(content)}',
-                details=[f"batch of {len(responses)}, first:", *error_details(responses[0])],
-                hint="the answer has to be JSON with one number per response",
-            ) from error
 
-    def _given_up(self, error: Unanswered, responses: Sequence[Response]) -> RewardError:
-        attempts = 1 + self._retries
-        return RewardError(
-            f"{self.label} gave no rewards in {attempts} attempt{'s' * (attempts > 1)}: {error}",
-            details=[f"batch of {len(responses)}, first {describe(responses[0])}"],
-            hint="is the server up? see reward.timeout_s, reward.retries and reward.batch",
-        )
+def _batch_of(responses: Sequence[Response]) -> str:
+    return f"batch of {len(responses)}, first {describe(responses[0].prompt)}"
 
 
 def _retry_after(text: str | None) -> float | None:
@@ -196,5 +181,4 @@ def _retry_after(text: str | None) -> float | None:
 
 
 def _shown(content: bytes) -> str:
-    text = content.decode(errors="replace").strip()
-    return repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")
+    return shortened(content.decode(errors="replace").strip())

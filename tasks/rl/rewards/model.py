@@ -2,21 +2,28 @@
 
     reward = (score - mean) / std
 
-with the model's own mean and std over held-out responses (`reward.normalize`).
+with the model's own mean and std over held-out responses (`reward.normalize`). If the reward model
+has the policy's vocabulary and chat template, it reads the policy's token ids of prompt and
+response unchanged. Otherwise its own template renders the conversation again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 
+from tasks.core.errors import ArtifactError, RewardError
+from tasks.process.output import Log
 from tasks.rl.experience.responses import Response
-from tasks.rl.rewards.encoding import Encoding
 from tasks.rl.rewards.folder import ROW_TOKENS, RewardFolder
-from tasks.rl.rewards.sources import validate_rewards
+from tasks.rl.rewards.sources import describe, error_details, validate_rewards
+from tasks.serving.prompts import chat, load_tokenizer, stop_ids, whole_ids
 from tasks.serving.reference.load import from_folder
 from tasks.serving.reference.rewards import CLASSIFIER, normalised
 from tasks.training.model.packed_model import accept_packed_rows
@@ -26,78 +33,46 @@ from tasks.weights.heads.normalisation import Normalisation
 
 
 class RewardModel:
-    """A reward model as a reward source.
+    """A reward model as a reward source; scores packed rows without gradients.
 
     Args:
-        label: name of the source in errors.
-        encoding: turns responses into token ids.
-        scorer: scores token ids.
-        normalisation: of scores; None leaves them unchanged.
-    """
-
-    def __init__(
-        self,
-        label: str,
-        *,
-        encoding: Encoding,
-        scorer: InProcess,
-        normalisation: Normalisation | None,
-    ) -> None:
-        self.label = label
-        self._encoding, self._scorer = encoding, scorer
-        self._normalisation = normalisation or Normalisation()
-
-    def __call__(self, responses: Sequence[Response]) -> list[float]:
-        """Return the reward of each response.
-
-        Raises:
-            RewardError: a text too long for the model, or a score that is not finite.
-        """
-        scores = self._scorer.scores(self._encoding.texts(responses))
-        return normalised(validate_rewards(scores, responses, self.label), self._normalisation)
-
-    def close(self) -> None:
-        """Free the model's memory."""
-        self._scorer.close()
-
-
-class InProcess:
-    """Scores in this process, on packed rows and without gradients.
-
-    Args:
-        folder: of the model.
+        path: its folder.
+        tokenizer: the policy's.
         device: where the model computes.
-        attn_implementation: as in transformers.
-
-    Raises:
-        ArtifactError: the folder cannot be loaded.
-        ConfigError: sequences of this model family cannot be packed.
+        normalize: False leaves its scores unchanged.
+        log: gets which token ids it reads.
     """
 
     def __init__(
-        self, folder: RewardFolder, *, device: torch.device, attn_implementation: str = "sdpa"
+        self, path: Path, tokenizer: Any, device: torch.device, *, normalize: bool, log: Log
     ) -> None:
+        folder = RewardFolder.read(path, normalize=normalize)
+        self.label = f"reward.model={path}"
+        self._encoding = Encoding.between(tokenizer, folder, label=self.label, log=log)
+        self._normalisation = folder.normalisation if normalize else Normalisation()
+        self._device = device
         model = from_folder(
             CLASSIFIER,
-            folder.path,
+            path,
             dtype=folder.dtype,
-            attn_implementation=attn_implementation,
+            attn_implementation="sdpa",
             device_map=None if device.type == "cpu" else {"": str(device)},
             num_labels=1,
         )
         accept_packed_rows(model)
         self._model: Any = model.to(device).eval().requires_grad_(False)
-        self._device = device
 
-    def scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
-        """Return the head's output at the last token of each text."""
+    def __call__(self, responses: Sequence[Response]) -> list[float]:
+        """Return the reward of each response: the head's output at its last token."""
+        texts = self._encoding.texts(responses)
         examples = Examples.of_texts(texts)
         scores = np.empty(len(texts))
         with torch.no_grad():
             for chosen in _rows([len(text) for text in texts]):
                 row = pack(examples, chosen).to(self._device)
                 scores[chosen] = self._model(row=row).cpu().numpy()
-        return [float(score) for score in scores]
+        valid = validate_rewards(scores.tolist(), responses, self.label)
+        return normalised(valid, self._normalisation)
 
     def close(self) -> None:
         """Free the model's memory."""
@@ -116,3 +91,74 @@ def _rows(lengths: Sequence[int]) -> Iterator[list[int]]:
         tokens += lengths[number]
     if row:
         yield row
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Turns responses into token ids for a reward model.
+
+    Attributes:
+        label: name of the source in errors.
+        limit: maximum number of tokens; None: no limit.
+        tokenizer: the reward model's; None if the policy's token ids are used unchanged.
+        stops: token ids that end a response in the reward model's template.
+    """
+
+    label: str
+    limit: int | None
+    tokenizer: Any = None
+    stops: frozenset[int] = frozenset()
+
+    @classmethod
+    def between(cls, policy: Any, folder: RewardFolder, *, label: str, log: Log) -> Encoding:
+        """Compare the policy's tokenizer with the reward model's; log which ids are used."""
+        tokenizer = load_tokenizer(folder.path)
+        difference = _difference(policy, tokenizer)
+        if difference is None:
+            log.info("%s: has the policy's tokenizer; scores its token ids as they are", label)
+            return cls(label, folder.context)
+        if not tokenizer.chat_template:
+            raise ArtifactError(
+                f"{label}: {difference}, and it has no chat template to render conversations with",
+                hint="a reward model with a chat_template.jinja",
+            )
+        log.warning("%s: %s; its own template renders the responses again", label, difference)
+        stops = frozenset(stop_ids(folder.path, tokenizer.eos_token_id))
+        return cls(label, folder.context, tokenizer, stops)
+
+    def texts(self, responses: Sequence[Response]) -> list[list[int]]:
+        """Return the token ids of each conversation; without an end token if it was cut off."""
+        texts = [self._text(response) for response in responses]
+        for response, ids in zip(responses, texts, strict=True):
+            if self.limit is not None and len(ids) > self.limit:
+                raise RewardError(
+                    f"{self.label}: {len(ids)} tokens for {describe(response.prompt)}, more than "
+                    f"its limit of {self.limit}",
+                    details=error_details(response.prompt, response.text),
+                    hint="rollout.max_new_tokens=<less>, or a reward model with a longer context",
+                )
+        return texts
+
+    def _text(self, response: Response) -> list[int]:
+        if self.tokenizer is None:
+            ids: list[int] = response.ids.tolist()
+            return ids
+        messages = [*response.prompt.messages, *response.messages]
+        try:
+            ids = whole_ids(self.tokenizer, chat(messages, response.prompt.row), self.stops)
+        except TemplateError as error:
+            raise RewardError(
+                f"{self.label}: its chat template rejects {describe(response.prompt)}: {error}",
+                details=error_details(response.prompt, response.text),
+            ) from error
+        cut_off = not response.generated.ended and ids[-1] in self.stops
+        return ids[:-1] if cut_off else ids
+
+
+def _difference(policy: Any, own: Any) -> str | None:
+    """Return how the reward model's tokenizer differs from the policy's, or None."""
+    if policy.get_vocab() != own.get_vocab():
+        return f"its vocabulary ({len(own)} tokens) is not the policy's ({len(policy)})"
+    if policy.chat_template != own.chat_template:
+        return "its chat template is not the policy's"
+    return None

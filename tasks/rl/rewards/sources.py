@@ -1,4 +1,4 @@
-"""The interface of a reward source, and the validation of the rewards that it returns."""
+"""The interface of a reward source, the validation of its rewards, and prompts in errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tasks.core.errors import RewardError
-from tasks.rl.experience.responses import Response
+from tasks.rl.experience.responses import Prompt, Response
 
 SHOWN = 200
 """Characters of a prompt or response in an error."""
@@ -17,17 +17,8 @@ SHOWN = 200
 class Source(Protocol):
     """Returns a reward for every response."""
 
-    @property
-    def label(self) -> str:
-        """Name of the source in errors, such as `reward.function=judge.py:score`."""
-        ...
-
     def __call__(self, responses: Sequence[Response]) -> list[float]:
-        """Return the reward of each response; there is at least one.
-
-        Raises:
-            RewardError: names the source and a prompt.
-        """
+        """Return the reward of each response, at least one; a RewardError names a prompt."""
         ...
 
     def close(self) -> None:
@@ -53,34 +44,27 @@ class Weighted:
 def validate_rewards(rewards: object, responses: Sequence[Response], label: str) -> list[float]:
     """Return a source's rewards if they are one finite number per response.
 
-    Args:
-        rewards: a list; true and false count as 1 and 0.
-        responses: the scored responses.
-        label: name of the source in errors.
-
-    Raises:
-        RewardError: not a list, the wrong number of rewards, or a reward that is not finite.
+    True and false count as 1 and 0.
     """
     if not isinstance(rewards, list):
-        shown = str(rewards)[:SHOWN]
         raise RewardError(
-            f"{label} gave {shown!r} ({type(rewards).__name__}), not a list of numbers",
-            details=error_details(responses[0]),
+            f"{label} gave {shortened(rewards)} ({type(rewards).__name__}), not a list of numbers",
+            details=error_details(responses[0].prompt, responses[0].text),
             hint="return a list with a number for each completion",
         )
     if len(rewards) != len(responses):
         raise RewardError(
             f"{label} gave {len(rewards)} rewards for {len(responses)} responses",
-            details=["the first of them:", *error_details(responses[0])],
+            details=error_details(responses[0].prompt, responses[0].text),
             hint="return exactly one number for each completion, in their order",
         )
-    wrong = [number for number, value in enumerate(rewards) if not _is_finite_number(value)]
+    wrong = [number for number, value in enumerate(rewards) if not is_finite_number(value)]
     if wrong:
         first = responses[wrong[0]]
         raise RewardError(
-            f"{label} gave {str(rewards[wrong[0]])[:SHOWN]} for {describe(first)}",
+            f"{label} gave {shortened(rewards[wrong[0]])} for {describe(first.prompt)}",
             details=[
-                *error_details(first),
+                *error_details(first.prompt, first.text),
                 f"{len(wrong)} of {len(responses)} rewards are no finite numbers",
             ],
             hint="a reward is a finite number; where a rule does not apply, give 0",
@@ -88,33 +72,30 @@ def validate_rewards(rewards: object, responses: Sequence[Response], label: str)
     return [float(value) for value in rewards]
 
 
-def describe(response: Response) -> str:
-    """Return a short description of a response: the id of its row and the start of its prompt."""
-    return f"{response.prompt.row.get('id', 'a row without id')}: {_last_message(response)[:60]!r}"
-
-
-def error_details(response: Response) -> list[str]:
-    """Return the lines of an error that show a response."""
-    return [
-        f"row: {response.prompt.row.get('id')}",
-        f"prompt: {_shortened(_last_message(response))}",
-        f"response: {_shortened(response.text)}",
-    ]
-
-
-def _last_message(response: Response) -> str:
-    messages = response.prompt.messages
-    return str(messages[-1]["content"]) if messages else ""
-
-
-def _shortened(text: str) -> str:
-    return repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")
-
-
-def _is_finite_number(value: object) -> bool:
-    if not isinstance(value, (int, float)):
-        return False
+def is_finite_number(value: object) -> bool:
+    """Return True for a finite int, float or bool."""
     try:
-        return math.isfinite(value)
+        return isinstance(value, int | float) and math.isfinite(value)
     except OverflowError:  # an int with hundreds of digits
         return False
+
+
+def describe(prompt: Prompt) -> str:
+    """Return the id of a prompt's row and the start of its last message."""
+    return f"{prompt.row.get('id', 'a row without id')}: {_last_message(prompt)[:60]!r}"
+
+
+def error_details(prompt: Prompt, response: str | None = None) -> list[str]:
+    """Return the lines of an error that show a prompt and its response."""
+    lines = [f"row: {prompt.row.get('id')}", f"prompt: {shortened(_last_message(prompt))}"]
+    return lines if response is None else [*lines, f"response: {shortened(response)}"]
+
+
+def shortened(value: object) -> str:
+    """Return the start of a value's representation."""
+    shown = repr(value)
+    return shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}..."
+
+
+def _last_message(prompt: Prompt) -> str:
+    return str(prompt.messages[-1]["content"]) if prompt.messages else ""

@@ -23,8 +23,8 @@ from tasks.rl.experience.prompts import PromptOrder
 from tasks.rl.experience.records import collected, samples_of
 from tasks.rl.experience.responses import Prompt, Request, Response, Turn
 from tasks.rl.rewards import Rewards
-from tasks.rl.rewards.reference import FunctionReference
 from tasks.rl.rewards.sources import Weighted
+from tasks.rl.user_code import FunctionReference
 from tasks.serving.vllm.colocation import Generated
 from tasks.toy.tokenizer import train_tokenizer
 from tests.rl.environment.playing import (
@@ -304,21 +304,41 @@ def test_faults_of_an_environment_name_the_prompt(opened: Open, text: str, named
     assert caught.value.details[:2] == ("row: p0", "prompt: 'p0'")
     if "step" in caught.value.message:
         assert "response: '0-0'" in caught.value.details
-        assert not any("environment/child.py" in line for line in caught.value.details)
+        assert not any("user_code.py" in line for line in caught.value.details)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "async def step(self, text):\n        await asyncio.sleep(1000 * (self.id == 'p1'))",
+        "def step(self, text):\n        time.sleep(1000 * (self.id == 'p1'))",
+    ],
+)
+def test_an_episode_that_hangs_is_named(opened: Open, step: str) -> None:
+    game = f"""
+import asyncio, time
+class Game:
+    def reset(self, id):
+        self.id = id
+    {step}
+        return None, 1.0, True
+"""
+    with pytest.raises(RewardError, match="step for p1.*2 s") as caught:
+        play(PROMPTS[:3], Player(), opened(game, timeout_s=2.0))
+    assert caught.value.details[:3] == ("row: p1", "prompt: 'p1'", "response: '7-0'")
+    assert "rl.environment_timeout_s" in caught.value.hint
 
 
 def test_environments_that_cannot_be_used_are_refused_before_the_first_rollout(
     opened: Open,
 ) -> None:
-    """Most of them without running the file."""
-    half = "class Game:\n    def reset(self): ..."
-    for text in ("def Game(): ...", half, "class Other: ..."):
-        with pytest.raises(ConfigError, match="Game"):
-            opened(text)
+    with pytest.raises(ConfigError, match="Game"):
+        opened("class Other: ...")
     for text, named in (
-        (half.replace("Game", "Game(Base)").replace("class", "class Base: ...\nclass", 1), "step"),
+        ("class Game:\n    def reset(self): ...", "step"),
+        ("def Game(): ...", "Game"),
         ("Game = 3", "Game"),
         ("import nothing_of_this_name\nclass Game:\n    reset = step = print", "nothing_of_this"),
     ):
         with pytest.raises(RewardError, match=named):
-            opened(text).load()
+            opened(text)

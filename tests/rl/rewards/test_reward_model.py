@@ -14,8 +14,8 @@ import torch
 
 from tasks.core.errors import ArtifactError, RewardError
 from tasks.rl.rewards import model, open_rewards
-from tasks.rl.rewards.encoding import Encoding
 from tasks.rl.rewards.folder import RewardFolder
+from tasks.rl.rewards.model import Encoding
 from tasks.rl.settings import Reward
 from tasks.serving.reference.rewards import load_rewarder
 from tests.rl.making import TOKENIZER, response, responses

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,11 @@ import pytest
 
 from tasks.core.errors import ConfigError, RewardError
 from tasks.rl.rewards import Rewards, http
-from tasks.rl.rewards.exact import ExactMatch
-from tasks.rl.rewards.function import Function
+from tasks.rl.rewards.function import ExactMatch, Function
 from tasks.rl.rewards.http import Endpoint
-from tasks.rl.rewards.reference import FunctionReference
 from tasks.rl.rewards.sources import Weighted, validate_rewards
+from tasks.rl.settings import Reward
+from tasks.rl.user_code import FunctionReference
 from tests.answering import Reply, Requests, answering
 from tests.rl.making import TOKENIZER, Judge, response, responses
 
@@ -59,7 +62,7 @@ def test_exact_match_is_the_rule_of_smoke_eval() -> None:
         ([1.0, 2.0, float("nan"), 0.0], "nan for row of copy cat"),
         ([1.0, float("-inf"), 0.0, 0.0], "-inf for row of copy beetle"),
         ([1.0, None, 0.0, 0.0], "None for row of copy beetle"),
-        ([1.0, "2", 0.0, 0.0], "2 for row of copy beetle"),
+        ([1.0, "2", 0.0, 0.0], "'2' for row of copy beetle"),
         ([[1.0], 2.0, 0.0, 0.0], r"\[1.0\] for row of copy ape"),
         ([1.0, 2.0], "2 rewards for 4"),
         (None, "None"),
@@ -108,7 +111,7 @@ def is_alive(path: Path) -> bool:
     return Path(f"/proc/{path.read_text()}").exists()
 
 
-def test_it_gets_the_arguments_of_trl_and_every_column(made: Make) -> None:
+def test_it_gets_the_arguments_of_trl_and_every_column(made: Make, tmp_path: Path) -> None:
     score = made(
         """
 import json
@@ -125,9 +128,10 @@ def score(prompts, completions, completion_ids, **columns):
             zip(columns["answer"], completions)]
 """
     )
-    score.load()
     assert score(responses(level=3, completion="of the data")) == [4.0] * 4
     assert score(responses(level=5)) == [6.0] * 4
+    score.close()
+    assert "a line without an end and @nothing" in (tmp_path / "output.log").read_text()
     answered = [{"role": "user", "content": "copy ape"}, {"role": "assistant", "content": "ape"}]
     score = made("def score(prompts):\n    return [len(p) for p in prompts]")
     assert score([response("copy ape", "ape", messages=answered)]) == [1.0], "without the answer"
@@ -141,6 +145,8 @@ def score(prompts, completions, completion_ids, **columns):
         ("import numpy\n\ndef score(prompts):\n    return numpy.arange(4) < 2", [1, 1, 0, 0]),
         ("class Judge:\n    def __call__(self, **row):\n        return [0.5] * len(row['id'])\n"
          "score = Judge()", [0.5] * 4),
+        ("import asyncio\nasync def judged(a):\n    return len(a)\n"
+         "def score(answer):\n    return [asyncio.run(judged(a)) for a in answer]", [3, 6, 3, 26]),
         ("from neighbour import score", [9, 9, 9, 9]),
     ],
 )  # fmt: skip
@@ -172,19 +178,27 @@ def score(prompts):
     assert [score(responses())[0] for _ in range(3)] == [1.0, 2.0, 3.0]
 
 
-def test_the_failing_response_is_named(made: Make) -> None:
+def test_an_exception_is_reported_with_its_traceback(made: Make) -> None:
     score = made("def score(answer):\n    return [1 / (len(a) - 6) for a in answer]")
     with pytest.raises(RewardError, match="ZeroDivisionError") as caught:
         score(responses())
-    assert "row of copy beetle" in caught.value.message
+    assert "4 responses, first row of copy ape" in caught.value.message
     assert "judge.py:score" in caught.value.message
-    assert "prompt: 'copy beetle'" in caught.value.details
+    assert "prompt: 'copy ape'" in caught.value.details
     assert any("return [1 / (len(a) - 6)" in line for line in caught.value.details)
-    assert not any("function_child" in line for line in caught.value.details)
+    assert not any("user_code.py" in line for line in caught.value.details)
     assert score([responses()[0]]) == [-1 / 3], "it goes on after an exception"
-    score = made("def score(id):\n    if len(id) > 1:\n        raise SystemExit(7)\n    return [1]")
-    with pytest.raises(RewardError, match="4 responses.*row of copy ape.*7"):  # no single one
+    score = made("def score(id):\n    raise SystemExit(7)")
+    with pytest.raises(RewardError, match="4 responses.*row of copy ape.*7"):
         score(responses())
+
+
+def test_a_function_that_ends_its_process(made: Make) -> None:
+    score = made("import os\ndef score(id):\n    print('no memory', flush=True)\n    os._exit(9)")
+    with pytest.raises(RewardError, match="judge.py:score.*4 responses.*status 9") as caught:
+        score(responses())
+    assert "prompt: 'copy ape'" in caught.value.details
+    assert caught.value.details[-1] == "no memory"
 
 
 def test_a_function_that_hangs_is_killed_with_its_children(made: Make, tmp_path: Path) -> None:
@@ -203,16 +217,23 @@ def score(answer):
 """,
         timeout_s=2.0,
     )
-    score.load()
     began = time.monotonic()
-    with pytest.raises(RewardError, match="2 s on 4 responses") as caught:
+    with pytest.raises(RewardError, match="on 4 responses.*2 s") as caught:
         score(responses())
     assert time.monotonic() - began < 60
     assert any("judge.py" in line and "in score" in line for line in caught.value.details)
     assert "reward.timeout_s" in caught.value.hint
     assert not is_alive(tmp_path / "child")
     assert not is_alive(tmp_path / "grandchild")
-    assert score(responses()[1:]) == [1.0] * 3, "another process has taken its place"
+
+
+def test_coroutines_have_the_same_limit(made: Make) -> None:
+    score = made(
+        "import asyncio\nasync def score(id):\n    await asyncio.sleep(1000)", timeout_s=2.0
+    )
+    with pytest.raises(RewardError, match="on 4 responses.*2 s") as caught:
+        score(responses())
+    assert "reward.timeout_s" in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -240,7 +261,7 @@ def test_invalid_return_values(made: Make, text: str, named: str) -> None:
 )
 def test_a_file_that_cannot_be_loaded(made: Make, text: str, named: str) -> None:
     with pytest.raises(RewardError, match=named):
-        made(text, timeout_s=2.0 if "sleep" in text else 60.0).load()
+        made(text, timeout_s=2.0 if "sleep" in text else 60.0)
 
 
 def test_a_name_is_looked_up_without_running_the_file(tmp_path: Path) -> None:
@@ -307,8 +328,8 @@ def server() -> Iterator[Server]:
 
 
 def ask(url: str, *, retries: int = 0, batch: int = 64, timeout_s: float = 20.0) -> list[float]:
-    how = {"retries": retries, "batch": batch, "timeout_s": timeout_s}
-    endpoint = Endpoint(url, tokenizer=TOKENIZER, log=LOG, **how)
+    reward = Reward(url=url, retries=retries, batch=batch, timeout_s=timeout_s)
+    endpoint = Endpoint(url, reward, TOKENIZER, LOG)
     try:
         return endpoint(responses())
     finally:
@@ -370,6 +391,26 @@ def test_a_server_that_is_down(server: Server, monkeypatch: pytest.MonkeyPatch) 
     assert "http://user:***@127.0.0.1:9/rewards?token=***" in caught.value.message
     assert "word" not in caught.value.report()
     assert "secret" not in caught.value.report()
+
+
+def test_a_server_that_sends_byte_after_byte() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def trickle() -> None:
+            connection, _ = listening.accept()
+            with connection, suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+                for _ in range(1000):
+                    connection.sendall(b" ")
+                    time.sleep(0.1)
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        began = time.monotonic()
+        with pytest.raises(RewardError, match="within 1 s"):
+            ask(f"http://127.0.0.1:{listening.getsockname()[1]}/", timeout_s=1.0)
+        assert time.monotonic() - began < 20
+        thread.join()
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def ask(settings: Mapping[str, Any]) -> Question:
         try:
             options = {key: settings[key] for key in ("timeout_s", "workers", "ca")}
             options["ca"] = settings["ca"] and str(_folder(settings["ca"]))
-            server = connect(url, kind, model=settings["name"], tokenizer=source, **options)
+            server = connect(url, kind, model=settings["name"], **options)
             served = server.models()
             target = choose(served, source, model=settings["name"], base=settings["base"])
         except ConfigError as error:

@@ -336,7 +336,7 @@ EXACT = DriftLimit(
 """Limits for hand-offs that change no number, only the files: trained -> gathered."""
 
 
-def _with_rest(logprobs: NDArray[np.float32]) -> NDArray[np.float64]:
+def _with_rest(logprobs: NDArray[Any]) -> NDArray[np.float64]:
     """Return the probabilities of the K ids and of all other ids together, shape (N, K+1)."""
     p = np.exp(logprobs.astype(np.float64))
     rest = np.clip(1.0 - p.sum(axis=1, keepdims=True), 0.0, 1.0)
@@ -381,8 +381,12 @@ def agreeing(
     return tied | (reference.top1 == new.top1)
 
 
-def _by_context(probes: Sequence[Sequence[int]], agree: NDArray[np.bool_]) -> float:
-    """Return the share of distinct contexts that agree.
+def by_context(
+    probes: Sequence[Sequence[int]],
+    agree: NDArray[np.bool_],
+    measured: NDArray[np.bool_] | None = None,
+) -> float:
+    """Return the share of distinct contexts that agree; NaN if no position was measured.
 
     The context of a position is the tokens before it. A context with several positions counts with
     their mean.
@@ -390,14 +394,34 @@ def _by_context(probes: Sequence[Sequence[int]], agree: NDArray[np.bool_]) -> fl
     Args:
         probes: as in `Fingerprint`.
         agree: one value per position, shape (N,).
+        measured: True at the positions that count, shape (N,); None for all.
     """
+    known = np.ones(len(agree), bool) if measured is None else measured
+    if not known.any():
+        return float("nan")
     numbers: dict[tuple[int, ...], int] = {}
-    contexts = [
-        numbers.setdefault(tuple(probe[:end]), len(numbers))
-        for probe in probes
-        for end in range(1, len(probe))
-    ]
-    return float((np.bincount(contexts, weights=agree) / np.bincount(contexts)).mean())
+    contexts = np.array(
+        [
+            numbers.setdefault(tuple(probe[:end]), len(numbers))
+            for probe in probes
+            for end in range(1, len(probe))
+        ]
+    )[known]
+    count = np.bincount(contexts)
+    agreeing = np.bincount(contexts, weights=agree[known])
+    return float((agreeing[count > 0] / count[count > 0]).mean())
+
+
+def kl_by_position(p_logprobs: NDArray[Any], q_logprobs: NDArray[Any]) -> NDArray[np.float64]:
+    """Return KL(p || q) by position (nats), shape (N,); all other ids are one rest bucket.
+
+    Args:
+        p_logprobs: log-probabilities of K ids, shape (N, K); -inf for a mass of 0.
+        q_logprobs: those of the other model at the same ids.
+    """
+    p, q = _with_rest(p_logprobs), _with_rest(q_logprobs)
+    kl = np.sum(np.where(p > 0, p * (np.log(p + _TINY) - np.log(q + _TINY)), 0.0), axis=1)
+    return np.maximum(kl, 0.0)
 
 
 def drift(reference: Fingerprint, new: Fingerprint, dtype: str | None = None) -> Drift:
@@ -415,15 +439,14 @@ def drift(reference: Fingerprint, new: Fingerprint, dtype: str | None = None) ->
                 f"the {side.engine} fingerprint holds values that are not log-probabilities"
             )
     p, q = _with_rest(reference.logprobs), _with_rest(new.logprobs)
-    kl = np.sum(np.where(p > 0, p * (np.log(p + _TINY) - np.log(q + _TINY)), 0.0), axis=1)
-    kl = np.maximum(kl, 0.0)
+    kl = kl_by_position(reference.logprobs, new.logprobs)
     norms = np.linalg.norm(p, axis=1) * np.linalg.norm(q, axis=1)
     cosine = np.sum(p * q, axis=1) / np.maximum(norms, _TINY)
     return Drift(
         mean_kl=float(kl.mean()),
         p95_kl=float(np.quantile(kl, 0.95)),
         max_kl=float(kl.max()),
-        top1_agreement=_by_context(reference.probes, agreeing(reference, new, dtype)),
+        top1_agreement=by_context(reference.probes, agreeing(reference, new, dtype)),
         cosine=float(cosine.mean()),
         median_kl=float(np.median(kl)),
     )

@@ -29,14 +29,14 @@ from tasks.serving.llama_cpp import find_programs, gguf_file, serve_command
 from tasks.serving.prompts import Chat
 from tasks.serving.vllm.job import STAGE, time_limit
 from tasks.serving.vllm.server import AT_ONCE, running
-from tasks.verify import check as verdict
-from tasks.verify.alignment import Aligned
-from tasks.verify.answers import Answers
+from tasks.verify import report as verdict
+from tasks.verify.asked import Asked
+from tasks.verify.compare import Aligned
 from tasks.verify.reference import Probe, Reference, token_facts
-from tasks.verify.run import Target, run_checks
-from tasks.verify.servers.completions import VllmServer
-from tasks.verify.servers.http import Http
+from tasks.verify.run import run_checks
+from tasks.verify.servers.client import Client, parallel
 from tasks.verify.servers.llama_cpp import LlamaCppServer
+from tasks.verify.servers.openai import VllmServer
 from tasks.verify.servers.server import Generated, Server
 from tasks.witness.plumbline_witness.probes import CHATS
 
@@ -98,23 +98,24 @@ def serve_over_http(
                 argv += ["--threads", str(settings.threads)]
             server = http_server.running(argv, port, limit, stage=STAGE, log=log, log_path=log_path)
         with server as url:
-            http = Http(url, timeout_s=limit)
+            client = Client(url, timeout_s=limit)
             try:
                 if file is None:
-                    yield VllmServer(http, kind="vllm")
+                    yield VllmServer(client, kind="vllm")
                 else:
-                    yield LlamaCppServer(http, http.get("/props"), sampled=length)
+                    yield LlamaCppServer(client, client.get("/props"))
             finally:
-                http.close()
+                client.close()
 
     reference = reference_of(question, scorer)
     began = time.perf_counter()
     with server_of(question.served) as server:
         load_s = time.perf_counter() - began
-        answers = Answers(server, reference, profile)
-        fingerprint = fingerprint_of(reference.trained, answers.aligned(NAME))
+        longest = max(map(len, reference.sequences))
+        asked = Asked(server, NAME, None, reference, profile, positions=longest)
+        fingerprint = fingerprint_of(reference.trained, asked.aligned(NAME))
         fingerprint.save(out / FINGERPRINT)
-        checks = run_checks(answers, Target(NAME, None))
+        checks = run_checks(asked)
         after = responses(server, question, question.prompts.tokens, settings.max_new_tokens)
     before: list[Responses | None] = [None, None]
     if question.base is not None:
@@ -232,8 +233,6 @@ def responses(
         tokens: token limit of each response.
         stops: ids that end a response besides the folder's own.
     """
-    assert isinstance(server, VllmServer | LlamaCppServer)
-    http = server.http
     options: dict[str, Any] = {"stop_token_ids": list(stops), **_NEUTRAL}
 
     def generate(temperature: float) -> Responses:
@@ -244,7 +243,7 @@ def responses(
             return made
 
         began = time.perf_counter()
-        made = http.parallel(respond, list(enumerate(prompts)), AT_ONCE)
+        made = parallel(respond, list(enumerate(prompts)), AT_ONCE)
         seconds = time.perf_counter() - began
         stopped = [response.finish == "stop" for response in made]
         return Responses([list(response.ids or ()) for response in made], stopped, seconds)

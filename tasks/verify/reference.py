@@ -124,6 +124,15 @@ class Reference:
         chosen = adapters.get(active or next(iter(adapters), ""))
         return chosen if isinstance(chosen, Mapping) else {}
 
+    @property
+    def every_end(self) -> list[int]:
+        """Tokens that end a turn: the tokenizer's EOS first, then those of the settings."""
+        tokens, ends = self.facts.get("tokens") or {}, list[Any]()
+        for part in ("tokenizer", "generation_config", "config"):
+            value = (tokens.get(part) or {}).get("eos_token_id")
+            ends += value if isinstance(value, list) else [value]
+        return list(dict.fromkeys(end for end in ends if isinstance(end, int)))
+
     def siblings(self) -> tuple[tuple[str, Reference], ...]:
         """Return other models by name: checkpoints of the same training, then other trainings.
 

@@ -1,7 +1,7 @@
 """Run all checks of a running server, one after the other.
 
-target = choose(server, source, model=..., base=...)     names on the server
-report = verify(server, target, reference, ...)          -> Report
+target = choose(server.models(), source, model=None, base=None)     names on the server
+report = verify(server, target, reference, "standard")
 """
 
 from __future__ import annotations
@@ -13,34 +13,40 @@ from functools import partial
 from pathlib import Path
 
 from tasks.core.errors import ConfigError, PlumblineError
-from tasks.verify.answers import Answers
-from tasks.verify.check import Check
-from tasks.verify.checks.adapters import applied, base_name
-from tasks.verify.checks.distribution import distribution
+from tasks.verify.asked import Asked
 from tasks.verify.checks.ending import context, eos
-from tasks.verify.checks.leak import leak
-from tasks.verify.checks.load import batching, long_prompts, prefix_cache, streaming
-from tasks.verify.checks.names import names
+from tasks.verify.checks.load import batching, leak, long_prompts, prefix_cache, streaming
 from tasks.verify.checks.prompt import template, tokens
 from tasks.verify.checks.sampling import sampling
+from tasks.verify.checks.weights import adapter, base, distribution
 from tasks.verify.reference import Reference
-from tasks.verify.report import Report
+from tasks.verify.report import Check, Report
 from tasks.verify.servers.server import ServedModel, Server, ServerError
 
-CheckFunction = Callable[[Answers, str, str | None], Check]
-"""Takes the server's answers, the model's name, and its base's; raises what `attempt` catches."""
+CheckFunction = Callable[[Asked], Check]
+CHECKS: Mapping[str, CheckFunction] = {
+    "distribution": distribution,
+    "adapter": adapter,
+    "base": base,
+    "template": template,
+    "tokens": tokens,
+    "eos": eos,
+    "context": context,
+    "sampling": sampling,
+    "leak": leak,
+    "batching": batching,
+    "prefix-cache": prefix_cache,
+    "long-prompts": long_prompts,
+    "streaming": streaming,
+}
+"""All checks by name, in their order; `adapter` and `base` run for adapters only."""
 GONE = ("unreachable", "login")
 """Codes of a `ServerError` after which no request will be answered."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Names on the server.
-
-    Attributes:
-        model: the model to check.
-        base: its base; None if the server has none, or does not say.
-    """
+    """Names on the server: the model to check, and its base; None if the server says none."""
 
     model: str
     base: str | None
@@ -92,30 +98,6 @@ def _is(root: str | None, source: Path) -> bool:
     )
 
 
-def planned(target: Target, reference: Reference) -> Mapping[str, CheckFunction]:
-    """Return the checks that apply, by name and in their order."""
-    of_adapters: dict[str, CheckFunction] = {}
-    if reference.base is not None:
-        of_adapters["adapter"] = applied
-        if target.base is not None:
-            of_adapters["base"] = base_name
-    return {
-        "distribution": distribution,
-        **of_adapters,
-        "names": names,
-        "template": template,
-        "tokens": tokens,
-        "eos": eos,
-        "context": context,
-        "sampling": sampling,
-        "leak": leak,
-        "batching": batching,
-        "prefix-cache": prefix_cache,
-        "long-prompts": long_prompts,
-        "streaming": streaming,
-    }
-
-
 def verify(
     server: Server,
     target: Target,
@@ -134,7 +116,7 @@ def verify(
         only: names of the checks to run; empty for all.
     """
     began = time.perf_counter()
-    checks = run_checks(Answers(server, reference, profile), target, only)
+    checks = run_checks(Asked(server, target.model, target.base, reference, profile), only)
     step = reference.facts.get("step")
     about = f"{len(reference.probes)} probes" + (f", step {step}" if step is not None else "")
     return Report(
@@ -150,17 +132,22 @@ def verify(
     )
 
 
-def run_checks(answers: Answers, target: Target, only: Sequence[str] = ()) -> tuple[Check, ...]:
-    """Run the checks of `verify` with answers that ask no name twice."""
+def run_checks(asked: Asked, only: Sequence[str] = ()) -> tuple[Check, ...]:
+    """Run the checks that apply, each on the answers that the earlier ones got."""
+    left_out = set()
+    if asked.reference.base is None:
+        left_out = {"adapter", "base"}
+    elif asked.base is None:
+        left_out = {"base"}
     checks: list[Check] = []
     gone = ""
-    for name, check in planned(target, answers.reference).items():
-        if only and name not in only:
+    for name, check in CHECKS.items():
+        if name in left_out or (only and name not in only):
             continue
         if gone:
             checks.append(Check(name, "unknown", gone))
             continue
-        made, gone = attempt(name, partial(check, answers, target.model, target.base))
+        made, gone = attempt(name, partial(check, asked))
         checks.append(made)
     return tuple(checks)
 

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from tasks.drift.fingerprint import Fingerprint, drift
 from tasks.evaluation.http_verification import fingerprint_of
-from tasks.verify.alignment import align
-from tasks.verify.servers.server import Scores
+from tasks.verify.compare import align
+from tasks.verify.servers.server import EMPTY, Entry, Scores
 
 PROBES = (tuple(range(40)), tuple(range(5, 60)))
 POSITIONS = sum(len(probe) - 1 for probe in PROBES)
@@ -32,10 +32,9 @@ def listed(values: NDArray[np.float64], count: int) -> list[Scores]:
     for row, own in zip(values, (token for p in PROBES for token in p[1:]), strict=True):
         ids = np.unique([*np.argsort(-row)[:count], own])
         ids = ids[np.argsort(-row[ids])]
-        entries.append((ids.astype(np.int32), row[ids].astype(np.float32)))
+        entries.append(Entry(ids.astype(np.int32), row[ids].astype(np.float32)))
     split = len(PROBES[0]) - 1
-    parts = (entries[:split], entries[split:])
-    return [Scores(*map(tuple, zip(*part, strict=True))) for part in parts]
+    return [entries[:split], entries[split:]]
 
 
 @pytest.mark.parametrize(("vocabulary", "noise"), [(300, 0.3), (2000, 0.05)])
@@ -56,7 +55,6 @@ def test_a_position_without_answer_is_no_log_probability() -> None:
     values = logprobs(np.random.default_rng(0).normal(size=(POSITIONS, 300)))
     reference = printed(values, np.argsort(-values).astype(np.int32))
     scores = listed(values, 100)
-    none = np.empty(0, np.int32), np.empty(0, np.float32)
-    scores[0] = Scores((none[0], *scores[0].ids[1:]), (none[1], *scores[0].logprobs[1:]))
+    scores[0] = [EMPTY, *scores[0][1:]]
     seen = fingerprint_of(reference, align(reference, scores))
     assert np.isnan(seen.logprobs).any(1).tolist() == [True] + [False] * (POSITIONS - 1)

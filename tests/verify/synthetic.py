@@ -16,7 +16,7 @@ from tasks.drift.fingerprint import Fingerprint, largest_steps
 from tasks.verify.checks.sampling import Settings
 from tasks.verify.reference import Probe, Reference
 from tasks.verify.servers.server import (
-    Abilities,
+    Entry,
     Generated,
     Scores,
     ServedModel,
@@ -102,15 +102,15 @@ def fingerprint(probes: tuple[tuple[int, ...], ...], logits: Array, top: int = 5
 def answers(probes: tuple[tuple[int, ...], ...], logits: Array, top: int = 20) -> list[Scores]:
     """Return what a server says: its `top` most likely ids and the sequence's own next token."""
     logprobs = logprobs_of(logits)
-    scores, start = [], 0
+    scores: list[Scores] = []
+    start = 0
     for probe in probes:
-        ids, values = [], []
+        entries = []
         for at, following in enumerate(probe[1:], start):
             best = np.argsort(-logprobs[at])[:top]
             best = best if following in best else np.append(best, following)
-            ids.append(best.astype(np.int32))
-            values.append(logprobs[at, best].astype(np.float32))
-        scores.append(Scores(tuple(ids), tuple(values)))
+            entries.append(Entry(best.astype(np.int32), logprobs[at, best].astype(np.float32)))
+        scores.append(entries)
         start += len(probe) - 1
     return scores
 
@@ -150,7 +150,6 @@ class ArrayServer(Server):
         seed: int = 0,
     ) -> None:
         self.url, self.kind, self.version = "http://localhost:8000", "array", ""
-        self.abilities = Abilities(True, top, top, False, False)
         self._probes, self._models, self._top = probes, models, top
         self._sampling = sampling or Settings()
         self._seed, self._lock = seed, threading.Lock()
@@ -163,16 +162,18 @@ class ArrayServer(Server):
 
     def score(self, model: str, sequences: Any, *, workers: int | None = None) -> list[Scores]:
         """Return the answers on the probes."""
-        self.asked += 1
         if not self._top:
             raise UnsupportedError("the server gives no log-probabilities")
+        if not sequences:
+            return []
+        self.asked += 1
         assert tuple(map(tuple, sequences)) == self._probes
         return answers(self._probes, self._models[model], self._top)
 
     def _unsupported(self, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError("log-probabilities of responses, a tokenizer, a template")
 
-    next_tokens = tokenize = render = _unsupported
+    next = tokenize = render = _unsupported
 
     def generate(
         self, model: str, prompt: Any, count: int, n: int = 1, *, stream: bool = False,

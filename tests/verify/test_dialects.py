@@ -6,8 +6,6 @@ vLLM, `test_llama_cpp.py` a real llama.cpp. Never run for real: SGLang.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +13,14 @@ import pytest
 
 from tasks.core.errors import ConfigError
 from tasks.verify.servers.connect import connect
-from tasks.verify.servers.server import Abilities, Scores, Server, ServerError, UnsupportedError
-from tasks.verify.servers.vocabulary import read_vocabulary
+from tasks.verify.servers.server import (
+    SAMPLED,
+    Scores,
+    Server,
+    ServerError,
+    UnsupportedError,
+    score,
+)
 from tests.answering import answering, refusal
 from tests.verify import toy_model as toy
 from tests.verify import toy_servers as servers
@@ -24,8 +28,6 @@ from tests.verify import toy_servers as servers
 SEQUENCES = [[1, 2, 3, 0, 2, 1], [0, 1], [3] * 20, [7, 1, 2], [5, 0, 4, 1, 6]]
 CHAT = [{"role": "user", "content": "ab"}]
 RENDERED = (4, 0, 1, 6)
-SAMPLED = 12
-"""Positions of a sequence that are scored by the next token alone."""
 
 
 def check(
@@ -33,10 +35,10 @@ def check(
 ) -> None:
     """Compare scores with the model's own numbers; `least` and `most` are alternatives."""
     for sequence, scored in zip(SEQUENCES, scores, strict=True):
-        measured = [at for at, ids in enumerate(scored.ids) if len(ids)]
+        measured = [at for at, entry in enumerate(scored) if len(entry.ids)]
         assert len(measured) == min(positions, len(sequence) - 1)
         for at in measured:
-            ids, values = scored.ids[at], scored.logprobs[at]
+            ids, values = scored[at]
             expected = toy.logprobs(sequence[: at + 1], model)[ids]
             assert np.allclose(values, expected, atol=1e-6)
             assert np.all(np.diff(values) <= 0)
@@ -48,7 +50,8 @@ def test_vllm_is_recognised_and_its_limit_of_log_probabilities_is_kept() -> None
     with answering(servers.OpenAI().answers()) as requests:
         server = connect(requests.url)
         assert (server.kind, server.version) == ("vllm", "0.32.0")
-        assert server.abilities == Abilities(True, 5, 5, True, True)
+        assert server.tokenize("base", "ab") == (0, 1)
+        assert server.render("base", CHAT) == RENDERED
         check(server.score("tuned", SEQUENCES), most=6, model=1)
         bodies = requests.bodies("/v1/completions")[-len(SEQUENCES) :]
         for call in (lambda: server.score("tuend", [[1, 2]]), lambda: server.render("tuend", CHAT)):
@@ -67,7 +70,7 @@ def test_a_proxy_that_hides_the_tokeniser_is_no_error() -> None:
     del answers["/tokenize"]
     with answering(answers) as requests:
         server = connect(requests.url)
-        assert server.abilities == Abilities(True, 5, 5, False, True)
+        assert server.render("base", CHAT) == RENDERED
         with pytest.raises(UnsupportedError):
             server.tokenize("base", "a")
 
@@ -105,36 +108,29 @@ def test_echo_with_texts_for_tokens_scores_the_sequence_itself(strict: bool) -> 
         answers["/v1/completions"] = refusing
     with answering(answers) as requests:
         server = connect(requests.url)
-        assert server.abilities == Abilities(True, 1, 0, False, False)
         scores = server.score("base", SEQUENCES)
+        with pytest.raises(UnsupportedError):
+            server.next("base", [[1, 2]])
     for sequence, scored in zip(SEQUENCES, scores, strict=True):
-        assert [ids.tolist() for ids in scored.ids] == [[token] for token in sequence[1:]]
+        assert [entry.ids.tolist() for entry in scored] == [[token] for token in sequence[1:]]
     check(scores, least=1)
-
-
-def test_tokens_as_texts_are_found_in_the_vocabulary_of_the_training(tmp_path: Path) -> None:
-    vocabulary = {f"<{token}>": token for token in range(toy.SIZE)}
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
-    for fields, positions in ((("logprobs", "echo"), 99), (("logprobs",), SAMPLED)):
-        with answering(servers.OpenAI(fields).answers()) as requests:
-            server = connect(requests.url, tokenizer=tmp_path)
-            assert server.abilities.next_logprobs == 5
-            check(server.score("base", SEQUENCES), positions=positions)
 
 
 def test_next_tokens_score_a_sample_of_positions() -> None:
     with answering(servers.OpenAI(("logprobs", "ids")).answers()) as requests:
         server = connect(requests.url)
-        assert server.abilities == Abilities(True, 0, 5, False, False)
-        check(server.score("base", SEQUENCES), positions=SAMPLED)
+        with pytest.raises(UnsupportedError):
+            server.score("base", [])
+        check(score(server, "base", SEQUENCES), positions=SAMPLED)
 
 
 def test_a_server_without_log_probabilities_says_so() -> None:
     with answering(servers.OpenAI(()).answers()) as requests:
         server = connect(requests.url)
-        assert server.abilities == Abilities(True, 0, 0, False, False)
         with pytest.raises(UnsupportedError):
-            server.score("base", SEQUENCES)
+            score(server, "base", SEQUENCES)
+        with pytest.raises(UnsupportedError):
+            server.render("base", CHAT)
 
 
 def greedy_is_right(server: Server, name: str, *, ids: bool = True) -> None:
@@ -150,23 +146,21 @@ def test_llama_cpp_scores_each_name_with_its_adapters() -> None:
     with answering(servers.llama_cpp()) as requests:
         server = connect(requests.url)
         assert (server.kind, server.version) == ("llama.cpp", "b11434-abc")
-        assert server.abilities == Abilities(True, 0, 100, True, True)
         names = {entry.name: entry for entry in server.models()}
         assert list(names) == ["toy.gguf", "toy.gguf@base", "tuned", "other"]
         assert (names["tuned"].parent, names["tuned"].max_length) == ("toy.gguf@base", 64)
         for model, name in ((1, "toy.gguf"), (0, "toy.gguf@base"), (1, "tuned"), (2, "other")):
-            check(server.score(name, SEQUENCES), positions=SAMPLED, model=model)
+            check(score(server, name, SEQUENCES), positions=SAMPLED, model=model)
         greedy_is_right(server, "toy.gguf@base")
         whole, streamed = (
             server.generate("tuned", [1, 2], 6, stream=stream)[0] for stream in (False, True)
         )
         assert whole == streamed
         assert server.tokenize("tuned", "ab<user>") == (7, 0, 1, 4)
-        assert server.detokenize("tuned", [0, 1]) == "ab"
         assert server.render("tuned", CHAT) == (7, *RENDERED)  # this one adds BOS
         assert len(server.generate("tuned", [1, 2], 2, 3)) == 3
         with pytest.raises(ServerError, match="tuend"):
-            server.score("tuend", SEQUENCES)
+            score(server, "tuend", SEQUENCES)
 
 
 def test_sglang_scores_prompts_and_adapters() -> None:
@@ -176,18 +170,34 @@ def test_sglang_scores_prompts_and_adapters() -> None:
         check(server.score("toy", SEQUENCES))
         check(server.score("tuned", SEQUENCES), model=1)
         assert [body.get("lora_path") for body in requests.bodies("/generate")][-1] == "tuned"
-        (entry,) = server.next_tokens("toy", [[1, 2]])
-        assert entry[0][0] == toy.logprobs([1, 2]).argmax()
+        (entry,) = server.next("toy", [[1, 2]])
+        assert entry.ids[0] == toy.logprobs([1, 2]).argmax()
         greedy_is_right(server, "toy")
         assert len(server.generate("toy", [1, 2], 2, 3)) == 3
         assert server.tokenize("toy", "ab") == (7, 0, 1)
-        assert server.detokenize("toy", [0, 1]) == "ab"
         assert server.generate("toy", CHAT, 1)[0].prompt_length == len(RENDERED)
         server.generate("tuned", CHAT, 1)
         chats = requests.bodies("/v1/chat/completions")
         assert [body.get("lora_path") for body in chats][-2:] == [None, "tuned"]
         with pytest.raises(UnsupportedError):
             server.render("toy", CHAT)
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "hint"),
+    [
+        ("/api/version", {"version": "0.13.0"}, "llama-server"),
+        ("/info", {"model_id": "toy", "version": "3.3.5"}, "vllm serve"),
+    ],
+)
+def test_a_server_that_verify_does_not_ask_gets_the_way_to_one_that_it_does(
+    path: str, answer: dict[str, str], hint: str
+) -> None:
+    listed = {"data": [{"id": "toy", "owned_by": "library"}]}
+    answers = {"/v1/models": lambda _: listed, path: lambda _: answer}
+    with answering(answers) as requests, pytest.raises(ServerError) as caught:
+        connect(requests.url)
+    assert hint in caught.value.hint
 
 
 def test_what_is_no_server_of_the_kind_is_refused() -> None:
@@ -198,27 +208,3 @@ def test_what_is_no_server_of_the_kind_is_refused() -> None:
             connect(requests.url, kind="x")
         with pytest.raises(ServerError, match="llama.cpp"):
             connect(requests.url, kind="llama.cpp")
-
-
-def test_vocabularies_join_tokens_to_texts(tmp_path: Path) -> None:
-    """Three tokens make the letter ö with a space before it: two of them are half a letter."""
-    byte_level = {
-        "model": {"vocab": {"\u0120": 0, "\u00c3": 1, "\u00b6": 2, "a": 3}},
-        "decoder": {"type": "ByteLevel"},
-        "added_tokens": [{"id": 4, "content": "<eos>"}],
-    }
-    pieces = {"model": {"vocab": [["<unk>", 0.0], ["\u2581a", -1.0], ["<0x0A>", -2.0]]}}
-    for number, document in enumerate((byte_level, pieces)):
-        (tmp_path / str(number)).mkdir()
-        (tmp_path / str(number) / "tokenizer.json").write_text(json.dumps(document))
-    vocabulary = read_vocabulary(tmp_path / "0")
-    assert vocabulary is not None
-    assert vocabulary.text([0, 1, 2, 3, 4]) == " öa<eos>"
-    assert vocabulary.text([0, 1]) is None
-    assert (vocabulary.find(b" "), vocabulary.find(b"x")) == (0, None)
-    vocabulary = read_vocabulary(tmp_path / "1")
-    assert vocabulary is not None
-    assert vocabulary.text([1, 2]) == " a\n"
-    for content in ("", "[]", '{"model": {}}', '{"model": {"vocab": 3}}'):
-        (tmp_path / "tokenizer.json").write_text(content)
-        assert read_vocabulary(tmp_path) is None

@@ -19,9 +19,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from tasks.core.errors import ConfigError
 from tasks.serving.rollout_servers.remote import KEY_VARIABLE
-from tasks.verify.servers import http as http_module
+from tasks.verify.servers import client as module
+from tasks.verify.servers.client import Client
 from tasks.verify.servers.connect import connect
-from tasks.verify.servers.http import Http
 from tasks.verify.servers.server import ServerError
 from tests.answering import Reply, Requests, answering, refusal
 from tests.verify.serving import free_port
@@ -32,7 +32,7 @@ KEY = "sk-verysecretkey-0123456789"
 def failing(answers: Mapping[str, Any], **options: Any) -> tuple[ServerError, Requests]:
     """Return the error of a GET of /x, and what the server saw."""
     with answering(answers) as server, pytest.raises(ServerError) as caught:
-        Http(server.url, **options).get("/x")
+        Client(server.url, **options).get("/x")
     return caught.value, server
 
 
@@ -42,14 +42,14 @@ def test_where_nothing_listens_or_the_address_is_none() -> None:
     assert (caught.value.code, caught.value.exit_code) == ("unreachable", 2)
     for url in ("ftp://host:1", "http://", "http://host:port"):
         with pytest.raises(ConfigError, match="url="):
-            Http(url)
+            Client(url)
 
 
 def test_a_password_in_the_address_is_sent_and_not_shown() -> None:
     with answering({"/x": lambda _: refusal(500, "broken")}) as server:
         url = server.url.replace("http://", "http://user:hunter2hunter2@")
         with pytest.raises(ServerError) as caught:
-            Http(url).get("/x")
+            Client(url).get("/x")
     assert "hunter2" not in caught.value.report()
     assert server.seen[0][2]["Authorization"].startswith("Basic ")
 
@@ -75,7 +75,7 @@ def test_a_rate_limit_is_waited_for_unless_it_exceeds_the_time_limit() -> None:
     replies = [refusal(429, "slow down", Retry_After="1"), {"ok": True}]
     with answering({"/x": lambda _: replies.pop(0)}) as server:
         begin = time.monotonic()
-        assert Http(server.url).get("/x") == {"ok": True}
+        assert Client(server.url).get("/x") == {"ok": True}
     assert time.monotonic() - begin >= 1
     longer = {"/x": lambda _: refusal(429, "slow down", Retry_After="3600")}
     error, server = failing(longer, timeout_s=30)
@@ -93,7 +93,7 @@ def test_a_redirect_is_not_followed_so_that_the_key_stays() -> None:
 def test_a_response_that_is_too_large_or_no_json_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http_module, "LARGEST", 1000)
+    monkeypatch.setattr(module, "LARGEST", 1000)
     large, _ = failing({"/x": lambda _: Reply(200, b"[" + b"1," * 1000 + b"1]")})
     page, _ = failing({"/x": lambda _: Reply(200, b"<html>\x1b[2Jwelcome</html>")})
     deep, _ = failing({"/x": lambda _: Reply(200, b"[" * 900)})
@@ -108,7 +108,7 @@ def test_a_server_that_never_ends_its_response_meets_the_time_limit() -> None:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         with pytest.raises(ServerError) as caught:
-            Http(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=1).get("/x")
+            Client(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=1).get("/x")
     assert caught.value.code == "busy"
     assert "timeout_s" in caught.value.hint
 
@@ -130,7 +130,7 @@ def test_a_connection_that_the_server_closed_meanwhile_is_opened_again() -> None
 
         thread = threading.Thread(target=serve)
         thread.start()
-        assert Http(f"http://127.0.0.1:{listener.getsockname()[1]}").post("/x", {}) == {}
+        assert Client(f"http://127.0.0.1:{listener.getsockname()[1]}").post("/x", {}) == {}
         thread.join()
     assert [request[:6] for request in served] == [b"POST /", b"POST /"]
 
@@ -158,11 +158,11 @@ def test_a_servers_own_certificate_is_trusted_if_it_is_named(tmp_path: Path) -> 
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(file)
     with answering({"/x": lambda _: {"a": 1}}, tls) as server:
-        assert Http(server.url, ca=str(file)).get("/x") == {"a": 1}
+        assert Client(server.url, ca=str(file)).get("/x") == {"a": 1}
         with pytest.raises(ServerError) as caught:
-            Http(server.url, key=KEY).get("/x")
+            Client(server.url, key=KEY).get("/x")
     assert caught.value.hint.startswith("ca=")
     assert len(server.seen) == 1
     with answering({"/x": lambda _: {}}) as server, pytest.raises(ServerError) as caught:
-        Http(server.url.replace("http://", "https://")).get("/x")
+        Client(server.url.replace("http://", "https://")).get("/x")
     assert caught.value.hint == "http://"

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.verify.answers import Answers
-from tasks.verify.check import Check
-from tasks.verify.checks.changes import change
-from tasks.verify.checks.leak import leak
-from tasks.verify.checks.load import batching, long_prompts, prefix_cache, streaming
+from tasks.verify.asked import Asked
+from tasks.verify.checks.load import batching, leak, long_prompts, prefix_cache, streaming
+from tasks.verify.compare import change
+from tasks.verify.report import Check
 from tasks.verify.servers.connect import connect
+from tasks.verify.servers.server import Entry
 from tests.answering import Answer, answering
 from tests.verify import toy_model as toy
 from tests.verify.toy_model import causes, reference
@@ -27,16 +27,14 @@ def serving(choose: Any = None, **faults: Any) -> dict[str, Answer]:
 
 def asked(check: Any, answers: dict[str, Answer], model: str = "base") -> Check:
     with answering(answers) as requests:
-        made: Check = check(Answers(connect(requests.url), reference()), model, "base")
+        made: Check = check(Asked(connect(requests.url), model, "base", reference()))
     return made
 
 
 def test_a_server_that_always_answers_the_same_is_ok() -> None:
     with answering(serving()) as requests:
         for check in (batching, prefix_cache, long_prompts, streaming):
-            assert (
-                check(Answers(connect(requests.url), reference()), "base", "base").verdict == "ok"
-            )
+            assert check(Asked(connect(requests.url), "base", "base", reference())).verdict == "ok"
 
 
 def test_faults_under_load_are_named() -> None:
@@ -83,8 +81,9 @@ def test_the_change_of_a_position_is_the_kl_where_all_ids_are_known() -> None:
     ids = np.arange(toy.SIZE, dtype=np.int32)
     expected = float((np.exp(p) * (p - q)).sum())
     order = np.argsort(-q)
-    before, after = (ids, p.astype(np.float32)), (ids[order], q[order].astype(np.float32))
+    before = Entry(ids, p.astype(np.float32))
+    after = Entry(ids[order], q[order].astype(np.float32))
     assert change(before, after) == pytest.approx(expected, rel=1e-4)
     assert change(before, before) == pytest.approx(0, abs=1e-6)
-    top = (ids[order][:3], q[order][:3].astype(np.float32))
+    top = Entry(ids[order][:3], q[order][:3].astype(np.float32))
     assert 0 < change(before, top) <= expected * 1.01

@@ -11,13 +11,12 @@ import pytest
 
 from tasks.core.errors import ConfigError
 from tasks.drift.fingerprint import drift
-from tasks.verify.answers import Answers
+from tasks.verify.asked import Asked
 from tasks.verify.checks import sampling as module
-from tasks.verify.checks.adapters import applied, base_name
-from tasks.verify.checks.distribution import distribution
-from tasks.verify.checks.names import names
 from tasks.verify.checks.sampling import Settings, sampling
+from tasks.verify.checks.weights import adapter, base, distribution
 from tasks.verify.reference import read_reference
+from tasks.verify.run import run_checks
 from tasks.verify.servers.server import Generated, Scores, ServedModel, ServerError
 from tests.verify.synthetic import ArrayServer, World, world, write_witness
 
@@ -49,14 +48,11 @@ def test_twenty_clean_servers_raise_no_alarm(seeds: range) -> None:
     for seed in seeds:
         made = world(seed, vocab=400, moved=0.05 + 0.1 * (seed % 5), spread=1 + seed % 4)
         reference, server = made.reference(), served(made, seed=100 + seed)
-        answers = Answers(server, reference)
-        checks = [
-            check(answers, "tuned", "base")
-            for check in (distribution, applied, base_name, sampling)
-        ]
+        asked = Asked(server, "tuned", "base", reference)
+        checks = [check(asked) for check in (distribution, adapter, base, sampling)]
         assert [check.verdict for check in checks] == ["ok"] * 4, checks
         assert server.asked == 2  # each name once
-        assert "would have been seen with 99%" in checks[0].text
+        assert 0.1 < float(checks[0].measured["mass"]) <= 1
 
 
 @pytest.mark.parametrize(
@@ -66,16 +62,17 @@ def test_an_adapter_that_is_not_applied_whole(part: float, code: str) -> None:
     for moved in (0.1, 0.5):  # the first one is too small for the limits of the distribution
         made = world(2, moved=moved)
         reference, server = made.reference(), served(made, part=part)
-        check = applied(Answers(server, reference), "tuned", "base")
+        asked = Asked(server, "tuned", "base", reference)
+        check, both = adapter(asked), distribution(asked)
         assert (check.verdict, check.causes[0].code) == ("fault", code)
         assert check.measured["dose"] == pytest.approx(part, abs=0.05)
-        both = distribution(Answers(server, reference), "tuned", "base")
         if moved == 0.5:
             assert (both.verdict, both.causes[0].code) == ("fault", code)
-        models = {"tuned": made.base + part * (made.trained - made.base), "other": made.trained}
-        swapped = ArrayServer(made.probes, models)
-        assert names(Answers(served(made), reference), "tuned", "base").verdict == "ok"
-        check = names(Answers(swapped, reference), "tuned", "base")
+        assert both.measured["dose"] == check.measured["dose"]
+        part_of = made.base + part * (made.trained - made.base)
+        models = {"base": made.base, "tuned": part_of, "other": made.trained}
+        swapped = Asked(ArrayServer(made.probes, models), "tuned", "base", reference)
+        check = distribution(swapped)
         assert (check.verdict, check.causes[0].code) == ("fault", "adapters-swapped")
 
 
@@ -90,7 +87,7 @@ def test_rounding_of_the_trainer_is_no_part_of_the_dose() -> None:
         assert again is not None
         noise = drift(recorded.trained, again).noise
         trained = replace(recorded.trained, formats={"bfloat16": noise})
-        check = applied(Answers(server, replace(recorded, trained=trained)), "tuned", None)
+        check = adapter(Asked(server, "tuned", None, replace(recorded, trained=trained)))
         assert check.verdict == verdict, check
 
 
@@ -105,7 +102,7 @@ def test_the_checkpoint_that_fits_is_named(tmp_path: Path) -> None:
             at_20 = trained
     reference = read_reference(tmp_path / "checkpoint-30")
     server = ArrayServer(made.probes, {"tuned": noisy(at_20, 1)})
-    check = distribution(Answers(server, reference), "tuned", None)
+    check = distribution(Asked(server, "tuned", None, reference))
     assert (check.verdict, check.causes[0].code) == ("fault", "other-checkpoint")
     assert "answers as checkpoint-20" in check.causes[0].text
     assert f"source={tmp_path}/checkpoint-20" in check.causes[0].hint
@@ -114,12 +111,10 @@ def test_the_checkpoint_that_fits_is_named(tmp_path: Path) -> None:
 def test_a_server_without_log_probabilities_proves_nothing() -> None:
     made = world(9)
     server = ArrayServer(made.probes, {"tuned": made.trained}, top=0)
-    answers = Answers(server, made.reference())
-    for function in (distribution, applied, sampling):
-        check = function(answers, "tuned", None)
-        assert check.verdict == "unknown"
+    checks = run_checks(Asked(server, "tuned", "base", made.reference()))
+    assert {check.verdict for check in checks} == {"unknown"}
     with pytest.raises(ConfigError, match="lax"):
-        Answers(server, made.reference(), "lax")
+        Asked(server, "tuned", None, made.reference(), "lax")
 
 
 DEFAULTS = [
@@ -135,7 +130,7 @@ def test_default_settings_that_training_did_not_record(chosen: slice) -> None:
     made = world(10, spread=2.0)
     for defaults in DEFAULTS[chosen]:
         server = ArrayServer(made.probes, {"tuned": noisy(made.trained, 1)}, sampling=defaults)
-        check = sampling(Answers(server, made.reference()), "tuned", None)
+        check = sampling(Asked(server, "tuned", None, made.reference()))
         assert (check.verdict, check.causes[0].code) == ("fault", "default-temperature")
         assert 900 < float(check.measured["samples"]) <= 1024
         hotter = defaults.temperature > 1
@@ -150,7 +145,7 @@ def test_a_correct_server_of_a_small_vocabulary_raises_no_alarm(kind: str) -> No
         if kind == "one token and a flat rest":
             made.trained[:, 0] += 8.0
         server = ArrayServer(made.probes, {"tuned": noisy(made.trained, seed)}, seed=seed)
-        check = sampling(Answers(server, made.reference()), "tuned", None)
+        check = sampling(Asked(server, "tuned", None, made.reference()))
         assert check.verdict == ("unknown" if kind == "flat" else "ok"), check
 
 
@@ -161,17 +156,17 @@ def test_a_slow_server_gets_fewer_requests_and_a_verdict(monkeypatch: pytest.Mon
 
     class SlowServer(ArrayServer):
         def generate(self, *args: Any, **kwargs: Any) -> list[Generated]:
-            clock[0] += 4.0  # 12 tokens at 3 tokens/s
-            if clock[0] == 8.0:
+            clock[0] += 5.0  # 16 tokens at 3 tokens/s
+            if clock[0] == 10.0:
                 raise ServerError("no full response within 120 s", code="busy")
             return super().generate(*args, **kwargs)
 
     for settings, verdict in ((Settings(), "ok"), (Settings(0.5), "fault")):
         clock[0] = 0.0
         server = SlowServer(made.probes, {"tuned": noisy(made.trained, 1)}, sampling=settings)
-        check = sampling(Answers(server, made.reference()), "tuned", None)
+        check = sampling(Asked(server, "tuned", None, made.reference()))
         assert check.verdict == verdict
-        assert 128 <= float(check.measured["samples"]) <= 200
+        assert 128 <= float(check.measured["samples"]) <= 250
 
 
 def test_recorded_settings_are_expected() -> None:
@@ -187,10 +182,11 @@ def test_recorded_settings_are_expected() -> None:
     ):  # fmt: skip
         reference = made.reference(tokens={"generation_config": recorded})
         server = ArrayServer(made.probes, models, sampling=settings)
-        check = sampling(Answers(server, reference), "tuned", None)
+        check = sampling(Asked(server, "tuned", None, reference))
         assert check.verdict == verdict, (recorded, settings)
     other = ArrayServer(made.probes, {"tuned": noisy(made.trained, 1, 0.3)})
-    assert sampling(Answers(other, reference), "tuned", None).verdict == "unknown"
+    (check,) = run_checks(Asked(other, "tuned", None, reference), ["sampling"])
+    assert check.verdict == "unknown"
 
 
 class ShortServer(ArrayServer):
@@ -203,15 +199,14 @@ class ShortServer(ArrayServer):
         assert max(map(len, sequences)) == 19 < max(map(len, self._probes))
         whole = super().score(model, self._probes)
         pairs = zip(whole, sequences, strict=True)
-        return [Scores(s.ids[: len(i) - 1], s.logprobs[: len(i) - 1]) for s, i in pairs]
+        return [entries[: len(ids) - 1] for entries, ids in pairs]
 
 
 @pytest.mark.parametrize(("part", "verdict"), [(1.0, "ok"), (0.5, "fault")])
 def test_probes_beyond_the_context_are_cut(part: float, verdict: str) -> None:
     made = world(3, vocab=400, moved=0.3)
     models = {"base": made.base, "tuned": made.base + part * (made.trained - made.base)}
-    check = distribution(
-        Answers(ShortServer(made.probes, models), made.reference()), "tuned", "base"
-    )
+    server = ShortServer(made.probes, models)
+    check = distribution(Asked(server, "tuned", "base", made.reference()))
     assert check.verdict == verdict, check.text
     assert check.measured["positions"] < sum(len(ids) - 1 for ids in made.probes)

@@ -7,19 +7,19 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from tasks.core.errors import PlumblineError
-from tasks.verify.check import Cause, Check
-from tasks.verify.report import EXIT_STATUS, Report
+from tasks.core.report import Cause
+from tasks.verify.report import EXIT_STATUS, Check, Report
 from tasks.verify.run import attempt, choose
 from tasks.verify.servers.server import ServedModel
 
-SAME = Check("distribution", "ok", "as trained", {"mean_kl": 2e-5}, {"mean_kl": 1e-3})
+SAME = Check("distribution", "ok", "as trained", {"mean_kl": 2e-5}, limit={"mean_kl": 1e-3})
 OTHER = Check(
     "distribution",
     "fault",
     "another distribution " + "that is described at length " * 8,
     {"mean_kl": 0.25, "worst": "chat 2"},
-    {"mean_kl": 1e-3},
     (Cause("base-served", "the base answers", "vllm serve BASE --lora-modules NAME=DIR"),),
+    {"mean_kl": 1e-3},
 )
 HIDDEN = Check("prompt", "unknown", "the server does not say")
 OK_PROMPT = Check("prompt", "ok", "the same")
@@ -41,7 +41,7 @@ OUTCOMES: list[tuple[tuple[Check, ...], str]] = [
     ((OTHER, OK_PROMPT), "fault"),
     ((SAME, replace(OK_PROMPT, verdict="fault")), "fault"),
     ((replace(SAME, verdict="unknown"), OK_PROMPT), "unverified"),
-    ((SAME, replace(OK_PROMPT, name="adapter", verdict="unknown")), "verified"),
+    ((SAME, replace(OK_PROMPT, code="adapter", verdict="unknown")), "verified"),
     ((SAME, UNDECIDED), "unverified"),
     ((OK_PROMPT,), "unverified"),
     ((), "unverified"),
@@ -56,7 +56,7 @@ def test_nothing_is_verified_without_the_distribution() -> None:
 
 
 def test_junit_counts_failures_and_skipped() -> None:
-    suite = ElementTree.fromstring(report(OTHER, OK_PROMPT, replace(HIDDEN, name="load")).junit())
+    suite = ElementTree.fromstring(report(OTHER, OK_PROMPT, replace(HIDDEN, code="load")).junit())
     assert [suite.get(key) for key in ("tests", "failures", "skipped", "errors")] == list("3110")
     cases = {case.get("name"): case for case in suite}
     failure = cases["distribution"].find("failure")

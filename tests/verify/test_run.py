@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from tasks.drift.fingerprint import FormatNoise
-from tasks.verify.alignment import align
-from tasks.verify.comparison import coarse_kl
+from tasks.verify.compare import align, kl_of
 from tasks.verify.run import Target, verify
 from tasks.verify.servers.server import ServerError
 from tests.verify.synthetic import ArrayServer, world
@@ -74,7 +73,7 @@ def light(share: float, moved: float = 0.5) -> tuple[str, Mapping[str, str], lis
     logits = own.base + share * (own.trained - own.base)
     logits = logits + random.normal(0, NOISE, logits.shape)
     made = own.reference()
-    kl = float(coarse_kl(made.trained, align(made.trained, scores(own.probes, logits))).mean())
+    kl = float(kl_of(made.trained, align(made.trained, scores(own.probes, logits))).mean())
     noise = FormatNoise(mean_kl=kl, p95_kl=4 * kl, median_kl=kl, top1_agreement=0.7)
     trained = replace(made.trained, formats=dict.fromkeys(("bfloat16", "float32"), noise))
     known = ArrayServer(own.probes, {"merged": logits})

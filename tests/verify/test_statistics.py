@@ -1,4 +1,4 @@
-"""Distance, dose and power: bounds that hold for every pair of models, and simulations."""
+"""Distance and dose: bounds that hold for every pair of models, and simulations."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from tasks.drift.fingerprint import PROFILES
 from tasks.drift.share import Share, adapter_share
-from tasks.verify.alignment import align
-from tasks.verify.comparison import coarse_kl, distance, format_of
-from tasks.verify.servers.server import Scores
+from tasks.verify.compare import align, distance, format_of, kl_of
+from tasks.verify.servers.server import EMPTY, Entry, Scores
 from tests.verify.synthetic import World, answers, fingerprint, logprobs_of, world
 
 STANDARD = PROFILES["standard"]
@@ -46,13 +45,13 @@ def test_the_coarse_kl_never_exceeds_the_full_kl(
     rest = 1 - np.nansum(np.exp(aligned.logprobs), 1) - aligned.extra_mass
     # Probabilities in float32 that sum to almost 1 leave a rest that is mostly rounding.
     noise = 1e-5 + 1e-7 / np.maximum(rest, 1e-6)
-    coarse, full = coarse_kl(reference, aligned), full_kl(made.trained, served)
+    coarse, full = kl_of(reference, aligned), full_kl(made.trained, served)
     assert (coarse >= 0).all()
     assert (coarse <= full * (1 + 1e-5) + noise).all()
     at_base = replace(made.reference(kept), trained=reference).base
     assert at_base is not None
     base = replace(at_base, ids=reference.ids)
-    coarse = coarse_kl(base, aligned, most_likely=False)
+    coarse = kl_of(base, aligned)
     assert (coarse <= full_kl(made.base, served) * (1 + 1e-5) + noise).all()
 
 
@@ -72,20 +71,16 @@ def test_positions_that_were_not_measured_are_left_out() -> None:
     made = world(6)
     reference = fingerprint(made.probes, made.trained)
     full = answers(made.probes, made.trained)
-    empty = (np.empty(0, np.int32), np.empty(0, np.float32))
-    few = [
-        Scores(
-            tuple(ids if at % 3 == 0 else empty[0] for at, ids in enumerate(score.ids)),
-            tuple(v if at % 3 == 0 else empty[1] for at, v in enumerate(score.logprobs)),
-        )
-        for score in full
+    few: list[Scores] = [
+        [entry if at % 3 == 0 else EMPTY for at, entry in enumerate(score)] for score in full
     ]
     aligned = align(reference, few)
     measured = distance(reference, aligned, STANDARD)
     assert measured.positions == 12 * 7
     assert measured.mean_kl < 1e-6
     assert measured.top1_agreement == 1.0
-    broken = [Scores(s.ids, tuple(v + np.float32("nan") for v in s.logprobs)) for s in full]
+    nan = np.float32("nan")
+    broken: list[Scores] = [[Entry(ids, values + nan) for ids, values in score] for score in full]
     with pytest.raises(ValueError, match="no position"):
         distance(reference, align(reference, broken), STANDARD)
     with pytest.raises(ValueError, match="scores of"):
@@ -96,16 +91,11 @@ def test_a_server_that_returns_the_next_token_alone_is_compared_by_it() -> None:
     made = world(7)
     reference = fingerprint(made.probes, made.trained)
     for served, low, high in ((made.trained, 0, 1e-6), (made.base, 2e-6, 1)):
-        alone = [
-            Scores(
-                tuple(ids[ids == own] for ids, own in zip(score.ids, probe[1:], strict=True)),
-                tuple(
-                    values[ids == own]
-                    for ids, values, own in zip(score.ids, score.logprobs, probe[1:], strict=True)
-                ),
-            )
+        alone: list[Scores] = [
+            [Entry(e.ids[e.ids == own], e.logprobs[e.ids == own])
+             for e, own in zip(score, probe[1:], strict=True)]
             for score, probe in zip(answers(made.probes, served), made.probes, strict=True)
-        ]
+        ]  # fmt: skip
         measured = distance(reference, align(reference, alone), STANDARD)
         assert low <= measured.mean_kl < high
         assert np.isnan(measured.top1_agreement)

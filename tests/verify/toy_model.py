@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.drift.fingerprint import Fingerprint
-from tasks.verify.check import Check
 from tasks.verify.reference import Probe, Reference
+from tasks.verify.report import Check
 from tasks.witness.plumbline_witness.probes import CHATS, TEXTS
 
 SIZE = 8

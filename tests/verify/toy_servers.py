@@ -67,7 +67,6 @@ class OpenAI:
         own = {
             "/version": lambda _: {"version": "0.32.0"},
             "/tokenize": self.tokenize,
-            "/detokenize": lambda body: {"prompt": " ".join(f"<{t}>" for t in body["tokens"])},
         }
         return {
             "/v1/models": lambda _: listed,
@@ -210,7 +209,6 @@ def llama_cpp() -> dict[str, Answer]:
         ],
         "/completion": completion,
         "/tokenize": lambda body: {"tokens": split(body["content"], bos=body["add_special"])},
-        "/detokenize": lambda body: {"content": text_of(body["tokens"])},
         "/apply-template": lambda body: {"prompt": text_of(toy.rendered(body["messages"]))},
     }
 
@@ -243,7 +241,6 @@ def sglang() -> dict[str, Answer]:
         "/get_server_info": lambda _: {"version": "0.5.9"},
         "/generate": generate,
         "/tokenize": lambda body: {"tokens": split(body["prompt"], bos=body["add_special_tokens"])},
-        "/detokenize": lambda body: {"text": text_of(body["tokens"])},
         "/v1/chat/completions": lambda body: {
             "choices": [{"index": 0, "message": {"content": ""}, "finish_reason": "length"}],
             "usage": {"prompt_tokens": len(toy.rendered(body["messages"]))},

@@ -1,128 +1,128 @@
-"""Check that a server answers the same, however it is asked: alone, in a crowd, again, streamed.
+"""Check that a server answers the same, however it is asked.
 
 batching       alone, and beside 31 other requests
 prefix_cache   the same prompt again
 long_prompts   prompt log-probabilities and generated tokens, beyond 256 tokens
 streaming      streamed and not streamed
+leak           base and adapters by turns (vLLM issues 42008 and 49063)
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from tasks.verify.answers import Answers
-from tasks.verify.check import Cause, Check
-from tasks.verify.checks.changes import change, changes, exceeds, few, parted
-from tasks.verify.reference import Reference
-from tasks.verify.servers.server import Entry, Generated, Server
+from tasks.core.report import Cause
+from tasks.verify.asked import Asked
+from tasks.verify.compare import change, changes, exceeds
+from tasks.verify.report import Check
+from tasks.verify.servers.client import parallel
+from tasks.verify.servers.server import Generated, Scores, UnsupportedError
 
 CROWD = 32
 """Requests at the same time."""
-_SEQUENCES = 8
+CROWDS = (1, 8, CROWD)
+_LENGTH = 12
+"""Tokens of a sequence that is asked for many times: a CPU computes 17 tokens per second."""
+_OTHERS = 2
+"""Other adapters that are asked beside a model and its base."""
 _PROMPTS, _TOKENS = 2, 12
 _CACHED = 96
 """Tokens of a prompt for the prefix cache: several blocks of every server."""
-_FROM, _LONG = 256, 384
-_LONG_POSITIONS = 4
+_FROM, _LONG, _LONG_POSITIONS = 256, 384, 4
+_TIE = 0.5
+"""Nats between two tokens that rounding may swap: four steps of bf16 between 16 and 32."""
 
 
-def batching(answers: Answers, model: str, base: str | None) -> Check:
+def batching(asked: Asked) -> Check:
     """Score the same sequences alone and in a crowd."""
-    server, limit = answers.server, answers.limit
-    sequences = few(answers.reference, _SEQUENCES if server.abilities.prompt_logprobs else 2)
-    alone = server.score(model, sequences, workers=1)
+    model, limit = asked.model, asked.limit
+    sequences = _beginnings(asked, 2 if asked.is_slow else 8)
+    alone = asked.score(model, sequences, workers=1)
     copies = -(-CROWD // len(sequences))
-    moved = changes(alone * copies, server.score(model, sequences * copies, workers=CROWD))
+    moved = changes(alone * copies, asked.score(model, sequences * copies, workers=CROWD))
     if not moved.size:
         return Check("batching", "unknown", "the server returned no log-probabilities")
     measured, limits = {"mean_kl": float(moved.mean())}, {"mean_kl": limit.mean_kl}
     if exceeds(moved, limit):
         text = f"beside {CROWD - 1} other requests the answers move by {moved.mean():.2e} nats"
-        return Check("batching", "fault", text, measured, limits, (_CAUSES["batch-variance"],))
+        return Check("batching", "fault", text, measured, _cause("batch-variance"), limits)
     text = f"alone and beside {CROWD - 1} other requests: {moved.mean():.1e} nats apart"
-    return Check("batching", "ok", text, measured, limits)
+    return Check("batching", "ok", text, measured, limit=limits)
 
 
-def prefix_cache(answers: Answers, model: str, base: str | None) -> Check:
+def prefix_cache(asked: Asked) -> Check:
     """Ask for the next token after prompts that the server has not seen, and ask again."""
-    server, limit = answers.server, answers.limit
-    length = min(_CACHED, (answers.length(model) or _CACHED) - 2)
-    prompts = [_shuffled(answers.reference, length) for _ in range(_PROMPTS)]
-    first = server.next_tokens(model, prompts, workers=1)
-    again = server.next_tokens(model, prompts, workers=1)
-    pairs = [(a, b) for a, b in zip(first, again, strict=True) if len(a[0]) and len(b[0])]
-    if not pairs:
-        return Check("prefix-cache", "unknown", "the server returned no log-probabilities")
-    moved = [change(a, b) for a, b in pairs]
-    if server.abilities.prompt_logprobs > 1:
-        # These are computed without a cache.
+    name, server, model, limit = "prefix-cache", asked.server, asked.model, asked.limit
+    length = min(_CACHED, (asked.length(model) or _CACHED) - 2)
+    prompts = [_shuffled(asked, length) for _ in range(_PROMPTS)]
+    first, again = (server.next(model, prompts, workers=1) for _ in range(2))
+    pairs = [*zip(first, again, strict=True)]
+    try:  # prompt log-probabilities are computed without a cache
         scored = server.score(model, [[*prompt, prompt[0]] for prompt in prompts])
-        moved += [
-            change((scores.ids[-1], scores.logprobs[-1]), entry)
-            for scores, entry in zip(scored, again, strict=True)
-        ]
-    values = np.array(moved)
+        pairs += zip((scores[-1] for scores in scored), again, strict=True)
+    except UnsupportedError:
+        pass
+    values = np.array([change(a, b) for a, b in pairs if min(len(a.ids), len(b.ids)) > 1])
+    if not values.size:
+        return Check(name, "unknown", "the server returned no log-probabilities")
     measured = {"mean_kl": float(values.mean()), "tokens": length}
     limits = {"mean_kl": limit.mean_kl}
     if exceeds(values, limit):
-        text = f"a prompt that was seen before is answered {measured['mean_kl']:.2e} nats apart"
-        return Check("prefix-cache", "fault", text, measured, limits, (_CAUSES["prefix-cache"],))
-    text = f"prompts of {length} tokens asked again: {measured['mean_kl']:.1e} nats apart"
-    return Check("prefix-cache", "ok", text, measured, limits)
+        text = f"a prompt that was seen before is answered {values.mean():.2e} nats apart"
+        return Check(name, "fault", text, measured, _cause(name), limits)
+    text = f"prompts of {length} tokens asked again: {values.mean():.1e} nats apart"
+    return Check(name, "ok", text, measured, limit=limits)
 
 
-def long_prompts(answers: Answers, model: str, base: str | None) -> Check:
+def long_prompts(asked: Asked) -> Check:
     """Compare prompt log-probabilities with generated tokens, from 256 tokens on.
 
     vLLM issue 48271: both disagree there, so that probes of that length prove nothing.
     """
-    server, limit = answers.server, answers.limit
-    if server.abilities.prompt_logprobs < 2 or not server.abilities.next_logprobs:
-        reason = "the server returns either prompt log-probabilities or next tokens, not both"
-        return Check("long-prompts", "unknown", reason)
-    size = min(_LONG, (answers.length(model) or _LONG) - 2)
+    name, server, model, limit = "long-prompts", asked.server, asked.model, asked.limit
+    size = min(_LONG, (asked.length(model) or _LONG) - 2)
     if size < _FROM + _LONG_POSITIONS:
-        return Check("long-prompts", "unknown", f"the server takes {size + 2} tokens only")
-    sequence = _shuffled(answers.reference, size)
+        return Check(name, "unknown", f"the server takes {size + 2} tokens only")
+    sequence = _shuffled(asked, size)
     places = np.linspace(_FROM - 1, size - 2, _LONG_POSITIONS).round().astype(int).tolist()
     (scored,) = server.score(model, [sequence])
-    generated = server.next_tokens(model, [sequence[: at + 1] for at in places], workers=1)
-    moved, other = [], 0
-    for at, entry in zip(places, generated, strict=True):
-        prompt: Entry = (scored.ids[at], scored.logprobs[at])
-        moved.append(change(prompt, entry))
-        other += bool(prompt[0][0] != entry[0][0])
-    values = np.array(moved)
+    generated = server.next(model, [sequence[: at + 1] for at in places], workers=1)
+    pairs = [(scored[at], entry) for at, entry in zip(places, generated, strict=True)]
+    values = np.array([change(a, b) for a, b in pairs if min(len(a.ids), len(b.ids)) > 1])
+    if not values.size:
+        return Check(name, "unknown", "the server returned one token for each position")
+    other = sum(bool(a.ids[0] != b.ids[0]) for a, b in pairs)
     measured = {"mean_kl": float(values.mean()), "positions": len(places), "other_top": other}
     limits = {"mean_kl": limit.mean_kl}
     if exceeds(values, limit):
         text = (
-            f"prompt log-probabilities and generation are {measured['mean_kl']:.2e} nats apart "
-            f"between {_FROM} and {size} tokens"
+            f"prompt log-probabilities and generation are {values.mean():.2e} nats apart between "
+            f"{_FROM} and {size} tokens"
         )
-        return Check("long-prompts", "fault", text, measured, limits, (_CAUSES["long-prompts"],))
-    text = f"prompts of {_FROM} to {size} tokens: {measured['mean_kl']:.1e} nats apart"
-    return Check("long-prompts", "ok", text, measured, limits)
+        return Check(name, "fault", text, measured, _cause(name), limits)
+    text = f"prompts of {_FROM} to {size} tokens: {values.mean():.1e} nats apart"
+    return Check(name, "ok", text, measured, limit=limits)
 
 
-def streaming(answers: Answers, model: str, base: str | None) -> Check:
+def streaming(asked: Asked) -> Check:
     """Compare greedy responses that are streamed with those that are not."""
-    server = answers.server
-    prompts = [ids[: max(1, len(ids) // 2)] for ids in few(answers.reference, _PROMPTS)]
+    prompts = [ids[: max(1, len(ids) // 2)] for ids in _beginnings(asked, _PROMPTS)]
     untold, tokens = 0, 0
     for prompt in prompts:
-        whole, streamed = (_greedy(server, model, prompt, stream) for stream in (False, True))
-        differs = parted(server, model, prompt, whole, streamed)
+        whole = _greedy(asked, asked.model, prompt)
+        streamed = _greedy(asked, asked.model, prompt, stream=True)
+        differs = _parted(asked, asked.model, prompt, whole, streamed)
         tokens += len(whole.ids or ())
-        if differs and _greedy(server, model, prompt, False) != whole:
+        if differs and _greedy(asked, asked.model, prompt) != whole:
             differs = None  # the server does not repeat itself either
         if differs:
             text = f"not streamed {whole.text[:40]!r}, streamed {streamed.text[:40]!r}"
-            causes = (_CAUSES["streaming"],)
-            return Check("streaming", "fault", text, {"prompts": len(prompts)}, causes=causes)
+            measured = {"prompts": len(prompts)}
+            return Check("streaming", "fault", text, measured, _cause("streaming"))
         untold += differs is None
     measured = {"prompts": len(prompts), "tokens": tokens}
     if untold:
@@ -132,39 +132,165 @@ def streaming(answers: Answers, model: str, base: str | None) -> Check:
     return Check("streaming", "ok", text, measured)
 
 
-def _greedy(server: Server, model: str, prompt: Sequence[int], stream: bool) -> Generated:
-    return server.generate(model, prompt, _TOKENS, stream=stream, temperature=0)[0]
+def leak(asked: Asked) -> Check:
+    """Ask base and adapters by turns, 1, 8 and 32 at a time; each has to answer as it did alone."""
+    limit, served = asked.limit, asked.server.models()
+    bases = [entry.name for entry in served if entry.parent is None]
+    parents = {entry.name: entry.parent for entry in served}
+    parent = parents.get(asked.model) or asked.base
+    others = [entry.name for entry in served if entry.name not in (asked.model, parent)]
+    names = [*([parent] if parent else []), asked.model, *others[:_OTHERS]]
+    names = list(dict.fromkeys(names))
+    if len(names) < 2:
+        return Check("leak", "unknown", "the server has no second model to mix it up with")
+    sequences = _beginnings(asked, 1 if asked.is_slow else 4)
+    alone = {name: asked.score(name, sequences, workers=1) for name in names}
+    apart = max(_mean(alone[names[0]], alone[name]) for name in names[1:])
+    measured: dict[str, float | str] = {"models": len(names), "apart": apart}
+    if apart <= limit.mean_kl:
+        reason = f"models of this server answer alike ({apart:.1e} nats): a leak is invisible"
+        return Check("leak", "unknown", reason, measured)
+    limits, worst = {f"kl_{crowd}": limit.mean_kl for crowd in CROWDS}, 0.0
+    for crowd in CROWDS:
+        mixed = _interleaved(asked, names, sequences, crowd)
+        moved = {name: _mean(alone[name], mixed[name]) for name in names}
+        measured[f"kl_{crowd}"] = max(moved.values())
+        worst = max(worst, *moved.values())
+        for name in names:
+            if exceeds(changes(alone[name], mixed[name]), limit):
+                nearest = min(names, key=lambda other: _mean(alone[other], mixed[name]))
+                like = f", nearest to {nearest}" if nearest != name else ""
+                text = (
+                    f"{name} answers {moved[name]:.2e} nats apart from itself beside requests for "
+                    f"{_rest(name, names)}, {crowd} at a time{like}"
+                )
+                reached = {key: limit for key, limit in limits.items() if key in measured}
+                return Check("leak", "fault", text, measured, _mixed(asked, name in bases), reached)
+    other = _decoded(asked, names, sequences[0][: _LENGTH // 2])
+    if other is not None:
+        text = f"{other} generates other tokens beside requests for {_rest(other, names)}"
+        return Check("leak", "fault", text, measured, _mixed(asked, other in bases), limits)
+    text = f"{', '.join(names)} by turns, up to {CROWD} at a time: {worst:.1e} nats apart"
+    return Check("leak", "ok", text, measured, limit=limits)
 
 
-def _shuffled(reference: Reference, size: int) -> list[int]:
+def _interleaved(
+    asked: Asked, names: Sequence[str], sequences: Sequence[Sequence[int]], crowd: int
+) -> Mapping[str, list[Scores]]:
+    """Score all sequences with all models by turns; return the last answer of each."""
+    jobs = [(name, at) for at in range(len(sequences)) for name in names]
+    jobs = jobs * -(-crowd // len(jobs))
+
+    def score(job: tuple[str, int]) -> Scores:
+        # These may use a prompt cache, as the requests of users do.
+        return asked.score(job[0], [sequences[job[1]]], workers=1, cache=True)[0]
+
+    by_job = dict(zip(jobs, parallel(score, jobs, crowd), strict=True))
+    return {name: [by_job[name, at] for at in range(len(sequences))] for name in names}
+
+
+def _decoded(asked: Asked, names: Sequence[str], prompt: Sequence[int]) -> str | None:
+    """Return a model whose greedy response changes beside the others; None if there is none."""
+    alone = {name: _greedy(asked, name, prompt) for name in names}
+    jobs = [*names] * 4
+    crowd = parallel(lambda name: _greedy(asked, name, prompt), jobs, len(jobs))
+    for name, made in zip(jobs, crowd, strict=True):
+        if _parted(asked, name, prompt, alone[name], made):
+            return name
+    return None
+
+
+def _parted(
+    asked: Asked, model: str, prompt: Sequence[int], before: Generated, after: Generated
+) -> bool | None:
+    """Return True if two greedy responses differ by more than a tie; None if nobody can tell.
+
+    Where they part, both tokens must be about as likely: else one of them was not greedy.
+    """
+    if before.ids is None or after.ids is None:
+        return before.text != after.text
+    size = min(len(before.ids), len(after.ids))
+    if before.ids[:size] == after.ids[:size]:  # some servers leave out a final EOS
+        return abs(len(before.ids) - len(after.ids)) > 1
+    at = next(at for at in range(size) if before.ids[at] != after.ids[at])
+    try:
+        (entry,) = asked.server.next(model, [[*prompt, *before.ids[:at]]])
+    except UnsupportedError:
+        return None
+    known: dict[int, Any] = dict(zip(entry.ids.tolist(), entry.logprobs.tolist(), strict=True))
+    low = [known.get(made.ids[at], -np.inf) for made in (before, after) if made.ids]
+    return bool(max(known.values()) - min(low) > _TIE)
+
+
+def _greedy(asked: Asked, model: str, prompt: Sequence[int], *, stream: bool = False) -> Generated:
+    return asked.server.generate(model, prompt, _TOKENS, stream=stream, temperature=0)[0]
+
+
+def _beginnings(asked: Asked, count: int) -> list[tuple[int, ...]]:
+    """Return the beginnings of some probes, of all kinds by turns."""
+    kinds: dict[str, list[tuple[int, ...]]] = {}
+    for probe in asked.reference.probes:
+        kinds.setdefault(probe.kind, []).append(probe.ids)
+    turns = [ids for at in range(count) for kind in kinds.values() for ids in kind[at : at + 1]]
+    return [ids[:_LENGTH] for ids in turns[:count]]
+
+
+def _shuffled(asked: Asked, size: int) -> list[int]:
     """Return tokens of the probes in an order that no server has seen."""
-    tokens = [token for ids in reference.sequences for token in ids]
+    tokens = [token for ids in asked.reference.sequences for token in ids]
     return [random.choice(tokens) for _ in range(size)]
 
 
-_CAUSES = {
-    cause.code: cause
-    for cause in (
-        Cause(
-            "batch-variance",
-            "the answer to a prompt depends on the requests beside it, beyond rounding",
-            "a newer version of the server, or another attention backend; on vLLM "
-            "VLLM_BATCH_INVARIANT=1",
-        ),
-        Cause(
-            "prefix-cache",
-            "the prefix cache returns something else than it was given",
-            "vllm serve --no-enable-prefix-caching, and a newer version of the server",
-        ),
-        Cause(
-            "long-prompts",
-            "the server computes prompt log-probabilities otherwise than generated tokens",
-            "a newer version of the server (vLLM issue 48271); --no-enable-chunked-prefill",
-        ),
-        Cause(
-            "streaming",
-            "the server streams another response than it returns at once",
-            "a newer version of the server; a parser or a proxy may change the parts",
-        ),
+def _mean(before: Sequence[Scores], after: Sequence[Scores]) -> float:
+    values = changes(before, after)
+    return float(values.mean()) if values.size else 0.0
+
+
+def _rest(name: str, names: Sequence[str]) -> str:
+    return ", ".join(other for other in names if other != name)
+
+
+def _mixed(asked: Asked, is_base: bool) -> tuple[Cause, ...]:
+    (cause,) = _cause("lora-leak" if is_base else "adapters-mixed")
+    if asked.server.kind != "llama.cpp":
+        return (cause,)
+    hint = (
+        "llama-server --no-cache-prompt, or cache_prompt=false with every request: its prompt "
+        "cache mixes adapters (llama.cpp issue 26207)"
     )
+    return (Cause(cause.code, cause.text, hint),)
+
+
+def _cause(code: str) -> tuple[Cause, ...]:
+    return (Cause(code, *_CAUSES[code]),)
+
+
+_CAUSES = {
+    "batch-variance": (
+        "the answer to a prompt depends on the requests beside it, beyond rounding",
+        "a newer version of the server, or another attention backend; on vLLM "
+        "VLLM_BATCH_INVARIANT=1",
+    ),
+    "prefix-cache": (
+        "the prefix cache returns something else than it was given",
+        "vllm serve --no-enable-prefix-caching, and a newer version of the server",
+    ),
+    "long-prompts": (
+        "the server computes prompt log-probabilities otherwise than generated tokens",
+        "a newer version of the server (vLLM issue 48271); --no-enable-chunked-prefill",
+    ),
+    "streaming": (
+        "the server streams another response than it returns at once",
+        "a newer version of the server; a parser or a proxy may change the parts",
+    ),
+    "lora-leak": (
+        "an adapter leaks into requests for the base",
+        "serve the base by a server of its own (vLLM issues 42008 and 49063); vLLM 0.32 on a CPU "
+        "keeps apart with --max-loras <one more than adapters>",
+    ),
+    "adapters-mixed": (
+        "requests for one adapter are answered by another one or by the base",
+        "vllm serve --max-loras <number of adapters>, or one server per adapter",
+    ),
 }
+"""Text and hint by code."""

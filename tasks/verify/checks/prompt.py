@@ -1,88 +1,174 @@
-"""Compare the server's prompts with those of the training.
-
-template    conversations as the server's own chat template renders them
-tokens      texts as the server's tokeniser splits them, and back
-"""
+"""Compare the server's prompts with those of the training: chat template and tokeniser."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from tasks.core.terminal import plain
-from tasks.verify.answers import Answers
-from tasks.verify.check import Cause, Check
-from tasks.verify.checks.differences import Difference, difference
-from tasks.verify.reference import Probe, Reference
-from tasks.verify.servers.server import Server, ServerError, UnsupportedError
+from tasks.core.report import Cause
+from tasks.verify.asked import Asked
+from tasks.verify.reference import Probe
+from tasks.verify.report import Check
+from tasks.verify.servers.server import ServerError, UnsupportedError
 from tasks.weights.tokens import prove_ids
 from tasks.witness.plumbline_witness.probes import LIMIT
 
+_WINDOW = 6
+_FEWEST, _FEWEST_CUT = 3, 8
+"""Tokens that have to agree after an insertion, so that it is one."""
 
-def template(answers: Answers, model: str, base: str | None) -> Check:
-    """Compare the server's rendering of the public conversations with the training's."""
-    server, reference = answers.server, answers.reference
-    chats = [probe for probe in reference.tokenised if probe.messages]
+
+@dataclass(frozen=True)
+class Difference:
+    """First difference of two token sequences.
+
+    Attributes:
+        kind: "bos-twice", "bos-added", "bos-missing", "inserted", "removed",
+            "generation-prompt-missing", "generation-prompt-longer" or "other".
+        position: first token that differs.
+        trained: tokens of the training from there on, a few of them.
+        served: tokens of the server from there on.
+    """
+
+    kind: str
+    position: int
+    trained: tuple[int, ...]
+    served: tuple[int, ...]
+
+    def details(self) -> dict[str, float | str]:
+        """Return position and tokens for a report."""
+        served = str(self.served)
+        return {"position": self.position, "trained": str(self.trained), "served": served}
+
+
+def template(asked: Asked) -> Check:
+    """Compare the server's rendering of the conversations with the training's."""
+    name, server, model = "template", asked.server, asked.model
+    chats = [probe for probe in asked.reference.tokenised if probe.messages]
     if not chats:
-        return Check("template", "unknown", "the reference has no conversations")
-    if not server.abilities.render:
-        return _lengths(server, model, chats)
-    bos = _special(reference, "bos_token_id")
+        return Check(name, "unknown", "the reference has no conversations")
+    bos = _bos(asked)
     differing: list[tuple[Probe, Difference]] = []
-    for probe in chats:
-        rendered = server.render(model, probe.messages or (), probe.tools)
-        ids = _ids(server, model, probe)
-        differs = difference(ids, rendered, cut=len(ids) >= LIMIT, bos=bos)
-        if differs is not None:
-            differing.append((probe, differs))
+    try:
+        for probe in chats:
+            rendered = server.render(model, probe.messages or (), probe.tools)
+            ids = _ids(asked, probe)
+            differs = difference(ids, rendered, cut=len(ids) >= LIMIT, bos=bos)
+            if differs is not None:
+                differing.append((probe, differs))
+    except UnsupportedError:
+        return _lengths(asked, chats)
+    except ServerError as error:
+        return _refused(error)
     measured: dict[str, float | str] = {"conversations": len(chats), "differing": len(differing)}
     if not differing:
-        return Check("template", "ok", f"{len(chats)} conversations, the same tokens", measured)
+        return Check(name, "ok", f"{len(chats)} conversations, the same tokens", measured)
     probe, first = differing[0]
-    measured |= {"position": first.position, "trained": str(first.trained)}
-    measured |= {"served": str(first.served)}
     text = (
         f"{len(differing)} of {len(chats)} conversations differ; number {probe.number} at token "
-        f"{first.position}: {_shown(server, model, first)}"
+        f"{first.position}: {_shown(asked, first)}"
     )
-    causes = {cause.code: cause for cause in _template_causes(answers, model, differing)}
-    return Check("template", "fault", text, measured, causes=tuple(causes.values()))
+    causes = _template_causes(asked, differing)
+    return Check(name, "fault", text, measured | first.details(), causes)
 
 
-def _ids(server: Server, model: str, probe: Probe) -> tuple[int, ...]:
+def tokens(asked: Asked) -> Check:
+    """Compare the server's tokens of the public texts with the training's."""
+    name, server = "tokens", asked.server
+    texts = [
+        probe
+        for probe in asked.reference.tokenised
+        if probe.kind in ("text", "prompt") and probe.text is not None
+    ]
+    if not texts:
+        return Check(name, "unknown", "the reference has no texts; a witness has them")
+    bos = _bos(asked)
+    for probe in texts:
+        split = server.tokenize(asked.model, probe.text or "")
+        differs = difference(probe.ids, split, cut=len(probe.ids) >= LIMIT, bos=bos)
+        if differs is not None:
+            text = (
+                f"{probe.kind} {probe.number} differs at token {differs.position}: "
+                f"{_shown(asked, differs)}"
+            )
+            code = differs.kind if differs.kind.startswith("bos-") else "tokenizer"
+            return Check(name, "fault", text, differs.details(), (_cause(code),))
+    measured = {"texts": len(texts)}
+    if reason := _misread(asked):
+        return Check(name, "fault", reason, measured, (_cause("tokenizer-misread"),))
+    return Check(name, "ok", f"{len(texts)} texts, the same tokens", measured)
+
+
+def difference(
+    trained: Sequence[int], served: Sequence[int], *, cut: bool = False, bos: int | None = None
+) -> Difference | None:
+    """Return the first difference; None if there is none.
+
+    Args:
+        trained: token ids of the training.
+        served: token ids of the server.
+        cut: True if `trained` is only the beginning of a longer sequence.
+        bos: token that begins a sequence; None if there is none.
+    """
+    trained, served = tuple(trained), tuple(served)
+    if trained == (served[: len(trained)] if cut else served):
+        return None
+    pairs = zip(trained, served, strict=False)
+    position = next((at for at, (t, s) in enumerate(pairs) if t != s), None)
+    at = min(len(trained), len(served)) if position is None else position
+    kind = _kind(trained, served, at, cut, bos)
+    window = slice(at, at + _WINDOW)
+    return Difference(kind, at, trained[window], served[window])
+
+
+def _kind(
+    trained: tuple[int, ...], served: tuple[int, ...], at: int, cut: bool, bos: int | None
+) -> str:
+    if served[:1] and _same(trained, served[1:], cut):
+        if served[:1] == trained[:1] and bos in (None, served[0]):
+            return "bos-twice"
+        if bos in (None, served[0]):
+            return "bos-added"
+    if trained[:1] and bos in (None, trained[0]) and _same(trained[1:], served, cut):
+        return "bos-missing"
+    if at == len(served):
+        return "generation-prompt-missing"
+    if at == len(trained):
+        return "generation-prompt-longer"
+    for count in range(1, max(len(trained), len(served))):
+        if _overlap(trained[at:], served[at + count :], cut):
+            return "inserted"
+        if _overlap(trained[at + count :], served[at:], cut):
+            return "removed"
+    return "other"
+
+
+def _same(trained: tuple[int, ...], served: tuple[int, ...], cut: bool) -> bool:
+    size = min(len(trained), len(served)) if cut else max(len(trained), len(served))
+    return size > 0 and trained[:size] == served[:size]
+
+
+def _overlap(trained: tuple[int, ...], served: tuple[int, ...], cut: bool) -> bool:
+    """Return True if both go on alike to their ends, or to where `trained` was cut."""
+    size = min(len(trained), len(served))
+    return size >= (_FEWEST_CUT if cut else _FEWEST) and _same(trained, served, cut)
+
+
+def _ids(asked: Asked, probe: Probe) -> tuple[int, ...]:
     """Return the ids of a conversation; by the server's tokenizer if only its text is known."""
-    return probe.ids or server.tokenize(model, probe.text or "", special=False)
+    return probe.ids or asked.server.tokenize(asked.model, probe.text or "", special=False)
 
 
-def _template_causes(
-    answers: Answers, model: str, differing: Sequence[tuple[Probe, Difference]]
-) -> list[Cause]:
-    if _other_tokenizer(answers, model):
-        return [_TOKENIZER]
-    without_system = [p for p, _ in differing if (p.messages or ({},))[0].get("role") != "system"]
-    kinds = {differs.kind for _, differs in differing}
-    if len(without_system) == len(differing) and kinds == {"inserted"}:
-        return [_CAUSES["system-prompt-added"]]
-    if len(without_system) == len(differing) and kinds == {"removed"}:
-        return [_CAUSES["system-prompt-missing"]]
-    named = [_CAUSES[kind] for kind in sorted(kinds) if kind in _CAUSES]
-    return named or [_CAUSES["template"]]
-
-
-def _lengths(server: Server, model: str, chats: Sequence[Probe]) -> Check:
+def _lengths(asked: Asked, chats: Sequence[Probe]) -> Check:
     """Compare numbers of tokens, where a server tells no ids: a difference is a fault."""
     for probe in chats:
-        ids = _ids(server, model, probe)
+        ids = _ids(asked, probe)
         try:
-            length = server.generate(model, probe.messages or (), 1)[0].prompt_length
-        except UnsupportedError:
-            length = None
+            length = asked.server.generate(asked.model, probe.messages or (), 1)[0].prompt_length
         except ServerError as error:
-            if error.code != "request":
-                raise
-            reason = f"the server refuses a conversation: {error.message}"
-            return Check("template", "fault", reason, causes=(_CAUSES["template"],))
+            return _refused(error)
         if length is None:
             reason = "the server does not tell the tokens of a conversation"
             return Check("template", "unknown", reason)
@@ -91,141 +177,120 @@ def _lengths(server: Server, model: str, chats: Sequence[Probe]) -> Check:
                 f"conversation {probe.number} has {length} tokens, and had {len(ids)} in training"
             )
             measured = {"served": float(length), "trained": float(len(ids))}
-            return Check("template", "fault", text, measured, causes=(_CAUSES["template"],))
-    return Check(
-        "template", "unknown",
-        f"{len(chats)} conversations have as many tokens as in training; the server does not tell "
-        "which",
-    )  # fmt: skip
+            return Check("template", "fault", text, measured, (_cause("template"),))
+    reason = f"{len(chats)} conversations have as many tokens as in training; not told which"
+    return Check("template", "unknown", reason)
 
 
-def tokens(answers: Answers, model: str, base: str | None) -> Check:
-    """Compare the server's tokens of the public texts with the training's.
-
-    `unchanged` is the number of texts that come back as they were. Tokenisers with unknown tokens
-    return others, so that this is no fault.
-    """
-    server, reference = answers.server, answers.reference
-    kinds = ("text", "prompt")
-    texts = [p for p in reference.tokenised if p.kind in kinds and p.text is not None]
-    if not texts:
-        return Check("tokens", "unknown", "the reference has no texts; a witness has them")
-    bos, unchanged = _special(reference, "bos_token_id"), 0
-    for probe in texts:
-        text = probe.text or ""
-        split = server.tokenize(model, text)
-        differs = difference(probe.ids, split, cut=len(probe.ids) >= LIMIT, bos=bos)
-        if differs is not None:
-            cause = _CAUSES[differs.kind] if differs.kind.startswith("bos-") else _TOKENIZER
-            return Check(
-                "tokens", "fault",
-                f"{probe.kind} {probe.number} differs at token {differs.position}: "
-                f"{_shown(server, model, differs)}",
-                {"position": differs.position, "trained": str(differs.trained),
-                 "served": str(differs.served)},
-                causes=(cause,),
-            )  # fmt: skip
-        try:
-            unchanged += text in server.detokenize(model, split)
-        except UnsupportedError:
-            continue
-    measured = {"texts": len(texts), "unchanged": unchanged}
-    if reason := _misread(server, model, reference.folder):
-        return Check("tokens", "fault", reason, measured, causes=(_MISREAD,))
-    return Check("tokens", "ok", f"{len(texts)} texts, the same tokens", measured)
+def _refused(error: ServerError) -> Check:
+    if error.code != "request" or isinstance(error, UnsupportedError):
+        raise error
+    reason = f"the server refuses a conversation: {error.message}"
+    return Check("template", "fault", reason, causes=(_cause("template"),))
 
 
-def _misread(server: Server, model: str, folder: Path) -> str:
+def _template_causes(
+    asked: Asked, differing: Sequence[tuple[Probe, Difference]]
+) -> tuple[Cause, ...]:
+    if _has_other_tokenizer(asked):
+        return (_cause("tokenizer"),)
+    kinds = {differs.kind for _, differs in differing}
+    if all((probe.messages or ({},))[0].get("role") != "system" for probe, _ in differing):
+        if kinds == {"inserted"}:
+            return (_cause("system-prompt-added"),)
+        if kinds == {"removed"}:
+            return (_cause("system-prompt-missing"),)
+    return tuple(_cause(kind) for kind in sorted(kinds) if kind in _CAUSES) or (_cause("template"),)
+
+
+def _has_other_tokenizer(asked: Asked) -> bool:
+    try:
+        return any(cause.code == "tokenizer" for cause in tokens(asked).causes)
+    except UnsupportedError:
+        return False
+
+
+def _misread(asked: Asked) -> str:
     """Return how the server's ids differ from tokenizer.json, which training may have misread."""
-    path = folder / "tokenizer.json"
+    path = asked.reference.folder / "tokenizer.json"
     if not path.is_file() or find_spec("tokenizers") is None:
         return ""
     from tokenizers import Tokenizer
 
-    truth = prove_ids.plain_encoder(Tokenizer.from_file(str(path)))
     reason = prove_ids.difference(
-        truth, lambda text: server.tokenize(model, text, special=False), prove_ids.TEXTS
+        prove_ids.plain_encoder(Tokenizer.from_file(str(path))),
+        lambda text: asked.server.tokenize(asked.model, text, special=False),
+        prove_ids.TEXTS,
     )
     return f"by the server {reason}" if reason else ""
 
 
-def _special(reference: Reference, name: str) -> int | None:
-    facts = reference.facts.get("tokens") or {}
-    value = (facts.get("tokenizer") or {}).get(name)
+def _bos(asked: Asked) -> int | None:
+    facts = asked.reference.facts.get("tokens") or {}
+    value = (facts.get("tokenizer") or {}).get("bos_token_id")
     return value if isinstance(value, int) else None
 
 
-def _other_tokenizer(answers: Answers, model: str) -> bool:
-    try:
-        check = tokens(answers, model, None)
-    except UnsupportedError:
-        return False
-    return _TOKENIZER in check.causes
+def _shown(asked: Asked, differs: Difference) -> str:
+    """Return both sides around a difference, as text where the reference has a tokenizer."""
+    sides = [("training", differs.trained), ("server", differs.served)]
+    path = asked.reference.folder / "tokenizer.json"
+    if path.is_file() and find_spec("tokenizers") is not None:
+        return ", ".join(f"{side} {_text(path, ids)!r}" for side, ids in sides)
+    return ", ".join(f"{side} {list(ids)}" for side, ids in sides)
 
 
-def _shown(server: Server, model: str, differs: Difference) -> str:
-    """Return both sides around a difference, as text where the server tells it."""
-    try:
-        trained = plain(server.detokenize(model, differs.trained))
-        served = plain(server.detokenize(model, differs.served))
-    except (UnsupportedError, ServerError):
-        return f"training {list(differs.trained)}, server {list(differs.served)}"
-    return f"training {trained!r}, server {served!r}"
+def _text(path: Path, ids: Sequence[int]) -> str:
+    from tokenizers import Tokenizer
+
+    decoded: str = Tokenizer.from_file(str(path)).decode(list(ids), skip_special_tokens=False)
+    return decoded
 
 
-_TOKENIZER = Cause(
-    "tokenizer",
-    "the server has the tokenizer of another model",
-    "vllm serve --tokenizer <the folder of the training's tokenizer>",
-)
-_MISREAD = Cause(
-    "tokenizer-misread",
-    "the server's tokenizer class does not read tokenizer.json as it is",
-    "set tokenizer_class to PreTrainedTokenizerFast in tokenizer_config.json of the served folder",
-)
+def _cause(code: str) -> Cause:
+    return Cause(code, *_CAUSES[code])
+
+
+_TEMPLATE = "vllm serve --chat-template <chat_template.jinja of the training>"
 _CAUSES = {
-    cause.code: cause
-    for cause in (
-        Cause(
-            "template",
-            "the server renders conversations with another chat template",
-            "vllm serve --chat-template <chat_template.jinja of the training>",
-        ),
-        Cause(
-            "bos-twice",
-            "BOS comes twice: the template has it, and the tokenizer adds it again",
-            "remove bos_token from the chat template, or set add_bos_token=false in "
-            "tokenizer_config.json",
-        ),
-        Cause(
-            "bos-added",
-            "the server begins with BOS, the training did not",
-            "set add_bos_token=false in tokenizer_config.json of the served folder",
-        ),
-        Cause(
-            "bos-missing",
-            "the training began with BOS, the server does not",
-            "set add_bos_token=true in tokenizer_config.json of the served folder",
-        ),
-        Cause(
-            "system-prompt-added",
-            "the server adds a default system prompt",
-            "serve the training's chat template, or send the same system prompt in training",
-        ),
-        Cause(
-            "system-prompt-missing",
-            "the training had a default system prompt, the server has none",
-            "vllm serve --chat-template <chat_template.jinja of the training>",
-        ),
-        Cause(
-            "generation-prompt-missing",
-            "the server ends the prompt without the beginning of the assistant's turn",
-            "send add_generation_prompt=true, or serve the training's chat template",
-        ),
-        Cause(
-            "generation-prompt-longer",
-            "the server's prompt goes on where the training's ended, e.g. with <think>",
-            "serve the training's chat template; check --default-chat-template-kwargs",
-        ),
-    )
+    "tokenizer": (
+        "the server has the tokenizer of another model",
+        "vllm serve --tokenizer <the folder of the training's tokenizer>",
+    ),
+    "tokenizer-misread": (
+        "the server's tokenizer class does not read tokenizer.json as it is",
+        "set tokenizer_class to PreTrainedTokenizerFast in tokenizer_config.json of the served "
+        "folder",
+    ),
+    "template": ("the server renders conversations with another chat template", _TEMPLATE),
+    "bos-twice": (
+        "BOS comes twice: the template has it, and the tokenizer adds it again",
+        "remove bos_token from the chat template, or set add_bos_token=false in "
+        "tokenizer_config.json",
+    ),
+    "bos-added": (
+        "the server begins with BOS, the training did not",
+        "set add_bos_token=false in tokenizer_config.json of the served folder",
+    ),
+    "bos-missing": (
+        "the training began with BOS, the server does not",
+        "set add_bos_token=true in tokenizer_config.json of the served folder",
+    ),
+    "system-prompt-added": (
+        "the server adds a default system prompt",
+        "serve the training's chat template, or send the same system prompt in training",
+    ),
+    "system-prompt-missing": (
+        "the training had a default system prompt, the server has none",
+        _TEMPLATE,
+    ),
+    "generation-prompt-missing": (
+        "the server ends the prompt without the beginning of the assistant's turn",
+        "send add_generation_prompt=true, or serve the training's chat template",
+    ),
+    "generation-prompt-longer": (
+        "the server's prompt goes on where the training's ended, e.g. with <think>",
+        "serve the training's chat template; check --default-chat-template-kwargs",
+    ),
 }
+"""Text and hint by code."""

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import ConfigError
-from tasks.verify.servers.completions import CompletionsServer, VllmServer
-from tasks.verify.servers.http import Http
+from tasks.verify.servers.client import Client
 from tasks.verify.servers.llama_cpp import LlamaCppServer
-from tasks.verify.servers.ollama import OllamaServer
+from tasks.verify.servers.openai import OpenAiServer, VllmServer
 from tasks.verify.servers.server import Server, ServerError
 from tasks.verify.servers.sglang import SglangServer
-from tasks.verify.servers.tgi import TgiServer
-from tasks.verify.servers.transformers_serve import TransformersServer
-from tasks.verify.servers.vocabulary import read_vocabulary
 
-KINDS = ("vllm", "sglang", "tgi", "llama.cpp", "ollama", "transformers", "openai")
+KINDS = ("vllm", "sglang", "llama.cpp", "openai")
 """Dialects that `kind` names; None finds out."""
+_UNSUPPORTED = {
+    # What its answer to a path has: what to do instead.
+    "/info model_id": ("TGI", "serve the folder by vLLM to verify it: vllm serve <folder>"),
+    "/api/version version": ("Ollama", "serve the GGUF by llama-server to verify it"),
+}
 
 
 def connect(
@@ -30,7 +30,6 @@ def connect(
     workers: int = 8,
     ca: str | None = None,
     model: str | None = None,
-    tokenizer: Path | None = None,
 ) -> Server:
     """Return the server at an address.
 
@@ -41,9 +40,7 @@ def connect(
         timeout_s: longest time of one request, in seconds.
         workers: requests at the same time.
         ca: file with the certificates to trust; None for those of the system.
-        model: name to try out abilities with; None for the first one.
-        tokenizer: folder with the `tokenizer.json` of the training, for servers that take texts
-            only; None for none.
+        model: name to try the server with; None for the first one.
 
     Raises:
         ConfigError: the address or the kind is none.
@@ -51,70 +48,48 @@ def connect(
     """
     if kind is not None and kind not in KINDS:
         raise ConfigError(f"kind={kind} is no kind of server", hint=f"one of {', '.join(KINDS)}")
-    http = Http(url, key=key, timeout_s=timeout_s, workers=workers, ca=ca)
+    client = Client(url, key=key, timeout_s=timeout_s, workers=workers, ca=ca)
     try:
-        return _connected(http, kind, model, tokenizer)
+        return _connected(client, kind, model)
     except BaseException:
-        http.close()
+        client.close()
         raise
 
 
-def _connected(http: Http, kind: str | None, model: str | None, tokenizer: Path | None) -> Server:
-    owner = _owner(http)
-    if kind is None and owner == "vllm":
-        kind = "vllm"
-    vocabulary = read_vocabulary(tokenizer) if tokenizer is not None else None
-    if kind == "vllm":
-        version = _text(http.optional("/version"), "version")
-        return VllmServer(http, kind=kind, version=version, model=model)
-    if kind == "openai":
-        return CompletionsServer(http, model=model, vocabulary=vocabulary)
+def _connected(client: Client, kind: str | None, model: str | None) -> Server:
+    listed = client.optional("/v1/models")
+    cards = listed.get("data") if isinstance(listed, Mapping) else None
+    first = cards[0] if isinstance(cards, list) and cards else {}
+    if kind == "vllm" or (kind is None and _text(first, "owned_by") == "vllm"):
+        version = _text(client.optional("/version"), "version")
+        return VllmServer(client, kind="vllm", version=version, model=model)
     if kind in (None, "llama.cpp"):
-        props = http.optional("/props")
+        props = client.optional("/props")
         if _has(props, "default_generation_settings"):
-            return LlamaCppServer(http, props)
+            return LlamaCppServer(client, props)
     if kind in (None, "sglang"):
-        facts = http.optional("/get_model_info") or http.optional("/model_info")
+        facts = client.optional("/get_model_info") or client.optional("/model_info")
         if _has(facts, "model_path"):
-            served = http.optional("/get_server_info") or http.optional("/server_info")
-            return SglangServer(http, _text(served, "version"), model)
-    if kind in (None, "tgi"):
-        info = http.optional("/info")
-        if _has(info, "model_id"):
-            return TgiServer(http, info, vocabulary, model)
-    if kind in (None, "ollama"):
-        version = _text(http.optional("/api/version"), "version")
-        if version:
-            return OllamaServer(http, version, vocabulary, model)
-    if kind == "transformers" or (kind is None and _is_transformers(http)):
-        return TransformersServer(http, "", vocabulary, model)
-    if kind is not None:
+            served = client.optional("/get_server_info") or client.optional("/server_info")
+            version = _text(served, "version")
+            return SglangServer(client, kind="sglang", version=version, model=model)
+    if kind in ("llama.cpp", "sglang"):
         raise ServerError(
-            f"{http.url} is no server of kind {kind}", hint="kind= is not needed", code="response"
+            f"{client.url} is no server of kind {kind}", hint="kind= is not needed", code="response"
         )
-    if owner is None:
+    if kind is None:
+        for asked, (name, hint) in _UNSUPPORTED.items():
+            path, field = asked.split()
+            if _has(client.optional(path), field):
+                reason = f"{client.url} is {name}, which verify does not ask"
+                raise ServerError(reason, hint=hint, code="response")
+    if not isinstance(cards, list):
         raise ServerError(
-            f"{http.url} answers, but no /v1/models is there",
+            f"{client.url} answers, but no /v1/models is there",
             hint=f"url= of a model server, or kind= one of {', '.join(KINDS)}",
             code="response",
         )
-    return CompletionsServer(http, model=model, vocabulary=vocabulary)
-
-
-def _owner(http: Http) -> str | None:
-    """Return `owned_by` of the first model of `/v1/models`; None if there is no such list."""
-    listed = http.optional("/v1/models")
-    cards = listed.get("data") if isinstance(listed, dict) else None
-    if not isinstance(cards, list):
-        return None
-    first = cards[0] if cards and isinstance(cards[0], dict) else {}
-    return str(first.get("owned_by", ""))
-
-
-def _is_transformers(http: Http) -> bool:
-    """Return True if the API's description lists the endpoint that only transformers has."""
-    described = http.optional("/openapi.json")
-    return _has(described, "paths") and "/load_model" in described["paths"]
+    return OpenAiServer(client, model=model)
 
 
 def _has(answer: Any, key: str) -> bool:

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from tasks.verify.servers.http import Http
-from tasks.verify.servers.scoring import SAMPLED, entry, score_next
+from tasks.verify.servers.client import Client, parallel
+from tasks.verify.servers.openai import unknown
 from tasks.verify.servers.server import (
-    Abilities,
     Entry,
     Generated,
     Message,
@@ -21,6 +20,7 @@ from tasks.verify.servers.server import (
     Tools,
     UnsupportedError,
     chat_fields,
+    entry,
 )
 
 _TOP = 100
@@ -39,20 +39,14 @@ class LlamaCppServer(Server):
     the adapters' file names without ending, and the base as `<model>@base`.
 
     Args:
-        http: the connection.
+        client: its client.
         props: answer of `/props`.
-        sampled: positions of a sequence that `score` measures, at most; each is a request.
     """
 
-    def __init__(self, http: Http, props: Mapping[str, Any], sampled: int = SAMPLED) -> None:
-        self.http = http
-        self._sampled = sampled
-        self.url = http.url
-        self.kind = "llama.cpp"
-        self.version = str(props.get("build_info", ""))
-        self.abilities = Abilities(True, 0, _TOP, True, True)
-        settings = props.get("default_generation_settings") or {}
-        length = settings.get("n_ctx")
+    def __init__(self, client: Client, props: Mapping[str, Any]) -> None:
+        self.client, self.url = client, client.url
+        self.kind, self.version = "llama.cpp", str(props.get("build_info", ""))
+        length = (props.get("default_generation_settings") or {}).get("n_ctx")
         self._length = length if isinstance(length, int) else None
         self._path = str(props.get("model_path", "")) or None
         self._models, self._lora = self._names()
@@ -68,27 +62,23 @@ class LlamaCppServer(Server):
     def score(
         self, model: str, sequences: Sequence[Sequence[int]], *, workers: int | None = None
     ) -> list[Scores]:
-        """Return the log-probabilities of a sample of positions of each sequence.
+        """Raise UnsupportedError."""
+        raise UnsupportedError(f"{self.url} returns no log-probabilities of prompts")
 
-        The prompt cache is not used: it mixes adapters (llama.cpp issue 26207), which is for the
-        check of leaks to find.
+    def next(
+        self,
+        model: str,
+        prefixes: Sequence[Sequence[int]],
+        *,
+        workers: int | None = None,
+        cache: bool = True,
+    ) -> list[Entry]:
+        """Return the most likely next tokens after each prefix, as they are generated.
+
+        Its prompt cache mixes adapters (llama.cpp issue 26207).
         """
-        return score_next(
-            lambda prefixes: self._next_tokens(model, prefixes, workers, cache_prompt=False),
-            sequences,
-            self._sampled,
-        )
-
-    def next_tokens(
-        self, model: str, prefixes: Sequence[Sequence[int]], *, workers: int | None = None
-    ) -> list[Entry]:
-        """Return the most likely next tokens after each prefix, as they are generated."""
-        return self._next_tokens(model, prefixes, workers)
-
-    def _next_tokens(
-        self, model: str, prefixes: Sequence[Sequence[int]], workers: int | None, **more: bool
-    ) -> list[Entry]:
-        body = {"n_predict": 1, "n_probs": _TOP, "temperature": 0, "logit_bias": self._bias, **more}
+        body = {"n_predict": 1, "n_probs": _TOP, "temperature": 0, "logit_bias": self._bias}
+        body |= {} if cache else {"cache_prompt": False}
 
         def ask(prefix: Sequence[int]) -> Entry:
             answer = self._completion(model, list(map(int, prefix)), body)
@@ -96,23 +86,19 @@ class LlamaCppServer(Server):
             tops = listed[0].get("top_logprobs") or ()
             return entry({int(top["id"]): top["logprob"] for top in tops})
 
-        return self.http.parallel(ask, list(prefixes), workers)
+        return parallel(ask, prefixes, workers or self.client.workers)
 
-    def tokenize(self, model: str, text: str, special: bool = True) -> tuple[int, ...]:
-        """Return the token ids of a text, with special tokens (BOS) unless told not."""
+    def tokenize(self, model: str, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """Return the token ids of a text; `special` adds those that begin a sequence (BOS)."""
         body = {"content": text, "add_special": special, "parse_special": True}
-        return tuple(self.http.post("/tokenize", body)["tokens"])
-
-    def detokenize(self, model: str, ids: Sequence[int]) -> str:
-        """Return the text of token ids."""
-        return str(self.http.post("/detokenize", {"tokens": list(map(int, ids))})["content"])
+        return tuple(self.client.post("/tokenize", body)["tokens"])
 
     def render(self, model: str, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """Return the ids of a conversation with the generation prompt, by the server's template.
 
         A chat request tokenises its prompt with special tokens, as here.
         """
-        prompt = self.http.post("/apply-template", chat_fields(messages, tools))["prompt"]
+        prompt = self.client.post("/apply-template", chat_fields(messages, tools))["prompt"]
         return self.tokenize(model, str(prompt))
 
     def generate(
@@ -126,36 +112,36 @@ class LlamaCppServer(Server):
         **sampling: Any,
     ) -> list[Generated]:
         """Return n responses of at most `count` tokens."""
-        if len(prompt) > 0 and isinstance(prompt[0], Mapping):
-            body = {"messages": list(prompt), "max_tokens": count, **self._selected(model)}
-            return self._repeated(n, lambda _: self._chat({**body, **sampling}))
-        ids = [int(token) for token in prompt if not isinstance(token, Mapping)]
-        body = {"n_predict": count, "return_tokens": True, **sampling}
-        if stream:
-            return self._repeated(n, lambda _: self._streamed(model, ids, body))
-        return self._repeated(n, lambda _: _generated(self._completion(model, ids, body)))
 
-    def _repeated(self, n: int, work: Any) -> list[Generated]:
-        return self.http.parallel(work, list(range(n)))
+        def respond(_: int) -> Generated:
+            if len(prompt) > 0 and isinstance(prompt[0], Mapping):
+                fields = {"messages": list(prompt), "max_tokens": count}
+                return self._chat({**fields, **self._selected(model), **sampling})
+            body = {"n_predict": count, "return_tokens": True, **sampling}
+            return (self._streamed if stream else self._whole)(model, prompt, body)
+
+        return parallel(respond, range(n), self.client.workers)
 
     def _chat(self, body: Mapping[str, Any]) -> Generated:
         # Log-probabilities are asked for because they name the ids.
-        answer = self.http.post("/v1/chat/completions", {**body, "logprobs": True})
+        answer = self.client.post("/v1/chat/completions", {**body, "logprobs": True})
         choice = answer["choices"][0]
         told = (choice.get("logprobs") or {}).get("content")
-        usage = answer.get("usage") or {}
         return Generated(
             ids=tuple(int(token["id"]) for token in told) if told else None,
             text=str((choice.get("message") or {}).get("content") or ""),
             finish=str(choice.get("finish_reason") or ""),
-            prompt_length=usage.get("prompt_tokens"),
+            prompt_length=(answer.get("usage") or {}).get("prompt_tokens"),
         )
 
-    def _streamed(self, model: str, ids: Sequence[int], body: Mapping[str, Any]) -> Generated:
+    def _whole(self, model: str, ids: Prompt, body: Mapping[str, Any]) -> Generated:
+        return _generated(self._completion(model, ids, body))
+
+    def _streamed(self, model: str, ids: Prompt, body: Mapping[str, Any]) -> Generated:
         text, tokens = "", list[int]()
         last: Mapping[str, Any] = {}
         request = {"prompt": list(ids), **body, **self._selected(model), "stream": True}
-        for part in self.http.events("/completion", request):
+        for part in self.client.events("/completion", request):
             text += part.get("content", "")
             tokens += part.get("tokens") or []
             last = part
@@ -163,9 +149,9 @@ class LlamaCppServer(Server):
             raise UnsupportedError(f"{self.url} does not stream tokens that are parts of a letter")
         return _generated({**last, "content": text, "tokens": tokens})
 
-    def _completion(self, model: str, ids: Sequence[int], body: Mapping[str, Any]) -> Any:
+    def _completion(self, model: str, ids: Prompt, body: Mapping[str, Any]) -> Any:
         request = {"prompt": list(ids), **body, **self._selected(model)}
-        answer = self.http.post("/completion", request)
+        answer = self.client.post("/completion", request)
         if not isinstance(answer, dict):
             raise ServerError(f"{self.url}/completion: no response", code="response")
         return answer
@@ -173,23 +159,17 @@ class LlamaCppServer(Server):
     def _selected(self, model: str) -> dict[str, Any]:
         """Return the field that selects the adapters of a request."""
         if model not in self._lora:
-            names = ", ".join(self._lora)
-            raise ServerError(
-                f"{self.url} serves no model {model!r}",
-                details=[f"it serves {names}"],
-                hint=f"name={next(iter(self._lora))}",
-                code="model",
-            )
+            raise unknown(self.url, model, list(self._lora))
         scales = self._lora[model]
         return {} if scales is None else {"lora": scales}
 
     def _names(self) -> tuple[tuple[ServedModel, ...], dict[str, list[dict[str, Any]] | None]]:
         """Return the models, and the scales of all adapters for each name."""
-        cards = self.http.get("/v1/models").get("data") or [{}]
+        cards = self.client.get("/v1/models").get("data") or [{}]
         name = str(cards[0].get("id") or "default")
         models = [ServedModel(name, None, self._path, self._length)]
         lora: dict[str, list[dict[str, Any]] | None] = {name: None}
-        adapters = self.http.optional("/lora-adapters")
+        adapters = self.client.optional("/lora-adapters")
         adapters = adapters if isinstance(adapters, list) else []
         if adapters:
             base = name + _WITHOUT

@@ -1,16 +1,11 @@
-"""Define what every running server can be asked, whatever dialect of HTTP it speaks.
-
-`tasks.verify.servers.connect.connect` returns a `Server`. What an API cannot do is in `Abilities`;
-asking for it raises `UnsupportedError`, so that a check can say "unknown" instead of "ok".
-"""
+"""The interface of a running server, whatever dialect of HTTP it speaks."""
 
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,17 +16,19 @@ Message: TypeAlias = Mapping[str, Any]
 """A turn of a conversation: `role` and `content`, of tools also `tool_calls`."""
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """Schemas of the tools of a conversation, in OpenAI's form."""
-Entry: TypeAlias = tuple[NDArray[np.int32], NDArray[np.float32]]
-"""Ids and natural-log probabilities of one position, both of shape (K,), most likely first."""
 Prompt: TypeAlias = Sequence[int] | Sequence[Message]
 """Token ids, or a conversation that the server renders with its own template."""
+SAMPLED = 12
+"""Positions of a sequence that are scored where each costs a request."""
+_NO_LOGPROB = 1e-3
 
 
 class ServerError(PlumblineError):
     """A server does not answer, refuses, or answers with something unreadable.
 
-    Codes: "unreachable", "login", "model" (no such model), "busy" (429 or 503 to the end),
-    "length" (longer than the context), "request" (any other refusal), "response" (unreadable).
+    Codes: "unreachable", "login", "model" (no such model), "missing" (no such path), "busy" (429 or
+    503 to the end), "length" (longer than the context), "request" (any other refusal), "response"
+    (unreadable).
     """
 
     exit_code = 2
@@ -41,36 +38,18 @@ class UnsupportedError(ServerError):
     """The API of this server cannot answer this; a check that needs it is "unknown"."""
 
 
-def chat_fields(messages: Sequence[Message], tools: Tools) -> dict[str, Any]:
-    """Return the fields of a chat request, in which the arguments of calls are JSON text."""
-    turns = [dict(message) for message in messages]
-    for turn in turns:
-        if "tool_calls" in turn:
-            turn["tool_calls"] = [_as_text(call) for call in turn["tool_calls"]]
-    return {"messages": turns, **({"tools": list(tools)} if tools else {})}
+class Entry(NamedTuple):
+    """Token ids and their log-probabilities (nats) at one position, both (K,), likeliest first."""
+
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
 
 
-def _as_text(call: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    function = {**call["function"], "arguments": arguments}
-    return {"id": "call", **call, "function": function}
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Log-probabilities of one sequence of T token ids, as a server returned them.
-
-    Both tuples have T-1 entries: position t predicts token t+1. An entry has the ids that the
-    server returned: its most likely ones and the sequence's own next token, most likely first. An
-    empty entry was not measured.
-
-    Attributes:
-        ids: token ids, each of shape (K,), int32; K differs between positions.
-        logprobs: their natural-log probabilities, each of shape (K,), float32.
-    """
-
-    ids: tuple[NDArray[np.int32], ...]
-    logprobs: tuple[NDArray[np.float32], ...]
+EMPTY = Entry(np.empty(0, np.int32), np.empty(0, np.float32))
+"""A position that was not measured."""
+Scores: TypeAlias = Sequence[Entry]
+"""Log-probabilities of T token ids, T-1 entries: entry t predicts token t+1, and has the server's
+most likely ids and that token."""
 
 
 @dataclass(frozen=True)
@@ -110,91 +89,49 @@ class Generated:
     prompt_length: int | None = None
 
 
-@dataclass(frozen=True)
-class Abilities:
-    """List what the API of a server can answer.
-
-    Attributes:
-        token_ids: prompts may be token ids.
-        prompt_logprobs: largest number of ids per position of a prompt; 0 for none.
-        next_logprobs: largest number of ids per generated token; 0 for none.
-        tokenize: the server tokenises a text.
-        render: the server tells the token ids of a rendered conversation.
-    """
-
-    token_ids: bool
-    prompt_logprobs: int
-    next_logprobs: int
-    tokenize: bool
-    render: bool
-
-
-class Server(ABC):
+class Server(Protocol):
     """A running server. All methods may be called by several threads at once.
 
-    Attributes:
-        url: address without a final slash and without `/v1`, for people; it has no password.
-        kind: dialect: "vllm", "sglang", "tgi", "llama.cpp", "ollama", "transformers", "openai".
-        version: as the server says; "" if it does not.
-        abilities: what it can answer.
-        exact: False if token ids are sent as a text, which the server may split otherwise.
+    Every method raises ServerError if the server does not answer or refuses, and UnsupportedError,
+    without a request, for what the API cannot do.
 
-    Every method raises ServerError if the server does not answer or refuses, and UnsupportedError
-    for something outside of `abilities`.
+    Attributes:
+        url: address without password, final slash and `/v1`, for people.
+        kind: dialect, a key of `tasks.verify.servers.connect.KINDS`.
+        version: as the server says; "" if it does not.
     """
 
     url: str
     kind: str
     version: str
-    abilities: Abilities
-    exact: bool = True
 
-    @abstractmethod
-    def models(self) -> tuple[ServedModel, ...]:
+    def models(self) -> Sequence[ServedModel]:
         """Return the names that the server answers to; the base before its adapters."""
 
-    @abstractmethod
     def score(
         self, model: str, sequences: Sequence[Sequence[int]], *, workers: int | None = None
     ) -> list[Scores]:
-        """Return the log-probabilities of token sequences, in their order.
+        """Return the prompt log-probabilities of sequences, `workers` requests at a time."""
 
-        Prompt log-probabilities where the API has them; else the most likely next tokens after
-        some prefixes of each sequence, and the other positions are empty.
-
-        Args:
-            model: name of the model.
-            sequences: token ids, at least two each.
-            workers: requests at the same time; None for the setting of `connect`.
-        """
-
-    @abstractmethod
-    def next_tokens(
-        self, model: str, prefixes: Sequence[Sequence[int]], *, workers: int | None = None
+    def next(
+        self,
+        model: str,
+        prefixes: Sequence[Sequence[int]],
+        *,
+        workers: int | None = None,
+        cache: bool = True,
     ) -> list[Entry]:
         """Return the most likely next tokens after each prefix, as they are generated.
 
-        Unlike prompt log-probabilities, these may be computed with a prefix cache.
-
-        Args:
-            model: name of the model.
-            prefixes: token ids, at least one each.
-            workers: requests at the same time; None for the setting of `connect`.
+        `cache` lets the server use its prompt cache, as requests of users do.
         """
 
-    @abstractmethod
-    def tokenize(self, model: str, text: str, special: bool = True) -> tuple[int, ...]:
-        """Return the token ids of a text, with special tokens (BOS) unless told not."""
+    def tokenize(self, model: str, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """Return the token ids of a text; `special` adds those that begin a sequence (BOS)."""
 
-    def detokenize(self, model: str, ids: Sequence[int]) -> str:
-        """Return the text of token ids."""
-        raise UnsupportedError(f"{self.url} does not tell the text of token ids")
-
-    @abstractmethod
     def render(self, model: str, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """Return the ids of a conversation with the generation prompt, by the server's template."""
 
-    @abstractmethod
     def generate(
         self,
         model: str,
@@ -207,12 +144,77 @@ class Server(ABC):
     ) -> list[Generated]:
         """Return n responses of at most `count` tokens.
 
-        Args:
-            model: name of the model.
-            prompt: token ids, or messages.
-            count: maximum number of tokens.
-            n: number of responses.
-            stream: receive the response in parts; they are joined here.
-            sampling: `temperature`, `top_p`, `top_k`, `seed`, `logit_bias`, by the names of vLLM.
-                What is not given is not sent, so that the server's own defaults hold.
+        `sampling` has names of vLLM (`temperature`, `top_p`, `seed`, `logit_bias`). What is left
+        out is not sent, so that the server's own defaults hold. A stream is joined.
         """
+
+
+def entry(values: Mapping[int, float | None]) -> Entry:
+    """Return the log-probabilities of one position by token id; None is left out.
+
+    Raises ServerError for values that are not log-probabilities.
+    """
+    pairs = {token: value for token, value in values.items() if value is not None}
+    ids = np.fromiter(pairs, np.int64, len(pairs))
+    try:
+        logprobs = np.fromiter(pairs.values(), np.float64, len(pairs))
+    except (TypeError, ValueError):
+        raise ServerError(
+            "the server's log-probabilities are not numbers", code="response"
+        ) from None
+    if np.isnan(logprobs).any() or (logprobs > _NO_LOGPROB).any():
+        raise ServerError(
+            "the server returns values that are not log-probabilities",
+            details=[f"the largest is {logprobs.max():.4g}"],
+            hint="vllm serve --logprobs-mode raw_logprobs",
+            code="response",
+        )
+    order = np.argsort(-logprobs, kind="stable")
+    return Entry(ids[order].astype(np.int32), logprobs[order].astype(np.float32))
+
+
+def score(
+    server: Server,
+    model: str,
+    sequences: Sequence[Sequence[int]],
+    *,
+    workers: int | None = None,
+    cache: bool = False,
+    most: int = SAMPLED,
+) -> list[Scores]:
+    """Score sequences by prompt log-probabilities, else by next tokens at up to `most` positions.
+
+    The other positions are empty. `cache` is that of `Server.next`.
+    """
+    try:
+        return server.score(model, sequences, workers=workers)
+    except UnsupportedError:
+        pass
+    chosen = [
+        sorted(set(np.linspace(len(ids) - 2, 0, min(most, len(ids) - 1)).round().astype(int)))
+        for ids in sequences
+    ]
+    prefixes = [
+        ids[: at + 1] for ids, places in zip(sequences, chosen, strict=True) for at in places
+    ]
+    entries = iter(server.next(model, prefixes, workers=workers, cache=cache))
+    scored: list[Scores] = []
+    for ids, places in zip(sequences, chosen, strict=True):
+        known = {at: next(entries) for at in places}
+        scored.append([known.get(at, EMPTY) for at in range(len(ids) - 1)])
+    return scored
+
+
+def chat_fields(messages: Sequence[Message], tools: Tools) -> dict[str, Any]:
+    """Return the fields of a chat request, in which the arguments of calls are JSON text."""
+    turns = [dict(message) for message in messages]
+    for turn in turns:
+        if "tool_calls" in turn:
+            turn["tool_calls"] = [_as_text(call) for call in turn["tool_calls"]]
+    return {"messages": turns, **({"tools": list(tools)} if tools else {})}
+
+
+def _as_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    function = {**call["function"], "arguments": arguments}
+    return {"id": "call", **call, "function": function}

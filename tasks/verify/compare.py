@@ -1,0 +1,263 @@
+"""Distance of a server's log-probabilities from a fingerprint.
+
+A server returns few ids per position (its most likely ones and the sequence's own next token), a
+fingerprint has up to 512. The KL is that of `tasks.drift`: the ids that both have, and one rest
+bucket. Of the fingerprint's other ids, those that are more likely than the last one of the server's
+list are a bucket of their own: the list bounds their mass on the server. So the KL is a lower
+bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasks.drift.fingerprint import (
+    TIE_STEPS,
+    DriftLimit,
+    Fingerprint,
+    by_context,
+    kl_by_position,
+    steps_in,
+)
+from tasks.verify.servers.server import Entry, Scores
+
+FEWEST = 10
+"""Positions below which nothing is said about a server."""
+_TINY = 1e-6
+"""Mass below which the rest of a distribution is rounding of the numbers in JSON."""
+_ON_GRID = 0.9
+"""Share of differences that are multiples of a format's steps, if logits have that format."""
+_JSON = 2e-5
+"""Rounding of two log-probabilities in float32 (nats)."""
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """A server's answers by position and id of a fingerprint, shapes (N, K) and (N,).
+
+    Attributes:
+        logprobs: at the fingerprint's ids; NaN where the server returned none.
+        extra_mass: probability of the returned ids that the fingerprint does not have.
+        floor: log-probability that no id outside of the server's list exceeds.
+        top1: the server's most likely id; -1 if it returned the sequence's own next token alone, or
+            nothing.
+        measured: True at the positions that the server answered.
+    """
+
+    logprobs: NDArray[Any]
+    extra_mass: NDArray[Any]
+    floor: NDArray[Any]
+    top1: NDArray[np.int64]
+    measured: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Distance of a server from a fingerprint.
+
+    Attributes:
+        mean_kl: mean over positions of a lower bound of KL(reference || server), in nats.
+        p95_kl: its 95th percentile.
+        max_kl: its maximum.
+        top1_agreement: share of distinct contexts in which the top tokens agree, ties included; NaN
+            if the server returned no alternatives.
+        kl: by position, shape (N,); NaN where nothing was measured.
+        mass: share of the reference's probability mass at the ids that the server returned.
+        first_kl: mean over the first positions of all probes, where no token looks back.
+        growth: mean over the last third of each probe, divided by that over its first third.
+    """
+
+    mean_kl: float
+    p95_kl: float
+    max_kl: float
+    top1_agreement: float
+    kl: NDArray[Any]
+    mass: float
+    first_kl: float
+    growth: float
+
+    @property
+    def positions(self) -> int:
+        """Number of measured positions."""
+        return int((~np.isnan(self.kl)).sum())
+
+    def exceeds(self, limit: DriftLimit) -> bool:
+        """Return True if a limit is exceeded."""
+        kl = float(np.nanmedian(self.kl)) if limit.by_median else self.mean_kl
+        return (
+            kl > limit.mean_kl
+            or self.p95_kl > limit.p95_kl
+            or self.top1_agreement < limit.top1_agreement
+        )
+
+
+def align(reference: Fingerprint, scores: Sequence[Scores]) -> Aligned:
+    """Put a server's answers at the positions and ids of a fingerprint.
+
+    Args:
+        reference: the fingerprint.
+        scores: one for each probe. Values that are not log-probabilities are left out.
+
+    Raises:
+        ValueError: the scores are of other sequences.
+    """
+    following = [token for probe in reference.probes for token in probe[1:]]
+    rows = [entry for score in scores for entry in score]
+    if len(rows) != len(following):
+        raise ValueError(f"scores of {len(rows)} positions, expected {len(following)}")
+    count, size = reference.ids.shape
+    logprobs = np.full((count, size), np.nan)
+    mass, floor = np.zeros(count), np.zeros(count)
+    top1, measured = np.full(count, -1, np.int64), np.zeros(count, bool)
+    for at, ((ids, values), own) in enumerate(zip(rows, following, strict=True)):
+        usable = np.isfinite(values) & (values <= 1e-3)
+        ids, values = np.asarray(ids)[usable], np.asarray(values, np.float64)[usable]
+        if not len(ids):
+            continue
+        order = np.argsort(reference.ids[at], kind="stable")
+        slots = np.searchsorted(reference.ids[at], ids, sorter=order)
+        slots = order[np.minimum(slots, size - 1)]
+        shared = reference.ids[at][slots] == ids
+        logprobs[at, slots[shared]] = values[shared]
+        mass[at] = np.exp(values[~shared]).sum()
+        measured[at] = True
+        others = values[ids != own]  # the own token may have a lower rank than the others
+        if len(others):
+            floor[at], top1[at] = others.min(), ids[values.argmax()]
+    return Aligned(logprobs, mass, floor, top1, measured)
+
+
+def kl_of(reference: Fingerprint, served: Aligned) -> NDArray[Any]:
+    """Return KL(reference || server) by position (nats), shape (N,); NaN if not measured."""
+    listed = ~np.isnan(served.logprobs)
+    unlisted = ~listed & (reference.logprobs > served.floor[:, None])
+    p = np.exp(reference.logprobs.astype(np.float64))
+    p_listed, q_listed = (
+        np.where(listed, p, 0.0),
+        np.exp(np.where(listed, served.logprobs, -np.inf)),
+    )
+    p_left = np.maximum(1 - p_listed.sum(1), _TINY)
+    q_left = np.maximum(1 - q_listed.sum(1), _TINY)
+    p_group = np.minimum(np.where(unlisted, p, 0.0).sum(1), p_left)
+    # The server's mass of the group that fits best, as far as its list allows.
+    most = np.minimum(q_left - served.extra_mass, unlisted.sum(1) * np.exp(served.floor))
+    q_group = np.clip(p_group * q_left / p_left, 0.0, np.maximum(most, 0.0))
+    # Numbers in JSON may sum to 1: the rest keeps a mass of `_TINY`.
+    with np.errstate(divide="ignore"):
+        sides = [
+            np.log(np.minimum(np.concatenate([values, group[:, None]], 1), 1.0))
+            for values, group in ((p_listed, p_group), (q_listed * (1 - _TINY), q_group))
+        ]
+    return np.where(served.measured, kl_by_position(*sides), np.nan)
+
+
+def distance(reference: Fingerprint, served: Aligned, limit: DriftLimit) -> Distance:
+    """Return the distance of a server from a fingerprint.
+
+    Args:
+        reference: the fingerprint.
+        served: the server's answers.
+        limit: limits; tokens that noise within them may swap are a tie.
+
+    Raises:
+        ValueError: no position was measured.
+    """
+    kl, measured = kl_of(reference, served), served.measured
+    if not measured.any():
+        raise ValueError("no position was measured")
+    sizes = np.array([len(probe) - 1 for probe in reference.probes])
+    place: NDArray[Any] = np.concatenate([np.arange(size) for size in sizes])
+    length: NDArray[Any] = np.repeat(sizes, sizes)
+    listed = np.where(np.isnan(served.logprobs), -np.inf, reference.logprobs)[measured]
+    first, last = _mean(kl[place < length / 3]), _mean(kl[place >= 2 * length / 3])
+    return Distance(
+        mean_kl=float(kl[measured].mean()),
+        p95_kl=float(np.quantile(kl[measured], 0.95)),
+        max_kl=float(kl[measured].max()),
+        top1_agreement=_agreement(reference, served, limit),
+        kl=kl,
+        mass=float(np.exp(listed).sum(1).mean()),
+        first_kl=_mean(kl[place == 0]),
+        growth=last / max(first, 1e-12),
+    )
+
+
+def format_of(reference: Fingerprint, served: Aligned) -> str | None:
+    """Return the torch name of the dtype in which a server computes its logits, by its answers.
+
+    Two log-probabilities of one position differ as their logits do: by a multiple of a quarter of
+    the step at the largest logit, for most ids of a list. "float32" if no 16-bit format has such
+    steps; None if the reference does not tell the size of the logits.
+    """
+    if reference.steps is None or not served.measured.any():
+        return None
+    values = np.where(np.exp(served.logprobs) > 0, served.logprobs, np.nan).astype(np.float64)
+    behind = np.nanmax(np.where(served.measured[:, None], values, 0.0), 1, keepdims=True) - values
+    for dtype in ("bfloat16", "float16"):
+        steps = steps_in(reference, dtype)
+        assert steps is not None
+        unit = np.broadcast_to(steps[:, None] / 4, behind.shape)
+        told = (behind > _JSON) & (unit > 16 * _JSON)
+        if not told.any():
+            return None
+        off = np.abs(behind - unit * np.round(behind / unit))[told]
+        if (off < _JSON).mean() > _ON_GRID:
+            return dtype
+    return "float32"
+
+
+def change(before: Entry, after: Entry) -> float:
+    """Return about KL(before || after) of one position, in nats, over the ids that are known.
+
+    An id that `after` lacks is taken to be unchanged, as far as its list allows: the list has the
+    most likely ids, so that no other is more likely than its last but one. The last may be the
+    sequence's own token.
+    """
+    floor = float(after.logprobs[-2:].max())
+    known = dict(zip(after.ids.tolist(), after.logprobs.tolist(), strict=True))
+    bound = np.minimum(before.logprobs, floor)
+    q = np.array([known.get(token, bound[at]) for at, token in enumerate(before.ids.tolist())])
+    return float(kl_by_position(before.logprobs[None], q[None])[0])
+
+
+def changes(before: Sequence[Scores], after: Sequence[Scores]) -> NDArray[np.float64]:
+    """Return the change of every position that both measured, shape (N,)."""
+    pairs = [
+        (a, b)
+        for x, y in zip(before, after, strict=True)
+        for a, b in zip(x, y, strict=True)
+        if len(a.ids) and len(b.ids)
+    ]
+    return np.array([change(a, b) for a, b in pairs], np.float64)
+
+
+def exceeds(values: NDArray[np.float64], limit: DriftLimit) -> bool:
+    """Return True if changes are larger than the profile allows."""
+    return bool(
+        values.size and (values.mean() > limit.mean_kl or np.quantile(values, 0.95) > limit.p95_kl)
+    )
+
+
+def _agreement(reference: Fingerprint, served: Aligned, limit: DriftLimit) -> float:
+    """Return the share of distinct contexts in which the top tokens agree; NaN if none is known.
+
+    Ties are tokens within two rounding steps of bf16, or closer than two standard deviations of the
+    difference of two tokens under noise that the limit allows: KL = variance / 2.
+    """
+    best = reference.logprobs.max(1)
+    at_id = np.where(reference.ids == served.top1[:, None], reference.logprobs, -np.inf).max(1)
+    tie = np.full(len(best), 2 * np.sqrt(2) * np.sqrt(2 * limit.mean_kl))
+    if (steps := steps_in(reference, "bfloat16")) is not None:
+        tie = np.maximum(tie, TIE_STEPS * steps)
+    agree = (best - at_id < tie) | (served.top1 == reference.top1)
+    return by_context(reference.probes, agree, served.top1 >= 0)
+
+
+def _mean(values: NDArray[Any]) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else float("nan")

@@ -6,17 +6,12 @@ docs/verify.md shows measured numbers of each ("What each fault looks like").
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import NamedTuple
 
 from tasks.core.report import Cause
 from tasks.core.terminal import typed
-from tasks.drift.fingerprint import DriftLimit
-from tasks.drift.share import Share
 from tasks.verify.asked import Asked
-from tasks.verify.compare import Distance
-from tasks.verify.reference import Reference
 
 NEARER = 4.0
 """Another reference explains a server if its distance is smaller by this factor."""
@@ -31,102 +26,48 @@ STRANGE = 2.0
 SMALL, LARGE = 0.2, 0.6
 """Remainders below which a line explains what the adapter does, and above which hardly anything of
 the adapter is left."""
+_STEP = "checkpoint-"
 _FOUR_BITS = ("nf4", "fp4", "int8")
 
 
-@dataclass(frozen=True)
 class Evidence:
-    """Everything that was measured about one name of a server.
+    """Everything that was measured about the model of `Asked`, and what it looks like."""
 
-    Attributes:
-        reference: the trained model.
-        model: name that was asked.
-        distance: from the trained model.
-        limit: limits of that distance.
-        dose: of the adapter; None without adapter, or if it cannot be measured.
-        from_base: distance from the base; None without adapter.
-        base: distance of the server's own base from the witness's base; None if it has none.
-        siblings: distance from other checkpoints of the training, and other trainings beside it.
-    """
+    def __init__(self, asked: Asked) -> None:
+        model, base, dose = asked.model, asked.base, asked.clear_dose(asked.model)
+        self.reference, self.model, self.folder = asked.reference, model, asked.reference.folder
+        self.distance = asked.distance(model)
+        self.kl = self.distance.mean_kl
+        self.is_within = not self.distance.exceeds(asked.limit)
+        # Coarse numbers drown the adapter.
+        self.dose = dose if dose is not None and dose.is_certain else None
+        self.is_whole = self.dose is not None and self.dose.is_whole
+        self.remainder = self.dose.remainder if self.dose else math.nan
+        from_base = asked.from_base(model)
+        self.from_base = from_base.mean_kl if from_base else math.inf
+        theirs = asked.from_base(base) if base is not None and base != model else None
+        self.base = theirs.mean_kl if theirs else None
+        self.has_base = theirs is not None and not theirs.exceeds(asked.limit)
+        siblings = {name: each.mean_kl for name, each in asked.from_siblings(model).items()}
+        self.sibling = min(siblings, key=lambda name: siblings[name], default="")
+        self.from_sibling = siblings.get(self.sibling, math.inf)
 
-    reference: Reference
-    model: str
-    distance: Distance
-    limit: DriftLimit
-    dose: Share | None = None
-    from_base: Distance | None = None
-    base: Distance | None = None
-    siblings: Mapping[str, Distance] = field(default_factory=dict)
-
-    @property
-    def kl(self) -> float:
-        """Mean KL from the trained model."""
-        return self.distance.mean_kl
-
-    @property
-    def is_light(self) -> bool:
-        """True if only the dose tells this model from the trained one."""
-        return self.dose is not None and not self.distance.exceeds(self.limit)
-
-    @property
-    def is_base(self) -> bool:
-        """True if it answers as the base."""
-        if self.from_base is None:
-            return False
-        none = self.dose is None or abs(self.dose.value) < 0.2
+        # What explains the server: its base, another record, or neither.
+        other = self.from_sibling * NEARER <= self.kl
+        share = self.dose.value if self.dose else 0.0
+        is_base = self.from_base * NEARER < self.kl and abs(share) < 0.2
         # Below the noise of the server's format both are as near; the dose tells.
-        light = self.is_light and self.dose is not None and self.dose.value < 0.2
-        is_base = light or (self.from_base.mean_kl * NEARER < self.kl and none)
-        sibling = self.sibling
-        closer = sibling and self.siblings[sibling].mean_kl < self.from_base.mean_kl
-        return is_base and not closer
-
-    @property
-    def sibling(self) -> str:
-        """The nearest other model, if that explains the server; else ""."""
-        near = min(self.siblings, key=lambda name: self.siblings[name].mean_kl, default="")
-        return near if near and self.siblings[near].mean_kl * NEARER <= self.kl else ""
-
-    @property
-    def other(self) -> str:
-        """The sibling that answers, unless it is the base."""
-        return "" if self.is_base else self.sibling
-
-    @property
-    def is_free(self) -> bool:
-        """True if neither the base nor another record explains the server."""
-        return not self.is_base and not self.sibling
-
-    @property
-    def is_partial(self) -> bool:
-        """True if a part of the adapter answers."""
-        return self.is_free and self.dose is not None and not self.dose.is_whole
-
-    @property
-    def remainder(self) -> float:
-        """Share of the adapter's effect that no scale of it explains."""
-        return self.dose.remainder if self.dose else math.nan
-
-    @property
-    def is_near(self) -> bool:
-        """True if something of the trained model is left."""
-        return self.is_free and self.kl <= STRANGE
-
-    @property
-    def is_whole(self) -> bool:
-        """True if the whole adapter answers."""
-        return self.dose is not None and self.dose.is_whole
-
-    @property
-    def has_base(self) -> bool:
-        """True if the server's base is the witness's."""
-        return self.base is not None and not self.base.exceeds(self.limit)
-
-    @property
-    def depends_on_position(self) -> bool:
-        """True if positions without a past are right; of one token, rotation changes nothing."""
-        least = max(LOCAL * self.kl, self.limit.mean_kl / 4)
-        return self.distance.first_kl <= least and self.distance.growth > GROWING
+        is_base |= self.dose is not None and self.is_within and share < 0.2
+        self.is_base = is_base and not (other and self.from_sibling < self.from_base)
+        self.is_other = other and not self.is_base
+        self.is_free = not self.is_base and not self.is_other
+        self.is_partial = self.is_free and self.dose is not None and not self.is_whole
+        self.is_near = self.is_free and self.kl <= STRANGE
+        # Of one token, rotation changes nothing.
+        first = self.distance.first_kl <= max(LOCAL * self.kl, asked.limit.mean_kl / 4)
+        self.depends_on_position = first and self.distance.growth > GROWING
+        lost = (self.is_base and self.is_within) or (self.is_partial and share <= 1)
+        self.may_be_rounded = lost and self.dose is not None and theirs is None
 
     @property
     def scale(self) -> str:
@@ -149,23 +90,15 @@ class Evidence:
     @property
     def merge(self) -> str:
         """The command that merges the adapter."""
-        source = typed("source", self.reference.folder)
+        source = typed("source", self.folder)
         return f"python flows/deliver.py {source} base=<the base> out=<a new folder>"
-
-    @property
-    def strange(self) -> str:
-        """What the server has, by the size of the difference."""
-        return (
-            "the server has another model" if self.kl > STRANGE else "the server has other weights"
-        )
 
     @property
     def read(self) -> str:
         """The command that reads every byte of a folder."""
-        folder = self.reference.folder
         text = "python flows/audit.py source=<what the server loaded> values=true"
-        if (folder / "adapter_config.json").is_file():
-            text += f" base=<the base> {typed('adapter', folder)}"
+        if (self.folder / "adapter_config.json").is_file():
+            text += f" base=<the base> {typed('adapter', self.folder)}"
         return text
 
 
@@ -178,27 +111,18 @@ class Rule(NamedTuple):
     hint: Callable[[Evidence], str]
 
 
-def _of_dose(e: Evidence) -> bool:
-    """Return True if rounding at a merge could have lost a part of the adapter."""
-    if e.base is not None or e.dose is None:
-        return False
-    return (e.is_base and e.is_light) or (e.is_partial and e.dose.value <= 1)
-
-
 Text = Callable[[Evidence], str]
 _SCALED: tuple[Text, Text] = (
     lambda e: f"{e.seen}: its scale is not {e.scale}",
     lambda e: (
         "compare r, lora_alpha, use_rslora and rank_pattern in "
-        f"{e.reference.folder}/adapter_config.json with the record; merge with "
+        f"{e.folder}/adapter_config.json with the record; merge with "
         "python flows/deliver.py, which uses the adapter's own scale"
     ),
 )
 _ELSEWHERE: tuple[Text, Text] = (
     lambda e: f"{e.seen}: an adapter of another training",
-    lambda e: (
-        f"load {e.reference.folder} under this name: --lora-modules {e.model}={e.reference.folder}"
-    ),
+    lambda e: f"load {e.folder} under this name: --lora-modules {e.model}={e.folder}",
 )
 RULES = (
     Rule(
@@ -206,12 +130,12 @@ RULES = (
         lambda e: e.is_base,
         lambda e: (
             f"{e.model!r} answers as the base without the adapter (KL from the base "
-            f"{e.from_base.mean_kl if e.from_base else 0:.1e}, from the trained {e.kl:.1e})"
+            f"{e.from_base:.1e}, from the trained {e.kl:.1e})"
         ),
         lambda e: (
             "look for 'LoRA' warnings in the server's log; check that the names of the adapter's "
             "modules match those of the served class, start with --enable-lora --lora-modules "
-            f"{e.model}={e.reference.folder}, or merge it: {e.merge}"
+            f"{e.model}={e.folder}, or merge it: {e.merge}"
         ),
     ),
     *(
@@ -219,17 +143,17 @@ RULES = (
             code,
             applies,
             lambda e: (
-                f"{e.model!r} answers as {e.sibling} (KL {e.siblings[e.sibling].mean_kl:.1e}), "
-                f"not as {e.reference.folder.name} (KL {e.kl:.1e})"
+                f"{e.model!r} answers as {e.sibling} (KL {e.from_sibling:.1e}), "
+                f"not as {e.folder.name} (KL {e.kl:.1e})"
             ),
             lambda e: (
-                f"load {e.reference.folder} under this name and restart the server, or verify what "
-                f"is served: {typed('source', e.reference.folder.parent / e.sibling)}"
+                f"load {e.folder} under this name and restart the server, or verify what "
+                f"is served: {typed('source', e.folder.parent / e.sibling)}"
             ),
         )
         for code, applies in (
-            ("other-checkpoint", lambda e: e.other.startswith("checkpoint-")),
-            ("other-adapter", lambda e: bool(e.other) and not e.other.startswith("checkpoint-")),
+            ("other-checkpoint", lambda e: e.is_other and e.sibling.startswith(_STEP)),
+            ("other-adapter", lambda e: e.is_other and not e.sibling.startswith(_STEP)),
         )
     ),
     Rule("adapter-scaled", lambda e: e.is_partial and e.remainder < SMALL, *_SCALED),
@@ -247,7 +171,7 @@ RULES = (
     Rule("other-adapter", lambda e: e.is_partial and SMALL <= e.remainder <= LARGE, *_ELSEWHERE),
     Rule(
         "rounded-away",
-        _of_dose,
+        lambda e: e.may_be_rounded,
         lambda e: (
             f"{e.dose.text if e.dose else ''} of the adapter answers: if it was merged in 16 bits "
             "by rounding to nearest, updates below half a step of the base's weights are gone"
@@ -276,7 +200,7 @@ RULES = (
         lambda e: e.is_near and e.reference.quantization in _FOUR_BITS and not e.has_base,
         lambda e: (
             f"the adapter was trained on a base in {e.reference.quantization}, and the server's "
-            f"differs from it (KL {e.base.mean_kl if e.base else e.kl:.1e}): the adapter is "
+            f"differs from it (KL {e.kl if e.base is None else e.base:.1e}): the adapter is "
             "applied to, or merged into, the 16-bit base"
         ),
         lambda e: (
@@ -309,7 +233,8 @@ RULES = (
         "other-weights",
         lambda e: e.is_free,
         lambda e: (
-            f"mean KL {e.kl:.2g}, top-1 agreement {e.distance.top1_agreement:.2f}: {e.strange}"
+            f"mean KL {e.kl:.2g}, top-1 agreement {e.distance.top1_agreement:.2f}: the server has "
+            f"{'another model' if e.kl > STRANGE else 'other weights'}"
         ),
         lambda e: f"read every byte of the server's folder: {e.read}; a bad file: copy it again",
     ),
@@ -319,18 +244,7 @@ RULES = (
 
 def causes(asked: Asked) -> tuple[Cause, ...]:
     """Return the likely causes of a fault of the weights, the likeliest first; at least one."""
-    model, base, dose = asked.model, asked.base, asked.clear_dose(asked.model)
-    evidence = Evidence(
-        reference=asked.reference,
-        model=model,
-        distance=asked.distance(model),
-        limit=asked.limit,
-        # Coarse numbers drown the adapter.
-        dose=dose if dose is not None and dose.is_certain else None,
-        from_base=asked.from_base(model),
-        base=asked.from_base(base) if base is not None and base != model else None,
-        siblings=asked.from_siblings(model),
-    )
+    evidence = Evidence(asked)
     return tuple(
         Cause(rule.code, rule.text(evidence), rule.hint(evidence))
         for rule in RULES

@@ -160,7 +160,7 @@ class ArrayServer(Server):
         """Return all names."""
         return tuple(ServedModel(name) for name in self._models)
 
-    def score(self, model: str, sequences: Any, *, workers: int | None = None) -> list[Scores]:
+    def score(self, model: str, sequences: Any, workers: int = 0) -> list[Scores]:
         """Return the answers on the probes."""
         if not self._top:
             raise UnsupportedError("the server gives no log-probabilities")
@@ -176,11 +176,10 @@ class ArrayServer(Server):
     next = tokenize = render = _unsupported
 
     def generate(
-        self, model: str, prompt: Any, count: int, n: int = 1, *, stream: bool = False,
-        **sampling: Any,
-    ) -> list[Generated]:  # fmt: skip
+        self, model: str, prompt: Any, count: int, n: int = 1, stream: bool = False, **more: Any
+    ) -> list[Generated]:
         """Sample one token after a part of a probe."""
-        assert (count, sampling) == (1, {})
+        assert (count, more) == (1, {})
         start = 0
         for probe in self._probes:
             if probe[: len(prompt)] == tuple(prompt):

@@ -195,7 +195,7 @@ class ShortServer(ArrayServer):
     def models(self) -> tuple[ServedModel, ...]:
         return (ServedModel("base", max_length=20), ServedModel("tuned", parent="base"))
 
-    def score(self, model: str, sequences: Any, *, workers: int | None = None) -> list[Scores]:
+    def score(self, model: str, sequences: Any, workers: int = 0) -> list[Scores]:
         assert max(map(len, sequences)) == 19 < max(map(len, self._probes))
         whole = super().score(model, self._probes)
         pairs = zip(whole, sequences, strict=True)

@@ -74,12 +74,19 @@ class Settings:
         return p / p.sum()
 
     def moments(self, logp: NDArray[Any], usable: NDArray[Any]) -> tuple[float, float]:
-        """Return mean and variance of the surprisal (nats) of a sampled token that is usable."""
-        p = self.probabilities(logp)[:-1] * usable
+        """Return mean and variance of the surprisal (nats) of a sampled token that is usable.
+
+        The surprisal of other ids is that of the last one, shape of `usable` (K+1,).
+        """
+        p, surprisal = self.probabilities(logp) * usable, -np.append(logp, logp[-1])
         if not p.sum():
             return 0.0, 0.0
-        mean = -float(p @ logp / p.sum())
-        return mean, float(p @ logp**2 / p.sum()) - mean**2
+        mean = float(p @ surprisal / p.sum())
+        return mean, float(p @ surprisal**2 / p.sum()) - mean**2
+
+    def is_exact(self, logp: NDArray[Any]) -> bool:
+        """Return True if the probability of all other ids is exact."""
+        return self.temperature == 1 or self.probabilities(logp)[-2] == 0
 
 
 _DEFAULTS = Settings(1.0, 50)
@@ -88,10 +95,11 @@ so that a server with them and one without are both as recorded."""
 
 
 class Sampled(NamedTuple):
-    """Tokens that were sampled after one prompt, as counts of the reference's ids, shape (K,).
+    """Tokens that were sampled after one prompt, as counts by id of the reference.
 
-    `logp` is at temperature 1, the most likely first. Ids of the prompt, which penalties change,
-    and EOS, which servers may leave out, are not `usable`.
+    `logp` is at temperature 1, the most likely first, shape (K,); `counts` and `usable` have all
+    other ids as their last, shape (K+1,). Ids of the prompt, which penalties change, and EOS, which
+    servers may leave out, are not usable.
     """
 
     logp: NDArray[Any]
@@ -122,13 +130,13 @@ def sampling(asked: Asked) -> Check:
 
 def judge(asked: Asked, rows: Sequence[Sampled], recorded: Settings, kl: float) -> Check:
     """Return the verdict about sampled tokens of a server whose mean KL at the prompts is `kl`."""
-    name, count = "sampling", int(sum(row.counts.sum() for row in rows))
+    name = "sampling"
+    candidates = (recorded, Settings()) if recorded == _DEFAULTS else (recorded,)
+    tests = [(expected(rows, settings), settings) for settings in candidates]
+    test, settings = min(tests, key=lambda test: abs(test[0].surprisal - test[0].mean))
+    count, surprisal, mean, deviation = test
     if count < FEWEST:
         return Check(name, "unknown", f"{count} sampled tokens are too few", {"samples": count})
-    surprisal = -sum(row.counts @ row.logp for row in rows) / count
-    candidates = (recorded, Settings()) if recorded == _DEFAULTS else (recorded,)
-    tests = [(*expected(rows, settings), settings) for settings in candidates]
-    mean, deviation, settings = min(tests, key=lambda test: abs(surprisal - test[0]))
     # Rounding of the server's logits moves a mean by at most sqrt(2 KL) standard deviations.
     doubt = DOUBT + (2 * kl * count) ** 0.5 / max(settings.temperature, 0.02)
     allowed, excess = doubt * deviation + SLACK, surprisal - mean
@@ -144,18 +152,38 @@ def judge(asked: Asked, rows: Sequence[Sampled], recorded: Settings, kl: float) 
         text = f"{seen}: {how}; training recorded {recorded}"
         return Check(name, "fault", text, numbers, causes, {"excess": allowed})
     other = replace(settings, temperature=_other(settings.temperature))
-    if abs(expected(rows, other)[0] - mean) < allowed + 2 * deviation:
+    if abs(expected(rows, other, settings).mean - mean) < allowed + 2 * deviation:
         return Check(name, "unknown", f"{seen}: they do not tell temperatures apart here", numbers)
     return Check(name, "ok", f"{seen}, as recorded", numbers, limit={"excess": allowed})
 
 
-def expected(rows: Sequence[Sampled], settings: Settings) -> tuple[float, float]:
-    """Return the mean surprisal of sampled tokens under some settings, and its deviation."""
-    counts = np.array([row.counts.sum() for row in rows])
-    moments = np.array([settings.moments(row.logp, row.usable) for row in rows])
-    total = counts.sum()
-    deviation = np.sqrt(np.maximum(counts @ moments[:, 1], 0.0)) / total
-    return float(counts @ moments[:, 0] / total), float(deviation)
+class Surprisal(NamedTuple):
+    """Mean surprisal of sampled tokens, the one expected, and its standard deviation (nats)."""
+
+    tokens: int
+    surprisal: float
+    mean: float
+    deviation: float
+
+
+def expected(
+    rows: Sequence[Sampled], settings: Settings, counted: Settings | None = None
+) -> Surprisal:
+    """Compare the surprisal of sampled tokens with that under some settings.
+
+    `counted` are the settings that decide whether other ids count; None for the same.
+    """
+    count, seen, mean, variance = 0, 0.0, 0.0, 0.0
+    for logp, counts, usable in rows:
+        usable = np.append(usable[:-1], (counted or settings).is_exact(logp))
+        counts, moments = counts * usable, settings.moments(logp, usable)
+        number = int(counts.sum())
+        count += number
+        seen -= counts @ np.append(logp, logp[-1])
+        mean += number * moments[0]
+        variance += number * moments[1]
+    share = 1 / max(count, 1)
+    return Surprisal(count, seen * share, mean * share, max(variance, 0.0) ** 0.5 * share)
 
 
 def expected_settings(reference: Reference) -> Settings:
@@ -188,7 +216,7 @@ def _places(asked: Asked, settings: Settings) -> tuple[list[Place], float]:
         for end in range(1, len(ids))
     ]
     trained = np.sort(reference.trained.logprobs.astype(np.float64), axis=1)[:, ::-1]
-    spread = [settings.moments(row, np.ones(len(row)))[1] for row in trained]
+    spread = [settings.moments(row, np.ones(len(row) + 1))[1] for row in trained]
     information = np.where(served.measured, spread, -1.0)
     chosen: list[tuple[int, Place]] = []
     for row in map(int, np.argsort(-information)):
@@ -225,8 +253,11 @@ def _sample(asked: Asked, place: Place, until: float) -> Sampled | None:
     logp = reference.trained.logprobs[place.row].astype(np.float64)
     order = np.argsort(-logp)
     ids = reference.trained.ids[place.row][order]
-    usable = ~np.isin(ids, [*place.prompt, *reference.every_end])
-    return Sampled(logp[order], np.array([tokens.count(token) for token in ids]) * usable, usable)
+    left_out = {*place.prompt, *reference.every_end}
+    usable = np.append(~np.isin(ids, [*left_out]), True)
+    others = sum(token not in left_out and token not in ids for token in tokens)
+    counts = np.array([*(tokens.count(token) for token in ids), others])
+    return Sampled(logp[order], counts * usable, usable)
 
 
 def _cause(recorded: Settings, kind: str) -> Cause:

@@ -11,6 +11,7 @@ from tasks.verify.servers.openai import unknown
 from tasks.verify.servers.server import (
     Entry,
     Generated,
+    Ids,
     Message,
     Prompt,
     Scores,
@@ -56,22 +57,13 @@ class LlamaCppServer(Server):
         self._bias = [[letter, _FORCED]]
 
     def models(self) -> tuple[ServedModel, ...]:
-        """Return the names that the server answers to; the base before its adapters."""
         return self._models
 
-    def score(
-        self, model: str, sequences: Sequence[Sequence[int]], *, workers: int | None = None
-    ) -> list[Scores]:
-        """Raise UnsupportedError."""
+    def score(self, model: str, sequences: Sequence[Ids], workers: int = 0) -> list[Scores]:
         raise UnsupportedError(f"{self.url} returns no log-probabilities of prompts")
 
     def next(
-        self,
-        model: str,
-        prefixes: Sequence[Sequence[int]],
-        *,
-        workers: int | None = None,
-        cache: bool = True,
+        self, model: str, prefixes: Sequence[Ids], workers: int = 0, cache: bool = True
     ) -> list[Entry]:
         """Return the most likely next tokens after each prefix, as they are generated.
 
@@ -88,8 +80,7 @@ class LlamaCppServer(Server):
 
         return parallel(ask, prefixes, workers or self.client.workers)
 
-    def tokenize(self, model: str, text: str, *, special: bool = True) -> tuple[int, ...]:
-        """Return the token ids of a text; `special` adds those that begin a sequence (BOS)."""
+    def tokenize(self, model: str, text: str, special: bool = True) -> tuple[int, ...]:
         body = {"content": text, "add_special": special, "parse_special": True}
         return tuple(self.client.post("/tokenize", body)["tokens"])
 
@@ -102,22 +93,14 @@ class LlamaCppServer(Server):
         return self.tokenize(model, str(prompt))
 
     def generate(
-        self,
-        model: str,
-        prompt: Prompt,
-        count: int,
-        n: int = 1,
-        *,
-        stream: bool = False,
-        **sampling: Any,
+        self, model: str, prompt: Prompt, count: int, n: int = 1, stream: bool = False, **more: Any
     ) -> list[Generated]:
-        """Return n responses of at most `count` tokens."""
 
         def respond(_: int) -> Generated:
             if len(prompt) > 0 and isinstance(prompt[0], Mapping):
                 fields = {"messages": list(prompt), "max_tokens": count}
-                return self._chat({**fields, **self._selected(model), **sampling})
-            body = {"n_predict": count, "return_tokens": True, **sampling}
+                return self._chat({**fields, **self._selected(model), **more})
+            body = {"n_predict": count, "return_tokens": True, **more}
             return (self._streamed if stream else self._whole)(model, prompt, body)
 
         return parallel(respond, range(n), self.client.workers)

@@ -14,6 +14,7 @@ from tasks.verify.servers.client import Client, parallel
 from tasks.verify.servers.server import (
     Entry,
     Generated,
+    Ids,
     Message,
     Prompt,
     Scores,
@@ -61,7 +62,6 @@ class OpenAiServer(Server):
         self.try_out(model if model in names else names[0])
 
     def models(self) -> tuple[ServedModel, ...]:
-        """Return the names that the server answers to; the base before its adapters."""
         listed = self.client.get("/v1/models")
         cards = listed.get("data") if isinstance(listed, dict) else None
         if not isinstance(cards, list):
@@ -78,10 +78,7 @@ class OpenAiServer(Server):
         ]
         return tuple(sorted(models, key=lambda model: model.parent is not None))
 
-    def score(
-        self, model: str, sequences: Sequence[Sequence[int]], *, workers: int | None = None
-    ) -> list[Scores]:
-        """Return the prompt log-probabilities of sequences, `workers` requests at a time."""
+    def score(self, model: str, sequences: Sequence[Ids], workers: int = 0) -> list[Scores]:
         if not self._of_prompts:
             raise UnsupportedError(f"{self.url} returns no log-probabilities of prompts")
         work = self._echoed if self._echoes else self._scored
@@ -90,14 +87,8 @@ class OpenAiServer(Server):
         )
 
     def next(
-        self,
-        model: str,
-        prefixes: Sequence[Sequence[int]],
-        *,
-        workers: int | None = None,
-        cache: bool = True,
+        self, model: str, prefixes: Sequence[Ids], workers: int = 0, cache: bool = True
     ) -> list[Entry]:
-        """Return the most likely next tokens after each prefix, as they are generated."""
         if not self._of_next:
             raise UnsupportedError(f"{self.url} returns no log-probabilities of next tokens")
 
@@ -109,12 +100,10 @@ class OpenAiServer(Server):
 
         return parallel(ask, prefixes, workers or self.client.workers)
 
-    def tokenize(self, model: str, text: str, *, special: bool = True) -> tuple[int, ...]:
-        """Return the token ids of a text; `special` adds those that begin a sequence (BOS)."""
+    def tokenize(self, model: str, text: str, special: bool = True) -> tuple[int, ...]:
         raise UnsupportedError(f"{self.url} does not tokenise texts")
 
     def render(self, model: str, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
-        """Return the ids of a conversation with the generation prompt, by the server's template."""
         fields = chat_fields(messages, tools)
         # "auto" needs a parser of calls; the prompt is the same.
         choice = {"tools": fields["tools"], "tool_choice": "none"} if tools else {}
@@ -124,17 +113,9 @@ class OpenAiServer(Server):
         return ids
 
     def generate(
-        self,
-        model: str,
-        prompt: Prompt,
-        count: int,
-        n: int = 1,
-        *,
-        stream: bool = False,
-        **sampling: Any,
+        self, model: str, prompt: Prompt, count: int, n: int = 1, stream: bool = False, **more: Any
     ) -> list[Generated]:
-        """Return n responses of at most `count` tokens."""
-        body: dict[str, Any] = {"max_tokens": count, **({"n": n} if n > 1 else {}), **sampling}
+        body: dict[str, Any] = {"max_tokens": count, **({"n": n} if n > 1 else {}), **more}
         is_chat = len(prompt) > 0 and isinstance(prompt[0], Mapping)
         if not is_chat and not self._completes:
             raise UnsupportedError(f"{self.url} takes no token ids")
@@ -247,8 +228,7 @@ class OpenAiServer(Server):
 class VllmServer(OpenAiServer):
     """A server of vLLM."""
 
-    def tokenize(self, model: str, text: str, *, special: bool = True) -> tuple[int, ...]:
-        """Return the token ids of a text; `special` adds those that begin a sequence (BOS)."""
+    def tokenize(self, model: str, text: str, special: bool = True) -> tuple[int, ...]:
         return self._tokens({"model": model, "prompt": text, "add_special_tokens": special})
 
     def render(self, model: str, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:

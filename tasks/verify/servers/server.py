@@ -16,7 +16,8 @@ Message: TypeAlias = Mapping[str, Any]
 """A turn of a conversation: `role` and `content`, of tools also `tool_calls`."""
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """Schemas of the tools of a conversation, in OpenAI's form."""
-Prompt: TypeAlias = Sequence[int] | Sequence[Message]
+Ids: TypeAlias = Sequence[int]
+Prompt: TypeAlias = Ids | Sequence[Message]
 """Token ids, or a conversation that the server renders with its own template."""
 SAMPLED = 12
 """Positions of a sequence that are scored where each costs a request."""
@@ -108,43 +109,29 @@ class Server(Protocol):
     def models(self) -> Sequence[ServedModel]:
         """Return the names that the server answers to; the base before its adapters."""
 
-    def score(
-        self, model: str, sequences: Sequence[Sequence[int]], *, workers: int | None = None
-    ) -> list[Scores]:
+    def score(self, model: str, sequences: Sequence[Ids], workers: int = 0) -> list[Scores]:
         """Return the prompt log-probabilities of sequences, `workers` requests at a time."""
 
     def next(
-        self,
-        model: str,
-        prefixes: Sequence[Sequence[int]],
-        *,
-        workers: int | None = None,
-        cache: bool = True,
+        self, model: str, prefixes: Sequence[Ids], workers: int = 0, cache: bool = True
     ) -> list[Entry]:
         """Return the most likely next tokens after each prefix, as they are generated.
 
         `cache` lets the server use its prompt cache, as requests of users do.
         """
 
-    def tokenize(self, model: str, text: str, *, special: bool = True) -> tuple[int, ...]:
+    def tokenize(self, model: str, text: str, special: bool = True) -> tuple[int, ...]:
         """Return the token ids of a text; `special` adds those that begin a sequence (BOS)."""
 
     def render(self, model: str, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """Return the ids of a conversation with the generation prompt, by the server's template."""
 
     def generate(
-        self,
-        model: str,
-        prompt: Prompt,
-        count: int,
-        n: int = 1,
-        *,
-        stream: bool = False,
-        **sampling: Any,
+        self, model: str, prompt: Prompt, count: int, n: int = 1, stream: bool = False, **more: Any
     ) -> list[Generated]:
         """Return n responses of at most `count` tokens.
 
-        `sampling` has names of vLLM (`temperature`, `top_p`, `seed`, `logit_bias`). What is left
+        `more` has names of vLLM (`temperature`, `top_p`, `seed`, `logit_bias`). What is left
         out is not sent, so that the server's own defaults hold. A stream is joined.
         """
 
@@ -176,9 +163,9 @@ def entry(values: Mapping[int, float | None]) -> Entry:
 def score(
     server: Server,
     model: str,
-    sequences: Sequence[Sequence[int]],
+    sequences: Sequence[Ids],
     *,
-    workers: int | None = None,
+    workers: int = 0,
     cache: bool = False,
     most: int = SAMPLED,
 ) -> list[Scores]:
@@ -187,7 +174,7 @@ def score(
     The other positions are empty. `cache` is that of `Server.next`.
     """
     try:
-        return server.score(model, sequences, workers=workers)
+        return server.score(model, sequences, workers)
     except UnsupportedError:
         pass
     chosen = [
@@ -197,7 +184,7 @@ def score(
     prefixes = [
         ids[: at + 1] for ids, places in zip(sequences, chosen, strict=True) for at in places
     ]
-    entries = iter(server.next(model, prefixes, workers=workers, cache=cache))
+    entries = iter(server.next(model, prefixes, workers, cache))
     scored: list[Scores] = []
     for ids, places in zip(sequences, chosen, strict=True):
         known = {at: next(entries) for at in places}

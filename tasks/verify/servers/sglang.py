@@ -10,6 +10,7 @@ from tasks.verify.servers.openai import OpenAiServer, require
 from tasks.verify.servers.server import (
     Entry,
     Generated,
+    Ids,
     Prompt,
     Scores,
     ServerError,
@@ -27,10 +28,7 @@ class SglangServer(OpenAiServer):
     since `model` alone selects the base everywhere.
     """
 
-    def score(
-        self, model: str, sequences: Sequence[Sequence[int]], *, workers: int | None = None
-    ) -> list[Scores]:
-        """Return the prompt log-probabilities of sequences, `workers` requests at a time."""
+    def score(self, model: str, sequences: Sequence[Ids], workers: int = 0) -> list[Scores]:
         return parallel(
             lambda ids: self._scored(model, list(map(int, ids))),
             sequences,
@@ -38,14 +36,8 @@ class SglangServer(OpenAiServer):
         )
 
     def next(
-        self,
-        model: str,
-        prefixes: Sequence[Sequence[int]],
-        *,
-        workers: int | None = None,
-        cache: bool = True,
+        self, model: str, prefixes: Sequence[Ids], workers: int = 0, cache: bool = True
     ) -> list[Entry]:
-        """Return the most likely next tokens after each prefix, as they are generated."""
 
         def ask(prefix: Sequence[int]) -> Entry:
             tops = self._told(model, list(map(int, prefix))).get("output_top_logprobs") or [()]
@@ -53,8 +45,7 @@ class SglangServer(OpenAiServer):
 
         return parallel(ask, prefixes, workers or self.client.workers)
 
-    def tokenize(self, model: str, text: str, *, special: bool = True) -> tuple[int, ...]:
-        """Return the token ids of a text; `special` adds those that begin a sequence (BOS)."""
+    def tokenize(self, model: str, text: str, special: bool = True) -> tuple[int, ...]:
         body = {"model": model, "prompt": text, "add_special_tokens": special}
         try:
             return tuple(self.client.post("/tokenize", body)["tokens"])
@@ -65,20 +56,12 @@ class SglangServer(OpenAiServer):
             raise UnsupportedError(f"{self.url} {reason}") from None
 
     def generate(
-        self,
-        model: str,
-        prompt: Prompt,
-        count: int,
-        n: int = 1,
-        *,
-        stream: bool = False,
-        **sampling: Any,
+        self, model: str, prompt: Prompt, count: int, n: int = 1, stream: bool = False, **more: Any
     ) -> list[Generated]:
-        """Return n responses of at most `count` tokens; streamed ones have no ids."""
         if stream or (len(prompt) > 0 and isinstance(prompt[0], Mapping)):
-            chosen = {**self._adapter(model), **sampling}
+            chosen = {**self._adapter(model), **more}
             return super().generate(model, prompt, count, n, stream=stream, **chosen)
-        options = {"max_new_tokens": count, **({"n": n} if n > 1 else {}), **sampling}
+        options = {"max_new_tokens": count, **({"n": n} if n > 1 else {}), **more}
         made = self._native(model, list(prompt), options)
         return [_generated(part) for part in (made if isinstance(made, list) else [made])]
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from unicodedata import normalize
 
 from tasks.core.report import Cause
 from tasks.verify.asked import Asked
@@ -217,10 +218,13 @@ def _misread(asked: Asked) -> str:
         return ""
     from tokenizers import Tokenizer
 
+    texts: Sequence[str] = prove_ids.TEXTS
+    if asked.server.kind == "llama.cpp":  # GGUF has no normaliser
+        texts = [normalize("NFC", text) for text in texts]
     reason = prove_ids.difference(
         prove_ids.plain_encoder(Tokenizer.from_file(str(path))),
         lambda text: asked.server.tokenize(asked.model, text, special=False),
-        prove_ids.TEXTS,
+        texts,
     )
     return f"by the server {reason}" if reason else ""
 

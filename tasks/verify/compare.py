@@ -97,14 +97,9 @@ class Distance:
 
 
 def align(reference: Fingerprint, scores: Sequence[Scores]) -> Aligned:
-    """Put a server's answers at the positions and ids of a fingerprint.
+    """Put a server's answers, one for each probe, at the positions and ids of a fingerprint.
 
-    Args:
-        reference: the fingerprint.
-        scores: one for each probe. Values that are not log-probabilities are left out.
-
-    Raises:
-        ValueError: the scores are of other sequences.
+    Values that are not log-probabilities are left out. Raises ValueError for other sequences.
     """
     following = [token for probe in reference.probes for token in probe[1:]]
     rows = [entry for score in scores for entry in score]
@@ -145,8 +140,9 @@ def kl_of(reference: Fingerprint, served: Aligned) -> NDArray[Any]:
     q_left = np.maximum(1 - q_listed.sum(1), _TINY)
     p_group = np.minimum(np.where(unlisted, p, 0.0).sum(1), p_left)
     # The server's mass of the group that fits best, as far as its list allows.
-    most = np.minimum(q_left - served.extra_mass, unlisted.sum(1) * np.exp(served.floor))
-    q_group = np.clip(p_group * q_left / p_left, 0.0, np.maximum(most, 0.0))
+    most = np.maximum(q_left - served.extra_mass, _TINY / 2)
+    most = np.minimum(most, unlisted.sum(1) * np.exp(served.floor))
+    q_group = np.minimum(p_group * q_left / p_left, most)
     # Numbers in JSON may sum to 1: the rest keeps a mass of `_TINY`.
     with np.errstate(divide="ignore"):
         sides = [
@@ -159,13 +155,8 @@ def kl_of(reference: Fingerprint, served: Aligned) -> NDArray[Any]:
 def distance(reference: Fingerprint, served: Aligned, limit: DriftLimit) -> Distance:
     """Return the distance of a server from a fingerprint.
 
-    Args:
-        reference: the fingerprint.
-        served: the server's answers.
-        limit: limits; tokens that noise within them may swap are a tie.
-
-    Raises:
-        ValueError: no position was measured.
+    Tokens that noise within the limit may swap are a tie. Raises ValueError if nothing was
+    measured.
     """
     kl, measured = kl_of(reference, served), served.measured
     if not measured.any():

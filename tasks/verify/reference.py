@@ -7,7 +7,6 @@ of the base if the model was merged.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,10 +53,8 @@ class Probe:
         kind: "text", "chat", "prompt" (of the user), "row" (of the training data), or "served" (of
             a served folder).
         number: position in its set.
-        text: what was tokenised, for conversations as the template rendered it; None if it was not
-            recorded.
+        text: what was tokenised, for conversations as rendered; None if it was not recorded.
         turns: the conversation of kind "chat"; None for the public one of this number.
-        tools: schemas of its tools.
     """
 
     ids: tuple[int, ...]
@@ -174,30 +171,27 @@ class Reference:
         theirs = {ids: number for number, ids in enumerate(other.sequences)}
         common = [number for number, ids in enumerate(self.sequences) if ids in theirs]
         picked = [theirs[self.sequences[number]] for number in common]
-        sizes = [len(ids) - 1 for ids in other.sequences]
-        starts = np.concatenate([[0], np.cumsum(sizes)])
-        rows = np.concatenate([np.arange(starts[n], starts[n + 1]) for n in picked])
-        trained = other.trained
-        steps = None if trained.steps is None else trained.steps[rows]
-        return common, replace(
-            trained,
-            probes=tuple(other.sequences[number] for number in picked),
-            ids=trained.ids[rows],
-            logprobs=trained.logprobs[rows],
-            top1=trained.top1[rows],
-            steps=steps,
-        )
+        return common, _part(other.trained, picked)
+
+
+def _part(whole: Fingerprint, numbers: Sequence[int]) -> Fingerprint:
+    """Return a fingerprint of some probes alone."""
+    ends = np.cumsum([0, *(len(ids) - 1 for ids in whole.probes)])
+    rows = np.concatenate([np.arange(ends[number], ends[number + 1]) for number in numbers])
+    return replace(
+        whole,
+        probes=tuple(whole.probes[number] for number in numbers),
+        ids=whole.ids[rows],
+        logprobs=whole.logprobs[rows],
+        top1=whole.top1[rows],
+        steps=None if whole.steps is None else whole.steps[rows],
+    )
 
 
 def read_reference(folder: Path) -> Reference:
     """Read the witness of a folder, or the fingerprint of a folder that Plumbline served.
 
-    Args:
-        folder: a checkpoint, the output folder of a training, `plumbline.witness` itself, or a
-            served folder.
-
-    Raises:
-        ArtifactError: there is neither, it is of a reward model, or it cannot be read.
+    Raises ArtifactError if there is neither, it is of a reward model, or it cannot be read.
     """
     if not folder.is_dir():
         raise ArtifactError(f"no such folder: {folder}", hint="source=<the folder of a checkpoint>")
@@ -233,13 +227,19 @@ def read_reference(folder: Path) -> Reference:
             f"{witness.folder}: witness.json and {FINGERPRINT} have other probes",
             hint="files of two records are mixed: copy the folder again from the training machine",
         )
-    path = witness.folder / BASE
-    base = _load(path) if path.is_file() else None
-    if base is not None and not (
-        base.probes == trained.probes and np.array_equal(base.ids, trained.ids)
-    ):
-        raise ArtifactError(f"{path} and {FINGERPRINT} score other tokens")
+    base = _base(witness.folder, trained)
     return Reference(probes, _with_noise(witness.folder, trained), base, witness.facts, folder)
+
+
+def _base(folder: Path, trained: Fingerprint) -> Fingerprint | None:
+    """Load the base's log-probabilities at the ids of the trained model, if there are any."""
+    path = folder / BASE
+    if not path.is_file():
+        return None
+    base = _load(path)
+    if base.probes != trained.probes or not np.array_equal(base.ids, trained.ids):
+        raise ArtifactError(f"{path} and {FINGERPRINT} score other tokens")
+    return base
 
 
 def _with_noise(record: Path, trained: Fingerprint) -> Fingerprint:
@@ -247,10 +247,7 @@ def _with_noise(record: Path, trained: Fingerprint) -> Fingerprint:
     if not (record / NOISE).is_file():
         return trained
     again = _load(record / NOISE)
-    count, dtype = again.positions, again.arithmetic
-    names = ("ids", "logprobs", "top1", "steps")
-    part = {name: value[:count] for name in names if (value := getattr(trained, name)) is not None}
-    first = replace(trained, probes=again.probes, **part)
+    first, dtype = _part(trained, range(len(again.probes))), again.arithmetic
     return replace(trained, formats={dtype: drift(first, again, dtype).noise})
 
 
@@ -266,10 +263,7 @@ def _served(folder: Path) -> Reference:
     trained = _load(path)
     require_informative(trained, str(path))
     probes = tuple(Probe(ids, "served", number) for number, ids in enumerate(trained.probes))
-    base = _load(folder / BASE) if (folder / BASE).is_file() else None
-    if base is not None and not np.array_equal(base.ids, trained.ids):
-        raise ArtifactError(f"{folder / BASE} and {FINGERPRINT} score other tokens")
-    facts = {"tokens": token_facts(folder)}
+    base, facts = _base(folder, trained), {"tokens": token_facts(folder)}
     return Reference(probes, trained, base, facts, folder, tuple(_rendered(folder)))
 
 
@@ -291,33 +285,20 @@ def _rendered(folder: Path) -> Iterator[Probe]:
 
 def token_facts(folder: Path) -> dict[str, Any]:
     """Return tokens and generation settings of a served folder, under the keys of a witness."""
-    names = ("config.json", "generation_config.json")
-    config, generation = (
-        read_json(folder / name) if (folder / name).is_file() else {} for name in names
-    )
-    keys = ("eos_token_id", "bos_token_id", "pad_token_id")
-    template = folder / "chat_template.jinja"
-    digest = hashlib.sha256(template.read_bytes()).hexdigest() if template.is_file() else None
-    return {
-        "tokenizer": {"chat_template_sha256": digest},
-        "config": {key: config.get(key) for key in keys},
-        "generation_config": generation or None,
-    }
+    names = ("config", "generation_config")
+    files = {name: folder / f"{name}.json" for name in names}
+    read = {name: read_json(file) if file.is_file() else {} for name, file in files.items()}
+    return {"tokenizer": {}, **read}
 
 
 def _load(path: Path) -> Fingerprint:
     """Load a fingerprint, and check that its arrays belong together."""
     loaded = Fingerprint.load(path)
-    count = _positions(loaded.probes)
+    count = sum(len(probe) - 1 for probe in loaded.probes)
     shapes = loaded.ids.shape, loaded.logprobs.shape, loaded.top1.shape
-    whole = (
-        count > 0
-        and loaded.ids.ndim == 2
-        and shapes == ((count, loaded.ids.shape[1]), (count, loaded.ids.shape[1]), (count,))
-        and loaded.ids.shape[1] > 0
-        and (loaded.steps is None or loaded.steps.shape == (count,))
-    )
-    if not whole:
+    size = loaded.ids.size // max(count, 1)
+    steps = loaded.steps is None or loaded.steps.shape == (count,)
+    if not (count and size and steps and shapes == ((count, size), (count, size), (count,))):
         raise ArtifactError(f"{path}: {count} positions of probes, arrays of {shapes}")
     if np.isnan(loaded.logprobs).any() or (loaded.logprobs > 1e-3).any():
         raise ArtifactError(
@@ -325,7 +306,3 @@ def _load(path: Path) -> Fingerprint:
             hint="choose a checkpoint from before the training went wrong",
         )
     return loaded
-
-
-def _positions(probes: Sequence[Sequence[int]]) -> int:
-    return sum(len(probe) - 1 for probe in probes)

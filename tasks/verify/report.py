@@ -54,9 +54,6 @@ class Report:
         base: name of its base on the server; None without an adapter.
         source: folder of the reference.
         reference: one line about the reference.
-        profile: drift profile of the limits.
-        checks: in their order.
-        seconds: wall-clock time.
     """
 
     url: str

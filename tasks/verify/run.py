@@ -64,8 +64,7 @@ def choose(
         base: the user's choice; None for the parent that the server names.
 
     Raises:
-        ConfigError: the server has no such model, or several and none was loaded from `source`; the
-            details have one line for each name.
+        ConfigError: with a line for each name that is not clear.
     """
     by_name = {entry.name: entry for entry in served}
     names = ", ".join(by_name) or "none"
@@ -106,14 +105,9 @@ def verify(
     *,
     only: Sequence[str] = (),
 ) -> Report:
-    """Run the checks, and return their report. Nothing that goes wrong on the server is raised.
+    """Run all checks, or `only` some; nothing that goes wrong on the server is raised.
 
-    Args:
-        server: the server.
-        target: names of the model and of its base.
-        reference: what the model was when it was trained.
-        profile: drift profile, a key of `tasks.drift.fingerprint.PROFILES`.
-        only: names of the checks to run; empty for all.
+    `profile` is a key of `tasks.drift.fingerprint.PROFILES`.
     """
     began = time.perf_counter()
     checks = run_checks(Asked(server, target.model, target.base, reference, profile), only)
@@ -155,8 +149,7 @@ def run_checks(asked: Asked, only: Sequence[str] = ()) -> tuple[Check, ...]:
 def attempt(name: str, check: Callable[[], Check]) -> tuple[Check, str]:
     """Run one check; one that raises has proven nothing, and is "unknown" with its reason.
 
-    Returns:
-        The check, and the reason why no other one can be run: the server has gone. Else "".
+    Returns also the reason why no other one can be run, if the server has gone; else "".
     """
     try:
         return check(), ""

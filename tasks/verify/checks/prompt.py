@@ -107,11 +107,7 @@ def difference(
 ) -> Difference | None:
     """Return the first difference; None if there is none.
 
-    Args:
-        trained: token ids of the training.
-        served: token ids of the server.
-        cut: True if `trained` is only the beginning of a longer sequence.
-        bos: token that begins a sequence; None if there is none.
+    `cut` says that `trained` is only the beginning of a longer sequence.
     """
     trained, served = tuple(trained), tuple(served)
     if trained == (served[: len(trained)] if cut else served):

@@ -57,10 +57,8 @@ class Settings:
     def probabilities(self, logp: NDArray[Any]) -> NDArray[Any]:
         """Return the probabilities of sampling ids, and of all others as the last, shape (K+1,).
 
-        That of all others is exact at temperature 1, or if they are cut off.
-
-        Args:
-            logp: log-probabilities at temperature 1, the most likely first, shape (K,).
+        `logp` is at temperature 1, the most likely first, shape (K,). The probability of all others
+        is exact there, or if they are cut off.
         """
         heat = max(self.temperature, 0.02)
         rest = max(0.0, 1 - float(np.exp(logp).sum())) if heat >= 1 else 0.0

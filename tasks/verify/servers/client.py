@@ -45,15 +45,7 @@ _RESULT = TypeVar("_RESULT")
 
 
 class Client:
-    """HTTP client of one server. Its methods may be called by several threads.
-
-    Args:
-        url: address as typed, with or without scheme and `/v1`.
-        key: API key; None for the variable `KEY_VARIABLE`.
-        timeout_s: longest time from a request to the end of its response, in seconds.
-        workers: requests at the same time, unless a call says otherwise.
-        ca: file with the certificates to trust; None for those of the system.
-    """
+    """HTTP client of one server; see `connect` for the arguments. Threads may share it."""
 
     def __init__(
         self,

@@ -38,10 +38,7 @@ class LlamaCppServer(Server):
     Its model's name is what a client gets: with the adapters of the command line at their default
     scales. With adapters there are two kinds of names more, which `lora` of each request selects:
     the adapters' file names without ending, and the base as `<model>@base`.
-
-    Args:
-        client: its client.
-        props: answer of `/props`.
+    `props` is the answer of `/props`.
     """
 
     def __init__(self, client: Client, props: Mapping[str, Any]) -> None:
@@ -73,7 +70,7 @@ class LlamaCppServer(Server):
         body |= {} if cache else {"cache_prompt": False}
 
         def ask(prefix: Sequence[int]) -> Entry:
-            answer = self._completion(model, list(map(int, prefix)), body)
+            answer = self._completion(model, list(prefix), body)
             listed = answer.get("completion_probabilities") or [{}]
             tops = listed[0].get("top_logprobs") or ()
             return entry({int(top["id"]): top["logprob"] for top in tops})

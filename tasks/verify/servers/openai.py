@@ -37,14 +37,7 @@ _NAMED = "return_tokens_as_token_ids"
 
 
 class OpenAiServer(Server):
-    """Server of the OpenAI dialect.
-
-    Args:
-        client: its client.
-        kind: dialect.
-        version: as the server says.
-        model: name to try it with; None for the first one.
-    """
+    """Server of the OpenAI dialect; it is tried out with `model`, or its first one."""
 
     def __init__(
         self, client: Client, *, kind: str = "openai", version: str = "", model: str | None = None
@@ -83,7 +76,7 @@ class OpenAiServer(Server):
             raise UnsupportedError(f"{self.url} returns no log-probabilities of prompts")
         work = self._echoed if self._echoes else self._scored
         return parallel(
-            lambda ids: work(model, list(map(int, ids))), sequences, workers or self.client.workers
+            lambda ids: work(model, list(ids)), sequences, workers or self.client.workers
         )
 
     def next(
@@ -93,7 +86,7 @@ class OpenAiServer(Server):
             raise UnsupportedError(f"{self.url} returns no log-probabilities of next tokens")
 
         def ask(prefix: Sequence[int]) -> Entry:
-            body = {"prompt": list(map(int, prefix)), "max_tokens": 1, "temperature": 0}
+            body = {"prompt": list(prefix), "max_tokens": 1, "temperature": 0}
             body |= {"logprobs": self._asked_for, **self._more}
             tops = _logprobs(self.post("/v1/completions", model, body)).get("top_logprobs")
             return entry(_by_id(tops[0] if tops else {}))

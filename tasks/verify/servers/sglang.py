@@ -30,7 +30,7 @@ class SglangServer(OpenAiServer):
 
     def score(self, model: str, sequences: Sequence[Ids], workers: int = 0) -> list[Scores]:
         return parallel(
-            lambda ids: self._scored(model, list(map(int, ids))),
+            lambda ids: self._scored(model, list(ids)),
             sequences,
             workers or self.client.workers,
         )
@@ -40,7 +40,7 @@ class SglangServer(OpenAiServer):
     ) -> list[Entry]:
 
         def ask(prefix: Sequence[int]) -> Entry:
-            tops = self._told(model, list(map(int, prefix))).get("output_top_logprobs") or [()]
+            tops = self._told(model, list(prefix)).get("output_top_logprobs") or [()]
             return entry({int(token): value for value, token, *_ in tops[0] or ()})
 
         return parallel(ask, prefixes, workers or self.client.workers)

@@ -105,6 +105,11 @@ class Reference:
         return tuple(probe.ids for probe in self.probes)
 
     @property
+    def prefixes(self) -> list[tuple[int, ...]]:
+        """Token ids before each position of the fingerprints."""
+        return [ids[:end] for ids in self.sequences for end in range(1, len(ids))]
+
+    @property
     def quantization(self) -> str:
         """Storage of the base's layers in training: "none", "nf4", ...; "" if unknown."""
         stored = self.facts.get("quantization")

@@ -54,11 +54,8 @@ def test_vllm_is_recognised_and_its_limit_of_log_probabilities_is_kept() -> None
         assert server.render("base", CHAT) == RENDERED
         check(server.score("tuned", SEQUENCES), most=6, model=1)
         bodies = requests.bodies("/v1/completions")[-len(SEQUENCES) :]
-        for call in (lambda: server.score("tuend", [[1, 2]]), lambda: server.render("tuend", CHAT)):
-            with pytest.raises(ServerError, match="tuend") as caught:
-                call()
-            assert caught.value.code == "model"
-            assert "tuned" in caught.value.report()
+        with pytest.raises(ServerError, match="tuend"):
+            server.score("tuend", [[1, 2]])
         with pytest.raises(ServerError) as caught:
             server.score("base", [[1] * 64])
         assert caught.value.code == "length"

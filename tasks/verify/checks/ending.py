@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from tasks.core.report import Cause
 from tasks.verify.asked import Asked
 from tasks.verify.reference import Reference
@@ -128,13 +126,6 @@ def context(asked: Asked) -> Check:
 
 def _likely_ends(reference: Reference, ends: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
     """Return prefixes after which the trained model ends its turn, and the token that does."""
-    trained, at = reference.trained, 0
-    likely = []
-    for ids in reference.sequences:
-        for end in range(1, len(ids)):
-            token = int(trained.top1[at])
-            value = np.where(trained.ids[at] == token, trained.logprobs[at], -np.inf).max()
-            if token in ends and value > _LIKELY:
-                likely.append((tuple(ids[:end]), token))
-            at += 1
-    return likely
+    trained = reference.trained
+    places = zip(reference.prefixes, trained.top1.tolist(), trained.logprobs.max(1), strict=True)
+    return [(ids, token) for ids, token, best in places if token in ends and best > _LIKELY]

@@ -105,13 +105,6 @@ class Sampled(NamedTuple):
     usable: NDArray[Any]
 
 
-class Place(NamedTuple):
-    """A prompt: its row in the fingerprint, and its token ids."""
-
-    row: int
-    prompt: tuple[int, ...]
-
-
 def sampling(asked: Asked) -> Check:
     """Compare the server's default sampling settings with those that training recorded.
 
@@ -121,8 +114,8 @@ def sampling(asked: Asked) -> Check:
     places, kl = _places(asked, recorded)
     until, rows = time.monotonic() + SECONDS, list[Sampled]()
     for _ in range(ROUNDS):
-        made = parallel(lambda place: _sample(asked, place, until), places, 4)
-        rows += [row for row in made if row is not None]
+        made = parallel(lambda row: _sample(asked, row, until), places, 4)
+        rows += [sampled for sampled in made if sampled is not None]
     return judge(asked, rows, recorded, kl)
 
 
@@ -205,53 +198,48 @@ def _other(temperature: float) -> float:
     return temperature * COARSE if temperature > 1 - COARSE else temperature + 1 - COARSE
 
 
-def _places(asked: Asked, settings: Settings) -> tuple[list[Place], float]:
-    """Return the prompts whose next token tells most, and the server's mean KL there (nats)."""
+def _places(asked: Asked, settings: Settings) -> tuple[list[int], float]:
+    """Return the positions whose token tells most, two of a probe, and the mean KL there (nats)."""
     reference, served = asked.reference, asked.aligned(asked.model)
-    prompts = [
-        (number, ids[:end])
-        for number, ids in enumerate(reference.sequences)
-        for end in range(1, len(ids))
-    ]
+    sizes = [len(ids) - 1 for ids in reference.sequences]
+    owner: NDArray[Any] = np.repeat(np.arange(len(sizes)), sizes)
     trained = np.sort(reference.trained.logprobs.astype(np.float64), axis=1)[:, ::-1]
     spread = [settings.moments(row, np.ones(len(row) + 1))[1] for row in trained]
-    information = np.where(served.measured, spread, -1.0)
-    chosen: list[tuple[int, Place]] = []
-    for row in map(int, np.argsort(-information)):
-        number, prompt = prompts[row]
-        twice = sum(other == number for other, _ in chosen) == 2
-        if len(prompt) > 1 and information[row] > 0 and not twice:
-            chosen.append((number, Place(row, prompt)))
-        if len(chosen) == PROMPTS:
-            break
+    usable = served.measured & np.array([len(ids) > 1 for ids in reference.prefixes])
+    chosen: list[int] = []
+    for row in np.argsort(np.where(usable, -np.array(spread), 0.0)).tolist():
+        if usable[row] and spread[row] > 0 and (owner[chosen] == owner[row]).sum() < 2:
+            chosen.append(row)
+    chosen = chosen[:PROMPTS]
     if not chosen:
         raise UnsupportedError("no prompt whose next token is uncertain")
-    kl = float(np.mean(kl_of(reference.trained, served)[[place.row for _, place in chosen]]))
+    kl = float(np.mean(kl_of(reference.trained, served)[chosen]))
     if kl * PROMPTS * ROUNDS * EACH > _SAME:
         raise UnsupportedError(
             f"sampling not measured: the server's log-probabilities are others (KL {kl:.1e})"
         )
-    return [place for _, place in chosen], kl
+    return chosen, kl
 
 
-def _sample(asked: Asked, place: Place, until: float) -> Sampled | None:
-    """Sample first tokens after a prompt; None if it is too late, or the server too slow."""
+def _sample(asked: Asked, row: int, until: float) -> Sampled | None:
+    """Sample tokens at a position; None if it is too late, or the server too slow."""
     if time.monotonic() > until:
         return None
+    reference = asked.reference
+    prompt = reference.prefixes[row]
     try:
-        responses = asked.server.generate(asked.model, place.prompt, 1, n=EACH)
+        responses = asked.server.generate(asked.model, prompt, 1, n=EACH)
     except ServerError as error:
         if error.code == "busy":
             return None
         raise
     if any(response.ids is None for response in responses):
         raise UnsupportedError("the server does not tell the ids of its tokens")
-    reference = asked.reference
     tokens = [response.ids[0] for response in responses if response.ids]
-    logp = reference.trained.logprobs[place.row].astype(np.float64)
+    logp = reference.trained.logprobs[row].astype(np.float64)
     order = np.argsort(-logp)
-    ids = reference.trained.ids[place.row][order]
-    left_out = {*place.prompt, *reference.every_end}
+    ids = reference.trained.ids[row][order]
+    left_out = {*prompt, *reference.every_end}
     usable = np.append(~np.isin(ids, [*left_out]), True)
     others = sum(token not in left_out and token not in ids for token in tokens)
     counts = np.array([*(tokens.count(token) for token in ids), others])

@@ -70,7 +70,7 @@ def _swapped(asked: Asked) -> tuple[Cause, ...]:
         try:
             is_trained = asked.is_trained(other)
         except ServerError as error:
-            if error.code not in ("model", "length", "request"):
+            if error.code not in ("model", "missing", "length", "request"):
                 raise
             continue  # this name does not take our probes, so that it is another model
         if is_trained:

@@ -7,7 +7,6 @@ from pathlib import PurePath
 from typing import Any
 
 from tasks.verify.servers.client import Client, parallel
-from tasks.verify.servers.openai import unknown
 from tasks.verify.servers.server import (
     Entry,
     Generated,
@@ -139,7 +138,8 @@ class LlamaCppServer(Server):
     def _selected(self, model: str) -> dict[str, Any]:
         """Return the field that selects the adapters of a request."""
         if model not in self._lora:
-            raise unknown(self.url, model, list(self._lora))
+            names = f"it serves {', '.join(self._lora)}"
+            raise ServerError(f"{self.url} serves no model {model!r}; {names}", code="model")
         scales = self._lora[model]
         return {} if scales is None else {"lora": scales}
 

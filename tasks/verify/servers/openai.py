@@ -128,20 +128,10 @@ class OpenAiServer(Server):
 
     def post(self, path: str, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send a request for a model; return the response, which has choices."""
-        try:
-            answer = self.client.post(path, {"model": model, **body})
-        except ServerError as error:
-            raise self.explained(error, model) from None
+        answer = self.client.post(path, {"model": model, **body})
         if not isinstance(answer, dict) or not answer.get("choices"):
             raise ServerError(f"{self.url}{path}: a response without choices", code="response")
         return answer
-
-    def explained(self, error: ServerError, model: str) -> ServerError:
-        """Return the error of an unknown model's name with the names that exist."""
-        if error.code not in ("missing", "request"):
-            return error
-        names = [served.name for served in self.models()]
-        return error if not names or model in names else unknown(self.url, model, names)
 
     def try_out(self, model: str) -> None:
         """Find out which log-probabilities the server returns, and how many."""
@@ -239,20 +229,9 @@ class VllmServer(OpenAiServer):
         try:
             return tuple(self.client.post("/tokenize", body)["tokens"])
         except ServerError as error:
-            error = self.explained(error, body["model"])
-            if error.code == "missing":
-                raise UnsupportedError(f"{self.url} hides /tokenize") from None
-            raise error from None
-
-
-def unknown(url: str, model: str, names: Sequence[str]) -> ServerError:
-    """Return the error of a name that the server does not have."""
-    return ServerError(
-        f"{url} serves no model {model!r}",
-        details=[f"it serves {', '.join(names)}"],
-        hint=f"name={names[0]}",
-        code="model",
-    )
+            if error.code != "missing":
+                raise
+            raise UnsupportedError(f"{self.url} hides /tokenize") from None
 
 
 def require(url: str, listed: Any, ids: Sequence[int]) -> None:

@@ -99,10 +99,7 @@ class SglangServer(OpenAiServer):
         self, model: str, ids: Sequence[Any], sampling: Mapping[str, Any], **body: Any
     ) -> Any:
         body |= {**self._adapter(model), "input_ids": ids, "sampling_params": sampling}
-        try:
-            return self.client.post("/generate", body)
-        except ServerError as error:
-            raise self.explained(error, model) from None
+        return self.client.post("/generate", body)
 
 
 def _generated(answer: Mapping[str, Any]) -> Generated:

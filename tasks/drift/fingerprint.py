@@ -336,9 +336,8 @@ EXACT = DriftLimit(
 """Limits for hand-offs that change no number, only the files: trained -> gathered."""
 
 
-def _with_rest(logprobs: NDArray[Any]) -> NDArray[np.float64]:
+def _with_rest(p: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the probabilities of the K ids and of all other ids together, shape (N, K+1)."""
-    p = np.exp(logprobs.astype(np.float64))
     rest = np.clip(1.0 - p.sum(axis=1, keepdims=True), 0.0, 1.0)
     return np.concatenate([p, rest], axis=1)
 
@@ -412,14 +411,12 @@ def by_context(
     return float((agreeing[count > 0] / count[count > 0]).mean())
 
 
-def kl_by_position(p_logprobs: NDArray[Any], q_logprobs: NDArray[Any]) -> NDArray[np.float64]:
-    """Return KL(p || q) by position (nats), shape (N,); all other ids are one rest bucket.
+def kl_by_position(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return KL(p || q) by position (nats), shape (N,), from probabilities of K ids, shape (N, K).
 
-    Args:
-        p_logprobs: log-probabilities of K ids, shape (N, K); -inf for a mass of 0.
-        q_logprobs: those of the other model at the same ids.
+    All other ids are one rest bucket.
     """
-    p, q = _with_rest(p_logprobs), _with_rest(q_logprobs)
+    p, q = _with_rest(p), _with_rest(q)
     kl = np.sum(np.where(p > 0, p * (np.log(p + _TINY) - np.log(q + _TINY)), 0.0), axis=1)
     return np.maximum(kl, 0.0)
 
@@ -438,8 +435,9 @@ def drift(reference: Fingerprint, new: Fingerprint, dtype: str | None = None) ->
             raise DriftError(
                 f"the {side.engine} fingerprint holds values that are not log-probabilities"
             )
-    p, q = _with_rest(reference.logprobs), _with_rest(new.logprobs)
-    kl = kl_by_position(reference.logprobs, new.logprobs)
+    p, q = (np.exp(side.logprobs.astype(np.float64)) for side in (reference, new))
+    kl = kl_by_position(p, q)
+    p, q = _with_rest(p), _with_rest(q)
     norms = np.linalg.norm(p, axis=1) * np.linalg.norm(q, axis=1)
     cosine = np.sum(p * q, axis=1) / np.maximum(norms, _TINY)
     return Drift(

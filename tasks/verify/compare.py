@@ -144,12 +144,9 @@ def kl_of(reference: Fingerprint, served: Aligned) -> NDArray[Any]:
     most = np.minimum(most, unlisted.sum(1) * np.exp(served.floor))
     q_group = np.minimum(p_group * q_left / p_left, most)
     # Numbers in JSON may sum to 1: the rest keeps a mass of `_TINY`.
-    with np.errstate(divide="ignore"):
-        sides = [
-            np.log(np.minimum(np.concatenate([values, group[:, None]], 1), 1.0))
-            for values, group in ((p_listed, p_group), (q_listed * (1 - _TINY), q_group))
-        ]
-    return np.where(served.measured, kl_by_position(*sides), np.nan)
+    sides = [(p_listed, p_group), (q_listed * (1 - _TINY), q_group)]
+    kl = kl_by_position(*(np.concatenate([ids, group[:, None]], 1) for ids, group in sides))
+    return np.where(served.measured, kl, np.nan)
 
 
 def distance(reference: Fingerprint, served: Aligned, limit: DriftLimit) -> Distance:
@@ -213,7 +210,8 @@ def change(before: Entry, after: Entry) -> float:
     known = dict(zip(after.ids.tolist(), after.logprobs.tolist(), strict=True))
     bound = np.minimum(before.logprobs, floor)
     q = np.array([known.get(token, bound[at]) for at, token in enumerate(before.ids.tolist())])
-    return float(kl_by_position(before.logprobs[None], q[None])[0])
+    p, q = np.exp(before.logprobs.astype(np.float64)), np.exp(q.astype(np.float64))
+    return float(kl_by_position(p[None], q[None])[0])
 
 
 def changes(before: Sequence[Scores], after: Sequence[Scores]) -> NDArray[np.float64]:

@@ -81,6 +81,15 @@ def world(
     return World(probes, base, base + random.normal(0, moved, size))
 
 
+NOISE = 0.02
+"""Standard deviation of the difference of a logit between two correct engines."""
+
+
+def noisy(logits: Array, seed: int, noise: float = NOISE) -> Array:
+    """Return the logits of another correct engine."""
+    return logits + np.random.default_rng(seed).normal(0, noise, logits.shape)
+
+
 def fingerprint(probes: tuple[tuple[int, ...], ...], logits: Array, top: int = 512) -> Fingerprint:
     """Return a fingerprint at the most likely ids and each sequence's own next token."""
     logprobs = logprobs_of(logits)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, TypeVar
 
 import httpx
@@ -65,7 +66,7 @@ class Client:
         if key:
             hide(key)
         # A transport of our own, for its retries, would turn off the variables HTTPS_PROXY.
-        verify = _trusted(ca) if ca is not None else address.startswith("https")
+        verify = _trusted(ca) if ca is not None else address.lower().startswith("https")
         try:
             self._client = httpx.Client(
                 base_url=address,
@@ -105,7 +106,7 @@ class Client:
         """Send a JSON document; yield the server-sent events of the response."""
         buffer = b""
         with self._response(path, body) as chunks:
-            for chunk in chunks:
+            for chunk in chain(chunks, [b"\n"]):
                 *lines, buffer = (buffer + chunk).split(b"\n")
                 for line in lines:
                     content = line.strip().removeprefix(b"data:").strip()

@@ -8,3 +8,13 @@ print(report.text()); report.outcome, report.causes
 
 compare.py has the distance of a server from a fingerprint, causes.py what a distance looks like.
 """
+
+from tasks.verify.reference import Reference, read_reference
+from tasks.verify.report import EXIT_STATUS, Check, Report
+from tasks.verify.run import Target, choose, verify
+from tasks.verify.servers.connect import connect
+
+__all__ = [
+    "EXIT_STATUS", "Check", "Reference", "Report", "Target", "choose", "connect",
+    "read_reference", "verify",
+]  # fmt: skip

@@ -39,8 +39,8 @@ from tasks.weights.files.reader import (
     read_json,
 )
 from tasks.weights.files.side_files import copy_side_file
-from tasks.weights.heads.normalisation import Normalisation
-from tasks.weights.heads.reward import reward_config
+from tasks.weights.head_plans import reward_config
+from tasks.weights.heads import Normalisation
 from tasks.weights.plan.contracts import ModelFacts
 from tasks.weights.plan.layout import as_is, with_output
 from tasks.weights.plan.validate import validate

@@ -42,7 +42,7 @@ from tasks.weights.families.gathering import plan_full
 from tasks.weights.files.names import rename_all
 from tasks.weights.files.reader import ADAPTER, WEIGHTS, read_checkpoint, read_json
 from tasks.weights.files.source import Renamed, Source
-from tasks.weights.heads.merging import reward_side
+from tasks.weights.head_plans import reward_base
 from tasks.weights.plan.operations import Op, Plan
 from tasks.weights.plan.partitions import Partitions, read_partitions
 from tasks.weights.plan.validate import validate
@@ -232,7 +232,7 @@ def _full_plan(
     before = read_checkpoint(base)
     tensors: Mapping[str, TensorLike] = before.tensors
     if source.is_reward:
-        tensors, facts = reward_side(before, source.config, source.dtype, perform)
+        tensors, _, facts = reward_base(before, source.config, source.dtype, perform)
     else:
         facts = ask_facts(perform, base, source.dtype)
     plan = plan_full(live, facts, base=tensors, max_shard_bytes=SHARD_BYTES)

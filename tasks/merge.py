@@ -36,7 +36,7 @@ from tasks.weights.families.merging import MergeSettings, merged_config, plan_me
 from tasks.weights.files.opening import SourceRef
 from tasks.weights.files.reader import ADAPTER, DTYPE_NAMES, check_dtype, read_json
 from tasks.weights.files.source import Source
-from tasks.weights.heads.merging import merged_reward
+from tasks.weights.head_plans import merged_reward
 from tasks.weights.plan.contracts import ModelFacts
 from tasks.weights.plan.layout import with_output
 from tasks.weights.plan.operations import Plan

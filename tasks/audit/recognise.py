@@ -17,8 +17,7 @@ from tasks.audit.folder import Folder
 from tasks.audit.weights import Weights, open_weights
 from tasks.weights.files.documents import MANIFEST, own_manifest
 from tasks.weights.files.index import index_of
-from tasks.weights.heads.absence import OPENRLHF, wrapped_class
-from tasks.weights.heads.folder import SIDE_FILES, architectures
+from tasks.weights.heads import OPENRLHF, SIDE_FILES, architectures, wrapped_class
 from tasks.weights.plan.partitions import PARTITIONS
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"

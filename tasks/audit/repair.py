@@ -29,9 +29,9 @@ from tasks.weights.files.names import PEFT_PREFIX, unwrap
 from tasks.weights.files.reader import MANIFEST
 from tasks.weights.files.side_files import copy_side_file
 from tasks.weights.files.source import Renamed
-from tasks.weights.heads.detect import WRAPPER as TRL_WRAPPER
-from tasks.weights.heads.detect import Found as Detected
-from tasks.weights.heads.split import write_value_head
+from tasks.weights.head_plans import write_value_head
+from tasks.weights.heads import WRAPPER as TRL_WRAPPER
+from tasks.weights.heads import Detected
 from tasks.weights.plan.layout import as_is
 from tasks.weights.plan.operations import Plan
 from tasks.weights.plan.validate import validate

@@ -219,7 +219,7 @@ def _load(side: Mapping[str, Any], is_reward: bool, notes: list[str]) -> Any:
     )
     from tasks.serving.reference.peft_adapters import with_adapters
     from tasks.serving.reference.rewards import CLASSIFIER
-    from tasks.weights.heads.reward import SCORE
+    from tasks.weights.heads import SCORE
 
     path, adapter = Path(side["path"]), side.get("adapter")
     weighted = side.get("weighted") or ({adapter: 1.0} if adapter else {})

@@ -12,7 +12,7 @@ from tasks.audit.checks.files import TRAINER_STATE
 from tasks.audit.finding import Finding
 from tasks.audit.recognise import ADAPTER_CONFIG, CONFIG, Kind
 from tasks.audit.run import Report
-from tasks.weights.heads.detect import WRAPPER
+from tasks.weights.heads import WRAPPER
 
 
 def _always(_: Finding, __: Report) -> bool:

@@ -39,7 +39,7 @@ from tasks.pipeline.report import StageReport
 from tasks.serving.prompts import stop_ids
 from tasks.serving.reference.rewards import normalised
 from tasks.weights.files.reader import read_json
-from tasks.weights.heads.normalisation import normalisation_from
+from tasks.weights.heads import normalisation_from
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import open_artifact
 from tasks.weights.files.reader import read_json
 from tasks.weights.files.side_files import PROCESSORS, TOKENIZER, copy_side_file, side_files
-from tasks.weights.heads.normalisation import Normalisation
+from tasks.weights.heads import Normalisation
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"

@@ -18,7 +18,7 @@ from tasks.audit.weights import StoredTensor
 from tasks.weights.adapters.config import AdapterConfig, parse_config
 from tasks.weights.adapters.config_reader import PATTERN
 from tasks.weights.files.names import PEFT_PREFIX
-from tasks.weights.heads.folder import SIDE_FILES
+from tasks.weights.heads import SIDE_FILES
 
 _HALF = re.compile(r"(?P<module>.+)\.lora_(embedding_)?(?P<half>[AB])(\.weight)?")
 _MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(\.weight)?")

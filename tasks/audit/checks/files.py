@@ -14,7 +14,7 @@ from tasks.audit.source import Source, commands_of
 from tasks.audit.weights import Weights, open_weights
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.index import index_of, is_hidden
-from tasks.weights.heads.folder import SIDE_FILES
+from tasks.weights.heads import SIDE_FILES
 from tasks.weights.pickled.allowed import TENSORS, TRAINERS
 from tasks.weights.pickled.scan import Scanned, Scanner
 from tasks.weights.pickled.state import unnesting

@@ -13,10 +13,19 @@ from tasks.audit.repair import Draft
 from tasks.audit.source import Source
 from tasks.audit.weights import open_weights
 from tasks.weights.files.source import Source as Tensors
-from tasks.weights.heads.absence import absence, layered_head
-from tasks.weights.heads.detect import MANY_LABELS, detect
-from tasks.weights.heads.detect import Found as Detected
-from tasks.weights.heads.folder import ADAPTER, HEAD, MODEL, SIDE_FILES, HeadFolder, architectures
+from tasks.weights.heads import (
+    ADAPTER,
+    HEAD,
+    MANY_LABELS,
+    MODEL,
+    SIDE_FILES,
+    Detected,
+    HeadFolder,
+    absence,
+    architectures,
+    detect,
+    layered_head,
+)
 
 _LABELS = 2
 """Number of labels that transformers assumes if config.json does not set it."""

@@ -29,9 +29,8 @@ from tasks.audit.weights import StoredTensor
 from tasks.weights.families.counts import oversized
 from tasks.weights.families.plain import plain_facts
 from tasks.weights.files.names import PEFT_PREFIX, unwrap
-from tasks.weights.heads.absence import OPENRLHF, module_names
-from tasks.weights.heads.detect import WRAPPER as TRL_WRAPPER
-from tasks.weights.heads.normalisation import BUFFERS
+from tasks.weights.heads import BUFFERS, OPENRLHF, module_names
+from tasks.weights.heads import WRAPPER as TRL_WRAPPER
 from tasks.weights.quantized.config_fields import QUANTIZATION, stored
 
 _PEFT = re.compile(

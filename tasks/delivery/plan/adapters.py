@@ -14,8 +14,7 @@ from pathlib import Path
 from tasks.core.errors import ConfigError, first_and_more
 from tasks.delivery.recognise import Given, recognise
 from tasks.weights.adapters.read import Adapter, read_adapter
-from tasks.weights.heads.folder import HEAD, read_folder
-from tasks.weights.heads.merging import is_reward_adapter
+from tasks.weights.heads import HEAD, detect, read_folder
 
 _WEIGHTED = re.compile(r"(?P<folder>.+):(?P<weight>[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?)")
 HINT = "adapters=[<folder>:<weight>,<folder>:<weight>]"
@@ -94,7 +93,7 @@ def read_weighted(adapters: Sequence[Weighted]) -> list[tuple[Adapter, float]]:
     for index, item in enumerate(adapters):
         root = item.given.root
         folder = read_folder(root)
-        if HEAD in folder.sources or is_reward_adapter(folder):
+        if HEAD in folder.sources or detect(folder).is_of_reward:
             findings.append(f"{root}: has a head, and heads cannot be added up")
         opened.append((read_adapter(root, role(index), beside=folder.beside), item.weight))
     if findings:

@@ -24,18 +24,16 @@ from tasks.weights.adapters.values import require_values
 from tasks.weights.deepspeed.checkpoint import read_zero
 from tasks.weights.execute.worker import ask_facts
 from tasks.weights.families.merging import MergeSettings
+from tasks.weights.files.dtype_bits import is_float
 from tasks.weights.files.opening import open_model
 from tasks.weights.files.source import Source
-from tasks.weights.heads.detect import Found, detect
-from tasks.weights.heads.folder import HEAD, read_folder
-from tasks.weights.heads.merging import is_reward_adapter, merged_reward
-from tasks.weights.heads.separate import separate
+from tasks.weights.head_plans import endings, merged_reward, separate
+from tasks.weights.heads import HEAD, Detected, detect, read_folder
 from tasks.weights.plan.contracts import ModelFacts
 from tasks.weights.plan.layout import as_is
 from tasks.weights.plan.operations import Plan
 from tasks.weights.plan.partitions import read_partitions
 from tasks.weights.plan.validate import validate
-from tasks.weights.tokens.tokenizer import read_tokenizer
 
 _SHOWN = 100
 
@@ -64,34 +62,28 @@ def _model(request: Request) -> Work:
     root, target = request.given.root, request.target
     config: Any = require_plain(root, "source")
     detected = detect(read_folder(root))
-    _refuse(f"{root}: the head cannot be used", detected.findings)
-    if detected.head is not None:
+    is_policy = detected.head is not None and detected.head.role == "either"
+    if detected.head is not None or detected.findings:
         parted = separate(detected, dtype=target.dtype, perform=request.perform)
-        assert parted.facts is not None
-        plan, sources, facts, config = (
-            parted.plan,
-            dict(parted.sources),
-            parted.facts,
-            parted.config,
-        )
-        head = detected if parted.value_head else None
+        plan, sources, config, facts = parted.plan, parted.sources, parted.config, parted.facts
     else:
         source = open_model(root)
-        plan, sources, head = as_is(source, MODEL), {MODEL: source}, None
+        plan, sources = as_is(source, MODEL), {MODEL: source}
         facts = ask_facts(request.perform, root, target.dtype)
-        _refuse(f"{root}: not what its config.json says", [*facts.findings, *_misfits(plan, facts)])
+    _refuse(f"{root}: not what its config.json says", [*facts.findings, *_misfits(plan, facts)])
     plan = in_files(plan, target, sources[MODEL])
     validate(plan, sources)
-    return Work(plan, facts, sources, config, head=head)
+    return Work(plan, facts, sources, config, head=detected if is_policy else None)
 
 
 def _misfits(plan: Plan, facts: ModelFacts) -> Iterator[str]:
-    """Yield names and shapes that do not fit the model; dtypes are converted, so any is fine."""
+    """Yield tensors that do not fit the model; floats are converted, so any float dtype is fine."""
     planned = {op.name: op for op in plan.ops if op.name not in facts.tied}
     expected = {tensor.name: tensor for tensor in facts.tensors}
     for check in judge(facts.tensors, planned):
         have, want = planned.get(check.name), expected.get(check.name)
-        if not check.ok and not (have and want and have.shape == want.shape):
+        converted = have and want and have.shape == want.shape and is_float(have.dtype)
+        if not check.ok and not converted:
             yield f"{check.name}: expected {check.expected}, found {check.found}"
 
 
@@ -100,13 +92,14 @@ def _adapter(request: Request) -> Work:
     if weights_of(request.adapters):
         return _merge(request, read_weighted(request.adapters))
     root = request.given.root
-    folder = read_folder(root)
-    adapter = read_adapter(root, beside=folder.beside)
-    if is_reward_adapter(folder):
+    detected = detect(read_folder(root))
+    adapter = read_adapter(root, beside=detected.folder.beside)
+    if detected.is_of_reward:
         return _reward(request, adapter)
-    head = detect(folder) if HEAD in folder.sources else None
-    _refuse(f"{root}: the value head cannot be used", head.findings if head else ())
-    return _merge(request, [(adapter, 1.0)], head=head)
+    if HEAD not in detected.folder.sources:
+        return _merge(request, [(adapter, 1.0)])
+    detected.require()
+    return _merge(request, [(adapter, 1.0)], head=detected)
 
 
 def _merge(
@@ -115,7 +108,7 @@ def _merge(
     *,
     gather: Plan | None = None,
     opened: Any = None,
-    head: Found | None = None,
+    head: Detected | None = None,
 ) -> Work:
     """Plan the merge of adapters into the base.
 
@@ -143,21 +136,13 @@ def _reward(request: Request, adapter: Adapter) -> Work:
         config,
         settings,
         dtype=request.target.dtype,
-        endings=_endings([request.given.root, folder]),
+        endings=endings(request.given.root, folder),
         perform=request.perform,
     )
-    assert parted.facts is not None
     plan = in_files(parted.plan, request.target, base, cast=False)
     validate(plan, parted.sources)
     require_values([adapter])
     return Work(plan, parted.facts, parted.sources, parted.config, merge=plan)
-
-
-def _endings(folders: list[Path]) -> list[int]:
-    """Return the EOS ids of the first folder that has a tokenizer."""
-    with_tokenizer = (folder for folder in folders if (folder / "tokenizer.json").is_file())
-    folder = next(with_tokenizer, None)
-    return read_tokenizer(folder).stops if folder is not None else []
 
 
 def _read_base(

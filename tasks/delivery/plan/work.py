@@ -13,7 +13,7 @@ from tasks.delivery.recognise import Given
 from tasks.weights.execute.worker import Perform
 from tasks.weights.files.reader import DTYPE_NAMES, WEIGHTS, Checkpoint, read_json
 from tasks.weights.files.source import Source
-from tasks.weights.heads.detect import Found
+from tasks.weights.heads import Detected
 from tasks.weights.plan.contracts import ModelFacts
 from tasks.weights.plan.layout import with_output
 from tasks.weights.plan.operations import Plan
@@ -84,7 +84,7 @@ class Work:
     config: Mapping[str, Any]
     gather: Plan | None = None
     merge: Plan | None = None
-    head: Found | None = None
+    head: Detected | None = None
 
     @property
     def converts(self) -> bool:

@@ -12,8 +12,7 @@ from tasks.core.disk import file_stats
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.side_files import require_own_files
-from tasks.weights.heads.folder import architectures
-from tasks.weights.heads.normalisation import Normalisation, normalisation_from
+from tasks.weights.heads import Normalisation, architectures, normalisation_from
 
 ROW_TOKENS = 8192
 """Maximum tokens of a packed row; a longer text gets a row of its own."""

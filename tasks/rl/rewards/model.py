@@ -29,7 +29,7 @@ from tasks.serving.reference.rewards import CLASSIFIER, normalised
 from tasks.training.model.packed_model import accept_packed_rows
 from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.packing import pack
-from tasks.weights.heads.normalisation import Normalisation
+from tasks.weights.heads import Normalisation
 
 
 class RewardModel:

@@ -22,10 +22,14 @@ from tasks.serving.reference.load import from_folder, input_device
 from tasks.serving.reference.peft_adapters import with_adapters
 from tasks.weights.files.index import weight_files
 from tasks.weights.files.reader import read_json
-from tasks.weights.heads.detect import detect
-from tasks.weights.heads.folder import read_folder
-from tasks.weights.heads.normalisation import Normalisation, normalisation_from
-from tasks.weights.heads.reward import OUTPUT_EMBEDDINGS, SCORE
+from tasks.weights.heads import (
+    OUTPUT_EMBEDDINGS,
+    SCORE,
+    Normalisation,
+    detect,
+    normalisation_from,
+    read_folder,
+)
 
 CLASSIFIER = "AutoModelForSequenceClassification"
 

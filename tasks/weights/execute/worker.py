@@ -71,7 +71,7 @@ def ask_adapter_contract(
 def ask_reward_facts(
     perform: Perform, config: Mapping[str, Any], dtype: str, disk: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, ModelFacts]:
-    """Request `heads.reward.reward_facts`.
+    """Request `head_plans.reward_facts`.
 
     Args:
         perform: answers the request.
@@ -127,7 +127,7 @@ def _model_facts(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reward_facts(request: Mapping[str, Any]) -> dict[str, Any]:
-    from tasks.weights.heads.reward import reward_facts
+    from tasks.weights.head_plans import reward_facts
 
     disk = {name: tuple(shape) for name, shape in request["disk"].items()}
     architecture, facts = reward_facts(request["config"], request["dtype"], disk)

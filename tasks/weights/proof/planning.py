@@ -14,8 +14,8 @@ from tasks.weights.families.merging import MergeSettings, plan_merge
 from tasks.weights.files.opening import open_model
 from tasks.weights.files.reader import read_json
 from tasks.weights.files.source import Source
-from tasks.weights.heads.folder import read_folder
-from tasks.weights.heads.merging import is_reward_adapter, merged_reward
+from tasks.weights.head_plans import merged_reward
+from tasks.weights.heads import detect, read_folder
 from tasks.weights.plan.operations import Plan
 from tasks.weights.proof.merge import BASE
 from tasks.weights.quantized.source import decoding
@@ -52,7 +52,7 @@ def planned(base: Path, adapter: Path, *, perform: Perform = perform) -> Planned
     """
     folder = read_folder(adapter)
     read, model = read_adapter(adapter, beside=folder.beside), open_model(base)
-    if is_reward_adapter(folder):
+    if detect(folder).is_of_reward:
         return _reward(read, model, base, perform)
     disk = {key: tuple(info.shape) for key, info in model.tensors.items()}
     facts = ask_facts(perform, base, "bfloat16", disk)

@@ -14,9 +14,8 @@ from torch import nn
 from tasks.core.contract import require
 from tasks.weights.execute.execute import execute
 from tasks.weights.execute.verdicts import finite
-from tasks.weights.files.reader import ADAPTER, WEIGHTS
-from tasks.weights.heads.detect import Found
-from tasks.weights.heads.separate import separate
+from tasks.weights.head_plans import separate
+from tasks.weights.heads import Detected
 from tasks.weights.plan.validate import validate
 from tests.tiny import SIZES, tiny
 from tests.weights.adapters.making import quiet
@@ -161,16 +160,15 @@ def scores(folder: Path) -> torch.Tensor:
     return (torch.stack(logits) - mean) / std
 
 
-def serve(detected: Found, out: Path, *, reward: bool | None = None) -> None:
+def serve(detected: Detected, out: Path) -> None:
     """Plan, validate and write the model to serve; check and complete it as convert does."""
     config = detected.folder.config
-    parted = separate(detected, dtype=str(config.get("dtype", "float32")), reward=reward)
+    parted = separate(detected, dtype=str(config.get("dtype", "float32")))
+    assert parted.facts.findings == ()
     validate(parted.plan, parted.sources, out=out)
-    stem = WEIGHTS if detected.folder.adapter_config is None else ADAPTER
-    done = execute(parted.plan, parted.sources, out, stem=stem)
+    done = execute(parted.plan, parted.sources, out)
     require([finite(name, outcome) for name, outcome in done.outcomes.items()], stage="convert")
-    for name in ("tokenizer.json", "tokenizer_config.json", "adapter_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
         if (detected.folder.root / name).is_file():
             shutil.copyfile(detected.folder.root / name, out / name)
-    if parted.config:
-        (out / "config.json").write_text(json.dumps(parted.config))
+    (out / "config.json").write_text(json.dumps(parted.config))

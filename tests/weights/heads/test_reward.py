@@ -15,9 +15,8 @@ from tasks.weights.adapters.read import read_adapter
 from tasks.weights.execute.execute import execute
 from tasks.weights.families.merging import MergeSettings
 from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.heads.detect import detect
-from tasks.weights.heads.folder import read_folder
-from tasks.weights.heads.merging import is_reward_adapter, merged_reward
+from tasks.weights.head_plans import merged_reward
+from tasks.weights.heads import detect, read_folder
 from tasks.weights.plan.operations import Plan
 from tasks.weights.plan.validate import validate
 from tests.weights.adapters.making import quiet, save, train
@@ -32,7 +31,7 @@ TARGETS = ["q_proj", "v_proj", "down_proj"]
 def convert(folder: Path, out: Path) -> dict[str, object]:
     """Convert, and read the new config.json."""
     out.mkdir()
-    serve(detect(read_folder(folder)), out, reward=True)
+    serve(detect(read_folder(folder)), out)
     return dict(json.loads((out / "config.json").read_text()))
 
 
@@ -67,26 +66,20 @@ def test_openrlhf_rewards_are_the_same(tmp_path: Path, family: str, name: str, p
     assert all(torch.equal(new[key], old[key]) for key in old)
 
 
-@pytest.mark.parametrize(
-    ("family", "kind", "mean", "std"),
-    [("qwen", "trl", 0, 1), ("llama", "pickled", 0, 1), ("qwen", "side", 0.25, 4.0)],
-)
-def test_rewards_of_a_value_head_with_bias_are_the_same(tmp_path, family, kind, mean, std) -> None:
-    folder = tmp_path / "rm"
-    if kind == "trl":
-        model = making.save_trl(folder, family, prefix="pretrained_model.")
-    else:
-        model = making.save_llamafactory(folder, family, pickled=kind == "pickled")
-    weight, bias = making.head_tensors().values()
-    before = (rewards(model, weight, bias) - mean) / std
-    if std != 1:
-        change_config(folder, mean=mean, std=std)
-    config = convert(folder, tmp_path / "out")
+@pytest.mark.parametrize(("mean", "std"), [(0, 1), (0.25, 4.0)])
+def test_rewards_of_a_head_with_bias_are_the_same(tmp_path: Path, mean: float, std: float) -> None:
+    """`score` has no bias in transformers: it would be left out without an error."""
+    normalised = {"mean": mean, "std": std} if std != 1 else {}
+    model = making.save_openrlhf(tmp_path / "rm", "llama", **normalised)
+    bias = torch.tensor([0.375])
+    lm_head = torch.ones(making.ROWS, making.HIDDEN)
+    change_tensors(tmp_path / "rm", **{"score.bias": bias, "lm_head.weight": lm_head})
+    config = convert(tmp_path / "rm", tmp_path / "out")
+    before = (rewards(model, model.score.weight.detach(), bias) - mean) / std
     # The bias is added after the product's rounding, not within it.
     torch.testing.assert_close(scores(tmp_path / "out"), before, rtol=1e-6, atol=1e-6)
     assert (config["mean"], config["std"]) == (mean - 0.375, std)
-    assert not {"lm_head.weight", "v_head.summary.weight"} & set(state_of(tmp_path / "out"))
-    assert [path.name for path in (tmp_path / "out").glob("*head*")] == []
+    assert not {"lm_head.weight", "score.bias"} & set(state_of(tmp_path / "out"))
 
 
 def test_buffers_and_padding_go_into_config(tmp_path: Path) -> None:
@@ -170,8 +163,8 @@ def test_an_adapter_with_its_head_is_merged(tmp_path, family, declared, mean, st
         (adapter / "config.json").write_text(json.dumps(beside))
     detected = detect(read_folder(adapter))
     assert detected.head is not None
+    assert detected.is_of_reward
     assert (detected.head.dialect, detected.head.role) == ("peft", "reward")
-    assert is_reward_adapter(read_folder(adapter))
     plan = merge(base, adapter, tmp_path / "out")
     merged = merged_by_peft(wrapped, tmp_path / "out")
     before = (rewards(merged, merged.score.weight.detach()) - mean) / std
@@ -185,8 +178,8 @@ def test_a_head_that_was_never_saved_is_refused(tmp_path: Path, targets: Any) ->
     """OpenRLHF trains `all-linear` without a task type, so the head's own weight is lost."""
     base, adapter, wrapped = made(tmp_path, "qwen", target_modules=targets)
     if targets == "all-linear":
-        assert detect(read_folder(adapter)).lora_on == "score"
-        assert is_reward_adapter(read_folder(adapter))
+        detected = detect(read_folder(adapter))
+        assert (detected.lora_on, detected.is_of_reward) == ("score", True)
     with pytest.raises(ContractError, match="head"):
         merge(base, adapter, tmp_path / "out")
     if targets == "all-linear":  # the base of another run may be a reward model itself
@@ -200,6 +193,6 @@ def test_a_policys_adapter_is_not_a_reward_adapter(tmp_path: Path) -> None:
 
     config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     folder = save(train(making.causal("qwen"), config), tmp_path / "adapter")
-    assert not is_reward_adapter(read_folder(folder))
+    assert not detect(read_folder(folder)).is_of_reward
     torch.save(making.head_tensors(), folder / "value_head.bin")
-    assert not is_reward_adapter(read_folder(folder))
+    assert not detect(read_folder(folder)).is_of_reward

@@ -1,4 +1,4 @@
-"""Split a policy and its value head; folders changed at random are an error or the same."""
+"""Split a policy and its value head."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tasks.core.errors import ArtifactError, ContractError
-from tasks.weights.heads.detect import detect
-from tasks.weights.heads.folder import read_folder
-from tasks.weights.heads.split import plan_policy, write_value_head
+from tasks.weights.head_plans import write_value_head
+from tasks.weights.heads import detect, read_folder
 from tests.weights.adapters.making import save, train
 from tests.weights.families.making import load
 from tests.weights.heads import making
@@ -30,12 +29,16 @@ def split(folder: Path, root: Path) -> tuple[Path, Path]:
     write_value_head(detected, head)
     assert not [*policy.glob("*.bin"), *policy.glob("value_head*")]
     assert (policy / "tokenizer.json").is_file() == (folder / "tokenizer.json").is_file()
-    stored = load_file(head / "value_head.safetensors")
+    assert_head(head)
+    return policy, head
+
+
+def assert_head(folder: Path) -> None:
+    """Require the head's tensors, and its two files alone."""
+    stored = load_file(folder / "value_head.safetensors")
     assert stored.keys() == head_tensors().keys()
     assert all(torch.equal(stored[key], tensor) for key, tensor in head_tensors().items())
-    visible = {path.name for path in head.iterdir() if path.name[0] != "."}
-    assert visible == {"value_head.json", "value_head.safetensors"}
-    return policy, head
+    assert {path.name for path in folder.iterdir()} == {"value_head.json", "value_head.safetensors"}
 
 
 @pytest.mark.parametrize("prefix", ["", "pretrained_model."])
@@ -68,10 +71,10 @@ def test_an_adapter_with_a_head_beside_it(tmp_path: Path, trl: bool) -> None:
     detected = detect(read_folder(folder))
     assert detected.head is not None
     assert detected.head.dialect == ("trl" if trl else "llamafactory")
-    policy, _ = split(folder, tmp_path)
-    before, after = (state_of(adapter, "adapter_model") for adapter in (folder, policy))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    head = tmp_path / "head"
+    head.mkdir()
+    write_value_head(detected, head)
+    assert_head(head)
 
 
 def test_a_critics_head_keeps_its_normalisation(tmp_path: Path) -> None:
@@ -88,6 +91,20 @@ def test_a_critics_head_keeps_its_normalisation(tmp_path: Path) -> None:
     assert torch.equal(stored["v_head.summary.weight"], model.score.weight)
 
 
+def test_a_head_that_diverged_is_not_kept(tmp_path: Path) -> None:
+    """Training that continues with NaN in its critic is lost."""
+    making.save_llamafactory(tmp_path / "ppo", "qwen")
+    weight, bias = head_tensors().values()
+    weight[0, 3] = torch.nan
+    broken = {"v_head.summary.weight": weight, "v_head.summary.bias": bias}
+    save_file(broken, tmp_path / "ppo" / "value_head.safetensors", metadata={"format": "pt"})
+    head = tmp_path / "head"
+    head.mkdir()
+    with pytest.raises(ContractError, match=r"v_head\.summary\.weight"):
+        write_value_head(detect(read_folder(tmp_path / "ppo")), head)
+    assert [*head.iterdir()] == []
+
+
 def test_folders_that_cannot_be_split_are_refused(tmp_path: Path) -> None:
     making.save_trl(tmp_path / "mixed", "qwen")
     path = tmp_path / "mixed" / "model.safetensors"
@@ -98,32 +115,9 @@ def test_folders_that_cannot_be_split_are_refused(tmp_path: Path) -> None:
     save_file({"v_head.summary.weight": torch.zeros(0)}, side, metadata={"format": "pt"})
     making.save_llamafactory(tmp_path / "two", "qwen")
     torch.save(head_tensors(), tmp_path / "two" / "value_head.bin")
-    for folder, thing in (("mixed", "pretrained_model"), ("empty", "ZeRO-3"), ("two", "two")):
+    for folder, thing in (("mixed", "model.norm.weight"), ("empty", "ZeRO-3"), ("two", "two")):
         with pytest.raises(ContractError, match=thing):
-            plan_policy(detect(read_folder(tmp_path / folder)))
+            serve(detect(read_folder(tmp_path / folder)), tmp_path)
     save_file({"x": torch.ones(1)}, tmp_path / "two" / "other.safetensors")
     with pytest.raises(ArtifactError, match=r"other\.safetensors"):
         read_folder(tmp_path / "two")
-
-
-MUTATIONS = {
-    "renamed": lambda t, key: t.__setitem__(f"{key}.x", t.pop(key)),
-    "dropped": lambda t, key: t.pop(key),
-    "empty": lambda t, key: t.__setitem__(key, torch.zeros(0)),
-    "flat": lambda t, key: t.__setitem__(key, t[key].reshape(-1)),
-    "longer": lambda t, key: t.__setitem__(key, torch.cat([t[key], t[key]])),
-    "integers": lambda t, key: t.__setitem__(key, t[key].to(torch.int32)),
-    "second head": lambda t, key: t.__setitem__("v_head.summary.weight", torch.ones(1, HIDDEN)),
-    "labels": lambda t, key: t.__setitem__("score.weight", torch.ones(2, HIDDEN)),
-    "stranger": lambda t, key: t.__setitem__("model.layers.7.x.weight", torch.ones(2)),
-    "mean alone": lambda t, key: t.__setitem__("mean", torch.tensor([0.5])),
-    "not finite": lambda t, key: t[key].view(-1).__setitem__(0, torch.nan),
-    "nothing": lambda t, key: None,
-}
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("good") / "rm"
-    making.save_openrlhf(folder, "qwen")
-    return folder

@@ -1,0 +1,482 @@
+"""Find the value head or reward head of a folder, who wrote it, and its problems, from headers.
+
+    detected = detect(read_folder(folder))
+    detected.head.weight          "model:v_head.summary.weight"
+    detected.findings             reasons why the head is missing or cannot be used
+
+A head is one linear layer from the last hidden state to one number:
+
+    dialect         where its weight is                                   role
+    trl             v_head.summary.weight in the model                    either
+    llamafactory    the same key in value_head.safetensors or .bin        either
+    openrlhf        score.weight, or the module that config.json names    reward, of a critic: value
+    transformers    score.weight of a *ForSequenceClassification          reward
+    peft            the same in an adapter, by `modules_to_save`          reward
+
+OpenRLHF stores mean and standard deviation of rewards, in config.json or as buffers:
+
+    normalised reward = (score - mean) / std
+
+`head_plans.py` plans the model to serve from what is detected here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tasks.core.contract import describe
+from tasks.core.errors import ArtifactError, ContractError, first_and_more
+from tasks.weights.adapters.read import read_adapter
+from tasks.weights.files.documents import read_json
+from tasks.weights.files.dtype_bits import is_float
+from tasks.weights.files.file_ranges import Reader
+from tasks.weights.files.header import read_header
+from tasks.weights.files.names import PEFT_PREFIX
+from tasks.weights.files.reader import Checkpoint, read_checkpoint
+from tasks.weights.files.source import Source
+from tasks.weights.pickled.state import MODEL as PICKLED
+from tasks.weights.pickled.state import is_pickled_model, read_model, read_state
+
+Role = Literal["value", "reward", "either"]
+Dialect = Literal["trl", "llamafactory", "openrlhf", "peft", "transformers"]
+
+MODEL, ADAPTER, HEAD = "model", "adapter", "head"
+"""Names of inputs in plans: weights of a model, weights of an adapter, a separate head file."""
+SIDE_FILES = ("value_head.safetensors", "value_head.bin")
+WRAPPER = "pretrained_model."
+"""Prefix that TRL's wrapper adds to the keys of the model in it."""
+SCORE = "score.weight"
+OUTPUT_EMBEDDINGS = ("lm_head.weight", "lm_head.bias", "embed_out.weight")
+"""Keys of the LM head of a language model."""
+HEAD_MODULES = ("score", "value_head", "v_head", "classifier")
+"""Module names of heads; OpenRLHF's config.json may name another one."""
+OPENRLHF = ("RewardModel", "CriticModel")
+"""Class names that OpenRLHF makes at run time; transformers does not know them."""
+BUFFERS = ("mean", "std")
+MANY_LABELS = "labels, but a reward is one number"
+"""Part of the finding about a head of several labels; the audit reports those by itself."""
+
+_V_HEAD = re.compile(r"(pretrained_model\.)?v_head\.summary\.(weight|bias)")
+_SAVED_WHOLE = ("", "modules_to_save.", "modules_to_save.default.")
+"""Parts of the keys of a head in an adapter, as versions of PEFT write them."""
+_LAYERED = re.compile(
+    r"(classifier|score)\.(?!weight$|bias$|lora_|base_layer)|(classification_head|sequence_summary|logits_proj)\."
+    r"|perceiver\.decoder\."
+)
+"""Keys of heads with several layers, as in BERT-like encoders, T5, BART and XLNet."""
+_LOST = "it was never saved, so it cannot be recovered: train again with the head saved whole"
+_SHOWN, _LISTED = 40, 50
+
+
+@dataclass(frozen=True)
+class HeadFolder:
+    """Configuration and headers of a model folder or an adapter folder.
+
+    Attributes:
+        config: content of config.json; empty if there is none.
+        adapter_config: content of adapter_config.json; None if the folder is not an adapter.
+        sources: tensors by input: `MODEL` or `ADAPTER`, and `HEAD` if a head has its own file.
+        beside: names of the files with a head beside the weights.
+    """
+
+    root: Path
+    config: Mapping[str, Any]
+    adapter_config: Mapping[str, Any] | None
+    sources: Mapping[str, Source]
+    beside: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
+
+    @property
+    def weights(self) -> str:
+        """Name of the main input: `MODEL` or `ADAPTER`."""
+        return MODEL if self.adapter_config is None else ADAPTER
+
+    @property
+    def main(self) -> Source:
+        """Tensors of the model or adapter."""
+        return self.sources[self.weights]
+
+
+def read_folder(root: Path) -> HeadFolder:
+    """Read a model folder or an adapter folder. Raises ArtifactError if it is neither."""
+    is_adapter = (root / "adapter_config.json").is_file()
+    config = read_json(root / "config.json") if (root / "config.json").is_file() else {}
+    if not is_adapter and not config:
+        raise ArtifactError(f"{root}: neither config.json nor adapter_config.json: no model here")
+    # TRL saves the head of a PEFT model under the file name of a full model.
+    names = (*SIDE_FILES, PICKLED) if is_adapter else SIDE_FILES
+    beside = tuple(name for name in names if (root / name).is_file())
+    sources: dict[str, Source] = {}
+    adapter_config = None
+    if is_adapter:
+        adapter_config = read_json(root / "adapter_config.json")
+        sources[ADAPTER] = read_adapter(root, beside=beside).tensors
+    elif is_pickled_model(root):
+        sources[MODEL] = read_model(root, beside=beside)
+    else:
+        sources[MODEL] = read_checkpoint(root, beside=beside)
+    if beside:
+        sources[HEAD] = _read_file(root / beside[0])
+    findings = []
+    if len(beside) > 1:
+        findings.append(f"{' and '.join(beside)}: two files with a head: keep one of them")
+    return HeadFolder(root, config, adapter_config, sources, beside, tuple(findings))
+
+
+def _read_file(path: Path) -> Source:
+    if path.suffix != ".safetensors":
+        return read_state(path)
+    tensors = read_header(path).tensors
+    return Checkpoint(path.parent, tensors, dict.fromkeys(tensors, path.name))
+
+
+@dataclass(frozen=True)
+class Head:
+    """A linear layer from the last hidden state to one number.
+
+    Attributes:
+        role: "either" if the files do not tell (`v_head`).
+        weight: "<input>:<key>" of its weight.
+        shape: shape of the weight, (labels, hidden).
+        dtype: dtype of the weight, safetensors name.
+        bias: "<input>:<key>" of its bias; "" if it has none.
+    """
+
+    dialect: Dialect
+    role: Role
+    weight: str
+    shape: tuple[int, ...]
+    dtype: str
+    bias: str = ""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of its tensors: the weight, then the bias if there is one."""
+        return (self.weight, self.bias) if self.bias else (self.weight,)
+
+
+@dataclass(frozen=True)
+class Detected:
+    """The head of a folder.
+
+    Attributes:
+        head: None if there is none or more than one.
+        lora_on: module of a head that the adapter changes by LoRA, usable only with a base that
+            has this head; "" for none.
+        findings: reasons why a head is missing or cannot be used; empty for a language model.
+        notes: contradictions that were resolved, one line each.
+    """
+
+    folder: HeadFolder
+    head: Head | None
+    normalisation: Normalisation
+    lora_on: str = ""
+    findings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_of_reward(self) -> bool:
+        """Return True if an adapter was trained with a reward head, by configuration or tensors."""
+        if self.head is not None:
+            return self.head.dialect == "peft"
+        return bool(self.lora_on) or (HEAD not in self.folder.sources and bool(self.findings))
+
+    def require(self) -> Head:
+        """Return the head. Raises ContractError with all findings if there is none to use."""
+        root, findings = self.folder.root, self.findings
+        if findings:
+            text = f"{root}: the head cannot be used: {first_and_more(findings)}"
+            raise ContractError(text, details=findings[:_LISTED])
+        if self.head is None:
+            raise ContractError(f"{root}: no head of any kind: a language model")
+        return self.head
+
+
+def detect(folder: HeadFolder) -> Detected:
+    """Find the head of a folder. Raises ArtifactError if a file cannot be read."""
+    findings = list(folder.findings)
+    heads = [*_v_heads(folder, findings), *_linear_heads(folder)]
+    for head in heads:
+        findings += _head_findings(head, folder)
+    if len(heads) > 1:
+        names = " and ".join(head.weight for head in heads)
+        findings.append(f"{names}: more than one head: keep one of them")
+    lora_on = "" if heads else _lora_on(folder)
+    if not heads and not findings:
+        findings += absence(folder, lora_on)
+    normalisation, wrong = _read_normalisation(folder)
+    return Detected(
+        folder,
+        heads[0] if len(heads) == 1 else None,
+        normalisation,
+        lora_on,
+        (*findings, *wrong),
+        tuple(_name_notes(folder, heads)),
+    )
+
+
+def _v_heads(folder: HeadFolder, findings: list[str]) -> Iterator[Head]:
+    """Yield `v_head.summary` heads: in the model (TRL) or in a file beside it (LLaMA-Factory)."""
+    for name, source in folder.sources.items():
+        keys = [key for key in source.tensors if _V_HEAD.fullmatch(key)]
+        weights = [key for key in keys if key.endswith(".weight")]
+        if name == HEAD:
+            others = [key for key in source.tensors if key not in keys]
+            findings += [f"{folder.beside[0]}: {key} is not part of a value head" for key in others]
+        if not weights and (keys or name == HEAD):
+            findings.append(f"{name}: a value head without v_head.summary.weight")
+        is_side_file = name == HEAD and folder.beside[0] in SIDE_FILES
+        for key in weights:
+            yield _head(folder, name, key, "llamafactory" if is_side_file else "trl", "either")
+
+
+def _linear_heads(folder: HeadFolder) -> Iterator[Head]:
+    """Yield heads such as `score`: in a model, or saved in full in an adapter."""
+    prefix = "" if folder.adapter_config is None else PEFT_PREFIX
+    for module in module_names(folder.config):
+        keys = [f"{prefix}{module}.{infix}weight" for infix in _SAVED_WHOLE]
+        key = next((key for key in keys if key in folder.main.tensors), None)
+        if key is not None:
+            role = _role(folder.config, tuple(folder.main.tensors[key].shape))
+            yield _head(folder, folder.weights, key, _dialect(folder), role)
+
+
+def _head(folder: HeadFolder, name: str, weight: str, dialect: Dialect, role: Role) -> Head:
+    tensors = folder.sources[name].tensors
+    info, bias = tensors[weight], f"{weight.removesuffix('weight')}bias"
+    bias = f"{name}:{bias}" if bias in tensors else ""
+    return Head(dialect, role, f"{name}:{weight}", tuple(info.shape), info.dtype, bias)
+
+
+def _dialect(folder: HeadFolder) -> Dialect:
+    if folder.adapter_config is not None:
+        return "peft"
+    names = {*OPENRLHF} & set(architectures(folder.config))
+    return "openrlhf" if names or "value_head_prefix" in folder.config else "transformers"
+
+
+def _role(config: Mapping[str, Any], shape: tuple[int, ...]) -> Role:
+    """Return "value" for critics: OpenRLHF's class, and verl's token classifiers of one label."""
+    for name in architectures(config):
+        if name == "CriticModel":
+            return "value"
+        if name.endswith("ForTokenClassification") and shape[:1] == (1,):
+            return "value"
+    return "reward"
+
+
+def _head_findings(head: Head, folder: HeadFolder) -> Iterator[str]:
+    name = head.weight
+    if len(head.shape) != 2 or 0 in head.shape:
+        empty = ": saved under ZeRO-3 without gathering it" if 0 in head.shape else ""
+        yield f"{name}: is {list(head.shape)}, a head must be (1, hidden){empty}"
+        return
+    labels, columns = head.shape
+    if not is_float(head.dtype):
+        yield f"{name}: {describe(head.shape, head.dtype)} is not a float matrix"
+    if labels != 1:
+        yield (
+            f"{name}: {labels} {MANY_LABELS}; transformers makes a new "
+            "head of two labels if it is loaded without num_labels=1"
+        )
+    hidden = hidden_size(folder.config)
+    if hidden is not None and columns != hidden:
+        yield f"{name}: {columns} columns, config.json says hidden_size {hidden}"
+    if head.bias:
+        source, _, key = head.bias.partition(":")
+        shape = tuple(folder.sources[source].tensors[key].shape)
+        if shape != (labels,):
+            yield f"{head.bias}: is {list(shape)}, the head has {labels} labels"
+
+
+def _name_notes(folder: HeadFolder, heads: list[Head]) -> Iterator[str]:
+    prefix = folder.config.get("value_head_prefix")
+    for head in heads:
+        module = head.weight.partition(":")[2].removeprefix(PEFT_PREFIX).partition(".")[0]
+        if isinstance(prefix, str) and module != prefix and head.dialect == "openrlhf":
+            yield f"config.json names the head {prefix!r}; the head that was saved is {module!r}"
+
+
+def architectures(config: Mapping[str, Any]) -> list[str]:
+    """Return the class names in config.json; empty if the entry is not a list."""
+    names = config.get("architectures")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def hidden_size(config: Mapping[str, Any]) -> int | None:
+    """Return the size of the last hidden state from config.json; None if it is not stated."""
+    text = config.get("text_config")
+    fields = text if isinstance(text, Mapping) else config
+    size = fields.get("hidden_size", fields.get("n_embd"))
+    return size if type(size) is int and size > 0 else None
+
+
+def module_names(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the module names that may be a head, first the one that config.json names."""
+    prefix = config.get("value_head_prefix")
+    return tuple(dict.fromkeys((*((prefix,) if isinstance(prefix, str) else ()), *HEAD_MODULES)))
+
+
+def wrapped_class(adapter_config: Mapping[str, Any]) -> str:
+    """Return the class that peft wrapped; "" if not recorded (peft does so without a task type)."""
+    auto_mapping = adapter_config.get("auto_mapping")
+    name = auto_mapping.get("base_model_class") if isinstance(auto_mapping, Mapping) else None
+    return name if isinstance(name, str) else ""
+
+
+def absence(folder: HeadFolder, lora_on: str) -> list[str]:
+    """Return the reason why a folder that should have a head has none; none for a language model.
+
+    A head that was never saved cannot be replaced: a new one would give random scores without an
+    error.
+    """
+    if lora_on:
+        return [
+            f"{lora_on}: LoRA was trained on a head that is not in the adapter. If it was "
+            f"initialised at random, {_LOST} (modules_to_save=[{lora_on}])"
+        ]
+    if layered := layered_head(folder):
+        return [
+            f"{layered}: a head of several layers; only heads of one linear layer are supported"
+        ]
+    names = ", ".join(f"{module}.weight" for module in HEAD_MODULES)
+    return [f"no head ({names}), though {sign}: {_LOST}" for sign in _signs(folder)[:1]]
+
+
+def layered_head(folder: HeadFolder) -> str:
+    """Return the first key of a head of several layers; "" if there is none."""
+    keys = folder.main.tensors if _signs(folder) else ()
+    return next((key for key in keys if _LAYERED.match(key.removeprefix(PEFT_PREFIX))), "")
+
+
+def _lora_on(folder: HeadFolder) -> str:
+    """Return the head that the adapter changes by LoRA; "" for none."""
+    if folder.adapter_config is None:
+        return ""
+    for module in module_names(folder.config):
+        if any(key.startswith(f"{PEFT_PREFIX}{module}.lora_") for key in folder.main.tensors):
+            return module
+    return ""
+
+
+def _signs(folder: HeadFolder) -> list[str]:
+    """Return the entries of config.json and adapter_config.json that promise a head."""
+    config, adapter = folder.config, folder.adapter_config or {}
+    signs = [f"config.json says {name}" for name in architectures(config) if _has_head(name)]
+    fields = ("value_head_prefix", "mean", "normalize_reward")
+    signs += [f"config.json has {field}" for field in fields if config.get(field)]
+    if adapter.get("task_type") == "SEQ_CLS":
+        signs.append("adapter_config.json says SEQ_CLS")
+    if _has_head(name := wrapped_class(adapter)):
+        signs.append(f"adapter_config.json says that it was trained on a {name}")
+    for field in ("modules_to_save", "target_modules"):
+        modules = adapter.get(field)
+        if isinstance(modules, list):
+            signs += [f"{field} names {module}" for module in HEAD_MODULES if module in modules]
+    return signs
+
+
+def _has_head(class_name: str) -> bool:
+    """Return True for classes that score: transformers' classifiers, OpenRLHF's two classes."""
+    return class_name in OPENRLHF or class_name.endswith("ForSequenceClassification")
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """Mean and standard deviation of a reward model's scores; None for no normalisation.
+
+    `buffers` has the "<input>:<key>" of the tensors that store them.
+    """
+
+    mean: float | None = None
+    std: float | None = None
+    buffers: tuple[str, ...] = ()
+
+    @property
+    def is_there(self) -> bool:
+        """Return True if rewards are normalised."""
+        return self.mean is not None and self.std is not None
+
+    def with_bias(self, bias: float) -> Normalisation:
+        """Return the normalisation for the same head without its bias.
+
+        The bias moves into the mean: `(w h + bias - mean) / std = (w h - (mean - bias)) / std`.
+        Rewards are bit-identical if the mean is 0.
+        """
+        if bias == 0.0:
+            return self
+        return Normalisation((self.mean or 0.0) - bias, self.std or 1.0, self.buffers)
+
+
+def normalisation_from(config: Mapping[str, Any]) -> tuple[Normalisation, list[str]]:
+    """Return the normalisation in config.json, and its findings."""
+    values, findings = _configured(config)
+    findings += _pair_findings(values)
+    return Normalisation(values.get("mean"), values.get("std")), findings
+
+
+def _read_normalisation(folder: HeadFolder) -> tuple[Normalisation, list[str]]:
+    """Return the normalisation in config.json, or else in the weights, and its findings."""
+    values, findings = _configured(folder.config)
+    buffers = [key for key in BUFFERS if key in folder.main.tensors]
+    for key in buffers:
+        try:
+            value = read_scalar(folder.main, key)
+        except ArtifactError as error:
+            findings.append(error.message)
+            continue
+        if not math.isfinite(value):
+            findings.append(f"{key}: {value} in the weights")
+        elif _as_f32(values.setdefault(key, value)) != _as_f32(value):
+            findings.append(f"{key}: {value} in the weights, {values[key]} in config.json")
+    findings += _pair_findings(values)
+    names = tuple(f"{folder.weights}:{key}" for key in buffers)
+    return Normalisation(values.get("mean"), values.get("std"), names), findings
+
+
+def _configured(config: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]:
+    """Return the numbers of config.json by key, and findings about what is no number."""
+    values: dict[str, float] = {}
+    findings = []
+    for key in BUFFERS:
+        value = config.get(key)
+        if value is None:
+            continue
+        if type(value) not in (int, float) or not math.isfinite(_as_f32(value)):
+            findings.append(f"config.json: {key}={str(value)[:_SHOWN]} is not a number in fp32")
+        else:
+            values[key] = float(value)
+    return values, findings
+
+
+def _pair_findings(values: Mapping[str, float]) -> Iterator[str]:
+    if len(values) == 1:
+        yield f"{next(iter(values))} is there, the other of mean and std is not"
+    if values.get("std", 1.0) <= 0:
+        yield f"std is {values['std']}: rewards cannot be divided by it"
+
+
+def _as_f32(value: float) -> float:
+    """Round a number to fp32, as OpenRLHF's buffers store it; infinity if it is too large."""
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
+    except (OverflowError, struct.error):  # the first for floats, the second for integers
+        return math.inf
+
+
+def read_scalar(source: Source, key: str) -> float:
+    """Read a float tensor of one element. Raises ArtifactError for any other tensor."""
+    info = source.tensors[key]
+    formats = {"F32": "<f", "F16": "<e", "BF16": "<f", "F64": "<d"}
+    if math.prod(info.shape) != 1 or info.dtype not in formats:
+        raise ArtifactError(f"{key}: {describe(info.shape, info.dtype)} is not one number")
+    with Reader(source.extents(key)) as reader:
+        raw = reader.read().tobytes()
+    widen = bytes(2) if info.dtype == "BF16" else b""
+    return float(struct.unpack(formats[info.dtype], widen + raw)[0])

@@ -198,7 +198,7 @@ def reward_smoke(test: SmokeTest, out: Path) -> StageReport:
     """
     before = ScorePrint.load(test.trained / SCORES)
     probes = [list(probe) for probe in before.probes]
-    how = normalisation_from(read_json(test.served / "config.json"))[0]
+    how = normalisation_from(read_json(test.served / "config.json"), f"{test.served}/config.json")
     now = _print(probes, normalised(test.scores(probes, out), how), test.engine)
     now.save(out / SCORES)
     moved = score_drift(before, now)

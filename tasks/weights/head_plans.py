@@ -280,17 +280,13 @@ def merged_reward(
     dropped = [entry for entry in plan.dropped if entry.source != placeholder]
     lm_head = [key for key in OUTPUT_EMBEDDINGS if key in base.tensors]
     dropped += [Dropped(f"{settings.base}:{key}", _NO_LM_HEAD) for key in lm_head]
-    document = reward_config(config, name, normalisation or _beside(adapter, config), endings)
+    if normalisation is None:
+        beside = adapter.root / "config.json"
+        stated = read_json(beside) if beside.is_file() else config
+        normalisation = normalisation_from(stated, "reward: config.json")
+    document = reward_config(config, name, normalisation, endings)
     sources = {settings.base: base, adapter.name: adapter.tensors}
     return Parted(replace(plan, dropped=tuple(dropped)), sources, document, facts)
-
-
-def _beside(adapter: Adapter, config: Mapping[str, Any]) -> Normalisation:
-    path = adapter.root / "config.json"
-    normalisation, findings = normalisation_from(read_json(path) if path.is_file() else config)
-    if findings:
-        raise ContractError(f"reward: {first_and_more(findings)}", details=findings)
-    return normalisation
 
 
 def write_value_head(detected: Detected, out: Path) -> tuple[str, ...]:

@@ -78,11 +78,8 @@ _SHOWN, _LISTED = 40, 50
 class HeadFolder:
     """Configuration and headers of a model folder or an adapter folder.
 
-    Attributes:
-        config: content of config.json; empty if there is none.
-        adapter_config: content of adapter_config.json; None if the folder is not an adapter.
-        sources: tensors by input: `MODEL` or `ADAPTER`, and `HEAD` if a head has its own file.
-        beside: names of the files with a head beside the weights.
+    `sources` has the weights as `MODEL` or `ADAPTER`; and as `HEAD` the first of the files with a
+    head `beside` them. Without config.json, `config` is empty.
     """
 
     root: Path
@@ -140,12 +137,8 @@ def _read_file(path: Path) -> Source:
 class Head:
     """A linear layer from the last hidden state to one number.
 
-    Attributes:
-        role: "either" if the files do not tell (`v_head`).
-        weight: "<input>:<key>" of its weight.
-        shape: shape of the weight, (labels, hidden).
-        dtype: dtype of the weight, safetensors name.
-        bias: "<input>:<key>" of its bias; "" if it has none.
+    `weight` and `bias` are "<input>:<key>", `bias` may be "". The weight's `shape` is (labels,
+    hidden), its `dtype` a safetensors name.
     """
 
     dialect: Dialect
@@ -163,14 +156,13 @@ class Head:
 
 @dataclass(frozen=True)
 class Detected:
-    """The head of a folder.
+    """The head of a folder; None if there is none or more than one.
 
     Attributes:
-        head: None if there is none or more than one.
         lora_on: module of a head that the adapter changes by LoRA, usable only with a base that
             has this head; "" for none.
         findings: reasons why a head is missing or cannot be used; empty for a language model.
-        notes: contradictions that were resolved, one line each.
+        notes: contradictions that were resolved.
     """
 
     folder: HeadFolder
@@ -414,11 +406,13 @@ class Normalisation:
         return Normalisation((self.mean or 0.0) - bias, self.std or 1.0, self.buffers)
 
 
-def normalisation_from(config: Mapping[str, Any]) -> tuple[Normalisation, list[str]]:
-    """Return the normalisation in config.json, and its findings."""
+def normalisation_from(config: Mapping[str, Any], where: str) -> Normalisation:
+    """Return the normalisation in config.json; `where` begins the ArtifactError if it is wrong."""
     values, findings = _configured(config)
     findings += _pair_findings(values)
-    return Normalisation(values.get("mean"), values.get("std")), findings
+    if findings:
+        raise ArtifactError(f"{where}: {first_and_more(findings)}", details=findings)
+    return Normalisation(values.get("mean"), values.get("std"))
 
 
 def _read_normalisation(folder: HeadFolder) -> tuple[Normalisation, list[str]]:

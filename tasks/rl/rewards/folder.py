@@ -61,9 +61,7 @@ class RewardFolder:
             raise ArtifactError(
                 f"reward.model={path} has {labels} labels; a reward model has one", hint=EXAMPLE
             )
-        normalisation, findings = normalisation_from(config)
-        if findings:
-            raise ArtifactError(f"reward.model={path}: {findings[0]}", details=findings)
+        normalisation = normalisation_from(config, f"reward.model={path}")
         if normalize and not normalisation.is_there:
             raise ArtifactError(
                 f"reward.model={path}: no mean and std of its rewards in config.json",

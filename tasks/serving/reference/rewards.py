@@ -126,14 +126,7 @@ def _rewarder(model: Any, config: Mapping[str, Any]) -> Rewarder:
     def score(ids: Any) -> Any:
         return model(input_ids=ids.to(input_device(model))).logits[0, 0]
 
-    return Rewarder(score, _normalisation(config), model)
-
-
-def _normalisation(config: Mapping[str, Any]) -> Normalisation:
-    normalisation, findings = normalisation_from(config)
-    if findings:
-        raise ArtifactError(f"config.json: {findings[0]}", details=findings)
-    return normalisation
+    return Rewarder(score, normalisation_from(config, "config.json"), model)
 
 
 def _with_head(path: Path, **how: Any) -> Rewarder:

@@ -14,27 +14,14 @@ SHORT = 256
 """Sequence length up to which a CPU's math kernel, which stores attention probabilities, beats its
 flash kernel, whose bf16 backward pass takes seven times as long at 40 tokens. Longer sequences need
 the memory that flash saves."""
-LARGEST_IN_HEAP = 32 << 20
-"""Largest allocation in bytes that glibc keeps in its heap when it is freed. Its threshold for
-returning memory grows with the largest freed piece up to this (`DEFAULT_MMAP_THRESHOLD_MAX`)."""
 
 
 class RowBytes(NamedTuple):
-    """Bytes of a pass over one row.
+    """Bytes of a pass over one row: of the head, of all else, and of a pass without gradients."""
 
-    Attributes:
-        small: allocations that the host's heap keeps (up to `LARGEST_IN_HEAP`).
-        large: larger allocations.
-        recomputed: small allocations of all layers that activation checkpointing recomputes.
-        logits: part of `small` and `large` that belongs to the output head.
-        forward: bytes of a pass without gradients.
-    """
-
-    small: int
-    large: int
-    recomputed: int = 0
-    logits: int = 0
-    forward: int = 0
+    logits: int
+    activations: int
+    forward: int
 
 
 def row_bytes(
@@ -58,20 +45,13 @@ def row_bytes(
     if sizes.adapted and peft.kind != "none" and isinstance(peft.target_modules, str):
         # peft computes the sum of a layer's experts and their update, and keeps it.
         layer += 2 * 3 * sizes.experts * sizes.hidden * sizes.expert_width * item
-    piece = tokens * sizes.hidden * item
-    recomputed = 0
+    layers = sizes.layers * layer
     if settings.gradient_checkpointing:
-        layers = sizes.layers * piece + layer
-        recomputed = sizes.layers * layer if piece <= LARGEST_IN_HEAP else 0
-    else:
-        layers = sizes.layers * layer
-    head = _head(sizes, settings, tokens, item) if logits else []
-    pieces = [(layers, piece), *head]
+        layers = sizes.layers * tokens * sizes.hidden * item + layer
+    head = _head(sizes, settings, tokens, item) if logits else 0
     if not gpu and item < 4:
-        pieces += _through_fp32(sizes, settings, tokens, logits)
-    small = sum(total for total, largest in pieces if largest <= LARGEST_IN_HEAP)
-    large, of_head = sum(total for total, _ in pieces) - small, sum(total for total, _ in head)
-    return RowBytes(small, large, recomputed, of_head, layer + of_head)
+        layers += _through_fp32(sizes, settings, tokens, logits)
+    return RowBytes(head, layers, layer + head)
 
 
 def longest(settings: Settings) -> int:
@@ -112,29 +92,20 @@ def _adapter(sizes: Sizes, settings: Settings, item: int) -> int:
     return narrow + dropped + scaled
 
 
-def _head(sizes: Sizes, settings: Settings, tokens: int, item: int) -> list[tuple[int, int]]:
-    """Return (total bytes, bytes of the largest allocation) of the head's tensors.
+def _head(sizes: Sizes, settings: Settings, tokens: int, item: int) -> int:
+    """Return the bytes of the head's tensors.
 
     A trained head has log-softmax, its gradient and the gradient of the logits in fp32, and the
     last in the model's dtype, too. A frozen head has logits and gradients of the hidden states.
     """
     logits = min(tokens * sizes.vocab, PORTION)
     if settings.peft.kind == "none" or "lm_head" in settings.peft.modules_to_save:
-        return [(logits * 12, logits * 4), (logits * item, logits * item)]
-    rows = tokens * sizes.hidden * item
-    return [(logits * 4, logits * 4), (rows, rows)]
+        return logits * (12 + item)
+    return logits * 4 + tokens * sizes.hidden * item
 
 
-def _through_fp32(
-    sizes: Sizes, settings: Settings, tokens: int, logits: bool
-) -> list[tuple[int, int]]:
-    """Return (total bytes, bytes of the largest allocation) of operands cast to fp32.
-
-    They belong to the largest linear map of a layer and to a trained head.
-    """
+def _through_fp32(sizes: Sizes, settings: Settings, tokens: int, logits: bool) -> int:
+    """Return the bytes of a CPU's fp32 operands: of a layer's largest map, and a trained head."""
     weight = 4 * max(i * o for _, maps in sizes.layouts() for i, o in maps.values())
-    pieces = [(weight + 4 * tokens * (sizes.hidden + sizes.inner), weight)]
-    if settings.peft.kind == "none" and logits:
-        table = 4 * sizes.vocab * sizes.hidden
-        pieces.append((2 * table, table))
-    return pieces
+    table = 8 * sizes.vocab * sizes.hidden if settings.peft.kind == "none" and logits else 0
+    return weight + 4 * tokens * (sizes.hidden + sizes.inner) + table

@@ -5,11 +5,8 @@ Training Trillion Parameter Models") has 16-bit weights and gradients, fp32 mast
 fp32 moments, each divided over the ranks from the stage that partitions it. Buffers of DeepSpeed
 0.19, torch 2.13 and gloo are added, as found in their source.
 
-The memory of imported libraries, about `LIBRARIES`, is not included. On a CPU the estimate is of
-resident memory, so mapped weights and free heap memory count: glibc's malloc returns freed pieces
-above `LARGEST_IN_HEAP` to the system and keeps all others, with holes between them (`HOLES`). An
-optimizer step can therefore not reuse the memory of activations, as it does on a GPU, where torch
-has its own allocator.
+The memory of imported libraries, about `LIBRARIES`, is not included, nor what a host's malloc keeps
+of freed memory: on a CPU the resident memory is larger.
 """
 
 from __future__ import annotations
@@ -20,25 +17,18 @@ from typing import Any
 
 from tasks.training.engine.zero_config import accumulates_in_fp32
 from tasks.training.job import Settings
-from tasks.training.memory.activations import LARGEST_IN_HEAP, RowBytes, row_bytes
+from tasks.training.memory.activations import row_bytes
 from tasks.training.memory.sizes import Sizes
 
 ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of a number, by dtype."""
 LIBRARIES = 2**30
 """Bytes of a rank before it loads a model: 0.47 GiB on a CPU, about 1 GiB with a GPU context."""
-HOLES = 0.7
-"""Free but resident heap memory over live heap bytes at the peak, on CPUs. Fitted: mallinfo2 and
-resident memory gave 0.5 to 0.6 with 12 layers and 0.9 with 24."""
-LEFT_BY_LAYERS = 0.48
-"""Share of a recomputed layer's memory that stays resident, layer by layer, on CPUs: it is freed,
-but lies between live pieces, so the next layer does not fit. Fitted: 0.47 with 12 layers of width
-768, 0.49 with 24 of width 1024."""
 _SCALE_BYTES = {True: 1.03 / 64, False: 4 / 64}
 """Bytes of quantisation scale per 4-bit weight, with and without double quantisation."""
 _PARTS = (
     "weights", "gathered", "gradients", "optimizer", "activations", "logits", "step",
-    "communication", "allocator",
+    "communication",
 )  # fmt: skip
 _MAX_LIVE = 10**9
 """Most elements that ZeRO-3 keeps gathered (`stage3_max_live_parameters`)."""
@@ -63,8 +53,6 @@ class MemoryEstimate:
         logits: logits of one portion of tokens, and their gradients.
         step: temporary tensors of the optimizer step: gradients in fp32, and copies.
         communication: flat buffers of collectives.
-        allocator: holes in the host's heap; 0 on a GPU.
-        stays: part of the activations that the heap keeps after the pass.
         released: part of the gradients that is freed before the step copies weights.
         host: states offloaded from a GPU to the host; not part of the fields above.
         mapped: part of `weights` on a CPU that is a mapped file, shared by all ranks of a node.
@@ -79,8 +67,6 @@ class MemoryEstimate:
     logits: int = 0
     step: int = 0
     communication: int = 0
-    allocator: int = 0
-    stays: int = 0
     released: int = 0
     host: int = 0
     mapped: int = 0
@@ -94,9 +80,8 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """Peak memory with the longest samples: of a pass, a step or a collective."""
-        row = self.activations + self.logits
-        passing = max(row - self.stays, self.communication) + self.released
-        return self.lasting + self.stays + self.allocator + max(passing, self.step)
+        row = max(self.activations + self.logits, self.communication)
+        return self.lasting + max(row + self.released, self.step)
 
     @property
     def lasting(self) -> int:
@@ -124,7 +109,7 @@ def estimate(
         settings: settings of the run.
         world_size: number of ranks.
         gpu: True if the rank computes on a GPU. A CPU stores attention probabilities of short
-            sequences, computes 16-bit products in fp32, and allocates as described above.
+            sequences, and computes 16-bit products in fp32.
         critic: True for the separate critic of a policy with these settings. It contains the
             policy's output head and does not train it.
 
@@ -140,7 +125,6 @@ def estimate(
     weights = _weight_bytes(sizes, settings, gpu=gpu) / shared[3]
     gathered = min(sizes.weights(), _MAX_LIVE) * item if shared[3] > 1 else 0
     row = row_bytes(sizes, settings, item=item, gpu=gpu, logits=logits)
-    in_heap = gathered if _layer_weight(sizes, item) <= LARGEST_IN_HEAP else 0
     mine = trained / shared[1]
     offloaded = zero.offload_optimizer == "cpu"
     at_once = mine if zero.stage < 3 else min(mine, _SUB_GROUP)
@@ -158,12 +142,10 @@ def estimate(
         gathered=gathered,
         gradients=gradients,
         optimizer=int(0 if gpu and offloaded else states),
-        activations=row.small + row.large - row.logits,
+        activations=row.activations,
         logits=row.logits,
         step=int(0 if gpu and offloaded else step),
         communication=int(_communication(settings, trained, gathered, world_size, gpu=gpu)),
-        allocator=0 if gpu else int(_holes(row, in_heap)),
-        stays=0 if gpu else row.small,
         # Only stages 1 and 2 free gradients before the step, after a copy to fp32.
         released=gradients if zero.stage in (1, 2) else 0,
         host=int(away) if gpu else 0,
@@ -209,18 +191,6 @@ def _mapped(sizes: Sizes, settings: Settings) -> int:
     mapped memory (`_broadcast_model`), and ZeRO-3 makes partitions.
     """
     return sizes.weights() * ITEM[settings.dtype] if settings.peft.kind == "qlora" else 0
-
-
-def _layer_weight(sizes: Sizes, item: int) -> int:
-    """Return the bytes of a layer's largest weight."""
-    fused = 2 * sizes.experts * sizes.hidden * sizes.expert_width
-    return max(fused, *(i * o for _, maps in sizes.layouts() for i, o in maps.values())) * item
-
-
-def _holes(row: RowBytes, gathered: int) -> float:
-    """Return the free but resident bytes of a CPU's heap that also holds `gathered` bytes."""
-    passing = LEFT_BY_LAYERS * row.recomputed if row.recomputed else HOLES * row.small
-    return passing + HOLES * gathered
 
 
 def _bucket(settings: Settings, trained: int, *, gpu: bool = False) -> int:

@@ -118,10 +118,10 @@ def metrics(settings: Mapping[str, Any], report: Report | None, counts: Mapping[
         total.labels(*known, verdict).inc(counts.get(verdict, 0))
     if report is not None:
         gauge("seconds", "wall-clock time of the last check", {(): report.seconds})
-        verdicts = {(check.name,): VALUES[check.verdict] for check in report.checks}
+        verdicts = {(check.code,): VALUES[check.verdict] for check in report.checks}
         gauge("check", "1: ok, 0: a fault, -1: not proven", verdicts, "check")
         numbers = {
-            (check.name, name): float(value)
+            (check.code, name): float(value)
             for check in report.checks
             for name, value in check.measured.items()
             if not isinstance(value, str)

@@ -53,7 +53,7 @@ def recorded(overrides: list[str]) -> dict[str, Any]:
     if report.outcome == "verified":
         return report.as_json()
     details = [f"{cause.text} -> {cause.hint}" for cause in report.causes]
-    details = details or [f"{check.name}: {check.text}" for check in report.checks]
+    details = details or [f"{check.code}: {check.text}" for check in report.checks]
     kind = DriftError if report.outcome == "fault" else ServerError
     raise kind(report.line, details=details)
 
@@ -81,7 +81,7 @@ def _track(composed: Composed, report: Report) -> None:
 def _numbers(report: Report) -> dict[str, float]:
     verdicts = [check.verdict for check in report.checks]
     measured = {
-        f"check/{check.name}/{name}": float(value)
+        f"check/{check.code}/{name}": float(value)
         for check in report.checks
         for name, value in check.measured.items()
         if not isinstance(value, str)

@@ -38,15 +38,15 @@ class Row:
         code: name of the check or finding.
         verdict: "unknown" if nothing could be proven, which never counts as ok.
         text: one sentence for a person.
-        details: numbers and names by key, e.g. `mean_kl`.
+        measured: numbers and names by key, e.g. `mean_kl`.
         causes: likely causes of a fault, the likeliest first.
-        limit: the limit of each detail that has one, by the same key.
+        limit: the limit of each number that has one, by the same key.
     """
 
     code: str
     verdict: Verdict
     text: str
-    details: Mapping[str, float | str] = field(default_factory=dict)
+    measured: Mapping[str, float | str] = field(default_factory=dict)
     causes: Sequence[Cause] = ()
     limit: Mapping[str, float] = field(default_factory=dict)
 
@@ -148,9 +148,9 @@ def _details(row: Row, explained: set[str]) -> Iterator[str]:
     """
     yield row.text
     limits = ", ".join(
-        f"{name.replace('_', ' ')}: {_number(row.details[name])} (limit {_number(limit)})"
+        f"{name.replace('_', ' ')}: {_number(row.measured[name])} (limit {_number(limit)})"
         for name, limit in row.limit.items()
-        if name in row.details
+        if name in row.measured
     )
     if limits:
         yield limits

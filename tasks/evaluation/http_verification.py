@@ -18,6 +18,7 @@ import numpy as np
 
 from tasks.config.after_training import Smoke
 from tasks.core.contract import Check
+from tasks.core.report import Row
 from tasks.drift.fingerprint import DriftLimit, Fingerprint
 from tasks.drift.verdict import FINGERPRINT
 from tasks.evaluation.scoring import ReferenceScorer
@@ -29,7 +30,6 @@ from tasks.serving.llama_cpp import find_programs, gguf_file, serve_command
 from tasks.serving.prompts import Chat
 from tasks.serving.vllm.job import STAGE, time_limit
 from tasks.serving.vllm.server import AT_ONCE, running
-from tasks.verify import report as verdict
 from tasks.verify.asked import Asked
 from tasks.verify.compare import Aligned
 from tasks.verify.reference import Probe, Reference, token_facts
@@ -123,7 +123,7 @@ def serve_over_http(
             prompts, stops = question.base_prompts.tokens, ending_ids(question)
             before = responses(server, question, prompts, settings.max_new_tokens, stops)
     assert after[0] is not None
-    differing = (c.measured.get("differing", 0) for c in checks if c.name == "template")
+    differing = (c.measured.get("differing", 0) for c in checks if c.code == "template")
     return Served(
         fingerprint,
         after[0],
@@ -252,12 +252,12 @@ def responses(
     return [generate(0.0), sampled]
 
 
-def smoke_check(check: verdict.Check) -> Check:
+def smoke_check(check: Row) -> Check:
     """Return a verdict of verify as one of the smoke test; "unknown" fails nothing, and says so."""
     causes = "; ".join(f"{cause.code}: {cause.text} -> {cause.hint}" for cause in check.causes)
     text = f"not proven: {check.text}" if check.verdict == "unknown" else check.text
     return Check(
-        f"server: {check.name}",
+        f"server: {check.code}",
         "as trained",
         f"{text}; {causes}" if causes else text,
         ok=check.verdict != "fault",

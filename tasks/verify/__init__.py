@@ -10,11 +10,11 @@ compare.py has the distance of a server from a fingerprint, causes.py what a dis
 """
 
 from tasks.verify.reference import Reference, read_reference
-from tasks.verify.report import EXIT_STATUS, Check, Report
+from tasks.verify.report import EXIT_STATUS, Report
 from tasks.verify.run import Target, choose, verify
 from tasks.verify.servers.connect import connect
 
 __all__ = [
-    "EXIT_STATUS", "Check", "Reference", "Report", "Target", "choose", "connect",
+    "EXIT_STATUS", "Reference", "Report", "Target", "choose", "connect",
     "read_reference", "verify",
 ]  # fmt: skip

@@ -23,26 +23,6 @@ Outcome = Literal["verified", "fault", "unverified"]
 EXIT_STATUS: Mapping[Outcome, int] = {"verified": 0, "fault": 1, "unverified": 2}
 
 
-class Check(Row):
-    """Result of one check of a running server; its verdict is "ok", "fault" or "unknown"."""
-
-    @property
-    def name(self) -> str:
-        """Name of the check, e.g. `distribution`."""
-        return self.code
-
-    @property
-    def measured(self) -> Mapping[str, float | str]:
-        """Numbers and names by key, e.g. `mean_kl` in nats."""
-        return self.details
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the check for programs."""
-        fields = {"name": self.code, "verdict": self.verdict, "text": self.text}
-        numbers = {"measured": dict(self.details), "limit": dict(self.limit)}
-        return {**fields, **numbers, "causes": [asdict(cause) for cause in self.causes]}
-
-
 @dataclass(frozen=True)
 class Report:
     """Result of one verification.
@@ -63,7 +43,7 @@ class Report:
     source: str
     reference: str
     profile: str
-    checks: tuple[Check, ...]
+    checks: tuple[Row, ...]
     seconds: float
 
     @property
@@ -71,13 +51,13 @@ class Report:
         """The verdict; see the module docstring."""
         if report.faults(self.checks):
             return "fault"
-        decisive = [check.verdict for check in self.checks if check.name == DECISIVE]
+        decisive = [check.verdict for check in self.checks if check.code == DECISIVE]
         return "verified" if decisive == ["ok"] and not self.undecided else "unverified"
 
     @property
     def undecided(self) -> bool:
         """True if the answers were compared with base and trained model, and could be of either."""
-        adapter = (check for check in self.checks if check.name == ADAPTER)
+        adapter = (check for check in self.checks if check.code == ADAPTER)
         return any(check.verdict == "unknown" and check.measured for check in adapter)
 
     @property
@@ -88,7 +68,7 @@ class Report:
     @property
     def unproven(self) -> tuple[str, ...]:
         """Names of the checks that the server's API could not answer."""
-        return tuple(check.name for check in self.checks if check.verdict == "unknown")
+        return tuple(check.code for check in self.checks if check.verdict == "unknown")
 
     @property
     def line(self) -> str:
@@ -116,7 +96,7 @@ class Report:
             "seconds": round(self.seconds, 3),
             "causes": [cause.code for cause in self.causes],
             "unproven": list(self.unproven),
-            "checks": [check.as_json() for check in self.checks],
+            "checks": [_as_json(check) for check in self.checks],
         }
 
     def text(self) -> str:
@@ -136,3 +116,9 @@ class Report:
     def markdown(self) -> str:
         """Return the report as Markdown for pages of orchestrators and trackers."""
         return report.markdown(self.line, self.checks)
+
+
+def _as_json(check: Row) -> dict[str, Any]:
+    fields = {"name": check.code, "verdict": check.verdict, "text": check.text}
+    numbers = {"measured": dict(check.measured), "limit": dict(check.limit)}
+    return {**fields, **numbers, "causes": [asdict(cause) for cause in check.causes]}

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from tasks.core.errors import ConfigError, PlumblineError
+from tasks.core.report import Row
 from tasks.verify.asked import Asked
 from tasks.verify.checks.ending import context, eos
 from tasks.verify.checks.load import batching, leak, long_prompts, prefix_cache, streaming
@@ -20,10 +21,10 @@ from tasks.verify.checks.prompt import template, tokens
 from tasks.verify.checks.sampling import sampling
 from tasks.verify.checks.weights import adapter, base, distribution
 from tasks.verify.reference import Reference
-from tasks.verify.report import Check, Report
+from tasks.verify.report import Report
 from tasks.verify.servers.server import ServedModel, Server, ServerError
 
-CheckFunction = Callable[[Asked], Check]
+CheckFunction = Callable[[Asked], Row]
 CHECKS: Mapping[str, CheckFunction] = {
     "distribution": distribution,
     "adapter": adapter,
@@ -126,27 +127,27 @@ def verify(
     )
 
 
-def run_checks(asked: Asked, only: Sequence[str] = ()) -> tuple[Check, ...]:
+def run_checks(asked: Asked, only: Sequence[str] = ()) -> tuple[Row, ...]:
     """Run the checks that apply, each on the answers that the earlier ones got."""
     left_out = set()
     if asked.reference.base is None:
         left_out = {"adapter", "base"}
     elif asked.base is None:
         left_out = {"base"}
-    checks: list[Check] = []
+    checks: list[Row] = []
     gone = ""
     for name, check in CHECKS.items():
         if name in left_out or (only and name not in only):
             continue
         if gone:
-            checks.append(Check(name, "unknown", gone))
+            checks.append(Row(name, "unknown", gone))
             continue
         made, gone = attempt(name, partial(check, asked))
         checks.append(made)
     return tuple(checks)
 
 
-def attempt(name: str, check: Callable[[], Check]) -> tuple[Check, str]:
+def attempt(name: str, check: Callable[[], Row]) -> tuple[Row, str]:
     """Run one check; one that raises has proven nothing, and is "unknown" with its reason.
 
     Returns also the reason why no other one can be run, if the server has gone; else "".
@@ -156,7 +157,7 @@ def attempt(name: str, check: Callable[[], Check]) -> tuple[Check, str]:
     except PlumblineError as error:
         reason = "; ".join(filter(None, (error.message, error.hint)))
         is_gone = isinstance(error, ServerError) and error.code in GONE
-        return Check(name, "unknown", reason), reason if is_gone else ""
+        return Row(name, "unknown", reason), reason if is_gone else ""
     except Exception as error:
         reason = f"the check itself failed: {type(error).__name__}: {error}"
-        return Check(name, "unknown", reason), ""
+        return Row(name, "unknown", reason), ""

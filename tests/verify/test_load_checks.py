@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tasks.core.report import Row
 from tasks.verify.asked import Asked
 from tasks.verify.checks.load import batching, leak, long_prompts, prefix_cache, streaming
 from tasks.verify.compare import change
-from tasks.verify.report import Check
 from tasks.verify.servers.connect import connect
 from tasks.verify.servers.server import Entry
 from tests.answering import Answer, answering
@@ -25,9 +25,9 @@ def serving(choose: Any = None, **faults: Any) -> dict[str, Answer]:
     return OpenAI(limit=8, length=600, pause=0.005, **chosen, **faults).answers()
 
 
-def asked(check: Any, answers: dict[str, Answer], model: str = "base") -> Check:
+def asked(check: Any, answers: dict[str, Answer], model: str = "base") -> Row:
     with answering(answers) as requests:
-        made: Check = check(Asked(connect(requests.url), model, "base", reference()))
+        made: Row = check(Asked(connect(requests.url), model, "base", reference()))
     return made
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from tasks.core.report import Row
 from tasks.verify.asked import Asked
 from tasks.verify.checks.ending import context, eos
 from tasks.verify.checks.prompt import difference, template, tokens
 from tasks.verify.reference import Probe, Reference
-from tasks.verify.report import Check
 from tasks.verify.servers.connect import connect
 from tasks.witness.plumbline_witness.probes import CHATS, TEXTS
 from tests.answering import Answer, answering, refusal
@@ -27,9 +27,9 @@ def server(**faults: Any) -> dict[str, Answer]:
     return OpenAI(length=faults.pop("length", 600), **faults).answers()
 
 
-def asked(check: Any, answers: dict[str, Answer], ref: Reference | None = None) -> Check:
+def asked(check: Any, answers: dict[str, Answer], ref: Reference | None = None) -> Row:
     with answering(answers) as requests:
-        made: Check = check(Asked(connect(requests.url), "base", None, ref or reference()))
+        made: Row = check(Asked(connect(requests.url), "base", None, ref or reference()))
     return made
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from tasks.core.errors import PlumblineError
-from tasks.core.report import Cause
-from tasks.verify.report import EXIT_STATUS, Check, Report
+from tasks.core.report import Cause, Row
+from tasks.verify.report import EXIT_STATUS, Report
 from tasks.verify.run import attempt, choose
 from tasks.verify.servers.server import ServedModel
 
-SAME = Check("distribution", "ok", "as trained", {"mean_kl": 2e-5}, limit={"mean_kl": 1e-3})
-OTHER = Check(
+SAME = Row("distribution", "ok", "as trained", {"mean_kl": 2e-5}, limit={"mean_kl": 1e-3})
+OTHER = Row(
     "distribution",
     "fault",
     "another distribution " + "that is described at length " * 8,
@@ -21,21 +21,21 @@ OTHER = Check(
     (Cause("base-served", "the base answers", "vllm serve BASE --lora-modules NAME=DIR"),),
     {"mean_kl": 1e-3},
 )
-HIDDEN = Check("prompt", "unknown", "the server does not say")
-OK_PROMPT = Check("prompt", "ok", "the same")
+HIDDEN = Row("prompt", "unknown", "the server does not say")
+OK_PROMPT = Row("prompt", "ok", "the same")
 
 
-def report(*checks: Check) -> Report:
+def report(*checks: Row) -> Report:
     return Report(
         "http://host:8000", "vllm 0.32", "lora", "base", "/runs/lora", "step 3", "standard", checks,
         1.25,
     )  # fmt: skip
 
 
-UNDECIDED = Check("adapter", "unknown", "base or trained", {"dose": 0.4})
+UNDECIDED = Row("adapter", "unknown", "base or trained", {"dose": 0.4})
 
 
-OUTCOMES: list[tuple[tuple[Check, ...], str]] = [
+OUTCOMES: list[tuple[tuple[Row, ...], str]] = [
     ((SAME, OK_PROMPT), "verified"),
     ((SAME, HIDDEN), "verified"),
     ((OTHER, OK_PROMPT), "fault"),
@@ -71,10 +71,10 @@ def test_junit_counts_failures_and_skipped() -> None:
 
 
 def test_a_check_that_raises_has_proven_nothing() -> None:
-    def breaks() -> Check:
+    def breaks() -> Row:
         raise ZeroDivisionError("division by zero")
 
-    def refused() -> Check:
+    def refused() -> Row:
         raise PlumblineError("the server refuses", hint="a key")
 
     broken, goes_on = attempt("load", breaks)

@@ -78,7 +78,7 @@ def light(share: float, moved: float = 0.5) -> tuple[str, Mapping[str, str], lis
     trained = replace(made.trained, formats=dict.fromkeys(("bfloat16", "float32"), noise))
     known = ArrayServer(own.probes, {"merged": logits})
     report = verify(known, Target("merged", None), replace(made, trained=trained), "standard")
-    verdicts: dict[str, str] = {check.name: check.verdict for check in report.checks}
+    verdicts: dict[str, str] = {check.code: check.verdict for check in report.checks}
     return report.outcome, verdicts, [cause.code for cause in report.causes]
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tasks.core.report import Row
 from tasks.drift.fingerprint import Fingerprint
 from tasks.verify.reference import Probe, Reference
-from tasks.verify.report import Check
 from tasks.witness.plumbline_witness.probes import CHATS, TEXTS
 
 SIZE = 8
@@ -95,6 +95,6 @@ def reference(**facts: Any) -> Reference:
     return Reference(tuple(probes), fingerprint(probes), None, facts)
 
 
-def causes(check: Check) -> list[str]:
+def causes(check: Row) -> list[str]:
     """Return the codes of the likely causes."""
     return [cause.code for cause in check.causes]

@@ -6,10 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tasks.core.report import Cause
+from tasks.core.report import Cause, Row
 from tasks.verify.asked import Asked
 from tasks.verify.reference import Reference
-from tasks.verify.report import Check
 from tasks.verify.servers.server import Prompt, ServerError, UnsupportedError
 
 _LIKELY = math.log(0.5)
@@ -24,7 +23,7 @@ _SHORT = Cause(
 )
 
 
-def eos(asked: Asked) -> Check:
+def eos(asked: Asked) -> Row:
     """Check that the server ends a response at the tokens that end a turn of the trained model.
 
     Where the fingerprint says that the model ends its turn, it generates freely; besides, each such
@@ -33,7 +32,7 @@ def eos(asked: Asked) -> Check:
     reference = asked.reference
     ends = reference.every_end
     if not ends:
-        return Check("eos", "unknown", "the reference names no EOS")
+        return Row("eos", "unknown", "the reference names no EOS")
     likely = _likely_ends(reference, ends)
     wanted = sorted({token for _, token in likely}) or [ends[0]]
     seen: set[int] = set()
@@ -55,7 +54,7 @@ def eos(asked: Asked) -> Check:
                     "add the token to eos_token_id in generation_config.json of the served folder, "
                     "and serve again",
                 )
-                return Check("eos", "fault", text, {"token": token}, (cause,))
+                return Row("eos", "fault", text, {"token": token}, (cause,))
             if stopped:
                 seen.add(token)
                 if options:
@@ -64,8 +63,8 @@ def eos(asked: Asked) -> Check:
     if seen != set(wanted):
         missing = ", ".join(map(str, sorted(set(wanted) - seen)))
         reason = f"token {missing} was never generated, and the server takes no bias"
-        return Check("eos", "unknown", reason, measured)
-    return Check("eos", "ok", f"responses end at token {measured['stops_at']}", measured)
+        return Row("eos", "unknown", reason, measured)
+    return Row("eos", "ok", f"responses end at token {measured['stops_at']}", measured)
 
 
 def _stops(asked: Asked, prompt: Prompt, token: int, options: Mapping[str, Any]) -> bool | None:
@@ -85,7 +84,7 @@ def _stops(asked: Asked, prompt: Prompt, token: int, options: Mapping[str, Any])
     return False if options and not made.text else None
 
 
-def context(asked: Asked) -> Check:
+def context(asked: Asked) -> Row:
     """Check the server's context: as long as the training's rows, and nothing is cut silently."""
     reference, length = asked.reference, asked.length(asked.model)
     row = reference.facts.get("longest_row")
@@ -95,7 +94,7 @@ def context(asked: Asked) -> Check:
         measured["served"] = length
         if length < trained:
             text = f"the server takes {length} tokens, a row of the training data has {trained}"
-            return Check("context", "fault", text, measured, (_SHORT,), {"served": float(trained)})
+            return Row("context", "fault", text, measured, (_SHORT,), {"served": float(trained)})
     size = max(trained, 512)
     size = min(size, _LONGEST, length - 1 if length else size)
     joined = [token for ids in reference.sequences for token in ids]
@@ -107,11 +106,11 @@ def context(asked: Asked) -> Check:
             raise
         if size <= trained:
             text = f"a prompt of {size} tokens is refused: {error.message}"
-            return Check("context", "fault", text, measured, (_SHORT,))
-        return Check("context", "ok", f"a prompt of {size} tokens is refused, not cut", measured)
+            return Row("context", "fault", text, measured, (_SHORT,))
+        return Row("context", "ok", f"a prompt of {size} tokens is refused, not cut", measured)
     used = len(made.prompt_ids) if made.prompt_ids is not None else made.prompt_length
     if used is None:
-        return Check("context", "unknown", "the server does not tell the prompt's length", measured)
+        return Row("context", "unknown", "the server does not tell the prompt's length", measured)
     measured |= {"sent": size, "used": used}
     if used < size:
         text = f"of a prompt of {size} tokens the server used {used}"
@@ -120,8 +119,8 @@ def context(asked: Asked) -> Check:
             "the server drops a part of long prompts without a word",
             "a longer context on the server: llama-server -c, or no truncate_prompt_tokens",
         )
-        return Check("context", "fault", text, measured, (cause,), {"used": float(size)})
-    return Check("context", "ok", f"a prompt of {size} tokens was used whole", measured)
+        return Row("context", "fault", text, measured, (cause,), {"used": float(size)})
+    return Row("context", "ok", f"a prompt of {size} tokens was used whole", measured)
 
 
 def _likely_ends(reference: Reference, ends: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:

@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from tasks.core.report import Cause
+from tasks.core.report import Cause, Row
 from tasks.verify.asked import Asked
 from tasks.verify.compare import change, changes, exceeds
-from tasks.verify.report import Check
 from tasks.verify.servers.client import parallel
 from tasks.verify.servers.server import Generated, Scores, UnsupportedError
 
@@ -37,7 +36,7 @@ _TIE = 0.5
 """Nats between two tokens that rounding may swap: four steps of bf16 between 16 and 32."""
 
 
-def batching(asked: Asked) -> Check:
+def batching(asked: Asked) -> Row:
     """Score the same sequences alone and in a crowd."""
     model, limit = asked.model, asked.limit
     sequences = _beginnings(asked, 2 if asked.is_slow else 8)
@@ -45,16 +44,16 @@ def batching(asked: Asked) -> Check:
     copies = -(-CROWD // len(sequences))
     moved = changes(alone * copies, asked.score(model, sequences * copies, workers=CROWD))
     if not moved.size:
-        return Check("batching", "unknown", "the server returned no log-probabilities")
+        return Row("batching", "unknown", "the server returned no log-probabilities")
     measured, limits = {"mean_kl": float(moved.mean())}, {"mean_kl": limit.mean_kl}
     if exceeds(moved, limit):
         text = f"beside {CROWD - 1} other requests the answers move by {moved.mean():.2e} nats"
-        return Check("batching", "fault", text, measured, _cause("batch-variance"), limits)
+        return Row("batching", "fault", text, measured, _cause("batch-variance"), limits)
     text = f"alone and beside {CROWD - 1} other requests: {moved.mean():.1e} nats apart"
-    return Check("batching", "ok", text, measured, limit=limits)
+    return Row("batching", "ok", text, measured, limit=limits)
 
 
-def prefix_cache(asked: Asked) -> Check:
+def prefix_cache(asked: Asked) -> Row:
     """Ask for the next token after prompts that the server has not seen, and ask again."""
     name, server, model, limit = "prefix-cache", asked.server, asked.model, asked.limit
     length = min(_CACHED, (asked.length(model) or _CACHED) - 2)
@@ -68,17 +67,17 @@ def prefix_cache(asked: Asked) -> Check:
         pass
     values = np.array([change(a, b) for a, b in pairs if min(len(a.ids), len(b.ids)) > 1])
     if not values.size:
-        return Check(name, "unknown", "the server returned no log-probabilities")
+        return Row(name, "unknown", "the server returned no log-probabilities")
     measured = {"mean_kl": float(values.mean()), "tokens": length}
     limits = {"mean_kl": limit.mean_kl}
     if exceeds(values, limit):
         text = f"a prompt that was seen before is answered {values.mean():.2e} nats apart"
-        return Check(name, "fault", text, measured, _cause(name), limits)
+        return Row(name, "fault", text, measured, _cause(name), limits)
     text = f"prompts of {length} tokens asked again: {values.mean():.1e} nats apart"
-    return Check(name, "ok", text, measured, limit=limits)
+    return Row(name, "ok", text, measured, limit=limits)
 
 
-def long_prompts(asked: Asked) -> Check:
+def long_prompts(asked: Asked) -> Row:
     """Compare prompt log-probabilities with generated tokens, from 256 tokens on.
 
     vLLM issue 48271: both disagree there, so that probes of that length prove nothing.
@@ -86,7 +85,7 @@ def long_prompts(asked: Asked) -> Check:
     name, server, model, limit = "long-prompts", asked.server, asked.model, asked.limit
     size = min(_LONG, (asked.length(model) or _LONG) - 2)
     if size < _FROM + _LONG_POSITIONS:
-        return Check(name, "unknown", f"the server takes {size + 2} tokens only")
+        return Row(name, "unknown", f"the server takes {size + 2} tokens only")
     sequence = _shuffled(asked, size)
     places = np.linspace(_FROM - 1, size - 2, _LONG_POSITIONS).round().astype(int).tolist()
     (scored,) = server.score(model, [sequence])
@@ -94,7 +93,7 @@ def long_prompts(asked: Asked) -> Check:
     pairs = [(scored[at], entry) for at, entry in zip(places, generated, strict=True)]
     values = np.array([change(a, b) for a, b in pairs if min(len(a.ids), len(b.ids)) > 1])
     if not values.size:
-        return Check(name, "unknown", "the server returned one token for each position")
+        return Row(name, "unknown", "the server returned one token for each position")
     other = sum(bool(a.ids[0] != b.ids[0]) for a, b in pairs)
     measured = {"mean_kl": float(values.mean()), "positions": len(places), "other_top": other}
     limits = {"mean_kl": limit.mean_kl}
@@ -103,12 +102,12 @@ def long_prompts(asked: Asked) -> Check:
             f"prompt log-probabilities and generation are {values.mean():.2e} nats apart between "
             f"{_FROM} and {size} tokens"
         )
-        return Check(name, "fault", text, measured, _cause(name), limits)
+        return Row(name, "fault", text, measured, _cause(name), limits)
     text = f"prompts of {_FROM} to {size} tokens: {values.mean():.1e} nats apart"
-    return Check(name, "ok", text, measured, limit=limits)
+    return Row(name, "ok", text, measured, limit=limits)
 
 
-def streaming(asked: Asked) -> Check:
+def streaming(asked: Asked) -> Row:
     """Compare greedy responses that are streamed with those that are not."""
     prompts = [ids[: max(1, len(ids) // 2)] for ids in _beginnings(asked, _PROMPTS)]
     untold, tokens = 0, 0
@@ -122,17 +121,17 @@ def streaming(asked: Asked) -> Check:
         if differs:
             text = f"not streamed {whole.text[:40]!r}, streamed {streamed.text[:40]!r}"
             measured = {"prompts": len(prompts)}
-            return Check("streaming", "fault", text, measured, _cause("streaming"))
+            return Row("streaming", "fault", text, measured, _cause("streaming"))
         untold += differs is None
     measured = {"prompts": len(prompts), "tokens": tokens}
     if untold:
         reason = f"greedy responses to {untold} of {len(prompts)} prompts are not repeatable"
-        return Check("streaming", "unknown", reason, measured)
+        return Row("streaming", "unknown", reason, measured)
     text = f"{len(prompts)} responses are the same, streamed and not"
-    return Check("streaming", "ok", text, measured)
+    return Row("streaming", "ok", text, measured)
 
 
-def leak(asked: Asked) -> Check:
+def leak(asked: Asked) -> Row:
     """Ask base and adapters by turns, 1, 8 and 32 at a time; each has to answer as it did alone."""
     limit, served = asked.limit, asked.server.models()
     bases = [entry.name for entry in served if entry.parent is None]
@@ -142,14 +141,14 @@ def leak(asked: Asked) -> Check:
     names = [*([parent] if parent else []), asked.model, *others[:_OTHERS]]
     names = list(dict.fromkeys(names))
     if len(names) < 2:
-        return Check("leak", "unknown", "the server has no second model to mix it up with")
+        return Row("leak", "unknown", "the server has no second model to mix it up with")
     sequences = _beginnings(asked, 1 if asked.is_slow else 4)
     alone = {name: asked.score(name, sequences, workers=1) for name in names}
     apart = max(_mean(alone[names[0]], alone[name]) for name in names[1:])
     measured: dict[str, float | str] = {"models": len(names), "apart": apart}
     if apart <= limit.mean_kl:
         reason = f"models of this server answer alike ({apart:.1e} nats): a leak is invisible"
-        return Check("leak", "unknown", reason, measured)
+        return Row("leak", "unknown", reason, measured)
     limits, worst = {f"kl_{crowd}": limit.mean_kl for crowd in CROWDS}, 0.0
     for crowd in CROWDS:
         mixed = _interleaved(asked, names, sequences, crowd)
@@ -165,13 +164,13 @@ def leak(asked: Asked) -> Check:
                     f"{_rest(name, names)}, {crowd} at a time{like}"
                 )
                 reached = {key: limit for key, limit in limits.items() if key in measured}
-                return Check("leak", "fault", text, measured, _mixed(asked, name in bases), reached)
+                return Row("leak", "fault", text, measured, _mixed(asked, name in bases), reached)
     other = _decoded(asked, names, sequences[0][: _LENGTH // 2])
     if other is not None:
         text = f"{other} generates other tokens beside requests for {_rest(other, names)}"
-        return Check("leak", "fault", text, measured, _mixed(asked, other in bases), limits)
+        return Row("leak", "fault", text, measured, _mixed(asked, other in bases), limits)
     text = f"{', '.join(names)} by turns, up to {CROWD} at a time: {worst:.1e} nats apart"
-    return Check("leak", "ok", text, measured, limit=limits)
+    return Row("leak", "ok", text, measured, limit=limits)
 
 
 def _interleaved(

@@ -8,10 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from unicodedata import normalize
 
-from tasks.core.report import Cause
+from tasks.core.report import Cause, Row
 from tasks.verify.asked import Asked
 from tasks.verify.reference import Probe
-from tasks.verify.report import Check
 from tasks.verify.servers.server import ServerError, UnsupportedError
 from tasks.weights.tokens import prove_ids
 from tasks.witness.plumbline_witness.probes import LIMIT
@@ -44,12 +43,12 @@ class Difference:
         return {"position": self.position, "trained": str(self.trained), "served": served}
 
 
-def template(asked: Asked) -> Check:
+def template(asked: Asked) -> Row:
     """Compare the server's rendering of the conversations with the training's."""
     name, server, model = "template", asked.server, asked.model
     chats = [probe for probe in asked.reference.tokenised if probe.messages]
     if not chats:
-        return Check(name, "unknown", "the reference has no conversations")
+        return Row(name, "unknown", "the reference has no conversations")
     bos = _bos(asked)
     differing: list[tuple[Probe, Difference]] = []
     try:
@@ -65,17 +64,17 @@ def template(asked: Asked) -> Check:
         return _refused(error)
     measured: dict[str, float | str] = {"conversations": len(chats), "differing": len(differing)}
     if not differing:
-        return Check(name, "ok", f"{len(chats)} conversations, the same tokens", measured)
+        return Row(name, "ok", f"{len(chats)} conversations, the same tokens", measured)
     probe, first = differing[0]
     text = (
         f"{len(differing)} of {len(chats)} conversations differ; number {probe.number} at token "
         f"{first.position}: {_shown(asked, first)}"
     )
     causes = _template_causes(asked, differing)
-    return Check(name, "fault", text, measured | first.details(), causes)
+    return Row(name, "fault", text, measured | first.details(), causes)
 
 
-def tokens(asked: Asked) -> Check:
+def tokens(asked: Asked) -> Row:
     """Compare the server's tokens of the public texts with the training's."""
     name, server = "tokens", asked.server
     texts = [
@@ -84,7 +83,7 @@ def tokens(asked: Asked) -> Check:
         if probe.kind in ("text", "prompt") and probe.text is not None
     ]
     if not texts:
-        return Check(name, "unknown", "the reference has no texts; a witness has them")
+        return Row(name, "unknown", "the reference has no texts; a witness has them")
     bos = _bos(asked)
     for probe in texts:
         split = server.tokenize(asked.model, probe.text or "")
@@ -95,11 +94,11 @@ def tokens(asked: Asked) -> Check:
                 f"{_shown(asked, differs)}"
             )
             code = differs.kind if differs.kind.startswith("bos-") else "tokenizer"
-            return Check(name, "fault", text, differs.details(), (_cause(code),))
+            return Row(name, "fault", text, differs.details(), (_cause(code),))
     measured = {"texts": len(texts)}
     if reason := _misread(asked):
-        return Check(name, "fault", reason, measured, (_cause("tokenizer-misread"),))
-    return Check(name, "ok", f"{len(texts)} texts, the same tokens", measured)
+        return Row(name, "fault", reason, measured, (_cause("tokenizer-misread"),))
+    return Row(name, "ok", f"{len(texts)} texts, the same tokens", measured)
 
 
 def difference(
@@ -158,7 +157,7 @@ def _ids(asked: Asked, probe: Probe) -> tuple[int, ...]:
     return probe.ids or asked.server.tokenize(asked.model, probe.text or "", special=False)
 
 
-def _lengths(asked: Asked, chats: Sequence[Probe]) -> Check:
+def _lengths(asked: Asked, chats: Sequence[Probe]) -> Row:
     """Compare numbers of tokens, where a server tells no ids: a difference is a fault."""
     for probe in chats:
         ids = _ids(asked, probe)
@@ -168,22 +167,22 @@ def _lengths(asked: Asked, chats: Sequence[Probe]) -> Check:
             return _refused(error)
         if length is None:
             reason = "the server does not tell the tokens of a conversation"
-            return Check("template", "unknown", reason)
+            return Row("template", "unknown", reason)
         if length < len(ids) or (length > len(ids) and len(ids) < LIMIT):
             text = (
                 f"conversation {probe.number} has {length} tokens, and had {len(ids)} in training"
             )
             measured = {"served": float(length), "trained": float(len(ids))}
-            return Check("template", "fault", text, measured, (_cause("template"),))
+            return Row("template", "fault", text, measured, (_cause("template"),))
     reason = f"{len(chats)} conversations have as many tokens as in training; not told which"
-    return Check("template", "unknown", reason)
+    return Row("template", "unknown", reason)
 
 
-def _refused(error: ServerError) -> Check:
+def _refused(error: ServerError) -> Row:
     if error.code != "request" or isinstance(error, UnsupportedError):
         raise error
     reason = f"the server refuses a conversation: {error.message}"
-    return Check("template", "fault", reason, causes=(_cause("template"),))
+    return Row("template", "fault", reason, causes=(_cause("template"),))
 
 
 def _template_causes(

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.core.report import Cause
+from tasks.core.report import Cause, Row
 from tasks.verify.asked import Asked
 from tasks.verify.compare import kl_of
 from tasks.verify.reference import Reference
-from tasks.verify.report import Check
 from tasks.verify.servers.client import parallel
 from tasks.verify.servers.server import ServerError, UnsupportedError
 
@@ -105,7 +104,7 @@ class Sampled(NamedTuple):
     usable: NDArray[Any]
 
 
-def sampling(asked: Asked) -> Check:
+def sampling(asked: Asked) -> Row:
     """Compare the server's default sampling settings with those that training recorded.
 
     It costs `PROMPTS` requests with responses of one token for each of `ROUNDS`, in `SECONDS`.
@@ -119,7 +118,7 @@ def sampling(asked: Asked) -> Check:
     return judge(asked, rows, recorded, kl)
 
 
-def judge(asked: Asked, rows: Sequence[Sampled], recorded: Settings, kl: float) -> Check:
+def judge(asked: Asked, rows: Sequence[Sampled], recorded: Settings, kl: float) -> Row:
     """Return the verdict about sampled tokens of a server whose mean KL at the prompts is `kl`."""
     name = "sampling"
     candidates = (recorded, Settings()) if recorded == _DEFAULTS else (recorded,)
@@ -127,7 +126,7 @@ def judge(asked: Asked, rows: Sequence[Sampled], recorded: Settings, kl: float) 
     test, settings = min(tests, key=lambda test: abs(test[0].surprisal - test[0].mean))
     count, surprisal, mean, deviation = test
     if count < FEWEST:
-        return Check(name, "unknown", f"{count} sampled tokens are too few", {"samples": count})
+        return Row(name, "unknown", f"{count} sampled tokens are too few", {"samples": count})
     # Rounding of the server's logits moves a mean by at most sqrt(2 KL) standard deviations.
     doubt = DOUBT + (2 * kl * count) ** 0.5 / max(settings.temperature, 0.02)
     allowed, excess = doubt * deviation + SLACK, surprisal - mean
@@ -141,11 +140,11 @@ def judge(asked: Asked, rows: Sequence[Sampled], recorded: Settings, kl: float) 
         how = "a higher temperature" if excess > 0 else "a lower temperature or a cut-off"
         causes = (_cause(recorded, asked.server.kind),)
         text = f"{seen}: {how}; training recorded {recorded}"
-        return Check(name, "fault", text, numbers, causes, {"excess": allowed})
+        return Row(name, "fault", text, numbers, causes, {"excess": allowed})
     other = replace(settings, temperature=_other(settings.temperature))
     if abs(expected(rows, other, settings).mean - mean) < allowed + 2 * deviation:
-        return Check(name, "unknown", f"{seen}: they do not tell temperatures apart here", numbers)
-    return Check(name, "ok", f"{seen}, as recorded", numbers, limit={"excess": allowed})
+        return Row(name, "unknown", f"{seen}: they do not tell temperatures apart here", numbers)
+    return Row(name, "ok", f"{seen}, as recorded", numbers, limit={"excess": allowed})
 
 
 class Surprisal(NamedTuple):

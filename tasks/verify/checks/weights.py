@@ -6,20 +6,19 @@ distributions when it is not applied at all; its dose does not.
 
 from __future__ import annotations
 
-from tasks.core.report import Cause
+from tasks.core.report import Cause, Row
 from tasks.core.terminal import typed
 from tasks.drift.share import TOLERANCE
 from tasks.verify.asked import BLURRED, Asked
 from tasks.verify.causes import causes
 from tasks.verify.compare import FEWEST
-from tasks.verify.report import Check
 from tasks.verify.servers.server import ServerError
 
 MOST = 16
 """Most other names of a server that are asked."""
 
 
-def distribution(asked: Asked) -> Check:
+def distribution(asked: Asked) -> Row:
     """Compare a server's log-probabilities with those of the trained model.
 
     If they are others, the model is looked for under the server's other names.
@@ -28,7 +27,7 @@ def distribution(asked: Asked) -> Check:
     positions = int(asked.aligned(model).measured.sum())
     if positions < FEWEST:
         text = f"the server gave log-probabilities of {positions} positions; {FEWEST} are needed"
-        return Check(name, "unknown", text, {"positions": float(positions)})
+        return Row(name, "unknown", text, {"positions": float(positions)})
     measured, limit, dose = asked.distance(model), asked.limit, asked.dose(model)
     numbers: dict[str, float | str] = {
         "mean_kl": measured.mean_kl,
@@ -49,18 +48,18 @@ def distribution(asked: Asked) -> Check:
     is_within = not measured.exceeds(limit)
     if is_within and asked.is_whole(dose):
         text = f"the trained model's log-probabilities at {positions} positions: {amount}"
-        return Check(name, "ok", text, numbers, limit=limits)
+        return Row(name, "ok", text, numbers, limit=limits)
     swapped = _swapped(asked)
     if is_within:
         part = f"{dose.text} of the adapter answers" if dose else ""
         text = f"within the limit of the trained model at {positions} positions, but {part}: "
-        return Check(name, "fault" if swapped else "ok", text + amount, numbers, swapped, limits)
+        return Row(name, "fault" if swapped else "ok", text + amount, numbers, swapped, limits)
     numbers |= {"first_kl": measured.first_kl, "growth": measured.growth}
     text = (
         f"not the trained model's log-probabilities: {amount}, p95 KL {measured.p95_kl:.1e}, "
         f"top-1 agreement {measured.top1_agreement:.3f}"
     )
-    return Check(name, "fault", text, numbers, (*swapped, *causes(asked)), limits)
+    return Row(name, "fault", text, numbers, (*swapped, *causes(asked)), limits)
 
 
 def _swapped(asked: Asked) -> tuple[Cause, ...]:
@@ -86,15 +85,15 @@ def _swapped(asked: Asked) -> tuple[Cause, ...]:
     return ()
 
 
-def adapter(asked: Asked) -> Check:
+def adapter(asked: Asked) -> Row:
     """Check that a name applies the whole adapter, by how far it is from the base."""
     name, model = "adapter", asked.model
     if asked.reference.base is None:
-        return Check(name, "unknown", "the record has no base: not the record of an adapter")
+        return Row(name, "unknown", "the record has no base: not the record of an adapter")
     measured = asked.dose(model)
     if measured is None:
         text = "the adapter changes none of the probes: no server can show that it is applied"
-        return Check(name, "unknown", text)
+        return Row(name, "unknown", text)
     numbers: dict[str, float | str] = {
         "dose": measured.value,
         "dose_low": measured.low,
@@ -108,35 +107,35 @@ def adapter(asked: Asked) -> Check:
             f"the adapter moves the model by {measured.signal:.1e} nats, as little as the "
             f"trainer's rounding ({asked.noise:.1e}): rows of the training data can tell"
         )
-        return Check(name, "unknown", text, numbers)
+        return Row(name, "unknown", text, numbers)
     if tolerance > BLURRED:
         text = (
             f"{measured.text} of the adapter answers, which moves these probes by "
             f"{measured.signal:.1e} nats, far below the noise of {asked.format}: a record with "
             "rows of the training data (plumbline-witness) or smoke.texts=<them> can tell"
         )
-        return Check(name, "unknown", text, numbers)
+        return Row(name, "unknown", text, numbers)
     if not asked.is_whole(measured):
         text = f"{measured.text} of the adapter answers under {model!r}, expected 1"
-        return Check(name, "fault", text, numbers, causes(asked), limits)
+        return Row(name, "fault", text, numbers, causes(asked), limits)
     if not measured.is_certain:
         text = f"{measured.text} of the adapter answers: too uncertain to tell 1 from 0.5"
-        return Check(name, "unknown", text, numbers, limit=limits)
+        return Row(name, "unknown", text, numbers, limit=limits)
     least = 1 - max(min(tolerance, BLURRED / 2), measured.high - measured.low)
     text = (
         f"{measured.text} of the adapter answers under {model!r}; less than {least:.2f} would have "
         "been seen"
     )
-    return Check(name, "ok", text, numbers, limit=limits)
+    return Row(name, "ok", text, numbers, limit=limits)
 
 
-def base(asked: Asked) -> Check:
+def base(asked: Asked) -> Row:
     """Check that the base's own name answers as the base, with no part of the adapter."""
     name, own = "base", asked.base
     if asked.reference.base is None:
-        return Check(name, "unknown", "the record has no base: not the record of an adapter")
+        return Row(name, "unknown", "the record has no base: not the record of an adapter")
     if own is None or own == asked.model:
-        return Check(name, "unknown", "the server has no name for the base: nothing to ask")
+        return Row(name, "unknown", "the server has no name for the base: nothing to ask")
     limit, measured, leaked = asked.limit, asked.from_base(own), asked.clear_dose(own)
     assert measured is not None
     numbers: dict[str, float | str] = {"mean_kl": measured.mean_kl, "p95_kl": measured.p95_kl}
@@ -153,15 +152,15 @@ def base(asked: Asked) -> Check:
                 "serve the base's own folder under its name; serve adapter and base from two "
                 "servers until the engine is fixed (vLLM #42008, #49063)",
             )
-            return Check(name, "fault", text, numbers, (cause,), limits)
+            return Row(name, "fault", text, numbers, (cause,), limits)
     if measured.mean_kl > limit.mean_kl or measured.p95_kl > limit.p95_kl:
         text = (
             f"{own!r} is not the base of the training: mean KL {measured.mean_kl:.1e} nats per "
             f"token (limit {limit.mean_kl:.1e})"
         )
-        return Check(name, "fault", text, numbers, (_other_base(asked, own),), limits)
+        return Row(name, "fault", text, numbers, (_other_base(asked, own),), limits)
     text = f"{own!r} answers as the base of the training: mean KL {measured.mean_kl:.1e}"
-    return Check(name, "ok", text, numbers, limit=limits)
+    return Row(name, "ok", text, numbers, limit=limits)
 
 
 def _other_base(asked: Asked, own: str) -> Cause:

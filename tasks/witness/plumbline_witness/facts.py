@@ -139,33 +139,11 @@ def headers_digest(folder: Path) -> str | None:
 
 
 def _model(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    size = 0
-    frozen: Counter[str] = Counter()
-    trained: Counter[str] = Counter()
-    for parameter in model.parameters():
-        count = _count(parameter)
-        size += count
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        (trained if parameter.requires_grad else frozen)[dtype] += count
-    live = getattr(model, "config", None)
     return {
         "class": type(model).__name__,
         "model_type": config.get("model_type"),
-        "parameters": size,
-        "frozen": dict(frozen),
-        "trained": dict(trained),
-        "attention": getattr(live, "_attn_implementation", None),
         "tied": bool(config.get("tie_word_embeddings")),
-        "vocab_size": config.get("vocab_size"),
     }
-
-
-def _count(parameter: Any) -> int:
-    """Return the number of weights, also of a parameter that is sharded or packed in 4 bits."""
-    shape = getattr(getattr(parameter, "quant_state", None), "shape", None)
-    if shape is not None:
-        return int(torch.Size(shape).numel())
-    return int(getattr(parameter, "ds_numel", parameter.numel()))  # ZeRO-3 leaves none here
 
 
 def _base(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:

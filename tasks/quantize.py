@@ -2,7 +2,7 @@
 
 The folder in 16 bits stays as it is; the quantised one is a hand-off of its own, with its own
 contract, manifest and drift limit. Its layers are also compared one by one on training rows, so
-that a refusal names the layer that lost most. `smoke_quantized` serves both folders side by side.
+that a refusal names the layer that lost most. `smoke_eval` then serves both folders.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import json
 import logging
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.core.contract import Z_95, Check, judge
+from tasks.core.contract import Check, judge
 from tasks.core.errors import ConfigError
 from tasks.core.files import copy_file
 from tasks.drift.fingerprint import DriftLimit
@@ -264,38 +264,6 @@ def _untouched(out: Path, source: Checkpoint, facts: ModelFacts) -> Iterator[Che
 def _hashes(folder: Path) -> dict[str, str]:
     files, _ = inventory(folder)
     return {name: entry["blake3"] for file in files.values() for name, entry in file.items()}
-
-
-def smoke_quantized(
-    out: Path, *, test: Callable[..., StageReport], most: float | None = None, **arguments: Any
-) -> StageReport:
-    """Serve the quantised model, with the one in 16 bits in the place of the base.
-
-    Args:
-        out: staging directory.
-        test: the smoke test of the model in 16 bits.
-        most: points of exact match that the quantised model may lose; None for no limit.
-        **arguments: arguments of `test`.
-
-    Returns:
-        Report of `test`, its metrics below `quantized/`: `quantized/eval/before` is the exact match
-        in 16 bits, `quantized/eval/after` that of the quantised model.
-    """
-    report = test(out, **arguments)
-    metrics = {f"quantized/{name}": value for name, value in report.metrics.items()}
-    checks = report.checks
-    if most is not None and "eval/before" in report.metrics:
-        before, after = (100 * report.metrics[f"eval/{when}"] for when in ("before", "after"))
-        error = 100 * Z_95 * report.metrics["eval/error"]
-        check = Check(
-            "exact match beside 16 bits",
-            f">= {before:.1f} % - {most:g} points",
-            f"{after:.1f} +- {error:.1f} %",
-            ok=round(before - after - error, 6) <= most,
-            hint="convert.quantize=none, or convert.max_eval_drop=<points>",
-        )
-        checks = (*checks, check)
-    return replace(report, checks=checks, metrics=metrics)
 
 
 def _copy_other_files(served: Path, out: Path) -> None:

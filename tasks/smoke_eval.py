@@ -2,96 +2,197 @@
 
 The engine that will serve the model (vLLM, or transformers as the fallback) loads the served
 folder. Its fingerprint is compared with the live training engine's, its first greedy tokens with
-those of transformers. Its responses to evaluation prompts have to stop and must not loop. Where the
-data has answers, exact match is measured before and after training.
+those of transformers; a reward model is compared by its scores. Held-out data says more:
+
+    chat    responses to conversations have to stop and must not loop; exact match before and after
+    texts   raw texts are continued
+    pairs   how often a reward model scores the chosen answer higher
+    probes  nothing more: deliveries have no data
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Literal
 
-from tasks.drift.fingerprint import Fingerprint
-from tasks.drift.verdict import FINGERPRINT
-from tasks.evaluation import smoke_checks
-from tasks.evaluation.evaluation_prompts import answerable, read_heldout
-from tasks.evaluation.responses import Measure, describe, judge_of, numbers, read_answers
-from tasks.evaluation.sampled_responses import read_sampled
-from tasks.evaluation.scoring import Prompts
-from tasks.evaluation.serve import Question
-from tasks.evaluation.smoke import SmokeTest, smoke_test
+from tasks.config.after_training import Smoke
+from tasks.core.contract import Z_95, Check
+from tasks.core.errors import ConfigError
+from tasks.drift.fingerprint import DriftLimit
+from tasks.drift.reward_scores import SCORES, ScorePrint, score_drift
+from tasks.drift.verdict import FINGERPRINT, print_in, verdict
+from tasks.evaluation import smoke_checks, smoke_prompts
+from tasks.evaluation.evaluation_prompts import computing_dtype_of
+from tasks.evaluation.planned import located
+from tasks.evaluation.responses import (
+    Measure,
+    describe,
+    numbers,
+    read_answers,
+    read_continuations,
+    read_pairs_in_order,
+    read_sampled,
+)
+from tasks.evaluation.scoring import ModelRef
+from tasks.evaluation.smoke import (
+    ENGINES,
+    Measured,
+    Tools,
+    measure,
+    reward_outputs,
+    write_report,
+)
 from tasks.pipeline.report import StageReport
-from tasks.serving.prompts import question_of
+from tasks.pipeline.signature import is_signed, require_signed
+from tasks.process.output import Log
+from tasks.serving.reference.rewards import normalised
+from tasks.weights.files.reader import read_json
+from tasks.weights.heads import normalisation_from
+
+PromptKind = Literal["chat", "texts", "pairs", "probes"]
 
 
-@smoke_test
 def smoke_eval(
-    test: SmokeTest,
     out: Path,
     *,
-    base: Path,
-    data: Path,
-    reward: Path | None = None,
-    temperature: float | None = None,
-    function: Measure | None = None,
-    function_s: float = 0.0,
+    prompts: PromptKind,
+    served: Path,
+    reference: Path,  # folder with the trained model's fingerprint or scores
+    settings: Smoke,
+    profile: DriftLimit,
+    tools: Tools,
+    log: Log,
+    base: Path | None = None,  # the model before training, which gets the same prompts
+    data: Path | None = None,  # dataset artifact with `heldout.jsonl`
+    reward: Path | None = None,  # reward model that scored the rollouts
+    temperature: float | None = None,  # also sample responses, as the rollouts did
+    function: Measure | None = None,  # judges the greedy responses of both models
+    attn_implementation: str = "sdpa",
+    dtype: str | None = None,  # that the engine computes in; None for this machine's
+    quantized: bool = False,  # `base` is the same model in 16 bits
+    max_eval_drop: float | None = None,  # points of exact match that it may lose
 ) -> StageReport:
-    """Serve a chat model and compare it with the trained one.
+    """Serve a model and compare it with the trained one.
 
-    Args:
-        test: the common arguments.
-        out: staging directory; gets `report.json`, `fingerprint.fp`, `generations.jsonl`.
-        base: the model before training, for `eval/before`.
-        data: dataset artifact with `heldout.jsonl`.
-        reward: folder of the reward model that scored the rollouts, if there is one.
-        temperature: also sample responses at this temperature, that of the rollouts.
-        function: the user's `eval.function`, which judges the greedy responses of both models.
-        function_s: seconds for a call of it.
-
-    Returns:
-        Report of kind `report`.
+    A folder with stray weight files is not loaded; its report has this one verdict.
 
     Raises:
-        DataError: there are no evaluation prompts.
+        ConfigError: there is no such engine.
+        DataError: no held-out row can be used.
         StageProcessError: the engine did not start or crashed.
         RewardError: `function` raised, hung, or did not return a finite number for each response.
     """
-    settings, scorer = test.settings, test.scorer
-    reference = Fingerprint.load(test.trained / FINGERPRINT)
-    rows = read_heldout(data / "heldout.jsonl")
-    rendered = scorer.encode(test.served, rows)
-    usable = answerable(rows, rendered, longest=test.max_len, answer=settings.max_new_tokens)
-    chosen = usable[: max(settings.eval_samples, len(reference.probes))]
-    prompted = [rows[i] for i in chosen]
-    question = Question(
-        served=test.served,
-        base=base,
-        reference=test.trained / FINGERPRINT,
-        chats=[question_of(row) for row in prompted],
-        prompts=Prompts([rendered.tokens[i] for i in chosen], rendered.eos),
-        base_prompts=scorer.encode(base, prompted, template_from=test.served),
-        dtype=test.model.dtype,
-        attn_implementation=test.attn_implementation,
-        temperature=temperature,
-    )
-    measured = test.measure(question, out)
-    served, (old, new) = measured.served, measured.both()
-    checks = (
-        *measured.checks,
-        smoke_checks.probes_check(reference.probes, rendered.tokens),
-        smoke_checks.template_check(served.rendered_differently, len(prompted)),
-        smoke_checks.stop_check(new.stopped, settings.min_stop_rate),
-        smoke_checks.degenerate_check(new.tokens, settings.max_degenerate_rate, old.tokens),
-    )
-    left_out = len(rows) - len(usable)
-    judge = None
-    if function is not None:
-        judge = judge_of(function, function_s, test.log, test.log_path.with_name("eval.log"))
-    metrics = read_answers(out, prompted, measured, scorer, judge)
-    metrics |= read_sampled(out, prompted, measured, scorer, reward)
-    metrics |= numbers(measured, left_out=left_out)
-    report = test.report(out, checks, metrics, measured.drift, measured.notes)
-    test.log.info(
-        "smoke_eval: %smean KL %.2e, %.0f tokens/s",
-        describe(metrics), measured.drift.mean_kl, metrics["tokens_per_s"],
+    if settings.engine not in ENGINES:
+        raise ConfigError(f"smoke.engine={settings.engine} is none of {', '.join(ENGINES)}")
+    if tools.public_key is not None and is_signed(served):
+        require_signed(served, tools.public_key)
+    strays = smoke_checks.no_strays(smoke_checks.stray_weights(served))
+    if not strays.ok:
+        return StageReport("report", checks=(strays,))
+    dtype = dtype or computing_dtype_of(served)
+    model = ModelRef(served, dtype=dtype, attn_implementation=attn_implementation)
+    if print_in(reference).name == SCORES:
+        pairs = []
+        if prompts == "pairs":
+            assert data is not None
+            pairs = smoke_prompts.pairs(served, data, settings, tools.scorer)
+        report = _reward_model(out, strays, model, reference, pairs, settings, profile, tools, log)
+        return beside_16_bits(report, max_eval_drop) if quantized else report
+    fingerprint = reference / FINGERPRINT
+    if prompts == "probes":
+        question = smoke_prompts.probes(model, fingerprint)
+    else:
+        assert base is not None
+        assert data is not None
+        read = smoke_prompts.conversations if prompts == "chat" else smoke_prompts.raw_texts
+        before = replace(model, path=base)
+        question = read(model, before, fingerprint, data, settings, tools.scorer)
+    question = replace(question, temperature=temperature)
+    measured = measure(question, settings, profile, tools, log, out)
+    checks = [strays, *measured.checks, *question.checks]
+    metrics: dict[str, float] = {}
+    if prompts != "probes":
+        metrics |= numbers(measured)
+    if prompts == "texts":
+        read_continuations(out, measured, tools.scorer)
+    if prompts == "chat":
+        checks += _response_checks(measured, settings)
+        metrics |= read_answers(out, measured, tools, log, function)
+    if temperature is not None:
+        metrics |= read_sampled(out, measured, tools.scorer, reward)
+    log.info(
+        "smoke_eval: %smean KL %.2e in %s",
+        describe(metrics), measured.drift.mean_kl, settings.engine,
     )  # fmt: skip
-    return report
+    report = write_report(out, settings, checks, metrics, measured.drift, measured.notes)
+    return beside_16_bits(report, max_eval_drop) if quantized else report
+
+
+def _response_checks(measured: Measured, settings: Smoke) -> list[Check]:
+    """Check responses to conversations: the engine's rendering, stops and loops."""
+    served, (before, after) = measured.served, measured.both()
+    checks = [
+        smoke_checks.stop_check(after.stopped, settings.min_stop_rate),
+        smoke_checks.degenerate_check(after.tokens, settings.max_degenerate_rate, before.tokens),
+    ]
+    if served.rendered_differently is None:
+        return checks
+    total = len(measured.question.prompts.tokens)
+    return [smoke_checks.template_check(served.rendered_differently, total), *checks]
+
+
+def _reward_model(
+    out: Path,
+    strays: Check,
+    model: ModelRef,
+    reference: Path,
+    pairs: Sequence[tuple[list[int], list[int]]],
+    settings: Smoke,
+    profile: DriftLimit,
+    tools: Tools,
+    log: Log,
+) -> StageReport:
+    """Compare the scores of a reward model with the trained model's, and order held-out pairs."""
+    trained = ScorePrint.load(reference / SCORES)
+    count = len(trained.probes)
+    texts = [*map(list, trained.probes), *(ids for pair in pairs for ids in pair)]
+    scores = reward_outputs(model, texts, settings, tools, log, out)
+    own, name = scores[:count], "drift of the engine's scores from the trained model's"
+    if not pairs:  # the reference of a delivery is normalised by the model's files
+        config = model.path / "config.json"
+        how = normalisation_from(read_json(config), str(config))
+        own, name = normalised(own, how), "rewards against those before"
+    now = ScorePrint(trained.probes, tuple(own), settings.engine)
+    now.save(out / SCORES)
+    moved = score_drift(trained, now)
+    metrics = {f"reward/{key}": value for key, value in asdict(moved).items()}
+    if pairs:
+        in_order = list(zip(scores[count::2], scores[count + 1 :: 2], strict=True))
+        metrics |= read_pairs_in_order(out, in_order)
+    check = verdict(moved, profile, name=name)
+    check = located(check, tools.before, model, trained.probes, tools.explain)
+    log.info("smoke_eval: scores move by %.2e of their spread", moved.mean_difference)
+    return write_report(out, settings, [strays, check], metrics, moved, {})
+
+
+def beside_16_bits(report: StageReport, most: float | None) -> StageReport:
+    """Return the report of a quantised model, which had the one in 16 bits in place of the base.
+
+    Its metrics are below `quantized/`: `quantized/eval/before` is the exact match in 16 bits.
+    """
+    metrics = {f"quantized/{name}": value for name, value in report.metrics.items()}
+    checks = report.checks
+    if most is not None and "eval/error" in report.metrics:
+        before, after = (100 * report.metrics[f"eval/{when}"] for when in ("before", "after"))
+        error = 100 * Z_95 * report.metrics["eval/error"]
+        check = Check(
+            "exact match beside 16 bits",
+            f">= {before:.1f} % - {most:g} points",
+            f"{after:.1f} +- {error:.1f} %",
+            ok=round(before - after - error, 6) <= most,
+            hint="convert.quantize=none, or convert.max_eval_drop=<points>",
+        )
+        checks = (*checks, check)
+    return replace(report, checks=checks, metrics=metrics)

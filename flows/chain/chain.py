@@ -7,6 +7,7 @@ are not.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,7 @@ from tasks.convert import convert
 from tasks.data.kinds import PROMPTS, TEXTS
 from tasks.delivery.examination import require_sound
 from tasks.evaluation.responses import Measure
-from tasks.evaluation.smoke_rewards import smoke_rewards
-from tasks.evaluation.smoke_texts import smoke_texts
+from tasks.evaluation.smoke import Tools
 from tasks.gather import gather
 from tasks.lm_eval import identity, lm_eval
 from tasks.merge import merge
@@ -39,10 +39,10 @@ from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.signature import key_file
 from tasks.pipeline.stage import Stage
 from tasks.prepare import control_settings, prepare_base, prepare_data, source_identity
-from tasks.quantize import quantize, smoke_quantized
+from tasks.quantize import quantize
 from tasks.rl.rewards.folder import model_digest
 from tasks.rl.rewards.function import EXACT_MATCH
-from tasks.smoke_eval import smoke_eval
+from tasks.smoke_eval import PromptKind, smoke_eval
 from tasks.weights.quantized.quantize import GGUF
 
 
@@ -59,11 +59,11 @@ class Chain(ChainRun):
             adapter, weights = gathered, self._merge(gathered, base, trained)
         served = self._convert(weights, trained, gathered)
         before = self.earlier.served if self.earlier else base
-        smoke_stage(self, served=served, base=before, data=data, trained=gathered)
+        smoke_stage(self, served=served, base=before, data=data, reference=gathered)
         quantized = None
         if self.settings["convert"]["quantize"] != "none":
             quantized = self._quantize(served, gathered, data)
-            inputs = {"base": served, "data": data, "trained": gathered}
+            inputs = {"base": served, "data": data, "reference": gathered}
             smoke_stage(self, quantized=True, served=quantized, **inputs)
         if self.settings["eval"]["lm_eval"] and self.settings["train"]["objective"] != "reward":
             self._lm_eval(served, before)
@@ -180,44 +180,45 @@ def smoke_stage(run: ChainRun, *, quantized: bool = False, **inputs: Artifact) -
     Args:
         run: the step.
         quantized: True if `served` is the quantised model, and `base` the one in 16 bits.
-        inputs: artifacts `served`, `base` (the model before training), `data` and `trained` (the
+        inputs: artifacts `served`, `base` (the model before training), `data` and `reference` (the
             output of gather, with the trained model's fingerprint).
     """
     stage = SMOKE_QUANTIZED if quantized else SMOKE
-    log_path = run.log_path(stage.name)
-    sampling: dict[str, float] = {}
-    measured: dict[str, Measure] = {}
-    context: dict[str, Any] = {"scorer": run.scorer, "log_path": log_path, "explain": run.explain}
-    context["vllm"] = run.vllm
-    context["public_key"] = key_file(run.settings["register"]["verify"])
-    if run.settings["train"]["objective"] == "reward":
-        function: Any = smoke_rewards
-        del inputs["base"]  # it has no reward head to compare with
-    else:
-        function = smoke_texts if run.rows is TEXTS else smoke_eval
-        if run.rows is PROMPTS:
-            sampling["temperature"] = run.settings["rollout"]["temperature"]
-            if (reward := _reward_model(run)) is not None:
-                inputs["reward"] = reward
-        history = {r.name: r.drift for r in run.mechanism.results if r.drift is not None}
-        context["history"] = history
-        if function is smoke_eval and run.settings["eval"]["function"]:
-            measured["function"] = Measure.of(run.settings["eval"]["function"])
-            context["function_s"] = run.settings["eval"]["timeout_s"]
     settings = Smoke(**run.settings["smoke"])
-    profile = run.quantized_profile if quantized else run.profile
-    config: dict[str, Any] = {"engine": settings.engine, "settings": settings, "profile": profile}
-    config["attn_implementation"] = run.settings["model"]["attn_implementation"]
-    config |= sampling | measured
-    if not quantized:
-        config["dtype"] = engine_dtype(run.settings)
+    config: dict[str, Any] = {"attn_implementation": run.settings["model"]["attn_implementation"]}
+    prompts: PromptKind = "texts" if run.rows is TEXTS else "chat"
+    if run.settings["train"]["objective"] == "reward":
+        prompts = "pairs"
+        del inputs["base"]  # it has no reward head to compare with
+    elif run.rows is PROMPTS:
+        config["temperature"] = run.settings["rollout"]["temperature"]
+        if (reward := _reward_model(run)) is not None:
+            inputs["reward"] = reward
+    if prompts == "chat" and run.settings["eval"]["function"]:
+        config["function"] = Measure.of(run.settings["eval"]["function"])
     if quantized:
+        config |= {"quantized": True, "max_eval_drop": run.settings["convert"]["max_eval_drop"]}
         if run.settings["convert"]["quantize"].startswith(GGUF):
-            config["engine"] = "server"
-            context["llama_cpp"] = run.settings["convert"]["llama_cpp"]
-        context["test"], function = function, smoke_quantized
-        config["most"] = run.settings["convert"]["max_eval_drop"]
-    run.mechanism.run(stage, function, inputs=inputs, config=config, context=context)
+            settings = replace(settings, engine="server")
+    else:
+        config["dtype"] = engine_dtype(run.settings)
+    config |= {
+        "prompts": prompts,
+        "settings": settings,
+        "profile": run.quantized_profile if quantized else run.profile,
+    }
+    tools = Tools(
+        scorer=run.scorer,
+        log_path=run.log_path(stage.name),
+        vllm=run.vllm,
+        llama_cpp=run.settings["convert"]["llama_cpp"],
+        public_key=key_file(run.settings["register"]["verify"]),
+        history={r.name: r.drift for r in run.mechanism.results if r.drift is not None},
+        explain=run.explain,
+        function_s=run.settings["eval"]["timeout_s"],
+    )
+    context = {"tools": tools}
+    run.mechanism.run(stage, smoke_eval, inputs=inputs, config=config, context=context)
 
 
 def _reward_model(run: ChainRun) -> Artifact | None:

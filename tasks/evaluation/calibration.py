@@ -28,14 +28,6 @@ def row_tokens(
 ) -> list[list[int]]:  # fmt: skip
     """Return the token ids of dataset rows, spread evenly over the file.
 
-    Args:
-        scorer: renders the rows.
-        tokenizer: folder of the tokenizer and its chat template.
-        data: dataset artifact; None for the probes of a fingerprint instead.
-        name: file of the rows in `data`.
-        count: number of rows.
-        reference: folder with that fingerprint.
-
     Raises:
         DataError: the file cannot be read or is empty.
     """
@@ -88,13 +80,6 @@ def heldout_loss(
     The loss may rise by the mean KL that the profile allows, since that is what the KL costs on
     text of the model itself, and by two standard errors of the difference. Above one nat per token
     the limit is that share of the loss: text that surprises a model moves more.
-
-    Args:
-        scorer: the transformers child.
-        model: the model in 16 bits.
-        quantized: its quantised version.
-        rows: token ids of held-out rows.
-        limit: drift limits of the quantised model.
 
     Returns:
         `quantized/loss/before` and `after`, in nats per token, and the verdict.

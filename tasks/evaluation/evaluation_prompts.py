@@ -109,12 +109,6 @@ def answerable(
     The prompt of such a row leaves room for a full response, and its answer is not marked as
     undesirable.
 
-    Args:
-        rows: the conversations.
-        rendered: their prompts.
-        longest: maximum number of tokens of prompt and response together.
-        answer: maximum number of tokens of a response.
-
     Raises:
         DataError: no row can be used.
     """

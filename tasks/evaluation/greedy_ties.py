@@ -18,17 +18,11 @@ from tasks.drift.fingerprint import TIE_STEPS, Fingerprint, rounding_step
 
 @dataclass(frozen=True)
 class Agreement:
-    """Verdicts on every prompt: `equal + ties + len(differences)` prompts were compared.
+    """Verdicts on every prompt: `equal + ties + len(differences)` prompts were compared."""
 
-    Attributes:
-        equal: prompts on which all tokens are the same.
-        ties: prompts that part at a tie (nothing can be compared after it).
-        differences: one line for each prompt that parts elsewhere.
-    """
-
-    equal: int
-    ties: int
-    differences: tuple[str, ...]
+    equal: int  # prompts on which all tokens are the same
+    ties: int  # prompts that part at a tie (nothing can be compared after it)
+    differences: tuple[str, ...]  # one line for each prompt that parts elsewhere
 
 
 def engine_noise(reference: Fingerprint, served: Fingerprint) -> float:
@@ -50,15 +44,7 @@ def compare_greedy(
     noise: float = 0.0,
     dtype: str = "bfloat16",
 ) -> Agreement:
-    """Compare the first tokens of each response with the expected ones.
-
-    Args:
-        tokens: tokens of the engine under test; may be longer than `expected`.
-        expected: the reference's tokens.
-        candidates: the reference's most likely (token, logit) pairs at every step, best first.
-        noise: two logits closer than this are a tie (`engine_noise`).
-        dtype: torch name of the dtype in which the reference computed its logits.
-    """
+    """Compare the first tokens of each response with the expected ones."""
     equal, ties, differences = 0, 0, []
     for number, (have, want, steps) in enumerate(zip(tokens, expected, candidates, strict=True)):
         at = _first_difference(have, want)

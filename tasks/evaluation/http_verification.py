@@ -64,16 +64,6 @@ def serve_over_http(
 ) -> Served:
     """Serve and verify the model under test, and sample its responses; then those of the base.
 
-    Args:
-        question: the models and their prompts.
-        settings: section `smoke` of the configuration.
-        profile: limits of the drift.
-        scorer: the transformers child, for the tokens that the server has to return.
-        out: folder that gets `fingerprint.fp`.
-        log: gets the servers' output.
-        log_path: file for their whole output.
-        llama_cpp: folder of llama.cpp, which serves a GGUF file; None for its programs on PATH.
-
     Raises:
         StageProcessError: a server did not start, crashed, or took too long.
         ServerError: a server refuses a request.
@@ -82,7 +72,7 @@ def serve_over_http(
     @contextmanager
     def server_of(folder: Path) -> Iterator[Server]:
         length = settings.max_model_len or longest_sequence(question, settings.max_new_tokens)
-        dtype, limit = question.dtype, settings.timeout_s or time_limit([folder])
+        dtype, limit = question.served.dtype, settings.timeout_s or time_limit([folder])
         file = gguf_file(folder)
         if file is None:
             server = running(
@@ -109,7 +99,7 @@ def serve_over_http(
 
     reference = reference_of(question, scorer)
     began = time.perf_counter()
-    with server_of(question.served) as server:
+    with server_of(question.served.path) as server:
         load_s = time.perf_counter() - began
         longest = max(map(len, reference.sequences))
         asked = Asked(server, NAME, None, reference, profile, positions=longest)
@@ -119,7 +109,7 @@ def serve_over_http(
         after = responses(server, question, question.prompts.tokens, settings.max_new_tokens)
     before: list[Responses | None] = [None, None]
     if question.base is not None:
-        with server_of(question.base) as server:
+        with server_of(question.base.path) as server:
             prompts, stops = question.base_prompts.tokens, ending_ids(question)
             before = responses(server, question, prompts, settings.max_new_tokens, stops)
     assert after[0] is not None
@@ -140,20 +130,16 @@ def reference_of(question: Question, scorer: ReferenceScorer) -> Reference:
     """Return what a server is compared with: the fingerprint of training, and the folder's tokens.
 
     The tokens are those of transformers. The smoke test compares them with training's own.
-
-    Args:
-        question: the model and its prompts; without conversations, the public ones are rendered.
-        scorer: the transformers child.
     """
-    trained = Fingerprint.load(question.reference)
+    trained, served = Fingerprint.load(question.reference), question.served.path
     probes = tuple(Probe(ids, "served", number) for number, ids in enumerate(trained.probes))
     if question.chats is not None:
-        conversations, rendered = list(question.chats), question.prompts.tokens
+        conversations, rendered = question.chats, question.prompts.tokens
         texts = [str(chat["messages"][-1]["content"]) for chat in conversations[:TEXTS]]
     else:
-        texts = scorer.decode(question.served, question.prompts.tokens[:TEXTS])
-        conversations, rendered = _public(question.served, scorer)
-    ids = scorer.encode_texts(question.served, texts, limit=1 << 20)
+        texts = scorer.decode(served, question.prompts.tokens[:TEXTS])
+        conversations, rendered = _public(served, scorer)
+    ids = scorer.encode_texts(served, texts, limit=1 << 20)
     unscored = [
         Probe(
             tuple(tokens),
@@ -169,10 +155,10 @@ def reference_of(question: Question, scorer: ReferenceScorer) -> Reference:
         for number, (text, tokens) in enumerate(zip(texts, ids, strict=True))
         if len(tokens) <= _TEXT_TOKENS
     ]
-    tokens = token_facts(question.served)
+    tokens = token_facts(served)
     tokens["tokenizer"]["eos_token_id"] = list(question.prompts.eos)
     facts = {"tokens": tokens, "longest_row": max(map(len, trained.probes))}
-    return Reference(probes, trained, None, facts, question.served, tuple(unscored))
+    return Reference(probes, trained, None, facts, served, tuple(unscored))
 
 
 def _public(served: Path, scorer: ReferenceScorer) -> tuple[list[Chat], list[list[int]]]:
@@ -195,10 +181,6 @@ def fingerprint_of(reference: Fingerprint, served: Aligned) -> Fingerprint:
     Ids that are not among the `ALTERNATIVES` of the server share what these leave of its mass, in
     the proportions of the reference: the KL is that of one group (a lower bound). None of them is
     likelier than the last of the server's list.
-
-    Args:
-        reference: fingerprint of the trained model.
-        served: answers by position and id; what was not measured becomes NaN.
     """
     listed = ~np.isnan(served.logprobs)
     p = np.exp(reference.logprobs.astype(np.float64))
@@ -224,15 +206,7 @@ def responses(
     tokens: int,
     stops: Sequence[int] = (),
 ) -> list[Responses | None]:
-    """Return greedy responses, and sampled ones if the question has a temperature.
-
-    Args:
-        server: the server.
-        question: the models and their prompts.
-        prompts: token ids of each prompt.
-        tokens: token limit of each response.
-        stops: ids that end a response besides the folder's own.
-    """
+    """Return greedy responses, and sampled ones if the question has a temperature."""
     options: dict[str, Any] = {"stop_token_ids": list(stops), **_NEUTRAL}
 
     def generate(temperature: float) -> Responses:

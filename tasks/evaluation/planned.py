@@ -53,16 +53,7 @@ def located(
     *,
     engine: str = "transformers",
 ) -> Check:
-    """Add the module in which two models part to a failed drift check.
-
-    Args:
-        check: the verdict; returned as it is if it is ok.
-        before: the model that is right; None if it is unknown.
-        model: the model that has drifted.
-        probes: token ids of the texts that were measured.
-        explain: finds the module; None to add nothing.
-        engine: engine of `model`.
-    """
+    """Add the module in which two models part to a failed drift check."""
     if check.ok or before is None or explain is None:
         return check
     line = explain(before, model, probes, engine)
@@ -71,27 +62,17 @@ def located(
 
 @dataclass(frozen=True)
 class Measuring:
-    """Settings of a drift measurement.
-
-    Attributes:
-        score: takes the fingerprint.
-        reference: folder with the fingerprint to compare with.
-        limit: limits of the drift profile.
-        attn_implementation: attention, by transformers' name.
-        cause: the most likely cause of a failure, and what to type.
-        before: the model before this stage, if transformers can load it.
-        explain: says where the measured model parts from `before`, after a failure.
-        float32: True to compute in float32, which judges the weights alone.
-    """
+    """Settings of a drift measurement."""
 
     score: Score
-    reference: Path
+    reference: Path  # folder with the fingerprint to compare with
     limit: DriftLimit
     attn_implementation: str = "sdpa"
-    cause: str = ""
-    before: ModelRef | None = None
+    cause: str = ""  # the most likely cause of a failure, and what to type
+    before: ModelRef | None = None  # the model before this stage, if transformers can load it
+    # says where the measured model parts from `before`, after a failure
     explain: Explain | None = None
-    float32: bool = True
+    float32: bool = True  # True to compute in float32, which judges the weights alone
 
     def take(self, model: ModelRef, out: Path) -> tuple[Moved, tuple[Check, ...]]:
         """Take the fingerprint of `model` into `out`. Returns the drift and its verdicts."""
@@ -136,23 +117,15 @@ class Measuring:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A validated plan of weights, its inputs, and the measurement of its output.
-
-    Attributes:
-        plan: operations that write the output.
-        sources: inputs of the plan by name, opened.
-        refs: the same inputs for `perform`; None if the plan runs in this process.
-        perform: answers requests that need torch, here or in a warm child process.
-        notes: what the planner adds to the manifest.
-        measuring: settings of the drift measurement; None measures nothing.
-    """
+    """A validated plan of weights, its inputs, and the measurement of its output."""
 
     plan: Plan
-    sources: Mapping[str, Source]
+    sources: Mapping[str, Source]  # inputs of the plan by name, opened
+    # the same inputs for `perform`; None if the plan runs in this process
     refs: Mapping[str, SourceRef] | None = None
-    perform: Perform = perform
+    perform: Perform = perform  # answers requests that need torch, here or in a warm child process
     notes: Mapping[str, Any] = field(default_factory=dict)
-    measuring: Measuring | None = None
+    measuring: Measuring | None = None  # None measures nothing
 
     def execute(self, out: Path, *, stem: str = WEIGHTS, scan: bool = False) -> Executed:
         """Write the tensors into `out`; `stem` and `scan` as in `execute`, if it runs here."""
@@ -178,18 +151,7 @@ class Planned:
         model: ModelRef | None = None,
         earlier: Path | None = None,
     ) -> StageReport:
-        """Return the report of the stage; the drift is measured if all checks are met.
-
-        Args:
-            kind: kind of the artifact.
-            out: staging directory, complete but for the fingerprint.
-            done: result of `execute`.
-            checks: all verdicts on tensors and files.
-            metrics: metrics of this stage alone.
-            notes: notes of this stage alone.
-            model: the model to measure; None for the folder `out`.
-            earlier: folder with the same tensors, whose fingerprint is copied if it has one.
-        """
+        """Return the report of the stage; the drift is measured if all checks are met."""
         all_metrics = {
             "tensors": float(len(self.plan.ops)),
             "bytes": float(self.plan.nbytes),

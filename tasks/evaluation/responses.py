@@ -1,96 +1,43 @@
-"""Write the responses of a served model to files, and compute their metrics."""
+"""Write the responses of a served model to files, and compute their metrics.
+
+Online training raises the mean reward of sampled responses, not that of greedy ones. So a policy
+and the model before training also sample, at the temperature of the rollouts.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import pstdev
 from typing import Any
 
-from tasks.evaluation.evaluation_prompts import answer_of
-from tasks.evaluation.scoring import ReferenceScorer
-from tasks.evaluation.serve import Responses
-from tasks.evaluation.smoke import Measured
+import numpy as np
+
+from tasks.evaluation.evaluation_prompts import answer_of, computing_dtype_of, context_of
+from tasks.evaluation.scoring import ModelRef, ReferenceScorer
+from tasks.evaluation.serve import Question, Responses
+from tasks.evaluation.smoke import Measured, Tools
 from tasks.process.output import Log
 from tasks.rl.user_code import EVAL, FunctionReference
-from tasks.serving.prompts import question_of
+from tasks.serving.prompts import chat, question_of
 from tasks.serving.text import exact_match, is_degenerate, matches
 
-Judge = Callable[
-    [Sequence[Mapping[str, Any]], Sequence[Sequence[int]], Responses, Sequence[str]], list[float]
-]
-"""The user's numbers for (rows, token ids of their prompts, responses, the responses as texts)."""
+GREEDY, SAMPLED, PAIRS = "generations.jsonl", "drawn.jsonl", "pairs.jsonl"
+CHANCE = 0.5
+"""Share of pairs that an untrained head puts in the right order."""
 
-
-def read_answers(
-    out: Path,
-    rows: Sequence[Mapping[str, Any]],
-    measured: Measured,
-    scorer: ReferenceScorer,
-    judge: Judge | None = None,
-) -> dict[str, float]:
-    """Write `generations.jsonl`, and measure exact match before and after training.
-
-    Args:
-        out: staging directory.
-        rows: conversations of the prompts, with their answers if they have any.
-        measured: responses of both models.
-        scorer: decodes the tokens.
-        judge: the user's function, which judges the responses of both models.
-
-    Returns:
-        `eval/before` and `eval/after`: shares of the rows with an answer in [0, 1];
-        `eval/error`: standard error of their difference; `eval/compared`: number of such rows;
-        `eval/samples`: number of rows. If no row has an answer, `eval/samples` alone. With `judge`
-        also `eval/function_before` and `eval/function_after`, the means of its numbers.
-    """
-    expected = [answer_of(row) for row in rows]
-    before, after = measured.texts(scorer)
-    old, new = measured.both()
-    question = measured.question
-    judged: dict[str, list[float]] = {}
-    if judge is not None:
-        models = ((question.base_prompts, old, before), (question.prompts, new, after))
-        judged = {
-            f"function_{when}": judge(rows, prompts.tokens, responses, texts)
-            for when, (prompts, responses, texts) in zip(("before", "after"), models, strict=True)
-        }
-    with (out / "generations.jsonl").open("w", encoding="utf-8") as file:
-        for number, row in enumerate(rows):
-            line = {
-                "id": row.get("id", str(number)),
-                **question_of(row),
-                "expected": expected[number],
-                "before": before[number],
-                "after": after[number],
-                "stopped": new.stopped[number],
-                "degenerate": is_degenerate(new.tokens[number]),
-                "tokens_before": old.tokens[number],
-                "tokens_after": new.tokens[number],
-                **{name: values[number] for name, values in judged.items()},
-            }
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    return {
-        **exact_matches(before, after, expected, "eval"),
-        **{f"eval/{name}": sum(values) / len(values) for name, values in judged.items()},
-        "eval/samples": float(len(rows)),
-    }
+Tokens = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Measure:
-    """The user's `eval.function`, as part of a stage's key.
+    """The user's `eval.function`, as part of a stage's key."""
 
-    Attributes:
-        function: path.py:name.
-        digest: SHA-256 of the file.
-    """
-
-    function: str
-    digest: str
+    function: str  # path.py:name
+    digest: str  # SHA-256 of the file
 
     @classmethod
     def of(cls, text: str) -> Measure:
@@ -103,57 +50,104 @@ class Measure:
         return cls(str(reference), reference.digest())
 
 
-def judge_of(measure: Measure, timeout_s: float, log: Log, log_path: Path) -> Judge:
-    """Return a judge that calls `eval.function`, in a process of its own for each call.
+def read_continuations(out: Path, measured: Measured, scorer: ReferenceScorer) -> None:
+    """Write `generations.jsonl`: continuations of raw texts before and after training."""
+    question = measured.question
+    shown = scorer.decode(question.served.path, question.prompts.tokens)
+    both = measured.texts(scorer)
+    _write(
+        out / GREEDY,
+        (
+            {"text": prompt, "before": old, "after": new}
+            for prompt, old, new in zip(shown, *both, strict=True)
+        ),
+    )
 
-    Args:
-        measure: the user's function; it gets the arguments of `reward.function`.
-        timeout_s: seconds for one call, which gets all responses of a model.
-        log: gets the function's output.
-        log_path: file for the complete output.
+
+def read_answers(
+    out: Path, measured: Measured, tools: Tools, log: Log, function: Measure | None
+) -> dict[str, float]:
+    """Write `generations.jsonl`, and measure exact match before and after training.
+
+    Returns:
+        `eval/before` and `eval/after`: shares of the rows with an answer in [0, 1];
+        `eval/error`: standard error of their difference; `eval/compared`: number of such rows;
+        `eval/samples`: number of rows. If no row has an answer, `eval/samples` alone. With the
+        user's `function` also `eval/function_before` and `eval/function_after`, the means of its
+        numbers.
     """
+    question = measured.question
+    rows = question.rows
+    assert rows is not None
+    expected = [answer_of(row) for row in rows]
+    before, after = measured.texts(tools.scorer)
+    old, new = measured.both()
+    judged: dict[str, list[float]] = {}
+    if function is not None:
+        prompts = question.base_prompts.tokens
+        judged["function_before"] = _judged(function, rows, prompts, old, before, tools, log)
+        prompts = question.prompts.tokens
+        judged["function_after"] = _judged(function, rows, prompts, new, after, tools, log)
+    _write(
+        out / GREEDY,
+        (
+            {
+                "id": row.get("id", str(number)),
+                **question_of(row),
+                "expected": expected[number],
+                "before": before[number],
+                "after": after[number],
+                "stopped": new.stopped[number],
+                "degenerate": is_degenerate(new.tokens[number]),
+                "tokens_before": old.tokens[number],
+                "tokens_after": new.tokens[number],
+                **{name: values[number] for name, values in judged.items()},
+            }
+            for number, row in enumerate(rows)
+        ),
+    )
+    return {
+        **exact_matches(before, after, expected, "eval"),
+        **{f"eval/{name}": sum(values) / len(values) for name, values in judged.items()},
+        "eval/samples": float(len(rows)),
+    }
 
-    def judge(
-        rows: Sequence[Mapping[str, Any]],
-        prompts: Sequence[Sequence[int]],
-        responses: Responses,
-        texts: Sequence[str],
-    ) -> list[float]:
-        import numpy as np
 
-        from tasks.rl.experience.responses import Prompt, Response
-        from tasks.rl.rewards.function import Function
-        from tasks.serving.vllm.colocation import Generated
+def _judged(
+    measure: Measure,
+    rows: Sequence[Mapping[str, Any]],
+    prompts: Tokens,
+    responses: Responses,
+    texts: Sequence[str],
+    tools: Tools,
+    log: Log,
+) -> list[float]:
+    """Call `eval.function` with the responses of one model, in a process of its own."""
+    from tasks.rl.experience.responses import Prompt, Response
+    from tasks.rl.rewards.function import Function
+    from tasks.serving.vllm.colocation import Generated
 
-        given = [
-            Response(
-                Prompt(row, np.asarray(prompt, np.int32)),
-                Generated(np.asarray(ids, np.int32), np.zeros(len(ids), np.float32), stopped),
-                text,
-            )
-            for row, prompt, ids, stopped, text in zip(
-                rows, prompts, responses.tokens, responses.stopped, texts, strict=True
-            )
-        ]
-        reference = FunctionReference.of(measure.function, EVAL)
-        called = Function(reference, timeout_s=timeout_s, log=log, log_path=log_path)
-        with closing(called) as function:
-            return function(given)
-
-    return judge
+    arguments = [
+        Response(
+            Prompt(row, np.asarray(prompt, np.int32)),
+            Generated(np.asarray(ids, np.int32), np.zeros(len(ids), np.float32), stopped),
+            text,
+        )
+        for row, prompt, ids, stopped, text in zip(
+            rows, prompts, responses.tokens, responses.stopped, texts, strict=True
+        )
+    ]
+    reference = FunctionReference.of(measure.function, EVAL)
+    log_path = tools.log_path.with_name("eval.log")
+    child = Function(reference, timeout_s=tools.function_s, log=log, log_path=log_path)
+    with closing(child) as function:
+        return function(arguments)
 
 
 def exact_matches(
     before: Sequence[str], after: Sequence[str], expected: Sequence[str | None], name: str
 ) -> dict[str, float]:
-    """Return exact match over the rows that have an expected answer, as `<name>/...`.
-
-    Args:
-        before: responses of the model before training.
-        after: responses of the served model.
-        expected: answers; None for a row without one.
-        name: prefix of the metrics.
-    """
+    """Return exact match over the rows that have an expected answer, as `<name>/...`."""
     compared = [i for i, answer in enumerate(expected) if answer is not None]
     if not compared:
         return {}
@@ -170,6 +164,136 @@ def exact_matches(
     }
 
 
+def read_sampled(
+    out: Path, measured: Measured, scorer: ReferenceScorer, reward: Path | None
+) -> dict[str, float]:
+    """Write `drawn.jsonl`, and measure exact match and rewards of the sampled responses.
+
+    A row of the file has `id`, `before` and `after`, and if a reward model scored both,
+    `reward_before` and `reward_after`.
+
+    Returns:
+        `drawn/before` and `drawn/after`: exact match over the rows with an answer, in [0, 1]; and
+        the metrics of `distance` and `score`.
+    """
+    question = measured.question
+    rows = question.rows
+    assert rows is not None
+    texts = measured.texts(scorer, sampled=True)
+    metrics = exact_matches(*texts, [answer_of(row) for row in rows], "drawn")
+    metrics |= distance(question, measured.both(sampled=True)[1].tokens, scorer)
+    scored, rewards = ({}, {}) if reward is None else score(reward, measured, texts, scorer)
+    _write(
+        out / SAMPLED,
+        (
+            {"id": row.get("id", str(number)), "before": before, "after": after}
+            | dict(zip(("reward_before", "reward_after"), rewards.get(number, ()), strict=False))
+            for number, (row, before, after) in enumerate(zip(rows, *texts, strict=True))
+        ),
+    )
+    return metrics | scored
+
+
+def distance(question: Question, responses: Tokens, scorer: ReferenceScorer) -> dict[str, float]:
+    """Estimate the KL divergence of the served model from the model before training.
+
+    Returns:
+        `drawn/kl`: the mean over all tokens of log p_served - log p_before, an unbiased estimate
+        of KL(served || before), in nats per token; `drawn/kl_error`: its standard error over
+        responses. Empty if the two models render prompts differently, or if the temperature was
+        not 1.
+    """
+    prompts = question.prompts.tokens
+    if question.temperature != 1.0 or prompts != question.base_prompts.tokens:
+        return {}
+    assert question.base is not None
+    now, before = (
+        scorer.token_logprobs(model, prompts, responses)
+        for model in (question.served, question.base)
+    )
+    sums_S = np.array([sum(a) - sum(b) for a, b in zip(now, before, strict=True)])
+    count = sum(map(len, now))
+    error = float(sums_S.std(ddof=1)) * len(sums_S) ** 0.5 / count if len(sums_S) > 1 else 0.0
+    return {"drawn/kl": float(sums_S.sum()) / count, "drawn/kl_error": error}
+
+
+def score(
+    reward: Path,
+    measured: Measured,
+    texts: tuple[Sequence[str], Sequence[str]],
+    scorer: ReferenceScorer,
+) -> tuple[dict[str, float], dict[int, tuple[float, float]]]:
+    """Return metrics of the rewards of both models' responses, and the rewards.
+
+    If the reward model renders the prompts to the same token ids, it gets the responses as token
+    ids. Otherwise it gets them as texts, in its own chat template.
+
+    Returns:
+        `scored/before` and `scored/after`: mean rewards, normalised if the reward model's files
+        have mean and standard deviation; `scored/spread`: standard deviation of the rewards
+        before training; `scored/left_out`: prompts with a response that exceeds the reward model's
+        context. If no prompt is left, `scored/left_out` alone. The rewards (before, after) of the
+        others, by number of the prompt.
+    """
+    pairs = list(zip(*_conversations(reward, measured, texts, scorer), strict=True))
+    context = context_of(reward)
+    fitting = {n: pair for n, pair in enumerate(pairs) if max(map(len, pair)) <= context}
+    left_out = {"scored/left_out": float(len(pairs) - len(fitting))}
+    if not fitting:
+        return left_out, {}
+    conversations = [ids for pair in fitting.values() for ids in pair]
+    rewards = scorer.rewards(ModelRef(reward, dtype=computing_dtype_of(reward)), conversations)
+    rewards_S2 = np.array(rewards).reshape(-1, 2)
+    metrics = {
+        "scored/before": float(rewards_S2[:, 0].mean()),
+        "scored/after": float(rewards_S2[:, 1].mean()),
+        "scored/spread": float(rewards_S2[:, 0].std()),
+        **left_out,
+    }
+    return metrics, {n: (float(a), float(b)) for n, (a, b) in zip(fitting, rewards_S2, strict=True)}
+
+
+def _conversations(
+    reward: Path,
+    measured: Measured,
+    texts: tuple[Sequence[str], Sequence[str]],
+    scorer: ReferenceScorer,
+) -> list[list[list[int]]]:
+    """Return token ids of prompts with responses, for each of the two models."""
+    question = measured.question
+    assert question.rows is not None
+    rendered = scorer.encode(reward, question.rows).tokens
+    if rendered == question.base_prompts.tokens == question.prompts.tokens:
+        return [
+            [[*prompt, *ids] for prompt, ids in zip(rendered, responses.tokens, strict=True)]
+            for responses in measured.both(sampled=True)
+        ]
+    questions = [question_of(row) for row in question.rows]
+    return [
+        scorer.encode_whole(
+            reward,
+            [
+                chat([*row["messages"], {"role": "assistant", "content": text.strip()}], row)
+                for row, text in zip(questions, side, strict=True)
+            ],
+        )
+        for side in texts
+    ]
+
+
+def read_pairs_in_order(out: Path, scores: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Write `pairs.jsonl`, and return the share of pairs whose chosen answer scores higher."""
+    _write(out / PAIRS, ({"chosen": chosen, "rejected": rejected} for chosen, rejected in scores))
+    right = sum(chosen > rejected for chosen, rejected in scores) / len(scores)
+    return {"eval/before": CHANCE, "eval/after": right, "eval/pairs": float(len(scores))}
+
+
+def _write(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for line in lines:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
 def describe(metrics: Mapping[str, float]) -> str:
     """Return exact match and rewards as text for the log, as far as they were measured."""
     names = {"exact match": "eval", "reward": "scored"}
@@ -180,21 +304,18 @@ def describe(metrics: Mapping[str, float]) -> str:
     )
 
 
-def numbers(measured: Measured, *, left_out: int) -> dict[str, float]:
-    """Return the metrics of every smoke test with prompts.
-
-    Args:
-        measured: results of the engine.
-        left_out: evaluation prompts that were too long, or not suitable.
-    """
-    agreement, after = measured.agreement, measured.served.after
-    return {
+def numbers(measured: Measured) -> dict[str, float]:
+    """Return the metrics of every smoke test with held-out prompts."""
+    question, agreement, after = measured.question, measured.agreement, measured.served.after
+    metrics = {
         **{f"drift/{name}": value for name, value in asdict(measured.drift).items()},
         "greedy/equal": float(agreement.equal),
         "greedy/ties": float(agreement.ties),
         "greedy/differences": float(len(agreement.differences)),
-        "stop_rate": sum(after.stopped) / len(after.stopped),
-        "eval/left_out": float(left_out),
         "tokens_per_s": after.tokens_per_s,
         "engine_load_s": measured.served.load_s,
     }
+    if question.rows is not None:  # a raw text has no place to stop
+        metrics["stop_rate"] = sum(after.stopped) / len(after.stopped)
+        metrics["eval/left_out"] = float(question.left_out)
+    return metrics

@@ -30,28 +30,19 @@ REQUEST_S = 1800.0
 
 @dataclass(frozen=True)
 class ModelRef:
-    """A model to load.
+    """A model to load."""
 
-    Attributes:
-        path: Hugging Face folder; the base if there is an adapter.
-        adapter: PEFT folder of an unmerged adapter on top.
-        quantization: `{"type": "nf4" | "fp4", "double_quant": bool, "compute_dtype": str}`; None
-            for no quantization.
-        dtype: torch dtype name.
-        attn_implementation: attention, by transformers' name.
-        weighted: weights of several adapters by folder, instead of one adapter.
-        device: "cpu" or "cuda"; None for a GPU if there is one, else the CPU.
-        float32: True to compute in float32, with weights that are rounded to `dtype`.
-    """
-
-    path: Path
-    adapter: Path | None = None
+    path: Path  # Hugging Face folder; the base if there is an adapter
+    adapter: Path | None = None  # PEFT folder of an unmerged adapter on top
+    # `{"type": "nf4" | "fp4", "double_quant": bool, "compute_dtype": str}`; None for no
+    # quantization
     quantization: Mapping[str, Any] | None = None
     dtype: str = "bfloat16"
     attn_implementation: str = "sdpa"
+    # weights of several adapters by folder, instead of one adapter
     weighted: Mapping[str, float] | None = None
-    device: str | None = None
-    float32: bool = False
+    device: str | None = None  # "cpu" or "cuda"; None for a GPU if there is one, else the CPU
+    float32: bool = False  # True to compute in float32, with weights that are rounded to `dtype`
 
     def as_request(self) -> dict[str, Any]:
         """Return the fields as plain JSON."""
@@ -95,31 +86,19 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Generated:
-    """Responses of transformers.
+    """Responses of transformers."""
 
-    Attributes:
-        tokens: new tokens of each prompt, with EOS if it was reached.
-        candidates: for each prompt and step the most likely (token, logit) pairs, best first; empty
-            for sampled responses.
-        seconds: time of generation without loading.
-    """
-
-    tokens: list[list[int]]
+    tokens: list[list[int]]  # new tokens of each prompt, with EOS if it was reached
+    # for each prompt and step the most likely (token, logit) pairs, best first; empty for sampled
+    # responses
     candidates: list[list[list[tuple[int, float]]]]
-    seconds: float
+    seconds: float  # time of generation without loading
 
 
 class ReferenceScorer:
     """One transformers child process; a context manager. `measure` is a `Score`.
 
     The child starts with the first request, or with `warm`.
-
-    Args:
-        log: gets the child's output.
-        log_path: file for the child's whole output.
-        threads: CPU threads of the child; None leaves the choice to torch. The training engine's
-            own number gives bit-identical results.
-        timeout_s: time limit of one request, loading included.
     """
 
     def __init__(
@@ -178,16 +157,7 @@ class ReferenceScorer:
         own: Path | None = None,
         base: Path | None = None,
     ) -> Fingerprint:
-        """Take the fingerprint that other models are compared with: in float32, with the noise.
-
-        Args:
-            model: the model to load.
-            out: file to write.
-            probes: token ids of each probe; the model chooses the scored ids.
-            like: fingerprint with probes and ids, instead of `probes`.
-            own: file for a fingerprint in the model's own dtype, at the ids of `like`.
-            base: file for a fingerprint of the model without its adapter.
-        """
+        """Take the fingerprint that other models are compared with: in float32, with the noise."""
         paths = {"like": like, "own": own, "base": base}
         texts = {name: str(path) if path else None for name, path in paths.items()}
         request = {"model": model.as_request(), "probes": _lists(probes), "out": str(out), **texts}
@@ -253,13 +223,7 @@ class ReferenceScorer:
     def token_logprobs(
         self, model: ModelRef, prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]]
     ) -> list[list[float]]:
-        """Return the log-probability of each token of each response, in nats.
-
-        Args:
-            model: the model to load.
-            prompts: token ids of each prompt.
-            replies: token ids of the response to each prompt.
-        """
+        """Return the log-probability of each token of each response, in nats."""
         texts = {"prompts": _lists(prompts), "replies": _lists(replies)}
         reply = self._ask("token_logprobs", model=model.as_request(), **texts)
         logprobs: list[list[float]] = reply["logprobs"]
@@ -268,13 +232,7 @@ class ReferenceScorer:
     def layer_errors(
         self, model: ModelRef, quantized: Path, rows: Sequence[Sequence[int]]
     ) -> list[tuple[str, float]]:
-        """Return the relative output error of each layer of a quantised model, the largest first.
-
-        Args:
-            model: the model that was quantised.
-            quantized: folder of the quantised model.
-            rows: token ids to measure on.
-        """
+        """Return the relative output error of each layer once quantised, the largest first."""
         second = replace(model, path=quantized).as_request()
         reply = self._ask(
             "layer_errors", model=model.as_request(), quantized=second, rows=_lists(rows)
@@ -288,13 +246,7 @@ class ReferenceScorer:
         *,
         template_from: Path | None = None,
     ) -> Prompts:
-        """Render the prompts of dataset rows: everything before the assistant's last message.
-
-        Args:
-            tokenizer: folder of the tokenizer.
-            rows: dataset rows with `messages`.
-            template_from: folder of the chat template; None for that of `tokenizer`.
-        """
+        """Render the prompts of dataset rows: everything before the assistant's last message."""
         reply = self._ask(
             "encode",
             tokenizer=str(tokenizer),

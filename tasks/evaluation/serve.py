@@ -18,50 +18,39 @@ from tasks.drift.fingerprint import Fingerprint
 from tasks.drift.verdict import FINGERPRINT
 from tasks.evaluation.scoring import Generated, ModelRef, Prompts, ReferenceScorer
 from tasks.process.output import Log
-from tasks.serving.prompts import Chat
+from tasks.serving.prompts import Chat, question_of
 from tasks.serving.vllm.job import HEADROOM, Job, VllmChild
 
 
 @dataclass(frozen=True)
 class Question:
-    """The models to serve, and their prompts.
+    """The models to serve, and their prompts."""
 
-    Attributes:
-        served: folder of the model under test.
-        base: folder of the model before training; None to serve no other model.
-        reference: fingerprint file with the probes and their token ids.
-        chats: conversations of the prompts, without answers; None for raw texts.
-        prompts: the conversations rendered for `served`.
-        base_prompts: the conversations rendered for `base`.
-        dtype: torch dtype name.
-        temperature: temperature of sampled responses; None for greedy responses alone.
-        attn_implementation: attention of transformers, by its name.
-    """
-
-    served: Path
-    base: Path | None
-    reference: Path
-    chats: Sequence[Chat] | None
+    served: ModelRef
+    base: ModelRef | None  # the model before training
+    reference: Path  # fingerprint file
     prompts: Prompts
     base_prompts: Prompts
-    dtype: str
-    temperature: float | None = None
-    attn_implementation: str = "sdpa"
+    # conversations of the prompts, with the answers that the data has; None for raw texts
+    rows: Sequence[Mapping[str, Any]] | None = None
+    left_out: int = 0  # held-out rows that were too long, or not suitable
+    # that the served tokenizer gives the tokens of training
+    checks: tuple[Check, ...] = ()
+    temperature: float | None = None  # None for greedy responses alone
+
+    @property
+    def chats(self) -> list[Chat] | None:
+        """Conversations of the prompts, without answers; None for raw texts."""
+        return None if self.rows is None else list(map(question_of, self.rows))
 
 
 @dataclass(frozen=True)
 class Responses:
-    """Responses of one model to all prompts.
-
-    Attributes:
-        tokens: new token ids of each response.
-        stopped: True for each response that ended before the token limit.
-        seconds: time of generation.
-    """
+    """Responses of one model to all prompts."""
 
     tokens: list[list[int]]
-    stopped: list[bool]
-    seconds: float
+    stopped: list[bool]  # True for each response that ended before the token limit
+    seconds: float  # time of generation
 
     @property
     def tokens_per_s(self) -> float:
@@ -71,27 +60,17 @@ class Responses:
 
 @dataclass(frozen=True)
 class Served:
-    """Results of an engine.
-
-    Attributes:
-        fingerprint: fingerprint of the served model.
-        after: greedy responses of the served model.
-        before: greedy responses of the base; None without a base.
-        rendered_differently: number of conversations that the engine's own tokenizer and chat
-            template render to other token ids.
-        load_s: seconds to load the folder, without imports.
-        sampled_after: sampled responses of the served model; None without a temperature.
-        sampled_before: sampled responses of the base; None without a temperature.
-        checks: further verdicts of the engine.
-    """
+    """Results of an engine."""
 
     fingerprint: Fingerprint
     after: Responses
-    before: Responses | None
-    rendered_differently: int
-    load_s: float
-    sampled_after: Responses | None = None
-    sampled_before: Responses | None = None
+    before: Responses | None  # of the base; None without one
+    # number of conversations that the engine's own tokenizer and chat template render to other
+    # token ids; None if it has none of its own
+    rendered_differently: int | None
+    load_s: float  # seconds to load the folder, without imports
+    sampled_after: Responses | None = None  # None without a temperature
+    sampled_before: Responses | None = None  # None without a temperature or a base
     checks: tuple[Check, ...] = ()
 
 
@@ -100,26 +79,18 @@ def serve_with_vllm(
 ) -> Served:
     """Serve the model under test with vLLM in a child process, then the base in another engine.
 
-    Args:
-        question: the models and their prompts.
-        settings: settings of the engine.
-        out: folder that gets `fingerprint.fp`.
-        child: runs the engines.
-        log: gets the engine's output.
-        log_path: file for the engine's whole output.
-
     Raises:
         StageProcessError: vLLM did not start or crashed.
     """
     served = Job(
-        served=str(question.served),
+        served=str(question.served.path),
         out="",
         prompts=question.prompts.tokens,
         max_new_tokens=settings.max_new_tokens,
         max_model_len=settings.max_model_len or longest_sequence(question, settings.max_new_tokens),
         reference=str(question.reference),
-        chats=None if question.chats is None else list(question.chats),
-        dtype=question.dtype,
+        chats=question.chats,
+        dtype=question.served.dtype,
         tensor_parallel=settings.tensor_parallel,
         temperature=question.temperature,
     )
@@ -127,7 +98,7 @@ def serve_with_vllm(
     if question.base is not None:
         base = replace(
             served,
-            served=str(question.base),
+            served=str(question.base.path),
             prompts=question.base_prompts.tokens,
             stop=ending_ids(question),
             reference=None,
@@ -156,10 +127,7 @@ def score_with_vllm(
     log: Log,
     log_path: Path,
 ) -> list[float]:
-    """Return the output of a reward model's head at the last token of each text.
-
-    Args: as of `serve_with_vllm`.
-    """
+    """Return the output of a reward model's head at the last token of each text."""
     job = Job(
         served=str(model.path),
         out="",
@@ -191,13 +159,10 @@ def serve_with_transformers(
     question: Question, settings: Smoke, *, out: Path, scorer: ReferenceScorer
 ) -> Served:
     """Serve with transformers in the reference child, one sequence at a time."""
-    attention = question.attn_implementation
-    served = ModelRef(question.served, dtype=question.dtype, attn_implementation=attention)
-    fingerprint = scorer.fingerprint(served, question.reference, out / FINGERPRINT)
-    models = [(served, question.prompts, question.prompts.eos)]
+    fingerprint = scorer.fingerprint(question.served, question.reference, out / FINGERPRINT)
+    models = [(question.served, question.prompts, question.prompts.eos)]
     if question.base is not None:
-        base = ModelRef(question.base, dtype=question.dtype, attn_implementation=attention)
-        models.append((base, question.base_prompts, ending_ids(question)))
+        models.append((question.base, question.base_prompts, ending_ids(question)))
     tokens = settings.max_new_tokens
     after, *before = (
         _ended(scorer.greedy(model, prompts.tokens, max_new_tokens=tokens, eos=stops), stops)
@@ -219,7 +184,7 @@ def serve_with_transformers(
             for model, prompts, stops in models
         ]
     first, last = sampled[0], sampled[-1] if before else None
-    return Served(fingerprint, after, before[0] if before else None, 0, 0.0, first, last)
+    return Served(fingerprint, after, before[0] if before else None, None, 0.0, first, last)
 
 
 def _ended(generated: Generated, stops: Sequence[int]) -> Responses:

@@ -25,23 +25,15 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 
 @dataclass(frozen=True)
 class ServingConfig:
-    """Contents of the configuration files of a served folder.
+    """Contents of the configuration files of a served folder."""
 
-    Attributes:
-        config: config.json of the model; the other fields override it.
-        generation: generation_config.json; the other fields override it.
-        dtype: torch dtype name.
-        pad: padding id; None if there is none.
-        tokenizer: the tokenizer's files as read; None if they cannot be read and are only copied.
-        template: True if a chat template is required. Otherwise it is required only if `tokenizer`
-            has one.
-    """
-
-    config: Mapping[str, Any]
-    generation: Mapping[str, Any]
+    config: Mapping[str, Any]  # config.json of the model; the other fields override it
+    generation: Mapping[str, Any]  # generation_config.json; the other fields override it
     dtype: str
-    pad: int | None
+    pad: int | None  # padding id; None if there is none
+    # the tokenizer's files as read; None if they cannot be read and are only copied
     tokenizer: TokenizerFacts | None
+    # True if a chat template is required. Otherwise it is required only if `tokenizer` has one
     template: bool
 
     @property

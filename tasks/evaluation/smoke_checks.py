@@ -99,13 +99,7 @@ def stop_check(stopped: Sequence[bool], least: float) -> Check:
 
 
 def degenerate_check(tokens: Tokens, most: float, before: Tokens) -> Check:
-    """Check that no more responses loop than a share `most`, or than before training.
-
-    Args:
-        tokens: responses of the served model.
-        most: share that may loop, within the sample's error.
-        before: responses to the same prompts before training.
-    """
+    """Check that no more responses loop than a share `most`, or than before training."""
     caught = [number for number, response in enumerate(tokens) if is_degenerate(response)]
     allowed = max(most, sum(map(is_degenerate, before)) / len(before))
     text = f"{len(caught)} of {len(tokens)}"
@@ -134,10 +128,6 @@ def probes_check(probes: Sequence[Sequence[int]], prompts: Sequence[Sequence[int
 
     Probes are the first tokens of held-out conversations in training. So each probe starts with a
     rendered prompt, or is the start of one.
-
-    Args:
-        probes: token ids of each probe.
-        prompts: token ids of each rendered prompt.
     """
     rendered = [tuple(prompt) for prompt in prompts]
     known = sum(any(_share_beginning(tuple(p), r) for r in rendered) for p in probes)

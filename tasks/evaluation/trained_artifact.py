@@ -20,28 +20,19 @@ GENERATION_CONFIG = "generation_config.json"
 
 @dataclass(frozen=True)
 class Trained:
-    """The record that training left: `train.json` and `config.json` of its artifact.
-
-    Attributes:
-        root: the `shards` artifact.
-        quantization: quantization of the base in training; None if it was not quantized.
-        base_digest: digest of the base artifact that was trained.
-        dtype: torch dtype name of the model in training.
-        config: config.json of the trained model, without quantization.
-        attn_implementation: attention in training, by transformers' name; others round differently.
-        objective: training objective.
-        texts: True if training used raw texts, which need no chat template.
-        normalisation: mean and standard deviation of a reward model's scores; None otherwise.
-    """
+    """The record that training left: `train.json` and `config.json` of its artifact."""
 
     root: Path
+    # quantization of the base in training; None if it was not quantized
     quantization: Mapping[str, Any] | None
     base_digest: str
-    dtype: str
-    config: Mapping[str, Any]
+    dtype: str  # torch dtype name of the model in training
+    config: Mapping[str, Any]  # config.json of the trained model, without quantization
+    # attention in training, by transformers' name; others round differently
     attn_implementation: str = "sdpa"
     objective: str = "sft"
-    texts: bool = False
+    texts: bool = False  # True if training used raw texts, which need no chat template
+    # mean and standard deviation of a reward model's scores; None otherwise
     normalisation: Normalisation | None = None
 
     @property
@@ -86,12 +77,7 @@ class Trained:
             )
 
     def copy_side_files(self, out: Path, *, config: bool) -> None:
-        """Copy the tokenizer and generation config of training into `out`.
-
-        Args:
-            out: folder to write to.
-            config: True to write config.json too.
-        """
+        """Copy the tokenizer and generation config of training into `out`."""
         for path in tokenizer_files(self.root / "tokenizer"):
             copy_side_file(path, out / path.name)
         source = self.root / GENERATION_CONFIG

@@ -11,6 +11,7 @@ import pytest
 
 from tasks.drift.fingerprint import PROFILES
 from tasks.evaluation.scoring import ReferenceScorer
+from tasks.evaluation.smoke import Tools
 from tasks.pipeline.report import StageReport
 from tasks.smoke_eval import smoke_eval
 from tests.serving.models import CONVERSATIONS, live_fingerprint, load, write_model
@@ -76,14 +77,14 @@ def smoke(
 ) -> Callable[..., StageReport]:
     """Run smoke_eval of `served` against `base` in `tmp_path / "out"`; arguments override."""
 
-    def call(**changes: Any) -> StageReport:
+    def call(tools: dict[str, Any] | None = None, **changes: Any) -> StageReport:
         arguments: dict[str, Any] = {
-            "served": served, "base": base, "data": data, "trained": trained,
-            "engine": "transformers", "profile": PROFILES["standard"], "scorer": scorer,
-            "log": logging.getLogger("tests.serving"), "log_path": tmp_path / "smoke.log",
+            "prompts": "chat", "served": served, "base": base, "data": data, "reference": trained,
+            "profile": PROFILES["standard"], "log": logging.getLogger("tests.serving"),
         }  # fmt: skip
         out = tmp_path / "out"
         out.mkdir()
+        arguments["tools"] = Tools(scorer=scorer, log_path=tmp_path / "smoke.log", **(tools or {}))
         return smoke_eval(out, **{**arguments, **changes})
 
     return call

@@ -20,7 +20,9 @@ from tests.settings import smoke_settings
 
 pytestmark = pytest.mark.slow
 NEW = 12
-SETTINGS = smoke_settings(max_new_tokens=NEW, min_stop_rate=0.0, max_degenerate_rate=1.0)
+SETTINGS = smoke_settings(
+    engine="transformers", max_new_tokens=NEW, min_stop_rate=0.0, max_degenerate_rate=1.0
+)
 ROWS = [{"messages": messages} for messages in CONVERSATIONS]
 
 
@@ -99,7 +101,8 @@ def test_a_function_of_the_user_judges_the_responses_of_both_models(
     judge.write_text(
         "def size(completions, **_):\n    return [len(c[0]['content']) for c in completions]\n"
     )
-    metrics = run(temperature=None, function=Measure.of(f"{judge}:size"), function_s=60.0).metrics
+    function = Measure.of(f"{judge}:size")
+    metrics = run(temperature=None, function=function, tools={"function_s": 60.0}).metrics
     lines = (tmp_path / "out" / "generations.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     for when in ("before", "after"):
@@ -115,4 +118,4 @@ def test_a_function_that_raises_is_named_by_its_setting(
     (tmp_path / "judge.py").write_text("def size(completions, **_):\n    raise ValueError('no')\n")
     function = Measure.of(f"{tmp_path}/judge.py:size")
     with pytest.raises(RewardError, match=r"eval.function=.*judge.py:size failed .*no"):
-        run(temperature=None, function=function, function_s=60.0)
+        run(temperature=None, function=function, tools={"function_s": 60.0})

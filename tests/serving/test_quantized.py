@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from tasks.audit.run import audit
 from tasks.drift.fingerprint import DriftLimit, Fingerprint, drift, quantized_profile
 from tasks.evaluation.calibration import heldout_loss, row_tokens
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
+from tasks.evaluation.smoke import Tools
 from tasks.pipeline.report import StageReport
-from tasks.quantize import ENVIRONMENT, quantize, smoke_quantized
-from tasks.smoke_eval import smoke_eval
+from tasks.quantize import ENVIRONMENT, quantize
+from tasks.smoke_eval import beside_16_bits, smoke_eval
 from tests.serving.models import CONVERSATIONS
 from tests.serving.test_smoke_eval import LENIENT
 
@@ -113,10 +115,11 @@ def test_vllm_serves_it_beside_the_one_in_16_bits(
     assert [check for check in made.checks if not check.ok] == []
     assert [str(each) for each in audit(folder).findings if each.severity is Severity.ERROR] == []
     (tmp_path / "report").mkdir()
-    report = smoke_quantized(
-        tmp_path / "report", test=smoke_eval, most=100.0, served=folder, base=served, data=rows,
-        trained=trained, engine="vllm", settings=LENIENT, profile=ANY,
-        scorer=scorer, log=LOG, log_path=tmp_path / "log",
+    report = smoke_eval(
+        tmp_path / "report", prompts="chat", quantized=True, max_eval_drop=100.0,
+        served=folder, base=served, data=rows, reference=trained,
+        settings=replace(LENIENT, engine="vllm"), profile=ANY,
+        tools=Tools(scorer=scorer, log_path=tmp_path / "log"), log=LOG,
     )  # fmt: skip
     here = scorer.fingerprint(ModelRef(folder), trained / "fingerprint.fp", tmp_path / "here.fp")
     apart = drift(here, Fingerprint.load(tmp_path / "report" / "fingerprint.fp"))
@@ -130,17 +133,13 @@ def test_vllm_serves_it_beside_the_one_in_16_bits(
     assert len(lines) == len(CONVERSATIONS)
 
 
-def test_held_out_answers_may_fall_by_so_many_points(tmp_path: Path) -> None:
+def test_held_out_answers_may_fall_by_so_many_points() -> None:
     """A fall that the sample cannot tell from one within the limit is none."""
     for most, error, ok in (
         (3.0, 0.0, True), (2.0, 0.004, False), (2.0, 0.01, True), (None, 0, True)
     ):  # fmt: skip
         numbers = {"eval/before": 0.9, "eval/after": 0.87, "eval/error": error}
-
-        def measured(out: Path, numbers: dict[str, float] = numbers, **_: Any) -> StageReport:
-            return StageReport("report", (), numbers)
-
-        report = smoke_quantized(tmp_path, test=measured, most=most)
+        report = beside_16_bits(StageReport("report", (), numbers), most)
         assert all(check.ok for check in report.checks) == ok
         assert report.metrics == {f"quantized/{name}": value for name, value in numbers.items()}
         assert len(report.checks) == (most is not None)

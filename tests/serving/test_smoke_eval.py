@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -14,22 +13,25 @@ import pytest
 from tasks.core.errors import ConfigError, DataError
 from tasks.drift.fingerprint import PROFILES, Drift
 from tasks.evaluation.evaluation_prompts import read_heldout
-from tasks.evaluation.scoring import Prompts, ReferenceScorer
+from tasks.evaluation.scoring import ModelRef, Prompts, ReferenceScorer
 from tasks.evaluation.serve import Question
-from tasks.evaluation.smoke import SmokeTest
+from tasks.evaluation.smoke import Tools, who_moved
 from tasks.pipeline.report import StageReport
 from tests.serving.models import CONVERSATIONS, END, WORDS
 from tests.settings import smoke_settings
 
 NEW = 12
-LENIENT = smoke_settings(max_new_tokens=NEW, min_stop_rate=0.0, max_degenerate_rate=1.0)
+LENIENT = smoke_settings(
+    engine="transformers", max_new_tokens=NEW, min_stop_rate=0.0, max_degenerate_rate=1.0
+)
 CALM = asdict(Drift(mean_kl=0.0, p95_kl=0.0, max_kl=0.0, top1_agreement=1.0, cosine=1.0))
 
 
 @pytest.fixture
 def run(smoke: Callable[..., StageReport]) -> Callable[..., StageReport]:
     """Run smoke_eval with everything in place; arguments override."""
-    return partial(smoke, settings=LENIENT, history={"merge": CALM, "convert": CALM})
+    history = {"merge": CALM, "convert": CALM}
+    return partial(smoke, settings=LENIENT, tools={"history": history})
 
 
 def verdict(report: StageReport, beginning: str) -> tuple[bool, str]:
@@ -50,14 +52,10 @@ def test_a_changed_layer_is_refused_and_placed(
 def test_when_the_folder_is_as_trained_the_engine_is_blamed(
     scorer: ReferenceScorer, served: Path, trained: Path, tmp_path: Path
 ) -> None:
-    test = SmokeTest(
-        served=served, trained=trained, settings=replace(LENIENT, engine="vllm"), scorer=scorer,
-        profile=PROFILES["standard"], log=logging.getLogger("tests.serving"), log_path=tmp_path,
-    )  # fmt: skip
-    nothing = Prompts([], [END])
-    reference = trained / "fingerprint.fp"
-    question = Question(served, served, reference, [], nothing, nothing, "bfloat16")
-    text, engine = test.who_moved(question)
+    nothing, model = Prompts([], [END]), ModelRef(served)
+    question = Question(model, model, trained / "fingerprint.fp", nothing, nothing)
+    tools = Tools(scorer=scorer, log_path=tmp_path)
+    text, engine = who_moved(question, "vllm", PROFILES["standard"], tools)
     assert text.startswith("serve: ")
     assert engine
 
@@ -67,7 +65,7 @@ def test_a_stray_value_head_is_reported_before_anything_is_loaded(
 ) -> None:
     folder = altered(1.0)
     (folder / "value_head.safetensors").write_bytes(b"")
-    report = run(served=folder, engine="vllm")
+    report = run(served=folder, settings=replace(LENIENT, engine="vllm"))
     assert [(c.name, c.found, c.ok) for c in report.checks] == [
         ("stray weight files", "value_head.safetensors", False)
     ]
@@ -81,7 +79,7 @@ def test_unusable_heldout_data_and_engines(run: Callable[..., StageReport], tmp_
         with pytest.raises(DataError, match=rf"heldout\.jsonl{thing}"):
             read_heldout(path)
     with pytest.raises(ConfigError, match=r"smoke\.engine=sglang"):
-        run(engine="sglang")
+        run(settings=replace(LENIENT, engine="sglang"))
 
 
 @pytest.mark.slow

@@ -1,0 +1,130 @@
+"""The reference of a delivery, which the smoke test compares the served folder with.
+
+A delivery has no live training engine. For an adapter the reference is base + adapter, unmerged, in
+peft; for a full model it is the model of SOURCE, gathered if needed. Drift from this reference
+checks gather, merge, convert and the engine. It does not check training.
+
+Reward models are compared by reward, normalised with mean and standard deviation from the model's
+files.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tasks.core.contract import Check
+from tasks.delivery.texts import encode_probes
+from tasks.drift.fingerprint import PROFILES, Fingerprint
+from tasks.drift.reward_scores import SCORES, ScorePrint
+from tasks.drift.verdict import (
+    BASE,
+    FINGERPRINT,
+    KERNEL,
+    Moved,
+    advice,
+    engine_verdict,
+    print_in,
+)
+from tasks.drift.witness import ALTERED
+from tasks.evaluation.planned import Measuring
+from tasks.evaluation.scoring import ModelRef, ReferenceScorer
+from tasks.pipeline.report import StageReport
+from tasks.process.output import Log
+
+
+@dataclass(frozen=True)
+class ReferenceSettings:
+    """Texts that a reference is measured on, and how to load its model."""
+
+    texts: list[str]
+    limit: int  # tokens of a text, at most
+    dtype: str
+    attn_implementation: str
+    quantization: Mapping[str, Any] | None
+    # weights of several adapters by role; empty for one adapter with weight 1
+    weights: Mapping[str, float]
+    is_reward: bool
+    profile: str
+    live: str = ""  # SHA-256 of the live model's fingerprint or scores; empty if there are none
+    at_live: bool = False  # True to measure at the live model's probes and ids instead of the texts
+
+
+def reference(
+    out: Path,
+    *,
+    model: Path,
+    tokenizer: Path,
+    settings: ReferenceSettings,
+    scorer: ReferenceScorer,
+    log: Log,
+    live: Path | None,
+    **adapters: Path,
+) -> StageReport:
+    """Take the fingerprint, or the rewards, of the model as SOURCE has it; a stage function.
+
+    Fingerprints are taken in float32, with the noise of the formats that the model may be served
+    in. Where training recorded its live model, SOURCE is also compared with that.
+
+    Raises:
+        DataError: all texts are too short.
+    """
+    weighted = {str(adapters[role]): weight for role, weight in settings.weights.items()}
+    ref = ModelRef(
+        model,
+        adapters.get("adapter"),
+        settings.quantization,
+        settings.dtype,
+        settings.attn_implementation,
+        weighted,
+    )
+    drift: Moved | None = None
+    checks: tuple[Check, ...] = ()
+    if live is not None:
+        drift, check = _against_live_model(ref, print_in(live), settings, scorer, out)
+        checks = (check,)
+        log.info("reference: %s: %s", check.name, check.found)
+    probes = encode_probes(scorer, tokenizer, settings.texts, settings.limit)
+    if settings.is_reward:
+        scores = scorer.rewards(ref, probes)
+        texts = tuple(map(tuple, probes))
+        ScorePrint(texts, tuple(scores), "transformers").save(out / SCORES)
+        log.info("reference: rewards of %d texts", len(probes))
+        return StageReport("reference", checks, {"texts": float(len(probes))}, drift=drift)
+    if not settings.at_live:
+        base = out / BASE if ref.adapter is not None else None
+        scorer.reference(ref, out / FINGERPRINT, probes=probes, base=base)
+    fingerprint = Fingerprint.load(out / FINGERPRINT)
+    count = len(fingerprint.probes)
+    log.info("reference: %d positions of %d texts", fingerprint.positions, count)
+    if advised := advice(fingerprint):
+        log.info("reference: %s", advised)
+    noise = {f"noise/{name}": noise.mean_kl for name, noise in fingerprint.formats.items()}
+    metrics = {"positions": float(fingerprint.positions), **noise}
+    return StageReport("reference", checks, metrics, drift=drift)
+
+
+def _against_live_model(
+    ref: ModelRef, live: Path, settings: ReferenceSettings, scorer: ReferenceScorer, out: Path
+) -> tuple[Moved, Check]:
+    """Measure SOURCE on the live model's probes. Returns the drift and its verdict."""
+    folder, limit = out / "witness", PROFILES[settings.profile]
+    if settings.is_reward:
+        folder.mkdir()
+        attention = settings.attn_implementation
+        measuring = Measuring(scorer.measure, live.parent, limit, attention, cause=ALTERED)
+        drift, (check, *_) = measuring.take(ref, folder)
+        return drift, check
+    recorded = Fingerprint.load(live)
+    base = None
+    if settings.at_live:
+        folder, base = out, out / BASE if ref.adapter is not None else None
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        own = Path(temporary) / FINGERPRINT
+        exact = scorer.reference(ref, folder / FINGERPRINT, like=live, own=own, base=base)
+        cause = KERNEL if settings.at_live else ALTERED
+        return engine_verdict(exact, recorded, limit, Fingerprint.load(own), cause)

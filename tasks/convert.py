@@ -29,7 +29,7 @@ from tasks.evaluation.trained_artifact import (
 from tasks.pipeline.report import StageReport
 from tasks.weights.execute.outcome import Executed
 from tasks.weights.execute.verdicts import values_read
-from tasks.weights.execute.worker import Perform, ask_facts, perform
+from tasks.weights.execute.worker import Perform, perform
 from tasks.weights.execute.writer import parse_size
 from tasks.weights.files.reader import (
     DTYPE_NAMES,
@@ -41,7 +41,7 @@ from tasks.weights.files.reader import (
 from tasks.weights.files.side_files import copy_side_file
 from tasks.weights.head_plans import reward_config
 from tasks.weights.heads import Normalisation
-from tasks.weights.plan.contracts import ModelFacts
+from tasks.weights.plan.contracts import ModelFacts, model_facts
 from tasks.weights.plan.layout import as_is, with_output
 from tasks.weights.plan.validate import validate
 from tasks.weights.tokens.tokenizer import TokenizerFacts, read_tokenizer
@@ -89,7 +89,7 @@ def convert(
     check_dtype(dtype)
     limit = parse_size(max_shard_size)
     tokenizer = read_tokenizer(trained / "tokenizer")
-    facts = ask_facts(perform, weights, dtype)
+    facts = perform(model_facts, weights, dtype)
     side = Trained.read(trained)
     config, pad = _config_and_pad(weights, side, tokenizer)
     serving = ServingConfig(

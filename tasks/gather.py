@@ -37,12 +37,13 @@ from tasks.evaluation.scoring import ModelRef, Scorer
 from tasks.evaluation.trained_artifact import Trained, write_json
 from tasks.pipeline.report import StageReport
 from tasks.weights.execute.verdicts import gathered
-from tasks.weights.execute.worker import Perform, ask_adapter_contract, ask_facts, perform
+from tasks.weights.execute.worker import Perform, perform
 from tasks.weights.families.gathering import plan_full
 from tasks.weights.files.names import rename_all
 from tasks.weights.files.reader import ADAPTER, WEIGHTS, read_checkpoint, read_json
 from tasks.weights.files.source import Renamed, Source
 from tasks.weights.head_plans import reward_base
+from tasks.weights.plan.contracts import adapter_contract, model_facts
 from tasks.weights.plan.operations import Op, Plan
 from tasks.weights.plan.partitions import Partitions, read_partitions
 from tasks.weights.plan.validate import validate
@@ -93,7 +94,7 @@ def gather(
         plan = _adapter_plan(parts, keys)
         # The adapter of a reward model has the head that its base does not have.
         model_of = trained if source.is_reward else base
-        expected = ask_adapter_contract(perform, model_of, trained / ADAPTER_CONFIG, parts.dtype)
+        expected = perform(adapter_contract, model_of, trained / ADAPTER_CONFIG, parts.dtype)
     else:
         plan, expected = _full_plan(parts, keys, source, base, perform)
     checks = judge(expected, {op.name: op for op in plan.ops})
@@ -234,6 +235,6 @@ def _full_plan(
     if source.is_reward:
         tensors, _, facts = reward_base(before, source.config, source.dtype, perform)
     else:
-        facts = ask_facts(perform, base, source.dtype)
+        facts = perform(model_facts, base, source.dtype)
     plan = plan_full(live, facts, base=tensors, max_shard_bytes=SHARD_BYTES)
     return plan, list(facts.tensors)

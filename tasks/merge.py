@@ -30,14 +30,14 @@ from tasks.weights.execute.verdicts import (
     unchanged,
     values_read,
 )
-from tasks.weights.execute.worker import Perform, ask_facts, perform
+from tasks.weights.execute.worker import Perform, perform
 from tasks.weights.execute.writer import parse_size
 from tasks.weights.families.merging import MergeSettings, merged_config, plan_merge
 from tasks.weights.files.opening import SourceRef
 from tasks.weights.files.reader import ADAPTER, DTYPE_NAMES, check_dtype, read_json
 from tasks.weights.files.source import Source
 from tasks.weights.head_plans import merged_reward
-from tasks.weights.plan.contracts import ModelFacts
+from tasks.weights.plan.contracts import ModelFacts, model_facts
 from tasks.weights.plan.layout import with_output
 from tasks.weights.plan.operations import Plan
 from tasks.weights.proof.recheck import recomputed_check
@@ -219,7 +219,7 @@ def _plan(
     Raises:
         ContractError: the adapter does not fit the base; the error has all findings.
     """
-    facts = ask_facts(perform, folder, source.dtype)
+    facts = perform(model_facts, folder, source.dtype)
     settings = replace(_settings(facts, source, base, mode), rounding=rounding)
     if source.is_reward:
         reward = merged_reward(

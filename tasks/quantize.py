@@ -38,11 +38,11 @@ from tasks.pipeline.stage import CONTRACT
 from tasks.process.launch import launch
 from tasks.serving.llama_cpp import find_programs
 from tasks.weights.execute.verdicts import values_read
-from tasks.weights.execute.worker import ask_execute, ask_facts, ask_quantization_config
+from tasks.weights.execute.worker import write
 from tasks.weights.execute.writer import parse_size
 from tasks.weights.files.opening import SourceRef
 from tasks.weights.files.reader import WEIGHTS, Checkpoint, read_checkpoint, read_json
-from tasks.weights.plan.contracts import ModelFacts
+from tasks.weights.plan.contracts import ModelFacts, model_facts
 from tasks.weights.plan.layout import as_is
 from tasks.weights.plan.validate import validate
 from tasks.weights.quantized import gptq
@@ -50,6 +50,7 @@ from tasks.weights.quantized.encode import SCHEMES
 from tasks.weights.quantized.quantize import (
     GGUF,
     left_alone,
+    library_config,
     quantized_contract,
     quantized_plan,
 )
@@ -161,14 +162,14 @@ def _compressed(
     """Write the model in the format of compressed-tensors, and check every tensor."""
     source = read_checkpoint(served)
     disk = {name: tuple(info.shape) for name, info in source.tensors.items()}
-    facts = ask_facts(scorer.perform, served, dtype_of(served), disk)
+    facts = scorer.perform(model_facts, served, dtype_of(served), disk)
     ignore = left_alone(facts)
     if scheme in SCHEMES:
         plan = replace(as_is(source), max_shard_bytes=limit)
         plan = quantized_plan(plan, facts, scheme)
         validate(plan, {WEIGHTS: source})
-        done = ask_execute(scorer.perform, plan, {WEIGHTS: SourceRef(served)}, out)
-        config = ask_quantization_config(scorer.perform, scheme, ignore)
+        done = scorer.perform(write, plan, {WEIGHTS: SourceRef(served)}, out)
+        config = scorer.perform(library_config, scheme, ignore)
         values = values_read(plan, done)
     else:
         job = {"model": str(served), "dtype": dtype_of(served), "rows": tokens, "ignore": ignore}

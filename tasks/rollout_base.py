@@ -16,12 +16,13 @@ from typing import Any
 from tasks.pipeline.report import StageReport
 from tasks.process.output import Log
 from tasks.weights.adapters.changes import Changes
-from tasks.weights.execute.worker import Perform, ask_execute, ask_facts
+from tasks.weights.execute.worker import Perform, write
 from tasks.weights.families.merging import MergeSettings, plan_merge
 from tasks.weights.files.folder import inspect_checkpoint
 from tasks.weights.files.opening import SourceRef
 from tasks.weights.files.reader import DTYPE_NAMES, read_json
 from tasks.weights.files.side_files import copy_side_file
+from tasks.weights.plan.contracts import model_facts
 from tasks.weights.plan.layout import with_output
 from tasks.weights.quantized.config_fields import without_quantization
 from tasks.weights.quantized.nf4 import check_quantization
@@ -88,7 +89,7 @@ def write_rollout_base(
         ContractError: the tensors are not those of the model's class.
     """
     check_quantization(quantization)
-    facts = ask_facts(perform, base, dtype)
+    facts = perform(model_facts, base, dtype)
     weights = read_base(base)
     packed = isinstance(weights, PackedCheckpoint)
     dequantize = {**quantization, "loaded_dtype": dtype, "base": "dequantized"}
@@ -100,6 +101,6 @@ def write_rollout_base(
     plan = with_output(
         plan, dtype=DTYPE_NAMES[dtype], max_shard_bytes=_SHARD_BYTES, files=weights.files
     )
-    ask_execute(perform, plan, {_BASE: SourceRef(base, "base")}, work)
+    perform(write, plan, {_BASE: SourceRef(base, "base")}, work)
     config = {**without_quantization(read_json(base / CONFIG)), "dtype": dtype}
     (work / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")

@@ -112,7 +112,7 @@ def _run_child(request: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _child() -> None:
     """Perform the request on standard input, and print the reply as the last line."""
-    from tasks.weights.execute.worker import perform
+    from tasks.weights.execute.worker import answer as perform
 
     reply: dict[str, Any]
     try:

@@ -32,7 +32,7 @@ from tasks.evaluation.scoring import ModelRef, Score
 from tasks.pipeline.report import StageReport
 from tasks.weights.execute.execute import execute
 from tasks.weights.execute.outcome import Executed
-from tasks.weights.execute.worker import Perform, ask_execute, ask_recompute, perform
+from tasks.weights.execute.worker import Perform, perform, recompute_written, write
 from tasks.weights.files.opening import SourceRef
 from tasks.weights.files.reader import WEIGHTS, read_checkpoint
 from tasks.weights.files.source import Source
@@ -123,20 +123,20 @@ class Planned:
     sources: Mapping[str, Source]  # inputs of the plan by name, opened
     # the same inputs for `perform`; None if the plan runs in this process
     refs: Mapping[str, SourceRef] | None = None
-    perform: Perform = perform  # answers requests that need torch, here or in a warm child process
+    perform: Perform = perform  # calls functions that need torch
     notes: Mapping[str, Any] = field(default_factory=dict)
     measuring: Measuring | None = None  # None measures nothing
 
     def execute(self, out: Path, *, stem: str = WEIGHTS, scan: bool = False) -> Executed:
-        """Write the tensors into `out`; `stem` and `scan` as in `execute`, if it runs here."""
+        """Write the tensors into `out`; `stem` and `scan` as in `execute`."""
         if self.refs is not None:
-            return ask_execute(self.perform, self.plan, self.refs, out)
+            return self.perform(write, self.plan, self.refs, out, stem, scan)
         return execute(self.plan, self.sources, out, stem=stem, scan=scan)
 
     def recompute(self, out: Path) -> list[Recomputed]:
         """Recompute sampled rows of the written tensors from the inputs."""
         if self.refs is not None:
-            return ask_recompute(self.perform, self.plan, self.refs, out)
+            return self.perform(recompute_written, self.plan, self.refs, out)
         return recompute(self.plan, self.sources, read_checkpoint(out))
 
     def report(

@@ -9,10 +9,11 @@ peft are imported once, and no stage imports torch itself.
 
 from __future__ import annotations
 
+import pickle
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar, TypeVarTuple
 
 import tasks.core.errors as errors
 from tasks.core.errors import PlumblineError, StageProcessError
@@ -21,38 +22,36 @@ from tasks.drift.reward_scores import SCORES, ScorePrint
 from tasks.drift.verdict import Print
 from tasks.process.launch import Conversation, python_child
 from tasks.process.output import Log
-from tasks.serving.prompts import Chat, chat, question_of
+from tasks.serving.prompts import (
+    Chat,
+    Prompts,
+    chat,
+    decode,
+    encode_texts,
+    question_of,
+    render,
+    render_whole,
+)
+from tasks.serving.reference import requests
+from tasks.serving.reference.requests import ARGUMENTS, RESULT, Generated, ModelRef, Tokens
+
+__all__ = [
+    "ENV",
+    "REQUEST_S",
+    "Generated",
+    "ModelRef",
+    "Prompts",
+    "ReferenceScorer",
+    "Score",
+    "Scorer",
+]
+
+T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 STAGE = "score"
 REQUEST_S = 1800.0
 """Default time limit of one request."""
-
-
-@dataclass(frozen=True)
-class ModelRef:
-    """A model to load."""
-
-    path: Path  # Hugging Face folder; the base if there is an adapter
-    adapter: Path | None = None  # PEFT folder of an unmerged adapter on top
-    # `{"type": "nf4" | "fp4", "double_quant": bool, "compute_dtype": str}`; None for no
-    # quantization
-    quantization: Mapping[str, Any] | None = None
-    dtype: str = "bfloat16"
-    attn_implementation: str = "sdpa"
-    # weights of several adapters by folder, instead of one adapter
-    weighted: Mapping[str, float] | None = None
-    device: str | None = None  # "cpu" or "cuda"; None for a GPU if there is one, else the CPU
-    float32: bool = False  # True to compute in float32, with weights that are rounded to `dtype`
-
-    def as_request(self) -> dict[str, Any]:
-        """Return the fields as plain JSON."""
-        return {
-            **asdict(self),
-            "path": str(self.path),
-            "adapter": str(self.adapter) if self.adapter else None,
-            "quantization": dict(self.quantization) if self.quantization else None,
-            "weighted": dict(self.weighted) if self.weighted else None,
-        }
 
 
 Score = Callable[[ModelRef, Path, Path], Print]
@@ -69,30 +68,11 @@ class Scorer(Protocol):
         model: ModelRef,
         out: Path,
         *,
-        probes: Sequence[Sequence[int]] = (),
+        probes: Tokens = (),
         like: Path | None = None,
         own: Path | None = None,
         base: Path | None = None,
     ) -> Fingerprint: ...
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """Token ids of rendered prompts, and the ids that end a response."""
-
-    tokens: list[list[int]]
-    eos: list[int]
-
-
-@dataclass(frozen=True)
-class Generated:
-    """Responses of transformers."""
-
-    tokens: list[list[int]]  # new tokens of each prompt, with EOS if it was reached
-    # for each prompt and step the most likely (token, logit) pairs, best first; empty for sampled
-    # responses
-    candidates: list[list[list[tuple[int, float]]]]
-    seconds: float  # time of generation without loading
 
 
 class ReferenceScorer:
@@ -125,10 +105,33 @@ class ReferenceScorer:
             child = Conversation(argv, stage=STAGE, log=self._log, log_path=self._log_path, env=ENV)
             self._child = child.__enter__()
 
+    def perform(self, function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
+        """Run a module-level function in the child; arguments and result are pickled.
+
+        Raises:
+            PlumblineError: the error that the function raised.
+            StageProcessError: the function or the child crashed, or took too long.
+        """
+        self.warm()
+        assert self._child is not None
+        with tempfile.TemporaryDirectory(prefix="plumbline-") as name:
+            folder = Path(name)
+            (folder / ARGUMENTS).write_bytes(pickle.dumps(arguments))
+            path = f"{function.__module__}:{function.__qualname__}"
+            request = {"function": path, "folder": name}
+            try:
+                reply = self._child.ask(request, self._timeout_s)
+            except StageProcessError as error:
+                self.__exit__(type(error), error, None)  # the next request starts a new child
+                raise
+            if "done" not in reply:
+                raise _error(reply)
+            result: T = pickle.loads((folder / RESULT).read_bytes())
+            return result
+
     def fingerprint(self, model: ModelRef, reference: Path, out: Path) -> Fingerprint:
         """Take the fingerprint of `model` at the token ids of `reference`, and save it to `out`."""
-        request = {"reference": str(reference), "out": str(out)}
-        self._ask("fingerprint", model=model.as_request(), **request)
+        self.perform(requests.fingerprint, model, reference, out)
         return Fingerprint.load(out)
 
     def measure(self, model: ModelRef, reference: Path, out: Path) -> Print:
@@ -136,108 +139,66 @@ class ReferenceScorer:
         if reference.name != SCORES:
             return self.fingerprint(model, reference, out)
         trained = ScorePrint.load(reference)
-        probes = [list(probe) for probe in trained.probes]
-        trained_on = trained.measured_on
-        reply = self._ask(
-            "rewards", model=model.as_request(), trained_on=trained_on, probes=probes, raw=True
-        )
-        scores_print = ScorePrint(
-            trained.probes, tuple(reply["scores"]), "transformers", reply["noise"], reply["on"]
-        )
-        scores_print.save(out)
-        return scores_print
+        now = self.perform(requests.rewards, model, trained.probes, True, trained.measured_on)
+        scores = ScorePrint(trained.probes, tuple(now.scores), "transformers", now.noise, now.on)
+        scores.save(out)
+        return scores
 
     def reference(
         self,
         model: ModelRef,
         out: Path,
         *,
-        probes: Sequence[Sequence[int]] = (),
+        probes: Tokens = (),
         like: Path | None = None,
         own: Path | None = None,
         base: Path | None = None,
     ) -> Fingerprint:
-        """Take the fingerprint that other models are compared with: in float32, with the noise."""
-        paths = {"like": like, "own": own, "base": base}
-        texts = {name: str(path) if path else None for name, path in paths.items()}
-        request = {"model": model.as_request(), "probes": _lists(probes), "out": str(out), **texts}
-        self._ask("reference", **request)
+        """Take the fingerprint that other models are compared with: in float32, with the noise.
+
+        The ids are those of `like`, or chosen by the model at `probes`. `own` gets a fingerprint in
+        the model's own dtype at the ids of `like`, `base` one without the adapter.
+        """
+        self.perform(requests.reference, model, out, probes, like, own, base)
         return Fingerprint.load(out)
 
-    def rewards(
-        self, model: ModelRef, probes: Sequence[Sequence[int]], *, raw: bool = False
-    ) -> list[float]:
+    def rewards(self, model: ModelRef, probes: Tokens, *, raw: bool = False) -> list[float]:
         """Return the reward of each probe: normalised by the model's files, or the `raw` output."""
-        reply = self._ask("rewards", model=model.as_request(), probes=_lists(probes), raw=raw)
-        scores: list[float] = reply["scores"]
-        return scores
+        return self.perform(requests.rewards, model, probes, raw, None).scores
 
     def encode_texts(self, tokenizer: Path, texts: Sequence[str], *, limit: int) -> list[list[int]]:
         """Return the token ids of plain texts, at most `limit` of each."""
-        reply = self._ask("encode_texts", tokenizer=str(tokenizer), texts=list(texts), limit=limit)
-        tokens: list[list[int]] = reply["tokens"]
-        return tokens
+        return self.perform(encode_texts, tokenizer, texts, limit)
 
     def greedy(
-        self,
-        model: ModelRef,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        eos: Sequence[int],
+        self, model: ModelRef, prompts: Tokens, *, max_new_tokens: int, eos: Sequence[int]
     ) -> Generated:
         """Generate greedily, one prompt at a time, until an id in `eos` or the limit."""
-        reply = self._ask(
-            "greedy",
-            model=model.as_request(),
-            prompts=_lists(prompts),
-            max_new_tokens=max_new_tokens,
-            eos=list(eos),
-        )
-        candidates = [
-            [[(token, logit) for token, logit in step] for step in steps]
-            for steps in reply["candidates"]
-        ]
-        return Generated(reply["tokens"], candidates, reply["seconds"])
+        return self.perform(requests.greedy, model, prompts, max_new_tokens, eos)
 
     def sample(
         self,
         model: ModelRef,
-        prompts: Sequence[Sequence[int]],
+        prompts: Tokens,
         *,
         max_new_tokens: int,
         temperature: float,
         eos: Sequence[int],
     ) -> Generated:
         """Sample a response to each prompt; the same prompts give the same responses."""
-        reply = self._ask(
-            "drawn",
-            model=model.as_request(),
-            prompts=_lists(prompts),
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            eos=list(eos),
-        )
-        return Generated(reply["tokens"], [], reply["seconds"])
+        return self.perform(requests.sample, model, prompts, max_new_tokens, temperature, eos)
 
     def token_logprobs(
-        self, model: ModelRef, prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]]
+        self, model: ModelRef, prompts: Tokens, responses: Tokens
     ) -> list[list[float]]:
         """Return the log-probability of each token of each response, in nats."""
-        texts = {"prompts": _lists(prompts), "replies": _lists(replies)}
-        reply = self._ask("token_logprobs", model=model.as_request(), **texts)
-        logprobs: list[list[float]] = reply["logprobs"]
-        return logprobs
+        return self.perform(requests.token_logprobs, model, prompts, responses)
 
     def layer_errors(
-        self, model: ModelRef, quantized: Path, rows: Sequence[Sequence[int]]
+        self, model: ModelRef, quantized: Path, rows: Tokens
     ) -> list[tuple[str, float]]:
         """Return the relative output error of each layer once quantised, the largest first."""
-        second = replace(model, path=quantized).as_request()
-        reply = self._ask(
-            "layer_errors", model=model.as_request(), quantized=second, rows=_lists(rows)
-        )
-        return [(str(name), float(error)) for name, error in reply["layers"]]
+        return self.perform(requests.layer_errors, model, quantized, rows)
 
     def encode(
         self,
@@ -247,42 +208,17 @@ class ReferenceScorer:
         template_from: Path | None = None,
     ) -> Prompts:
         """Render the prompts of dataset rows: everything before the assistant's last message."""
-        reply = self._ask(
-            "encode",
-            tokenizer=str(tokenizer),
-            rows=list(map(question_of, rows)),
-            template_from=str(template_from) if template_from else None,
-        )
-        return Prompts(reply["prompts"], reply["eos"])
+        questions = list(map(question_of, rows))
+        return self.perform(render, tokenizer, questions, template_from)
 
     def encode_whole(self, tokenizer: Path, conversations: Sequence[Chat]) -> list[list[int]]:
         """Return the token ids of conversations, with the id that ends the last message."""
         chats = [chat(row["messages"], row) for row in conversations]
-        reply = self._ask("encode_whole", tokenizer=str(tokenizer), conversations=chats)
-        tokens: list[list[int]] = reply["tokens"]
-        return tokens
+        return self.perform(render_whole, tokenizer, chats)
 
-    def decode(self, tokenizer: Path, tokens: Sequence[Sequence[int]]) -> list[str]:
+    def decode(self, tokenizer: Path, tokens: Tokens) -> list[str]:
         """Return generated tokens as texts, without special tokens."""
-        reply = self._ask("decode", tokenizer=str(tokenizer), tokens=_lists(tokens))
-        texts: list[str] = reply["texts"]
-        return texts
-
-    def perform(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Run a request of gather or merge that needs torch (`tasks/weights/execute/worker.py`)."""
-        return self._ask("weights", request=dict(request))
-
-    def _ask(self, do: str, **fields: Any) -> dict[str, Any]:
-        self.warm()
-        assert self._child is not None
-        try:
-            reply = self._child.ask({"do": do, **fields}, self._timeout_s)
-        except StageProcessError as error:
-            self.__exit__(type(error), error, None)  # the next request starts a new child
-            raise
-        if "result" in reply:
-            return dict(reply["result"])
-        raise _error(reply)
+        return self.perform(decode, tokenizer, tokens)
 
 
 ENV = {
@@ -292,10 +228,6 @@ ENV = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 """Environment of the child. A process that forks must not have worker threads; it stays offline."""
-
-
-def _lists(tokens: Sequence[Sequence[int]]) -> list[list[int]]:
-    return [list(ids) for ids in tokens]
 
 
 def _error(reply: Mapping[str, Any]) -> PlumblineError:

@@ -18,16 +18,16 @@ Chat = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Rendered:
-    """Prompts as token ids, and the ids that end a response."""
+class Prompts:
+    """Token ids of rendered prompts, and the ids that end a response."""
 
-    prompts: list[list[int]]
+    tokens: list[list[int]]
     eos: list[int]
 
 
 def render(
-    folder: Path, conversations: Sequence[Chat], *, template_from: Path | None = None
-) -> Rendered:
+    folder: Path, conversations: Sequence[Chat], template_from: Path | None = None
+) -> Prompts:
     """Render each conversation as a prompt: without its last answer, with the generation prompt.
 
     Args:
@@ -41,7 +41,7 @@ def render(
     tokenizer = _with_template(folder, template_from)
     questions = map(question_of, conversations)
     prompts = [[int(i) for i in render_one(tokenizer, question)] for question in questions]
-    return Rendered(prompts, stop_ids(folder, tokenizer.eos_token_id))
+    return Prompts(prompts, stop_ids(folder, tokenizer.eos_token_id))
 
 
 def question_of(row: Chat) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from tasks.core.disk import disk_full_named
 from tasks.core.errors import ArtifactError, ContractError, first_and_more
 from tasks.weights.adapters.changes import changes
 from tasks.weights.adapters.read import Adapter
-from tasks.weights.execute.worker import Perform, ask_facts, ask_reward_facts, perform
+from tasks.weights.execute.worker import Perform, perform
 from tasks.weights.execute.writer import Spec, shard_file
 from tasks.weights.families.merging import MergeSettings, plan_merge
 from tasks.weights.families.meta import read_config
@@ -108,7 +108,7 @@ def separate(detected: Detected, *, dtype: str, perform: Perform = perform) -> P
     plan = _plan_model(
         folder, dict.fromkeys((*head.sources, *detected.normalisation.buffers), _KEPT_APART)
     )
-    facts = ask_facts(perform, folder.root, dtype, _shapes(plan))
+    facts = perform(model_facts, folder.root, dtype, _shapes(plan))
     return Parted(plan, {MODEL: folder.main}, folder.config, facts)
 
 
@@ -127,7 +127,7 @@ def _reward_model(
         bias = read_scalar(folder.main, head.bias.partition(":")[2])
         normalisation = normalisation.with_bias(bias)
     plan = _plan_model(folder, left_out, score=head.weight)
-    name, facts = ask_reward_facts(perform, folder.config, dtype, _shapes(plan))
+    name, facts = perform(reward_facts, folder.config, dtype, _shapes(plan))
     config = reward_config(folder.config, name, normalisation, endings(folder.root))
     return Parted(plan, {MODEL: folder.main}, config, facts)
 
@@ -242,7 +242,7 @@ def reward_base(
         of_base = next(iter(tensors.values())).dtype if tensors else "BF16"
         tensors[SCORE] = TensorInfo((1, hidden), of_base, 0, 0)
     disk = {key: tuple(info.shape) for key, info in tensors.items()}
-    return tensors, *ask_reward_facts(perform, config, dtype, disk)
+    return tensors, *perform(reward_facts, config, dtype, disk)
 
 
 def merged_reward(

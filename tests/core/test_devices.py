@@ -256,5 +256,5 @@ def test_the_place_of_a_model_that_is_measured(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(80e9), int(85e9)))
     (tmp_path / "model.safetensors").touch()
     os.truncate(tmp_path / "model.safetensors", int(size))
-    request = ModelRef(tmp_path, quantization=quantization, device=wanted).as_request()
-    assert answers._loading(request)["device_map"] == place
+    model = ModelRef(tmp_path, quantization=quantization, device=wanted)
+    assert answers._loading(model)["device_map"] == place

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import signal
 from pathlib import Path
@@ -88,19 +89,16 @@ def test_a_tokenizer_without_chat_template_borrows_one_only_when_told(
     assert borrowed.tokens == scorer.encode(served, rows).tokens
 
 
-def test_a_crash_is_reported(served: Path, trained: Path, tmp_path: Path) -> None:
+def die() -> None:
+    os.write(2, b"about to die\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_crash_is_reported(tmp_path: Path) -> None:
     """A fork that dies sends nothing; its status is reported."""
-    from tasks.serving.reference import child as reference
+    from tasks.serving.reference import child
 
-    def die(_: object) -> dict[str, object]:
-        os.write(2, b"about to die\n")
-        os.kill(os.getpid(), signal.SIGKILL)
-        return {}
-
-    reference.HANDLERS["die"] = die
-    try:
-        reply = reference._in_fork({"do": "die"}, None)
-    finally:
-        del reference.HANDLERS["die"]
+    (tmp_path / "arguments.pickle").write_bytes(pickle.dumps(()))
+    reply = child._in_fork({"function": f"{__name__}:die", "folder": str(tmp_path)}, None)
     assert reply["crash"] == -signal.SIGKILL
     assert reply["tail"][0] == "about to die"

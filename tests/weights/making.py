@@ -22,9 +22,9 @@ from tasks.gather import gather
 from tasks.merge import merge
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.pipeline.report import StageReport
+from tasks.serving.reference import requests
 from tasks.serving.reference.load import load_model
 from tasks.serving.reference.measure import fingerprint
-from tasks.serving.reference.requests import HANDLERS
 from tasks.weights.plan.partitions import rank_file
 from tasks.weights.quantized.nf4 import as_trained
 from tests.tiny import tiny
@@ -194,17 +194,13 @@ class Here:
     """Measure with transformers and peft in this process, by the code of the reference child."""
 
     def measure(self, model: ModelRef, reference: Path, out: Path) -> Fingerprint:
-        paths = {"reference": str(reference), "out": str(out)}
-        HANDLERS["fingerprint"]({"model": model.as_request(), **paths})
+        requests.fingerprint(model, reference, out)
         return Fingerprint.load(out)
 
     def reference(
         self, model: ModelRef, out: Path, *, probes: Any = (), **paths: Path | None
     ) -> Fingerprint:
-        wanted = {name: paths.get(name) for name in ("like", "own", "base")}
-        texts = {name: str(path) if path else None for name, path in wanted.items()}
-        request = {"model": model.as_request(), "probes": probes, "out": str(out), **texts}
-        HANDLERS["reference"](request)
+        requests.reference(model, out, probes, *map(paths.get, ("like", "own", "base")))
         return Fingerprint.load(out)
 
 

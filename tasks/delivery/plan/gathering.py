@@ -12,12 +12,12 @@ from tasks.delivery.recognise import ADAPTER_CONFIG, CONFIG
 from tasks.weights.adapters.config import parse_config
 from tasks.weights.adapters.read import Adapter
 from tasks.weights.deepspeed.checkpoint import ZeroCheckpoint
-from tasks.weights.execute.worker import ask_facts
 from tasks.weights.families.gathering import plan_full
 from tasks.weights.files.names import rename_all, unwrap
 from tasks.weights.files.opening import open_model
 from tasks.weights.files.reader import read_json
 from tasks.weights.files.source import Renamed, Source
+from tasks.weights.plan.contracts import model_facts
 from tasks.weights.plan.operations import Dropped, Op, Plan
 from tasks.weights.plan.partitions import Partitions
 from tasks.weights.plan.validate import validate
@@ -76,7 +76,7 @@ def gathered_model(request: Request, trained: Trained) -> Work:
             hint="base=<folder of the model that was trained>",
         )
     base = open_model(request.base) if request.base is not None else None
-    facts = ask_facts(request.perform, request.base or folder, request.target.dtype)
+    facts = request.perform(model_facts, request.base or folder, request.target.dtype)
     live = {unwrap(name): name for name in trained.tensors}
     known = {*facts.live.tensors, *(place.live for place in facts.places)}
     foreign = {unwrap(name) for name in getattr(trained, "buffers", ())} - known

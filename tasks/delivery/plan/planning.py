@@ -22,14 +22,13 @@ from tasks.merge import plan_adapters
 from tasks.weights.adapters.read import Adapter, read_adapter
 from tasks.weights.adapters.values import require_values
 from tasks.weights.deepspeed.checkpoint import read_zero
-from tasks.weights.execute.worker import ask_facts
 from tasks.weights.families.merging import MergeSettings
 from tasks.weights.files.dtype_bits import is_float
 from tasks.weights.files.opening import open_model
 from tasks.weights.files.source import Source
 from tasks.weights.head_plans import endings, merged_reward, separate
 from tasks.weights.heads import HEAD, Detected, detect, read_folder
-from tasks.weights.plan.contracts import ModelFacts
+from tasks.weights.plan.contracts import ModelFacts, model_facts
 from tasks.weights.plan.layout import as_is
 from tasks.weights.plan.operations import Plan
 from tasks.weights.plan.partitions import read_partitions
@@ -69,7 +68,7 @@ def _model(request: Request) -> Work:
     else:
         source = open_model(root)
         plan, sources = as_is(source, MODEL), {MODEL: source}
-        facts = ask_facts(request.perform, root, target.dtype)
+        facts = request.perform(model_facts, root, target.dtype)
     _refuse(f"{root}: not what its config.json says", [*facts.findings, *_misfits(plan, facts)])
     plan = in_files(plan, target, sources[MODEL])
     validate(plan, sources)
@@ -153,7 +152,7 @@ def _read_base(
         raise base_missing(request.given)
     config = require_plain(request.base, "base")
     base, through = open_model(request.base), request.quantization
-    facts = ask_facts(request.perform, request.base, request.target.dtype)
+    facts = request.perform(model_facts, request.base, request.target.dtype)
     quantized = frozenset(facts.quantized) if through is not None else frozenset()
     settings = MergeSettings(
         request.target.short,

@@ -2,10 +2,11 @@
 
     python -m tasks.serving.reference.child [--threads N]
 
-It imports torch, transformers and peft once, emits "ready", and answers JSON requests from stdin
-(`tasks/evaluation/scoring.py` sends them). The parent process computes nothing, since a fork would
-lose its worker threads. Each model lives in a fork of its own: its memory is freed with the fork,
-and a crash is reported like any other result.
+It imports torch, transformers and peft once, emits "ready", and calls the functions that stdin
+names (`tasks/evaluation/scoring.py` sends them). Arguments and results are pickled files in the
+folder of a request: nothing that a model prints is ever unpickled. The parent process computes
+nothing, since a fork would lose its worker threads. Each model lives in a fork of its own: its
+memory is freed with the fork, and a crash is reported like any other result.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
+import pkgutil
 import sys
 import tempfile
 import traceback
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from tasks.core.errors import PlumblineError
 from tasks.core.events import emit, send_warnings
 from tasks.process.block_unused_imports import on_gpu, start_lean
 from tasks.serving import forks
-from tasks.serving.reference.requests import HANDLERS, Response
+from tasks.serving.reference.requests import ARGUMENTS, RESULT
 
 TAIL_LINES = 20
 
@@ -58,7 +62,7 @@ def _warm_up() -> None:
     import tasks.weights.execute.worker  # noqa: F401
 
 
-def _in_fork(request: dict[str, Any], threads: int | None) -> Response:
+def _in_fork(request: dict[str, Any], threads: int | None) -> dict[str, Any]:
     receiver, sender = os.pipe()
     with tempfile.TemporaryFile() as output:
         pid = os.fork()
@@ -110,13 +114,17 @@ def _send(request: dict[str, Any], threads: int | None, sender: int) -> NoReturn
         os._exit(status)
 
 
-def _answer(request: dict[str, Any], threads: int | None) -> Response:
+def _answer(request: dict[str, Any], threads: int | None) -> dict[str, Any]:
     try:
         import torch
 
         if threads is not None:
             torch.set_num_threads(threads)
-        return {"result": HANDLERS[request["do"]](request)}
+        folder = Path(request["folder"])
+        arguments = pickle.loads((folder / ARGUMENTS).read_bytes())
+        result = pkgutil.resolve_name(request["function"])(*arguments)
+        (folder / RESULT).write_bytes(pickle.dumps(result))
+        return {"done": True}
     except PlumblineError as error:
         return {
             "failure": type(error).__name__,

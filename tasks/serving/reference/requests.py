@@ -1,4 +1,4 @@
-"""The requests that the reference child answers; `tasks/evaluation/scoring.py` sends them.
+"""Functions that the reference child runs for `tasks/evaluation/scoring.py`: they need torch.
 
 Each runs in a fork of its own. Modules imported here are already imported before the fork, except
 those that would initialise CUDA on a machine with a GPU (`forks.py`).
@@ -7,167 +7,169 @@ those that would initialise CUDA on a machine with a GPU (`forks.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.serving.prompts import decode, encode_texts, render, render_whole
-from tasks.serving.reference.load import (
-    chosen_device,
-    load_model,
-    placement,
-    usable_attention,
-    widen,
-)
-
-Response = dict[str, Any]
+Tokens = Sequence[Sequence[int]]
+ARGUMENTS, RESULT = "arguments.pickle", "result.pickle"
+"""Files in the folder of a request."""
 
 
-def _fingerprint(request: dict[str, Any]) -> Response:
+@dataclass(frozen=True)
+class ModelRef:
+    """A model to load."""
+
+    path: Path  # Hugging Face folder; the base if there is an adapter
+    adapter: Path | None = None  # PEFT folder of an unmerged adapter on top
+    # {"type": "nf4" | "fp4", "double_quant": bool, "compute_dtype": str}
+    quantization: Mapping[str, Any] | None = None
+    dtype: str = "bfloat16"
+    attn_implementation: str = "sdpa"
+    # weights of several adapters by folder, instead of one adapter
+    weighted: Mapping[str, float] | None = None
+    device: str | None = None  # "cpu" or "cuda"; None for a GPU if there is one, else the CPU
+    float32: bool = False  # True to compute in float32, with weights that are rounded to `dtype`
+
+    def as_request(self) -> dict[str, Any]:
+        """Return the fields as plain JSON."""
+        adapter = str(self.adapter) if self.adapter else None
+        return {**asdict(self), "path": str(self.path), "adapter": adapter}
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Responses of transformers."""
+
+    tokens: list[list[int]]  # new tokens of each prompt, with EOS if it was reached
+    # for each prompt and step the most likely (token, logit) pairs, best first; empty for sampled
+    # responses
+    candidates: list[list[list[tuple[int, float]]]]
+    seconds: float  # time of generation without loading
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Outputs of a reward model, and their noise if it was trained on other hardware."""
+
+    scores: list[float]
+    noise: float | None
+    on: dict[str, str]  # hardware and software that computed them
+
+
+def fingerprint(model: ModelRef, reference: Path, out: Path) -> None:
+    """Save the fingerprint at the token ids of another one."""
     from tasks.drift.fingerprint import Fingerprint
     from tasks.serving.reference.measure import fingerprint
 
-    reference = Fingerprint.load(Path(request["reference"]))
-    measured = fingerprint(_load(request["model"]), reference)
-    measured.save(Path(request["out"]))
-    return {"positions": measured.positions}
+    like = Fingerprint.load(reference)
+    fingerprint(_load(model), like).save(out)
 
 
-def _reference(request: dict[str, Any]) -> Response:
-    from dataclasses import replace
-
+def reference(
+    model: ModelRef,
+    out: Path,
+    probes: Tokens,
+    like: Path | None,
+    own: Path | None,
+    base: Path | None,
+) -> None:
+    """Save the fingerprint that other models are compared with: in float32, with the noise."""
     from tasks.drift.fingerprint import Fingerprint, require_informative
+    from tasks.serving.reference.load import widen
     from tasks.serving.reference.measure import fingerprint, noise_of_formats, reference
 
-    like = Fingerprint.load(Path(request["like"])) if request["like"] else None
-    model = _load(request["model"])
-    if request["own"]:
-        assert like is not None
-        fingerprint(model, like).save(Path(request["own"]))
-    widen(model)
-    measured = fingerprint(model, like) if like else reference(model, request["probes"])
-    require_informative(measured, str(request["model"]["path"]))
-    if request["base"]:
-        with model.disable_adapter():
-            fingerprint(model, measured).save(Path(request["base"]))
-    measured = replace(measured, formats=noise_of_formats(model, measured))
-    measured.save(Path(request["out"]))
-    return {"positions": measured.positions}
+    recorded = Fingerprint.load(like) if like else None
+    loaded = _load(model)
+    if own:
+        assert recorded is not None
+        fingerprint(loaded, recorded).save(own)
+    widen(loaded)
+    measured = fingerprint(loaded, recorded) if recorded else reference(loaded, probes)
+    require_informative(measured, str(model.path))
+    if base:
+        with loaded.disable_adapter():
+            fingerprint(loaded, measured).save(base)
+    replace(measured, formats=noise_of_formats(loaded, measured)).save(out)
 
 
-def _rewards(request: dict[str, Any]) -> Response:
+def rewards(
+    model: ModelRef, probes: Tokens, raw: bool, trained_on: Mapping[str, Any] | None = None
+) -> Scores:
+    """Score each probe; the noise is measured where the model was trained on another machine."""
     from tasks.serving.reference.rewards import load_rewarder
 
-    rewarder = load_rewarder(**_loading(request["model"]))
-    probes, trained_on = request["probes"], request.get("trained_on")
-    scores = rewarder.scores(probes, raw=bool(request["raw"]))
+    rewarder = load_rewarder(**_loading(model))
+    scores = rewarder.scores(probes, raw=raw)
     elsewhere = trained_on is not None and trained_on != rewarder.on
-    noise = rewarder.noise(probes) if elsewhere else None
-    return {"scores": scores, "noise": noise, "on": rewarder.on}
+    return Scores(scores, rewarder.noise(probes) if elsewhere else None, rewarder.on)
 
 
-def _encode_texts(request: dict[str, Any]) -> Response:
-    folder = Path(request["tokenizer"])
-    return {"tokens": encode_texts(folder, request["texts"], int(request["limit"]))}
-
-
-def _encode_whole(request: dict[str, Any]) -> Response:
-    return {"tokens": render_whole(Path(request["tokenizer"]), request["conversations"])}
-
-
-def _greedy(request: dict[str, Any]) -> Response:
+def greedy(model: ModelRef, prompts: Tokens, max_new_tokens: int, eos: Sequence[int]) -> Generated:
+    """Generate greedily, one prompt at a time."""
     from tasks.serving.reference.measure import greedy
 
-    model = _load(request["model"])
-    eos, limit = frozenset(request["eos"]), int(request["max_new_tokens"])
+    loaded, ends = _load(model), frozenset(eos)
     began = time.perf_counter()
-    done = [greedy(model, p, max_new_tokens=limit, eos=eos) for p in request["prompts"]]
-    return {
-        "tokens": [tokens for tokens, _ in done],
-        "candidates": [candidates for _, candidates in done],
-        "seconds": time.perf_counter() - began,
-    }
+    done = [greedy(loaded, p, max_new_tokens=max_new_tokens, eos=ends) for p in prompts]
+    seconds = time.perf_counter() - began
+    return Generated([tokens for tokens, _ in done], [steps for _, steps in done], seconds)
 
 
-def _drawn(request: dict[str, Any]) -> Response:
+def sample(
+    model: ModelRef,
+    prompts: Tokens,
+    max_new_tokens: int,
+    temperature: float,
+    eos: Sequence[int],
+) -> Generated:
+    """Sample a response to each prompt, with the number of the prompt as seed."""
     from tasks.serving.reference.measure import sample
 
-    model = _load(request["model"])
-    eos, limit = frozenset(request["eos"]), int(request["max_new_tokens"])
-    how = {"max_new_tokens": limit, "eos": eos, "temperature": float(request["temperature"])}
+    loaded, ends = _load(model), frozenset(eos)
+    how = {"max_new_tokens": max_new_tokens, "eos": ends, "temperature": temperature}
     began = time.perf_counter()
-    tokens = [sample(model, p, seed=n, **how) for n, p in enumerate(request["prompts"])]
-    return {"tokens": tokens, "seconds": time.perf_counter() - began}
+    tokens = [sample(loaded, p, seed=n, **how) for n, p in enumerate(prompts)]
+    return Generated(tokens, [], time.perf_counter() - began)
 
 
-def _token_logprobs(request: dict[str, Any]) -> Response:
+def token_logprobs(model: ModelRef, prompts: Tokens, responses: Tokens) -> list[list[float]]:
+    """Return the log-probability of each token of each response, in nats."""
     from tasks.serving.reference.measure import token_logprobs
 
-    model = _load(request["model"])
-    pairs = zip(request["prompts"], request["replies"], strict=True)
-    return {"logprobs": [token_logprobs(model, *pair) for pair in pairs]}
+    loaded = _load(model)
+    pairs = zip(prompts, responses, strict=True)
+    return [token_logprobs(loaded, *pair) for pair in pairs]
 
 
-def _layer_errors(request: dict[str, Any]) -> Response:
+def layer_errors(model: ModelRef, quantized: Path, rows: Tokens) -> list[tuple[str, float]]:
+    """Return the relative output error of each layer once quantised, the largest first."""
     from tasks.serving.reference.layers import layer_errors
 
-    original = _load(request["model"])
-    quantized = _load(request["quantized"], as_stored=True)
-    return {"layers": layer_errors(original, quantized, request["rows"])}
+    stored = _load(replace(model, path=quantized), as_stored=True)
+    return layer_errors(_load(model), stored, rows)
 
 
-def _encode(request: dict[str, Any]) -> Response:
-    rendered = render(
-        Path(request["tokenizer"]),
-        request["rows"],
-        template_from=Path(request["template_from"]) if request.get("template_from") else None,
-    )
-    return {"prompts": rendered.prompts, "eos": rendered.eos}
+def _load(model: ModelRef, *, as_stored: bool = False) -> Any:
+    from tasks.serving.reference.load import load_model, widen
 
-
-def _decode(request: dict[str, Any]) -> Response:
-    return {"texts": decode(Path(request["tokenizer"]), request["tokens"])}
-
-
-def _load(model: dict[str, Any], *, as_stored: bool = False) -> Any:
-    weighted = model.get("weighted")
-    loaded = load_model(**_loading(model), weighted=weighted, as_stored=as_stored)
-    if model.get("float32"):
+    loaded = load_model(**_loading(model), weighted=model.weighted, as_stored=as_stored)
+    if model.float32:
         widen(loaded)
     return loaded
 
 
-def _loading(model: dict[str, Any]) -> dict[str, Any]:
+def _loading(model: ModelRef) -> dict[str, Any]:
     """Return the arguments that load any kind of model."""
-    device = chosen_device(model.get("device"))
-    quantized = model["quantization"] is not None
+    from tasks.serving.reference.load import chosen_device, placement, usable_attention
+
+    device = chosen_device(model.device)
     return {
-        "path": Path(model["path"]),
-        "adapter": Path(model["adapter"]) if model["adapter"] else None,
-        "quantization": model["quantization"],
-        "dtype": model["dtype"],
-        "attn_implementation": usable_attention(model["attn_implementation"]),
-        "device_map": placement(Path(model["path"]), device, quantized=quantized),
+        "path": model.path,
+        "adapter": model.adapter,
+        "quantization": model.quantization,
+        "dtype": model.dtype,
+        "attn_implementation": usable_attention(model.attn_implementation),
+        "device_map": placement(model.path, device, quantized=model.quantization is not None),
     }
-
-
-def _weights(request: dict[str, Any]) -> Response:
-    from tasks.weights.execute.worker import perform
-
-    return perform(request["request"])
-
-
-HANDLERS: Mapping[str, Callable[[dict[str, Any]], Response]] = {
-    "fingerprint": _fingerprint,
-    "reference": _reference,
-    "rewards": _rewards,
-    "encode_texts": _encode_texts,
-    "greedy": _greedy,
-    "drawn": _drawn,
-    "token_logprobs": _token_logprobs,
-    "layer_errors": _layer_errors,
-    "encode": _encode,
-    "encode_whole": _encode_whole,
-    "decode": _decode,
-    "weights": _weights,
-}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -64,17 +63,6 @@ class Executed:
     linked: Sequence[str] = ()
     read: int = 0
     written: int = 0
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the result as plain JSON."""
-        outcomes = [asdict(outcome) for outcome in self.outcomes.values()]
-        return {**vars(self), "outcomes": outcomes, "linked": list(self.linked)}
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> Executed:
-        """Read what `as_json` returned."""
-        outcomes = {entry["name"]: Outcome(**entry) for entry in raw["outcomes"]}
-        return cls(**{**raw, "outcomes": outcomes})
 
     @property
     def hashes(self) -> dict[tuple[str, str], str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from tasks.weights.files.reader import WEIGHTS, read_checkpoint
 from tasks.weights.files.source import Source
@@ -30,16 +30,6 @@ class SourceRef:
     path: Path
     kind: Kind = "checkpoint"
     stem: str = WEIGHTS
-
-    def as_json(self) -> dict[str, str]:
-        """Return plain JSON."""
-        return {**asdict(self), "path": str(self.path)}
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, str]) -> SourceRef:
-        """Read the result of `as_json`."""
-        kinds: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
-        return cls(Path(raw["path"]), kinds[raw["kind"]], raw["stem"])
 
 
 def open_model(root: Path) -> Source:

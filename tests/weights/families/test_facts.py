@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tasks.core.errors import ArtifactError
-from tasks.weights.execute.worker import perform
+from tasks.weights.execute.worker import answer, by_requests
 from tasks.weights.families.meta import meta_model
 from tasks.weights.families.plain import plain_facts
 from tasks.weights.files.reader import read_json
@@ -81,9 +81,9 @@ def test_a_tied_head_is_no_tensor_of_its_own_and_may_be_stored_too(tmp_path: Pat
     folder = _config(tmp_path, "qwen2", tie_word_embeddings=True)
     facts = model_facts(folder)
     assert facts.tied == {"lm_head.weight": facts.embedding}
-    request = {"do": "model_facts", "config": str(folder), "dtype": "bfloat16"}
-    assert ModelFacts.from_json(json.loads(json.dumps(perform(request)))) == facts
     disk = {tensor.name: tensor.shape for tensor in facts.tensors}
+    perform = by_requests(lambda request: json.loads(json.dumps(answer(request))))
+    assert perform(model_facts, folder, "bfloat16", disk) == model_facts(folder, disk=disk)
     stored = model_facts(folder, disk={**disk, "lm_head.weight": disk[facts.embedding]})
     assert "lm_head.weight" in {place.disk for place in stored.places}
     for each in (facts, stored):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tasks.core.contract import Check
 from tasks.drift.fingerprint import PROFILES
 from tasks.merge import merge
-from tasks.weights.execute.worker import perform
+from tasks.weights.execute.worker import perform, write
 from tasks.weights.files.opening import open_model
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.plan.operations import Plan
@@ -34,11 +34,11 @@ SIZES = (1.0, pytest.param(2.0**-6, marks=pytest.mark.slow), 2.0**-10)
 def _merged(out: Path, adapter: Path, base: Path, trained: Path, spoil=None) -> Check:
     """Merge and return the check; `spoil` may change the written files before they are checked."""
 
-    def working(request: dict) -> dict:
-        reply = perform(request)
-        if request["do"] == "execute" and spoil is not None:
-            spoil(Path(request["out"]))
-        return reply
+    def working(function: Callable, *arguments: object) -> object:
+        result = perform(function, *arguments)
+        if function is write and spoil is not None:
+            spoil(out)
+        return result
 
     out.mkdir()
     report = merge(

@@ -2,5 +2,5 @@
 
 execute    run a plan to finished files; `outcome` is what it returns
 compute    compute one tensor; `copying` handles tensors that need no arithmetic
-worker     the same work as JSON requests, for a process that has imported torch and transformers
+worker     the same work in a child process that has imported torch and transformers
 """

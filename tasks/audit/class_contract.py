@@ -5,21 +5,26 @@ Importing transformers is too slow for an audit of headers. Code that comes with
 
 from __future__ import annotations
 
-import json
+import pickle
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple, cast
 
 from tasks.audit.known import first_architecture
 from tasks.audit.recognise import CONFIG, Kind
 from tasks.audit.source import Source
 from tasks.core.errors import ArtifactError, PlumblineError
 from tasks.process.child import child_environment
-from tasks.weights.plan.contracts import known_facts
+from tasks.weights.plan.contracts import known_facts, model_facts
+
+T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 _PROJECT = Path(__file__).resolve().parents[2]
+_CALL, _RESULT = "call.pickle", "result.pickle"
 _LIMIT_S = 300.0
 _MAX_TENSORS = 200_000
 _QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
@@ -33,94 +38,69 @@ def can_be_built(source: Source) -> bool:
     return served and plain and bool(name) and len(source.tensors) <= _MAX_TENSORS
 
 
-def built_class(source: Source) -> Mapping[str, Any] | str:
-    """Return the facts of the model's class as transformers builds it, or why it does not."""
-    shapes_on_disk = {key: list(tensor.shape) for key, tensor in source.tensors.items()}
-    reply = _answer(
-        {
-            "do": "model_facts",
-            "config": str(source.folder.root),
-            "dtype": "bfloat16",
-            "disk": shapes_on_disk,
-        }
-    )
-    facts: Mapping[str, Any] | str = reply["facts"] if "facts" in reply else str(reply["error"])
-    return facts
+def perform_apart(function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
+    """Call a function of `tasks.weights` about a model class, without importing transformers here.
 
-
-def perform_apart(request: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Perform a request of `tasks.weights.execute.worker` without importing transformers here.
+    Facts depend only on config.json and the shapes, which source and base of a merge often share,
+    so the last few are kept.
 
     Raises:
         ArtifactError: transformers cannot build a model from the configuration.
     """
-    if request["do"] == "model_facts":
-        disk = {name: tuple(shape) for name, shape in request["disk"].items()}
-        known = known_facts(Path(request["config"]), request["dtype"], disk)
-        if known is not None:
-            return known.as_json()
-    reply = _answer(request)
-    if "error" in reply:
-        raise ArtifactError(str(reply["error"]))
-    facts: Mapping[str, Any] = reply["facts"]
-    return facts
+    call: tuple[Any, ...] = arguments
+    if function.__name__ == model_facts.__name__ and (known := known_facts(*call)) is not None:
+        return cast("T", known)
+    folder, *rest = call
+    config = (folder / CONFIG).read_bytes() if isinstance(folder, Path) else pickle.dumps(folder)
+    key = function.__name__, config, pickle.dumps(rest)
+    result = _RESULTS.pop(key, None) or _in_child(function, call)
+    _RESULTS[key] = result
+    if len(_RESULTS) > _MOST_RESULTS:
+        _RESULTS.pop(next(iter(_RESULTS)))
+    return cast("T", result)
 
 
-def _answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the child's reply: `facts` or `error`. The last few replies are kept.
-
-    Facts depend only on config.json and the shapes: source and base of a merge often share them.
-    """
-    folder = request.get("config")
-    config = (Path(folder) / CONFIG).read_text() if isinstance(folder, str) else ""
-    rest = {key: value for key, value in request.items() if key != "config"}
-    key = json.dumps([config, rest], sort_keys=True)
-    reply = _ANSWERS.pop(key, None) or _run_child(request)
-    if "error" not in reply:
-        _ANSWERS[key] = reply
-        if len(_ANSWERS) > _MOST_ANSWERS:
-            _ANSWERS.pop(next(iter(_ANSWERS)))
-    return reply
+_RESULTS: dict[tuple[str, bytes, bytes], Any] = {}
+_MOST_RESULTS = 4
 
 
-_ANSWERS: dict[str, Mapping[str, Any]] = {}
-_MOST_ANSWERS = 4
+def _in_child(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Call a function in a child; what libraries print there is never unpickled."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / _CALL).write_bytes(pickle.dumps((function, arguments)))
+        command = [sys.executable, "-m", "tasks.audit.class_contract", folder]
+        try:
+            finished = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                cwd=_PROJECT,
+                env=child_environment(_QUIET),
+                timeout=_LIMIT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            text = f"transformers did not build the model within {_LIMIT_S:.0f} s"
+            raise ArtifactError(text) from error
+        if finished.returncode:
+            last = finished.stderr.strip().rpartition("\n")[2]
+            raise ArtifactError(f"transformers could not build the model: {last}")
+        result, message = pickle.loads((Path(folder) / _RESULT).read_bytes())
+    if message:
+        raise ArtifactError(message)
+    return result
 
 
-def _run_child(request: Mapping[str, Any]) -> Mapping[str, Any]:
-    command = [sys.executable, "-m", "tasks.audit.class_contract"]
+def _child(folder: Path) -> None:
+    """Make the call in a folder, and write its result there."""
+    function, arguments = pickle.loads((folder / _CALL).read_bytes())
+    result, message = None, ""
     try:
-        finished = subprocess.run(
-            command,
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            cwd=_PROJECT,
-            env=child_environment(_QUIET),
-            timeout=_LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"transformers did not build the model within {_LIMIT_S:.0f} s"}
-    lines = finished.stdout.splitlines()
-    if finished.returncode or not lines:
-        last = finished.stderr.strip().rpartition("\n")[2]
-        return {"error": f"transformers could not build the model: {last}"}
-    reply: dict[str, Any] = json.loads(lines[-1])
-    return reply
-
-
-def _child() -> None:
-    """Perform the request on standard input, and print the reply as the last line."""
-    from tasks.weights.execute.worker import answer as perform
-
-    reply: dict[str, Any]
-    try:
-        reply = {"facts": perform(json.load(sys.stdin))}
+        result = function(*arguments)
     except PlumblineError as error:
-        reply = {"error": error.message}
-    print("\n" + json.dumps(reply))  # on a line of its own, after any output of libraries
+        message = error.message
+    (folder / _RESULT).write_bytes(pickle.dumps((result, message)))
 
 
 if __name__ == "__main__":
-    _child()
+    _child(Path(sys.argv[1]))

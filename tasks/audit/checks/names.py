@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tasks.audit.check import ERROR, MODEL, WARNING, WHOLE, Fault, check
-from tasks.audit.class_contract import built_class, can_be_built
+from tasks.audit.class_contract import can_be_built, perform_apart
 from tasks.audit.known import (
     first_architecture,
     is_multimodal,
@@ -26,11 +26,13 @@ from tasks.audit.recognise import CONFIG, Kind
 from tasks.audit.repair import adapter_name, model_name, strip_prefixes
 from tasks.audit.source import Source
 from tasks.audit.weights import StoredTensor
+from tasks.core.errors import ArtifactError
 from tasks.weights.families.counts import oversized
 from tasks.weights.families.plain import plain_facts
 from tasks.weights.files.names import PEFT_PREFIX, unwrap
 from tasks.weights.heads import BUFFERS, OPENRLHF, module_names
 from tasks.weights.heads import WRAPPER as TRL_WRAPPER
+from tasks.weights.plan.contracts import model_facts
 from tasks.weights.quantized.config_fields import QUANTIZATION, stored
 
 _PEFT = re.compile(
@@ -316,11 +318,13 @@ def _class_of(source: Source) -> _Class | None:
     if facts is None:
         if not (source.values and can_be_built(source)):
             return None
-        reply = built_class(source)
-        if isinstance(reply, str):
-            return _Class(problem=reply)
-        built = {tensor["name"]: tuple(tensor["shape"]) for tensor in reply["tensors"]}
-        return _Class(built, {*reply["tied"], *reply["unread"]})
+        disk = {key: tuple(tensor.shape) for key, tensor in source.tensors.items()}
+        try:
+            of_class = perform_apart(model_facts, source.folder.root, "bfloat16", disk)
+        except ArtifactError as error:
+            return _Class(problem=error.message)
+        built = {tensor.name: tensor.shape for tensor in of_class.tensors}
+        return _Class(built, {*of_class.tied, *of_class.unread})
     shapes = {tensor.name: tensor.shape for tensor in facts["tensors"]}
     optional = set(facts["tied"])
     if source.kind is Kind.REWARD:

@@ -14,7 +14,7 @@ from tasks.audit.class_contract import perform_apart
 from tasks.audit.source import Source
 from tasks.core.errors import PlumblineError
 from tasks.weights.adapters.legacy_names import in_memory
-from tasks.weights.execute.worker import answer as perform
+from tasks.weights.execute.worker import perform
 from tasks.weights.files.dtype_conversion import rounded
 from tasks.weights.files.names import EXPERT, PEFT_PREFIX
 from tasks.weights.proof.compare import comparable

@@ -6,7 +6,7 @@ It has everything that PEFT's rules look at, and is made once from a model on th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from tasks.core.contract import Expected
@@ -57,34 +57,6 @@ class LiveModel:
         """Return all names of the parameter `name`, its own included."""
         holder = self.tied.get(name, name)
         return frozenset({holder, *(alias for alias, to in self.tied.items() if to == holder)})
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain JSON."""
-        return {
-            **asdict(self),
-            "tensors": [asdict(tensor) for tensor in self.tensors.values()],
-            "transposed": sorted(self.transposed),
-        }
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> LiveModel:
-        """Read the result of `as_json`, also after a round trip through JSON."""
-        tensors = [
-            Expected(entry["name"], tuple(entry["shape"]), entry["dtype"])
-            for entry in raw["tensors"]
-        ]
-        return cls(
-            tensors={tensor.name: tensor for tensor in tensors},
-            modules=dict(raw["modules"]),
-            tied=dict(raw["tied"]),
-            transposed=frozenset(raw["transposed"]),
-            input_embedding=str(raw["input_embedding"]),
-            output_embedding=str(raw["output_embedding"]),
-            stored={
-                key: Stored(tuple(entry["shape"]), tuple(entry["live"]), entry["whole"])
-                for key, entry in raw["stored"].items()
-            },
-        )
 
 
 def live_model(model: Any) -> LiveModel:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from tasks.weights.adapters.live import Stored
 from tasks.weights.families.traced import Piece, Traced
@@ -37,12 +36,6 @@ class Place:
     def is_all(self) -> bool:
         """Return True if disk and memory hold the same elements."""
         return self.whole and prod(self.shape) == prod(self.live_shape)
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> Place:
-        """Read the result of `dataclasses.asdict`, also after a round trip through JSON."""
-        shapes = {key: tuple(raw[key]) for key in ("shape", "live_shape")}
-        return cls(**{**raw, **shapes})
 
 
 def places_of(live: str, traced: Traced, disk: Mapping[str, tuple[int, ...]]) -> list[Place]:

@@ -11,7 +11,7 @@ alone, and leaves everything else to transformers. Call `model_facts` through
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,31 +66,6 @@ class ModelFacts:
     aliases: Mapping[str, str] = field(default_factory=dict)
     towers: tuple[str, ...] = ()
     findings: tuple[str, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain JSON."""
-        return {**asdict(self), "live": self.live.as_json()}
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> ModelFacts:
-        """Read the result of `as_json`, also after a round trip through JSON."""
-        return cls(
-            tensors=tuple(expected_from_json(entry) for entry in raw["tensors"]),
-            tied=dict(raw["tied"]),
-            embedding=str(raw["embedding"]),
-            quantized=tuple(raw["quantized"]),
-            live=LiveModel.from_json(raw["live"]),
-            places=tuple(Place.from_json(entry) for entry in raw["places"]),
-            unread=tuple(raw["unread"]),
-            aliases=dict(raw["aliases"]),
-            towers=tuple(raw["towers"]),
-            findings=tuple(raw["findings"]),
-        )
-
-
-def expected_from_json(raw: Mapping[str, Any]) -> Expected:
-    """Read one `Expected` from its plain JSON form."""
-    return Expected(raw["name"], tuple(raw["shape"]), raw["dtype"])
 
 
 def model_facts(

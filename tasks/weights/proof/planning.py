@@ -9,7 +9,7 @@ from pathlib import Path
 from tasks.weights.adapters.changes import changes
 from tasks.weights.adapters.live import LiveModel
 from tasks.weights.adapters.read import Adapter, read_adapter
-from tasks.weights.execute.worker import Answer, Perform, answer, by_requests
+from tasks.weights.execute.worker import Perform, perform
 from tasks.weights.families.merging import MergeSettings, plan_merge
 from tasks.weights.files.opening import open_model
 from tasks.weights.files.reader import read_json
@@ -39,7 +39,7 @@ class Planned:
     live: LiveModel | None = None
 
 
-def planned(base: Path, adapter: Path, *, perform: Answer = answer) -> Planned:
+def planned(base: Path, adapter: Path, *, perform: Perform = perform) -> Planned:
     """Plan the merge of an adapter into its base; nothing is written.
 
     Args:
@@ -54,9 +54,9 @@ def planned(base: Path, adapter: Path, *, perform: Answer = answer) -> Planned:
     folder = read_folder(adapter)
     read, model = read_adapter(adapter, beside=folder.beside), open_model(base)
     if detect(folder).is_of_reward:
-        return _reward(read, model, base, by_requests(perform))
+        return _reward(read, model, base, perform)
     disk = {key: tuple(info.shape) for key, info in model.tensors.items()}
-    facts = by_requests(perform)(model_facts, base, "bfloat16", disk)
+    facts = perform(model_facts, base, "bfloat16", disk)
     infos = {f"{read.name}:{key}": info for key, info in read.tensors.tensors.items()}
     plan = plan_merge(model.tensors, facts, changes([(read, 1.0)], facts.live), infos)
     sources = {BASE: model, read.name: read.tensors}

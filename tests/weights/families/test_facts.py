@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tasks.audit.class_contract import perform_apart
 from tasks.core.errors import ArtifactError
-from tasks.weights.execute.worker import answer, by_requests
 from tasks.weights.families.meta import meta_model
 from tasks.weights.families.plain import plain_facts
 from tasks.weights.files.reader import read_json
@@ -82,8 +82,7 @@ def test_a_tied_head_is_no_tensor_of_its_own_and_may_be_stored_too(tmp_path: Pat
     facts = model_facts(folder)
     assert facts.tied == {"lm_head.weight": facts.embedding}
     disk = {tensor.name: tensor.shape for tensor in facts.tensors}
-    perform = by_requests(lambda request: json.loads(json.dumps(answer(request))))
-    assert perform(model_facts, folder, "bfloat16", disk) == model_facts(folder, disk=disk)
+    assert perform_apart(model_facts, folder, "bfloat16", disk) == model_facts(folder, disk=disk)
     stored = model_facts(folder, disk={**disk, "lm_head.weight": disk[facts.embedding]})
     assert "lm_head.weight" in {place.disk for place in stored.places}
     for each in (facts, stored):

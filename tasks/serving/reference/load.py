@@ -62,7 +62,7 @@ def load_model(
         device_map=device_map,
         as_stored=as_stored,
     )
-    if weighted is None and adapter is not None:
+    if not weighted and adapter is not None:
         weighted = {str(adapter): 1.0}
     return with_adapters(model, weighted).eval() if weighted else model.eval()
 

@@ -76,7 +76,7 @@ class Verify:
     kind: ServerKind = "auto"
     """API of the server; auto: by its endpoints."""
     profile: Profile = "standard"
-    """How far the server may be from the trained model."""
+    """Limits of the server's distance from the trained model."""
     timeout_s: float = 60.0
     """Seconds to wait for one response."""
     workers: int = 8

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 from tasks.core.terminal import plain
 
-Verdict = Literal["ok", "info", "warning", "fault", "unknown"]
+Verdict = Literal["ok", "fault", "unknown"]
 WIDTH = 100
 _NAMES = 15
 """Least width of the column of codes."""
@@ -65,14 +65,11 @@ def causes(rows: Sequence[Row]) -> list[Cause]:
     return list(by_code.values())
 
 
-def table(rows: Sequence[Row], *, kind: str = "check") -> list[str]:
-    """Return the lines of a table, faults first; a cause that several rows have is explained once.
-
-    `kind` is the heading of the codes.
-    """
+def table(rows: Sequence[Row]) -> list[str]:
+    """Return the lines of a table, faults first; a shared cause is explained once."""
     names = max([_NAMES, *(len(row.code) for row in rows)])
     indent = " " * (names + 10)
-    lines = [f"{kind:<{names}} {'verdict':<8} measured", "-" * WIDTH]
+    lines = [f"{'check':<{names}} {'verdict':<8} measured", "-" * WIDTH]
     explained: set[str] = set()
     for row in [*faults(rows), *(row for row in rows if row.verdict != "fault")]:
         first = f"{row.code:<{names}} {_word(row):<8} "
@@ -126,9 +123,9 @@ def junit(suite: str, group: str, rows: Sequence[Row], seconds: float, error: st
     return ElementTree.tostring(top, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def markdown(line: str, rows: Sequence[Row], *, kind: str = "check") -> str:
+def markdown(line: str, rows: Sequence[Row]) -> str:
     """Return Markdown for pages of orchestrators and trackers: a verdict and a table."""
-    lines = [_cell(line), "", f"| {kind} | verdict | measured | cause |", "|---|---|---|---|"]
+    lines = [_cell(line), "", "| check | verdict | measured | cause |", "|---|---|---|---|"]
     for row in rows:
         codes = ", ".join(cause.code for cause in row.causes)
         lines.append(f"| {row.code} | {_word(row)} | {_cell(row.text)} | {codes} |")

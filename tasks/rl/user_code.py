@@ -53,7 +53,7 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", 
 """Prefixes of variables by which libraries recognise a training rank, which the process is not."""
 
 Place = tuple[str, Sequence[str]]
-"""Where a call failed, such as "on 4 responses", and the lines that show the prompt."""
+"""Place of a failed call, such as "on 4 responses", and the lines that show the prompt."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class FunctionReference:
 
     @property
     def slow_hint(self) -> str:
-        """What to type if the code is slow."""
+        """Advice for slow code: the setting to type."""
         section = self.setting.partition(".")[0]
         key = "environment_timeout_s" if self.setting == ENVIRONMENT else "timeout_s"
         return f"{section}.{key}=<more> if it needs that long"

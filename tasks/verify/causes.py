@@ -81,7 +81,7 @@ class Evidence:
 
     @property
     def seen(self) -> str:
-        """What of the adapter answers, for a person."""
+        """Share of the adapter that answers, as a sentence."""
         if self.is_whole or self.dose is None:
             return f"mean KL {self.kl:.1e}, while the base on this server is exact"
         line = f"the rest of the difference is {self.remainder:.0%} of the adapter's effect"

@@ -1,4 +1,4 @@
-"""What servers read: exports beside the folder, names of quantised layers, lengths, dtypes."""
+"""Findings about servers: exports, names of quantised layers, lengths, dtypes."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ adapter, adapter_base, plan PEFT adapters, how they fit their base, the plan of 
 tokens, templates, config   tokenizers, chat templates, settings
 values, base, merge         numbers: by themselves, against the base, against base and adapter
 witness                     the record that training left
-serving                     what servers read otherwise: sampling defaults, exports
+serving                     settings and exports that servers read otherwise
 """
 
 from tasks.audit.checks import (  # isort: skip -- in the order of the report

@@ -29,7 +29,6 @@ from tasks.weights.heads import (
 
 _LABELS = 2
 """Number of labels that transformers assumes if config.json does not set it."""
-_SCALE = ("mean", "std", f"{CONFIG}: mean", f"{CONFIG}: std")
 
 
 def has_tensors(source: Source) -> bool:

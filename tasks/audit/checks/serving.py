@@ -1,4 +1,4 @@
-"""What a server reads otherwise than training wrote: settings that decide answers, and exports."""
+"""Checks of settings and exports that a server reads otherwise than training wrote them."""
 
 from __future__ import annotations
 

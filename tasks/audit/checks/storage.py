@@ -1,4 +1,4 @@
-"""How weights are stored: quantization_config against the tensors, and dtypes."""
+"""Checks of dtypes, and of quantization_config against the tensors."""
 
 from __future__ import annotations
 

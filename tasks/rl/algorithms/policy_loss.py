@@ -16,7 +16,6 @@ from tasks.rl.algorithms.kl import estimate
 from tasks.training.objectives import Loss
 
 RATIOS = ("token", "sequence")
-AGGREGATES = ("tokens", "sequences", "constant")
 
 
 @dataclass(frozen=True)

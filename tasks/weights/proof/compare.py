@@ -223,15 +223,15 @@ def compare(
     """
     expected, sums = Expected(unit.op, sources), Sums()
     with Merged(unit, merged) as values:
-        one_pass = _Pass(expected, values.grid, scale, packed)
+        comparison = _Pass(expected, values.grid, scale, packed)
         turned = bool((unit.op.quantization or {}).get("turned"))
         for block in expected.blocks(whole=packed and turned):
-            block_sums = one_pass.add(
+            block_sums = comparison.add(
                 block, values.rows(block.first, block.first + len(block.base))
             )
             sums = sums + block_sums
             few = _EXCEPT * expected.rows * expected.columns
-            if not one_pass.exact and sums.beyond > few + _EXCEPT_FIRST * block_sums.elements:
+            if not comparison.exact and sums.beyond > few + _EXCEPT_FIRST * block_sums.elements:
                 break
     return sums
 

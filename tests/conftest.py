@@ -35,6 +35,7 @@ os.environ.update(
     XDG_CACHE_HOME=str(CACHE / "xdg"),
     VLLM_NO_USAGE_STATS="1",
     TOKENIZERS_PARALLELISM="false",
+    OMP_WAIT_POLICY="passive",  # threads that spin take the other workers' cores
 )
 for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"):
     os.environ.pop(name, None)

@@ -55,7 +55,8 @@ def test_an_adapter_of_another_trainer_is_delivered_into_vllm(work: Work) -> Non
 
 def test_the_delivered_model_is_served_and_verified(work: Work, tmp_path: Path) -> None:
     port = free_port()
-    words = command("serve", str(work.served), "--host", "127.0.0.1", "--port", str(port))
+    options = ("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager")
+    words = command("serve", str(work.served), *options)
     with started(words, port, tmp_path / "server.log") as server:
         status, text = verify(tmp_path, server.url, work.served)
     assert status == 0, text

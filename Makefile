@@ -11,8 +11,7 @@ PY := $(VENV)/bin/python
 WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup setup-sign setup-quantize setup-lm-eval setup-smollm2 setup-dev demo demo-real test test-all test-gpu test-gpus check docs \
-  format bench-weights bench-training bench-rl bench-gpu lock up deploy down status backup \
-  restore
+  format bench-weights bench-training bench-rl bench-gpu lock up deploy down status backup
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -83,7 +82,7 @@ bench-rl: setup-dev  ## online learning beside transformers and TRL (ARGS: rows,
 bench-gpu: setup-dev  ## all of these on one GPU, into docs/benchmarks-gpu.md (ARGS: rows, --runs)
 	$(PY) -m benchmarks.gpu $(ARGS)
 
-lock:  ## make requirements/*.lock from requirements/*.in (ARGS: only these)
+lock:  ## make requirements/*.lock of the pins in pyproject.toml (ARGS: only these)
 	@requirements/lock.sh $(ARGS)
 
 up: setup  ## Prefect server, MLflow server and a worker on loopback (PREFECT_PORT, MLFLOW_PORT)
@@ -98,8 +97,5 @@ down: setup  ## stop what `make up` started
 status: setup  ## what runs, and where
 	@$(PY) -m infra.servers.services status
 
-backup: setup  ## copy PLUMBLINE_RUNS to TO=<folder> while the servers work, and verify the copy
-	@$(PY) -m infra.servers.backup backup "$(TO)"
-
-restore: setup  ## write the backup FROM=<folder> to a new PLUMBLINE_RUNS=<folder>
-	@$(PY) -m infra.servers.backup restore "$(FROM)"
+backup: setup  ## copy PLUMBLINE_RUNS to TO=<folder> while the servers work
+	@infra/servers/backup.sh "$${PLUMBLINE_RUNS:-runs}" "$(TO)"

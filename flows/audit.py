@@ -31,7 +31,7 @@ from typing import Any
 from prefect import flow
 
 from flows.orchestration.audit_record import recorded
-from flows.orchestration.failure import reported
+from flows.orchestration.flow_body import reported
 from flows.orchestration.registry_audit import audit_versions
 
 

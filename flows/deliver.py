@@ -32,7 +32,7 @@ from typing import Any
 from prefect import flow
 
 from flows.delivery.run_delivery import run_in_prefect
-from flows.orchestration.failure import reported
+from flows.orchestration.flow_body import reported
 
 
 @flow(name="deliver", flow_run_name="deliver-{tag}", persist_result=False)

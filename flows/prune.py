@@ -27,7 +27,7 @@ from typing import Any
 from prefect import flow
 
 from flows.commands.prune import prune_flow
-from flows.orchestration.failure import reported
+from flows.orchestration.flow_body import reported
 
 
 @flow(name="prune", flow_run_name="prune-{tag}", persist_result=False)

@@ -30,7 +30,7 @@ from typing import Any
 from prefect import flow
 
 from flows.chain.run_chain import run_flow
-from flows.orchestration.failure import reported
+from flows.orchestration.flow_body import reported
 
 
 @flow(name="rlhf", flow_run_name="rlhf-{tag}", persist_result=False)

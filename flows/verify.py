@@ -28,7 +28,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows.orchestration.failure import reported
+from flows.orchestration.flow_body import reported
 from flows.orchestration.verify_record import recorded
 
 

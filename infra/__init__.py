@@ -1,7 +1,9 @@
 """Set-up, servers and deployment of Plumbline; not part of the installed package.
 
 setup.sh    the environment, from the locks
-servers/    `make up`, `make deploy`, `make down`, backup and restore of what they record
+servers/    `make up`, `make deploy`, `make down`, `make backup`
 prefect.yaml    the deployments
-compose.yaml, Dockerfile, nodes/, action/ are for containers, clusters and GitHub.
+action/     the gate for a workflow of GitHub
+examples/   containers and clusters: starting points, not tested with every change
+docs/       the documentation as a site
 """

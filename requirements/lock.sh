@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes every lock in this folder from its .in file: `make lock`, or `requirements/lock.sh cpu dev`.
+# Makes every lock in this folder: `make lock`, or `requirements/lock.sh cpu dev`. The pins are those
+# of pyproject.toml; an .in file has what else a lock needs.
 #
 # cpu comes first: the others take it as a constraint, so that a package has one version in the
 # whole project. Not cuda: its torch asks for another release of triton. A lock that already
@@ -14,27 +15,37 @@ tools=.cache/tools
 
 lock() {
     local name=$1
-    local -a args=()
+    local -a args=() sources=(pyproject.toml)
     case $name in
-        cpu) args=(--override requirements/overrides-cpu.txt) ;;
-        dev) args=(--constraint requirements/cpu.lock --override requirements/overrides-dev.txt) ;;
-        sign | lm-eval) # only what the profiles lack
-            args=(--constraint requirements/cpu.lock)
-            mapfile -t -O 2 args < <(sed -nE 's/^([^ #=]+)==.*/--no-emit-package=\1/p' requirements/cpu.lock)
+        cpu)
+            sources+=(requirements/cpu.in)
+            args=(--extra train --extra serve-cpu --override requirements/overrides-cpu.txt)
+            ;;
+        cuda)
+            sources+=(requirements/cuda.in)
+            args=(--extra train --extra serve)
+            ;;
+        gate) args=(--constraint requirements/cpu.lock) ;;
+        sign | lm-eval | dev) # only what the profiles lack
+            args=(--extra "$name" --constraint requirements/cpu.lock --override requirements/overrides-dev.txt)
+            mapfile -t -O 6 args < <(sed -nE 's/^([^ #=]+)==.*/--no-emit-package=\1/p' requirements/cpu.lock)
             ;;
         quantize) # only what the profiles lack or have in another version
+            sources=(requirements/quantize.in)
             sed -nE '/^(transformers|compressed-tensors|huggingface-hub)==/!s/^([^ #=]+==[^ ]+).*/\1/p' \
                 requirements/cpu.lock >.cache/below.txt
             args=(--constraint .cache/below.txt --override requirements/overrides-quantize.txt)
             mapfile -t -O 4 args < <(sed -nE 's/^([^ #=]+)==.*/--no-emit-package=\1/p' .cache/below.txt)
             ;;
-        smollm2) args=(--no-deps) ;;
-        torch) args=(--no-deps --index-url "$(sed -n 's/^TORCH_CPU_INDEX=//p' infra/setup.sh)") ;;
-        cuda | tools) ;;
-        *) args=(--constraint requirements/cpu.lock) ;;
+        torch)
+            sources=(requirements/torch.in)
+            args=(--no-deps --index-url "$(sed -n 's/^TORCH_CPU_INDEX=//p' infra/setup.sh)")
+            ;;
+        smollm2 | tools) sources=("requirements/$name.in") args=(--no-deps) ;;
+        *) sources=("requirements/$name.in") args=(--constraint requirements/cpu.lock) ;;
     esac
     echo "locking requirements/$name.lock"
-    "$tools/bin/uv" pip compile "requirements/$name.in" "${args[@]}" \
+    "$tools/bin/uv" pip compile "${sources[@]}" "${args[@]}" \
         --output-file "requirements/$name.lock" --quiet --no-header --generate-hashes \
         --python-version 3.11 --python-platform x86_64-manylinux_2_28
     # Of vLLM, with wheels for x86-64 alone; and of Prefect.

@@ -51,7 +51,7 @@ def run_in_prefect(name: str, composed: Composed, overrides: list[str]) -> Any:
     """
     bootstrap(PROJECT, composed.runs)
     from flows.servers.prefect_server import prefect_server
-    from flows.servers.prefect_watch import final_state
+    from flows.orchestration.flow_body import final_state
     from tasks.config.checks import preflight
     from tasks.config.checks.tracking import prefect_reachable, public, reachable
     from tasks.pipeline.locks import Patience, hold

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flows.cli.composed import Composed
-from flows.servers.server_api import Api
+from flows.servers.api import Api
 from flows.servers.services import LOOPBACK, record_of, running_server, runs_page, services_of
 from tasks.core.errors import ConfigError
 from tasks.core.terminal import to_stderr

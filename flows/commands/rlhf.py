@@ -19,8 +19,8 @@ from flows.cli.outcome import exit_status
 from flows.cli.plan import check, count_rows, render
 from flows.cli.signals import exit_on_signals
 from flows.commands.in_prefect import warm_up
-from flows.servers.prefect_server import prefect_server, preload
-from flows.servers.prefect_watch import final_state
+from flows.servers.prefect_server import prefect_server
+from flows.orchestration.flow_body import final_state
 from tasks.core.redaction import redact, redact_url, without_passwords
 from tasks.core.terminal import plain, to_stderr
 from tasks.pipeline.locks import Patience, hold
@@ -41,8 +41,6 @@ def main() -> int:
 def _job(composed: Composed, overrides: list[str]) -> int:
     """Run one configuration. Whatever can be refused is refused before anything is written."""
     bootstrap(PROJECT, composed.runs)
-    if not composed.settings["plan"] and composed.settings["train"]["nodes"] == 1:
-        preload(composed.runs)  # while the checks below run
     steps = chain_steps(composed, overrides)
     if composed.settings["plan"]:
         counted = count_rows(steps)

@@ -51,7 +51,6 @@ class Host:
         last: calls what follows the last stage: (name, its work, artifacts that it reads by role).
         show: shows the table of checks (Markdown) at the end of a flow.
         tags: tags of the tracked run.
-        unrecorded: returns a line about what Prefect has not recorded, or nothing.
         patience: how long to wait for other runs.
         page: URL of the flow run's page; empty if nothing serves it.
         link: adds a link to the flow run's page: (text, URL).
@@ -63,7 +62,6 @@ class Host:
     last: Callable[[str, Callable[[], Any], Mapping[str, Artifact]], Any]
     show: Callable[[str], object]
     tags: Mapping[str, str] = field(default_factory=dict)
-    unrecorded: Callable[[], str] = lambda: ""
     patience: Patience = FOREVER
     page: str = ""
     link: Callable[[str, str], object] = lambda text, url: None
@@ -300,7 +298,6 @@ class FlowRun:
         if status != "cancelled":  # an interrupted process has seconds left: no request
             self._link()
             summary.tracking = self.mechanism.tracker.settle() or None
-            summary.prefect = self.host.unrecorded() or None
         written = summary.write(
             self.composed.runs, self.run_id, {"config.yaml": self.composed.text}
         )

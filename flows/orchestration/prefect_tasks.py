@@ -23,7 +23,6 @@ from prefect.utilities.urls import url_for
 
 from flows.orchestration.flow_run import Host
 from flows.servers.prefect_server import is_embedded
-from flows.servers.prefect_watch import current
 from tasks.core.redaction import redact, redact_error
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.locks import FOREVER, Patience
@@ -39,9 +38,6 @@ def in_prefect(name: str, patience: Patience = FOREVER) -> Host:
     """
 
     def record(what: str, create: Callable[[], object]) -> None:
-        watch = current()
-        if watch is not None and watch.gone:
-            return
         try:
             create()
         except Exception as error:
@@ -56,20 +52,13 @@ def in_prefect(name: str, patience: Patience = FOREVER) -> Host:
         create = partial(create_link_artifact, url, text, key=f"{name}-mlflow")
         record(f"the link to {url}", partial(create, description=f"[{text}]({url})"))
 
-    def unrecorded() -> str:
-        watch = current()
-        if watch is None:
-            return ""
-        watch.check()
-        return watch.report()
-
     run_id = str(flow_run.id)
     tags = {"prefect.flow_run_id": run_id}
     tasks = PrefectTasks()
     # The server of one run alone has no pages, and is gone when the run has ended.
     page = "" if is_embedded() else url_for("flow-run", obj_id=run_id) or ""
     log = get_run_logger()
-    return Host(run_id, log, tasks, tasks.last, show, tags, unrecorded, patience, page, link)
+    return Host(run_id, log, tasks, tasks.last, show, tags, patience, page, link)
 
 
 class PrefectTasks:

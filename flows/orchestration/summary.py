@@ -39,7 +39,6 @@ class Summary:
         refused: the hand-off that moved too far, as `handoff` in `stage_entry`, with its `stage`.
         exit_status: of the command that ran it.
         tracking: what MLflow has not recorded, and when it will; None if it has everything.
-        prefect: what Prefect has not recorded; None if it has everything.
         unregistered: why the model is not registered though the run is complete, and what to type.
         pushed: `repo`, `url` and `commit` of the copy on the Hub; None if nothing was pushed.
         unpushed: why the model is not on the Hub though the run is complete, and what to type.
@@ -64,7 +63,6 @@ class Summary:
     error: str | None = None
     exit_status: int | None = None
     tracking: str | None = None
-    prefect: str | None = None
     unregistered: str | None = None
     pushed: dict[str, str] | None = None
     unpushed: str | None = None
@@ -170,7 +168,7 @@ class Summary:
             lines.append(f"registered: {candidate_line(self.gate)}")
         if self.pushed:
             lines.append(f"pushed: {self.pushed['url']} commit {self.pushed['commit'][:DIGITS]}")
-        notes = (self.unregistered, self.unpushed, self.tracking, self.prefect)
+        notes = (self.unregistered, self.unpushed, self.tracking)
         lines += [line for line in notes if line]
         if self.error:
             lines.append(f"failed: {self.error}")

@@ -22,10 +22,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from flows.cli.bootstrap import offer, prefect_settings, stay_off_proxies
-from flows.servers.prefect_app import WAITS, guard_settings
-from flows.servers.prefect_records import bury_the_dead, settle
-from flows.servers.prefect_watch import current
-from flows.servers.server_api import Api
+from flows.servers.api import Api
+from flows.servers.records import bury_the_dead, settle
 from flows.servers.services import AUTH, URL, running_server
 from tasks.core.errors import PlumblineError
 from tasks.pipeline.locks import Hold
@@ -48,23 +46,6 @@ DATABASE_SETTINGS = (
 log = logging.getLogger(__name__)
 
 _running: dict[Path, tuple[Child, Api]] = {}
-_preloaded: dict[Path, tuple[Child, Api]] = {}
-
-
-def preload(runs: Path) -> None:
-    """Start the process of the embedded server, which imports Prefect and then waits.
-
-    It opens neither database nor port before `prefect_server` is entered, and ends with this
-    process. Nothing is started if another server will be used, or if the folder has no database.
-
-    Args:
-        runs: `paths.runs`; `bootstrap` has been called for it.
-    """
-    runs = runs.absolute()
-    log_path = _log_path(runs)
-    known = URL in os.environ or runs in _running or running_server(runs)
-    if not known and log_path.exists() and Path(os.environ["PREFECT_HOME"]).is_dir():
-        _preloaded[runs] = _launch(log_path)
 
 
 @contextlib.contextmanager
@@ -127,12 +108,12 @@ def _running_or_new(runs: Path, meanwhile: Callable[[], None] | None, *, alone: 
     stay_off_proxies()
     home = Path(os.environ["PREFECT_HOME"])
     home.mkdir(parents=True, exist_ok=True)
-    log_path = _log_path(runs)
+    log_path = runs / "logs" / "prefect-server.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
     # Two servers that create the tables of one new database at once both fail.
     with (home / ".starting").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _running[runs] = _start(log_path, meanwhile, _preloaded.pop(runs, None))
+        _running[runs] = _start(log_path, meanwhile)
     api = _running[runs][1]
     ours = home == runs / "prefect" and not any(name in os.environ for name in DATABASE_SETTINGS)
     if ours and alone:
@@ -140,47 +121,38 @@ def _running_or_new(runs: Path, meanwhile: Callable[[], None] | None, *, alone: 
     return api
 
 
-def _log_path(runs: Path) -> Path:
-    return runs / "logs" / "prefect-server.log"
-
-
 def _launch(log_path: Path) -> tuple[Child, Api]:
-    """Start the process of a server, which waits for a line on its standard input."""
     auth = f"plumbline:{secrets.token_urlsafe(32)}"  # other users of this machine have no access
     port = _free_port()
-    with log_path.open("ab") as log:
+    with log_path.open("ab") as output:
         child = Child(
             [
-                *(sys.executable, "-m", "uvicorn", "--app-dir", str(PROJECT)),
-                *("--factory", "flows.servers.prefect_app:create_app"),
-                *("--host", "127.0.0.1", "--port", str(port)),
-                *("--log-level", "error", "--lifespan", "on"),
+                *(
+                    sys.executable,
+                    "-m",
+                    "uvicorn",
+                    "--app-dir",
+                    str(PROJECT),
+                ),  # not the user's folder
+                *("--factory", "prefect.server.api.server:create_app"),
+                *("--host", "127.0.0.1", "--port", str(port), "--log-level", "error"),
             ],
             env={
-                "PREFECT__SERVER_EPHEMERAL": "1",
+                "PREFECT__SERVER_EPHEMERAL": "1",  # as of Prefect's own temporary server
                 "PREFECT_UI_ENABLED": "false",
                 "PREFECT_SERVER_API_AUTH_STRING": auth,
-                WAITS: "1",
-                **guard_settings(f"127.0.0.1:{port}"),
             },
-            output=log,
-            stdin=True,
+            output=output,
             grace_s=GRACE_S,
         )
     return child, Api(f"http://127.0.0.1:{port}/api", auth)
 
 
-def _start(
-    log_path: Path, meanwhile: Callable[[], None] | None, launched: tuple[Child, Api] | None
-) -> tuple[Child, Api]:
+def _start(log_path: Path, meanwhile: Callable[[], None] | None) -> tuple[Child, Api]:
     deadline = time.monotonic() + START_S
     for _ in range(START_ATTEMPTS):  # another process may take the free port before the server
-        child, api = launched or _launch(log_path)
-        launched = None
+        child, api = _launch(log_path)
         try:
-            with contextlib.suppress(BrokenPipeError):  # it has ended: `_healthy` sees that
-                child.stdin.write(b"start\n")
-                child.stdin.flush()
             importlib.import_module("prefect.main")
             if meanwhile is not None:
                 meanwhile()
@@ -232,13 +204,13 @@ def _wait_for_records(api: Api, since: str) -> None:
     """Let Prefect's threads send their events, then wait until the server has recorded them."""
     from prefect.events.worker import EventsWorker
 
-    watch = current()
-    if watch is not None and watch.gone:
+    if not api.answers():  # the result of the flow matters more than its records
+        log.warning("the embedded Prefect server does not answer any more")
         return
     EventsWorker.drain_all(timeout=SETTLE_S)
     try:
         complete = settle(api, since, SETTLE_S)
-    except PlumblineError as error:  # the result of the flow matters more than its records
+    except PlumblineError as error:
         log.warning("the embedded Prefect server does not answer any more: %s", error)
         return
     if not complete:

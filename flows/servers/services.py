@@ -19,7 +19,7 @@ from urllib.parse import quote, urlsplit
 
 import psutil
 
-from flows.servers.server_api import Api
+from flows.servers.api import Api
 from tasks.core.errors import PlumblineError
 
 LOOPBACK = "127.0.0.1"

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from flows.servers.server_api import Api
+from flows.servers.api import Api
 from flows.servers.services import AUTH, URL
 from tasks.core.errors import ConfigError, PlumblineError
 

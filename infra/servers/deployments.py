@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from flows.servers.server_api import Api
+from flows.servers.api import Api
 from flows.servers.services import CLIENT_SETTINGS
 from infra.servers.daemon import TAIL_LINES
 from tasks.core.errors import PlumblineError

@@ -19,9 +19,8 @@ from datetime import datetime
 from pathlib import Path
 
 from flows.cli.bootstrap import bootstrap
-from flows.servers.prefect_app import guard_settings
-from flows.servers.prefect_records import bury_the_dead
-from flows.servers.server_api import Api
+from flows.servers.records import bury_the_dead
+from flows.servers.api import Api
 from flows.servers.services import (
     AUTH,
     CLIENT_SETTINGS,
@@ -98,22 +97,20 @@ class Services:
         return self._prefect(), self._mlflow(), self._worker()
 
     def _prefect(self) -> Daemon:
-        port, name = self.prefect_port, "flows.servers.prefect_app:create_app"
+        port = self.prefect_port
+        pages = ",".join(f"http://{host}:{port}" for host in (LOOPBACK, "localhost"))
         server = {
             "PREFECT_SERVER_API_AUTH_STRING": self.auth,
             "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
+            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": pages,
             "PREFECT_UI_API_URL": self.prefect.url,  # otherwise the pages use port 4200
             # On disk, so that a slot of a killed run is freed after a restart of the server, too.
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": LEASES,
-            "PREFECT__SERVER_FINAL": "1",  # as `prefect server start`: less memory
             **databases.own_database("prefect"),
-            **guard_settings(f"{LOOPBACK}:{port}", f"localhost:{port}"),
         }
         return Daemon(
             "prefect",
-            [sys.executable, "-m", "uvicorn", "--app-dir", str(PROJECT), "--factory", name]
-            + ["--host", LOOPBACK, "--port", str(port), "--log-level", "warning"]
-            + ["--timeout-graceful-shutdown", "5"],
+            [tool("prefect"), "server", "start", "--host", LOOPBACK, "--port", str(port)],
             self.environment() | server,
             self.prefect.answers,
             port=port,

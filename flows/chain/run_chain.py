@@ -19,12 +19,12 @@ from flows.chain.context import Delivered
 from flows.chain.register import register_served
 from flows.chain.steps import Step, chain_steps, compose
 from flows.cli.composed import Composed
-from flows.cli.plan import check, count_rows, forecast, render
+from flows.cli.plan import check, forecast, render
 from flows.orchestration.deployment import hold_runs
 from flows.orchestration.devices import reserve
 from flows.orchestration.flow_run import FlowRun, tracker_of
 from flows.orchestration.prefect_tasks import in_prefect
-from tasks.config.checks.phases import memory_of
+from tasks.config.checks.memory import memory_of
 from tasks.core.redaction import with_passwords
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
@@ -64,10 +64,9 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
     known = _composed.pop(tuple(overrides)) if tuple(overrides) in _composed else None
     composed, steps = known or _compose(overrides)
     if composed.settings["plan"]:
-        counted = count_rows(steps)
-        text = render(steps, counted)
+        text = render(steps)
         get_run_logger().info("%s", text)
-        check(steps, counted=counted)
+        check(steps)
         return {"status": "planned", "plan": text}
     check(steps)
     wait_s = composed.settings["paths"]["wait_s"]

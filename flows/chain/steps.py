@@ -17,11 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flows.cli.arguments import keys, split
+from flows.cli.arguments import split
 from flows.cli.composed import Composed
 from flows.cli.config import compose_config, vocabulary
 from flows.cli.vocabulary import nearest
-from tasks.config.checks.unread import unread
 from tasks.core.errors import ConfigError
 
 
@@ -35,20 +34,12 @@ class Step:
         rewarded: True if an earlier step trains a reward model.
         begins_with: section `peft` of the earlier step whose model this step starts from; None if
             it starts from `model.path`.
-        typed: keys that the command line sets for this step. The last step also gets those keys of
-            the run that no step reads.
     """
 
     name: str
     composed: Composed
     rewarded: bool = False
     begins_with: Mapping[str, Any] | None = None
-    typed: tuple[str, ...] = ()
-
-    @property
-    def earlier(self) -> dict[str, bool]:
-        """Keyword arguments of `preflight` that the earlier steps determine."""
-        return {"rewarded": self.rewarded, "based": self.begins_with is not None}
 
     @property
     def objective(self) -> str:
@@ -82,7 +73,7 @@ def chain_steps(composed: Composed, overrides: Sequence[str]) -> list[Step]:
     if unknown:
         raise _no_step(unknown[0], by_step[unknown[0]][0], list(chain))
     if not chain:
-        return [Step("", composed, typed=tuple(keys(plain)))]
+        return [Step("", composed)]
     steps: list[Step] = []
     for number, (name, own) in enumerate(chain.items(), 1):
         models = [step for step in steps if step.objective != "reward"]
@@ -91,15 +82,11 @@ def chain_steps(composed: Composed, overrides: Sequence[str]) -> list[Step]:
         config = _composed(name, [*plain, *last, *own, *by_step.get(name, ())])
         if last:  # only the last model is registered
             config.settings["gate"]["conditions"] = None
-        typed = tuple(keys(by_step.get(name, ())))
-        step = Step(name, config, rewarded=len(models) < len(steps), typed=typed)
+        step = Step(name, config, rewarded=len(models) < len(steps))
         if models:
             _require_same_adapter(models[-1], step)
             step = replace(step, begins_with=models[-1].composed.settings["peft"])
         steps.append(step)
-    # A key of the run is meant for the steps that read it; no step reads these.
-    read_by_none = set.intersection(*(_unread(step, keys(plain)) for step in steps))
-    steps[-1] = replace(steps[-1], typed=(*steps[-1].typed, *sorted(read_by_none)))
     return steps
 
 
@@ -148,11 +135,6 @@ def _no_step(name: str, override: str, steps: Sequence[str]) -> ConfigError:
         f"{name}:{override}: the chain has no step {name}; {known}",
         hint=near or f"+exp=qlora ppo:{override}",
     )
-
-
-def _unread(step: Step, typed: Sequence[str]) -> set[str]:
-    settings = step.composed.settings
-    return {finding.what for finding in unread(settings, typed, **step.earlier)}
 
 
 def _composed(name: str, overrides: Sequence[str]) -> Composed:

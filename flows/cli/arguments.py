@@ -119,12 +119,6 @@ def apart(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     return [o for o in overrides if not _FOR_STEP.fullmatch(o)], for_steps
 
 
-def keys(overrides: Sequence[str]) -> list[str]:
-    """Return the dotted keys and groups that overrides set; `null` and `none` set nothing."""
-    pairs = (override.lstrip("+~").partition("=") for override in overrides)
-    return [key.partition("@")[0] for key, _, value in pairs if value not in ("null", "none")]
-
-
 def repeated(overrides: Sequence[str]) -> list[str]:
     """Return the keys that are set twice to different values; Hydra takes the last one."""
     values: dict[str, set[str]] = {}

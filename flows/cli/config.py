@@ -24,9 +24,9 @@ from flows.cli.config_errors import as_config_error, refuse_unknown
 from flows.cli.problems import missing_value
 from flows.cli.vocabulary import CONF, EXPERIMENTS, Vocabulary, short_names
 from tasks.config import Rlhf
+from tasks.config.after_training import Deliver
 from tasks.config.checks.model import look
 from tasks.config.defaults import ONLINE, RULES, default
-from tasks.config.deliver_flow import Deliver
 from tasks.config.section import hydra_schema
 from tasks.core.errors import ConfigError
 from tasks.core.redaction import with_passwords

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.servers.services import pages, program
-from tasks.config.checks import installed
+from tasks.config.checks.context import installed
 from tasks.core.disk import is_full, write_refused
 from tasks.core.errors import PlumblineError, TrackingError
 from tasks.core.terminal import plain

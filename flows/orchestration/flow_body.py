@@ -88,7 +88,9 @@ def final_state(run: Callable[[], Any]) -> Any:
         return run()
     except Exception as error:
         if _outcome is not None:
-            log.warning("Prefect's server has not recorded the end of this run: %s", redact(error))
+            log.warning(
+                "Prefect's server has not recorded the end of this run: %s", redact(str(error))
+            )
             return _outcome
         if not isinstance(error, httpx.HTTPError):
             raise

@@ -15,7 +15,7 @@ from flows.cli.tool import read
 from flows.commands.audit import examine
 from tasks.audit.finding import Severity
 from tasks.config.checks import preflight
-from tasks.config.checks.tracking import reachable
+from tasks.config.checks.release import reachable
 from tasks.config.tools import Audit
 from tasks.core.errors import (
     ArtifactError,

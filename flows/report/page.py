@@ -33,7 +33,7 @@ from flows.report.results import (
     lengths,
     results,
 )
-from tasks.config.checks.phases import in_words
+from tasks.config.checks.memory import in_words
 from tasks.serving.llama_cpp import serve_line
 
 REPORT = "report.html"

@@ -19,8 +19,8 @@ from datetime import datetime
 from pathlib import Path
 
 from flows.cli.bootstrap import bootstrap
-from flows.servers.records import bury_the_dead
 from flows.servers.api import Api
+from flows.servers.records import bury_the_dead
 from flows.servers.services import (
     AUTH,
     CLIENT_SETTINGS,

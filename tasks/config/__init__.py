@@ -10,11 +10,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tasks.config.after_training import Convert, Eval, Gate, Merge, Register, Smoke
+from tasks.config.after_training import (
+    Convert,
+    Eval,
+    Gate,
+    Merge,
+    Paths,
+    Register,
+    Smoke,
+    Timeouts,
+    Tracking,
+)
 from tasks.config.inputs import Data, Model
 from tasks.config.learning import Peft, Train, Zero
 from tasks.config.online import Reward, Rl, Rollout
-from tasks.config.places import Paths, Timeouts, Tracking
 
 
 @dataclass(frozen=True)

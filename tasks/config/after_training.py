@@ -1,21 +1,33 @@
-"""Sections for what follows training: `merge`, `convert`, `smoke`, `eval`, `gate`, `register`."""
+"""Sections for what follows training, and the configuration of `flows/deliver.py`.
+
+Sections `tracking`, `paths` and `timeouts` are those of any run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from tasks.config.choices import (
+    Count,
     Dtype,
     MergeBase,
+    Natural,
+    NonNegative,
+    Positive,
     Profile,
     Quantize,
     QuantizeProfile,
+    QuantType,
     Rounding,
+    Share,
     SmokeEngine,
 )
 from tasks.config.defaults import COMPUTED
+
+MISSING = "???"
+"""Marks a value that the user has to give, for OmegaConf."""
 
 
 def engine_dtype(settings: Mapping[str, Any]) -> str:
@@ -41,9 +53,9 @@ class Convert:
     quantize: Quantize = "none"  # also make a version whose linear layers have this format
     quantize_profile: QuantizeProfile = "auto"  # drift limits of that version; auto: by format
     group_size: int = 128  # w4a16: numbers of a row that share a scale; 32, 64 or 128
-    calibration_rows: int = 128  # training rows that its layers are calibrated and compared on
+    calibration_rows: Count = 128  # training rows that its layers are calibrated and compared on
     llama_cpp: str | None = None  # gguf: folder of llama.cpp, built; null: its programs on PATH
-    max_eval_drop: float | None = 5.0  # points of exact match that it may lose; null: no limit
+    max_eval_drop: NonNegative | None = 5.0  # points of exact match that it may lose; null: any
 
 
 @dataclass(frozen=True)
@@ -51,16 +63,16 @@ class Smoke:
     """The test of the served model."""
 
     engine: SmokeEngine = "vllm"  # loads the served model; server: `vllm serve`, over HTTP
-    greedy_tokens: int = 5  # first greedy tokens that have to equal transformers'
-    max_new_tokens: int = COMPUTED  # default 512, or a quarter of the model's context
-    eval_samples: int = 200  # held-out rows that are evaluated
-    kv_cache_gib: int = 1  # GiB of KV cache, on CPU
-    max_model_len: int | None = None  # tokens; null: what the prompts need
-    timeout_s: float | None = None  # seconds for the whole test; null: by the size of the weights
-    min_stop_rate: float = 0.9  # share of responses that end by themselves, at least
-    max_degenerate_rate: float = 0.02  # share caught in a loop, at most, or as before training
-    threads: int | None = None  # CPU threads
-    tensor_parallel: int = 1  # processes that share the model, each on a GPU of its own
+    greedy_tokens: Count = 5  # first greedy tokens that have to equal transformers'
+    max_new_tokens: Count = COMPUTED  # default 512, or a quarter of the model's context
+    eval_samples: Natural = 200  # held-out rows that are evaluated
+    kv_cache_gib: Count = 1  # GiB of KV cache, on CPU
+    max_model_len: Count | None = None  # tokens; null: what the prompts need
+    timeout_s: Positive | None = None  # seconds for the whole test; null: by the weights' size
+    min_stop_rate: Share = 0.9  # share of responses that end by themselves, at least
+    max_degenerate_rate: Share = 0.02  # share caught in a loop, at most, or as before training
+    threads: Count | None = None  # CPU threads
+    tensor_parallel: Count = 1  # processes that share the model, each on a GPU of its own
 
 
 @dataclass(frozen=True)
@@ -68,9 +80,9 @@ class Eval:
     """Further measures of the served model, beside those of section `smoke`."""
 
     function: str | None = None  # path.py:name; a number per response, higher is better
-    timeout_s: float = 600.0  # seconds for a call, which gets all responses of a model
+    timeout_s: Positive = 600.0  # seconds for a call, which gets all responses of a model
     lm_eval: list[str] = field(default_factory=list)  # tasks of lm-evaluation-harness: names, files
-    lm_eval_limit: int | None = None  # rows of each of them; null: all
+    lm_eval_limit: Count | None = None  # rows of each of them; null: all
 
 
 @dataclass(frozen=True)
@@ -95,3 +107,106 @@ class Register(Signing):
 
     verify: str | None = None  # file of a public key: only what it signed is registered
     promote: bool = False  # true: `champion` names the model if the gate passes
+
+
+@dataclass(frozen=True)
+class Tracking:
+    """MLflow, and event files with the same numbers."""
+
+    uri: str | None = None  # null: SQLite under paths.runs
+    experiment: str = "plumbline"  # MLflow experiment of the runs
+    model_name: str = "plumbline"  # in the model registry
+    tensorboard: bool = False  # write event files under paths.runs/tensorboard too
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Folders."""
+
+    runs: str = "runs"  # folder for artifacts, MLflow, Prefect and logs
+    wait_s: NonNegative | None = None  # seconds to wait for other runs; null: as long as it takes
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Time limits of stages, in seconds. Others have one of their own: train, smoke."""
+
+    prepare_data_s: Positive | None = None  # seconds for reading the data; null: no limit
+    prepare_base_s: Positive | None = None  # seconds for the base; null: no limit
+    rollout_base_s: Positive | None = None  # seconds for the base of rollouts; null: no limit
+    gather_s: Positive | None = None  # seconds for joining the partitions; null: no limit
+    merge_s: Positive | None = None  # seconds for the merge; null: no limit
+    convert_s: Positive | None = None  # seconds for the served files; null: no limit
+    quantize_s: Positive | None = None  # seconds for the quantised files; null: no limit
+    lm_eval_s: Positive | None = None  # seconds for lm-evaluation-harness; null: no limit
+
+
+@dataclass(frozen=True)
+class DeliverTimeouts:
+    """Time limits of stages, in seconds. The test of the served model has smoke.timeout_s."""
+
+    gather_s: Positive | None = None  # seconds for joining the partitions; null: no limit
+    reference_s: Positive | None = None  # seconds for the first fingerprint; null: half an hour
+    merge_s: Positive | None = None  # seconds for the merge; null: no limit
+    convert_s: Positive | None = None  # seconds for the served files; null: no limit
+    quantize_s: Positive | None = None  # seconds for the quantised files; null: no limit
+
+
+BaseMode = Literal["auto", "dequantized", "original", "compare"]
+"""The base that an adapter is merged into, which is the one it was trained on.
+
+    auto          as the trainer's own files say; refused if they do not say it
+    dequantized   the base after a round trip through 4 bits, as QLoRA training saw it
+    original      the base as it is stored, as LoRA training saw it
+    compare       measure how far apart the two merges are; writes nothing
+"""
+DeliverEngine = Literal["vllm", "server", "transformers", "none"]
+
+
+@dataclass(frozen=True)
+class DeliverMerge:
+    """The base that an adapter is merged into."""
+
+    base: BaseMode = "auto"  # compare: measure both, write nothing
+    rounding: Rounding = "unbiased"  # nearest: as other tools; loses updates below half a step
+    quant_type: QuantType = "nf4"  # base=dequantized: code book, if training left no record
+    double_quant: bool = True  # base=dequantized: block scales in 8 bits, likewise
+
+
+@dataclass(frozen=True)
+class DeliverSmoke:
+    """The test of the served model."""
+
+    engine: DeliverEngine = "vllm"  # server: `vllm serve`, over HTTP; none: no test, no Prefect
+    probes: Count = 32  # texts that the fingerprints are taken on
+    texts: str | None = None  # file, one text per line; null: built-in ones
+    greedy_tokens: Count = 5  # first greedy tokens that have to equal transformers'
+    kv_cache_gib: Count = 1  # GiB of KV cache, on CPU
+    max_model_len: Count | None = None  # tokens; null: what the probes need
+    timeout_s: Positive | None = None  # seconds for the whole test; null: by the weights' size
+    threads: Count | None = None  # CPU threads
+    profile: Profile = "standard"  # drift limits
+
+
+@dataclass(frozen=True)
+class Deliver:
+    """The whole configuration of `flows/deliver.py`."""
+
+    source: str | None = None  # folder: adapter, model, our shards, DeepSpeed checkpoint
+    adapters: list[str] = field(default_factory=list)  # instead: "<folder>:<weight>", added up
+    base: str | None = None  # folder of the base model; null: what SOURCE itself names
+    out: str = MISSING  # folder to write the served model to
+    adapter_config: str | None = None  # adapter_config.json; null: the one in or above SOURCE
+    check_base: bool = True  # false: accept a base that is recorded as another one
+    overwrite: bool = False  # true: replace an OUT that an earlier delivery wrote
+    plan: bool = False  # true: print what would be done, write nothing
+    force: list[str] = field(default_factory=list)  # stages to run again, by name
+    tag: str = ""  # free text that tells runs apart
+    push: str | None = None  # <owner>/<name> on the Hub, for a model that passed every check
+    merge: DeliverMerge = field(default_factory=DeliverMerge)
+    convert: Convert = field(default_factory=Convert)
+    smoke: DeliverSmoke = field(default_factory=DeliverSmoke)
+    register: Signing = field(default_factory=Signing)
+    tracking: Tracking = field(default_factory=Tracking)
+    paths: Paths = field(default_factory=Paths)
+    timeouts: DeliverTimeouts = field(default_factory=DeliverTimeouts)

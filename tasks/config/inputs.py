@@ -7,10 +7,14 @@ from dataclasses import dataclass, field
 from tasks.config.choices import (
     Attention,
     ControlTokens,
+    Count,
     DataKind,
     Dtype,
     ModelKind,
+    Natural,
     OnBadLine,
+    PositiveShare,
+    Share,
     Stopping,
     ToyTasks,
 )
@@ -42,8 +46,8 @@ class Model(Loading, Origin):
     """The base model."""
 
     dtype: Dtype = COMPUTED  # what training and vLLM compute in; default: what this machine does
-    vocab_multiple: int = 1  # rows of a vocabulary that grew are a multiple of this
-    steps: int = 400  # pre-training steps; kind toy
+    vocab_multiple: Count = 1  # rows of a vocabulary that grew are a multiple of this
+    steps: Natural = 400  # pre-training steps; kind toy
     seed: int = 0  # corpus, weights and order; kind toy
 
 
@@ -55,7 +59,7 @@ class DataSource:
     kind: DataKind | None = None
     split: str | None = None  # kind hub
     probability: float | None = None  # of a row to come from here; for all sources or for none
-    max_samples: int | None = None  # rows read in one pass, at most
+    max_samples: Count | None = None  # rows read in one pass, at most
     messages_key: str | None = None
     prompt_key: str | None = None
     response_key: str | None = None
@@ -78,7 +82,7 @@ class Data:
     name: str | None = None  # `datasets` id; kind hub
     split: str = "train"  # kind hub
     eval_split: str | None = None  # kind hub; null: eval_fraction
-    eval_fraction: float = 0.05  # share of the rows that is held out
+    eval_fraction: PositiveShare = 0.05  # share of the rows that is held out
     messages_key: str | None = COMPUTED  # column with a list of messages; csv: none
     prompt_key: str = "prompt"  # column with the prompt, if there is no column of messages
     response_key: str = "response"  # column with the response, beside prompt_key
@@ -91,12 +95,12 @@ class Data:
     answer_key: str | None = "answer"  # prompts: column with the reference answer, if it exists
     sources: list[DataSource] = field(default_factory=list)  # several sources, instead of path
     stopping: Stopping = "all_exhausted"  # when mixing ends; sources with probabilities
-    max_samples: int | None = None  # rows read, at most; null: all
+    max_samples: Count | None = None  # rows read, at most; null: all
     on_bad_line: OnBadLine = "fail"  # what happens to a row that cannot be used
     control_tokens: ControlTokens | None = None  # in texts; null: refuse in answers, else warn
-    max_truncated: float = 0.2  # share of training rows that train.max_len may cut; more: an error
+    max_truncated: Share = 0.2  # share of training rows that train.max_len may cut; more: an error
     chat_template: str | None = None  # Jinja file; null: the tokenizer's own
     seed: int = 0  # selects the held-out rows; kind toy: all rows
     tasks: ToyTasks = "letters"  # kind toy; calculator: sums, for rl.environment=calculator
-    train_size: int = 2240  # rows; kind toy: 70 steps of 32
-    heldout_size: int = 300  # rows; kind toy
+    train_size: Count = 2240  # rows; kind toy: 70 steps of 32
+    heldout_size: Count = 300  # rows; kind toy

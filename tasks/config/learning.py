@@ -11,16 +11,25 @@ from typing import Any
 
 from tasks.config.choices import (
     AdapterInit,
+    Count,
+    Decay,
     Device,
     Keep,
     Mask,
+    Natural,
+    NonNegative,
     Objective,
     Offload,
     OnOverlong,
     Optimizer,
     PeftKind,
+    Positive,
+    PositiveShare,
     QuantType,
+    Rate,
     Scheduler,
+    Share,
+    ZeroStage,
 )
 from tasks.config.defaults import COMPUTED
 from tasks.config.section import Section
@@ -50,9 +59,7 @@ class Goal(Section):
 
     objective: Objective = "sft"  # what training optimises
     loss: Loss = field(default_factory=Loss)
-    router_aux_loss_coef: float | None = (
-        None  # experts: weight of the load-balancing loss; null: config.json's, 0: none
-    )
+    router_aux_loss_coef: NonNegative | None = None  # load balance of experts; null: config.json's
 
 
 @dataclass(frozen=True)
@@ -60,20 +67,20 @@ class Ranks(Section):
     """Number of ranks, and where they compute."""
 
     device: Device = "auto"  # auto: GPUs if there are any; cpu: leaves them alone
-    nproc: int = COMPUTED  # ranks per node; default: number of visible GPUs, 2 without
-    nodes: int = 1  # machines
-    threads: int | None = None  # CPU threads per rank; null: cores / nproc
-    sequence_parallel: int = 1  # ranks that share each row's tokens, for long samples (Ulysses)
+    nproc: Count = COMPUTED  # ranks per node; default: number of visible GPUs, 2 without
+    nodes: Count = 1  # machines
+    threads: Count | None = None  # CPU threads per rank; null: cores / nproc
+    sequence_parallel: Count = 1  # ranks that share each row's tokens, for long samples (Ulysses)
 
 
 @dataclass(frozen=True)
 class BatchSize(Section):
     """Samples of an optimizer step, and number of steps."""
 
-    micro_batch_size: int = COMPUTED  # samples in one forward pass of a rank
-    global_batch_size: int = COMPUTED  # samples per optimizer step, over all ranks
-    epochs: float = 1.0  # passes over the training rows
-    max_steps: int | None = None  # optimizer steps; wins over epochs
+    micro_batch_size: Count = COMPUTED  # samples in one forward pass of a rank
+    global_batch_size: Count = COMPUTED  # samples per optimizer step, over all ranks
+    epochs: Positive = 1.0  # passes over the training rows
+    max_steps: Count | None = None  # optimizer steps; wins over epochs
 
 
 @dataclass(frozen=True)
@@ -81,25 +88,25 @@ class Optim(Section):
     """AdamW and its learning-rate schedule."""
 
     optimizer: Optimizer = "adamw"  # AdamW; moments in fp32, or in 8-bit blocks (arXiv:2110.02861)
-    lr: float = COMPUTED  # peak learning rate; default by objective, adapter and model size
+    lr: Rate = COMPUTED  # peak learning rate; default by objective, adapter and model size
     scheduler: Scheduler = "cosine"  # learning rate after the warm-up
-    warmup_ratio: float = 0.03  # share of the steps
-    min_lr_ratio: float = 0.0  # last lr over lr; *_min_lr, polynomial, warmup_stable_decay
-    decay_ratio: float = 0.1  # share of the steps that lr falls in; warmup_stable_decay
-    power: float = 1.0  # exponent of the decay; polynomial
-    num_cycles: int = 1  # decays from the peak; cosine_with_restarts
-    weight_decay: float = 0.0  # of AdamW
-    beta1: float = 0.9  # of AdamW: decay of the first moment
-    beta2: float = 0.999  # of AdamW: decay of the second moment
-    eps: float = 1e-8  # of AdamW: added to the denominator
-    max_grad_norm: float = 1.0  # gradients are clipped to this norm
+    warmup_ratio: Share = 0.03  # share of the steps
+    min_lr_ratio: Share = 0.0  # last lr over lr; *_min_lr, polynomial, warmup_stable_decay
+    decay_ratio: PositiveShare = 0.1  # share of the steps that lr falls in; warmup_stable_decay
+    power: Positive = 1.0  # exponent of the decay; polynomial
+    num_cycles: Count = 1  # decays from the peak; cosine_with_restarts
+    weight_decay: NonNegative = 0.0  # of AdamW
+    beta1: Decay = 0.9  # of AdamW: decay of the first moment
+    beta2: Decay = 0.999  # of AdamW: decay of the second moment
+    eps: PositiveShare = 1e-8  # of AdamW: added to the denominator
+    max_grad_norm: NonNegative = 1.0  # gradients are clipped to this norm
 
 
 @dataclass(frozen=True)
 class Lengths(Section):
     """Length of a sample."""
 
-    max_len: int = COMPUTED  # tokens per sample; default 2048, or the model's context
+    max_len: Count = COMPUTED  # tokens per sample; default 2048, or the model's context
     on_overlong: OnOverlong = "truncate"  # what happens to longer samples; split: raw texts
 
 
@@ -108,20 +115,18 @@ class Steps(Section):
     """Forward and backward pass, and how often a step is logged."""
 
     mask: Mask = "every_answer"  # objective sft: tokens that bear loss
-    gradient_checkpointing: bool = (
-        COMPUTED  # recompute activations; default true, false for the embedded model
-    )
+    gradient_checkpointing: bool = COMPUTED  # recompute activations; true for real models
     gradient_checkpointing_reentrant: bool = False  # torch's older variant of it
-    log_every: int = 1  # steps
+    log_every: Count = 1  # steps
 
 
 @dataclass(frozen=True)
 class Evaluate(Section):
     """Evaluations during training, and what follows from them."""
 
-    eval_steps: int = 0  # steps between evaluations; 0: only before the first and after the last
+    eval_steps: Natural = 0  # steps between evaluations; 0: only before and after training
     best_metric: str = "loss"  # metric of the best checkpoint: loss, accuracy, margin, ...
-    early_stop_patience: int = 0  # evaluations without improvement until training ends; 0: never
+    early_stop_patience: Natural = 0  # evaluations without improvement that end it; 0: never
     keep: Keep = "last"  # checkpoint that is delivered
 
 
@@ -129,9 +134,9 @@ class Evaluate(Section):
 class Checkpoints(Section):
     """Checkpoints that a run can resume from."""
 
-    save_steps: int = 50  # steps between checkpoints; 0: none
-    max_ckpt_num: int = 3  # checkpoints that are kept, beside best and last; 0: all
-    max_ckpt_gb: float | None = None  # GB (10^9 bytes) of all of them; null: no limit
+    save_steps: Natural = 50  # steps between checkpoints; 0: none
+    max_ckpt_num: Natural = 3  # checkpoints that are kept, beside best and last; 0: all
+    max_ckpt_gb: Positive | None = None  # GB (10^9 bytes) of all of them; null: no limit
 
 
 @dataclass(frozen=True)
@@ -146,15 +151,15 @@ class Resume(Section):
 class Timeouts(Section):
     """Limits in seconds."""
 
-    timeout_s: float | None = None  # seconds for the whole stage; null: no limit
-    collective_timeout_s: float = 1800.0  # seconds that ranks wait for each other
+    timeout_s: Positive | None = None  # seconds for the whole stage; null: no limit
+    collective_timeout_s: Positive = 1800.0  # seconds that ranks wait for each other
 
 
 @dataclass(frozen=True)
 class Probes(Section):
     """The fingerprint."""
 
-    probes: int = 32  # conversations that the fingerprint is taken on
+    probes: Count = 32  # conversations that the fingerprint is taken on
 
 
 @dataclass(frozen=True)
@@ -195,9 +200,9 @@ class Peft(Section):
     """The adapter (Hu et al. 2021, arXiv:2106.09685)."""
 
     kind: PeftKind = "none"  # none: full fine-tuning; lora; qlora: LoRA on a 4-bit base
-    rank: int = 64  # of the adapter
-    alpha: float = 64.0  # the update is scaled by alpha / rank, or by alpha / sqrt(rank)
-    dropout: float = 0.0  # on the adapter's input
+    rank: Count = 64  # of the adapter
+    alpha: Positive = 64.0  # the update is scaled by alpha / rank, or by alpha / sqrt(rank)
+    dropout: Share = 0.0  # on the adapter's input
     target_modules: tuple[str, ...] | str = "all-linear"  # or a list, e.g. [q_proj,v_proj]
     exclude_modules: tuple[str, ...] = ()  # taken out of the targets
     use_rslora: bool = False  # scale by alpha / sqrt(rank), arXiv:2312.03732
@@ -228,11 +233,9 @@ class Peft(Section):
 class Zero(Section):
     """DeepSpeed's ZeRO (Rajbhandari et al. 2019, arXiv:1910.02054)."""
 
-    stage: int = 2  # 0 to 3
+    stage: ZeroStage = 2  # 0 to 3
     offload_optimizer: Offload = "none"  # stage 1 and up
     offload_param: Offload = "none"  # stage 3
     overlap_comm: bool | None = None  # communicate while computing; null: only ZeRO-3 on GPUs
-    bucket_size: int = 50_000_000  # elements per communication bucket
-    persistence_threshold: int | None = (
-        None  # stage 3: smaller parameters are not partitioned; null: 100,000, adapters 1,000,000
-    )
+    bucket_size: Count = 50_000_000  # elements per communication bucket
+    persistence_threshold: Natural | None = None  # stage 3: parameters below this are whole

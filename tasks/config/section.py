@@ -7,15 +7,17 @@ from it the mutable dataclass that Hydra needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from enum import Enum
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from tasks.config.choices import TINY, Range
 from tasks.config.defaults import COMPUTED
 from tasks.core.errors import ConfigError
+from tasks.core.finding import Finding
 
 T = TypeVar("T")
 
@@ -62,6 +64,35 @@ def refuse_unknown(kind: type[Any], values: Mapping[str, Any], section: str) -> 
             details=[f"{section}.{name}" for name in unknown],
             hint=f"{section} knows: {', '.join(sorted(known))}",
         )
+
+
+def out_of_range(
+    kind: type[Any], values: Mapping[str, Any], section: str = ""
+) -> Iterator[Finding]:
+    """Yield the numbers outside the bounds that their fields have (`choices.Range`)."""
+    types, bounds = get_type_hints(kind), _bounds(kind)
+    for name, value in values.items():
+        key = f"{section}.{name}" if section else name
+        if is_dataclass(types[name]) and isinstance(value, Mapping):
+            yield from out_of_range(types[name], value, key)
+        elif name in bounds and value is not None:
+            least, most = bounds[name]
+            if not least <= value <= most:  # NaN too
+                allowed = "more than 0" if least == TINY else f"at least {least:g}"
+                allowed += f", at most {most:g}" if most < Range(0).most else ""
+                example = f"{key}={min(max(least, 1), most):g}"
+                yield Finding(key, f"{value:g}", allowed, example)
+
+
+def _bounds(kind: type[Any]) -> dict[str, Range]:
+    """Return the bounds of a section's numbers, by field."""
+    return {
+        name: mark
+        for name, hint in get_type_hints(kind, include_extras=True).items()
+        for part in (hint, *get_args(hint))  # of `Count | None`, too
+        for mark in getattr(part, "__metadata__", ())
+        if isinstance(mark, Range)
+    }
 
 
 @cache

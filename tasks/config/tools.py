@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tasks.config.after_training import MISSING
 from tasks.config.choices import Attention, Device, Dtype, Engine, Profile, ServerKind
-from tasks.config.places import MISSING
 
 __all__ = [
     "Audit", "Bisect", "Compare", "Lineage", "Open", "Promote", "Prune", "Serve", "Status",

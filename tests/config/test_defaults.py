@@ -13,7 +13,6 @@ from flows.cli.composed import Composed
 from flows.cli.config import compose_config
 from flows.cli.plan import check
 from flows.cli.vocabulary import CONF, experiments
-from tasks.config.checks.unread import unread
 from tasks.config.defaults import ONLINE, RATES, default
 from tasks.core.errors import ConfigError
 from tests.machines import with_gpus
@@ -199,57 +198,3 @@ def test_defaults_of_an_algorithm_are_those_of_its_paper() -> None:
         facts = known(**{"train.objective": algorithm})
         assert tuple(default(f"rl.{name}", facts).value for name in names) == values, algorithm
     assert set(PAPERS) == set(ONLINE)
-
-
-READ = ("seed", "model.path", "data.path", "train.lr", "train.max_len", "smoke.engine", "tag")
-UNREAD: dict[str, tuple[list[str], str]] = {
-    "embedded": (["+exp=sft_qlora"], "model.revision data.path data.prompt_key data.max_samples"),
-    "sft": (
-        ["+exp=sft_qlora", *MINE],
-        "model.steps data.train_size data.split data.chosen_key data.label_key data.answer_key "
-        "data.stopping rl rl.rollout_batch_size rl.environment rollout rollout.top_p reward "
-        "reward.model zero.offload_param zero.persistence_threshold model.vocab_multiple",
-    ),
-    "full": (
-        ["+exp=sft_full", *MINE, "train.max_steps=3", "train.scheduler=constant"],
-        "peft.rank peft.alpha peft.target_modules peft.quant_type merge.base train.epochs "
-        "train.warmup_ratio",
-    ),
-    "grpo": (
-        ["+exp=grpo", *MINE, "rollout=transformers", "smoke=transformers"],
-        "train.max_steps rl.kl_in rl.kl_horizon rl.correction_low rollout.tensor_parallel "
-        "rollout.gpu_memory reward.normalize reward.url_weight smoke.kv_cache_gib "
-        "rl.environment_timeout_s rl.max_turns rl.observation_role data.tasks",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", UNREAD)
-def test_a_typed_setting_without_effect_is_reported(case: str) -> None:
-    overrides, keys = UNREAD[case]
-    settings = compose_config(overrides).settings
-    read = [key for key in READ if case != "embedded" or ".path" not in key]
-    findings = unread(settings, [*read, *keys.split()])
-    assert [finding.what for finding in findings] == keys.split()
-    for finding in findings:
-        assert finding.override.endswith("or leave it out")
-
-
-def test_a_key_of_the_run_is_for_the_steps_that_read_it() -> None:
-    arguments = ["+exp=qlora", "zero.offload_param=cpu", "reward.retries=1", "rl.kl_coef=0.1"]
-    arguments += ["sft:rl.gae_lambda=0.9", "peft.double_quant=false"]
-    chain = chain_steps(compose(arguments), arguments)
-    idle = ("reward.retries", "zero.offload_param")
-    assert [link.typed for link in chain] == [("rl.gae_lambda",), (), idle]
-
-
-def test_settings_that_an_earlier_step_of_a_chain_decides() -> None:
-    settings = compose_config(["+exp=grpo", *MINE]).settings
-    typed = ["model.path", "model.dtype", "reward.model", "reward.normalize"]
-    findings = unread(settings, typed, rewarded=True, based=True)
-    assert [finding.what for finding in findings] == ["model.path", "reward.model"]
-    arguments = ["+exp=qlora", "ppo:model.path=owner/name"]
-    with pytest.raises(ConfigError) as caught:
-        check(chain_steps(compose(arguments), arguments))
-    wrong = "ppo: model.path: "
-    assert any(line.startswith(wrong) for line in caught.value.details)

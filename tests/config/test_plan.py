@@ -1,9 +1,7 @@
-"""`plan=true`: its text, no files written, and the exit status of the program."""
+"""`plan=true`: what would run, by the keys of the stages."""
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,9 @@ from flows.chain import stages as chain_stages
 from flows.chain.steps import Step
 from flows.cli.composed import Composed
 from flows.cli.config import compose_config
-from flows.cli.plan import check, count_rows, forecast, render
-from tasks.core.errors import ConfigError, DataError
+from flows.cli.plan import forecast
+from tasks.core.errors import DataError
 from tasks.pipeline.artifact import Origin, publish, staging
-from tests.training.conftest import make_tokenizer
 
 CHAIN = ["prepare_data", "prepare_base", "train", "gather", "merge", "convert", "smoke_eval"]
 
@@ -92,42 +89,3 @@ def test_the_limit_of_cut_rows_applies_to_a_reused_result(tmp_path: Path) -> Non
     tighter = composed_in(tmp_path, *exp, "data.max_truncated=0.29")
     with pytest.raises(DataError, match="3 of 10"):
         forecast(Step("", tighter))
-
-
-def planned_rows(tmp_path: Path, rows: list[dict[str, Any]]) -> list[Step]:
-    """Compose a full SFT on these rows, at most 200 tokens long."""
-    make_tokenizer().save_pretrained(tmp_path / "base")
-    data = tmp_path / "chats.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    composed = composed_in(
-        tmp_path, "+exp=sft_full", "model=hf", f"model.path={tmp_path / 'base'}",
-        "data=jsonl", f"data.path={data}", "train.max_len=200",
-    )  # fmt: skip
-    return [Step("", composed)]
-
-
-def test_the_plan_counts_the_rows_that_are_too_long(tmp_path: Path) -> None:
-    answers = ["a" * 40] * 6 + ["b" * 100] * 2 + ["c" * 300] * 3
-    rows = [{"prompt": f"{n}", "response": answer} for n, answer in enumerate(answers)]
-    steps = planned_rows(tmp_path, rows)
-    counted = count_rows(steps)
-    (line,) = (row for row in render(steps, counted).splitlines() if row.startswith("rows:"))
-    assert "of 11 rows, 3 (27.3%)" in line
-    with pytest.raises(ConfigError) as refused:
-        check(steps, counted=counted, shown=False)
-    pattern = r"train\.max_len: of 11 rows, 3 .*-> train\.max_len=3\d\d"
-    assert any(re.fullmatch(pattern, line) for line in refused.value.details)
-    assert not steps[0].composed.runs.exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("row", "named"),
-    [({"prompt": "q" * 300}, "200"), ({"prompt": "q", "tools": [{"name": "f"}]}, "tools")],
-)
-def test_rows_that_cannot_be_trained_are_problems_of_the_plan(
-    tmp_path: Path, row: dict[str, Any], named: str
-) -> None:
-    steps = planned_rows(tmp_path, [{**row, "response": f"a{number}"} for number in range(3)])
-    lines = render(steps, count_rows(steps)).splitlines()
-    assert any(named in line and "error: data" in line for line in lines)

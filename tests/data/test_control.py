@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from flows.cli.config import compose_config
-from tasks.config.checks import data
-from tasks.config.checks.objective import raw_texts
 from tasks.core.errors import DataError
 from tasks.data.kinds import kind_for
 from tasks.prepare import control_settings, prepare_data
@@ -90,9 +88,6 @@ def test_rows_with_control_tokens(
     refused: bool,
 ) -> None:
     settings = _settings(model, row, train, *more)
-    findings = data.readable(settings["data"], train, data.control_of(settings))
-    assert [f.severity for f in findings] == ["error" if refused else "warning"]
-    assert "rows.jsonl:4: " in findings[0].found
     if refused:
         with pytest.raises(DataError, match=r"rows\.jsonl:4: "):
             _prepared(settings, model.parent / "out")
@@ -101,7 +96,6 @@ def test_rows_with_control_tokens(
         assert [r.levelname for r in caplog.records if "rows.jsonl:4: " in r.message] == ["WARNING"]
     for mode in ("escape", "keep"):
         settings["data"]["control_tokens"] = mode
-        assert data.readable(settings["data"], train, data.control_of(settings)) == []
         text = _prepared(settings, model.parent / mode)
         assert any(token in text for token in (END, "<image>")) == (mode == "keep")
         assert any(f"< {token[1:]}" in text for token in (END, "<image>")) == (mode == "escape")
@@ -115,32 +109,4 @@ def test_texts_without_control_tokens_are_taken(model: Path) -> None:
         ({"messages": answered}, "grpo", f'"answer": "{END}"'),
     )):  # fmt: skip
         settings = _settings(model, row, train)
-        assert data.readable(settings["data"], train, data.control_of(settings)) == []
         assert kept in _prepared(settings, model.parent / f"out{number}")
-
-
-def test_settings_that_fit_raw_texts(model: Path) -> None:
-    """Raw texts keep their separators; settings that do not fit them are named."""
-    path = model.parent / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": f"a{END}{n}"}) + "\n" for n in range(4)))
-    source = ["data=jsonl", f"data.path={path}", f"model.path={model}"]
-    sources = f"data.sources=[{{path: {path}, text_key: text}},{{path: {path}}}]"
-    text = "data.text_key=text"
-    for train, typed, named in (
-        ("pretrain", [*source, text], []),
-        ("sft", [*source, text], ["train=pretrain"]),
-        ("sft", source, [f"train=pretrain {text}"]),  # told by its rows
-        ("pretrain", [*source, "data.text_key=txt"], [text]),
-        ("sft", ["train.on_overlong=split"], ["train.on_overlong: "]),
-        ("pretrain", [*source, text, "gate.min_eval_gain=1"], ["gate.min_eval_gain: "]),
-        ("pretrain", [text], ["data.text_key: "]),
-        ("pretrain", ["data=jsonl", sources], ["train.objective: ", "data.sources[1].text_key: "]),
-        ("pretrain", ["data=jsonl", sources, text], []),
-    ):
-        settings = compose_config([f"train={train}", *typed]).settings
-        findings = data.readable(
-            settings["data"], settings["train"]["objective"], data.control_of(settings)
-        )
-        lines = [str(finding) for finding in [*findings, *raw_texts(settings)]]
-        assert len(lines) == len(named), (typed, lines)
-        assert all(name in line for name, line in zip(named, lines, strict=True)), (typed, lines)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flows.cli.config import compose_config
-from tasks.config.checks.engine import engine_memory
+from tasks.config.checks.memory import engine_memory
 from tasks.serving.vllm.job import environment
 
 ASK = """

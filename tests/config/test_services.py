@@ -1,0 +1,126 @@
+"""Servers that do not answer and keys that do not fit are refused before anything starts."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+
+from tasks.config.checks import release
+from tasks.core.finding import Finding
+from tasks.pipeline.signature import PASSWORD
+from tests.answering import Reply, answering
+from tests.keys import make_pair
+
+BASIC = "Basic bWU6c2VjcmV0"
+PAGES = (
+    "/api/2.0/mlflow/experiments/get-by-name?experiment_name=Default", "/api/admin/version",
+)  # fmt: skip
+
+
+@contextmanager
+def serving(status: Callable[[str], int]) -> Iterator[str]:
+    """Answer with a status that depends on the login. Yields host and port."""
+
+    def answer(_: None) -> Reply:
+        return Reply(status(asked.seen[-1][2].get("Authorization", "")), b"{}")
+
+    release._known.clear()
+    with answering(dict.fromkeys(PAGES, answer)) as asked:
+        yield asked.url.removeprefix("http://")
+
+
+def login(header: str) -> Callable[[str], int]:
+    return lambda sent: 200 if sent == header else 401
+
+
+def test_silent_servers_are_refused_without_their_password(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each is asked once, however many steps a chain has."""
+    assert list(release.prefect_reachable()) == []
+    monkeypatch.setattr(release, "LIMIT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://me:secret@127.0.0.1:{server.getsockname()[1]}"
+        (mlflow,) = release.reachable(url)
+        monkeypatch.setenv("PREFECT_API_URL", f"{url}/api")
+        (prefect,) = release.prefect_reachable()
+        asked = dict(release._known)
+        assert [*release.reachable(url), *release.prefect_reachable()] == [mlflow, prefect]
+        assert asked == release._known
+    assert (mlflow.what, prefect.what) == ("tracking.uri", "PREFECT_API_URL")
+    assert "secret" not in f"{mlflow} {prefect}"
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "header"),
+    [
+        ("PREFECT_API_AUTH_STRING", "me:secret", BASIC),
+        ("PREFECT_API_KEY", "pnu_1", "Bearer pnu_1"),
+    ],
+)
+def test_the_login_of_prefect(
+    monkeypatch: pytest.MonkeyPatch, name: str, word: str, header: str
+) -> None:
+    with serving(login(header)) as place:
+        monkeypatch.setenv("PREFECT_API_URL", f"http://{place}/api")
+        (finding,) = release.prefect_reachable()
+        assert "PREFECT_API_AUTH_STRING" in finding.override
+        release._known.clear()
+        monkeypatch.setenv(name, word)
+        assert list(release.prefect_reachable()) == []
+
+
+def test_the_status_and_the_login_of_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    for uri in (None, "sqlite:////a/b.db", "databricks"):
+        assert list(release.reachable(uri)) == [], "no server to ask"
+    for status, refused in ((200, 0), (404, 0), (503, 1)):
+        with serving(lambda _, status=status: status) as place:
+            assert len(list(release.reachable(f"http://{place}"))) == refused
+    with serving(login(BASIC)) as place:
+        assert list(release.reachable(f"http://me:secret@{place}")) == []
+        assert len(list(release.reachable(f"http://me:wrong@{place}"))) == 1
+        monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
+        monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
+        assert list(release.reachable(f"http://{place}")) == []
+
+
+@pytest.fixture
+def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with keys of all kinds, as the working directory."""
+    monkeypatch.delenv(PASSWORD, raising=False)
+    monkeypatch.chdir(tmp_path)
+    make_pair(tmp_path)
+    make_pair(tmp_path, "other")
+    make_pair(tmp_path, "hidden", password="right")
+    make_pair(tmp_path, "koblitz", private=ec.generate_private_key(ec.SECP256K1()))
+    make_pair(tmp_path, "edwards", private=ed25519.Ed25519PrivateKey.generate())
+    make_pair(tmp_path, "group")[0].chmod(0o640)
+    return tmp_path
+
+
+def findings(private: str | None, public: str | None = None) -> list[Finding]:
+    return list(release.signing({"sign": private, "verify": public}))
+
+
+def test_a_key_that_cannot_sign_or_check_is_refused(keys: Path) -> None:
+    for name in ("absent.pem", "group.pem", "koblitz.pem", "edwards.pem", "hidden.pem"):
+        (finding,) = findings(name)
+        assert finding.what == "register.sign", name
+    for name in ("absent.pub", "key.pem", "koblitz.pub", "other.pub"):
+        (finding,) = findings("key.pem", name)
+        assert finding.what == "register.verify", name
+
+
+def test_keys_that_fit(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert findings(None) == []
+    assert findings("key.pem") == findings(None, "key.pub") == findings("key.pem", "key.pub") == []
+    monkeypatch.setenv(PASSWORD, "right")
+    assert findings("hidden.pem", "hidden.pub") == []
+    monkeypatch.setenv(PASSWORD, "wrong")
+    (finding,) = findings("hidden.pem")
+    assert "wrong" not in finding.override

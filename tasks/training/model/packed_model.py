@@ -204,7 +204,9 @@ def _must_pad(model: Any) -> bool:
     parameters = inspect.signature(trunk_of(model).forward).parameters
     stateful = getattr(model, "_is_stateful", False)
     known = why_padded(model.config.to_dict())
-    return bool(known) or stateful or "position_ids" not in parameters
+    # Of these, some families see in the positions where a sequence begins, others (gpt-oss) do not.
+    eager = model._supports_attention_backend and model.config._attn_implementation == "eager"
+    return bool(known) or stateful or eager or "position_ids" not in parameters
 
 
 def _block_mask(row: Row, dtype: torch.dtype) -> torch.Tensor:
@@ -231,7 +233,8 @@ def require_same(engine: Any, row: Row) -> None:
     """
     differs, allowed = _difference(engine, row)
     model = model_of(getattr(engine, "module", engine))
-    if differs > allowed and model.config._attn_implementation == attention.NAME:
+    name = model.config._attn_implementation
+    if differs > allowed and not model.padded_rows and name != sequence_parallel.NAME:
         restore_attention(model, "sdpa")
         model.padded_rows = True
         packed, (differs, allowed) = differs, _difference(engine, row)

@@ -190,6 +190,21 @@ SIZES = {
 }  # fmt: skip
 
 
+def test_sequences_of_eager_attention_do_not_see_each_other() -> None:
+    """Gpt-oss does not see in the positions where a sequence begins."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    config = AutoConfig.for_model("gpt_oss", **sizes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    examples = make_examples(LENGTHS, vocabulary=88)
+    expected = alone(model, examples)
+    accept_packed_rows(model)
+    in_rows = model(row=pack(examples, range(len(LENGTHS))))
+    torch.testing.assert_close(in_rows, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "family",
     [f if f == "qwen3_5_text" else pytest.param(f, marks=pytest.mark.slow) for f in PADDED],

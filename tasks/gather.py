@@ -15,13 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.contract import Check, Expected, TensorLike, judge
-from tasks.drift.fingerprint import EXACT, DriftLimit, Fingerprint
-from tasks.drift.reward_scores import ScorePrint
+from tasks.drift.fingerprint import EXACT, DriftLimit, Fingerprint, ScorePrint
 from tasks.drift.verdict import (
-    BASE as WITHOUT_ADAPTER,
-)
-from tasks.drift.verdict import (
-    FINGERPRINT,
     Moved,
     advice,
     engine_verdict,
@@ -47,6 +42,8 @@ from tasks.weights.plan.contracts import adapter_contract, model_facts
 from tasks.weights.plan.operations import Op, Plan
 from tasks.weights.plan.partitions import Partitions, read_partitions
 from tasks.weights.plan.validate import validate
+from tasks.witness.plumbline_witness.prints import BASE as WITHOUT_ADAPTER
+from tasks.witness.plumbline_witness.prints import FINGERPRINT
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 

@@ -20,7 +20,6 @@ from tasks.core.contract import Check, judge
 from tasks.core.errors import ConfigError
 from tasks.core.files import copy_file
 from tasks.drift.fingerprint import DriftLimit
-from tasks.drift.verdict import FINGERPRINT
 from tasks.evaluation.calibration import (
     HELDOUT_ROWS,
     TRAINING_ROWS,
@@ -54,6 +53,7 @@ from tasks.weights.quantized.quantize import (
     quantized_contract,
     quantized_plan,
 )
+from tasks.witness.plumbline_witness.prints import FINGERPRINT
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 ENVIRONMENT = Path(f"{sys.prefix}-quantize", "bin", "python")

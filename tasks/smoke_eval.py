@@ -20,9 +20,8 @@ from typing import Literal
 from tasks.config.after_training import Smoke
 from tasks.core.contract import Z_95, Check
 from tasks.core.errors import ConfigError
-from tasks.drift.fingerprint import DriftLimit
-from tasks.drift.reward_scores import SCORES, ScorePrint, score_drift
-from tasks.drift.verdict import FINGERPRINT, print_in, verdict
+from tasks.drift.fingerprint import DriftLimit, ScorePrint, score_drift
+from tasks.drift.verdict import print_in, verdict
 from tasks.evaluation import smoke_checks, smoke_prompts
 from tasks.evaluation.evaluation_prompts import computing_dtype_of
 from tasks.evaluation.planned import located
@@ -50,6 +49,7 @@ from tasks.process.output import Log
 from tasks.serving.reference.rewards import normalised
 from tasks.weights.files.reader import read_json
 from tasks.weights.heads import normalisation_from
+from tasks.witness.plumbline_witness.prints import FINGERPRINT, SCORES
 
 PromptKind = Literal["chat", "texts", "pairs", "probes"]
 

@@ -19,7 +19,6 @@ from tasks.delivery.reference import ReferenceSettings, reference
 from tasks.delivery.stages import convert, gather, merge, value_head
 from tasks.delivery.texts import probe_texts
 from tasks.drift.fingerprint import PROFILES, DriftLimit, quantized_profile
-from tasks.drift.verdict import FINGERPRINT
 from tasks.evaluation.evaluation_prompts import computing_dtype_of
 from tasks.evaluation.planned import Measuring
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
@@ -32,6 +31,7 @@ from tasks.quantize import quantize
 from tasks.smoke_eval import smoke_eval
 from tasks.weights.execute.writer import parse_size
 from tasks.weights.quantized.quantize import GGUF
+from tasks.witness.plumbline_witness.prints import FINGERPRINT
 
 _TORCH = ("torch", "transformers", "tokenizers", "safetensors")
 _PLANNED = ("tasks.delivery.stages", "tasks.delivery.plan.planning")

@@ -16,9 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.bisect.report import Report
 from tasks.core.errors import PlumblineError
-from tasks.drift.fingerprint import PROFILES, Fingerprint, drift, within
-from tasks.drift.reward_drift import exceeds
-from tasks.drift.reward_scores import ScorePrint, score_drift
+from tasks.drift.fingerprint import (
+    PROFILES,
+    Fingerprint,
+    ScorePrint,
+    drift,
+    exceeds,
+    score_drift,
+    within,
+)
 from tasks.process.block_unused_imports import start_lean
 from tasks.weights.files.reader import read_json
 

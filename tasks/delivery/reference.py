@@ -18,22 +18,14 @@ from typing import Any
 
 from tasks.core.contract import Check
 from tasks.delivery.texts import encode_probes
-from tasks.drift.fingerprint import PROFILES, Fingerprint
-from tasks.drift.reward_scores import SCORES, ScorePrint
-from tasks.drift.verdict import (
-    BASE,
-    FINGERPRINT,
-    KERNEL,
-    Moved,
-    advice,
-    engine_verdict,
-    print_in,
-)
+from tasks.drift.fingerprint import PROFILES, Fingerprint, ScorePrint
+from tasks.drift.verdict import KERNEL, Moved, advice, engine_verdict, print_in
 from tasks.drift.witness import ALTERED
 from tasks.evaluation.planned import Measuring
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.report import StageReport
 from tasks.process.output import Log
+from tasks.witness.plumbline_witness.prints import BASE, FINGERPRINT, SCORES
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,6 @@
-"""Fingerprints of models, and drift: the distance between two fingerprints.
+"""Distance of two fingerprints, and limits on it, for language and reward models.
 
-A fingerprint has, for every scored position of a fixed set of probe token sequences, the
-log-probabilities (nats) of K token ids. The first fingerprint (of the live training engine) chooses
-the ids: its K most likely tokens, or the whole vocabulary if that is not larger than K. Every later
-one is taken *at the same ids*, so any two fingerprints are comparable. All other ids form one rest
-bucket: the KL is a lower bound, and exact if the vocabulary fits into K.
+The format, and the rest bucket of the KL, stand in `plumbline_witness.prints`.
 
 Top-1 agreement allows for ties. Engines round logits to their dtype: one step of bf16 is 0.125
 between 16 and 32. Two engines round each of two logits by at most half a step, so a difference of
@@ -18,26 +14,26 @@ Equal logits are a tie in every dtype.
 Probes share their first tokens (the chat template), and equal contexts have equal distributions: a
 tie after the template's last token would count once per probe. So agreement is a share of distinct
 contexts, not of positions. KL is a mean over positions.
+
+The scale of rewards is arbitrary, so their differences are in standard deviations of the
+reference's scores.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from statistics import fmean, pstdev
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
-from safetensors.numpy import save_file
 
-from tasks.core.errors import ArtifactError, DriftError
-from tasks.drift.reward_drift import RewardLimit
-
-TOP_K = 512
-"""Ids per position. A vocabulary of this size or smaller is covered completely."""
+from tasks.core.errors import ArtifactError, DataError, DriftError
+from tasks.witness.plumbline_witness import prints
+from tasks.witness.plumbline_witness.prints import BITS, FINE, TINY, FormatNoise, kl_by_position
 
 TIE_STEPS = 2.0
 """Logits that differ by less than this many rounding steps are tied; see the module docstring."""
@@ -45,149 +41,29 @@ TIE_STEPS = 2.0
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Keys of config.json that give the number of experts."""
 
-_TINY = 1e-12
-_PRECISION = {"bfloat16": 8, "float16": 11, "float32": 24}
-"""Significant bits by dtype (torch name)."""
-_FINE = 2.0**-14
-"""A rounding step below this is of 32-bit logits."""
 
-
-def rounding_step(logits: NDArray[Any] | float, dtype: str = "bfloat16") -> NDArray[np.float32]:
-    """Return the distance of neighbouring numbers of a dtype at these magnitudes, in nats.
-
-    Args:
-        logits: any shape.
-        dtype: torch name of the dtype in which the logits were computed.
-
-    Returns:
-        Array of the same shape.
-    """
-    values = np.asarray(logits, np.float64)
-    exponents = np.frexp(np.abs(values))[1] - _PRECISION[dtype]
-    steps: NDArray[np.float32] = np.where(values == 0, 2.0**-133, np.ldexp(1.0, exponents))
-    return steps.astype(np.float32)
-
-
-def largest_steps(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return `Fingerprint.steps` of N positions, shape (N,).
-
-    The dtype is inferred from the values, since engines return bf16 logits in fp32 arrays.
-
-    Args:
-        logits: logits of the whole vocabulary, shape (N, V).
-    """
-    if not np.any(logits.view(np.uint32) & 0xFFFF):
-        dtype = "bfloat16"
-    else:
-        with np.errstate(over="ignore"):
-            half = np.array_equal(logits.astype(np.float16).astype(np.float32), logits)
-        dtype = "float16" if half else "float32"
-    return rounding_step(logits.max(axis=1), dtype)
-
-
-@dataclass(frozen=True)
-class FormatNoise:
-    """Distance between a model computed in float32 and in a 16-bit format: weights, probes equal.
-
-    Attributes:
-        mean_kl: mean of KL(float32 || 16 bits) over positions, in nats.
-        p95_kl: its 95th percentile.
-        median_kl: its median.
-        top1_agreement: top-1 agreement, ties of the 16-bit format included.
-    """
-
-    mean_kl: float
-    p95_kl: float
-    median_kl: float
-    top1_agreement: float
-
-    def typical_kl(self, *, routed: bool) -> float:
-        """Return the median for a mixture of experts, whose mean is held by ties of its routers."""
-        return self.median_kl if routed else self.mean_kl
-
-
-@dataclass(frozen=True)
-class Fingerprint:
-    """Log-probabilities of one model on the probes.
-
-    Attributes:
-        probes: P token-id sequences. Sequence p of length T gives T-1 scored positions: position t
-            predicts token t+1. N is the number of positions of all sequences together.
-        ids: scored token ids, shape (N, K), int32.
-        logprobs: natural-log probabilities of those ids, shape (N, K), float32.
-        top1: the engine's own most likely token, shape (N,), int32.
-        engine: engine that measured it ("deepspeed", "transformers", "vllm").
-        noise: mean KL between two measurements of the same model by the same engine with different
-            batching (nats); None if it was not measured.
-        steps: distance of neighbouring numbers in the dtype of the logits, at the largest logit
-            (nats), shape (N,), float32; None in older files and from engines that do not return
-            logits. Without it only equal log-probabilities are ties.
-        measured_on: `machine.measured_on` of the engine; None if unknown.
-        formats: noise of each 16-bit format in which the model may be served, by torch dtype name;
-            empty if it was not measured. A format that overflows is left out.
-        dtype: torch name of the dtype that the model was computed in; None if unknown.
-        routed: True for a mixture of experts.
-    """
-
-    probes: tuple[tuple[int, ...], ...]
-    ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    top1: NDArray[np.int32]
-    engine: str
-    noise: float | None = None
-    steps: NDArray[np.float32] | None = None
-    measured_on: Mapping[str, str] | None = None
-    formats: Mapping[str, FormatNoise] = field(default_factory=dict)
-    dtype: str | None = None
-    routed: bool = False
-
-    @property
-    def arithmetic(self) -> str:
-        """Torch name of the dtype of the computation; inferred from the steps if unknown."""
-        fine = self.steps is not None and bool(np.median(self.steps) < _FINE)
-        return self.dtype or ("float32" if fine else "bfloat16")
-
-    @property
-    def positions(self) -> int:
-        """N, the number of scored positions."""
-        return int(self.ids.shape[0])
-
-    def save(self, path: Path) -> None:
-        """Write one safetensors file."""
-        # One metadata entry: safetensors writes several in random order, which changes the digest.
-        names = ("engine", "noise", "probes", "measured_on", "dtype", "routed")
-        facts = {name: getattr(self, name) for name in names}
-        facts["formats"] = {name: asdict(noise) for name, noise in self.formats.items()}
-        meta = {"fingerprint": json.dumps(facts)}
-        arrays = {"ids": self.ids, "logprobs": self.logprobs, "top1": self.top1}
-        if self.steps is not None:
-            arrays["steps"] = self.steps
-        save_file({k: np.ascontiguousarray(v) for k, v in arrays.items()}, path, metadata=meta)
+class Fingerprint(prints.Fingerprint):
+    """Log-probabilities of one model on the probes, with the errors of this package."""
 
     @classmethod
     def load(cls, path: Path) -> Fingerprint:
-        """Read a file of `save`. Raises ArtifactError if it is not a fingerprint."""
+        """Read a fingerprint. Raises ArtifactError if the file is none."""
         try:
-            with safe_open(path, framework="numpy") as file:
-                meta = json.loads(file.metadata()["fingerprint"])
-                names = ("ids", "logprobs", "top1", *({"steps"} & set(file.keys())))
-                arrays = {name: file.get_tensor(name) for name in names}
-            return cls(
-                probes=tuple(tuple(p) for p in meta["probes"]),
-                engine=meta["engine"],
-                noise=meta["noise"],
-                measured_on=meta.get("measured_on"),
-                formats={n: FormatNoise(**each) for n, each in meta.get("formats", {}).items()},
-                dtype=meta.get("dtype"),
-                routed=meta.get("routed", False),
-                **arrays,
-            )
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ArtifactError(f"{path} is not a readable fingerprint: {error}") from error
-        except Exception as error:  # safetensors' error class has no public base
-            if type(error).__name__ != "SafetensorError":
-                raise
-            raise ArtifactError(f"{path} is not a readable fingerprint: {error}") from error
+            return cls(**vars(prints.Fingerprint.load(path)))
+        except prints.PrintError as error:
+            raise ArtifactError(str(error)) from error
+
+
+class ScorePrint(prints.ScorePrint):
+    """Scores of one reward model on the probes, with the errors of this package."""
+
+    @classmethod
+    def load(cls, path: Path) -> ScorePrint:
+        """Read scores. Raises ArtifactError if the file has none."""
+        try:
+            return cls(**vars(prints.ScorePrint.load(path)))
+        except prints.PrintError as error:
+            raise ArtifactError(str(error)) from error
 
 
 _FLAT = 1e-5
@@ -199,11 +75,7 @@ _HEAD, _FEWEST = 16, 8
 def require_informative(measured: Fingerprint, what: str) -> None:
     """Raise DriftError if the distribution is uniform, or does not depend on the context.
 
-    Any broken model would agree with such a reference.
-
-    Args:
-        measured: the reference.
-        what: the model or file, for the error.
+    Any broken model would agree with such a reference. `what` names the model or file.
     """
     rows = -np.sort(-measured.logprobs, axis=1)
     if rows.shape[1] > 1 and (rows[:, 0] - rows[:, -1]).max() < _FLAT:
@@ -256,6 +128,157 @@ class Drift:
     def noise(self) -> FormatNoise:
         """The same as the noise of a format."""
         return FormatNoise(self.mean_kl, self.p95_kl, self.median_kl, self.top1_agreement)
+
+
+def steps_in(reference: Fingerprint, dtype: str | None) -> NDArray[np.float64] | None:
+    """Return the rounding steps at the largest logits (nats), shape (N,); None if unknown.
+
+    A dtype (torch name) that is coarser than the reference's own has larger steps.
+    """
+    if reference.steps is None:
+        return None
+    steps = reference.steps.astype(np.float64)
+    if dtype is None:
+        return steps
+    bits = BITS[reference.arithmetic] - BITS[dtype]
+    return steps * 2.0**bits if np.median(steps) < FINE and bits > 0 else steps
+
+
+def agreeing(
+    reference: Fingerprint, new: Fingerprint, dtype: str | None = None
+) -> NDArray[np.bool_]:
+    """Return, for each position, True if the top tokens agree within rounding; shape (N,).
+
+    The module docstring has the rule. A token outside the reference's ids never agrees, unless it
+    is the reference's own top token. `dtype` is the dtype (torch name) that the new engine is known
+    to compute in.
+    """
+    best = reference.logprobs.max(axis=1)
+    at_id = np.where(reference.ids == new.top1[:, None], reference.logprobs, -np.inf).max(axis=1)
+    behind = best - at_id
+    tied = behind == 0
+    if (steps := steps_in(reference, dtype)) is not None:
+        tied |= behind < TIE_STEPS * steps
+    return tied | (reference.top1 == new.top1)
+
+
+def by_context(
+    probes: Sequence[Sequence[int]],
+    agree: NDArray[np.bool_],
+    measured: NDArray[np.bool_] | None = None,
+) -> float:
+    """Return the share of distinct contexts that agree; NaN if no position was measured.
+
+    The context of a position is the tokens before it. A context with several positions counts with
+    their mean. `agree` has one value per position, `measured` is True at those that count.
+    """
+    known = np.ones(len(agree), bool) if measured is None else measured
+    if not known.any():
+        return float("nan")
+    numbers: dict[tuple[int, ...], int] = {}
+    contexts = np.array(
+        [
+            numbers.setdefault(tuple(probe[:end]), len(numbers))
+            for probe in probes
+            for end in range(1, len(probe))
+        ]
+    )[known]
+    count = np.bincount(contexts)
+    agreeing = np.bincount(contexts, weights=agree[known])
+    return float((agreeing[count > 0] / count[count > 0]).mean())
+
+
+def drift(reference: Fingerprint, new: Fingerprint, dtype: str | None = None) -> Drift:
+    """Return the distance of `new` from `reference`; `dtype` as in `agreeing`.
+
+    Raises:
+        DriftError: they have different probes or ids, or one of them has values that are not
+            log-probabilities.
+    """
+    if reference.probes != new.probes or not np.array_equal(reference.ids, new.ids):
+        raise DriftError("fingerprints are not comparable: they score other tokens")
+    for side in (reference, new):
+        if np.isnan(side.logprobs).any() or (side.logprobs > 1e-3).any():
+            raise DriftError(
+                f"the {side.engine} fingerprint holds values that are not log-probabilities"
+            )
+    p, q = (np.exp(side.logprobs.astype(np.float64)) for side in (reference, new))
+    kl = kl_by_position(p, q)
+    p, q = prints.with_rest(p), prints.with_rest(q)
+    norms = np.linalg.norm(p, axis=1) * np.linalg.norm(q, axis=1)
+    cosine = np.sum(p * q, axis=1) / np.maximum(norms, TINY)
+    return Drift(
+        mean_kl=float(kl.mean()),
+        p95_kl=float(np.quantile(kl, 0.95)),
+        max_kl=float(kl.max()),
+        top1_agreement=by_context(reference.probes, agreeing(reference, new, dtype)),
+        cosine=float(cosine.mean()),
+        median_kl=float(np.median(kl)),
+    )
+
+
+@dataclass(frozen=True)
+class RewardDrift:
+    """Difference of scores from those of a reference.
+
+    Attributes:
+        mean_difference: mean absolute difference over the texts, in std of the reference scores.
+        max_difference: largest absolute difference, in the same unit.
+        same_order: share of pairs of texts in the same order, among the pairs that the reference
+            scores differently.
+        unit: standard deviation of the reference scores.
+    """
+
+    mean_difference: float
+    max_difference: float
+    same_order: float
+    unit: float
+
+
+def reward_drift(reference: Sequence[float], new: Sequence[float]) -> RewardDrift:
+    """Compare two models' scores of the same texts.
+
+    Raises:
+        DataError: the reference gives all texts the same score, which has no scale.
+        DriftError: a score is not finite.
+    """
+    if not all(map(math.isfinite, (*reference, *new))):
+        raise DriftError("rewards that are NaN or infinite")
+    unit = pstdev(reference)
+    if unit == 0:
+        raise DataError(
+            f"the reference gives all {len(reference)} texts the same reward",
+            hint="smoke.texts=<file with several different texts>, or smoke.engine=none",
+        )
+    differences = [abs(a - b) / unit for a, b in zip(reference, new, strict=True)]
+    pairs = [(a, b) for a, b in combinations(zip(reference, new, strict=True), 2) if a[0] != b[0]]
+    alike = [(a[0] < b[0]) == (a[1] < b[1]) and a[1] != b[1] for a, b in pairs]
+    return RewardDrift(fmean(differences), max(differences), fmean(alike), unit)
+
+
+def score_drift(reference: ScorePrint, new: ScorePrint) -> RewardDrift:
+    """Return the drift of `new` from `reference`.
+
+    Raises:
+        DriftError: the probes differ, or a score is not finite.
+        DataError: the reference gives every probe the same score, which has no scale.
+    """
+    if reference.probes != new.probes:
+        raise DriftError("scores are not comparable: they are of other texts")
+    return reward_drift(reference.scores, new.scores)
+
+
+@dataclass(frozen=True)
+class RewardLimit:
+    """Limits of a drift profile for reward models.
+
+    Attributes:
+        difference: highest mean absolute difference, in std of the reference scores.
+        order: lowest share of pairs of texts that both models rank in the same order.
+    """
+
+    difference: float
+    order: float
 
 
 @dataclass(frozen=True)
@@ -320,12 +343,7 @@ _FORMATS = {
 
 
 def quantized_profile(scheme: str, name: str = "auto") -> DriftLimit:
-    """Return the drift that a quantised model may have.
-
-    Args:
-        scheme: `convert.quantize`.
-        name: `convert.quantize_profile`.
-    """
+    """Return the limits for `convert.quantize`, by `convert.quantize_profile`."""
     profiles = {**PROFILES, **QUANTIZED}
     return profiles[_FORMATS[scheme] if name == "auto" else name]
 
@@ -334,120 +352,6 @@ EXACT = DriftLimit(
     mean_kl=1e-5, p95_kl=1e-4, top1_agreement=0.99, rewards=RewardLimit(difference=1e-3, order=0.99)
 )
 """Limits for hand-offs that change no number, only the files: trained -> gathered."""
-
-
-def _with_rest(p: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the probabilities of the K ids and of all other ids together, shape (N, K+1)."""
-    rest = np.clip(1.0 - p.sum(axis=1, keepdims=True), 0.0, 1.0)
-    return np.concatenate([p, rest], axis=1)
-
-
-def steps_in(reference: Fingerprint, dtype: str | None) -> NDArray[np.float64] | None:
-    """Return the rounding steps at the largest logits (nats), shape (N,); None if unknown.
-
-    Args:
-        reference: the fingerprint.
-        dtype: torch name; if it is coarser than the reference's own dtype, its steps are returned.
-    """
-    if reference.steps is None:
-        return None
-    steps = reference.steps.astype(np.float64)
-    if dtype is None:
-        return steps
-    bits = _PRECISION[reference.arithmetic] - _PRECISION[dtype]
-    return steps * 2.0**bits if np.median(steps) < _FINE and bits > 0 else steps
-
-
-def agreeing(
-    reference: Fingerprint, new: Fingerprint, dtype: str | None = None
-) -> NDArray[np.bool_]:
-    """Return, for each position, True if the top tokens agree within rounding; shape (N,).
-
-    The module docstring has the rule. A token outside the reference's ids never agrees, unless it
-    is the reference's own top token.
-
-    Args:
-        reference: the fingerprint to compare with.
-        new: the other one.
-        dtype: torch name of the dtype that the new engine is known to compute in.
-    """
-    best = reference.logprobs.max(axis=1)
-    at_id = np.where(reference.ids == new.top1[:, None], reference.logprobs, -np.inf).max(axis=1)
-    behind = best - at_id
-    tied = behind == 0
-    if (steps := steps_in(reference, dtype)) is not None:
-        tied |= behind < TIE_STEPS * steps
-    return tied | (reference.top1 == new.top1)
-
-
-def by_context(
-    probes: Sequence[Sequence[int]],
-    agree: NDArray[np.bool_],
-    measured: NDArray[np.bool_] | None = None,
-) -> float:
-    """Return the share of distinct contexts that agree; NaN if no position was measured.
-
-    The context of a position is the tokens before it. A context with several positions counts with
-    their mean.
-
-    Args:
-        probes: as in `Fingerprint`.
-        agree: one value per position, shape (N,).
-        measured: True at the positions that count, shape (N,); None for all.
-    """
-    known = np.ones(len(agree), bool) if measured is None else measured
-    if not known.any():
-        return float("nan")
-    numbers: dict[tuple[int, ...], int] = {}
-    contexts = np.array(
-        [
-            numbers.setdefault(tuple(probe[:end]), len(numbers))
-            for probe in probes
-            for end in range(1, len(probe))
-        ]
-    )[known]
-    count = np.bincount(contexts)
-    agreeing = np.bincount(contexts, weights=agree[known])
-    return float((agreeing[count > 0] / count[count > 0]).mean())
-
-
-def kl_by_position(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return KL(p || q) by position (nats), shape (N,), from probabilities of K ids, shape (N, K).
-
-    All other ids are one rest bucket.
-    """
-    p, q = _with_rest(p), _with_rest(q)
-    kl = np.sum(np.where(p > 0, p * (np.log(p + _TINY) - np.log(q + _TINY)), 0.0), axis=1)
-    return np.maximum(kl, 0.0)
-
-
-def drift(reference: Fingerprint, new: Fingerprint, dtype: str | None = None) -> Drift:
-    """Return the distance of `new` from `reference`; `dtype` as in `agreeing`.
-
-    Raises:
-        DriftError: they have different probes or ids, or one of them has values that are not
-            log-probabilities.
-    """
-    if reference.probes != new.probes or not np.array_equal(reference.ids, new.ids):
-        raise DriftError("fingerprints are not comparable: they score other tokens")
-    for side in (reference, new):
-        if np.isnan(side.logprobs).any() or (side.logprobs > 1e-3).any():
-            raise DriftError(
-                f"the {side.engine} fingerprint holds values that are not log-probabilities"
-            )
-    p, q = (np.exp(side.logprobs.astype(np.float64)) for side in (reference, new))
-    kl = kl_by_position(p, q)
-    p, q = _with_rest(p), _with_rest(q)
-    norms = np.linalg.norm(p, axis=1) * np.linalg.norm(q, axis=1)
-    cosine = np.sum(p * q, axis=1) / np.maximum(norms, _TINY)
-    return Drift(
-        mean_kl=float(kl.mean()),
-        p95_kl=float(np.quantile(kl, 0.95)),
-        max_kl=float(kl.max()),
-        top1_agreement=by_context(reference.probes, agreeing(reference, new, dtype)),
-        cosine=float(cosine.mean()),
-        median_kl=float(np.median(kl)),
-    )
 
 
 def as_limit(kl: float) -> str:
@@ -463,10 +367,7 @@ def typical_kl(measured: Drift, limit: DriftLimit) -> tuple[str, float]:
 def within(measured: Drift, limit: DriftLimit, noise: float | None = None) -> list[str]:
     """Return one text for each limit that a drift exceeds; empty if it is within all limits.
 
-    Args:
-        measured: the drift.
-        limit: its limits.
-        noise: repeat noise of the engine in nats; mean KL must then stay within twice of it.
+    With the engine's repeat noise (nats), the mean KL has to stay within twice of it.
     """
     exceeded: list[str] = []
     name, kl = typical_kl(measured, limit)
@@ -478,4 +379,20 @@ def within(measured: Drift, limit: DriftLimit, noise: float | None = None) -> li
         exceeded.append(f"top-1 agreement {measured.top1_agreement:.4f} < {limit.top1_agreement:g}")
     if noise is not None and measured.mean_kl > 2 * noise:
         exceeded.append(f"mean KL {measured.mean_kl:.2e} > twice the repeat noise {noise:.2e}")
+    return exceeded
+
+
+def exceeds(measured: RewardDrift, limit: RewardLimit, noise: float | None = None) -> list[str]:
+    """Return one text for each limit that a drift exceeds; empty if it is within all limits.
+
+    With the engine's repeat noise (scores), the mean difference has to stay within twice of it.
+    """
+    exceeded = []
+    if measured.mean_difference > limit.difference:
+        exceeded.append(f"mean difference {measured.mean_difference:.2e} > {limit.difference:g}")
+    if measured.same_order < limit.order:
+        exceeded.append(f"pairs in the same order {measured.same_order:.4f} < {limit.order:g}")
+    if noise is not None and measured.mean_difference * measured.unit > 2 * noise:
+        moved = measured.mean_difference * measured.unit
+        exceeded.append(f"mean difference {moved:.2e} > twice the repeat noise {noise:.2e}")
     return exceeded

@@ -17,18 +17,19 @@ from tasks.drift.fingerprint import (
     Drift,
     DriftLimit,
     Fingerprint,
+    RewardDrift,
+    RewardLimit,
+    ScorePrint,
     as_limit,
     drift,
+    exceeds,
+    score_drift,
     typical_kl,
     within,
 )
-from tasks.drift.reward_drift import RewardDrift, RewardLimit, exceeds
-from tasks.drift.reward_scores import SCORES, ScorePrint, score_drift
 from tasks.drift.share import WIDEST, adapter_share
+from tasks.witness.plumbline_witness.prints import BASE, FINGERPRINT, SCORES
 
-FINGERPRINT = "fingerprint.fp"
-BASE = "base.fp"
-"""Log-probabilities of the model without its adapter, at the same ids."""
 NAMES = (FINGERPRINT, SCORES)
 DECIDED = 0.5
 """Largest half of an interval's width that tells a trained model from its base."""

@@ -15,10 +15,8 @@ from typing import Any
 from tasks.core.errors import ArtifactError
 from tasks.drift.verdict import NAMES
 from tasks.weights.files.reader import read_json
+from tasks.witness.plumbline_witness.prints import FOLDER, FORMAT
 
-FOLDER = "plumbline.witness"
-FORMAT = 1
-"""Newest format that is understood."""
 ALTERED = (
     "the files of this checkpoint are not the model that was measured when they were saved: "
     "deliver an earlier checkpoint; without its folder plumbline.witness it is not compared"

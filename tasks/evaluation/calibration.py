@@ -12,9 +12,9 @@ from typing import Any
 from tasks.core.contract import Check
 from tasks.core.errors import DataError
 from tasks.drift.fingerprint import DriftLimit, Fingerprint
-from tasks.drift.verdict import FINGERPRINT
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.serving.prompts import chat
+from tasks.witness.plumbline_witness.prints import FINGERPRINT
 
 TRAINING_ROWS = "train.jsonl"
 HELDOUT_ROWS = "heldout.jsonl"

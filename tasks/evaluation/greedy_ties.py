@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tasks.drift.fingerprint import TIE_STEPS, Fingerprint, rounding_step
+from tasks.drift.fingerprint import TIE_STEPS, Fingerprint
+from tasks.witness.plumbline_witness.prints import rounding_step
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from tasks.config.after_training import Smoke
 from tasks.core.contract import Check
 from tasks.core.report import Row
 from tasks.drift.fingerprint import DriftLimit, Fingerprint
-from tasks.drift.verdict import FINGERPRINT
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.evaluation.serve import Question, Responses, Served, ending_ids, longest_sequence
 from tasks.process.output import Log
@@ -38,6 +37,7 @@ from tasks.verify.servers.client import Client, parallel
 from tasks.verify.servers.llama_cpp import LlamaCppServer
 from tasks.verify.servers.openai import VllmServer
 from tasks.verify.servers.server import Generated, Server
+from tasks.witness.plumbline_witness.prints import FINGERPRINT
 from tasks.witness.plumbline_witness.probes import CHATS
 
 TEXTS = 16

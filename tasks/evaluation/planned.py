@@ -16,7 +16,6 @@ from typing import Any
 from tasks.core.contract import Check
 from tasks.drift.fingerprint import DriftLimit, Fingerprint
 from tasks.drift.verdict import (
-    BASE,
     NAMES,
     Moved,
     Print,
@@ -38,6 +37,7 @@ from tasks.weights.files.reader import WEIGHTS, read_checkpoint
 from tasks.weights.files.source import Source
 from tasks.weights.plan.operations import Plan
 from tasks.weights.proof.recheck import Recomputed, recompute
+from tasks.witness.plumbline_witness.prints import BASE
 
 Explain = Callable[[ModelRef, ModelRef, Sequence[Sequence[int]], str], str]
 """(model that is right, model that has drifted, probes, engine of the latter) -> one line: where

@@ -17,8 +17,7 @@ from typing import Any, Protocol, Self, TypeVar, TypeVarTuple
 
 import tasks.core.errors as errors
 from tasks.core.errors import PlumblineError, StageProcessError
-from tasks.drift.fingerprint import Fingerprint
-from tasks.drift.reward_scores import SCORES, ScorePrint
+from tasks.drift.fingerprint import Fingerprint, ScorePrint
 from tasks.drift.verdict import Print
 from tasks.process.launch import Conversation, python_child
 from tasks.process.output import Log
@@ -34,6 +33,7 @@ from tasks.serving.prompts import (
 )
 from tasks.serving.reference import requests
 from tasks.serving.reference.requests import ARGUMENTS, RESULT, Generated, ModelRef, Tokens
+from tasks.witness.plumbline_witness.prints import SCORES
 
 __all__ = [
     "ENV",

@@ -15,11 +15,11 @@ from typing import Any
 from tasks.config.after_training import Smoke
 from tasks.core.contract import Check
 from tasks.drift.fingerprint import Fingerprint
-from tasks.drift.verdict import FINGERPRINT
 from tasks.evaluation.scoring import Generated, ModelRef, Prompts, ReferenceScorer
 from tasks.process.output import Log
 from tasks.serving.prompts import Chat, question_of
 from tasks.serving.vllm.job import HEADROOM, Job, VllmChild
+from tasks.witness.plumbline_witness.prints import FINGERPRINT
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import TrainingError
-from tasks.drift.fingerprint import Fingerprint
-from tasks.drift.reward_scores import SCORES, ScorePrint
-from tasks.drift.verdict import FINGERPRINT
+from tasks.drift.fingerprint import Fingerprint, ScorePrint
 from tasks.training.engine.checkpoint import PARTITIONS, SHARDS, Progress
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.engine.partitions import describe, not_finite, own_partitions, write_partitions
@@ -20,6 +18,7 @@ from tasks.training.job import TrainJob
 from tasks.training.objectives.heldout_scores import HeldOutScores
 from tasks.training.tokens.example_spec import holds_texts
 from tasks.weights.files.side_files import PROCESSORS, copy_side_file, side_files
+from tasks.witness.plumbline_witness.prints import FINGERPRINT, SCORES
 
 
 def write_shards(model: Any, out: Path, ranks: Ranks, *, what: str = "trained tensors") -> None:

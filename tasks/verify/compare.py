@@ -16,15 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.drift.fingerprint import (
-    TIE_STEPS,
-    DriftLimit,
-    Fingerprint,
-    by_context,
-    kl_by_position,
-    steps_in,
-)
+from tasks.drift.fingerprint import TIE_STEPS, DriftLimit, Fingerprint, by_context, steps_in
 from tasks.verify.servers.server import Entry, Scores
+from tasks.witness.plumbline_witness.prints import kl_by_position
 
 FEWEST = 10
 """Positions below which nothing is said about a server."""

@@ -20,16 +20,14 @@ import numpy as np
 from tasks.core.errors import ArtifactError, PlumblineError
 from tasks.core.terminal import typed
 from tasks.drift.fingerprint import Fingerprint, drift, require_informative
-from tasks.drift.verdict import BASE, FINGERPRINT
 from tasks.drift.witness import find_witness
 from tasks.weights.files.documents import read_manifest
 from tasks.weights.files.reader import read_json
 from tasks.weights.tokens.render_template import TemplateError
 from tasks.weights.tokens.tokenizer import prompts_of, template_of
+from tasks.witness.plumbline_witness.prints import BASE, FINGERPRINT, NOISE
 from tasks.witness.plumbline_witness.probes import CHATS
 
-NOISE = "noise.fp"
-"""A witness's measurement of its first probes with other rounding errors of 16 bits."""
 SIBLINGS = 8
 """Most other models that are read."""
 COMMON = 4

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tasks.audit.run import audit
 from tasks.core.errors import DataError, DriftError
-from tasks.drift.reward_drift import reward_drift
+from tasks.drift.fingerprint import reward_drift
 from tests.delivery.conftest import Done
 from tests.delivery.making import TARGETS, Tensors, base_of, differing
 from tests.weights.adapters.making import quiet, save, train

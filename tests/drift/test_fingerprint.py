@@ -19,16 +19,15 @@ from tasks.drift.fingerprint import (
     Drift,
     DriftLimit,
     Fingerprint,
-    FormatNoise,
+    ScorePrint,
     agreeing,
     drift,
-    largest_steps,
-    rounding_step,
+    reward_drift,
     within,
 )
-from tasks.drift.reward_drift import reward_drift
-from tasks.drift.reward_scores import ScorePrint
+from tasks.drift.share import adapter_share
 from tasks.drift.verdict import advice, limit_in, limit_of_scores, verdict
+from tasks.witness.plumbline_witness.prints import FormatNoise, largest_steps, rounding_step
 
 
 def fingerprint(probabilities: list[list[float]]) -> Fingerprint:
@@ -91,6 +90,46 @@ def test_save_and_load_give_the_same_fingerprint(tmp_path: Path) -> None:
     steps = np.array([0.125, 0.0625], np.float32)
     replace(first, steps=steps).save(tmp_path / "g.fp")
     assert Fingerprint.load(tmp_path / "g.fp").steps.tobytes() == steps.tobytes()
+
+
+def test_files_of_the_first_version_are_read() -> None:
+    """Records lie beside checkpoints for years; these files were written by version 0.1.0."""
+    files = Path(__file__).parent / "files"
+    old = Fingerprint.load(files / "fingerprint.fp")
+    assert (old.probes, old.engine, old.arithmetic) == (((5, 6, 7),), "trainer", "bfloat16")
+    assert np.exp(old.logprobs) == pytest.approx(
+        np.array([[0.5, 0.25, 0.25], [0.125, 0.75, 0.125]]), abs=1e-7
+    )
+    assert old.ids.tolist() == [[0, 1, 2]] * 2
+    assert old.top1.tolist() == [0, 1]
+    assert old.steps is not None
+    assert old.steps.tolist() == [0.125, 0.0625]
+    scores = ScorePrint.load(files / "scores.json")
+    assert (scores.probes, scores.scores) == (((5, 6, 7),), (0.5,))
+
+
+def test_the_signal_of_an_adapter_is_half_the_variance_of_its_change() -> None:
+    probes = tuple((1, number) for number in range(2, 8))
+    change = 0.01
+
+    def of_change(change: float) -> Fingerprint:
+        logits = np.array([[change, 0.0]] * len(probes), np.float32)
+        return of_logits(logits, torch.float32, probes)
+
+    trained, base = of_change(change), of_change(0.0)
+    share = adapter_share(trained, base, trained.logprobs, np.ones(len(probes), bool))
+    assert share is None, "equal contexts count once"
+    probes = tuple((number, 1) for number in range(2, 8))
+    trained, base = of_change(change), of_change(0.0)
+    share = adapter_share(trained, base, trained.logprobs, np.ones(len(probes), bool))
+    assert share is not None
+    assert share.signal == pytest.approx(change**2 / 8, rel=1e-2)
+    assert share.value == pytest.approx(1.0)
+
+
+def test_scores_of_fewer_texts_are_not_compared() -> None:
+    with pytest.raises(ValueError):
+        reward_drift([1.0, 2.0, 3.0], [1.0, 2.0])
 
 
 def test_repeat_noise_widens_the_limit_of_scores_and_never_narrows_it() -> None:

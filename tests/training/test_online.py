@@ -13,11 +13,11 @@ from tasks.core.errors import (
     TrainingError,
 )
 from tasks.drift.fingerprint import Fingerprint
-from tasks.drift.verdict import FINGERPRINT
 from tasks.rl.loop import CURSOR, MISMATCH
 from tasks.training.engine import checkpoint
 from tasks.training.engine.universal import convert
 from tasks.training.job import Zero
+from tasks.witness.plumbline_witness.prints import FINGERPRINT
 from tests.settings import Batch, Launch, Optim, Settings
 from tests.training.online import DEFAULT, Bench, Finished, Run, in_game
 from tests.training.places import rank_pids, read_json, run_train, stitched

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from safetensors.torch import load_file
 
-from tasks.drift.fingerprint import Fingerprint
-from tasks.drift.reward_scores import ScorePrint
+from tasks.drift.fingerprint import Fingerprint, ScorePrint
 from tasks.training.job import TrainJob
 from tests.training.jobs import (
     DEFAULT,

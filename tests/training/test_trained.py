@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from tasks.core.errors import ConfigError
-from tasks.drift.fingerprint import EXACT, Fingerprint, drift, within
-from tasks.drift.reward_scores import ScorePrint, score_drift
+from tasks.drift.fingerprint import EXACT, Fingerprint, ScorePrint, drift, score_drift, within
 from tasks.training.engine.checkpoint import complete
 from tasks.training.job import Peft, TrainJob
 from tests.settings import Settings

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.drift.fingerprint import Fingerprint, largest_steps
+from tasks.drift.fingerprint import Fingerprint
 from tasks.verify.checks.sampling import Settings
 from tasks.verify.reference import Probe, Reference
 from tasks.verify.servers.server import (
@@ -23,6 +23,7 @@ from tasks.verify.servers.server import (
     Server,
     UnsupportedError,
 )  # fmt: skip
+from tasks.witness.plumbline_witness.prints import largest_steps
 
 Array = NDArray[Any]
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from tasks.drift.fingerprint import FormatNoise
 from tasks.verify.compare import align, kl_of
 from tasks.verify.run import Target, verify
 from tasks.verify.servers.server import ServerError
+from tasks.witness.plumbline_witness.prints import FormatNoise
 from tests.verify.synthetic import ArrayServer, world
 from tests.verify.synthetic import answers as scores
 

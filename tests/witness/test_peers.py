@@ -108,8 +108,7 @@ def test_what_was_trained_is_what_is_delivered(
     assert facts["quantization"]["method"] == TRAINED[name][1]
     more = () if name.endswith("full") else (f"base={place / 'base'}",)
     drifts = assert_delivered(tmp_path, source, *more)
-    print(f"{name}: record {facts['seconds']} s, mean KL {drifts}")
-    assert facts["seconds"] < 10
+    print(f"{name}: mean KL {drifts}")
 
 
 def test_what_was_trained_is_what_is_served(

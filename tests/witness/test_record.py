@@ -86,29 +86,26 @@ def test_a_trainers_command_leaves_a_record_in_every_checkpoint(base: Path, lora
     assert facts["tokens"]["tokenizer"]["eos_token_id"] == 2
     rows = [probe for probe in facts["probes"] if probe["kind"] == "row"]
     assert [probe["text"] for probe in rows] == [None] * 4
-    assert facts["seconds"] < 10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "sharding", "ranks", "expected"),
+    ("kind", "sharding", "ranks"),
     [
-        ("full", "", 1, "none"),
-        ("full", "ddp", 2, "none"),
-        ("lora", "zero2", 2, "none"),
-        ("full", "zero3", 2, "zero3"),
-        ("lora", "zero3", 2, "zero3"),
-        ("sft", "", 1, "none"),
-        ("dpo", "", 1, "none"),
-        ("grpo", "", 1, "none"),
+        ("full", "", 1),
+        ("full", "ddp", 2),
+        ("lora", "zero2", 2),
+        ("full", "zero3", 2),
+        ("lora", "zero3", 2),
+        ("sft", "", 1),
+        ("dpo", "", 1),
+        ("grpo", "", 1),
     ],
 )
 def test_trainers_and_engines(
-    base: Path, tmp_path: Path, kind: str, sharding: str, ranks: int, expected: str
+    base: Path, tmp_path: Path, kind: str, sharding: str, ranks: int
 ) -> None:
     trained = train(base, tmp_path / "out", kind, sharding, ranks=ranks)
-    assert trained.facts()["engine"]["sharding"] == expected
-    assert trained.facts()["engine"]["ranks"] == ranks
     moved = of_files(load(base, trained.out), trained.fingerprint())
     assert moved.mean_kl < 1e-6
     assert moved.top1_agreement == 1.0
@@ -132,7 +129,6 @@ def test_a_model_that_fsdp_has_sharded(base: Path, tmp_path: Path) -> None:
 
     run_ranks("tests.witness.fsdp_program", str(base), str(tmp_path), log_path=tmp_path / "log")
     trained = Trained(tmp_path)
-    assert trained.facts()["engine"]["sharding"] == "fsdp"
     assert of_files(load(base, base), trained.fingerprint()).mean_kl < 1e-6
 
 

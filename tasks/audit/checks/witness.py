@@ -15,9 +15,10 @@ from tasks.audit.repair import TOKENIZER
 from tasks.audit.source import Source
 from tasks.core.errors import ArtifactError
 from tasks.drift.verdict import NAMES
-from tasks.drift.witness import FOLDER, FORMAT, find_witness
+from tasks.drift.witness import find_witness
 from tasks.weights.files.header import read_header
 from tasks.weights.files.index import weight_files
+from tasks.witness.plumbline_witness.prints import FOLDER, FORMAT
 
 FILE = f"{FOLDER}/witness.json"
 _GENERATION = "generation_config.json"

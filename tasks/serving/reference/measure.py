@@ -16,8 +16,9 @@ import torch
 
 from tasks.core.errors import DriftError
 from tasks.core.machine import measured_on
-from tasks.drift.fingerprint import EXPERTS, TOP_K, Fingerprint, FormatNoise, drift, largest_steps
+from tasks.drift.fingerprint import EXPERTS, Fingerprint, drift
 from tasks.serving.reference.load import compute_in, input_device
+from tasks.witness.plumbline_witness.prints import TOP_K, FormatNoise, largest_steps
 
 COPIES = 8
 """Copies of a probe in one batch to measure repeat noise; a batch uses other kernels."""

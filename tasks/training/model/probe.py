@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from tasks.core.machine import measured_on
-from tasks.drift.fingerprint import TOP_K, Fingerprint, drift, largest_steps
-from tasks.drift.reward_scores import ScorePrint
+from tasks.drift.fingerprint import Fingerprint, ScorePrint, drift
 from tasks.training.model.packed_model import model_of
 from tasks.training.tokens.examples import Examples
+from tasks.witness.plumbline_witness.prints import TOP_K, largest_steps
 
 PROBE_TOKENS = 64
 SCORED_TOKENS = 512

@@ -3,9 +3,12 @@
 callback   `WitnessCallback`, for Hugging Face's Trainer and everything built on it
 record     `witness(model, tokenizer, out)`, for any other training loop
 __main__   `python -m plumbline_witness -- <command>`: any trainer's command, unchanged
+probes     token sequences to measure
+measure    run the live model on them; facts describes it
+prints     format of the files, which every later comparison reads
 
 The record is a folder `plumbline.witness`: `witness.json`, and log-probabilities (`fingerprint.fp`,
-`base.fp`) or the scores of a reward model (`scores.json`).
+`base.fp`, `noise.fp`) or the scores of a reward model (`scores.json`).
 """
 
 from __future__ import annotations
@@ -15,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .callback import WitnessCallback
-    from .record import FOLDER, witness
+    from .record import witness
 
-__all__ = ["FOLDER", "WitnessCallback", "witness"]
+__all__ = ["WitnessCallback", "witness"]
 
 
 def __getattr__(name: str) -> Any:

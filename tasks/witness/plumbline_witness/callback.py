@@ -19,8 +19,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from .prints import FOLDER
 from .probes import first_rows
-from .record import FOLDER, witness
+from .record import witness
 
 log = logging.getLogger("plumbline.witness")
 
@@ -53,7 +54,7 @@ class WitnessCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the model that has just been saved. Called on every rank."""
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        self._take(folder, args, state, kwargs)
+        self._take(folder, state, kwargs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the final model in the output folder, where `save_model` puts it."""
@@ -61,20 +62,15 @@ class WitnessCallback(TrainerCallback):
             if state.is_world_process_zero:
                 _copy(self._last[1], Path(args.output_dir) / FOLDER)
             return
-        self._take(Path(args.output_dir), args, state, kwargs)
+        self._take(Path(args.output_dir), state, kwargs)
 
-    def _take(self, folder: Path, args: Any, state: Any, kwargs: Any) -> None:
+    def _take(self, folder: Path, state: Any, kwargs: Any) -> None:
         tokenizer = kwargs.get("processing_class") or kwargs.get("tokenizer")
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor for images
         if tokenizer is None:
             log.warning("no plumbline.witness: the trainer has no tokenizer")
             return
         loader = kwargs.get("train_dataloader")
-        facts = {
-            "step": state.global_step,
-            "epoch": state.epoch,
-            "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
-        }
         try:
             record = witness(
                 kwargs["model"],
@@ -83,7 +79,7 @@ class WitnessCallback(TrainerCallback):
                 prompts=self._own_prompts(),
                 rows=first_rows(getattr(loader, "dataset", None), self._rows),
                 texts=self._texts,
-                facts=facts,
+                facts={"step": state.global_step},
             )
         except Exception as error:  # a record is never worth a training
             log.warning("no plumbline.witness in %s: %s: %s", folder, type(error).__name__, error)

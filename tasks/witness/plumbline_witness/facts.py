@@ -23,18 +23,12 @@ _EXTRA_EOS = ("eos_token_id", "bos_token_id", "pad_token_id")
 
 
 def describe(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Return the facts about a model and its tokenizer.
-
-    Args:
-        model: may be wrapped by DDP, FSDP or DeepSpeed.
-        tokenizer: of transformers.
-    """
+    """Return the facts about a model, wrapped or not, and its tokenizer of transformers."""
     inner = unwrap(model)
     live: Any = getattr(inner, "config", None)
     config = live.to_dict() if hasattr(live, "to_dict") else dict(live or {})
     generation = getattr(inner, "generation_config", None)
     return {
-        "model": _model(inner, config),
         "base": _base(inner, config),
         "quantization": quantization(inner),
         "peft": _peft(inner),
@@ -43,7 +37,6 @@ def describe(model: Any, tokenizer: Any) -> dict[str, Any]:
             "config": {key: config.get(key) for key in _EXTRA_EOS},
             "generation_config": plain(generation.to_diff_dict()) if generation else None,
         },
-        "engine": _engine(model),
         "versions": {"python": platform.python_version(), **_versions()},
     }
 
@@ -138,14 +131,6 @@ def headers_digest(folder: Path) -> str | None:
     return hashlib.sha256(json.dumps(tensors, sort_keys=True).encode()).hexdigest()
 
 
-def _model(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "class": type(model).__name__,
-        "model_type": config.get("model_type"),
-        "tied": bool(config.get("tie_word_embeddings")),
-    }
-
-
 def _base(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     live = getattr(model, "config", None)
     name = str(getattr(live, "_name_or_path", "") or config.get("_name_or_path") or "")
@@ -188,25 +173,6 @@ def _tokenizer(tokenizer: Any) -> dict[str, Any]:
 
 def _sha256(text: str | None) -> str | None:
     return None if text is None else hashlib.sha256(text.encode()).hexdigest()
-
-
-def _engine(model: Any) -> dict[str, Any]:
-    """Return how the model is spread over ranks."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    ranks = torch.distributed.get_world_size() if distributed else 1
-    kinds = {type(module).__name__ for module in model.modules()}
-    if any(hasattr(parameter, "ds_status") for parameter in model.parameters()):
-        sharding = "zero3"
-    elif any(kind.startswith(("FullyShardedDataParallel", "FSDP")) for kind in kinds):
-        sharding = "fsdp"
-    else:
-        sharding = "none"
-    return {"sharding": sharding, "ranks": ranks, "device": _device(model)}
-
-
-def _device(model: Any) -> str:
-    device = next(model.parameters()).device
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
 def _versions() -> dict[str, str]:

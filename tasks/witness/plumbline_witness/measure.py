@@ -10,36 +10,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-TOP_K = 512
-"""Ids per position. A smaller vocabulary is recorded completely."""
+from .prints import TOP_K, Fingerprint, largest_steps
+
 BATCH = 4
 """Probes per forward pass."""
-_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
-"""Significant bits of a number."""
-
-
-@dataclass(frozen=True)
-class Logprobs:
-    """Log-probabilities at the scored positions of all probes: a sequence of T ids has T-1.
-
-    Attributes:
-        ids: scored token ids, shape (N, K), int32: the most likely ones, and the probe's own next.
-        logprobs: natural-log probabilities of these ids, shape (N, K), float32.
-        top1: most likely token, shape (N,), int32.
-        steps: distance of neighbouring numbers in the dtype of the logits, at the largest logit
-            (nats), shape (N,), float32.
-    """
-
-    ids: np.ndarray
-    logprobs: np.ndarray
-    top1: np.ndarray
-    steps: np.ndarray
 
 
 def measure_logprobs(
@@ -48,26 +27,25 @@ def measure_logprobs(
     *,
     at: np.ndarray | None = None,
     batch: int = BATCH,
-) -> Logprobs:
-    """Return the log-probabilities of probes.
+) -> Fingerprint:
+    """Return the fingerprint of a causal language model.
 
-    Args:
-        model: causal language model; called with `input_ids` and `attention_mask`.
-        probes: token-id sequences.
-        at: ids to score, shape (N, K); None for the most likely ones.
-        batch: sequences per forward pass.
+    `at` are the ids to score, shape (N, K); by default the most likely ones and the probe's own
+    next token.
     """
-    parts: list[Logprobs] = []
+    parts: list[tuple[np.ndarray, ...]] = []
     start = 0
     for chunk in _chunks(probes, batch):
         logits = forward(model, chunk)
         for row, ids in zip(logits, chunk):
             count = len(ids) - 1
             scored = None if at is None else at[start : start + count]
-            parts.append(_of_one(row[:count], ids, scored))
+            parts.append(_of_probe(row[:count].float(), ids, scored))
             start += count
-    names = ("ids", "logprobs", "top1", "steps")
-    return Logprobs(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+    ids, logprobs, top1, steps = (np.concatenate(arrays) for arrays in zip(*parts))
+    return Fingerprint(
+        tuple(map(tuple, probes)), ids, logprobs, top1, engine="trainer", steps=steps
+    )
 
 
 def measure_scores(
@@ -158,19 +136,20 @@ def _chunks(probes: Sequence[Sequence[int]], size: int) -> Iterator[Sequence[Seq
         yield probes[start : start + size]
 
 
-def _of_one(logits: torch.Tensor, ids: Sequence[int], at: np.ndarray | None) -> Logprobs:
-    """Return the log-probabilities of one probe, from its logits of shape (T-1, V)."""
-    precise = logits.float()
-    logprobs = torch.log_softmax(precise, -1)
+def _of_probe(
+    logits: torch.Tensor, ids: Sequence[int], at: np.ndarray | None
+) -> tuple[np.ndarray, ...]:
+    """Return ids, log-probabilities, top tokens and steps of logits (T-1, V) in float32."""
+    logprobs = torch.log_softmax(logits, -1)
     if at is None:
         scored = _most_likely(logprobs, torch.tensor(ids[1:], device=logits.device))
     else:
         scored = torch.tensor(at.astype(np.int64), device=logits.device)
-    return Logprobs(
+    return (
         scored.cpu().numpy().astype(np.int32),
         logprobs.gather(1, scored).cpu().numpy().astype(np.float32),
-        precise.argmax(-1).cpu().numpy().astype(np.int32),
-        _steps(precise),
+        logits.argmax(-1).cpu().numpy().astype(np.int32),
+        largest_steps(logits.cpu().numpy()),
     )
 
 
@@ -183,19 +162,3 @@ def _most_likely(logprobs: torch.Tensor, following: torch.Tensor) -> torch.Tenso
     missing = ~(top == following[:, None]).any(-1)
     top[missing, -1] = following[missing]
     return top
-
-
-def _steps(logits: torch.Tensor) -> np.ndarray:
-    """Return the distance of neighbouring numbers at the largest logit of each position.
-
-    The dtype is inferred from the values, since mixed precision returns 16-bit logits as 32 bit.
-    """
-    if not bool((logits.view(torch.int32) & 0xFFFF).any()):
-        dtype = torch.bfloat16
-    elif torch.equal(logits.half().float(), logits):
-        dtype = torch.float16
-    else:
-        dtype = torch.float32
-    largest = np.abs(logits.amax(-1).cpu().numpy().astype(np.float64))
-    exponents = np.frexp(largest)[1] - _BITS[dtype]
-    return np.where(largest == 0, 2.0**-133, np.ldexp(1.0, exponents)).astype(np.float32)

@@ -1,0 +1,219 @@
+"""Files of a record: fingerprints of language models, scores of reward models.
+
+A fingerprint has, for every scored position of fixed probes, the log-probabilities (nats) of K
+token ids. The first fingerprint (of the live training engine) chooses the ids: its K most likely
+tokens, or the whole vocabulary if that is not larger than K. Every later fingerprint is taken *at
+the same ids*, so any two are comparable. All other ids form one rest bucket: the KL is a lower
+bound, and exact if the vocabulary fits into K.
+
+The record and every later comparison read and write these files with this module.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+FOLDER = "plumbline.witness"
+FORMAT = 1
+"""Version of a record. A reader refuses a higher one."""
+FINGERPRINT, SCORES = "fingerprint.fp", "scores.json"
+BASE = "base.fp"
+"""Log-probabilities of the model without its adapter, at the same ids."""
+NOISE = "noise.fp"
+"""Log-probabilities of the first probes with other rounding errors of 16 bits."""
+
+TOP_K = 512
+"""Ids per position. A vocabulary of this size or smaller is covered completely."""
+BITS = {"bfloat16": 8, "float16": 11, "float32": 24}
+"""Significant bits by dtype (torch name)."""
+FINE = 2.0**-14
+"""A rounding step below this is of 32-bit logits."""
+TINY = 1e-12
+
+
+class PrintError(ValueError):
+    """A file that is not a fingerprint, or not scores."""
+
+
+def rounding_step(logits: NDArray[Any] | float, dtype: str = "bfloat16") -> NDArray[np.float32]:
+    """Return the distance (nats) of neighbouring numbers of a dtype at these magnitudes."""
+    values = np.asarray(logits, np.float64)
+    exponents = np.frexp(np.abs(values))[1] - BITS[dtype]
+    steps: NDArray[np.float32] = np.where(values == 0, 2.0**-133, np.ldexp(1.0, exponents))
+    return steps.astype(np.float32)
+
+
+def largest_steps(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return `Fingerprint.steps` of logits of the whole vocabulary: (N, V) to (N,).
+
+    The dtype is inferred from the values, since engines return bf16 logits in fp32 arrays.
+    """
+    if not np.any(logits.view(np.uint32) & 0xFFFF):
+        dtype = "bfloat16"
+    else:
+        with np.errstate(over="ignore"):
+            half = np.array_equal(logits.astype(np.float16).astype(np.float32), logits)
+        dtype = "float16" if half else "float32"
+    return rounding_step(logits.max(axis=1), dtype)
+
+
+def kl_by_position(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return KL(p || q) by position (nats), shape (N,), from probabilities of K ids, (N, K)."""
+    p, q = with_rest(p), with_rest(q)
+    kl = np.sum(np.where(p > 0, p * (np.log(p + TINY) - np.log(q + TINY)), 0.0), axis=1)
+    return np.maximum(kl, 0.0)
+
+
+def with_rest(p: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the probabilities of the K ids and of all other ids together, shape (N, K+1)."""
+    rest = np.clip(1.0 - p.sum(axis=1, keepdims=True), 0.0, 1.0)
+    return np.concatenate([p, rest], axis=1)
+
+
+@dataclass(frozen=True)
+class FormatNoise:
+    """KL (nats) and top-1 agreement of a model in float32 and in a 16-bit format.
+
+    Ties of the 16-bit format agree.
+    """
+
+    mean_kl: float
+    p95_kl: float
+    median_kl: float
+    top1_agreement: float
+
+    def typical_kl(self, *, routed: bool) -> float:
+        """Return the median for a mixture of experts, whose mean is held by ties of its routers."""
+        return self.median_kl if routed else self.mean_kl
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Log-probabilities of one model on the probes.
+
+    Attributes:
+        probes: P token-id sequences. A sequence of length T gives T-1 scored positions: position t
+            predicts token t+1. N is the number of positions of all sequences together.
+        ids: scored token ids, shape (N, K), int32.
+        logprobs: natural-log probabilities of those ids, shape (N, K), float32.
+        top1: the engine's own most likely token, shape (N,), int32.
+        engine: engine that measured it ("trainer", "deepspeed", "transformers", "vllm").
+        noise: mean KL between two measurements of the same model by the same engine with different
+            batching (nats); None if it was not measured.
+        steps: distance of neighbouring numbers in the dtype of the logits, at the largest logit
+            (nats), shape (N,), float32; None in older files and from engines that do not return
+            logits. Without it only equal log-probabilities are ties.
+        measured_on: hardware and software of the engine; None if unknown.
+        formats: noise of each 16-bit format in which the model may be served, by torch dtype name;
+            empty if it was not measured. A format that overflows is left out.
+        dtype: torch name of the dtype that the model was computed in; None if unknown.
+        routed: True for a mixture of experts.
+    """
+
+    probes: tuple[tuple[int, ...], ...]
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    top1: NDArray[np.int32]
+    engine: str
+    noise: float | None = None
+    steps: NDArray[np.float32] | None = None
+    measured_on: Mapping[str, str] | None = None
+    formats: Mapping[str, FormatNoise] = field(default_factory=dict)
+    dtype: str | None = None
+    routed: bool = False
+
+    @property
+    def arithmetic(self) -> str:
+        """Torch name of the dtype of the computation; inferred from the steps if unknown."""
+        fine = self.steps is not None and bool(np.median(self.steps) < FINE)
+        return self.dtype or ("float32" if fine else "bfloat16")
+
+    @property
+    def positions(self) -> int:
+        """N, the number of scored positions."""
+        return int(self.ids.shape[0])
+
+    def save(self, path: Path) -> None:
+        """Write one safetensors file."""
+        # One metadata entry: safetensors writes several in random order, which changes the digest.
+        names = ("engine", "noise", "probes", "measured_on", "dtype", "routed")
+        facts = {name: getattr(self, name) for name in names}
+        facts["formats"] = {name: asdict(noise) for name, noise in self.formats.items()}
+        meta = {"fingerprint": json.dumps(facts)}
+        arrays = {"ids": self.ids, "logprobs": self.logprobs, "top1": self.top1}
+        if self.steps is not None:
+            arrays["steps"] = self.steps
+        save_file({k: np.ascontiguousarray(v) for k, v in arrays.items()}, path, metadata=meta)
+
+    @classmethod
+    def load(cls, path: Path) -> Fingerprint:
+        """Read a file of `save`. Raises PrintError if it is not a fingerprint."""
+        try:
+            with safe_open(path, framework="numpy") as file:
+                meta = json.loads(file.metadata()["fingerprint"])
+                names = ("ids", "logprobs", "top1", *({"steps"} & set(file.keys())))
+                arrays = {name: file.get_tensor(name) for name in names}
+            return cls(
+                probes=tuple(tuple(p) for p in meta["probes"]),
+                engine=meta["engine"],
+                noise=meta["noise"],
+                measured_on=meta.get("measured_on"),
+                formats={n: FormatNoise(**each) for n, each in meta.get("formats", {}).items()},
+                dtype=meta.get("dtype"),
+                routed=meta.get("routed", False),
+                **arrays,
+            )
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise PrintError(f"{path} is not a readable fingerprint: {error}") from error
+        except Exception as error:  # safetensors' error class has no public base
+            if type(error).__name__ != "SafetensorError":
+                raise
+            raise PrintError(f"{path} is not a readable fingerprint: {error}") from error
+
+
+@dataclass(frozen=True)
+class ScorePrint:
+    """Scores of one reward model on the probes, taken at the last token of each.
+
+    Attributes:
+        probes: P token-id sequences.
+        scores: P raw outputs of the head, not normalised.
+        engine: engine that measured them ("trainer", "deepspeed", "transformers", "vllm").
+        noise: mean absolute difference between two measurements of the same model by the same
+            engine with different batching, in scores; None if it was not measured.
+        measured_on: hardware and software of the engine; None if unknown.
+    """
+
+    probes: tuple[tuple[int, ...], ...]
+    scores: tuple[float, ...]
+    engine: str
+    noise: float | None = None
+    measured_on: Mapping[str, str] | None = None
+
+    def save(self, path: Path) -> None:
+        """Write JSON, which preserves every bit of a float32."""
+        path.write_text(json.dumps(asdict(self)) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> ScorePrint:
+        """Read a file of `save`. Raises PrintError if it has no scores."""
+        try:
+            raw = json.loads(path.read_text())
+            return cls(
+                probes=tuple(tuple(int(i) for i in probe) for probe in raw["probes"]),
+                scores=tuple(float(score) for score in raw["scores"]),
+                engine=str(raw["engine"]),
+                noise=raw.get("noise"),
+                measured_on=raw.get("measured_on"),
+            )
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise PrintError(f"{path} does not hold scores: {error}") from error

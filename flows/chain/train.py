@@ -89,7 +89,7 @@ def _online_inputs(run: ChainRun, base: Artifact, settings: Settings) -> dict[st
     """Return the further inputs of online training: reward model and rollout weights."""
     inputs = {} if run.reward is None else {"reward": run.reward}
     quantization = settings.peft.quantization(settings.dtype)
-    if quantization is not None and settings.online["rollout"]["engine"] != "transformers":
+    if quantization is not None:
         inputs["rollout"] = run.mechanism.run(
             ROLLOUT_BASE,
             rollout_base,

@@ -70,7 +70,7 @@ Correction = Literal["none", "tis", "icepop", "sequence_mask"]
 ObservationRole = Literal["user", "tool"]
 MergeBase = Literal["auto", "dequantized", "original"]
 Rounding = Literal["unbiased", "nearest"]
-Engine = Literal["vllm", "server", "transformers"]
+Engine = Literal["vllm", "server"]
 """`server`: vLLM servers over HTTP."""
 SmokeEngine = Literal["vllm", "server", "transformers"]
 """`server` is `vllm serve`, verified over HTTP as a user reaches it."""

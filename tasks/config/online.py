@@ -76,7 +76,7 @@ class Rl(Section):
 class Rollout(Section):
     """The engine that samples responses."""
 
-    engine: Engine = "vllm"  # vllm in each rank, vLLM servers, or the trainer's own model
+    engine: Engine = "vllm"  # vllm in each rank, or vLLM servers
     servers: Natural = 0  # server: vLLM servers to start on free GPUs, or on CPU cores
     urls: tuple[str, ...] = ()  # server: addresses of running vLLM servers
     sync_dir: str | None = None  # server: folder they read weights from; null: memory, if local

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tasks.config.after_training import MISSING
-from tasks.config.choices import Attention, Device, Dtype, Engine, Profile, ServerKind
+from tasks.config.choices import Attention, Device, Dtype, Profile, ServerKind, SmokeEngine
 
 __all__ = [
     "Audit", "Bisect", "Compare", "Lineage", "Open", "Promote", "Prune", "Serve", "Status",
@@ -113,7 +113,7 @@ class Bisect:
     """Dtype to load a in; null: that of its config.json."""
     b_dtype: Dtype | None = None
     """Dtype to load b in; null: that of its config.json."""
-    engine: Engine = "transformers"
+    engine: SmokeEngine = "transformers"
     """Engine that runs b."""
     profile: Profile = "strict"
     """Drift within this profile is no difference."""

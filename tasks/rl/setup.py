@@ -84,11 +84,7 @@ def open_engine(
     """
     policy = Policy(engine, job, ranks)
     rollout_engine: Engine
-    if rollout.engine == "transformers":
-        from tasks.rl.rollout.hf_engine import HfEngine
-
-        rollout_engine = HfEngine(policy, rollout, ends=tuple(ends))
-    elif rollout.engine == "server":
+    if rollout.engine == "server":
         from tasks.rl.rollout.server_engine import ServerEngine
 
         rollout_engine = ServerEngine(policy, rollout, ends=tuple(ends), probes=probes)

@@ -146,7 +146,7 @@ def test_optimizer_states_of_full_fine_tuning_are_offloaded_on_gpus(
     with_gpus(monkeypatch, 8)
     assert default("rollout.offload_trainer", known(**usual)).value is True
     for key, value in (
-        ("train.device", "cpu"), ("peft.kind", "lora"), ("rollout.engine", "transformers"),
+        ("train.device", "cpu"), ("peft.kind", "lora"), ("rollout.engine", "server"),
         ("zero.stage", 0), ("zero.offload_optimizer", "cpu"),
     ):  # fmt: skip
         facts = known(**{**usual, key: value})

@@ -96,7 +96,7 @@ def test_a_reward_function_that_raises_ends_the_command(
 ) -> None:
     judge = tmp_path / "judge.py"
     judge.write_text("def score(completions, **_):\n    raise ValueError('no judge today')\n")
-    done = rlhf(runs, "+exp=grpo", "rollout=transformers", f"reward.function={judge}:score", *SMALL)
+    done = rlhf(runs, "+exp=grpo", f"reward.function={judge}:score", *SMALL)
     assert done.code == 1
     assert "no judge today" in done.output
     assert "prompt: " in done.output

@@ -50,7 +50,7 @@ reward:
   url: ${oc.env:JUDGE_ORIGIN}/${oc.env:JUDGE_PATH}?model=a&token=FILE_TOKEN
 """
 SMALL = (
-    "rollout=transformers", "smoke=transformers", "rl.iterations=1", "rl.rollout_batch_size=4",
+    "rollout.kv_cache_gib=0.25", "smoke=transformers", "rl.iterations=1", "rl.rollout_batch_size=4",
     "rl.num_generations=2", "rl.eval_prompts=4", "train.global_batch_size=8",
     "train.micro_batch_size=4", "smoke.eval_samples=4", "rollout.max_new_tokens=8",
 )  # fmt: skip

@@ -308,7 +308,7 @@ class Inputs:
         if path.exists():
             return path
         sizes: dict[str, dict[str, Any]] = {
-            "plain": {},
+            "plain": {"hidden_size": 128, "intermediate_size": 256},  # heads of 32, as vLLM serves
             "tied": far,
             "rows_untied": {"tie_word_embeddings": False},
             "wide": {

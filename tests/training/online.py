@@ -28,7 +28,8 @@ ONLINE = {
     },
     "rollout": {
         "timeout_s": None,
-        "engine": "transformers",
+        "kv_cache_gib": 0.1,
+        "max_num_seqs": 64,
         "max_new_tokens": 6,
         "max_prompt_len": 40,
         "offload_trainer": False,

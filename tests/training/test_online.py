@@ -50,7 +50,7 @@ def test_the_artifact_of_the_policy_has_no_critic(finished: Finished) -> None:
     assert policy
     assert not [name for name in policy if "critic" in name or "value" in name]
     critic = read_json(finished["whole"] / "critic" / "partitions.json")["parameters"]
-    assert critic["value_head.weight"]["shape"] == [1, 64]
+    assert critic["value_head.weight"]["shape"] == [1, 128]
     assert [name for name in critic if ".critic." in name]
     assert not [name for name in critic if ".default." in name]
     metrics = read_json(finished["whole"] / "train.json")["metrics"]

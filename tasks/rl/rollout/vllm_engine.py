@@ -36,8 +36,7 @@ from tasks.weights.plan.contracts import ModelFacts, model_facts
 LOG = logging.getLogger("plumbline.rl")
 
 _MORE_MEMORY = (
-    "more memory: rollout.kv_cache_gib=<GiB> on a CPU, rollout.gpu_memory=<share> on a GPU; "
-    "or rollout=transformers, which needs none"
+    "more memory: rollout.kv_cache_gib=<GiB> on a CPU, rollout.gpu_memory=<share> on a GPU"
 )
 _FROM_CHECKPOINT = "start the run again: it goes on from its last checkpoint"
 # vLLM 0.32 gives all engines of a machine that share CPU ranks the same names there.
@@ -243,6 +242,6 @@ def _folder(job: TrainJob) -> Path:
     if job.settings.peft.kind == "qlora":
         raise ConfigError(
             "rollouts by vLLM need a QLoRA policy's dequantised base, and the job has none",
-            hint="flows/rlhf.py makes it in its stage rollout_base; or rollout=transformers",
+            hint="flows/rlhf.py makes it in its stage rollout_base",
         )
     return job.base

@@ -100,7 +100,4 @@ def room_for_rank(rank: int) -> int:
     for size in RANKS_OF_ADAPTERS:
         if rank <= size:
             return size
-    raise ConfigError(
-        f"peft.rank={rank}: vLLM serves adapters up to rank {RANKS_OF_ADAPTERS[-1]}",
-        hint="rollout=transformers",
-    )
+    raise ConfigError(f"peft.rank={rank}: vLLM serves adapters up to rank {RANKS_OF_ADAPTERS[-1]}")

@@ -30,7 +30,6 @@ from tasks.serving.vllm.loaded_adapter import (
 
 COLUMNS = 8
 """Number of columns of each matrix that are compared."""
-_TRANSFORMERS = "rollout=transformers samples from the trainer's own weights"
 Tensors = dict[str, torch.Tensor]
 
 
@@ -115,7 +114,6 @@ class LoadedWeights:
                 f"vLLM's weights have changed since version {self._version} of the policy was "
                 f"synced, as after a wake that loads the base again: {first_and_more(wrong)}",
                 details=wrong[:20],
-                hint=_TRANSFORMERS,
             )
 
     def require_used(self) -> None:
@@ -130,8 +128,7 @@ class LoadedWeights:
         if used - {self._version}:
             raise TrainingError(
                 f"vLLM answered with adapters {sorted(used)} (0: the base alone) instead of "
-                f"version {self._version} of the policy",
-                hint=_TRANSFORMERS,
+                f"version {self._version} of the policy"
             )
 
     def _ask(self, work: Any, *args: Any) -> Any:
@@ -145,7 +142,6 @@ def _require_none(wrong: list[str], version: int) -> None:
             f"vLLM does not compute with version {version} of the policy, which was just "
             f"synced: {first_and_more(wrong)}",
             details=wrong[:20],
-            hint=_TRANSFORMERS,
         )
 
 

@@ -85,8 +85,7 @@ class Colocated:
         if loaded != {version}:
             raise ArtifactError(
                 f"vLLM holds adapters {sorted(loaded)}, but version {version} of the policy was "
-                "synced",
-                hint="rollout=transformers",
+                "synced"
             )
         self._loaded.require_adapter(folder, version)
         self._adapter = request
@@ -255,9 +254,7 @@ def _accepted(version: int) -> Iterator[None]:
     except (ValueError, RuntimeError, KeyError, IndexError, AssertionError) as error:
         lines = str(error).strip().splitlines()
         reason = lines[0][:300] if lines else type(error).__name__
-        raise ArtifactError(
-            f"vLLM refuses version {version} of the policy: {reason}", hint="rollout=transformers"
-        ) from error
+        raise ArtifactError(f"vLLM refuses version {version} of the policy: {reason}") from error
 
 
 def _start(how: Colocation, sampling: Sampling) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tasks.rl.rollout.engines import require_prompts_fit, response_seeds
 from tasks.rl.rollout.memory_folder import PREFIX, memory_folder, place_for, sweep
 from tasks.rl.rollout.merged import merged_tensors
 from tasks.rl.rollout.sync_proof import PROBES, Numbers, SyncProof
-from tasks.rl.rollout.vllm_support import require_servable, unservable
+from tasks.rl.rollout.vllm_support import goes_as_adapter, require_servable
 from tasks.rollout_base import write_rollout_base
 from tasks.serving.vllm.colocation import room_for_rank
 from tasks.training.job import Peft
@@ -30,8 +31,10 @@ from tests.rl.peers import alone
 from tests.settings import Rollout, Settings
 from tests.tiny import tiny
 
+LORA = Peft("lora", rank=4, alpha=6)
 
-def adapted(peft: Peft, **sizes: Any) -> tuple[Any, ModelFacts]:
+
+def adapted(peft: Peft, new_ids: tuple[int, ...] = (), **sizes: Any) -> tuple[Any, ModelFacts]:
     """A model with a trained adapter in fp32, and the facts of its base."""
     import transformers
     from peft import get_peft_model
@@ -41,24 +44,32 @@ def adapted(peft: Peft, **sizes: Any) -> tuple[Any, ModelFacts]:
     facts = facts_of(model)
     if peft.kind == "none":
         return model, facts
-    model = get_peft_model(model, lora_config(peft, head="tokens", model=model))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(std=0.2)
+    config = lora_config(peft, head="tokens", model=model)
+    if new_ids:
+        config.trainable_token_indices = {"embed_tokens": list(new_ids)}
+    model = get_peft_model(model, config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += torch.randn_like(parameter) * 0.2
     return model, facts
 
 
 @pytest.mark.parametrize(
-    ("peft", "tied"),
+    ("peft", "tied", "new_ids"),
     [
-        (Peft("lora", rank=4, alpha=6, use_rslora=True, rank_pattern={"q_proj": 2}), True),
-        (Peft("lora", rank=4, alpha=6, use_dora=True, target_modules=("q_proj", "v_proj")), False),
-        (Peft(), True),
+        (Peft("lora", rank=4, alpha=6, use_rslora=True, rank_pattern={"q_proj": 2}), True, ()),
+        (replace(LORA, use_dora=True, target_modules=("q_proj", "v_proj")), False, ()),
+        (Peft(), True, ()),
+        (replace(LORA, modules_to_save=("lm_head", "norm")), False, ()),
+        (replace(LORA, target_modules=("q_proj", "embed_tokens")), False, ()),
+        (replace(LORA, target_modules=("q_proj",)), True, (3, 5)),
     ],
-    ids=["patterns", "dora", "full"],
+    ids=["patterns", "dora", "full", "modules", "embedding", "rows"],
 )
-def test_merged_tensors_equal_those_of_peft(peft: Peft, tied: bool) -> None:
-    model, facts = adapted(peft, tie_word_embeddings=tied)
+def test_merged_tensors_equal_those_of_peft(
+    peft: Peft, tied: bool, new_ids: tuple[int, ...]
+) -> None:
+    model, facts = adapted(peft, new_ids, tie_word_embeddings=tied)
     actual = {key: tensor.clone() for key, tensor in merged_tensors(model, facts)}
     merged = model if peft.kind == "none" else model.merge_and_unload()
     wanted = dict(merged.state_dict())
@@ -109,22 +120,25 @@ def test_without_free_memory_the_folder_is_on_disk(
 
 def test_policies_that_vllm_cannot_serve_are_refused() -> None:
     warm, usual = Rollout(temperature=0.7, top_p=0.9), Rollout()
+    dora = Settings(peft=replace(LORA, use_dora=True, target_modules=("embed_tokens",)))
     for settings, rollout, named in (
-        (Settings(peft=Peft(kind="lora", rank=1024)), usual, "peft.rank: 1024"),
-        (Settings(peft=Peft("lora", modules_to_save=("lm_head",))), usual, "modules_to_save"),
-        (Settings(peft=Peft(kind="lora"), new_tokens=("<a>",)), usual, "model.new_tokens"),
-        (Settings(peft=Peft("qlora", target_modules=("embed_tokens",))), usual, "embed_tokens"),
         (Settings(), warm, "rollout.temperature: 0.7"),
+        (dora, usual, "embed_tokens"),
     ):
         with pytest.raises(ConfigError, match=named):
             require_servable(settings, rollout)
-    for peft in (
-        Peft(),
-        Peft(kind="lora", rank=512),
-        Peft(kind="lora", rank=1024, use_dora=True),  # goes as weights
+    require_servable(Settings(), Rollout(temperature=0.7))
+    require_servable(Settings(), Rollout(top_p=0.9, top_k=20))
+    for settings, as_adapter in (
+        (Settings(peft=Peft(kind="lora", rank=512)), True),
+        (Settings(), False),
+        (Settings(peft=Peft(kind="lora", rank=1024)), False),
+        (Settings(peft=replace(LORA, use_dora=True)), False),
+        (Settings(peft=replace(LORA, modules_to_save=("lm_head",))), False),
+        (Settings(peft=LORA, new_tokens=("<a>",)), False),
+        (Settings(peft=Peft("qlora", target_modules=("embed_tokens",))), False),
     ):
-        assert unservable(Settings(peft=peft), Rollout(temperature=0.7)) == []
-    assert unservable(Settings(), Rollout(top_p=0.9, top_k=20)) == []
+        assert goes_as_adapter(settings) == as_adapter, settings
     assert [room_for_rank(rank) for rank in (1, 8, 9, 64, 300, 512)] == [8, 8, 16, 64, 320, 512]
     with pytest.raises(ConfigError, match="512"):
         room_for_rank(513)

@@ -1,9 +1,12 @@
-"""Commands that a user runs, one file each: Hydra configuration in, one Prefect flow out.
+"""Commands that a user runs, one file each: `python flows/audit.py DIR`, or `plumbline audit DIR`.
 
-rlhf    train a model and prove that the served model is the trained one
-deliver the second half of that chain, for a checkpoint that was trained elsewhere
-audit   find what is wrong with a checkpoint
-verify  say whether a running server is the model that was trained
-compare differences of two runs (no flow)
-status  show what runs and what ran, from local files (no flow)
+rlhf, deliver    the Prefect flows that make models, read by Hydra: `chain/` and `delivery/`
+audit, verify, bisect, compare, promote, lineage, serve, status, open, prune
+                 commands without Hydra, Prefect and torch: settings in `tasks/config/tools.py`
+recorded         audits, verifications and prunes as Prefect flows
+program          `plumbline <command>`
+cli/             from a command line to a configuration, a run and an exit status
+orchestration/   one run: logs, task runs, progress, summary
+servers/         Prefect's server
+monitoring/, report/    what runs and ran; the page of a run
 """

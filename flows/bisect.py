@@ -18,8 +18,137 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Also keeps this file from hiding Python's own module of the same name.
+    # The project's root replaces flows/ on the path: modules in flows/ would shadow libraries.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from flows.cli.start import start
 
     start("flows.cli.tool", "bisect")
+
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from flows.cli.bootstrap import bootstrap
+from flows.cli.composed import Composed
+from tasks.bisect.report import Report
+from tasks.bisect.run import Options, bisect
+from tasks.config.checks import preflight
+from tasks.core.errors import ConfigError, StageProcessError
+from tasks.core.finding import Finding
+from tasks.core.private import open_up
+from tasks.core.terminal import json_text, typed
+from tasks.delivery.texts import probe_texts
+from tasks.evaluation.evaluation_prompts import computing_dtype_of
+from tasks.evaluation.scoring import ModelRef
+from tasks.process.child import PROJECT
+from tasks.process.launch import kill_children_on_abort
+from tasks.weights.files.reader import read_json
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def job(composed: Composed, words: list[str]) -> int:
+    """Run the command. Returns the exit status."""
+    bootstrap(PROJECT, composed.runs)
+    settings = composed.settings
+    preflight([*_problems(settings)])
+    options = Options(
+        texts=probe_texts(settings["texts"], settings["probes"]),
+        limit=settings["tokens"],
+        profile=settings["profile"],
+        engine=settings["engine"],
+        threads=settings["threads"],
+        timeout_s=settings["timeout_s"],
+    )
+    log = logging.getLogger("plumbline.bisect")
+    with tempfile.TemporaryDirectory() as folder, kill_children_on_abort():
+        log_path = Path(folder) / "bisect.log"
+        a, b = _model(settings, "a"), _model(settings, "b")
+        try:
+            report = bisect(a, b, options, log=log, log_path=log_path)
+        except StageProcessError as error:  # its own exit status means that the models part
+            reason = f"they cannot be compared: {error.message}"
+            raise ConfigError(reason, details=error.details, hint=_hint(error)) from error
+    _print(report, settings["out"])
+    return report.exit_status
+
+
+def _hint(error: StageProcessError) -> str:
+    slow = error.reason == "timeout"
+    return "timeout_s=<more seconds>, or fewer probes" if slow else "the last lines say why"
+
+
+def _print(report: Report, out: str | None) -> None:
+    document = json_text(report.as_json())
+    if out == "-":
+        print(document)
+        return
+    if out:
+        try:
+            _folder(out).write_text(document + "\n")
+            open_up(_folder(out))
+        except OSError as error:
+            reason = f"out={out}: {error.strerror}"
+            raise ConfigError(reason, hint="out=<a file elsewhere>") from error
+    print(report.text())
+
+
+def _model(settings: Mapping[str, Any], name: str) -> ModelRef:
+    """Return one of the two models; an adapter's folder stands for its base with it."""
+    path, adapter = _folder(settings[name]), settings[f"{name}_adapter"]
+    if adapter is None and (base := _base_of(path)) is not None:
+        path, adapter = _folder(base), str(path)
+    return ModelRef(
+        path,
+        _folder(adapter) if adapter else None,
+        dtype=settings[f"{name}_dtype"] or computing_dtype_of(path),
+        attn_implementation=settings["attn_implementation"],
+        device=None if settings["device"] == "auto" else settings["device"],
+    )
+
+
+def _base_of(folder: Path) -> str | None:
+    """Return the base that an adapter's folder names; None for the folder of a model."""
+    if (folder / "config.json").is_file() or not (folder / ADAPTER_CONFIG).is_file():
+        return None
+    return str(read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path"))
+
+
+def _problems(settings: Mapping[str, Any]) -> Iterator[Finding]:
+    for name in ("a", "b"):
+        yield from _side_problems(settings, name)
+    for key in ("probes", "tokens", "timeout_s"):
+        least = 2 if key == "tokens" else 1
+        if settings[key] < least:
+            yield Finding(key, str(settings[key]), f"at least {least}", f"{key}={least * 4}")
+    if settings["engine"] == "vllm" and (settings["b_adapter"] or _base_of(_folder(settings["b"]))):
+        typed = "merge it: python flows/deliver.py <adapter> base=<folder> out=<folder>"
+        yield Finding("engine", "vllm", "b is run without adapters", typed)
+    out = settings["out"]
+    for name in ("a", "b"):
+        folder = _folder(settings[name]).resolve()
+        if out not in (None, "-") and _folder(out).resolve().is_relative_to(folder):
+            yield Finding("out", out, f"inside {name}, which is only read", "out=<file elsewhere>")
+
+
+def _side_problems(settings: Mapping[str, Any], name: str) -> Iterator[Finding]:
+    text, adapter = settings[name], settings[f"{name}_adapter"]
+    folder = _folder(text)
+    if not folder.is_dir():
+        what = "a file" if folder.is_file() else "no such folder"
+        yield Finding(name, text, what, f"{name}=<folder>")
+    elif (base := _base_of(folder)) is not None:
+        if not _folder(base).is_dir():
+            override = f"{name}=<folder of the base> {typed(f'{name}_adapter', text)}"
+            what = f"an adapter, and its base {base} is no folder here"
+            yield Finding(name, text, what, override)
+    elif not (folder / "config.json").is_file():
+        yield Finding(name, text, "no config.json in it", f"{name}=<Hugging Face folder>")
+    if adapter and not (_folder(adapter) / ADAPTER_CONFIG).is_file():
+        override = f"{name}_adapter=<folder of the adapter>"
+        yield Finding(f"{name}_adapter", adapter, f"no {ADAPTER_CONFIG} in it", override)
+
+
+def _folder(text: str) -> Path:
+    return Path(text).expanduser().absolute()

@@ -15,7 +15,131 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
+    # The project's root replaces flows/ on the path: modules in flows/ would shadow libraries.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from flows.cli.start import start
 
     start("flows.cli.tool", "compare")
+
+import difflib
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flows.cli.composed import Composed
+from flows.report.collect import Collected, collect
+from flows.report.compare import Comparison, Evaluated, compare
+from flows.report.page import number
+from flows.status import WIDTH
+from tasks.config.checks import preflight
+from tasks.core.finding import Finding
+from tasks.core.terminal import plain
+
+SUMMARY = "summary.json"
+CURVE_PREFIX = "seconds/"
+"""Metrics of time, which the console leaves out."""
+
+
+def job(composed: Composed, words: list[str]) -> int:
+    """Run the command. Returns the exit status."""
+    settings, problems = composed.settings, list[Finding]()
+    sides = {name: _run(name, settings[name], composed.runs, problems) for name in ("a", "b")}
+    preflight(problems)
+    a, b = (side for side in sides.values() if side is not None)
+    _print(compare(a, b))
+    return 0
+
+
+def _run(key: str, name: str, runs: Path, problems: list[Finding]) -> Collected | None:
+    """Return the contents of a run; None after adding a problem."""
+    folders = sorted({folder.resolve() for folder in _folders(name, runs)})
+    if len(folders) > 1:
+        typed = " or ".join(f"{key}={folder.name}" for folder in folders[:3])
+        problems.append(Finding(key, name, f"the name of {len(folders)} runs", typed))
+        return None
+    if not folders:
+        known = sorted(path.parent.name for path in runs.glob(f"reports/*/{SUMMARY}"))
+        near = difflib.get_close_matches(name, known, n=1) or known[-1:]
+        what = f"no run that has ended is there, nor has {runs / 'reports'} one of this name"
+        if (runs / "reports" / name).is_dir() or _is_unfinished(Path(name).expanduser()):
+            what = "a run without summary.json: it goes on, or was killed"
+        typed = f"{key}={near[0]}" if near else f"{key}=<folder of a run>, or paths.runs=<folder>"
+        problems.append(Finding(key, name, what, typed))
+        return None
+    try:
+        return collect(folders[0])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"its {SUMMARY} cannot be read: {type(error).__name__}: {error}"
+        problems.append(Finding(key, str(folders[0]), what, f"{key}=<another run>"))
+        return None
+
+
+def _folders(name: str, runs: Path) -> Iterator[Path]:
+    """Yield the folders with a summary that a path or a name means."""
+    path = Path(name).expanduser()
+    if path.is_file() and (path.parent / SUMMARY).is_file():
+        yield path.parent
+    for folder in (path, path / "latest", runs / "reports" / name):
+        if (folder / SUMMARY).is_file():
+            yield folder
+            return
+    if name == "latest" and (runs / "latest" / SUMMARY).is_file():
+        yield runs / "latest"
+    elif "/" not in name and len(name) >= 4:  # `plumbline status` shows the end of a name
+        for summary in runs.glob(f"reports/*/{SUMMARY}"):
+            run = summary.parent.name
+            if run.startswith(name) or run.rpartition("-")[2].startswith(name):
+                yield summary.parent
+
+
+def _is_unfinished(folder: Path) -> bool:
+    return (folder / "progress.json").is_file()
+
+
+def _print(comparison: Comparison) -> None:
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    for name, run in (("A", comparison.a), ("B", comparison.b)):
+        summary = run.summary
+        label = f"{name}  {summary['run']}  {summary['flow']} {summary['exp'] or ''}"
+        console.print(Text(plain(f"{label.rstrip()}  {summary['status']}")))
+    rows: list[Sequence[str]] = list(comparison.config)
+    _table(console, "configuration", ("key", "A", "B"), rows, "the same")
+    drifts = [(p.name, number(p.a), number(p.b)) for p in comparison.drift]
+    _table(console, "drift of hand-offs", ("hand-off", "A", "B"), drifts, "none measured")
+    rows = [_evaluation_row(each) for each in comparison.evaluation]
+    titles = ("evaluation", "A", "B", "B - A (95 %)", "result")
+    _table(console, "evaluation", titles, rows, "not comparable: no results per row")
+    shown = [p for p in comparison.metrics if CURVE_PREFIX not in p.name]
+    rows = [(p.name, number(p.a), number(p.b), signed(p.change)) for p in shown]
+    _table(console, "final metrics", ("metric", "A", "B", "B - A"), rows, "none")
+
+
+def _evaluation_row(row: Evaluated) -> tuple[str, ...]:
+    change = "" if row.interval is None else (
+        f"{signed(row.interval.value)} [{signed(row.interval.low)}, {signed(row.interval.high)}]"
+    )  # fmt: skip
+    verdict = f"{row.verdict} ({row.method})" if row.method else row.verdict
+    return row.name, number(row.a), number(row.b), change, verdict
+
+
+def signed(value: float | None) -> str:
+    """Return a difference with its sign; empty for None."""
+    return "" if value is None else f"{'+' if value > 0 else ''}{number(value)}"
+
+
+def _table(
+    console: Console, title: str, titles: Sequence[str], rows: Sequence[Sequence[str]], empty: str
+) -> None:
+    console.print()
+    if not rows:
+        console.print(Text(f"{title}: {empty}"))
+        return
+    console.print(Text(title, style="bold"))
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in titles:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(plain(cell)) for cell in row))
+    console.print(table)

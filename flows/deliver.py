@@ -25,13 +25,13 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from flows.cli.start import start
 
-    start("flows.commands.deliver")
+    start("flows.delivery.command")
 
 from typing import Any
 
 from prefect import flow
 
-from flows.delivery.run_delivery import run_in_prefect
+from flows.delivery.run_delivery import prepare, run_in_prefect
 from flows.orchestration.flow_body import reported
 
 
@@ -46,4 +46,4 @@ def deliver(overrides: list[str] | None = None, tag: str = "manual") -> dict[str
     Returns:
         The summary, as in `<paths.runs>/latest/summary.json`.
     """
-    return reported(lambda: run_in_prefect(overrides or []))
+    return reported(lambda: run_in_prefect(prepare(overrides or []), overrides or []))

@@ -42,9 +42,9 @@ COMMANDS = {
     "open": "open",
     "prune": "prune",
 }
-"""Module of `flows/commands` of each command."""
-HYDRA = ("rlhf", "deliver")
-"""Commands whose configuration Hydra composes."""
+"""File of `flows/` of each command."""
+HYDRA = {"rlhf": "flows.chain.command", "deliver": "flows.delivery.command"}
+"""Modules of the commands whose configuration Hydra composes."""
 HELP = ("help", "--help", "-h")
 NEED_TORCH = ("train", "deliver", "bisect")
 """Commands for which `pip install plumbline` is not enough; `make setup` installs everything."""
@@ -77,7 +77,7 @@ def main() -> NoReturn:
     sys.argv = [f"plumbline {command}", *rest, *(["plan=true"] if command == "plan" else [])]
     module = COMMANDS[command]
     if module in HYDRA:
-        start(f"flows.commands.{module}")
+        start(HYDRA[module])
     start("flows.cli.tool", module)
 
 

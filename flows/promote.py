@@ -15,7 +15,33 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
+    # The project's root replaces flows/ on the path: modules in flows/ would shadow libraries.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from flows.cli.start import start
 
     start("flows.cli.tool", "promote")
+
+from flows.cli.composed import Composed
+from flows.cli.registry import named, registry, verified
+from tasks.core.errors import ConfigError
+from tasks.core.terminal import plain
+from tasks.tracking.mlflow_registry import CHAMPION
+
+
+def job(composed: Composed, words: list[str]) -> int:
+    """Run the command. Returns the exit status."""
+    folder, version = named(composed)
+    if version is None:
+        raise ConfigError(
+            f"{folder} is a folder; registered versions are promoted",
+            hint="python flows/promote.py models:/<model>/<number>",
+        )
+    artifact = verified(composed, folder, version)
+    with registry(composed) as server:
+        before = server.promote(version)
+    instead = f" instead of models:/{version.model}/{before}" if before else ""
+    print(plain(f"models:/{version.name} @{CHAMPION}{instead}"))
+    print(plain(f"served model: {folder}\ndigest verified: {artifact.digest}"))
+    if version.gate not in ("", "passed"):
+        print(plain(f"warning: it has not passed its gate: {version.gate}"))
+    return 0

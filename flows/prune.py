@@ -16,29 +16,125 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Before Prefect is imported, which takes longer than a plan.
+    # The project's root replaces flows/ on the path: modules in flows/ would shadow libraries.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from flows.cli.start import start
 
     start("flows.cli.tool", "prune")
 
-from typing import Any
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import datetime
 
-from prefect import flow
+from flows.cli.bootstrap import bootstrap
+from flows.cli.composed import Composed
+from flows.cli.registry import DATABASE
+from tasks.config.checks import preflight
+from tasks.config.checks.release import reachable
+from tasks.core.errors import ConfigError
+from tasks.core.finding import Finding
+from tasks.core.redaction import redact
+from tasks.core.terminal import plain, to_stderr
+from tasks.pipeline.locks import Patience, hold
+from tasks.pipeline.removal import hide, remove
+from tasks.pipeline.retention import Plan, plan
+from tasks.process.child import PROJECT
+from tasks.tracking.mlflow_server import Server
+from tasks.tracking.outbox import RefusedError, UnreachableError
 
-from flows.commands.prune import prune_flow
-from flows.orchestration.flow_body import reported
+MAX_LINES = 40
+_STATUS = {"registered": "registered models", "resumable": "runs that may go on", "recent": "runs"}
 
 
-@flow(name="prune", flow_run_name="prune-{tag}", persist_result=False)
-def prune(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, Any]:
-    """Remove old artifacts as a flow, for schedules.
+def job(composed: Composed, words: list[str]) -> int:
+    """Run the command. Returns the exit status."""
+    bootstrap(PROJECT, composed.runs)
+    prune_folder(composed, say=print, on_wait=to_stderr)
+    return 0
 
-    Args:
-        overrides: words of the command, e.g. `["keep=10", "yes=true"]`.
-        tag: free text that tells runs apart in lists.
 
-    Returns:
-        `removed`: paths; `freed`: bytes; `kept`: number of artifacts.
+def prune_folder(
+    composed: Composed, say: Callable[[str], object], on_wait: Callable[[str], object]
+) -> Plan:
+    """Plan, and with `yes=true` remove. Returns the plan.
+
+    Raises:
+        ConfigError: the settings are wrong, or MLflow does not answer: nothing was removed.
+        BusyError: runs still use the folder after `paths.wait_s`.
+        ArtifactError: the manifest of a registered model is damaged, or a file cannot be removed.
     """
-    return reported(lambda: prune_flow(overrides or []))
+    settings = composed.settings
+    preflight([*_problems(composed), *reachable(settings["tracking"]["uri"])])
+    if not settings["yes"]:
+        planned = _planned(composed)
+        _print(planned, say)
+        if planned.items:
+            say("nothing was removed; add yes=true")
+        return planned
+    with hold(composed.runs, Patience(settings["paths"]["wait_s"], on_wait), alone=True) as held:
+        planned = _planned(composed)
+        hidden = hide(planned.items)
+        for record in planned.records:
+            record.unlink(missing_ok=True)
+        held.clear()
+    remove(hidden)  # a run may start meanwhile: it finds none of these
+    _print(planned, say)
+    return planned
+
+
+def _planned(composed: Composed) -> Plan:
+    settings = composed.settings
+    asks_nobody = settings["tracking"]["uri"] is None and not (composed.runs / DATABASE).is_file()
+    return plan(
+        composed.runs,
+        [] if asks_nobody else _registered(composed),
+        "" if asks_nobody else composed.tracking_uri,
+        now=time.time(),
+        keep=settings["keep"],
+        days=settings["older_than"],
+        unfinished=settings["unfinished"],
+    )
+
+
+def _registered(composed: Composed) -> list[tuple[str, str]]:
+    """Return path and digest of all registered versions. Raises ConfigError if MLflow fails."""
+    try:
+        versions = Server(composed.tracking_uri, composed.tracking_root).versions()
+    except (UnreachableError, RefusedError) as error:
+        raise ConfigError(
+            f"MLflow at {redact(composed.tracking_uri)} does not say which models are registered: "
+            f"{error}; nothing was removed",
+            hint="start that server, or name another one: tracking.uri=<URI>",
+        ) from None
+    return [(version.path, version.digest) for version in versions]
+
+
+def _problems(composed: Composed) -> Iterator[Finding]:
+    settings = composed.settings
+    if settings["keep"] is None and settings["older_than"] is None:
+        yield Finding("keep", "null", "nothing says what is old", "keep=10, or older_than=30")
+    for key in ("keep", "older_than"):
+        if settings[key] is not None and settings[key] < 0:
+            yield Finding(key, str(settings[key]), "less than nothing", f"{key}=10")
+    if not composed.runs.is_dir():
+        yield Finding("paths.runs", str(composed.runs), "no such folder", "paths.runs=<folder>")
+
+
+def _print(planned: Plan, say: Callable[[str], object]) -> None:
+    for item in planned.items[:MAX_LINES]:
+        used = f"{datetime.fromtimestamp(item.used):%Y-%m-%d %H:%M}"
+        say(plain(f"{item.what:17} {_size(item.freed):>10}  last used {used}  {item.path}"))
+    if len(planned.items) > MAX_LINES:
+        say(f"... and {len(planned.items) - MAX_LINES} more")
+    freed = sum(item.freed for item in planned.items)
+    say(f"remove: {len(planned.items)} folders, {_size(freed)}")
+    counts = Counter(planned.kept.values())
+    kept = ", ".join(f"{number} {_STATUS.get(why, why)}" for why, number in counts.items())
+    say(f"keep: {len(planned.kept)} artifacts" + (f" ({kept})" if kept else ""))
+    for folder in planned.checkpoints:
+        say(plain(f"keep: checkpoints of an unfinished training  {folder}"))
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"

@@ -23,13 +23,13 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from flows.cli.start import start
 
-    start("flows.commands.rlhf")
+    start("flows.chain.command")
 
 from typing import Any
 
 from prefect import flow
 
-from flows.chain.run_chain import run_flow
+from flows.chain.run_chain import prepare, run_chain
 from flows.orchestration.flow_body import reported
 
 
@@ -45,4 +45,4 @@ def rlhf(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, A
     Returns:
         The summary, as in `<paths.runs>/latest/summary.json`.
     """
-    return reported(lambda: run_flow("rlhf", overrides or []))
+    return reported(lambda: run_chain(prepare(overrides or [])))

@@ -15,7 +15,56 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
+    # The project's root replaces flows/ on the path: modules in flows/ would shadow libraries.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from flows.cli.start import start
 
     start("flows.cli.tool", "serve")
+
+import os
+import shlex
+from typing import NoReturn
+
+from flows.cli.bootstrap import bootstrap, offer
+from flows.cli.composed import Composed
+from flows.cli.registry import named, verified
+from tasks.core import machine
+from tasks.core.terminal import plain
+from tasks.evaluation.evaluation_prompts import computing_dtype_of, dtype_of
+from tasks.process.child import PROJECT
+from tasks.serving import llama_cpp
+from tasks.serving.llama_cpp import gguf_file
+from tasks.serving.vllm.server import serve_command
+
+_KV_CACHE_GIB = 4
+"""Most memory of vLLM's KV cache on a CPU, where it would otherwise ask for 92 % of the machine."""
+
+
+def _memory() -> dict[str, str]:
+    """Return the variable with the size of vLLM's KV cache on a CPU."""
+    quarter = machine.available_memory() // 2**32
+    return {"VLLM_CPU_KVCACHE_SPACE": str(min(max(quarter, 1), _KV_CACHE_GIB))}
+
+
+def job(composed: Composed, words: list[str]) -> NoReturn:
+    """Check a model, and let its server take the place of this process.
+
+    Args:
+        composed: the configuration.
+        words: for the server.
+    """
+    bootstrap(PROJECT, composed.runs)
+    folder, version = named(composed)
+    file = gguf_file(folder)
+    command = serve_command(folder) if file is None else llama_cpp.serve_command(file)
+    artifact = verified(composed, folder, version)
+    if file is None and computing_dtype_of(folder) != dtype_of(folder):
+        command = [*command, "--dtype", "float32"]  # bf16 is slow here; a word below wins
+    command = [*command, *words]
+    needed = {} if machine.has_gpu() or file is not None else _memory()
+    offer(needed)
+    variables = "".join(f"{name}={os.environ[name]} " for name in needed)
+    print(
+        plain(f"digest verified: {artifact.digest}\n{variables}{shlex.join(command)}"), flush=True
+    )
+    os.execvp(command[0], command)

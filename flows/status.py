@@ -15,7 +15,135 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
+    # The project's root replaces flows/ on the path: modules in flows/ would shadow libraries.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from flows.cli.start import start
 
     start("flows.cli.tool", "status")
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flows.cli.composed import Composed
+from flows.monitoring.run_history import RunState, StageState, history
+from tasks.core.errors import ConfigError
+from tasks.core.terminal import plain
+
+WIDTH = 100
+"""Columns of the table if standard output is no terminal."""
+SHOWN = ("loss", "reward", "kl")
+"""Numbers of a step that the table shows."""
+
+
+def job(composed: Composed, words: list[str]) -> int:
+    """Run the command. Returns the exit status."""
+    runs, limit = composed.runs, composed.settings["limit"]
+    if not runs.is_dir():
+        raise ConfigError(f"paths.runs={runs}: no such folder", hint="paths.runs=<folder of runs>")
+    states = history(runs)
+    running = [state for state in states if state.state == "running"]
+    ended = [state for state in states if state.state != "running"]
+    shown = [*running, *(ended[:limit] if limit > 0 else ended)]
+    if composed.settings["json"]:
+        print(json.dumps([_document(state) for state in shown], indent=1))
+    elif not shown:
+        print(f"no runs in {runs}")
+    else:
+        _print(shown, len(states))
+    return 0
+
+
+def _document(state: RunState) -> dict[str, Any]:
+    """Return a run as JSON, with what the table computes."""
+    stage = state.stage or state.trained
+    more = {"stage": stage.name if stage else None, "ended": state.ended}
+    for name in ("step", "steps", "seconds_left"):
+        more[name] = getattr(stage, name, None)
+    return {**asdict(state), **more, "numbers": dict(stage.numbers) if stage else {}}
+
+
+def _print(states: Sequence[RunState], known: int) -> None:
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for title in ("since", "run", "flow", "state"):
+        table.add_column(title, overflow="fold")
+    table.add_column("stage", overflow="fold", max_width=22)
+    table.add_column("last step", overflow="fold", max_width=16)
+    for title in ("tokens/s", "left", "took"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for state in states:
+        table.add_row(*(Text(plain(cell)) for cell in _row(state)), style=_style(state))
+    console.print(table)
+    for state in states:
+        if state.message:
+            line = plain(state.message.partition("\n")[0])
+            console.print(Text(f"{_short(state)}  {line}"), soft_wrap=True)
+    if known > len(states):
+        console.print(f"{known - len(states)} more: limit=0")
+
+
+def _row(state: RunState) -> list[str]:
+    stage, trained = state.stage, state.trained
+    status = f" ({state.exit_status})" if state.exit_status is not None else ""
+    numbers = trained.numbers if trained else {}
+    last = [f"{name} {numbers[name]:.4g}" for name in SHOWN if name in numbers]
+    speed = _tokens_per_s(trained) if trained else None
+    left = stage.seconds_left if stage and state.state == "running" else None
+    return [
+        _time(state.started),
+        _short(state),
+        f"{state.flow} {state.exp}".strip(),
+        f"{state.state}{status}",
+        _place(stage or (trained if state.state != "completed" else None)),
+        ", ".join(last[:2]),
+        "" if speed is None else f"{speed:,.0f}",
+        "" if left is None else in_time(left),
+        "" if state.seconds is None else in_time(state.seconds),
+    ]
+
+
+def _tokens_per_s(stage: StageState) -> float | None:
+    """Return the tokens per second of a step: of training, else of an update, else of rollouts."""
+    names = ("tokens_per_s", "tokens_per_s/update", "tokens_per_s/generate")
+    return next((stage.numbers[name] for name in names if name in stage.numbers), None)
+
+
+def _place(stage: StageState | None) -> str:
+    if stage is None:
+        return ""
+    return stage.name if stage.step is None else f"{stage.name} {stage.step}/{stage.steps or '?'}"
+
+
+def _short(state: RunState) -> str:
+    """Return the end of a run's name, which tells runs apart."""
+    return state.run.rpartition("-")[2][:8]
+
+
+def _style(state: RunState) -> str:
+    return {"running": "bold", "completed": ""}.get(state.state, "red")
+
+
+def _time(seconds: float | None) -> str:
+    try:
+        return f"{datetime.fromtimestamp(seconds or 0.0):%m-%d %H:%M}" if seconds else ""
+    except (ValueError, OverflowError, OSError):
+        return ""
+
+
+def in_time(seconds: float) -> str:
+    """Return a duration in at most six characters, such as `42s`, `12m`, `3h05m`, `12d`."""
+    whole = int(seconds)
+    if whole < 100:
+        return f"{whole}s"
+    if whole < 6000:
+        return f"{whole // 60}m"
+    if whole < 100 * 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d"

@@ -1,6 +1,6 @@
 """Run a training flow: compose, check, run the steps of the chain, apply the gate, register.
 
-The command line and a Prefect worker both call `run_flow` with Hydra overrides.
+The command and a Prefect worker call `run_chain(prepare(overrides))`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,23 +36,36 @@ from tasks.process.multinode import Leader, Meeting
 from tasks.register import Registry
 from tasks.serving.vllm.job import VllmChild
 
-_composed: dict[tuple[str, ...], tuple[Composed, list[Step]]] = {}
+
+@dataclass(frozen=True)
+class Prepared:
+    """A composed run: its configuration, its steps, and what was typed, without passwords."""
+
+    composed: Composed
+    steps: list[Step]
+    overrides: list[str]
 
 
-def reuse_steps(overrides: Sequence[str], composed: Composed, steps: list[Step]) -> None:
-    """Let the next flow of these overrides in this process use what its command has composed.
-
-    It is used once: files that the settings name may be different when a later flow runs.
-    """
-    _composed[tuple(overrides)] = composed, steps
-
-
-def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
-    """Run a flow to its end; with `plan=true` only log the plan.
+def prepare(overrides: list[str]) -> Prepared:
+    """Compose the configuration of a run and of its steps.
 
     Args:
-        name: name of the flow.
         overrides: Hydra overrides, those of single steps included.
+
+    Raises:
+        ConfigError: the configuration cannot be composed.
+    """
+    with_secrets = with_passwords(overrides)
+    composed = compose(with_secrets)
+    return Prepared(composed, chain_steps(composed, with_secrets), overrides)
+
+
+def run_chain(prepared: Prepared, *, checked: bool = False) -> dict[str, Any]:
+    """Run all steps to the end; with `plan=true` only log the plan.
+
+    Args:
+        prepared: the composed run.
+        checked: True if the command has checked it.
 
     Returns:
         The summary.
@@ -60,23 +74,22 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
         PlumblineError: a check or a stage failed. The summary has the error, too, unless nothing
             was started.
     """
-    typed, overrides = overrides, with_passwords(overrides)
-    known = _composed.pop(tuple(overrides)) if tuple(overrides) in _composed else None
-    composed, steps = known or _compose(overrides)
+    composed, steps, overrides = prepared.composed, prepared.steps, prepared.overrides
     if composed.settings["plan"]:
         text = render(steps)
         get_run_logger().info("%s", text)
         check(steps)
         return {"status": "planned", "plan": text}
-    check(steps)
+    if not checked:
+        check(steps)
     wait_s = composed.settings["paths"]["wait_s"]
     with hold_runs(composed.runs, wait_s) as patience, kill_children_on_abort():
         exp = experiment_of(overrides)
         tracker = tracker_of(composed)
-        host = in_prefect(name, patience)
+        host = in_prefect("rlhf", patience)
         stages = sum(len(forecast(step)) for step in steps)
         flow_run = FlowRun.begin(
-            name, composed, host, tracker=tracker, exp=exp, overrides=typed, stages=stages
+            "rlhf", composed, host, tracker=tracker, exp=exp, overrides=overrides, stages=stages
         )
         flow_run.summary.defaults = [line for step in steps for line in defaults_of(step)]
         flow_run.summary.memory = {
@@ -84,14 +97,8 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
             for step in steps
             if (rank := memory_of(step.composed.settings, rewarded=step.rewarded)) is not None
         }
-        title = _describe(flow_run, steps, exp or name)
+        title = _describe(flow_run, steps, exp or "rlhf")
         return flow_run.run(title, partial(_run_stages, steps=steps, registry=tracker))
-
-
-def _compose(overrides: list[str]) -> tuple[Composed, list[Step]]:
-    """Return the configuration of the run, and its steps."""
-    composed = compose(overrides)
-    return composed, chain_steps(composed, overrides)
 
 
 def _describe(flow_run: FlowRun, steps: Sequence[Step], name: str) -> str:

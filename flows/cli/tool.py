@@ -84,7 +84,7 @@ def run(name: str, words: Sequence[str]) -> int:
     try:
         composed = read(name, own)
         runs = composed.runs
-        status: int = import_module(f"flows.commands.{name}").job(composed, list(rest))
+        status: int = import_module(f"flows.{name}").job(composed, list(rest))
         return status
     except PlumblineError as error:
         refused = error

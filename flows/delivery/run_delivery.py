@@ -1,7 +1,6 @@
 """Plan and run a delivery, with Prefect or without.
 
-The command plans before it starts anything. `reuse_plan` passes its plan to the flow that the same
-process runs next, since a flow gets overrides only.
+The command plans before it starts anything, and the flow runs its plan.
 """
 
 from __future__ import annotations
@@ -110,21 +109,14 @@ def compare(composed: Composed, log: Any) -> None:
         print(*map(plain, delivery.compare(scorer)), sep="\n", flush=True)
 
 
-_plans: dict[str, Planned] = {}
+def prepare(overrides: list[str]) -> Planned:
+    """Compose the configuration of a delivery, and plan it."""
+    return plan(compose_config(overrides, config_name="deliver"))
 
 
-def reuse_plan(planned: Planned) -> None:
-    """Let the next flow of these settings in this process use a plan instead of planning again.
-
-    The plan is used once: the files may be different when a later flow runs.
-    """
-    _plans[planned.composed.text] = planned
-
-
-def run_in_prefect(overrides: list[str]) -> dict[str, Any]:
+def run_in_prefect(planned: Planned, overrides: list[str]) -> dict[str, Any]:
     """Run a delivery within a Prefect flow run. Returns the summary."""
-    composed = compose_config(overrides, config_name="deliver")
-    planned = _plans.pop(composed.text, None) or plan(composed)
+    composed = planned.composed
     from flows.orchestration.prefect_tasks import in_prefect
 
     host = in_prefect("deliver")

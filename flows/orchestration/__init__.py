@@ -1,7 +1,9 @@
-"""Record a flow run: logs, tracked runs, progress, summary.
+"""One run of a flow: its task runs, records and summary.
 
-flow_run        one run of a flow; `prefect_tasks` runs its stages in Prefect
-devices         the GPUs of a stage, which stages of other runs wait for
-deployment      runs that a worker starts, and how long runs wait for others
-summary         `<paths.runs>/latest/summary.json`, and the table on the terminal
+flow_run       logs, the tracked run, and a summary that is written however the run ends
+flow_body      runs a flow with a Prefect server; errors become its state, a cancel ends it
+prefect_tasks  stages as task runs, with the edges of the flow graph
+devices        GPUs that a stage has to itself
+progress       the live line, and lines of a log
+summary        the summary of a run; `evaluation` has the numbers before and after training
 """

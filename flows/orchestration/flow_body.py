@@ -12,15 +12,23 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
 from typing import Any
 
-from flows.cli.bootstrap import quiet_logging
+from flows.cli.bootstrap import bootstrap, quiet_logging
+from flows.cli.composed import Composed
 from flows.orchestration.deployment import in_deployment
-from flows.servers.prefect_server import is_embedded
+from flows.servers.prefect_server import is_embedded, prefect_server
+from tasks.config.checks import preflight
+from tasks.config.checks.release import prefect_reachable, public, reachable
 from tasks.core.errors import PlumblineError
 from tasks.core.private import stay_private
-from tasks.core.redaction import redact, redact_error
-from tasks.core.terminal import plain
+from tasks.core.redaction import redact, redact_error, without_passwords
+from tasks.core.terminal import plain, to_stderr
+from tasks.pipeline.locks import Hold, Patience, hold
+from tasks.pipeline.source_closure import closure
+from tasks.process.child import PROJECT
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +74,74 @@ def reported(work: Callable[[], dict[str, Any]]) -> Any:
             raise
         _outcome = Completed(data=result)
         return result
+
+
+def start(
+    module: str,
+    composed: Composed,
+    overrides: list[str],
+    held: Hold,
+    body: Callable[[], dict[str, Any]] | None = None,
+) -> Any:
+    """Run a flow of this process with a Prefect server, an embedded one if there is no other.
+
+    Args:
+        module: module and name of the flow: `flows.rlhf:rlhf`.
+        composed: the configuration.
+        overrides: the words of the command line.
+        held: lock of `paths.runs`.
+        body: called in place of the flow's own body, which would read and check everything again.
+
+    Returns:
+        The final state of the flow run.
+    """
+    place, _, name = module.partition(":")
+
+    def warm_up() -> None:
+        """Import a flow, read its sources and open MLflow, while the Prefect server starts."""
+        import_module(place)
+        import_module("mlflow")
+        closure([place])  # parsed once per process, for the keys of the stages
+        if not composed.settings["tracking"]["uri"]:  # else the user's server has its database
+            from flows.orchestration.flow_run import tracker_of
+
+            with contextlib.suppress(Exception):  # the flow tries again and reports the error
+                _ = tracker_of(composed).experiment_id
+
+    with prefect_server(composed.runs, held, meanwhile=warm_up):
+        from prefect import Flow
+
+        flow = getattr(import_module(place), name)
+        if body is not None:
+
+            def prepared(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, Any]:
+                result: dict[str, Any] = reported(body)
+                return result
+
+            flow = Flow(
+                prepared, name=flow.name, flow_run_name=flow.flow_run_name, persist_result=False
+            )
+        tag = composed.recorded["tag"] or "manual"
+        run = partial(flow, without_passwords(overrides), tag=tag, return_state=True)
+        return final_state(run)
+
+
+def run_recorded(name: str, composed: Composed, overrides: list[str]) -> Any:
+    """Run a flow of `flows/recorded.py` for a command with `prefect=true`. Returns its result.
+
+    Raises:
+        ConfigError: the servers in the settings cannot be reached.
+        PlumblineError: as the flow.
+    """
+    bootstrap(PROJECT, composed.runs)
+    tracking = composed.settings["tracking"]
+    preflight([*reachable(tracking["uri"]), *prefect_reachable(), *public(tracking)])
+    with hold(composed.runs, Patience(composed.settings["paths"]["wait_s"], to_stderr)) as held:
+        state = start(f"flows.recorded:{name}", composed, overrides, held)
+    result = state.result(raise_on_failure=False)
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 def final_state(run: Callable[[], Any]) -> Any:

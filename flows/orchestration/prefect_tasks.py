@@ -1,24 +1,21 @@
 """Run a flow in Prefect: its stages as task runs, with the edges of Prefect's flow graph.
 
-A task run ends as `Cached` if its stage was reused, and as `Cancelled` if the user stopped the run,
-which Prefect itself would call crashed.
+A task run ends as `Cached` if its stage was reused. Prefect's own cache is off, because the
+manifests decide about reuse.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 from prefect import get_run_logger, task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
-from prefect.client.schemas.objects import StateDetails
-from prefect.exceptions import TerminationSignal
-from prefect.runtime import flow_run, task_run
-from prefect.states import Cancelled, Completed
+from prefect.cache_policies import NO_CACHE
+from prefect.runtime import flow_run
+from prefect.states import Completed
 from prefect.utilities.urls import url_for
 
 from flows.orchestration.flow_run import Host
@@ -27,6 +24,52 @@ from tasks.core.redaction import redact, redact_error
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.locks import FOREVER, Patience
 from tasks.pipeline.report import StageResult
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+def stage(work: Callable[[Any], Any]) -> Any:
+    """Run one stage, in the thread of the flow: signals arrive in the main thread."""
+    try:
+        result = work(get_run_logger())
+    except Exception as error:  # Prefect records its message
+        redact_error(error)
+        raise
+    if isinstance(result, StageResult) and result.reused:
+        return Completed(name="Cached", message=f"reused {result.artifact.path}", data=result)
+    return Completed(data=result)
+
+
+class PrefectTasks:
+    """Task runs of one flow run, a `Call` of `Mechanism`.
+
+    An edge of the graph goes from the stage that made an artifact to every stage that reads it.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[Path, Any] = {}  # of task runs by the artifact that they made
+
+    def __call__(
+        self, name: str, work: Callable[[Any], StageResult], inputs: Mapping[str, Artifact]
+    ) -> StageResult:
+        """Run one stage.
+
+        Args:
+            name: name of the stage.
+            work: work of the stage; gets the logger of its task run.
+            inputs: the artifacts that it reads, by role.
+        """
+        state = self._run(name, work, inputs)
+        result: StageResult = state.result()
+        self._states[result.artifact.path] = state
+        return result
+
+    def last(self, name: str, work: Callable[[], Any], inputs: Mapping[str, Artifact]) -> Any:
+        """Run the last step of a flow, which makes no artifact. Returns its result."""
+        return self._run(name, lambda _: work(), inputs).result()
+
+    def _run(self, name: str, work: Callable[[Any], Any], inputs: Mapping[str, Artifact]) -> Any:
+        made = [self._states[a.path] for a in inputs.values() if a.path in self._states]
+        return stage.with_options(name=name)(work, wait_for=made, return_state=True)
 
 
 def in_prefect(name: str, patience: Patience = FOREVER) -> Host:
@@ -57,83 +100,4 @@ def in_prefect(name: str, patience: Patience = FOREVER) -> Host:
     tasks = PrefectTasks()
     # The server of one run alone has no pages, and is gone when the run has ended.
     page = "" if is_embedded() else url_for("flow-run", obj_id=run_id) or ""
-    log = get_run_logger()
-    return Host(run_id, log, tasks, tasks.last, show, tags, patience, page, link)
-
-
-class PrefectTasks:
-    """Task runs of one flow run, a `Call` of `Mechanism`.
-
-    An edge of the graph goes from the stage that made an artifact to every stage that reads it.
-    Prefect's own links, by the identity of returned objects, would take equal strings and empty
-    tuples of two results for the same object.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[Path, UUID] = {}  # ids of task runs by the artifact that they made
-
-    def __call__(
-        self, name: str, work: Callable[[Any], StageResult], inputs: Mapping[str, Artifact]
-    ) -> StageResult:
-        """Run one stage, in this thread: signals arrive in the main thread.
-
-        Args:
-            name: name of the stage.
-            work: work of the stage; gets the logger of its task run.
-            inputs: the artifacts that it reads, by role.
-        """
-
-        def body(log: Any) -> tuple[StageResult, Any]:
-            result = work(log)
-            self._made[result.artifact.path] = UUID(task_run.id)
-            return result, _state(result)
-
-        return self._run(name, body, inputs)
-
-    def last(self, name: str, work: Callable[[], Any], inputs: Mapping[str, Artifact]) -> Any:
-        """Run the last step of a flow, which makes no artifact. Returns its result."""
-        return self._run(name, lambda log: (work(), Completed()), inputs)
-
-    def _run(
-        self, name: str, work: Callable[[Any], tuple[Any, Any]], inputs: Mapping[str, Artifact]
-    ) -> Any:
-        ended: list[Any] = []
-
-        def body(**_: Any) -> Any:
-            try:
-                result, state = work(get_run_logger())
-            except (KeyboardInterrupt, SystemExit, TerminationSignal) as signal:
-                ended.append(signal)
-                return Cancelled(message="the run was stopped")
-            except Exception as error:  # Prefect records its message
-                redact_error(error)
-                raise
-            ended.append(result)
-            return state
-
-        upstream = self._upstream(inputs)
-        names = [Parameter(role, Parameter.KEYWORD_ONLY) for role in upstream]
-        body.__signature__ = Signature(names)  # type: ignore[attr-defined]  # Prefect shows the roles
-        # Prefect's cache is off, because the manifest decides about reuse.
-        runner = task(body, name=name, cache_policy=None, persist_result=False, log_prints=False)
-        runner(**upstream)
-        if isinstance(ended[0], BaseException):
-            raise ended[0]
-        return ended[0]
-
-    def _upstream(self, inputs: Mapping[str, Artifact]) -> dict[str, Any]:
-        """Return a state for each input that this flow has made; Prefect takes it as an edge."""
-        return {
-            role.replace(".", "_"): Completed(
-                data=artifact.digest,
-                state_details=StateDetails(task_run_id=self._made[artifact.path]),
-            )
-            for role, artifact in inputs.items()
-            if artifact.path in self._made
-        }
-
-
-def _state(result: StageResult) -> Any:
-    if result.reused:
-        return Completed(name="Cached", message=f"reused {result.artifact.path}")
-    return Completed()
+    return Host(run_id, get_run_logger(), tasks, tasks.last, show, tags, patience, page, link)

@@ -23,9 +23,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from flows.audit import bounded_memory
 from flows.cli.composed import Composed
 from flows.cli.config import compose_config
-from flows.commands.audit import bounded_memory
 from flows.delivery.run_delivery import plan
 from tasks.audit.run import audit
 from tasks.core.errors import PlumblineError

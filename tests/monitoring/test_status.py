@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from flows.commands.status import _document
 from flows.monitoring.run_history import history
+from flows.status import _document
 from tests.conftest import PROJECT
 from tests.monitoring.records import document, ended, status, write
 

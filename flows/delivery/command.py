@@ -12,22 +12,20 @@ import logging
 import os
 import sys
 import uuid
-from functools import partial
-from pathlib import Path
+from typing import Any
 
 from flows.cli.bootstrap import bootstrap
 from flows.cli.composed import Composed
 from flows.cli.entry import run_main
 from flows.cli.outcome import completed, exit_status
 from flows.cli.signals import exit_on_signals
-from flows.delivery.run_delivery import Planned, compare, direct, plan, reuse_plan
+from flows.delivery.run_delivery import compare, direct, plan, run_in_prefect
 from tasks.core.redaction import without_passwords
 from tasks.core.terminal import to_stderr
 from tasks.delivery.plan.quantization import COMPARE
-from tasks.pipeline.locks import Hold, Patience, hold
+from tasks.pipeline.locks import Patience, hold
+from tasks.process.child import PROJECT
 from tasks.process.launch import kill_children_on_abort
-
-PROJECT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
@@ -54,23 +52,13 @@ def _job(composed: Composed, overrides: list[str]) -> int:
             typed = without_passwords(overrides)
             summary = direct(planned, _log(), uuid.uuid4().hex, typed)
             return completed(composed.runs, summary)
-        return _in_prefect(planned, overrides, held)
+        from flows.orchestration.flow_body import start
 
+        def body() -> dict[str, Any]:
+            return run_in_prefect(planned, without_passwords(overrides))
 
-def _in_prefect(planned: Planned, overrides: list[str], held: Hold) -> int:
-    from flows.commands.in_prefect import warm_up
-    from flows.orchestration.flow_body import final_state
-    from flows.servers.prefect_server import prefect_server
-
-    composed = planned.composed
-    meanwhile = partial(warm_up, composed, "flows.deliver")
-    with prefect_server(composed.runs, held, meanwhile=meanwhile):
-        from flows.deliver import deliver
-
-        reuse_plan(planned)
-        tag = composed.recorded["tag"] or "manual"
-        run = partial(deliver, without_passwords(overrides), tag=tag, return_state=True)
-        return exit_status(final_state(run), composed.runs)
+        state = start("flows.deliver:deliver", composed, overrides, held, body)
+        return exit_status(state, composed.runs)
 
 
 class _StandardError(io.TextIOBase):

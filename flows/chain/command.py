@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from flows.chain.steps import Step, chain_steps
 from flows.cli.bootstrap import bootstrap
@@ -18,18 +19,15 @@ from flows.cli.entry import run_main
 from flows.cli.outcome import exit_status
 from flows.cli.plan import check, render
 from flows.cli.signals import exit_on_signals
-from flows.commands.in_prefect import warm_up
-from flows.orchestration.flow_body import final_state
-from flows.servers.prefect_server import prefect_server
+from flows.orchestration.flow_body import start
 from tasks.core.redaction import redact, redact_url, without_passwords
 from tasks.core.terminal import plain, to_stderr
 from tasks.pipeline.locks import Patience, hold
+from tasks.process.child import PROJECT
 from tasks.process.launch import kill_children_on_abort, launch
 from tasks.process.multinode import Meeting, follow, rendezvous
 from tasks.train import build_ops, rank_environment, reward_environment, torchrun
 from tasks.training.job import TrainJob
-
-PROJECT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
@@ -50,18 +48,16 @@ def _job(composed: Composed, overrides: list[str]) -> int:
     meeting = Meeting.from_environment(composed.settings["train"]["nodes"])
     if meeting and not meeting.leads:
         return run_follower(composed, meeting, urls_of(steps))
-    with (
-        hold(composed.runs, Patience(composed.settings["paths"]["wait_s"], to_stderr)) as held,
-        prefect_server(composed.runs, held, meanwhile=partial(warm_up, composed, "flows.rlhf")),
-        kill_children_on_abort(),
-    ):
-        from flows.chain.run_chain import reuse_steps
-        from flows.rlhf import rlhf
+    patience = Patience(composed.settings["paths"]["wait_s"], to_stderr)
+    with hold(composed.runs, patience) as held, kill_children_on_abort():
 
-        reuse_steps(overrides, composed, steps)
-        tag = composed.recorded["tag"] or "manual"
-        run = partial(rlhf, without_passwords(overrides), tag=tag, return_state=True)
-        return exit_status(final_state(run), composed.runs)
+        def body() -> dict[str, Any]:
+            from flows.chain.run_chain import Prepared, run_chain
+
+            typed = without_passwords(overrides)
+            return run_chain(Prepared(composed, steps, typed), checked=True)
+
+        return exit_status(start("flows.rlhf:rlhf", composed, overrides, held, body), composed.runs)
 
 
 def urls_of(steps: Sequence[Step]) -> dict[str, str]:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from flows.cli.bootstrap import bootstrap
 from flows.cli.composed import Composed
-from flows.commands.prune import DATABASE, PROJECT
 from tasks.config.checks import preflight
 from tasks.config.checks.release import public_key, reachable
 from tasks.core.errors import ConfigError
@@ -23,11 +22,13 @@ from tasks.core.files import meant
 from tasks.core.redaction import redact
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.signature import key_file, require_published
+from tasks.process.child import PROJECT
 from tasks.tracking.mlflow_registry import Version
 from tasks.tracking.mlflow_server import Server
 from tasks.tracking.outbox import RefusedError, UnreachableError
 
 SCHEME = "models:/"
+DATABASE = "mlflow/mlflow.db"
 _NAME = re.compile(r"models:/(?P<model>[^/@]+)(/(?P<number>[0-9]+)|@(?P<alias>[\w.-]+))")
 
 

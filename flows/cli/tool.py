@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,10 +64,29 @@ TOOLS = {
 }
 
 
+UNREAD = 141
+"""Exit status if the reader of the output has left, as of a shell's command after SIGPIPE."""
+
+
 def main(name: str) -> int:
     """Run a command with the words of this process. Returns the exit status."""
     with exit_on_signals():
-        return run(name, sys.argv[1:])
+        try:
+            status = run(name, sys.argv[1:])
+            sys.stdout.flush()
+        except BrokenPipeError:
+            if not _reader_has_left():
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again
+            return UNREAD
+        return status
+
+
+def _reader_has_left() -> bool:
+    """Return True if nobody reads standard output any more, as after `| head`."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def run(name: str, words: Sequence[str]) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import import_module
 from itertools import groupby
 from textwrap import wrap
 
 import tasks.audit.checks  # noqa: F401 -- declares the codes
-from tasks.audit.check import CHECKS, Check
+from tasks.audit.check import CHECKS, ERROR, Check
 from tasks.audit.source import commands
 
 _WIDTH = 100
@@ -16,41 +17,37 @@ _HEAD = """# What `plumbline audit` finds
 
 Made from `tasks/audit/checks/`; do not edit: `python -m tasks.audit.page > docs/findings.md`.
 
-Codes are stable. An **error** means that a tool fails on the checkpoint, or that the model is not
-the one that was trained. A **warning** means the same under a condition that it names. An **info**
-is good to know. The severity of a single finding can differ from the one given here. Numbers are
-public reports of the failure; "PR" is a pull request. [Failures that files do not
-show](not-in-files.md) are listed apart.
+Codes are stable. An error means that a tool fails on the checkpoint, or that the model is not the
+one that was trained; a **warning** the same under a condition; an **info** is good to know. The
+terminal adds the reason, the tool that fails, and commands with your folders. [Failures that files
+do not show](not-in-files.md) are listed apart. Commands:
 """
-_COMMANDS = commands("DIR")
 
 
 def page() -> str:
     """Return the text of `docs/findings.md`."""
-    parts = [_HEAD]
-    listed = [each for each in CHECKS if each.listed]
-    for module, checks in groupby(listed, key=lambda each: each.module):
-        title = (import_module(module).__doc__ or "").partition("\n")[0].removesuffix(".")
-        parts += [f"## {title}\n", *map(_entry, checks)]
-    return "\n".join(parts)
+    named = commands("DIR")
+    names = {name: f"*{name}*" for name in named}
+    parts = [""]
+    for module, checks in groupby(
+        (each for each in CHECKS if each.listed), key=lambda each: each.module
+    ):
+        title = (import_module(module).__doc__ or "").partition("\n")[0].partition(":")[0]
+        parts += [f"## {title.removesuffix('.')}\n", *(_entry(each, names) for each in checks), ""]
+    body = "\n".join(parts)
+    used = [f"- *{name}*: `{text}`" for name, text in named.items() if f"*{name}*" in body]
+    return "\n".join([_HEAD, *used, body])
 
 
-def _entry(each: Check) -> str:
-    items = [f"- Why: {each.why}.", f"- Fix: {each.fix.format_map(_COMMANDS)}."]
-    if each.issues:
-        items.append(f"- Reported: {each.issues}.")
-    title = f"{each.title}. *{each.severity.value.capitalize()}.*"
-    return "\n".join([f"### {each.code}\n", f"{_wrapped(title)}\n", *map(_wrapped, items), ""])
-
-
-def _wrapped(text: str) -> str:
-    """Wrap at 100 characters, without breaking paths and options; list items are indented."""
-    indent = "  " if text.startswith("- ") else ""
-    text = text.replace(" #", "\u00a0#")  # keeps "project #number" on one line
+def _entry(each: Check, names: dict[str, str]) -> str:
+    """Return a list item: code, severity, title, and the first clause of the fix."""
+    severity = "" if each.severity is ERROR else f" (**{each.severity.value}**)"
+    fix = re.split(r"; |\. |, or |, which ", each.fix.format_map(names))[0]
+    text = f"- **{each.code}**{severity}: {each.title}. {fix[0].upper()}{fix[1:]}."
     lines = wrap(
-        text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
-    return "\n".join(lines).replace("\u00a0", " ")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,6 @@ class HeadFolder:
     adapter_config: Mapping[str, Any] | None
     sources: Mapping[str, Source]
     beside: tuple[str, ...] = ()
-    findings: tuple[str, ...] = ()
 
     @property
     def weights(self) -> str:
@@ -120,10 +119,7 @@ def read_folder(root: Path) -> HeadFolder:
         sources[MODEL] = read_checkpoint(root, beside=beside)
     if beside:
         sources[HEAD] = _read_file(root / beside[0])
-    findings = []
-    if len(beside) > 1:
-        findings.append(f"{' and '.join(beside)}: two files with a head: keep one of them")
-    return HeadFolder(root, config, adapter_config, sources, beside, tuple(findings))
+    return HeadFolder(root, config, adapter_config, sources, beside)
 
 
 def _read_file(path: Path) -> Source:
@@ -161,6 +157,8 @@ class Detected:
     Attributes:
         lora_on: module of a head that the adapter changes by LoRA, usable only with a base that
             has this head; "" for none.
+        absence: reason why there is no head though there should be one; "" for a language model.
+        layered: first key of a head of several layers, which is not supported; "" for none.
         findings: reasons why a head is missing or cannot be used; empty for a language model.
         notes: contradictions that were resolved.
     """
@@ -169,6 +167,8 @@ class Detected:
     head: Head | None
     normalisation: Normalisation
     lora_on: str = ""
+    absence: str = ""
+    layered: str = ""
     findings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -192,7 +192,9 @@ class Detected:
 
 def detect(folder: HeadFolder) -> Detected:
     """Find the head of a folder. Raises ArtifactError if a file cannot be read."""
-    findings = list(folder.findings)
+    findings, beside = list[str](), folder.beside
+    if len(beside) > 1:
+        findings.append(f"{' and '.join(beside)}: two files with a head: keep one of them")
     heads = [*_v_heads(folder, findings), *_linear_heads(folder)]
     for head in heads:
         findings += _head_findings(head, folder)
@@ -200,15 +202,17 @@ def detect(folder: HeadFolder) -> Detected:
         names = " and ".join(head.weight for head in heads)
         findings.append(f"{names}: more than one head: keep one of them")
     lora_on = "" if heads else _lora_on(folder)
-    if not heads and not findings:
-        findings += absence(folder, lora_on)
+    layered = _layered_head(folder)
+    absence = "" if heads or findings else _absence(folder, lora_on, layered)
     normalisation, wrong = _read_normalisation(folder)
     return Detected(
         folder,
         heads[0] if len(heads) == 1 else None,
         normalisation,
         lora_on,
-        (*findings, *wrong),
+        absence,
+        layered,
+        (*findings, *filter(None, [absence]), *wrong),
         tuple(_name_notes(folder, heads)),
     )
 
@@ -322,26 +326,25 @@ def wrapped_class(adapter_config: Mapping[str, Any]) -> str:
     return name if isinstance(name, str) else ""
 
 
-def absence(folder: HeadFolder, lora_on: str) -> list[str]:
-    """Return the reason why a folder that should have a head has none; none for a language model.
+def _absence(folder: HeadFolder, lora_on: str, layered: str) -> str:
+    """Return the reason why a folder that should have a head has none; "" for a language model.
 
     A head that was never saved cannot be replaced: a new one would give random scores without an
     error.
     """
     if lora_on:
-        return [
+        return (
             f"{lora_on}: LoRA was trained on a head that is not in the adapter. If it was "
             f"initialised at random, {_LOST} (modules_to_save=[{lora_on}])"
-        ]
-    if layered := layered_head(folder):
-        return [
-            f"{layered}: a head of several layers; only heads of one linear layer are supported"
-        ]
+        )
+    if layered:
+        return f"{layered}: a head of several layers; only heads of one linear layer are supported"
     names = ", ".join(f"{module}.weight" for module in HEAD_MODULES)
-    return [f"no head ({names}), though {sign}: {_LOST}" for sign in _signs(folder)[:1]]
+    sign = next(iter(_signs(folder)), "")
+    return f"no head ({names}), though {sign}: {_LOST}" if sign else ""
 
 
-def layered_head(folder: HeadFolder) -> str:
+def _layered_head(folder: HeadFolder) -> str:
     """Return the first key of a head of several layers; "" if there is none."""
     keys = folder.main.tensors if _signs(folder) else ()
     return next((key for key in keys if _LAYERED.match(key.removeprefix(PEFT_PREFIX))), "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -83,6 +84,20 @@ def test_a_repaired_copy(tmp_path: Path, typed: Typed) -> None:
     assert audit(out, values=True).ok
     status, _, errors = typed(*words)
     assert (status, "out_dir" in errors) == (2, True)
+
+
+def test_a_reader_that_has_left_ends_the_command_quietly(tmp_path: Path) -> None:
+    """`plumbline audit DIR | head -1` must not end in a traceback."""
+    program = "import sys; from flows.cli.tool import main; sys.exit(main('audit'))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", program, f"source={make_model(tmp_path / 'it')}"],
+        env=environment(PYTHONPATH=str(PROJECT)), cwd=tmp_path, stdout=writer,
+        stderr=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_the_command_loads_nothing_that_it_does_not_use(tmp_path: Path) -> None:

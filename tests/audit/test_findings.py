@@ -129,6 +129,12 @@ def _no_index_and_a_shard_gone(root: Path) -> None:
     (root / "model-00003-of-00003.safetensors").unlink()
 
 
+def _torch_head(path: Path) -> None:
+    import torch
+
+    torch.save({name: torch.from_numpy(array) for name, array in V_HEAD.items()}, path)
+
+
 def _pickled(make_state: Callable[[], Any], name: str) -> After:
     def write(root: Path) -> None:
         import torch
@@ -215,6 +221,11 @@ BROKEN: dict[str, tuple[Make, dict[str, str]]] = {
         model(lambda a: {**trunk(a), "score.weight": np.ones(0, np.float32)},
               architectures=CLASSIFIER, num_labels=1),
         {"EMPTY_TENSOR": "error", "HEAD_UNUSABLE": "error"},
+    ),
+    "two files with a head": (
+        model(after=lambda root: [beside("value_head.safetensors")(root),
+                                  _torch_head(root / "value_head.bin")]),
+        {"HEAD_PLACE": "error", "HEAD_UNUSABLE": "error"},
     ),
     "a mean without its deviation": (
         model(scored(), **REWARD, mean=1.5), {"HEAD_UNUSABLE": "error"},

@@ -269,7 +269,7 @@ _THREADS = 4
 @check(
     "DOWNLOAD_INTERRUPTED", ERROR,
     why="the folder looks like a model and lacks files; loaders stop, or load what is there",
-    fix="hf download <owner/name>",
+    fix="download it again: hf download <owner/name>",
     issues="Automodel PR #3582, semble #222",
 )  # fmt: skip
 def download_interrupted(source: Source) -> Iterator[Fault]:
@@ -293,7 +293,7 @@ def download_interrupted(source: Source) -> Iterator[Fault]:
     "BLOB_DIFFERS", ERROR,
     why="something wrote through the link of the snapshot, or the transfer was corrupted: the "
     "model is not the published one",
-    fix="hf download --force-download <owner/name>",
+    fix="download it again: hf download --force-download <owner/name>",
     issues="aprender #3971, huggingface_hub #3643",
 )  # fmt: skip
 def blob_differs(source: Source) -> Iterator[Fault]:

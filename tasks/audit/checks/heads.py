@@ -21,10 +21,8 @@ from tasks.weights.heads import (
     SIDE_FILES,
     Detected,
     HeadFolder,
-    absence,
     architectures,
     detect,
-    layered_head,
 )
 
 _LABELS = 2
@@ -72,9 +70,9 @@ def _is_critic(source: Source) -> bool:
 def head_missing(source: Source) -> Iterator[Fault]:
     """A reward or value model without its head, or with LoRA on a head that was never saved."""
     detected = source.once(_detected)
-    if detected.head is not None or not source.weights.is_whole or layered_head(detected.folder):
+    if detected.head is not None or not source.weights.is_whole or detected.layered:
         return
-    reason, lora_on = next(iter(absence(detected.folder, detected.lora_on)), ""), detected.lora_on
+    reason, lora_on = detected.absence, detected.lora_on
     # Nothing is lost if the base has the head that an adapter lacks.
     in_base = source.base is not None and f"{lora_on or 'score'}.weight" in source.base.tensors
     if in_base:
@@ -179,9 +177,8 @@ def head_unusable(source: Source) -> Iterator[Fault]:
     if _is_critic(source):
         return
     detected = source.once(_detected)
-    missing = set(absence(detected.folder, detected.lora_on))
     for problem in detected.findings:
-        if problem not in missing and MANY_LABELS not in problem:
+        if problem != detected.absence and MANY_LABELS not in problem:
             yield Fault(problem, "one head, (1, hidden)")
     for note in detected.notes:
         yield Fault(note, "the name of the saved head", file=CONFIG)

@@ -25,7 +25,7 @@ from flows.orchestration.flow_body import reported
 from flows.orchestration.flow_run import provenance, tracker_of
 from flows.prune import prune_folder
 from flows.verify import ask, show
-from tasks.audit.finding import Severity
+from tasks.audit.check import Severity
 from tasks.config.checks import preflight
 from tasks.config.checks.release import reachable
 from tasks.config.tools import Audit

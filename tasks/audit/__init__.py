@@ -7,7 +7,7 @@
 
 check       `@check` declares a code at the function that looks for it; `examine` runs all
 checks/     the checks; a new one is one function in one of these files
-source      the opened folder that every check reads, from `folder`, `weights` and `recognise`
+source      the opened and recognised folder that every check reads, from `folder`
 repair      applies the repairs that findings carry to a draft, audits it, writes it
 run         `audit` and `Report`
 known       configuration fields, and the classes of vLLM and transformers

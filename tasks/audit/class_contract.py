@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple, cast
 
 from tasks.audit.known import first_architecture
-from tasks.audit.recognise import CONFIG, Kind
-from tasks.audit.source import Source
+from tasks.audit.source import CONFIG, Kind, Source
 from tasks.core.errors import ArtifactError, PlumblineError
 from tasks.process.child import child_environment
 from tasks.weights.plan.contracts import known_facts, model_facts

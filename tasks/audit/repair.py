@@ -13,13 +13,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.audit.check import CANNOT_GO_ON, examine
-from tasks.audit.finding import Finding, errors_of
-from tasks.audit.folder import Folder, Listing
-from tasks.audit.recognise import CONFIG, Kind, Recognised
+from tasks.audit.check import CANNOT_GO_ON, Finding, errors_of, examine
+from tasks.audit.folder import Folder, Listing, Weights
 from tasks.audit.scan import differ
-from tasks.audit.source import Source, open_source
-from tasks.audit.weights import Weights
+from tasks.audit.source import CONFIG, Kind, Recognised, Source, open_source
 from tasks.core.errors import ConfigError, ContractError, first_and_more
 from tasks.core.private import open_up
 from tasks.pipeline.artifact import SIGNATURE, Artifact, Origin, publish, staging

@@ -17,8 +17,7 @@ from pathlib import Path
 from textwrap import shorten, wrap
 from typing import Any
 
-from tasks.audit.check import examine
-from tasks.audit.finding import Finding, Severity, errors_of, printable
+from tasks.audit.check import Finding, Severity, errors_of, examine, printable
 from tasks.audit.repair import is_repairable
 from tasks.audit.source import command, commands, open_source
 from tasks.core.terminal import plain

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tasks.audit.finding import Finding, Severity
-from tasks.audit.recognise import ADAPTER_CONFIG
+from tasks.audit.check import Finding, Severity
 from tasks.audit.run import Report, audit
+from tasks.audit.source import ADAPTER_CONFIG
 from tasks.core.contract import Check
 from tasks.core.errors import ConfigError, first_and_more
 from tasks.core.terminal import typed

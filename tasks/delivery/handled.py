@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from tasks.audit.check import Finding
 from tasks.audit.checks.files import TRAINER_STATE
-from tasks.audit.finding import Finding
-from tasks.audit.recognise import ADAPTER_CONFIG, CONFIG, Kind
 from tasks.audit.run import Report
+from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Kind
 from tasks.weights.heads import WRAPPER
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tasks.audit import recognise as audit_recognise
+from tasks.audit import source as audit_source
 from tasks.audit.folder import Folder
 from tasks.audit.run import audit
 from tasks.core.errors import ArtifactError, ConfigError
@@ -21,14 +21,14 @@ from tasks.core.terminal import typed
 from tasks.delivery.examination import refused
 
 Kind = Literal["adapter", "model", "shards", "deepspeed"]
-CONFIG, ADAPTER_CONFIG = audit_recognise.CONFIG, audit_recognise.ADAPTER_CONFIG
-_PLANNED: Mapping[audit_recognise.Kind, Kind] = {
-    audit_recognise.Kind.ADAPTER: "adapter",
-    audit_recognise.Kind.MODEL: "model",
-    audit_recognise.Kind.REWARD: "model",
-    audit_recognise.Kind.VALUE: "model",
-    audit_recognise.Kind.SHARDS: "shards",
-    audit_recognise.Kind.DEEPSPEED: "deepspeed",
+CONFIG, ADAPTER_CONFIG = audit_source.CONFIG, audit_source.ADAPTER_CONFIG
+_PLANNED: Mapping[audit_source.Kind, Kind] = {
+    audit_source.Kind.ADAPTER: "adapter",
+    audit_source.Kind.MODEL: "model",
+    audit_source.Kind.REWARD: "model",
+    audit_source.Kind.VALUE: "model",
+    audit_source.Kind.SHARDS: "shards",
+    audit_source.Kind.DEEPSPEED: "deepspeed",
 }
 """Kind of plan for each kind of checkpoint. The plan of a model deals with its head, too."""
 
@@ -67,7 +67,7 @@ def recognise(root: Path) -> Given:
         ConfigError: the folder does not exist or cannot be delivered; with the findings.
     """
     try:
-        recognised = audit_recognise.recognise(Folder(root))
+        recognised = audit_source.recognise(Folder(root))
     except ArtifactError as error:
         missing = not root.is_dir()
         message = f"source={root}: no such folder" if missing else error.message

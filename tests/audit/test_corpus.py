@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.audit.check import CHECKS
-from tasks.audit.finding import Severity
+from tasks.audit.check import CHECKS, Severity
 from tasks.audit.run import Report, audit
 from tasks.core.errors import PlumblineError
 from tasks.delivery.examination import examine

@@ -16,7 +16,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from benchmarks.synthetic import write_hollow
-from tasks.audit.finding import Severity
+from tasks.audit.check import Severity
 from tasks.audit.run import audit
 from tasks.weights.families.conversion import default_layout
 from tests.weights.adapters.making import quiet

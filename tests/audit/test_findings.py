@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tasks.audit.finding import Finding
+from tasks.audit.check import Finding
 from tasks.audit.run import audit
 from tests.audit.making import (
     SIZES,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.audit.gguf import read_header
+from tasks.audit.checks.serving import read_gguf
 from tasks.audit.run import audit
 from tasks.core.errors import ArtifactError
 from tests.audit.corpus import Broken, Corpus
@@ -34,12 +34,12 @@ def test_an_export_alone_is_compared_with_the_folder_that_it_was_made_from(
 
 def test_every_cut_header_is_refused(corpus: Corpus, tmp_path: Path) -> None:
     whole = (corpus.broken(Broken("", "qwen2", export())) / "model-q8_0.gguf").read_bytes()
-    assert read_header(Path(corpus.broken(Broken("", "qwen2", export()))) / "model-q8_0.gguf")
+    assert read_gguf(Path(corpus.broken(Broken("", "qwen2", export()))) / "model-q8_0.gguf")
     path = tmp_path / "cut.gguf"
     for end in range(0, 400):
         path.write_bytes(whole[:end])
         with pytest.raises(ArtifactError):
-            read_header(path)
+            read_gguf(path)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tasks.audit.finding import Severity
+from tasks.audit.check import Severity
 from tasks.audit.run import audit
 from tasks.drift.fingerprint import DriftLimit, Fingerprint, drift, quantized_profile
 from tasks.evaluation.calibration import heldout_loss, row_tokens

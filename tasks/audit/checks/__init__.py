@@ -1,12 +1,12 @@
 """Checks of an opened source, in the order of the report; see `tasks.audit.check`.
 
-folder, files, zero         the folder, its files, checkpoints that are not gathered
-names, heads, storage       tensors: names and shapes, heads, dtypes and quantisation
-adapter, adapter_base, plan PEFT adapters, how they fit their base, the plan of the merge
-tokens, templates, config   tokenizers, chat templates, settings
-values, base, merge         numbers: by themselves, against the base, against base and adapter
-witness                     the record that training left
-serving                     settings and exports that servers read otherwise
+folder, files, zero  the folder, its files, checkpoints that are not gathered
+names, heads         names and shapes of tensors, heads
+adapter, adapter_base  PEFT adapters, and how they fit their base
+tokens, templates    tokenizers, chat templates
+witness              the record that training left
+config, serving      settings, dtypes, quantisation; what servers read otherwise
+values, merge        numbers: by themselves, against the base, against base and adapter
 """
 
 from tasks.audit.checks import (  # isort: skip -- in the order of the report
@@ -20,11 +20,8 @@ from tasks.audit.checks import (  # isort: skip -- in the order of the report
     templates as templates,
     tokens as tokens,
     witness as witness,
-    serving as serving,
-    storage as storage,
     config as config,
-    base as base,
+    serving as serving,
     values as values,
-    merge as merge,
-    plan as plan,  # last: only if nothing else is wrong
+    merge as merge,  # last: it plans a merge only if nothing else is wrong
 )

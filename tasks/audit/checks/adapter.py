@@ -8,13 +8,11 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from tasks.audit.check import ADAPTER, ERROR, INFO, MODEL, WARNING, Fault, check
-from tasks.audit.finding import some
+from tasks.audit.check import ADAPTER, ERROR, INFO, MODEL, WARNING, Fault, check, some
+from tasks.audit.folder import StoredTensor
 from tasks.audit.known import DEFAULT_LORA_RANK, known, texts, whole
-from tasks.audit.recognise import ADAPTER_CONFIG, CONFIG, Kind
 from tasks.audit.repair import adapter_name
-from tasks.audit.source import Source
-from tasks.audit.weights import StoredTensor
+from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Kind, Source
 from tasks.weights.adapters.config import AdapterConfig, parse_config
 from tasks.weights.adapters.config_reader import PATTERN
 from tasks.weights.files.names import PEFT_PREFIX
@@ -453,8 +451,7 @@ _EMBEDDING_OF_BASE = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.we
     "does not yet support DoRA', 'base_model.model.lm_head.weight is unsupported LoRA weight'; "
     "pairs on a tower are refused, or ignored unless the engine has tower adapters",
     fix="merge it before serving: {merge}",
-    issues="vLLM #2847, LLaMA-Factory PR #3794, gpustack #5438, vLLM #6983, vLLM #9280, "
-    "vLLM #4186, vLLM #32599, vLLM #7441, vLLM #21500",
+    issues="vLLM #2847, LLaMA-Factory PR #3794, gpustack #5438",
 )  # fmt: skip
 def refused_by_vllm(source: Source) -> Iterator[Fault]:
     """Settings and tensors of an adapter that vLLM refuses as it is started by default."""

@@ -17,8 +17,7 @@ from tasks.audit.checks.adapter import (
 )
 from tasks.audit.checks.names import Embeddings, embeddings_of, tail_of
 from tasks.audit.known import is_multimodal, text_config
-from tasks.audit.recognise import ADAPTER_CONFIG
-from tasks.audit.source import Source
+from tasks.audit.source import ADAPTER_CONFIG, Source
 from tasks.core.errors import first_and_more
 from tasks.weights.adapters.live import EMBEDDING, LINEAR, OTHER, LiveModel
 from tasks.weights.adapters.targets import targeted_modules
@@ -131,7 +130,7 @@ def undecodable_base(source: Source) -> Iterator[Fault]:
     why="4-bit weights differ from the 16-bit ones by more than most adapters change them: merged "
     "into the 16-bit base, the model is not the trained one",
     fix="merge into the dequantised 4-bit base: {merge}",
-    issues="unsloth-zoo PR #810, peft #2321, peft #2105, peft #1043",
+    issues="unsloth-zoo PR #810, peft #2321, peft #2105",
 )  # fmt: skip
 def qlora_base(source: Source) -> Iterator[Fault]:
     """An adapter that was trained on a 4-bit base."""
@@ -158,8 +157,7 @@ def _unknown(source: Source) -> list[str]:
     "keys'): the model answers as the base. vLLM serves it the same way, or refuses it",
     fix="pass the base that adapter_config.json names; or save the adapter with save_pretrained "
     "from the model that was trained, or rename its keys",
-    issues="LLaMA-Factory #4913, vLLM #34186, vLLM #48019, peft #2566, ms-swift #5621, "
-    "ms-swift #8031",
+    issues="LLaMA-Factory #4913, vLLM #34186, vLLM #48019",
 )  # fmt: skip
 def module_names(source: Source) -> Iterator[Fault]:
     """LoRA pairs for modules that the base does not have, or has under other names."""
@@ -238,7 +236,7 @@ def _sizes(pair: Pair) -> tuple[int, int] | None:
     "...embed_tokens.modules_to_save.default.weight' unless the base is resized first",
     fix="resize the base to the adapter's rows before peft loads it, or merge it, which uses the "
     "adapter's rows: {merge}",
-    issues="LLaMA-Factory #3125, LLaMA-Factory #5262, LLaMA-Factory #3154, LLaMA-Factory #10186",
+    issues="LLaMA-Factory #3125, LLaMA-Factory #5262, LLaMA-Factory #3154",
 )  # fmt: skip
 def grown_vocabulary(source: Source) -> Iterator[Fault]:
     """Embeddings in the adapter with another number of rows than the base."""

@@ -6,12 +6,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tasks.audit.check import ERROR, INFO, WARNING, Fault, check
-from tasks.audit.finding import some
-from tasks.audit.recognise import ADAPTER_CONFIG, ADAPTERS, CONFIG, MODELS, Kind
+from tasks.audit.check import ERROR, INFO, WARNING, Fault, check, some
+from tasks.audit.folder import Weights, open_weights
 from tasks.audit.repair import Draft
-from tasks.audit.source import Source, commands_of
-from tasks.audit.weights import Weights, open_weights
+from tasks.audit.source import ADAPTER_CONFIG, ADAPTERS, CONFIG, MODELS, Kind, Source, commands_of
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.index import index_of, is_hidden
 from tasks.weights.heads import SIDE_FILES
@@ -43,8 +41,7 @@ def has_weights(source: Source) -> bool:
     why="`no file named model.safetensors` in transformers, `Cannot find any model weights` in "
     "vLLM; the save was interrupted, or hung because a rank was missing",
     fix="save again; if the trainer's own checkpoint is still there, gather that",
-    issues="LLaMA-Factory #2703, LLaMA-Factory #10410, LLaMA-Factory #10230, LLaMA-Factory #3238, "
-    "OpenRLHF #1126, Megatron-Bridge #1883",
+    issues="LLaMA-Factory #2703, LLaMA-Factory #10410, LLaMA-Factory #10230",
 )  # fmt: skip
 def weights_missing(source: Source) -> Iterator[Fault]:
     """A configuration without weights."""
@@ -74,7 +71,7 @@ def two_weight_sets(source: Source) -> Iterator[Fault]:
     why="transformers reads the index first: it stops there, initialises tensors that it does not "
     "find at random, or does not load those that the index does not name; vLLM reads whole files",
     fix="rebuild it: {repair}",
-    issues="transformers #40968, Relax PR #148, unsloth #1521, unsloth #1122, verl #7193",
+    issues="transformers #40968, Relax PR #148, unsloth #1521",
 )  # fmt: skip
 def index_wrong(source: Source) -> Iterator[Fault]:
     """The index of the shards is absent, unreadable, or does not describe the files."""
@@ -167,7 +164,7 @@ def key_twice(source: Source) -> Iterator[Fault]:
     "safetensors, and only consolidated*.safetensors if there is one: `There is no module or "
     "parameter named 'v_head' in Qwen3ForCausalLM`",
     fix="move the file out of the folder, or into a subfolder",
-    issues="LLaMA-Factory #8635, LLaMA-Factory #7511, unsloth #8566, SceneWorks #1333",
+    issues="LLaMA-Factory #8635, LLaMA-Factory #7511, unsloth #8566",
 )  # fmt: skip
 def stray_files(source: Source) -> Iterator[Fault]:
     """A weight file that is not part of the checkpoint, and that a loader would read."""
@@ -308,8 +305,7 @@ def nested_state_dict(source: Source) -> Iterator[Fault]:
     "and the adapter has no effect",
     fix="the values are not in this file; if DeepSpeed's shards are still there, gather them: "
     "plumbline deliver source=<the checkpoint> base=<base> out=<folder>",
-    issues="OpenRLHF #651, OpenRLHF #682, OpenRLHF #920, LLaMA-Factory #7665, peft #2450, "
-    "peft #1443, peft #2500, peft #453, trl #4416, Flow-Factory #156",
+    issues="OpenRLHF #651, OpenRLHF #682, OpenRLHF #920",
 )  # fmt: skip
 def empty_tensors(source: Source) -> Iterator[Fault]:
     """A weight file without tensors, or a tensor without elements in place of a matrix."""

@@ -9,11 +9,9 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tasks.audit.check import ERROR, INFO, WARNING, Fault, check
-from tasks.audit.finding import some
+from tasks.audit.check import ERROR, INFO, WARNING, Fault, check, some
 from tasks.audit.folder import by_number
-from tasks.audit.recognise import ADAPTER_CONFIG, CONFIG, Kind
-from tasks.audit.source import Source, command
+from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Kind, Source, command
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import MANIFEST, SIGNATURE, open_artifact
 from tasks.pipeline.signature import faults
@@ -229,20 +227,8 @@ def json_unreadable(source: Source) -> Iterator[Fault]:
             yield Fault(reason, "a valid file", file=name)
 
 
-@check(
-    "JSON_KEY_TWICE", WARNING,
-    why="loaders keep the last value without a word; whoever reads the file may see the first",
-    fix="delete the line with the value that is not meant",
-)  # fmt: skip
-def json_key_twice(source: Source) -> Iterator[Fault]:
-    """A key twice in one object of a JSON file."""
-    _read(source)
-    for name, twice in source.folder.twice.items():
-        yield Fault(twice, "every key once", file=name)
-
-
 def _read(source: Source) -> None:
-    """Read all documents, which fills `wrong` and `twice` of the folder."""
+    """Read all documents, which fills `wrong` of the folder."""
     for name in _DOCUMENTS:
         source.config(name)
     source.folder.text(_TEMPLATE)

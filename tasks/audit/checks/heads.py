@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tasks.audit.check import ERROR, INFO, WARNING, Fault, check, either
+from tasks.audit.check import ERROR, INFO, WARNING, Fault, Severity, check, either
 from tasks.audit.checks.files import vllm_takes
-from tasks.audit.finding import Severity
-from tasks.audit.recognise import ADAPTER_CONFIG, CONFIG, MODELS
+from tasks.audit.folder import open_weights
 from tasks.audit.repair import Draft
-from tasks.audit.source import Source
-from tasks.audit.weights import open_weights
+from tasks.audit.source import ADAPTER_CONFIG, CONFIG, MODELS, Source
 from tasks.weights.files.source import Source as Tensors
 from tasks.weights.heads import (
     ADAPTER,
@@ -64,8 +62,7 @@ def _is_critic(source: Source) -> bool:
     "mismatch for score.lora_B`",
     fix="a head that was never saved cannot be recovered: train again and save it in full "
     "(modules_to_save); if DeepSpeed's shards are still there, they contain it",
-    issues="LLaMA-Factory #7706, LLaMA-Factory #1411, LLaMA-Factory #1024, LLaMA-Factory #5939, "
-    "OpenRLHF #209, OpenRLHF #180, OpenRLHF #873, OpenRLHF #682, OpenRLHF #872, OpenRLHF PR #1342",
+    issues="LLaMA-Factory #7706, LLaMA-Factory #1411, LLaMA-Factory #1024",
 )  # fmt: skip
 def head_missing(source: Source) -> Iterator[Fault]:
     """A reward or value model without its head, or with LoRA on a head that was never saved."""
@@ -137,7 +134,7 @@ def _split_head(draft: Draft) -> None:
     why="transformers assumes two labels if num_labels is not set: `size mismatch for "
     "score.weight: [1, hidden] vs [2, hidden]`, or a new random head",
     fix="convert it: {deliver}",
-    issues="OpenRLHF #1039, OpenRLHF #872, OpenRLHF #542, OpenRLHF #428, OpenRLHF #494",
+    issues="OpenRLHF #1039, OpenRLHF #872, OpenRLHF #542",
 )  # fmt: skip
 def head_labels(source: Source) -> Iterator[Fault]:
     """The head's rows and the number of labels in config.json disagree, or there are two labels."""

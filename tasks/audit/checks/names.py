@@ -13,6 +13,7 @@ from typing import Any
 
 from tasks.audit.check import ERROR, MODEL, WARNING, WHOLE, Fault, check
 from tasks.audit.class_contract import can_be_built, perform_apart
+from tasks.audit.folder import StoredTensor
 from tasks.audit.known import (
     first_architecture,
     is_multimodal,
@@ -22,10 +23,8 @@ from tasks.audit.known import (
     text_config,
     whole,
 )
-from tasks.audit.recognise import CONFIG, Kind
 from tasks.audit.repair import adapter_name, model_name, strip_prefixes
-from tasks.audit.source import Source
-from tasks.audit.weights import StoredTensor
+from tasks.audit.source import CONFIG, Kind, Source
 from tasks.core.errors import ArtifactError
 from tasks.weights.families.counts import oversized
 from tasks.weights.families.plain import plain_facts
@@ -82,7 +81,7 @@ def wrapper_residue(source: Source) -> Iterator[Fault]:
     "warns, so it has no effect",
     fix="take them off: {repair}; if lora_A and lora_B are among the keys of a model, the adapter "
     "was never merged: save it as an adapter, and deliver that",
-    issues="OpenRLHF #991, OpenRLHF #920, OpenRLHF #1081, peft #2500",
+    issues="OpenRLHF #991, OpenRLHF #920, OpenRLHF #1081",
 )  # fmt: skip
 def peft_residue(source: Source) -> Iterator[Fault]:
     """Names of PEFT's wrapper in a model, or keys of an adapter that are not as PEFT saves them."""
@@ -145,9 +144,7 @@ _DOUBLED = "model.model."
     "transformers corrects some prefixes, and initialises the tensors that it does not find at "
     "random, with a warning",
     fix="rename the keys to those of the base's checkpoint, or set the class that they belong to",
-    issues="unsloth #1770, vLLM #15031, LLaMA-Factory #8241, LLaMA-Factory #8254, vLLM #18983, "
-    "GLM-V #61, Impromptu-VLA #52, sglang PR #19850, ms-swift #9172, OpenRLHF #920, "
-    "GPTQModel #2694",
+    issues="unsloth #1770, vLLM #15031, LLaMA-Factory #8241",
 )  # fmt: skip
 def architecture_keys(source: Source) -> Iterator[Fault]:
     """Keys that do not belong to the class."""
@@ -270,7 +267,7 @@ def experts_wrong(source: Source) -> Iterator[Fault]:
     why="transformers 5 packs experts in memory; if they are saved like this, older vLLM, SGLang "
     "and quantisers do not find them, or read only the layers that they know",
     fix="write one tensor per expert, as the base does: save_pretrained of transformers 5 does so",
-    issues="vLLM PR #36997, vLLM PR #31849, MoE-Infinity PR #108, 1Cat-vLLM PR #21",
+    issues="vLLM PR #36997, vLLM PR #31849, MoE-Infinity PR #108",
 )  # fmt: skip
 def experts_fused(source: Source) -> Iterator[Fault]:
     """Experts fused in one tensor although the family stores one tensor per expert."""
@@ -361,8 +358,7 @@ _MODELOPT = "hf_quant_config.json"
     why="transformers initialises them at random with a warning; vLLM stops with `Following "
     "weights were not initialized from checkpoint`, or leaves them empty",
     fix="take them from the base if training did not change them; else save again",
-    issues="OpenRLHF #1232, OpenRLHF #180, OpenRLHF #209, Megatron-Bridge #4107, "
-    "transformers #40968, TinyLLaVA #88",
+    issues="OpenRLHF #1232, OpenRLHF #180, OpenRLHF #209",
 )  # fmt: skip
 def tensor_missing(source: Source) -> Iterator[Fault]:
     """Tensors of the class, of the layers in config.json, or of the base, that are missing."""

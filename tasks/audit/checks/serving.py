@@ -1,23 +1,36 @@
-"""Checks of settings and exports that a server reads otherwise than training wrote them."""
+"""Settings and exports that a server reads otherwise than training wrote them.
+
+Layout of GGUF headers: `docs/gguf.md` of ggml, versions 2 and 3, little-endian.
+"""
 
 from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from tasks.audit.check import ADAPTER, ERROR, INFO, MODEL, WARNING, WHOLE, Fault, check, either
+from tasks.audit.check import (
+    ADAPTER,
+    ERROR,
+    INFO,
+    MODEL,
+    WARNING,
+    WHOLE,
+    Fault,
+    check,
+    either,
+    some,
+)
 from tasks.audit.checks.config import rope
 from tasks.audit.checks.templates import template_places
 from tasks.audit.checks.tokens import GENERATION, tokens_of
 from tasks.audit.checks.witness import FILE, has_record
-from tasks.audit.finding import some
-from tasks.audit.gguf import read_header
 from tasks.audit.known import content, of_text, texts, token_ids, whole
-from tasks.audit.recognise import ADAPTER_CONFIG, CONFIG
 from tasks.audit.repair import SETTINGS, TOKENIZER
-from tasks.audit.source import Source, setting
+from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Source, setting
 from tasks.core.errors import ArtifactError
 from tasks.weights.quantized.config_fields import QUANTIZATION
 
@@ -124,7 +137,7 @@ def dtype_name(source: Source) -> Iterator[Fault]:
     why="for some families vLLM and SGLang drop the experts' part of such an adapter without a "
     "word, or fail on its shapes; merged weights have it in every server",
     fix="serve it merged: {merge}; or ask the server whether it applies the adapter: verify",
-    issues="vLLM PR #41384, vLLM PR #52198, sglang PR #25528, unsloth-zoo PR #1250",
+    issues="vLLM PR #41384, vLLM PR #52198, sglang PR #25528",
 )  # fmt: skip
 def target_parameters(source: Source) -> Iterator[Fault]:
     """An adapter of parameters (`target_parameters`), which servers may leave out."""
@@ -201,7 +214,7 @@ def export_differs(source: Source) -> Iterator[Fault]:
     files = [name for name in source.folder.here() if name.endswith(".gguf")]
     for name in files[:4]:
         try:
-            header = read_header(source.folder.root / name)
+            header = read_gguf(source.folder.root / name)
         except ArtifactError as error:
             yield Fault(error.message.rpartition(": ")[2], "a GGUF header", file=name)
             continue
@@ -261,3 +274,64 @@ def _modelfile(text: str, trained: Source) -> Iterator[Fault]:
     ours = next(part for part in written.groups() if part is not None)
     if not any(mark in ours for mark in marks):
         yield Fault("TEMPLATE without them", some(marks), file=_MODELFILE)
+
+
+MAX_BYTES = 64 << 20
+"""The settings of a model with 256k tokens have about 10 MB."""
+_FIXED = {
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+}  # fmt: skip
+"""`struct` formats by type of a value."""
+_TEXT, _ARRAY = 8, 9
+
+
+def read_gguf(path: Path) -> dict[str, Any]:
+    """Return the settings by name; of an array, the number of its elements.
+
+    Raises:
+        ArtifactError: no GGUF file, damaged, or of another version.
+    """
+    try:
+        with path.open("rb") as file:
+            return _gguf_settings(file.read(MAX_BYTES))
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (struct.error, ValueError, KeyError) as error:
+        raise ArtifactError(f"{path}: not a readable GGUF file: {error}") from error
+
+
+def _gguf_settings(raw: bytes) -> dict[str, Any]:
+    magic, version, _, count = struct.unpack_from("<4sIQQ", raw)
+    if magic != b"GGUF" or version not in (2, 3):
+        raise ValueError(f"{magic!r}, version {version}")
+    settings: dict[str, Any] = {}
+    at = 24
+    for _ in range(count):
+        name, at = _gguf_text(raw, at)
+        (kind,) = struct.unpack_from("<I", raw, at)
+        settings[name], at = _gguf_value(raw, at + 4, kind)
+    return settings
+
+
+def _gguf_value(raw: bytes, at: int, kind: int) -> tuple[Any, int]:
+    """Return a value and the offset behind it."""
+    if kind == _TEXT:
+        return _gguf_text(raw, at)
+    if kind != _ARRAY:
+        form = f"<{_FIXED[kind]}"
+        return struct.unpack_from(form, raw, at)[0], at + struct.calcsize(form)
+    inner, count = struct.unpack_from("<IQ", raw, at)
+    at += 12
+    if inner in _FIXED:
+        return count, at + count * struct.calcsize(f"<{_FIXED[inner]}")
+    for _ in range(count):
+        _, at = _gguf_value(raw, at, inner)
+    return count, at
+
+
+def _gguf_text(raw: bytes, at: int) -> tuple[str, int]:
+    (size,) = struct.unpack_from("<Q", raw, at)
+    start, end = at + 8, at + 8 + size
+    if end > len(raw):
+        raise ValueError("cut short")
+    return raw[start:end].decode("utf-8", "replace"), end

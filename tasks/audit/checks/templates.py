@@ -10,9 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 from tasks.audit.check import BASE, ERROR, INFO, WARNING, Fault, check
-from tasks.audit.recognise import Kind
 from tasks.audit.repair import SETTINGS, TOKENIZER, Draft
-from tasks.audit.source import Source
+from tasks.audit.source import Kind, Source
 from tasks.weights.tokens.render_template import template_environment
 
 JINJA = "chat_template.jinja"

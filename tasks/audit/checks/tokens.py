@@ -23,10 +23,9 @@ from tasks.audit.checks.templates import (
 )
 from tasks.audit.folder import Folder
 from tasks.audit.known import content, of_text, text_config, token_ids, whole
-from tasks.audit.recognise import CONFIG, Kind
 from tasks.audit.repair import SETTINGS, TOKENIZER, Draft, settle_tie
 from tasks.audit.scan import differ
-from tasks.audit.source import Source, setting
+from tasks.audit.source import CONFIG, Kind, Source, setting
 from tasks.weights.tokens.prove_ids import is_leading, misread_as
 
 TOKENIZERS = (
@@ -126,7 +125,7 @@ def has_embedding(source: Source) -> bool:
     why="older vLLM fails with KeyError 'lm_head.weight', first seen with Gemma; newer versions "
     "and transformers drop it and use the embedding: if it differs, the model repeats one token",
     fix="leave out the copy: {repair}",
-    issues="LLaMA-Factory #2789, vLLM #3323, vLLM PR #6758, transformers #45127",
+    issues="LLaMA-Factory #2789, vLLM #3323, vLLM PR #6758",
 )  # fmt: skip
 def tied_head(source: Source) -> Iterator[Fault]:
     """An output embedding on disk although config.json ties it; an error if the two differ."""
@@ -174,7 +173,7 @@ def _full_embeddings(source: Source) -> dict[str, int]:
     "loader; if only one embedding was saved after the vocabulary changed, no loader accepts both",
     fix="set vocab_size in config.json to the number of rows; save both embeddings again after "
     "resize_token_embeddings",
-    issues="LLaMA-Factory #3125, OpenRLHF #87, LLaMA-Factory #10186, LLaMA-Factory #3154",
+    issues="LLaMA-Factory #3125, OpenRLHF #87, LLaMA-Factory #10186",
 )  # fmt: skip
 def vocab_size(source: Source) -> Iterator[Fault]:
     """Different numbers of rows: of vocab_size, the input embedding, the output embedding."""
@@ -352,9 +351,7 @@ def eos_missing(source: Source) -> Iterator[Fault]:
     "chat template, but generation does not stop there, or only in some engines: it continues to "
     "the length limit and talks to itself",
     fix="add the ids to eos_token_id of generation_config.json",
-    issues="LLaMA-Factory PR #10834, LLaMA-Factory #9338, LLaMA-Factory #2075, "
-    "LLaMA-Factory #3594, LLaMA-Factory #7943, LLaMA-Factory #2884, LLaMA-Factory #1727, "
-    "verl #1246, EasyR1 PR #11007",
+    issues="LLaMA-Factory PR #10834, LLaMA-Factory #9338, LLaMA-Factory #2075",
 )  # fmt: skip
 def eos_disagrees(source: Source) -> Iterator[Fault]:
     """Generation stops at other tokens than the tokenizer, the template or the base says."""
@@ -430,8 +427,7 @@ GENERIC_TOKENIZER = "PreTrainedTokenizerFast"
     "vocabulary from tokenizer.json: texts become other ids than in training, DeepSeek's models "
     "lose all blanks, and nothing says so",
     fix="name the class that reads the file as it is, PreTrainedTokenizerFast: {repair}",
-    issues="transformers #45488, transformers #48206, vLLM PR #48482, TensorRT-LLM PR #13924, "
-    "open-instruct #1896",
+    issues="transformers #45488, transformers #48206, vLLM PR #48482",
 )  # fmt: skip
 def tokenizer_misread(source: Source) -> Iterator[Fault]:
     """A tokenizer class that reads tokenizer.json wrongly."""

@@ -1,4 +1,7 @@
-"""Values, of weights up to 2 GB; of larger ones with values=true. Every byte is read once."""
+"""Values, by themselves and against the base that a model or an adapter should come from.
+
+Weights up to 2 GB are read, larger ones with values=true. Every byte is read once.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,225 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tasks.audit.check import ADAPTER, ERROR, READ, WARNING, Fault, check
-from tasks.audit.finding import some
+import numpy as np
+from numpy.typing import NDArray
+
+from tasks.audit.check import ADAPTER, BASE, ERROR, MODEL, READ, WARNING, Fault, also, check, some
+from tasks.audit.checks.names import embeddings_of, other_sizes
 from tasks.audit.known import of_text, whole
-from tasks.audit.scan import Seen, scan
-from tasks.audit.source import Source
+from tasks.audit.scan import Seen, first_difference, same_header, scan
+from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Source
 from tasks.pipeline.artifact import HASHES, hash_of
 from tasks.weights.files.documents import manifest_problem
+from tasks.weights.files.dtype_bits import is_float
+from tasks.weights.files.dtype_conversion import widened
+from tasks.weights.files.file_ranges import Reader
+from tasks.weights.files.identity import base_mismatch
 from tasks.weights.files.names import parse_peft
+from tasks.weights.quantized.config_fields import stored
+
+_LEAST, _COSINE = 0.5, 0.5
+"""Least ratio of norms, and least median cosine, of a trained model's matrices to its base's.
+Other models of the same shape have a cosine near 0."""
+_TURNED = 0.2
+"""Cosine below which a single matrix is another one: transposed, swapped, or initialised again."""
+_BLOCK, _BLOCKS = 1 << 19, 4
+"""Elements to read at a time, and the most blocks of a tensor, evenly spread."""
+_HUB = 3
+"""Last parts of a path to compare: hub caches use models--Qwen--Qwen3-8B/snapshots/<commit>."""
+
+
+@check(
+    "WRONG_BASE", ERROR,
+    why="an adapter on another base raises no error if the shapes agree, and generates garbage: "
+    "correct before the merge, wrong after it",
+    fix="pass the base that the training run used",
+    issues="LLaMA-Factory #4913, LLaMA-Factory #2505, LLaMA-Factory #5930",
+)  # fmt: skip
+def wrong_base(source: Source) -> Iterator[Fault]:
+    """Not made from this base."""
+    base = source.base
+    if base is None:
+        return
+    if not base.is_model:
+        yield Fault(
+            f"{base.recognised.what}; nothing was compared with it",
+            "a full model",
+            file=str(base.folder.root),
+            fix="base=<folder of the full model that it was made from>",
+        )
+    elif source.is_adapter:
+        name = source.config(ADAPTER_CONFIG).get("base_model_name_or_path")
+        inputs = source.recognised.manifest.get("inputs")
+        digest = inputs.get("base") if isinstance(inputs, Mapping) else None
+        reason = base_mismatch(  # by the rules of a delivery
+            base.folder.root,
+            digest=digest if isinstance(digest, str) else "",
+            name=name if isinstance(name, str) else "",
+        )
+        if reason:
+            yield Fault(reason, "the base that the adapter was trained on", file=ADAPTER_CONFIG)
+    elif source.is_model:
+        if wrong := other_sizes(source):
+            yield Fault(some(wrong), "sizes that training does not change", file=CONFIG)
+        else:
+            yield from _shapes(source, base)
+
+
+def _shapes(source: Source, base: Source) -> Iterator[Fault]:
+    if stored(source.config()) != stored(base.config()):
+        return
+    embeddings = [embeddings_of(each.tensors, each.config()) for each in (source, base)]
+    grown = {key for each in embeddings for key in (each.input, each.output)}
+    wrong = [
+        key
+        for key, tensor in source.tensors.items()
+        if key in base.tensors
+        and tensor.shape != base.tensors[key].shape
+        and key not in grown
+        and 0 not in tensor.shape
+    ]
+    if wrong:
+        ours, theirs = source.tensors[wrong[0]].shape, base.tensors[wrong[0]].shape
+        yield Fault(f"{list(ours)}", f"{list(theirs)}, as the base has", tensors=wrong)
+
+
+@check(
+    "BASE_NAME", WARNING, needs=(ADAPTER, BASE),
+    why="an adapter merges silently into a wrong base of the same shapes",
+    fix="pass the base of that name, or correct base_model_name_or_path",
+    issues="LLaMA-Factory #4913, LLaMA-Factory #6105",
+)  # fmt: skip
+def base_name(source: Source) -> Iterator[Fault]:
+    """Another base than adapter_config.json names."""
+    recorded, base = source.config(ADAPTER_CONFIG).get("base_model_name_or_path"), source.base
+    if base is None or not isinstance(recorded, str) or not recorded:
+        return
+    if base.recognised.manifest or "WRONG_BASE" in source.codes:
+        return  # a Plumbline artifact is identified by its digest, its folder has any name
+    names = {*base.folder.root.resolve().parts[-_HUB:], str(base.config().get("_name_or_path", ""))}
+    names |= {name.rpartition("--")[2] for name in names}  # hub caches: models--<owner>--<name>
+    known = {name.rstrip("/").rpartition("/")[2].lower() for name in names if name}
+    if recorded.rstrip("/").rpartition("/")[2].lower() not in known:
+        text = f"{recorded}; base is {base.folder.root.name}"
+        yield Fault(text, "the same name", file=ADAPTER_CONFIG)
+
+
+def has_values(source: Source) -> bool:
+    """Return True for a model and its base whose values are both read."""
+    base = source.base
+    read = source.is_model and source.is_read and base is not None and base.is_model
+    return read and base is not None and base.is_read and "WRONG_BASE" not in source.codes
+
+
+@check(
+    "MERGED_EQUALS_BASE", ERROR, needs=(MODEL, has_values),
+    why="nothing was merged: verl's merger writes LoRA to a separate folder; LLaMA-Factory exports "
+    "the base if export_size gives files of the base's size",
+    fix="merge the adapter: {again}",
+    issues="LLaMA-Factory #9051, LLaMA-Factory #6105, verl #7285",
+)  # fmt: skip
+def merged_equals_base(source: Source) -> Iterator[Fault]:
+    """Every tensor equals the base's."""
+    base = source.base
+    if base is None or "TENSOR_MISSING" in source.codes:
+        return
+    both = [key for key in source.tensors if same_header(key, source, base)]
+    if both and len(both) == len(source.tensors) and first_difference(source, base, both) is None:
+        text = f"all {len(both)} tensors equal the base's, bit for bit"
+        yield Fault(text, "a model that training changed")
+
+
+@check(
+    "NORM_DIFFERS", ERROR, needs=(MODEL, has_values),
+    why="training changes norms by a few percent and turns matrices little: 8-bit numbers were "
+    "stored without their scales, or the tensor was transposed, swapped with another or "
+    "initialised again. Nothing fails, but responses are garbage",
+    fix="merge again from the base: {again}",
+    issues="unsloth-zoo PR #803, unsloth #4919",
+)  # fmt: skip
+def norms_differ(source: Source) -> Iterator[Fault]:
+    """Matrices with less than half or more than twice the norm of the base's, or another one."""
+    if source.adapter is None and source.base is not None:  # else every element is compared
+        ratios, cosines = source.once(_ratios_and_cosines)
+        norm = {key: ratio for key, ratio in ratios.items() if not _LEAST <= ratio <= 1 / _LEAST}
+        if _is_another(cosines):
+            return
+        if norm:
+            worst = max(norm, key=lambda key: abs(np.log(norm[key])))
+            text = f"{len(norm)} of {len(ratios)} matrices; {worst}: norm {norm[worst]:.3g}"
+            expected = f"{_LEAST} to {1 / _LEAST:g}"
+            yield Fault(f"{text} times the base's", expected, tensors=list(norm))
+        turned = {key: cosine for key, cosine in cosines.items() if cosine < _TURNED}
+        if turned:
+            worst = min(turned, key=lambda key: turned[key])
+            text = f"{len(turned)} of {len(cosines)} matrices; {worst}: cosine {turned[worst]:.2f}"
+            yield Fault(f"{text} to the base's", "near 1", tensors=list(turned))
+
+
+@also("WRONG_BASE", needs=(MODEL, has_values))
+def another_model(source: Source) -> Iterator[Fault]:
+    """Matrices that point elsewhere than the base's."""
+    if source.adapter is None:
+        _, cosines = source.once(_ratios_and_cosines)
+        if _is_another(cosines):
+            text = f"cosine {_median(cosines):.2f} to the base's matrices (median)"
+            yield Fault(text, f"at least {_COSINE}: training turns them little")
+
+
+def value_faults(source: Source) -> Iterator[tuple[str, Fault]]:
+    """Yield code and fault of a model whose values cannot have been made from its base."""
+    for code, run in (("WRONG_BASE", another_model), ("NORM_DIFFERS", norms_differ)):
+        yield from ((code, fault) for fault in run(source))
+
+
+def _median(cosines: Mapping[str, float]) -> float:
+    return float(np.median(list(cosines.values()))) if cosines else 1.0
+
+
+def _is_another(cosines: Mapping[str, float]) -> bool:
+    return _median(cosines) < _COSINE
+
+
+def _ratios_and_cosines(source: Source) -> tuple[dict[str, float], dict[str, float]]:
+    """Compare the matrices that source and base have; heads may be trained anew."""
+    base = source.base
+    ratios: dict[str, float] = {}
+    cosines: dict[str, float] = {}
+    for key, tensor in source.tensors.items():
+        other = base.tensors.get(key) if base is not None else None
+        if (
+            base is None or other is None or tensor.shape != other.shape or len(tensor.shape) < 2
+            or not (is_float(tensor.dtype) and is_float(other.dtype))
+            or tensor.start < 0 or other.start < 0 or key.startswith(("score.", "classifier."))
+        ):  # fmt: skip
+            continue
+        products = _products(source, base, key)
+        if not np.isfinite(products).all() or not (products[0] and products[2]):
+            continue  # reported by `values`; a matrix that begins at zero has no counterpart
+        ratios[key] = float(np.sqrt(products[0] / products[2]))
+        cosines[key] = float(products[1] / np.sqrt(products[0] * products[2]))
+    return ratios, cosines
+
+
+def _products(source: Source, base: Source, key: str) -> NDArray[np.float64]:
+    """Return the sums of a*a, a*b, b*b over blocks of a tensor and its counterpart, shape (3,)."""
+    ours, theirs = source.tensors[key], base.tensors[key]
+    sums = np.zeros(3)
+    with Reader(source.extents(key)) as left, Reader(base.extents(key)) as right:
+        starts = range(0, ours.numel, _BLOCK)
+        for at in starts[:: -(-len(starts) // _BLOCKS)]:
+            count = min(_BLOCK, ours.numel - at)
+            x, y = (
+                widened(reader.read(at * size, count * size), tensor.dtype)
+                for reader, tensor, size in (
+                    (left, ours, ours.nbytes // ours.numel),
+                    (right, theirs, theirs.nbytes // theirs.numel),
+                )
+            )
+            sums += np.dot(x, x), np.dot(x, y), np.dot(y, y)
+    return sums
+
 
 _FP16 = 65504.0
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")

@@ -7,12 +7,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tasks.audit.check import ERROR, INFO, WARNING, Fault, check
+from tasks.audit.check import ERROR, INFO, WARNING, Fault, check, some
 from tasks.audit.checks.templates import template_places
-from tasks.audit.finding import some
-from tasks.audit.recognise import ADAPTER_CONFIG
 from tasks.audit.repair import TOKENIZER
-from tasks.audit.source import Source
+from tasks.audit.source import ADAPTER_CONFIG, Source
 from tasks.core.errors import ArtifactError
 from tasks.drift.verdict import NAMES
 from tasks.drift.witness import find_witness
@@ -97,7 +95,7 @@ def _adapter(source: Source) -> list[Fault | str]:
     why="the served model reads other tokens around each message than it was trained on, a text "
     "becomes other tokens, or vLLM samples with another temperature and stops at another EOS",
     fix="copy the checkpoint again from the machine that trained it, with this file",
-    issues="trl #6361, ms-swift #9168, verl #7198, EasyR1 PR #11007",
+    issues="trl #6361, ms-swift #9168, verl #7198",
 )  # fmt: skip
 def other_files(source: Source) -> Iterator[Fault]:
     """A chat template, a tokenizer or generation settings that are not those of the training."""

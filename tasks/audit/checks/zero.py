@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from tasks.audit.check import ERROR, INFO, Fault, also, check
-from tasks.audit.finding import some
+from tasks.audit.check import ERROR, INFO, Fault, also, check, some
 from tasks.audit.folder import by_number
-from tasks.audit.recognise import Kind
-from tasks.audit.source import Source, command
+from tasks.audit.source import Kind, Source, command
 from tasks.core.errors import ArtifactError, Coded
 from tasks.weights.deepspeed.checkpoint import ZeroCheckpoint, read_zero
 from tasks.weights.deepspeed.layout import find_layout

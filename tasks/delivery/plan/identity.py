@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from tasks.audit.checks.base import value_faults
+from tasks.audit.checks.values import value_faults
 from tasks.audit.scan import first_difference
 from tasks.audit.source import open_source
 from tasks.core.disk import file_stats

@@ -42,8 +42,7 @@ from tasks.core.private import open_up
 from tasks.core.redaction import redact
 from tasks.core.terminal import json_text, plain, typed
 from tasks.verify.reference import Reference, read_reference
-from tasks.verify.report import EXIT_STATUS, Outcome, Report
-from tasks.verify.run import Target, choose, verify
+from tasks.verify.run import EXIT_STATUS, Outcome, Report, Target, choose, verify
 from tasks.verify.servers.connect import connect
 from tasks.verify.servers.server import Server
 

@@ -18,9 +18,8 @@ from tasks.pipeline.artifact import Artifact, hash_of, remember
 from tasks.pipeline.report import RegisteredModel, StageResult
 from tasks.pipeline.signature import is_signed, key_file
 from tasks.register import Registry, register, require_passed
-from tasks.release.gate import Gate, conditions, judge, table
+from tasks.release.gate import Gate, conditions, judge, measured, run_kinds, table
 from tasks.release.model_card import write_card
-from tasks.release.numbers import measured, run_kinds
 from tasks.release.push import push
 from tasks.tracking.mlflow_registry import CHAMPION, EVALUATED_ON, GATE, NUMBERS
 

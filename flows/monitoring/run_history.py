@@ -118,9 +118,7 @@ def history(
     """Return the state of every run in a folder, newest first.
 
     Args:
-        runs: `paths.runs`.
         now: seconds since the epoch; None for the current time.
-        known: states that will not change, by run; their files are not read again.
     """
     now, here = now or time.time(), socket.gethostname()
     try:
@@ -138,7 +136,6 @@ def state_of(folder: Path, now: float, here: str) -> RunState:
     Args:
         folder: its folder in `<paths.runs>/reports`.
         now: seconds since the epoch.
-        here: name of this machine.
     """
     locked = is_locked(folder)  # first: a run that ends meanwhile has a summary by now
     record, summary = _read(folder / PROGRESS), _read(folder / "summary.json")

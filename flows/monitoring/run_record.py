@@ -200,11 +200,6 @@ class RunRecord:
 def replace_file(path: Path, text: str, mode: int = 0o600) -> None:
     """Replace a file as a whole: a reader sees the old text or the new one.
 
-    Args:
-        path: the file.
-        text: its new text.
-        mode: its permissions.
-
     Raises:
         OSError: it cannot be written; the old text stays.
     """

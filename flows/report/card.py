@@ -13,8 +13,8 @@ from typing import Any
 from flows.orchestration.summary import stage_entry
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.report import StageResult
+from tasks.release.gate import LM_EVAL, NUMBERS, interval, measured
 from tasks.release.model_card import card, hub_id, license_of
-from tasks.release.numbers import LM_EVAL, NUMBERS, interval, measured
 from tasks.serving.llama_cpp import serve_line
 
 _NOT_OF_THE_MODEL = (
@@ -38,9 +38,6 @@ def chain_card(
     """Return the card of a model that was trained.
 
     Args:
-        results: results of the stages of the run.
-        served: the served model.
-        settings: configuration of the step that trained it.
         command: what started the run; empty if unknown.
     """
     model, data, train = settings["model"], settings["data"], settings["train"]
@@ -72,9 +69,6 @@ def delivery_card(
     """Return the card of a checkpoint that was made elsewhere.
 
     Args:
-        results: results of the stages of the delivery.
-        served: the served model.
-        source: SOURCE.
         base: folder of the base; None if none was needed.
         command: what started the delivery; empty if unknown.
     """

@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 
-from flows.report.bootstrap import Interval, paired, unpaired
 from flows.report.collect import Collected, Stage
 from flows.report.figures import PLOTTED
 from flows.report.results import (
@@ -19,10 +18,13 @@ from flows.report.results import (
     PAIRS,
     REWARD,
     SAMPLED,
+    Interval,
     Results,
     Scores,
     full_name,
+    paired,
     results,
+    unpaired,
 )
 
 ABSENT = "(not set)"

@@ -70,12 +70,7 @@ class Drawn:
 
 
 def draw(stage: str, curves: Curves) -> list[Drawn]:
-    """Return the plots of a training stage; without pictures if matplotlib is not installed.
-
-    Args:
-        stage: name of the stage.
-        curves: its curves.
-    """
+    """Return the plots of a training stage; without pictures if matplotlib is not installed."""
     drawn = []
     for plot in PLOTS:
         points, validation = curves.get(plot.metric, []), curves.get(plot.validation, [])

@@ -19,7 +19,6 @@ from typing import Any
 
 from flows.orchestration.evaluation import harness_names
 from flows.orchestration.summary import truncation_lines
-from flows.report.bootstrap import Interval
 from flows.report.collect import Collected, Stage, collect
 from flows.report.figures import Histogram, Lengths, draw
 from flows.report.results import (
@@ -28,6 +27,7 @@ from flows.report.results import (
     PAIRS,
     REWARD,
     SAMPLED,
+    Interval,
     Results,
     full_name,
     lengths,
@@ -117,11 +117,6 @@ class Responses:
 
 def write_report(runs: Path, run_id: str, log: Any) -> Path | None:
     """Write the report of a run; a failure to do so is one warning and never ends a run.
-
-    Args:
-        runs: `paths.runs`.
-        run_id: name of the run's folder.
-        log: gets the warning.
 
     Returns:
         Path of the page; None if it could not be written.

@@ -26,7 +26,7 @@ from flows.cli import config, tool  # noqa: E402
 from flows.cli.peer_names import PEERS  # noqa: E402
 from flows.cli.usage import experiment_line, section_help, setting_help, setting_value  # noqa: E402
 from flows.cli.vocabulary import CONF, EXPERIMENTS, OLDER, experiments  # noqa: E402
-from tasks.release.numbers import NUMBERS  # noqa: E402
+from tasks.release.gate import NUMBERS  # noqa: E402
 
 OUTSIDE = {
     "README.md": "index.md",

@@ -146,14 +146,12 @@ def audit(
     """Examine a folder, and its base as if it were one; a broken base is not compared.
 
     Args:
-        source: the folder.
         base: folder of the model that it was trained on or made from; None uses the base that an
             adapter names, if that is a local folder or in the hub cache.
         values: True to read all tensor data, False for headers and JSON files only; None reads
             weights up to 2 GB, and all with `adapter`.
         adapter: folder of the adapter that was merged into `base`: every tensor is compared with
             base and adapter, if values are read.
-        public_key: key that has to have signed the folder; its signature covers every byte.
         alone: neither audit the base nor plan the merge into it: `deliver` has done the one and
             does the other itself.
 

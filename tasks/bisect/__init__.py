@@ -4,9 +4,8 @@ Every module of b gets the inputs that it had in a, so that a difference stays w
 
 run        bisect two folders in a child process, from this one
 child      load both models and compare them
-calls      record a model's module calls; replay them in another model
-modules    the modules of a model by name, and the weights that each computes with
-tensors    compare two tensors: equal, rounded to a format, or different
-causes     likely causes of a difference, and what to type
+compare    compare two loaded models module by module, and judge the differences
+calls      a model's modules by name: record their calls, replay them in another model
+tensors    compare two tensors: equal, rounded to a format, or different, and why
 report     the result: verdict, text and JSON
 """

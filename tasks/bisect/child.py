@@ -61,8 +61,8 @@ def bisect(job: Mapping[str, Any]) -> Report:
     _require_same_sizes(*configs)
     probes, notes = _probes(job)
     from tasks.bisect.calls import read_calls
-    from tasks.bisect.causes import config_changes
     from tasks.bisect.compare import Pair
+    from tasks.bisect.tensors import config_changes
 
     is_reward = any(_is_reward(config) for config in configs)
     threads = job.get("threads")
@@ -101,7 +101,7 @@ def _judged(
     formats = ", ".join(compared.roundings)
     stand_out = f"largest: {name}, {largest:.1f} times the noise" if name else ""
     in_engine = job["engine"] != "transformers"
-    from tasks.bisect.causes import REDO
+    from tasks.bisect.report import REDO
 
     # Swapped, transposed, zero or NaN is a fault even if an untrained model hardly moves.
     at_fault = any(

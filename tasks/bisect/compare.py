@@ -9,11 +9,19 @@ from typing import Any
 
 import torch
 
-from tasks.bisect.calls import Distance, Distances, Part, Recording, record, replay
-from tasks.bisect.causes import AUDIT, Cause, cause_of
-from tasks.bisect.modules import Weights, places, weights_of
-from tasks.bisect.report import Divergence
-from tasks.bisect.tensors import TensorGap, compare
+from tasks.bisect.calls import (
+    Distance,
+    Distances,
+    Part,
+    Recording,
+    Weights,
+    places,
+    record,
+    replay,
+    weights_of,
+)
+from tasks.bisect.report import AUDIT, Divergence
+from tasks.bisect.tensors import Cause, TensorGap, cause_of, compare
 from tasks.serving.reference.load import input_device
 from tasks.serving.reference.measure import other_sums
 
@@ -76,10 +84,7 @@ class Pair:
     ) -> Compared:
         """Compare the models on some probes.
 
-        Args:
-            probes: token ids of each probe.
-            recordings: calls of another engine that runs b, one for each probe. They are replayed
-                in a, in place of a's calls in b.
+        Recordings of another engine that runs b are replayed in a, in place of a's calls in b.
         """
         gaps = {name: list(self._weight_gaps(name)) for name in self.in_a if name in self.in_b}
         distances, noise = self._measure(probes, recordings)

@@ -10,6 +10,10 @@ from tasks.core.terminal import plain
 
 SHOWN = 10
 """Rows of a table."""
+AUDIT = "audit b against a"
+"""Replaced by the command, with the folders (`run.py`)."""
+REDO = "make b's folder again from its source: python flows/deliver.py <source> out=<folder>"
+
 VERDICTS = {
     "same": "no difference: both compute the same",
     "noise": "no difference above noise",

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from tasks.bisect.causes import AUDIT
-from tasks.bisect.report import Report
+from tasks.bisect.report import AUDIT, Report
 from tasks.config.after_training import Smoke
 from tasks.core.errors import ConfigError
 from tasks.core.machine import available_memory, has_gpu
@@ -65,13 +64,6 @@ class Options:
 
 def bisect(a: ModelRef, b: ModelRef, options: Options, *, log: Log, log_path: Path) -> Report:
     """Find the first module in which two models part.
-
-    Args:
-        a: the model to compare with.
-        b: the other model.
-        options: settings.
-        log: gets the child's output.
-        log_path: file for the child's whole output.
 
     Raises:
         ConfigError: both do not fit into memory.
@@ -160,14 +152,7 @@ class Explainer:
     def __call__(
         self, a: ModelRef, b: ModelRef, probes: Sequence[Sequence[int]], engine: str
     ) -> str:
-        """Return the line.
-
-        Args:
-            a: the model that is right.
-            b: the model that has drifted.
-            probes: token ids of texts to measure on.
-            engine: engine of b.
-        """
+        """Return the line."""
         log = logging.getLogger("plumbline.bisect")
         left = signal.getitimer(signal.ITIMER_REAL)[0]  # the stage's own time limit: `deadline`
         options = Options(

@@ -77,7 +77,6 @@ def adapter_share(
     """Return the share of the adapter in an engine's log-probabilities.
 
     Args:
-        trained: fingerprint of the trained model.
         base: the same without the adapter, at the same ids.
         served: log-probabilities of the engine at these ids (nats), shape (N, K); NaN where it
             returned none.

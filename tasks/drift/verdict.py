@@ -66,11 +66,8 @@ def load_print(path: Path) -> Print:
 def moved(reference: Print, new: Print, dtype: str | None = None) -> Moved:
     """Return the drift of `new` from `reference`. Raises DriftError if they are not comparable.
 
-    Args:
-        reference: the fingerprint to compare with.
-        new: the other one.
-        dtype: torch name of the format in which the new model is or will be computed: tokens that
-            it cannot tell apart are a tie.
+    `dtype` is the format (torch name) in which the new model is or will be computed: tokens that it
+    cannot tell apart are a tie.
     """
     if isinstance(reference, ScorePrint) and isinstance(new, ScorePrint):
         return score_drift(reference, new)
@@ -91,11 +88,6 @@ def limit_in(profile: DriftLimit, reference: Print, dtype: str) -> DriftLimit:
     They are those of the profile, or `FORMAT_FACTOR` times the noise that this format has for this
     model, if that is more. float32 has none, but for a mixture of experts: its routers tie by the
     rounding of the weights. A format that was not measured has none.
-
-    Args:
-        profile: limits of the profile.
-        reference: the trained model in float32, with the noise of the formats.
-        dtype: torch name of the dtype that the new model is computed in.
     """
     if isinstance(reference, ScorePrint):
         return profile
@@ -119,13 +111,7 @@ def limit_in(profile: DriftLimit, reference: Print, dtype: str) -> DriftLimit:
 
 
 def limit_of_scores(live: ScorePrint, new: ScorePrint, limit: DriftLimit) -> DriftLimit:
-    """Return the limits for scores of the same weights on other hardware or software.
-
-    Args:
-        live: scores of the training engine.
-        new: scores of the same weights elsewhere, with their repeat noise.
-        limit: limits on equal hardware and software; the result is never stricter.
-    """
+    """Return the limits for scores of the same weights on other hardware: never stricter."""
     noise = FORMAT_FACTOR * max(live.noise or 0.0, new.noise or 0.0)
     difference = max(limit.rewards.difference, noise / score_drift(live, new).unit)
     order = min(limit.rewards.order, PROFILES["standard"].rewards.order)
@@ -190,12 +176,8 @@ def verdict(
     """Return the verdict on a drift as one check.
 
     Args:
-        drifted: the drift.
-        limit: its limits.
         noise: repeat noise of the reference engine; the mean drift must then stay within twice of
             it.
-        name: name of the check.
-        cause: most likely cause and what to type, for the hint of a failed check.
     """
     expected = _limit_text(drifted, limit)
     if noise is not None:
@@ -212,8 +194,6 @@ def share_checks(reference: Path, new: Print, limit: DriftLimit) -> tuple[Check,
     Args:
         reference: the trained model's fingerprint, with that of its base beside it; without a base
             there is nothing to check.
-        new: fingerprint of the model that should be the trained one.
-        limit: limits of the profile.
     """
     path = reference.with_name(BASE)
     if not path.is_file() or not isinstance(new, Fingerprint):
@@ -248,13 +228,8 @@ def engine_verdict(
 ) -> tuple[Moved, Check]:
     """Compare a training engine with the same weights in float32. Returns drift and verdict.
 
-    Args:
-        exact: fingerprint of the weights in float32.
-        live: fingerprint of the training engine.
-        profile: limits of the profile.
-        own: fingerprint by transformers in the engine's dtype, base and adapter apart as there: a
-            sum with a rounded product loses what is below half a step, which no merged model does.
-        cause: most likely cause of a failure, and what to type.
+    `own` is by transformers in the engine's dtype, base and adapter apart as there: a sum with a
+    rounded product loses what is below half a step, which no merged model does.
     """
     dtype = own.arithmetic
     noise = {} if dtype == "float32" else {dtype: drift(exact, own, dtype).noise}

@@ -44,7 +44,6 @@ def lineage(folder: Path, store: Path) -> list[Ancestor]:
     """Return a model and everything that it was made from, depth first.
 
     Args:
-        folder: the served folder.
         store: folder of artifacts, `<paths.runs>/artifacts`.
 
     Raises:

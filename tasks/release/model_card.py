@@ -31,10 +31,6 @@ def write_card(folder: Path, text: str) -> bool:
 
     A folder that is signed already is left as it is.
 
-    Args:
-        folder: folder with a manifest.
-        text: the card.
-
     Returns:
         True if the folder has changed.
     """
@@ -65,7 +61,6 @@ def card(header: Mapping[str, Any], title: str, sections: Mapping[str, Sequence[
 
     Args:
         header: fields of the YAML header; empty ones are left out.
-        title: the heading.
         sections: lines by heading; sections without lines are left out.
     """
     fields = {name: value for name, value in header.items() if value}
@@ -82,10 +77,6 @@ def beside(text: str, existing: Path) -> str:
 
     The header of an adapter's card becomes that of a model: its library, its tags and the path of
     its base are left out.
-
-    Args:
-        text: the card.
-        existing: `README.md` of the folder; may be absent.
     """
     if not existing.is_file():
         return text
@@ -124,11 +115,7 @@ def _header(text: str) -> dict[str, Any]:
 
 
 def license_of(folder: str | None) -> str:
-    """Return the license that the card of a local base states; empty if there is none.
-
-    Args:
-        folder: `model.path`, which may also be a Hub id.
-    """
+    """Return the license that the card of a local base states; empty if there is none."""
     path = Path(folder or "").expanduser() / CARD
     if not folder or not path.is_file():
         return ""

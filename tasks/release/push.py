@@ -57,9 +57,6 @@ def push(served: Artifact, repo: str) -> dict[str, str]:
         served: the folder; every byte is compared with its manifest first.
         repo: `<owner>/<name>`.
 
-    Returns:
-        `repo`, the `url` of its page, and the `commit`.
-
     Raises:
         ArtifactError: the folder is not what was published.
         TrackingError: the Hub does not answer, or what arrived differs from the folder.
@@ -88,12 +85,7 @@ def push(served: Artifact, repo: str) -> dict[str, str]:
 
 
 def differences(folder: Path, arrived: Iterable[Any]) -> Iterator[str]:
-    """Yield a line for each file in which the Hub's copy differs from a folder.
-
-    Args:
-        folder: what was pushed.
-        arrived: the Hub's list of files, `RepoFile` of huggingface_hub; its folders are skipped.
-    """
+    """Yield a line for each file in which the Hub's copy differs from a folder."""
     local = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
     remote = {each.path: each for each in arrived if hasattr(each, "blob_id")}
     for name in sorted(local.keys() - remote.keys()):

@@ -10,8 +10,7 @@ compare.py has the distance of a server from a fingerprint, causes.py what a dis
 """
 
 from tasks.verify.reference import Reference, read_reference
-from tasks.verify.report import EXIT_STATUS, Report
-from tasks.verify.run import Target, choose, verify
+from tasks.verify.run import EXIT_STATUS, Report, Target, choose, verify
 from tasks.verify.servers.connect import connect
 
 __all__ = [

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from tasks.bisect.calls import places
 from tasks.bisect.child import bisect
-from tasks.bisect.modules import places
 from tasks.bisect.report import Report
 from tasks.evaluation.scoring import ModelRef
 from tests.tiny import tiny

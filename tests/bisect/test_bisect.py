@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.bisect.causes import REDO
+from tasks.bisect.report import REDO
 from tests.audit.making import edit_json
 from tests.bisect.planting import FAMILIES, KINDS, examine, make, plant, quantised
 from tests.commands import command, environment

@@ -10,9 +10,8 @@ from flows.cli.config import compose_config
 from tasks.config.checks.release import conditions as findings
 from tasks.core.errors import ContractError
 from tasks.register import require_passed
-from tasks.release.gate import Condition, Gate, judge, parse
+from tasks.release.gate import Condition, Gate, interval, judge, measured, parse
 from tasks.release.gate import conditions as conditions_of
-from tasks.release.numbers import interval, measured
 from tasks.tracking.mlflow_registry import EVALUATED_ON, Version
 from tasks.tracking.mlflow_registry import NUMBERS as TAG
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasks.lm_eval import _metrics, identity, lm_eval, task_name
-from tasks.release.gate import judge, parse
-from tasks.release.numbers import interval, measured
+from tasks.release.gate import interval, judge, measured, parse
 from tests.tiny import tiny
 from tests.weights.making import ROWS, save_tokenizer
 

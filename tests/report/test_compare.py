@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flows.report.bootstrap import paired, unpaired
 from flows.report.collect import collect
 from flows.report.compare import compare
+from flows.report.results import paired, unpaired
 from tests.report.recorded import recorded
 
 

@@ -11,8 +11,7 @@ import pytest
 
 from tasks.core.report import Row
 from tasks.verify.asked import Asked
-from tasks.verify.checks.ending import context, eos
-from tasks.verify.checks.prompt import difference, template, tokens
+from tasks.verify.checks.prompt import context, difference, eos, template, tokens
 from tasks.verify.reference import Probe, Reference
 from tasks.verify.servers.connect import connect
 from tasks.witness.plumbline_witness.probes import CHATS, TEXTS

@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 
 from tasks.core.errors import PlumblineError
 from tasks.core.report import Cause, Row
-from tasks.verify.report import EXIT_STATUS, Report
-from tasks.verify.run import attempt, choose
+from tasks.verify.run import EXIT_STATUS, Report, attempt, choose
 from tasks.verify.servers.server import ServedModel
 
 SAME = Row("distribution", "ok", "as trained", {"mean_kl": 2e-5}, limit={"mean_kl": 1e-3})

@@ -21,8 +21,7 @@ from tasks.drift.fingerprint import EXPERTS
 from tasks.lm_eval import is_file, task_name
 from tasks.pipeline.signature import password_bytes, public_part
 from tasks.quantize import CONVERTED, ENVIRONMENT
-from tasks.release.gate import EXAMPLES, parse
-from tasks.release.numbers import LM_EVAL, NUMBERS, names_for, run_kinds
+from tasks.release.gate import EXAMPLES, LM_EVAL, NUMBERS, names_for, parse, run_kinds
 from tasks.release.push import LOGIN, owner_problem
 from tasks.rl.user_code import EVAL
 from tasks.serving.llama_cpp import CONVERTER, QUANTIZER, SERVER, find_programs

@@ -37,7 +37,6 @@ def connect(
         url: `http://host:8000`, with or without `/v1`.
         kind: one of `KINDS`; None recognises it by its endpoints.
         key: API key; None for the variable PLUMBLINE_API_KEY.
-        timeout_s: longest time from a request to the end of its response.
         workers: requests at the same time, unless a call says otherwise.
         ca: file with the certificates to trust; None for those of the system.
         model: name to try the server with; None for the first one.

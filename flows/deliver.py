@@ -1,6 +1,6 @@
 """Deliver a checkpoint made elsewhere: gather, merge, convert, check, and write it for vLLM.
 
-    python flows/deliver.py DIR base=DIR out=DIR               adapter, model, shards, DeepSpeed
+    python flows/deliver.py DIR base=DIR out=DIR               adapter, model, DeepSpeed, FSDP
     python flows/deliver.py DIR out=DIR plan=true              print what it would do; start nothing
     python flows/deliver.py DIR base=DIR out=DIR smoke.engine=none     the weights alone, fast
     python flows/deliver.py DIR base=DIR out=DIR merge.base=dequantized    a QLoRA adapter

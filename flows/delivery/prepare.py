@@ -228,7 +228,7 @@ def _choose_base(
 def _token_folders(given: Given) -> list[Path]:
     """Return the folders that may hold a tokenizer, the best one first."""
     inside = [given.root / "tokenizer"] if given.kind == "shards" else []
-    above = [given.root.parent] if given.kind == "deepspeed" else []
+    above = [given.root.parent] if given.kind in ("deepspeed", "distributed") else []
     return [*inside, given.root, *above]
 
 

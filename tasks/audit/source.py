@@ -39,6 +39,7 @@ class Kind(StrEnum):
     VALUE = "value-head-model"
     DEEPSPEED = "deepspeed"
     SHARDS = "shards"
+    DISTRIBUTED = "distributed"
     FOREIGN = "foreign"
     MIXTURE = "mixture"
     NOTHING = "nothing"
@@ -82,8 +83,9 @@ def recognise(folder: Folder) -> Recognised:
     elif parts:
         kind, what = Kind.SHARDS, _shards(folder)
     elif states:
-        kind = Kind.DEEPSPEED if "DeepSpeed" in states[0] else Kind.FOREIGN
         what, *rest = states
+        kind = Kind.DEEPSPEED if "DeepSpeed" in what else Kind.FOREIGN
+        kind = Kind.DISTRIBUTED if "torch distributed" in what else kind
         states = tuple(rest)
     else:
         bare = "a configuration without weights" if CONFIG in folder.files else "nothing known"

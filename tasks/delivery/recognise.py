@@ -1,4 +1,4 @@
-"""Recognise SOURCE: an adapter, a full model, shards of ours, or a DeepSpeed checkpoint.
+"""Recognise SOURCE: an adapter, a full model, shards of ours, DeepSpeed's, or those of FSDP.
 
 given = recognise(Path("ckpt/checkpoint-500"))
 given.kind        "adapter": what is planned for
@@ -20,7 +20,7 @@ from tasks.core.files import meant
 from tasks.core.terminal import typed
 from tasks.delivery.examination import refused
 
-Kind = Literal["adapter", "model", "shards", "deepspeed"]
+Kind = Literal["adapter", "model", "shards", "deepspeed", "distributed"]
 CONFIG, ADAPTER_CONFIG = audit_source.CONFIG, audit_source.ADAPTER_CONFIG
 _PLANNED: Mapping[audit_source.Kind, Kind] = {
     audit_source.Kind.ADAPTER: "adapter",
@@ -29,6 +29,7 @@ _PLANNED: Mapping[audit_source.Kind, Kind] = {
     audit_source.Kind.VALUE: "model",
     audit_source.Kind.SHARDS: "shards",
     audit_source.Kind.DEEPSPEED: "deepspeed",
+    audit_source.Kind.DISTRIBUTED: "distributed",
 }
 """Kind of plan for each kind of checkpoint. The plan of a model deals with its head, too."""
 

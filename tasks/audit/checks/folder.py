@@ -56,9 +56,6 @@ def nothing_here(source: Source) -> Iterator[Fault]:
 _CONVERSIONS = (
     ("verl's FSDP", "python -m verl.model_merger merge --backend fsdp --local_dir {root} "
      "--target_dir <a new folder>"),
-    ("distributed (FSDP)", "accelerate merge-weights {root} <a new folder>; for one file of a "
-     "state dict: python -m torch.distributed.checkpoint.format_utils dcp_to_torch {root} "
-     "<file.pt>"),
     ("Megatron", "Megatron-Bridge's AutoBridge.export_ckpt, or the trainer's own export to "
      "Hugging Face (verl: python -m verl.model_merger merge --backend megatron)"),
     (GGUF, "serve it with llama.cpp or Ollama, and compare the server with the folder that it was "

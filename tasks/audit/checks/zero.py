@@ -1,4 +1,4 @@
-"""Checkpoints that are not gathered: DeepSpeed's states and Plumbline's partitions."""
+"""Checkpoints that are not gathered: DeepSpeed's states, FSDP's and Plumbline's partitions."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tasks.audit.source import Kind, Source, command
 from tasks.core.errors import ArtifactError, Coded
 from tasks.weights.deepspeed.checkpoint import ZeroCheckpoint, read_zero
 from tasks.weights.deepspeed.layout import find_layout
+from tasks.weights.distributed import DistributedCheckpoint, read_distributed
 from tasks.weights.plan.partitions import Partitions, read_partitions
 
 _HEAD, _STATES = "DeepSpeed", "_model_states.pt"
@@ -29,10 +30,16 @@ def not_gathered(source: Source) -> Iterator[Fault]:
         base = "<base>" if read.mode == "adapter" else None
         fix = command("deliver", source=root, base=base, out=f"{root}-delivered")
         yield Fault(text, "an adapter or a model", fix=fix)
-    elif isinstance(read, ZeroCheckpoint):
-        step = "" if read.step is None else f", step {read.step}"
-        text = f"ZeRO-{read.stage} of {read.world_size} ranks, {len(read.trained)} trained tensors"
-        base = "<base>" if any(".lora_" in name for name in read.trained) else None
+    elif isinstance(read, ZeroCheckpoint | DistributedCheckpoint):
+        if isinstance(read, ZeroCheckpoint):
+            step = "" if read.step is None else f", step {read.step}"
+            text = f"ZeRO-{read.stage} of {read.world_size} ranks"
+            text += f", {len(read.trained)} trained tensors"
+        else:
+            step = f"; {read.left} of the optimizer are left out" if read.left else ""
+            text = f"{len(read.trained)} trained tensors"
+        is_lora = any(".lora_" in name for name in read.trained)
+        base = "<base>" if is_lora or isinstance(read, DistributedCheckpoint) else None
         yield Fault(
             text + step,
             "an adapter or a model",
@@ -96,11 +103,15 @@ def beside(source: Source) -> Iterator[Fault]:
     yield Fault(states[0] + rest, "one of them", fix=fix)
 
 
-def _read(source: Source) -> ZeroCheckpoint | Partitions | Iterable[str] | None:
+def _read(
+    source: Source,
+) -> ZeroCheckpoint | DistributedCheckpoint | Partitions | Iterable[str] | None:
     """Read the partitions; returns the reasons as a list if they are unusable."""
     try:
         if source.kind is Kind.SHARDS:
             return read_partitions(source.folder.root)
+        if source.kind is Kind.DISTRIBUTED:
+            return read_distributed(source.folder.root)
         if source.kind is Kind.DEEPSPEED and not _below(source):
             return read_zero(source.folder.root)
     except ArtifactError as error:

@@ -1,4 +1,4 @@
-"""Plan the gathering of partitions: our shards, or a DeepSpeed checkpoint."""
+"""Plan the gathering of partitions: our shards, a DeepSpeed checkpoint, or one of FSDP."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from tasks.delivery.recognise import ADAPTER_CONFIG, CONFIG
 from tasks.weights.adapters.config import parse_config
 from tasks.weights.adapters.read import Adapter
 from tasks.weights.deepspeed.checkpoint import ZeroCheckpoint
+from tasks.weights.distributed import DistributedCheckpoint
 from tasks.weights.families.gathering import plan_full
-from tasks.weights.files.names import rename_all, unwrap
+from tasks.weights.files.names import parse_peft, rename_all, unwrap
 from tasks.weights.files.opening import open_model
 from tasks.weights.files.reader import read_json
 from tasks.weights.files.source import Renamed, Source
@@ -22,7 +23,7 @@ from tasks.weights.plan.operations import Dropped, Op, Plan
 from tasks.weights.plan.partitions import Partitions
 from tasks.weights.plan.validate import validate
 
-Trained = Partitions | ZeroCheckpoint
+Trained = Partitions | ZeroCheckpoint | DistributedCheckpoint
 
 
 def gathered_adapter(
@@ -46,9 +47,18 @@ def gathered_adapter(
             f"{ADAPTER_CONFIG} with its alpha",
             hint=f"adapter_config=<the {ADAPTER_CONFIG} of that training>",
         )
-    keys = {key: name for name, key in rename_all(names, adapter=True).items()}
+    if any(parse_peft(unwrap(name)) for name in names):  # saved by peft's own names
+        keys = {unwrap(name): name for name in names}
+    else:
+        keys = {key: name for name, key in rename_all(names, adapter=True).items()}
     view = Renamed(trained, keys)
     config, findings = parse_config(read_json(path))
+    if isinstance(trained, DistributedCheckpoint) and config.bias != "none":
+        raise ConfigError(
+            f"source={request.given.root}: bias={config.bias}: a distributed checkpoint has all "
+            "parameters and does not tell which biases were trained",
+            hint="save the adapter with model.save_pretrained and deliver that",
+        )
     ops = tuple(
         Op(key, tuple(info.shape), info.dtype, f"{TRAINED}:{keys[key]}", info.dtype)
         for key, info in view.tensors.items()

@@ -15,13 +15,14 @@ from typing import Any
 from tasks.core.contract import judge
 from tasks.core.errors import ContractError, first_and_more
 from tasks.delivery.plan.adapters import read_weighted, weights_of
-from tasks.delivery.plan.gathering import gathered_adapter, gathered_model
+from tasks.delivery.plan.gathering import Trained, gathered_adapter, gathered_model
 from tasks.delivery.plan.identity import base_missing
 from tasks.delivery.plan.work import BASE, MODEL, Request, Work, in_files, require_plain
 from tasks.merge import plan_adapters
 from tasks.weights.adapters.read import Adapter, read_adapter
 from tasks.weights.adapters.values import require_values
 from tasks.weights.deepspeed.checkpoint import read_zero
+from tasks.weights.distributed import read_distributed
 from tasks.weights.families.merging import MergeSettings
 from tasks.weights.files.dtype_bits import is_float
 from tasks.weights.files.opening import open_model
@@ -48,7 +49,11 @@ def prepare(request: Request) -> Work:
         return _model(request)
     if given.kind == "adapter":
         return _adapter(request)
-    trained = read_partitions(given.root) if given.kind == "shards" else read_zero(given.root)
+    trained: Trained
+    if given.kind == "shards":
+        trained = read_partitions(given.root)
+    else:
+        trained = (read_zero if given.kind == "deepspeed" else read_distributed)(given.root)
     names = [*getattr(trained, "trained", trained.tensors)]
     if any(".lora_" in name for name in names):
         gather, adapter = gathered_adapter(request, trained, names)

@@ -102,6 +102,26 @@ def read_archives(path: Path) -> list[Archive]:
     return archives
 
 
+def archive_at(path: Path, start: int, end: int) -> Archive:
+    """Read the table of the zip file that lies between two bytes of a file.
+
+    Raises:
+        ArtifactError: as `read_archive`, or the zip file begins elsewhere.
+    """
+    try:
+        with path.open("rb") as file:
+            if end > os.fstat(file.fileno()).st_size:
+                raise ArtifactError(f"{path}: truncated: a shard ends at byte {end}")
+            base, records = _records(path, file, end)
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (struct.error, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
+        raise ArtifactError(f"{path}: not a readable zip file: {error}") from error
+    if base != start:
+        raise ArtifactError(f"{path}: a shard begins at byte {base}, not at {start}")
+    return Archive(path, records)
+
+
 def _require_zip(path: Path, file: BinaryIO, size: int) -> None:
     magic = file.read(4)
     if magic[:1] == b"\x80":

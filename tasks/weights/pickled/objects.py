@@ -89,4 +89,5 @@ def key_of(key: Any) -> Any:
         return key
     if isinstance(key, int) and key.bit_length() > _MAX_KEY_BITS:
         return Foreign("key")
-    return key if key is None or isinstance(key, int | float) else Foreign("key")
+    plain = key is None or isinstance(key, int | float | Foreign)  # placeholders equal no other
+    return key if plain else Foreign("key")

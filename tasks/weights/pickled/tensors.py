@@ -17,7 +17,7 @@ from tasks.weights.pickled.unpickler import run
 MAX_PICKLE_BYTES = 128 << 20
 _MAX_SIZE = 1 << 62
 
-_DTYPES = {
+DTYPES = {
     "float64": "F64", "double": "F64", "float32": "F32", "float": "F32", "float16": "F16",
     "half": "F16", "bfloat16": "BF16", "int64": "I64", "long": "I64", "int32": "I32",
     "int": "I32", "int16": "I16", "short": "I16", "int8": "I8", "char": "I8", "uint8": "U8",
@@ -111,7 +111,12 @@ def read_torch_file(path: Path) -> TorchFile:
     Raises:
         ArtifactError: not such a file, damaged, or a tensor reaches beyond its storage.
     """
-    archive = read_archive(path)
+    return read_tensors(read_archive(path))
+
+
+def read_tensors(archive: Archive) -> TorchFile:
+    """Read the object in an archive; see `read_torch_file`."""
+    path = archive.path
     data = archive.read("data.pkl", MAX_PICKLE_BYTES)
     if "byteorder" in archive.records and archive.read("byteorder", 64) != b"little":
         raise ArtifactError(f"{path}: written on a big-endian machine")
@@ -141,7 +146,7 @@ class _Storages:
             raise PickleError(f"storage {key} has no record")
         dtype = None
         if kind.name != "UntypedStorage":
-            dtype = _DTYPES.get(kind.name.removesuffix("Storage").lower())
+            dtype = DTYPES.get(kind.name.removesuffix("Storage").lower())
             if dtype is None or kind.module != "torch":  # complex or quantised: not weights
                 return Foreign(kind.path)
         nbytes = count * (ITEM_BITS[dtype] // 8 if dtype else 1)
@@ -176,7 +181,7 @@ def _tensor(args: tuple[Any, ...], kind: Any) -> TensorRef | Foreign:
     storage, start, shape, stride = args[0], args[1], _sizes(args[2]), _sizes(args[3])
     dtype = storage.dtype if isinstance(storage, Storage) else None
     if isinstance(kind, Global):
-        dtype = _DTYPES.get(kind.name) if kind.module == "torch" else None
+        dtype = DTYPES.get(kind.name) if kind.module == "torch" else None
     if not isinstance(storage, Storage) or dtype is None:
         return Foreign("torch.Tensor")
     if not _is_size(start) or len(shape) != len(stride):

@@ -1,0 +1,248 @@
+"""Open a checkpoint of torch.distributed.checkpoint (`.metadata`, `*.distcp`) as a `Source`.
+
+FSDP2, accelerate and Trainer write one: each rank's shards, one zip file of `torch.save` per shard,
+and a table that says which shard has which rows of which tensor. Nothing of it is unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tasks.core.errors import ArtifactError, first_and_more
+from tasks.weights.deepspeed.partitioned import FullTensor
+from tasks.weights.files.names import parse_peft, unwrap
+from tasks.weights.files.source import Extent
+from tasks.weights.pickled.archive import archive_at
+from tasks.weights.pickled.objects import Foreign, Global, PickleError
+from tasks.weights.pickled.tensors import DTYPES, TensorRef, is_shape, read_tensors
+from tasks.weights.pickled.unpickler import run
+
+METADATA, FILES = ".metadata", "*.distcp"
+_MOST = 512 << 20
+_SHOWN = 50
+_AGAIN = "copy the files of every rank again, or use another checkpoint"
+
+
+@dataclass(frozen=True)
+class DistributedCheckpoint:
+    """The model's tensors of a checkpoint; implements `tasks.weights.files.source.Source`.
+
+    Attributes:
+        root: folder with the table.
+        tensors: all tensors of the model by live name.
+        left: number of other tensors, of the optimizer.
+    """
+
+    root: Path
+    tensors: Mapping[str, FullTensor]
+    left: int
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Names of an adapter's parameters; of a full model, or an adapter alone, all names."""
+        names = tuple(self.tensors)
+        live = [name for name in names if ".lora_" in name and not parse_peft(unwrap(name))]
+        marks = (".lora_", ".modules_to_save.", ".trainable_tokens_delta")
+        return tuple(n for n in names if any(mark in n for mark in marks)) if live else names
+
+    def extents(self, name: str) -> Sequence[Extent]:
+        """Return the byte ranges of a tensor, in order."""
+        return self.tensors[name].extents
+
+    def checksum(self, name: str) -> str | None:
+        """Return None: the table has no hashes."""
+        return None
+
+
+def find_root(folder: Path) -> Path:
+    """Return the folder of the model's table: `folder`, or one within it that is no optimizer's.
+
+    Raises:
+        ArtifactError: there is none, or there are several.
+    """
+    if (folder / METADATA).is_file():
+        return folder
+    inside = sorted(path.parent for path in folder.glob(f"*/{METADATA}"))
+    models = [path for path in inside if not path.name.startswith("optim")]
+    if len(models) == 1:
+        return models[0]
+    if not models:
+        raise ArtifactError(f"{folder}: there is no {METADATA}", hint=_AGAIN)
+    names = ", ".join(path.name for path in models)
+    raise ArtifactError(f"{folder}: several checkpoints: {names}", hint=f"source={models[-1]}")
+
+
+def read_distributed(folder: Path) -> DistributedCheckpoint:
+    """Open a checkpoint; only the table and the shards' headers are read.
+
+    Raises:
+        ArtifactError: the table is damaged, shards are missing, cut short or of another size, or
+            tensors are split along another axis than the first. Lists every finding.
+    """
+    root = find_root(folder)
+    shapes, items = _table(root / METADATA)
+    findings: list[str] = []
+    shards = _shards(root, items, findings)
+    tensors = {}
+    names = _of_model(root, shapes)
+    for name, key in names.items():
+        try:
+            tensors[name] = _tensor(shapes[key], shards.get(key, {}))
+        except ValueError as error:
+            findings.append(f"{name}: {error}")
+    if findings:
+        raise ArtifactError(
+            f"{root}: not a complete checkpoint: {first_and_more(findings)}",
+            details=findings[:_SHOWN],
+            hint=_AGAIN,
+        )
+    return DistributedCheckpoint(root, tensors, len(shapes) - len(names))
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor in the table: its shape, dtype, shards `(offsets, sizes)`, and its path."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    path: tuple[Any, ...]
+
+
+Item = tuple[str, tuple[int, ...], str, int, int]
+"""Key, offsets of the shard, name of the file, its first byte and its length there."""
+
+
+def _table(path: Path) -> tuple[dict[str, _Entry], list[Item]]:
+    """Return the tensors by key, and where their shards are."""
+    try:
+        if path.stat().st_size > _MOST:
+            raise ArtifactError(f"{path}: {path.stat().st_size} bytes, at most {_MOST} are read")
+        table = run(path.read_bytes(), persistent=Foreign, reduce=_reduce)
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
+    except PickleError as error:
+        raise ArtifactError(f"{path}: {error}", hint=_AGAIN) from error
+    try:
+        paths = _fields(table).get("planner_data") or {}
+        shapes = dict(_entries(_fields(table)["state_dict_metadata"], paths))
+        items = list(_items(_fields(table)["storage_data"]))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ArtifactError(
+            f"{path}: not the table of a distributed checkpoint: {error!r}", hint=_AGAIN
+        ) from error
+    return shapes, items
+
+
+def _reduce(target: Global, args: tuple[Any, ...]) -> Any:
+    if target.path == "torch.Size" and len(args) == 1 and is_shape(args[0]):
+        return tuple(args[0])
+    return Foreign(target.path, args)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Return the attributes of a dataclass in the table."""
+    state = value.state if isinstance(value, Foreign) else None
+    if not isinstance(state, dict):
+        raise TypeError(f"no attributes: {type(value).__name__}")
+    return state
+
+
+def _entries(table: Any, paths: Any) -> Iterator[tuple[str, _Entry]]:
+    for key, value in table.items():
+        if not value.kind.endswith(".TensorStorageMetadata"):
+            continue  # numbers and objects of the optimizer
+        fields = _fields(value)
+        dtype = fields["properties"].state[0]
+        chunks = [_fields(chunk) for chunk in fields["chunks"]]
+        if not all(map(is_shape, [fields["size"], *(s for c in chunks for s in c.values())])):
+            raise ValueError(f"{key}: a shape that is none")
+        yield (
+            key,
+            _Entry(
+                tuple(fields["size"]),
+                DTYPES.get(dtype.name, dtype.name),
+                tuple((tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in chunks),
+                tuple(paths.get(key) or (key,)),
+            ),
+        )
+
+
+def _items(table: Any) -> Iterator[Item]:
+    for index, place in table.items():
+        fields, at = _fields(index), _fields(place)
+        if fields.get("offset") is None:
+            continue  # not a tensor
+        if at.get("transform_descriptors"):
+            raise ValueError(f"{fields['fqn']} is compressed or encrypted")
+        start, length = int(at["offset"]), int(at["length"])
+        yield fields["fqn"], tuple(fields["offset"]), str(at["relative_path"]), start, length
+
+
+def _of_model(root: Path, shapes: Mapping[str, _Entry]) -> dict[str, str]:
+    """Return keys by live name, of the one dictionary of the checkpoint that is the model's."""
+    places: dict[tuple[Any, ...], dict[str, str]] = {}
+    for key, entry in shapes.items():
+        *place, name = entry.path
+        if not any(str(part).startswith("optim") for part in place):
+            places.setdefault(tuple(place), {})[str(name)] = key
+    models = [place for place in places if place[-1:] == ("model",)] or list(places)
+    if len(models) != 1:
+        names = ", ".join(".".join(map(str, place)) or "(top)" for place in models) or "none"
+        raise ArtifactError(
+            f"{root}: which of its dictionaries is the model? {names}",
+            hint='save it as "model": dcp.save({"model": model.state_dict()}, checkpoint_id=...)',
+        )
+    return places[models[0]]
+
+
+Shards = dict[tuple[int, ...], tuple[TensorRef, Extent]]
+"""Shards of a tensor by their offsets."""
+
+
+def _shards(root: Path, items: Sequence[Item], findings: list[str]) -> dict[str, Shards]:
+    """Return the shards by key and offsets, from the headers of the zip files that hold them."""
+    shards: dict[str, Shards] = {}
+    lost: set[str] = set()
+    for key, offsets, name, start, length in items:
+        path = root / name
+        if name in lost:
+            continue
+        if Path(name).name != name or not path.is_file():
+            lost.add(name)
+            findings.append(f"{name}: there is no such file")
+            continue
+        try:
+            file = read_tensors(archive_at(path, start, start + length))
+            if not isinstance(file.content, TensorRef):
+                raise ArtifactError(f"{path}: no tensor at byte {start}")
+            shards.setdefault(key, {})[offsets] = file.content, file.extent(file.content)
+        except ArtifactError as error:
+            lost.add(name)
+            findings.append(error.message)
+    return shards
+
+
+def _tensor(entry: _Entry, shards: Shards) -> FullTensor:
+    """Join the shards of a tensor along its first axis."""
+    extents, rows = [], 0
+    for offsets, sizes in sorted(entry.chunks):
+        if 0 in sizes:
+            continue
+        if offsets not in shards:
+            raise ValueError(f"the shard from {list(offsets)} on is missing")
+        ref, extent = shards[offsets]
+        if ref.shape != sizes or ref.dtype != entry.dtype:
+            raise ValueError(f"a shard of {ref.dtype} {list(ref.shape)}, expected {list(sizes)}")
+        if sizes[1:] != entry.shape[1:]:
+            raise ValueError("split along another axis than the first, as tensor parallelism does")
+        if any(offsets[1:]) or offsets[:1] not in ((rows,), ()):
+            raise ValueError(f"rows from {rows} on are missing, or there twice")
+        rows += sizes[0] if sizes else 0
+        extents.append(extent)
+    if entry.shape and rows != entry.shape[0] and 0 not in entry.shape:
+        raise ValueError(f"{rows} of {entry.shape[0]} rows")
+    return FullTensor(entry.shape, entry.dtype, tuple(extents))

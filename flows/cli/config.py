@@ -22,7 +22,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from flows.cli.composed import Composed
 from flows.cli.config_errors import as_config_error, refuse_unknown
 from flows.cli.problems import missing_value
-from flows.cli.vocabulary import CONF, EXPERIMENTS, Vocabulary, short_names
+from flows.cli.vocabulary import CONF, Vocabulary
 from tasks.config import Rlhf
 from tasks.config.after_training import Deliver
 from tasks.config.checks.model import look
@@ -80,10 +80,6 @@ OmegaConf.register_new_resolver("toy", _toy, replace=True)
 for _program, _schema in SCHEMAS.items():
     _name = "schema" if _program == "rlhf" else f"{_program}_schema"
     ConfigStore.instance().store(name=_name, node=_schema)
-for _short, _experiment in short_names(CONF).items():
-    ConfigStore.instance().store(
-        group=EXPERIMENTS, name=_short, node={"defaults": [_experiment]}, package="_global_"
-    )
 
 
 def resolved(config: DictConfig) -> Composed:

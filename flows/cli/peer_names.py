@@ -178,12 +178,6 @@ _SOURCE = ("adapter_path", "adapter_name_or_path", "adapter_model_path", "lora_p
            "input_dir", "path", "load_dir", "local_dir")  # fmt: skip
 _OUT = ("output_dir", "output_path", "output", "export_dir", "save_path", "target_dir")
 
-_REGISTERED = {
-    **dict.fromkeys(("model", "name", "version", "model_uri", "path"), "source={}"),
-    **dict.fromkeys(("tracking_uri", "registry_uri"), "tracking.uri={}"),
-}
-_KEY = dict.fromkeys(("key", "public_key"), "verify={}")
-
 PEERS: Mapping[str, Mapping[str, str]] = {
     "rlhf": {
         **_DTYPES,
@@ -229,22 +223,6 @@ PEERS: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("b.adapter", "adapter_b", "adapter"), "b_adapter={}"),
         **dict.fromkeys(("output", "output_path", "report", "json"), "out={}"),
     },
-    "compare": {
-        **dict.fromkeys(("run_a", "first", "baseline"), "a={}"),
-        **dict.fromkeys(("run_b", "second", "candidate"), "b={}"),
-        **dict.fromkeys(("output", "output_path", "report", "html"), "out={}"),
-        "runs": "paths.runs={}",
-    },
-    "prune": {
-        **dict.fromkeys(("keep_last", "keep_runs"), "keep={}"),
-        **dict.fromkeys(("days", "max_age", "older"), "older_than={}"),
-        **dict.fromkeys(("delete", "force"), "yes=true"),
-    },
-    "promote": _REGISTERED | _KEY,
-    "lineage": _REGISTERED,
-    "serve": _REGISTERED | _KEY,
-    "open": {"runs": "paths.runs={}", "logdir": "paths.runs={}"},
-    "status": {"runs": "paths.runs={}", "logdir": "paths.runs={}", "max_results": "limit={}"},
 }
 """Other trainers' names -> our overrides, by program."""
 
@@ -253,7 +231,7 @@ def translate(program: str, name: str, value: str) -> str:
     """Return our overrides for another or a former name; an empty string for an unknown one.
 
     Args:
-        program: "rlhf", "deliver", "audit" or "prune".
+        program: a name in `flows`.
         name: name of the setting, without leading dashes; former names with their section.
         value: value that the user typed, or "<value>".
     """
@@ -264,4 +242,4 @@ def translate(program: str, name: str, value: str) -> str:
         return f"zero=zero{value}" if program == "rlhf" else ""
     if name in ("lora_target", "lora_target_modules") and value == "all":
         value = "all-linear"
-    return PEERS[program].get(name, "").replace("{}", value)
+    return PEERS.get(program, {}).get(name, "").replace("{}", value)

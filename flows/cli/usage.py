@@ -23,7 +23,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from flows.cli.problems import written
-from flows.cli.vocabulary import CONF, EXPERIMENTS, OLDER, TOY, Vocabulary, experiments
+from flows.cli.vocabulary import CONF, EXPERIMENTS, Vocabulary, experiments
 from tasks.core.terminal import plain
 
 FLAGS = (
@@ -96,11 +96,8 @@ def experiment_lines(words: Sequence[str] = (), folders: Sequence[Path] = (CONF,
     for folder, group in groupby(entries, lambda entry: entry[1].parent):
         own = folder.is_relative_to(CONF / EXPERIMENTS)
         name = str(folder.relative_to(CONF / EXPERIMENTS) if own else folder)
-        about = " (+exp=NAME alone works too)" if name == TOY else ""
-        lines += [f"Experiments in {name}{about}:"]
+        lines.append("Experiments:" if name == "." else f"Experiments in {name}:")
         lines += [f"  {typed:<{width}}  {experiment_line(file)}" for typed, file in group]
-    if not words:
-        lines.append(f"  {'+exp=qlora':<{width}}  another name of {OLDER['qlora']}")
     return [*lines, "", "What one would do, and what it needs: plumbline plan +exp=NAME"]
 
 

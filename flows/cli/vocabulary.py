@@ -22,31 +22,6 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 """Folder of the configuration files, beside the packages in a checkout and when installed."""
 EXPERIMENTS = "exp"
 """Group of the experiments, chosen with `+exp=`; it has no default."""
-TOY = "toy"
-"""Folder of the experiments that run on the embedded model, whose names work without it too."""
-OLDER = {
-    "qlora": "toy/rlhf_qlora",
-    "lora_zero3": "toy/sft_lora_zero3",
-    "sft_llama8b_lora_zero3": "recipes/llama-3.1-8b/sft_lora_zero3",
-}
-"""Other names of experiments that work, and the name in `conf/exp`."""
-_QWEN3 = "recipes/qwen3-8b"
-REPLACED = {
-    "qlora_qwen7b": f"{_QWEN3}/sft_qlora",
-    "grpo_qwen7b_qlora": f"{_QWEN3}/grpo",
-    "ppo_qwen7b_lora": f"{_QWEN3}/rlhf_qlora",
-    "reward_qwen14b_lora_zero3": f"{_QWEN3}/rlhf_qlora",
-    "dpo_qwen72b_lora": f"{_QWEN3}/dpo",
-    "recipes/qwen2.5-7b/sft_qlora": f"{_QWEN3}/sft_qlora",
-    "recipes/qwen2.5-7b/dpo": f"{_QWEN3}/dpo",
-    "recipes/qwen2.5-7b/grpo": f"{_QWEN3}/grpo",
-    "recipes/qwen2.5-7b/rlhf_qlora": f"{_QWEN3}/rlhf_qlora",
-    "recipes/qwen2.5-7b/ppo_lora": f"{_QWEN3}/rlhf_qlora",
-    "recipes/qwen2.5-14b/reward_lora_zero3": f"{_QWEN3}/rlhf_qlora",
-    "recipes/qwen2.5-72b/dpo_lora": f"{_QWEN3}/dpo",
-}
-"""Experiments that are gone, and those to use instead. They train another model, so that the old
-name is refused with the new one."""
 _CALLED = ("experiment", "experiments", "recipe", "preset", "config", "config_file")
 VALUE = "<value>"
 _TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -162,8 +137,8 @@ class Vocabulary:
             for name in names
         }
         if EXPERIMENTS in groups:
-            more = {name for folder in self.folders for name in experiments(folder)}
-            groups[EXPERIMENTS] = [*sorted(short_names(self.folders[0])), *sorted(more)]
+            named = {name for folder in self.folders for name in experiments(folder)}
+            groups[EXPERIMENTS] = sorted(named)
         return groups
 
     @cached_property
@@ -176,7 +151,7 @@ class Vocabulary:
 
         document = yaml.safe_load(file.read_text())
         entries = [entry for entry in document["defaults"] if isinstance(entry, dict)]
-        return {k: v for entry in entries for k, v in entry.items() if k != "hydra"}
+        return {k: v for entry in entries for k, v in entry.items() if "hydra/" not in k}
 
     def suggest(self, name: str, value: str = VALUE) -> str:
         """Return what to type instead of an unknown name; an empty string if nothing is similar.
@@ -212,7 +187,9 @@ class Vocabulary:
             keys = difflib.get_close_matches(f"{parent}.{leaf}", self.settings, n=1, cutoff=0.7)
         if not keys:
             leaves = {key.rpartition(".")[2]: key for key in reversed(self.settings)}
-            near = difflib.get_close_matches(leaf, [*leaves, *PEERS[self.program]], n=1, cutoff=0.8)
+            near = difflib.get_close_matches(
+                leaf, [*leaves, *PEERS.get(self.program, {})], n=1, cutoff=0.8
+            )
             keys = [leaves.get(name, name) for name in near]
         return [self._typed(key, value) for key in keys]
 
@@ -224,8 +201,7 @@ class Vocabulary:
     def choose(self, group: str, option: str) -> str:
         """Return the override that chooses an option, or the nearest ones to it."""
         options, sign = self.groups[group], "" if group in self.defaults else "+"
-        known = REPLACED.get(option, option)
-        near = [known] if known in options else nearest(option, options)
+        near = [option] if option in options else nearest(option, options)
         return " or ".join(f"{sign}{group}={name}" for name in near)
 
     def option(self, word: str) -> str:
@@ -238,14 +214,9 @@ class Vocabulary:
 
 def experiments(conf: Path) -> list[str]:
     """Return the names of the experiments in a folder of configuration files."""
-    files = (conf / EXPERIMENTS).rglob("*.yaml")
-    return sorted(file.relative_to(conf / EXPERIMENTS).with_suffix("").as_posix() for file in files)
-
-
-def short_names(conf: Path) -> dict[str, str]:
-    """Return the other names that work, each with the name in `conf/exp`."""
-    toys = (name for name in experiments(conf) if name.startswith(f"{TOY}/"))
-    return {name.removeprefix(f"{TOY}/"): name for name in toys} | OLDER
+    root = conf / EXPERIMENTS
+    names = [file.relative_to(root).with_suffix("").as_posix() for file in root.rglob("*.yaml")]
+    return sorted(names, key=lambda name: ("/" in name, name))
 
 
 def nearest(word: str, words: Sequence[str], n: int = 3) -> list[str]:

@@ -25,7 +25,7 @@ from omegaconf import OmegaConf  # noqa: E402
 from flows.cli import config, tool  # noqa: E402
 from flows.cli.peer_names import PEERS  # noqa: E402
 from flows.cli.usage import experiment_line, section_help, setting_help, setting_value  # noqa: E402
-from flows.cli.vocabulary import CONF, EXPERIMENTS, OLDER, experiments  # noqa: E402
+from flows.cli.vocabulary import CONF, EXPERIMENTS, experiments  # noqa: E402
 from tasks.release.gate import NUMBERS  # noqa: E402
 
 OUTSIDE = {
@@ -37,7 +37,7 @@ OUTSIDE = {
     "tasks/witness/README.md": "witness.md",
 }
 """Files outside `docs/`, and their pages."""
-PROGRAMS = tuple(PEERS)
+PROGRAMS = (*config.SCHEMAS, *tool.TOOLS)
 _LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -67,15 +67,10 @@ def settings() -> Iterator[str]:
 
 def experiment_pages() -> Iterator[str]:
     """Yield the lines of the page with every file of `conf/exp`."""
-    older: dict[str, list[str]] = {}
-    for name, new in OLDER.items():
-        older.setdefault(new, []).append(f"`+exp={name}`")
     yield "# Experiments"
     for name in experiments(CONF):
         file = CONF / EXPERIMENTS / f"{name}.yaml"
         yield f"\n## {name}\n\n{experiment_line(file)}"
-        if name in older:
-            yield f"\nAnother name: {', '.join(older[name])}."
         yield f"\n```yaml\n{file.read_text(encoding='utf-8').rstrip()}\n```"
 
 

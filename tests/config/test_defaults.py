@@ -79,9 +79,9 @@ def test_a_step_of_a_chain_has_a_model_of_its_own() -> None:
 @pytest.mark.parametrize(
     "experiment",
     [
-        name if name == "toy/rlhf_qlora" else pytest.param(name, marks=pytest.mark.slow)
+        name if name == "qlora" else pytest.param(name, marks=pytest.mark.slow)
         for name in experiments(CONF)
-        if name.startswith("toy/")
+        if "/" not in name
     ],
 )
 def test_no_number_of_the_embedded_model_reaches_another(experiment: str) -> None:

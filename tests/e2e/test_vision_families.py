@@ -75,7 +75,7 @@ def test_preferences_train_the_language_tower(
 ) -> None:
     base = base_of(family)
     done = rlhf(
-        tmp_path / "runs", "+exp=toy/dpo", "peft=lora", f"model.path={base}", *QUICK,
+        tmp_path / "runs", "+exp=dpo", "peft=lora", f"model.path={base}", *QUICK,
         "train.max_steps=3", "train.lr=1e-4",
     )  # fmt: skip
     assert done.code == 0, done.output

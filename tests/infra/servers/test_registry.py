@@ -65,7 +65,7 @@ def test_the_registry_is_audited(site: Site, registered: list[Artifact]) -> None
     run = site.finished_run(site.start_run("audit-registry", []))
     assert run["state_type"] == "FAILED", run["state"]
     (row,) = table(site, run["id"])
-    assert row["errors"] == 1
+    assert row["errors"] >= 1
     assert "tensor" in row["problem"]
     assert "plumbline/2" in run["state"]["message"]
     assert "->" in run["state"]["message"]

@@ -43,7 +43,6 @@ from tasks.weights.head_plans import reward_config
 from tasks.weights.heads import Normalisation
 from tasks.weights.plan.contracts import ModelFacts, model_facts
 from tasks.weights.plan.layout import as_is, with_output
-from tasks.weights.plan.validate import validate
 from tasks.weights.tokens.tokenizer import TokenizerFacts, read_tokenizer
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
@@ -107,7 +106,6 @@ def convert(
     planned = PlannedConversion(
         plan=plan,
         sources={WEIGHTS: source},
-        perform=perform,
         measuring=Measuring(
             score,
             reference,
@@ -147,7 +145,6 @@ class PlannedConversion(Planned):
 def convert_planned(out: Path, work: PlannedConversion, *, log: Log) -> StageReport:
     """Write the tensors and all other files of a served folder, and check that they agree."""
     facts, serving, sources = work.facts, work.serving, work.sources
-    validate(work.plan, sources)
     done = work.execute(out)
     log.info("convert: %d tensors, %d files linked", len(work.plan.ops), len(done.linked))
     for path in work.tokenizer:

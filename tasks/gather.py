@@ -41,7 +41,6 @@ from tasks.weights.head_plans import reward_base
 from tasks.weights.plan.contracts import adapter_contract, model_facts
 from tasks.weights.plan.operations import Op, Plan
 from tasks.weights.plan.partitions import Partitions, read_partitions
-from tasks.weights.plan.validate import validate
 from tasks.witness.plumbline_witness.prints import BASE as WITHOUT_ADAPTER
 from tasks.witness.plumbline_witness.prints import FINGERPRINT
 
@@ -100,7 +99,6 @@ def gather(
     sources: dict[str, Source] = {TRAINED: Renamed(parts, {key: n for n, key in keys.items()})}
     if any(op.input == BASE for op in plan.ops):  # buffers, and tensors that no layer uses
         sources[BASE] = read_checkpoint(base)
-    validate(plan, sources)
     source.copy_side_files(out, config=not is_adapter)
     measured = ModelRef(
         path=base,

@@ -33,14 +33,13 @@ from tasks.weights.execute.verdicts import (
 from tasks.weights.execute.worker import Perform, perform
 from tasks.weights.execute.writer import parse_size
 from tasks.weights.families.merging import MergeSettings, merged_config, plan_merge
-from tasks.weights.files.opening import SourceRef
-from tasks.weights.files.reader import ADAPTER, DTYPE_NAMES, check_dtype, read_json
+from tasks.weights.files.reader import DTYPE_NAMES, check_dtype, read_json
 from tasks.weights.files.source import Source
 from tasks.weights.head_plans import merged_reward
 from tasks.weights.plan.contracts import ModelFacts, model_facts
 from tasks.weights.plan.layout import with_output
 from tasks.weights.plan.operations import Plan
-from tasks.weights.proof.recheck import recomputed_check
+from tasks.weights.proof import recomputed_check
 from tasks.weights.quantized.config_fields import is_packed, stored
 from tasks.weights.quantized.nf4 import check_quantization
 from tasks.weights.quantized.source import Base, PackedCheckpoint, decoding, read_base
@@ -112,10 +111,6 @@ def merge(
     planned = Planned(
         plan=plan,
         sources={BASE_INPUT: weights, ADAPTER_INPUT: read.tensors},
-        refs={
-            BASE_INPUT: SourceRef(base, "base"),
-            ADAPTER_INPUT: SourceRef(adapter, stem=ADAPTER),
-        },
         perform=perform,
         notes={"merge_base": mode},
         measuring=Measuring(

@@ -39,11 +39,9 @@ from tasks.serving.llama_cpp import find_programs
 from tasks.weights.execute.verdicts import values_read
 from tasks.weights.execute.worker import write
 from tasks.weights.execute.writer import parse_size
-from tasks.weights.files.opening import SourceRef
 from tasks.weights.files.reader import WEIGHTS, Checkpoint, read_checkpoint, read_json
 from tasks.weights.plan.contracts import ModelFacts, model_facts
 from tasks.weights.plan.layout import as_is
-from tasks.weights.plan.validate import validate
 from tasks.weights.quantized import gptq
 from tasks.weights.quantized.encode import SCHEMES
 from tasks.weights.quantized.quantize import (
@@ -167,8 +165,7 @@ def _compressed(
     if scheme in SCHEMES:
         plan = replace(as_is(source), max_shard_bytes=limit)
         plan = quantized_plan(plan, facts, scheme)
-        validate(plan, {WEIGHTS: source})
-        done = scorer.perform(write, plan, {WEIGHTS: SourceRef(served)}, out)
+        done = scorer.perform(write, plan, {WEIGHTS: source}, out)
         config = scorer.perform(library_config, scheme, ignore)
         values = values_read(plan, done)
     else:

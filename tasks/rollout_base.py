@@ -19,7 +19,6 @@ from tasks.weights.adapters.changes import Changes
 from tasks.weights.execute.worker import Perform, write
 from tasks.weights.families.merging import MergeSettings, plan_merge
 from tasks.weights.files.folder import inspect_checkpoint
-from tasks.weights.files.opening import SourceRef
 from tasks.weights.files.reader import DTYPE_NAMES, read_json
 from tasks.weights.files.side_files import copy_side_file
 from tasks.weights.plan.contracts import model_facts
@@ -101,6 +100,6 @@ def write_rollout_base(
     plan = with_output(
         plan, dtype=DTYPE_NAMES[dtype], max_shard_bytes=_SHARD_BYTES, files=weights.files
     )
-    perform(write, plan, {_BASE: SourceRef(base, "base")}, work)
+    perform(write, plan, {_BASE: weights}, work)
     config = {**without_quantization(read_json(base / CONFIG)), "dtype": dtype}
     (work / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")

@@ -29,14 +29,12 @@ from tasks.drift.verdict import (
 from tasks.evaluation.evaluation_prompts import computing_dtype_of
 from tasks.evaluation.scoring import ModelRef, Score
 from tasks.pipeline.report import StageReport
-from tasks.weights.execute.execute import execute
 from tasks.weights.execute.outcome import Executed
-from tasks.weights.execute.worker import Perform, perform, recompute_written, write
-from tasks.weights.files.opening import SourceRef
+from tasks.weights.execute.worker import Perform, perform, write
 from tasks.weights.files.reader import WEIGHTS, read_checkpoint
 from tasks.weights.files.source import Source
 from tasks.weights.plan.operations import Plan
-from tasks.weights.proof.recheck import Recomputed, recompute
+from tasks.weights.proof import Recomputed, recompute
 from tasks.witness.plumbline_witness.prints import BASE
 
 Explain = Callable[[ModelRef, ModelRef, Sequence[Sequence[int]], str], str]
@@ -120,24 +118,18 @@ class Planned:
     """A validated plan of weights, its inputs, and the measurement of its output."""
 
     plan: Plan
-    sources: Mapping[str, Source]  # inputs of the plan by name, opened
-    # the same inputs for `perform`; None if the plan runs in this process
-    refs: Mapping[str, SourceRef] | None = None
+    sources: Mapping[str, Source]  # inputs of the plan by name
     perform: Perform = perform  # calls functions that need torch
     notes: Mapping[str, Any] = field(default_factory=dict)
     measuring: Measuring | None = None  # None measures nothing
 
     def execute(self, out: Path, *, stem: str = WEIGHTS, scan: bool = False) -> Executed:
         """Write the tensors into `out`; `stem` and `scan` as in `execute`."""
-        if self.refs is not None:
-            return self.perform(write, self.plan, self.refs, out, stem, scan)
-        return execute(self.plan, self.sources, out, stem=stem, scan=scan)
+        return self.perform(write, self.plan, self.sources, out, stem, scan)
 
     def recompute(self, out: Path) -> list[Recomputed]:
-        """Recompute sampled rows of the written tensors from the inputs."""
-        if self.refs is not None:
-            return self.perform(recompute_written, self.plan, self.refs, out)
-        return recompute(self.plan, self.sources, read_checkpoint(out))
+        """Recompute sampled rows of the tensors that were written."""
+        return self.perform(recompute, self.plan, self.sources, read_checkpoint(out))
 
     def report(
         self,

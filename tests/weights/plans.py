@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from tasks.pipeline.artifact import Origin, publish, staging
-from tasks.weights.files.opening import SourceRef
-from tasks.weights.files.reader import ADAPTER
+from tasks.weights.files.reader import ADAPTER, Checkpoint, read_checkpoint
 from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows
 from tasks.weights.plan.operations import Op, Plan
 
@@ -50,7 +49,7 @@ def tensors(seed: int = 0) -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
     return base, adapter
 
 
-def make_inputs(root: Path, seed: int = 0) -> dict[str, SourceRef]:
+def make_inputs(root: Path, seed: int = 0) -> dict[str, Checkpoint]:
     """Publish both as artifacts, so that their hashes are known; the base in two files."""
     base, adapter = tensors(seed)
     first = {name: base[name] for name in ("embed", "wide", "tall", "conv")}
@@ -67,8 +66,8 @@ def make_inputs(root: Path, seed: int = 0) -> dict[str, SourceRef]:
         save_file(adapter, work / "adapter_model.safetensors")
         publish(work, root / "adapter", Origin("adapter", "test", "adapter"))
     return {
-        "base": SourceRef(root / "base"),
-        "adapter": SourceRef(root / "adapter", stem=ADAPTER),
+        "base": read_checkpoint(root / "base"),
+        "adapter": read_checkpoint(root / "adapter", ADAPTER),
     }
 
 

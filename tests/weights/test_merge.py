@@ -22,7 +22,7 @@ from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.weights.adapters.read import read_adapter
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.plan.operations import Plan
-from tasks.weights.proof.recheck import recompute, recomputed_check
+from tasks.weights.proof import recompute, recomputed_check
 from tasks.weights.quantized.nf4 import as_trained
 from tests.weights.families.making import merged_as_trained, merged_by_peft
 from tests.weights.making import NF4, failed, measure_here, merged, state_of

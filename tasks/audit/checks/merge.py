@@ -26,10 +26,8 @@ from tasks.weights.execute.worker import perform
 from tasks.weights.files.dtype_conversion import rounded
 from tasks.weights.files.file_ranges import Reader
 from tasks.weights.files.names import EXPERT, PEFT_PREFIX
-from tasks.weights.proof.compare import comparable
-from tasks.weights.proof.expected import Expected
-from tasks.weights.proof.merge import Proof, State, Verdict, prove_merge
-from tasks.weights.proof.planning import Planned, planned
+from tasks.weights.proof import Planned, Proof, State, Verdict, planned, prove_merge
+from tasks.weights.proof.expected import Expected, comparable
 
 _FAULTS = {
     # State of a tensor, and what it means
@@ -64,7 +62,7 @@ def _proof(source: Source) -> Proof | str:
         return "no base, or no adapter"
     try:
         made = planned(source.base.folder.root, source.adapter, perform=perform_apart)
-        return prove_merge(made.plan, made.sources, source, any_base=True, tied=made.tied)
+        return prove_merge(made.plan, made.sources, source, tied=made.tied)
     except PlumblineError as error:
         return error.message
 
@@ -350,8 +348,7 @@ def rounds_away(source: Source) -> Iterator[Fault]:
             if not op.terms or comparable(op, made.sources):
                 continue
             expected = Expected(op, made.sources)
-            for first, end in expected.sampled_rows():
-                block = expected.block(first, end)
+            for block in expected.blocks(expected.sampled_rows()):
                 update += float(np.vdot(block.change, block.change))
                 for dtype in kept:
                     gained = rounded(block.base + block.change, dtype) - block.base

@@ -15,11 +15,10 @@ from typing import Protocol, TypeVar, TypeVarTuple
 
 from tasks.weights.execute.execute import execute
 from tasks.weights.execute.outcome import Executed
-from tasks.weights.files.opening import SourceRef, open_sources
-from tasks.weights.files.reader import WEIGHTS, read_checkpoint
+from tasks.weights.files.reader import WEIGHTS
+from tasks.weights.files.source import Source
 from tasks.weights.plan.operations import Plan
 from tasks.weights.plan.validate import validate
-from tasks.weights.proof.recheck import Recomputed, recompute
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
@@ -38,17 +37,11 @@ def perform(function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
 
 def write(
     plan: Plan,
-    inputs: Mapping[str, SourceRef],
+    sources: Mapping[str, Source],
     out: Path,
     stem: str = WEIGHTS,
     scan: bool = False,
 ) -> Executed:
-    """Validate and execute a plan whose sources are opened here; `stem` and `scan` as there."""
-    sources = open_sources(inputs)
+    """Validate and execute a plan; `stem` and `scan` as in `execute`."""
     validate(plan, sources)
     return execute(plan, sources, out, stem=stem, scan=scan)
-
-
-def recompute_written(plan: Plan, inputs: Mapping[str, SourceRef], out: Path) -> list[Recomputed]:
-    """Recompute sampled rows of a merge that was written to `out`."""
-    return recompute(plan, open_sources(inputs), read_checkpoint(out))

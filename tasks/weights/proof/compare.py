@@ -1,10 +1,13 @@
-"""Compare one tensor of a merged model with base plus change, within rounding error.
+"""Compare one tensor of a merge, block by block, with base plus change within rounding error.
 
-A merge rounds: the product of the factors, the sum, sometimes the base before it. Every element may
-be off by one unit in the last place (ulp) of the coarsest dtype involved, and by the bound of the
-product's own rounding. Elements beyond that bound are wrong. Errors within it have no direction, so
-the factor by which the change was added is 1 up to their noise: a scale that is wrong by a percent
-moves no element beyond the bound and moves that factor.
+A merge of ours adds in fp32 and rounds once, in a way that is known: `wrong_rows` counts elements
+that are not the rounding of a number within fp32's error of the exact sum.
+
+Other tools round the product of the factors, the sum, sometimes the base before it. Every element
+may be off by one unit in the last place (ulp) of the coarsest dtype involved, and by the bound of
+the product's own rounding. Elements beyond that bound are wrong. Errors within it have no
+direction, so the factor by which the change was added is 1 up to their noise: a scale that is wrong
+by a percent moves no element beyond the bound and moves that factor.
 
 A tensor that is wrong so is compared again with what a usual mistake makes of it: the change added
 with another factor, or to the base that was quantised to 4 bits and dequantised. Such values are
@@ -14,7 +17,7 @@ right merge.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import prod, sqrt
@@ -23,17 +26,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.weights.files.dtype_conversion import MANTISSA, NUMPY, rounded, ulp, widened
+from tasks.weights.execute.compute import matrix_shape
+from tasks.weights.execute.copying import opened
+from tasks.weights.execute.outcome import Measured
+from tasks.weights.files.dtype_conversion import MANTISSA, rounded, ulp, widened
 from tasks.weights.files.file_ranges import Reader, part
 from tasks.weights.files.header import ITEM_BITS
-from tasks.weights.files.source import Source, info_of
-from tasks.weights.plan.adapter_ops import operands
+from tasks.weights.files.reader import DTYPE_NAMES, torch_dtype
+from tasks.weights.files.source import Source
 from tasks.weights.plan.operations import Op
 from tasks.weights.proof.expected import Array, Block, Expected, Sources
+from tasks.weights.proof.unbiased import random_parts, round_with, small
 from tasks.weights.quantized.packed import LEVELS, STORED
+from tasks.weights.rounding import GRIDS
 
 _FLOOR = 2.0**-24
 """Absolute error of the smallest numbers in an fp16 merge."""
+_UNIT = 2.0**-24
+"""Largest relative error of one rounding in fp32."""
 SCALE_MARGIN, _DORA_MARGIN = 0.005, 0.05
 """Tolerance of the factor around 1, on top of rounding noise. DoRA's norms are rounded as well, for
 whole rows at once."""
@@ -48,61 +58,21 @@ _PACKED_SCALE_ERROR = 0.08
 """Largest relative error of such a scale in 8 bits."""
 
 
-@dataclass(frozen=True)
-class Unit:
-    """A tensor of the merged model, or one matrix of a stack, and the operation that defines it.
-
-    Attributes:
-        name: its name in reports.
-        op: the operation of the plan that should have made it.
-        key: key of the tensor in the merged model.
-        start: first element within that tensor.
-        note: a difference that is not wrong: rows that were added.
-    """
-
-    name: str
-    op: Op
-    key: str
-    start: int = 0
-    note: str = ""
-
-    @property
-    def may_be_packed(self) -> bool:
-        """True if its base may have been quantised: blocks of 64 end where blocks of rows do."""
-        rows, columns = self.op.shape if len(self.op.shape) == 2 else (1, 1)
-        whole = rows * columns % _PACKED == 0 and columns * 16 % _PACKED == 0
-        return min(rows, columns) > 1 and whole
-
-
 @dataclass
 class Sums:
-    """Counts and sums of one pass: base W, exact change D, wanted values, merged values Q.
-
-    Attributes:
-        elements: number of elements.
-        beyond: elements further from the wanted value than rounding explains.
-        same: True if every element equals the base's, rounded.
-        energy: squared norm of the change after rounding to nearest.
-        error: inner product of the difference from it with that change.
-        spread: sum of the squared products of both.
-        update: squared norm of D.
-        kept: `<Q - W, D>`.
-        scatter: sum of the squared products of D and of what Q gained more, or less, than wanted.
-        rest: squared difference of Q and the wanted values.
-        plain: squared difference of Q and those of a right merge.
-    """
+    """Counts and sums of one pass: base W, exact change D, wanted values, merged values Q."""
 
     elements: int = 0
-    beyond: int = 0
-    same: bool = True
-    energy: float = 0.0
-    error: float = 0.0
-    spread: float = 0.0
-    update: float = 0.0
-    kept: float = 0.0
-    scatter: float = 0.0
-    rest: float = 0.0
-    plain: float = 0.0
+    beyond: int = 0  # elements further from the wanted value than rounding explains
+    same: bool = True  # every element equals the base's, rounded
+    energy: float = 0.0  # squared norm of the change after rounding to nearest
+    error: float = 0.0  # inner product of the difference from it with that change
+    spread: float = 0.0  # sum of the squared products of both
+    update: float = 0.0  # squared norm of D
+    kept: float = 0.0  # `<Q - W, D>`
+    scatter: float = 0.0  # sum of the squared products of D and of what Q gained more than wanted
+    rest: float = 0.0  # squared difference of Q and the wanted values
+    plain: float = 0.0  # squared difference of Q and those of a right merge
 
     @property
     def kept_share(self) -> float:
@@ -148,20 +118,21 @@ class Sums:
 
 @dataclass
 class Merged:
-    """Read the merged model's values of one unit by rows; a context manager."""
+    """Read a tensor of the merged model by rows, from element `start` on; a context manager."""
 
-    unit: Unit
     source: Source
+    key: str
+    shape: tuple[int, ...]
+    start: int = 0
     _reader: Reader = field(init=False)
 
     def __post_init__(self) -> None:
-        self.dtype = self.source.tensors[self.unit.key].dtype
-        self._item = ITEM_BITS[self.dtype] // 8
-        self.shape = self.unit.op.shape
-        self._columns = self.shape[-1] if len(self.shape) > 1 else 1
-        count = prod(self.shape) * self._item
-        extents = part(self.source.extents(self.unit.key), self.unit.start * self._item, count)
-        self._reader = Reader(extents)
+        self.dtype = self.source.tensors[self.key].dtype
+        item = ITEM_BITS[self.dtype] // 8
+        self._columns = matrix_shape(self.shape)[1]
+        count = prod(self.shape) * item
+        self._reader = Reader(part(self.source.extents(self.key), self.start * item, count))
+        self._row = self._columns * item
 
     def __enter__(self) -> Merged:
         return self
@@ -177,75 +148,120 @@ class Merged:
         sample = self._reader.read(0, min(self._reader.nbytes, 1 << 16))
         return "F32" if np.any(sample.view(np.uint32) & 0xFFFF) else "BF16"
 
-    def raw(self, first: int, end: int) -> NDArray[np.uint8]:
-        """Bytes of rows `[first, end)`."""
-        row = self._columns * self._item
-        return self._reader.read(first * row, (end - first) * row)
+    def raw(self) -> NDArray[np.uint8]:
+        """Return all bytes."""
+        return self._reader.read()
 
-    def rows(self, first: int, end: int) -> Array:
-        """Rows `[first, end)` in fp32."""
-        return widened(self.raw(first, end), self.dtype).reshape(-1, self._columns)
+    def rows(self, block: Block) -> Array:
+        """Return the rows of a block, in fp32."""
+        raw = self._reader.read(block.first * self._row, len(block.base) * self._row)
+        return widened(raw, self.dtype).reshape(-1, self._columns)
 
 
-def comparable(op: Op, sources: Sources) -> str:
-    """Return the reason why a tensor cannot be computed here; "" if it can."""
-    if op.encoding is not None:
-        return f"stored as {op.encoding.scheme}"
-    stored = op.quantization is not None and STORED in op.quantization
-    if not stored and op.source_dtype not in NUMPY:
-        return f"the base holds it in {op.source_dtype}"
-    for name in (name for term in op.terms for name in operands(term)):
-        dtype = info_of(name, sources).dtype
-        if dtype not in NUMPY:
-            return f"{name.partition(':')[2]} is {dtype}"
-    return ""
+def wrong_rows(op: Op, sources: Sources, merged: Source) -> tuple[int, int]:
+    """Recompute sampled rows in fp64. Returns the number of elements, and of wrong ones.
+
+    Where the update may be on either side of two steps, either rounding is right.
+    """
+    expected, elements, wrong = Expected(op, sources, np.float64), 0, 0
+    read = _as_trained(op, sources) if _is_dequantized(op) else None
+    with Merged(merged, op.name, op.shape) as written:
+        for block in expected.blocks(expected.sampled_rows(), read):
+            values = written.rows(block)
+            low, high = _rounded_range(op, block)
+            wrong += int(np.count_nonzero(~((low <= values) & (values <= high))))
+            elements += values.size
+    return elements, wrong
+
+
+def _rounded_range(op: Op, block: Block) -> tuple[Array, Array]:
+    """Return the smallest and the largest right value of each element of a merge of ours."""
+    exact, slack = block.base + block.change, _fp32_error(block, changed=bool(op.terms))
+    edges = exact - slack, exact + slack
+    low, high = (_nearest(edge, op.dtype) for edge in edges)
+    if op.unbiased and op.dtype in GRIDS:
+        parts = random_parts(op.name, block.first, *exact.shape)
+        down, up = (round_with(edge, parts, op.dtype) for edge in edges)
+        # A replaced tensor has no base to compare with: every element is rounded without bias.
+        size = np.abs(block.change)
+        sure = small(size + slack, block.base, op.dtype) | (not op.terms)
+        maybe = small(size - slack, block.base, op.dtype) | (not op.terms)
+        low, high = (
+            np.where(sure, own, np.where(maybe, pick(own, near), near))
+            for own, near, pick in ((down, low, np.minimum), (up, high, np.maximum))
+        )
+    return low, high
+
+
+def _fp32_error(block: Block, *, changed: bool) -> Array:
+    """Return a bound of the rounding error of an fp32 merge, before its last rounding."""
+    values = block.base + block.change
+    error = 2 * _UNIT * np.abs(block.base)
+    if block.stretch is not None:
+        error *= np.abs(block.stretch)
+    for product in block.parts:
+        size = np.abs(product.left) @ np.abs(product.right)
+        error[product.rows] += product.roundings * _UNIT * size
+    if block.stretch is not None:
+        # Norms in fp32 sum squares in any order.
+        error += (8 + sqrt(values.size / block.stretch.size)) * _UNIT * np.abs(values)
+    return error + 2 * _UNIT * np.abs(values) if changed else error
+
+
+def _nearest(values: Array, dtype: str) -> Array:
+    """Round to fp32 and then to a dtype, as a merge does; monotone."""
+    with np.errstate(over="ignore"):
+        wide = values.astype(np.float32)
+    return rounded(wide, dtype)
+
+
+def _is_dequantized(op: Op) -> bool:
+    """Return True if the merge goes into the base as QLoRA training quantized it."""
+    how = op.quantization
+    return how is not None and STORED not in how and how["base"] == "dequantized"
+
+
+def _as_trained(op: Op, sources: Sources) -> Callable[[int, int], Array]:
+    """Return a reader of rows of the base as QLoRA training quantized it, in fp32; needs torch."""
+    import torch
+
+    from tasks.weights.execute.full_tensors import full_tensor
+    from tasks.weights.quantized.nf4 import RowsAsTrained
+
+    how, columns = op.quantization or {}, matrix_shape(op.shape)[1]
+    if op.transpose or how.get("turned"):  # `RowsAsTrained` does not support these
+        matrix = full_tensor(op, sources, Measured()).reshape(-1, columns)
+        return lambda first, end: matrix[first:end].float().numpy()
+    with opened(op, sources) as reader:
+        stored = torch.from_numpy(reader.read()).view(torch_dtype(op.source_dtype))
+    loaded = stored.reshape(-1, columns).to(torch_dtype(DTYPE_NAMES[how["loaded_dtype"]]))
+    quantized = RowsAsTrained(loaded, how)
+    return lambda first, end: quantized.rows(first, end).float().numpy()
 
 
 def compare(
-    unit: Unit,
-    sources: Sources,
-    merged: Source,
-    *,
-    scale: float = 1.0,
-    packed: bool = False,
+    op: Op, sources: Sources, merged: Merged, *, scale: float = 1.0, packed: bool = False
 ) -> Sums:
-    """Compare one tensor in one pass, a few MB at a time.
+    """Compare all rows with a merge in any arithmetic, in fp32, a few MB at a time.
 
-    Args:
-        unit: the tensor and the operation that defines it.
-        sources: inputs of the plan by name.
-        merged: the merged model.
-        scale: factor on the change; the pass ends early if another one than 1 explains little.
-        packed: the base was quantised to 4 bits and dequantised; ends early, too.
-
-    Raises:
-        ArtifactError: a file cannot be read.
+    Ends early if a mistake explains little: a factor `scale` on the change other than 1, or a base
+    that was quantised to 4 bits and dequantised (`packed`).
     """
-    expected, sums = Expected(unit.op, sources), Sums()
-    with Merged(unit, merged) as values:
-        comparison = _Pass(expected, values.grid, scale, packed)
-        turned = bool((unit.op.quantization or {}).get("turned"))
-        for block in expected.blocks(whole=packed and turned):
-            block_sums = comparison.add(
-                block, values.rows(block.first, block.first + len(block.base))
-            )
-            sums = sums + block_sums
-            few = _EXCEPT * expected.rows * expected.columns
-            if not comparison.exact and sums.beyond > few + _EXCEPT_FIRST * block_sums.elements:
-                break
+    expected, sums = Expected(op, sources), Sums()
+    comparison = _Comparison(expected, merged.grid, scale, packed)
+    turned = bool((op.quantization or {}).get("turned"))
+    few = _EXCEPT * expected.rows * expected.columns
+    for block in expected.blocks(expected.all_rows(whole=packed and turned)):
+        block_sums = comparison.add(block, merged.rows(block))
+        sums = sums + block_sums
+        if not comparison.exact and sums.beyond > few + _EXCEPT_FIRST * block_sums.elements:
+            break
     return sums
 
 
 @dataclass(frozen=True)
-class _Pass:
-    """One comparison of a tensor.
-
-    Attributes:
-        expected: the tensor.
-        grid: dtype in which the merged values are exact.
-        scale: factor on the change.
-        packed: the base went through 4 bits.
-    """
+class _Comparison:
+    """How a tensor of a foreign merge is compared; `grid` as of `Merged`."""
 
     expected: Expected
     grid: str
@@ -336,3 +352,10 @@ class _Pass:
         fitted = np.clip(fitted, peak * (1 - most), peak * (1 + most))
         value = (picked * fitted).reshape(shape)
         return value.T if turned else value
+
+
+def may_be_packed(op: Op) -> bool:
+    """Return True if the base may have been quantised: 4-bit blocks end where row blocks do."""
+    rows, columns = op.shape if len(op.shape) == 2 else (1, 1)
+    whole = rows * columns % _PACKED == 0 and columns * 16 % _PACKED == 0
+    return min(rows, columns) > 1 and whole

@@ -1,12 +1,12 @@
 """Compute the expected tensors of a merge, block by block, with numpy alone.
 
 Independent of `tasks/weights/execute`, which merges: a proof must not share its arithmetic with the
-code that it checks. `merge.py` computes every row in fp32, `recheck.py` sampled rows in fp64.
+code that it checks. The audit computes every row in fp32, a merge of ours sampled rows in fp64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -16,12 +16,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.weights.execute.compute import matrix_shape, row_blocks
-from tasks.weights.files.dtype_conversion import MANTISSA, widened
+from tasks.weights.files.dtype_conversion import MANTISSA, NUMPY, widened
 from tasks.weights.files.file_ranges import Reader, part
 from tasks.weights.files.header import ITEM_BITS
 from tasks.weights.files.reader import DTYPE_NAMES
 from tasks.weights.files.source import Source, extents_of, info_of
-from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows, Term, as_slice, needs_all_rows
+from tasks.weights.plan.adapter_ops import (
+    Add,
+    Dora,
+    LowRank,
+    Rows,
+    Term,
+    as_slice,
+    needs_all_rows,
+    operands,
+)
 from tasks.weights.plan.operations import Op
 from tasks.weights.quantized.packed import STORED
 
@@ -36,38 +45,29 @@ _PRODUCT_BITS = 9
 
 @dataclass(frozen=True)
 class Part:
-    """Product `left @ right` that a term adds to some rows of a block.
-
-    Attributes:
-        rows: rows of the block.
-        left: first factor times the term's scale, shape (rows, rank).
-        right: second factor, shape (rank, columns).
-        roundings: largest number of roundings of one element in an fp32 merge.
-    """
+    """Product `left @ right` that a term adds to some rows of a block."""
 
     rows: slice
-    left: Array
-    right: Array
-    roundings: int
+    left: Array  # times the term's scale, shape (rows, rank)
+    right: Array  # shape (rank, columns)
+    roundings: int  # most roundings of one element in an fp32 merge
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows `[first, first + len(base))` of one tensor.
-
-    Attributes:
-        first: first row.
-        base: values of the base, shape (rows, columns).
-        change: values that the adapter adds, same shape.
-        parts: products of the change, for bounds of its rounding error.
-        stretch: factor of DoRA by row, (rows, 1), or by column, (1, columns); None without DoRA.
-    """
+    """Rows `[first, end)` of one tensor: base and change of shape (rows, columns)."""
 
     first: int
     base: Array
     change: Array
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Part, ...] = ()  # products of the change, for bounds of its rounding error
+    # factor of DoRA by row, (rows, 1), or by column, (1, columns); None without DoRA
     stretch: Array | None = None
+
+    @property
+    def end(self) -> int:
+        """Row after the last one."""
+        return self.first + len(self.base)
 
     @cached_property
     def norms(self) -> list[tuple[Array, Array]]:
@@ -87,17 +87,22 @@ class Block:
         return total
 
 
+def comparable(op: Op, sources: Sources) -> str:
+    """Return the reason why a tensor cannot be computed here; "" if it can."""
+    if op.encoding is not None:
+        return f"stored as {op.encoding.scheme}"
+    stored = op.quantization is not None and STORED in op.quantization
+    if not stored and op.source_dtype not in NUMPY:
+        return f"the base holds it in {op.source_dtype}"
+    for name in (name for term in op.terms for name in operands(term)):
+        dtype = info_of(name, sources).dtype
+        if dtype not in NUMPY:
+            return f"{name.partition(':')[2]} is {dtype}"
+    return ""
+
+
 class Expected:
-    """Expected value of one output tensor of a plan.
-
-    Args:
-        op: its operation.
-        sources: the inputs of the plan.
-        dtype: dtype of the arithmetic.
-
-    Raises:
-        ArtifactError: a source cannot be read.
-    """
+    """Expected value of one output tensor of a plan, computed in `dtype`."""
 
     def __init__(
         self, op: Op, sources: Sources, dtype: type[np.floating[Any]] = np.float32
@@ -142,18 +147,22 @@ class Expected:
             first = number * (self.rows - _PIECE_ROWS) // (count - 1)
             yield first, first + _PIECE_ROWS
 
-    def blocks(self, *, whole: bool = False) -> Iterator[Block]:
-        """Yield all rows in order, a few at a time; all at once if `whole` or needed."""
-        whole |= self.needs_all_rows
-        cuts = [(0, self.rows)] if whole else row_blocks(self.rows, self.columns)
+    def all_rows(self, *, whole: bool = False) -> Iterator[tuple[int, int]]:
+        """Yield (first, end) of blocks of all rows; of one block if `whole` or needed."""
+        if whole or self.needs_all_rows:
+            return iter([(0, self.rows)])
+        return row_blocks(self.rows, self.columns)
+
+    def blocks(
+        self, cuts: Iterable[tuple[int, int]], read: Callable[[int, int], Array] | None = None
+    ) -> Iterator[Block]:
+        """Yield blocks of rows; `read` returns rows of another base than the stored one."""
+        if read is not None:
+            yield from (self.changed(first, read(first, end)) for first, end in cuts)
+            return
         with BaseRows(self.op, self.sources) as base:
             for first, end in cuts:
                 yield self.changed(first, base.rows(first, end))
-
-    def block(self, first: int, end: int) -> Block:
-        """Return rows `[first, end)`; must be all rows if `needs_all_rows`."""
-        with BaseRows(self.op, self.sources) as base:
-            return self.changed(first, base.rows(first, end))
 
     def changed(self, first: int, base: Array) -> Block:
         """Apply the terms to some rows of the base, of which `first` is the first."""
@@ -290,10 +299,7 @@ def _turned(op: Op, values: Array) -> Array:
 def of_expert(op: Op, index: int, rows_of_a: Mapping[str, int]) -> Op:
     """Return the operation of one matrix of a stack of shape (experts, rows, columns).
 
-    Args:
-        op: operation of the stack.
-        index: index of the matrix.
-        rows_of_a: first axis of every lora_A that its terms name.
+    `rows_of_a` has the first axis of every lora_A that its terms name.
     """
     size = prod(op.shape[1:])
     terms = tuple(

@@ -24,8 +24,7 @@ from tasks.weights.execute.outcome import Executed
 from tasks.weights.execute.writer import Spec, plan_shards, shard_file, shard_names
 from tasks.weights.files import file_ranges as extents
 from tasks.weights.files.header import ITEM_BITS, read_header
-from tasks.weights.files.opening import SourceRef, open_sources
-from tasks.weights.files.reader import read_checkpoint
+from tasks.weights.files.reader import Checkpoint, read_checkpoint
 from tasks.weights.plan.operations import Plan
 from tasks.weights.plan.validate import validate
 from tests.weights.making import state_of
@@ -34,14 +33,13 @@ from tests.weights.rounding import rounded_alike
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SourceRef]:
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
     return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def _run(plan: Plan, inputs: dict[str, SourceRef], out: Path, **settings) -> Executed:
-    sources = open_sources(inputs)
-    validate(plan, sources, out=out)
-    return execute(plan, sources, out, **settings)
+def _run(plan: Plan, inputs: dict[str, Checkpoint], out: Path, **settings) -> Executed:
+    validate(plan, inputs, out=out)
+    return execute(plan, inputs, out, **settings)
 
 
 LOOSE = {"dora", "turned", "stack"}
@@ -103,7 +101,7 @@ def test_hashes_of_a_manifest_are_trusted_only_while_they_can_be_right(
 ) -> None:
     base, _ = tensors()
     plan = Plan(tuple(copied(name, tensor) for name, tensor in base.items()))
-    folder = shutil.copytree(inputs["base"].path, tmp_path / "folder")
+    folder = shutil.copytree(inputs["base"].root, tmp_path / "folder")
     path = folder / "manifest.json"
     whole = path.read_text()
     assert read_checkpoint(folder).checksum("wide") is not None
@@ -112,7 +110,7 @@ def test_hashes_of_a_manifest_are_trusted_only_while_they_can_be_right(
     document["tensors"]["model-00002-of-00002.safetensors"]["ids"]["blake3"] = "0" * 64
     path.write_text(json.dumps(document))
     with pytest.raises(ArtifactError, match="base:ids"):
-        _run(plan, {"base": SourceRef(folder)}, out, scan=True)
+        _run(plan, {"base": read_checkpoint(folder)}, out, scan=True)
 
     path.write_text(json.dumps({"files": document["files"]}))  # of another tool
     assert read_checkpoint(folder).checksum("wide") is None
@@ -133,15 +131,15 @@ def test_values_are_inspected_while_they_are_copied(out, tmp_path) -> None:
     save_file(stored, tmp_path / "plain" / "model.safetensors")
     ops = [copied(name, tensor) for name, tensor in stored.items()]
     ops[3] = replace(ops[3], dtype="F16")
-    done = _run(Plan(tuple(ops)), {"base": SourceRef(tmp_path / "plain")}, out)
+    done = _run(Plan(tuple(ops)), {"base": read_checkpoint(tmp_path / "plain")}, out)
     assert done.nonfinite == {"bad": 2, "big": 9}
     zero = {name: outcome.all_zero for name, outcome in done.outcomes.items()}
     assert zero == {"bad": False, "zero": True, "minus": True, "big": False}
 
 
 def test_an_input_cut_short_between_plan_and_execution(inputs, out, tmp_path) -> None:
-    folder = shutil.copytree(inputs["base"].path, tmp_path / "short")
-    sources = open_sources({**inputs, "base": SourceRef(folder)})
+    folder = shutil.copytree(inputs["base"].root, tmp_path / "short")
+    sources = {**inputs, "base": read_checkpoint(folder)}
     validate(make_plan(), sources)
     os.truncate(folder / "model-00001-of-00002.safetensors", 2000)
     with pytest.raises(ArtifactError, match="model-00001-of-00002"):

@@ -15,7 +15,7 @@ from tasks.pipeline.artifact import Origin, open_artifact, publish, staging, swe
 from tasks.weights.execute import writer
 from tasks.weights.execute.execute import execute
 from tasks.weights.execute.outcome import Executed
-from tasks.weights.files.opening import SourceRef, open_sources
+from tasks.weights.files.reader import Checkpoint, read_checkpoint
 from tasks.weights.plan.layout import lay_out
 from tests.weights.plans import make_inputs, make_plan
 
@@ -24,13 +24,13 @@ ORIGIN = Origin("weights", "test", "made")
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SourceRef]:
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
     return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def _publish(inputs: dict[str, SourceRef], final: Path) -> Executed:
+def _publish(inputs: dict[str, Checkpoint], final: Path) -> Executed:
     with staging(final) as work:
-        done = execute(make_plan(), open_sources(inputs), work, workers=1)
+        done = execute(make_plan(), inputs, work, workers=1)
         publish(work, final, ORIGIN, done.hashes)
     return done
 
@@ -68,12 +68,12 @@ def test_a_write_that_fails_midway_leaves_nothing(inputs, reference, tmp_path, m
 
 def test_an_input_that_was_linked_is_never_written_to(inputs, tmp_path) -> None:
     """The staging folder still contains a link to an input, and this run has to write that file."""
-    folder = shutil.copytree(inputs["base"].path, tmp_path / "folder")
+    folder = shutil.copytree(inputs["base"].root, tmp_path / "folder")
     victim = folder / "model-00001-of-00002.safetensors"
     before = victim.read_bytes()
     out = tmp_path / "out"
     out.mkdir()
-    sources = open_sources({**inputs, "base": SourceRef(folder)})
+    sources = {**inputs, "base": read_checkpoint(folder)}
     files = [file.name for file in lay_out(make_plan(), sources)]
     os.link(victim, out / files[0])
     execute(make_plan(), sources, out)
@@ -84,7 +84,7 @@ def test_an_input_that_was_linked_is_never_written_to(inputs, tmp_path) -> None:
 def test_a_failed_check_or_a_second_process_leaves_nothing(inputs, tmp_path) -> None:
     def judged() -> None:
         with staging(tmp_path / "made") as work:
-            execute(make_plan(), open_sources(inputs), work, workers=1)
+            execute(make_plan(), inputs, work, workers=1)
             raise ContractError("drifted")
 
     with pytest.raises(ContractError):
@@ -130,12 +130,12 @@ import torch
 from tasks.pipeline.artifact import Origin, publish, staging
 from tasks.weights.execute.execute import execute
 from tasks.weights.plan.layout import lay_out
-from tasks.weights.files.opening import SourceRef, open_sources
+from tasks.weights.files.reader import read_checkpoint
 from tests.weights.plans import make_plan
 
 root, rounds = Path(sys.argv[2]), int(sys.argv[3])
-inputs = {"base": SourceRef(root / "base"), "adapter": SourceRef(root / "adapter",
-          stem="adapter_model")}
+inputs = {"base": read_checkpoint(root / "base"),
+          "adapter": read_checkpoint(root / "adapter", "adapter_model")}
 real, chance, kills = os.pwrite, random.Random(7), 0
 
 def slow(*arguments):
@@ -145,7 +145,7 @@ def slow(*arguments):
 def make(final, pace):
     os.pwrite = pace
     with staging(final) as work:
-        done = execute(make_plan(), open_sources(inputs), work, workers=2)
+        done = execute(make_plan(), inputs, work, workers=2)
         publish(work, final, Origin("weights", "test", "made"), done.hashes)
 
 def forked(final):

@@ -22,7 +22,7 @@ from tasks.weights.native import Library, binding, library
 from tasks.weights.native.binding import MAX_RANK
 from tasks.weights.plan.adapter_ops import LowRank
 from tasks.weights.plan.operations import Op, Plan
-from tasks.weights.proof.recheck import recompute
+from tasks.weights.proof import recompute
 from tasks.weights.proof.unbiased import random_parts, round_with, small
 from tasks.weights.rounding import row_keys, unbiased
 from tests.weights.making import state_of

@@ -22,7 +22,7 @@ from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.plan.contracts import model_facts
 from tasks.weights.plan.operations import Plan
 from tasks.weights.plan.validate import validate
-from tasks.weights.proof.recheck import recompute
+from tasks.weights.proof import recompute
 from tasks.weights.rounding import Rounding
 from tests import tiny
 from tests.weights.adapters.making import quiet, save

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tasks.core.errors import ArtifactError, ContractError
 from tasks.weights.execute.writer import Spec
 from tasks.weights.files.file_ranges import Reader
-from tasks.weights.files.opening import SourceRef, open_sources
+from tasks.weights.files.reader import Checkpoint
 from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows, Term
 from tasks.weights.plan.layout import lay_out
 from tasks.weights.plan.operations import Dropped, Op, Plan
@@ -26,13 +26,12 @@ from tests.weights.plans import make_inputs, make_plan
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SourceRef]:
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
     return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def _findings(plan: Plan, inputs: dict[str, SourceRef]) -> list[str]:
-    sources = open_sources(inputs)
-    return list(plan_findings(plan, sources))
+def _findings(plan: Plan, inputs: dict[str, Checkpoint]) -> list[str]:
+    return list(plan_findings(plan, inputs))
 
 
 def _with(which: str, **changes: object) -> Plan:
@@ -95,9 +94,8 @@ def test_operations_and_terms_that_do_not_fit_are_named(inputs) -> None:
     assert missed == []
     several = _with("wide", source="base:none", terms=())
     several = replace(several, ops=(*several.ops, several.ops[-1]), shards=(1,))
-    sources = open_sources(inputs)
     with pytest.raises(ContractError) as caught:
-        validate(several, sources)
+        validate(several, inputs)
     for thing in ("expert.2", "shards", "base has no none", "base:wide", "adapter:wide.B"):
         assert thing in caught.value.report()
 
@@ -116,12 +114,11 @@ def test_an_unused_tensor_has_to_be_dropped_for_a_reason(inputs) -> None:
 
 def test_a_file_is_linked_only_when_it_is_the_same_in_everything(inputs) -> None:
     second = "model-00002-of-00002.safetensors"
-    sources = open_sources(inputs)
-    base = sources["base"]
+    sources, base = inputs, inputs["base"]
     specs = [Spec(n, tuple(i.shape), i.dtype) for n, i in base.tensors.items()]
     ops = [Op(s.name, s.shape, s.dtype, f"base:{s.name}", s.dtype) for s in specs]
     tail = [op for op in ops if base.files[op.name] == second]
-    assert lay_out(Plan(tuple(tail)), sources)[0].link == inputs["base"].path / second
+    assert lay_out(Plan(tuple(tail)), sources)[0].link == inputs["base"].root / second
     assert lay_out(Plan(tuple(reversed(tail))), sources)[0].link is not None
     for changed in (
         tail[:-1],

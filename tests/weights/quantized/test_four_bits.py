@@ -20,7 +20,6 @@ from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.weights.adapters.changes import Changes
 from tasks.weights.execute.execute import execute
 from tasks.weights.families.merging import MergeSettings, plan_merge
-from tasks.weights.files.opening import SourceRef, open_sources
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.plan.contracts import model_facts
 from tasks.weights.plan.validate import validate
@@ -145,7 +144,7 @@ def test_layers_of_gpt2_are_transposed(tmp_path: Path) -> None:
     facts = model_facts(plain)
     quantization = {**NF4, "loaded_dtype": "bfloat16", "base": "dequantized"}
     settings = MergeSettings(quantization=quantization, quantized=frozenset(facts.quantized))
-    sources = open_sources({"base": SourceRef(plain, "base")})
+    sources = {"base": read_base(plain)}
     unchanged = Changes({}, {}, {}, (), (), {}, ())
     plan = plan_merge(sources["base"].tensors, facts, unchanged, {}, settings)
     validate(plan, sources)

@@ -43,9 +43,9 @@ from tasks.weights.files.reader import WEIGHTS, Checkpoint, read_checkpoint, rea
 from tasks.weights.plan.contracts import ModelFacts, model_facts
 from tasks.weights.plan.layout import as_is
 from tasks.weights.quantized import gptq
-from tasks.weights.quantized.encode import SCHEMES
 from tasks.weights.quantized.quantize import (
     GGUF,
+    SCHEMES,
     left_alone,
     library_config,
     quantized_contract,

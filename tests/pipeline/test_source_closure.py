@@ -117,7 +117,7 @@ def test_what_changes_results_and_was_in_no_key_is_covered() -> None:
     merge = {path.as_posix() for path in closure(chain_stages.MERGE.code)}
     train = {path.as_posix() for path in closure(chain_stages.TRAIN.code, without=["tasks.rl"])}
     online = {path.as_posix() for path in closure(chain_stages.REINFORCE.code)}
-    assert {"tasks/weights/native/fold.c", "tasks/weights/quantized/bnb_no_repack.py"} <= merge
-    assert {"tasks/weights/quantized/bnb_no_repack.py", "tasks/training/objectives/dpo.py"} <= train
+    assert {"tasks/weights/native/fold.c", "tasks/weights/quantized/nf4.py"} <= merge
+    assert {"tasks/weights/quantized/nf4.py", "tasks/training/objectives/dpo.py"} <= train
     assert not [path for path in train if path.startswith("tasks/rl/")]
     assert {"tasks/rl/algorithms/registry.py", "tasks/serving/vllm/rollouts.py"} <= online

@@ -35,7 +35,7 @@ def load_trained(job: TrainJob, auto: Any, **extra: Any) -> Any:
     from peft import LoraConfig, get_peft_model
     from transformers import BitsAndBytesConfig
 
-    from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
+    from tasks.weights.quantized.nf4 import keep_as_loaded
 
     peft = job.settings.peft
     if peft.kind == "qlora":

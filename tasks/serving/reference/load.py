@@ -16,9 +16,9 @@ from tasks.weights.files.header import read_header
 from tasks.weights.files.index import weight_files
 from tasks.weights.files.names import PEFT_PREFIX, unwrap, without_wrappers
 from tasks.weights.pickled.tensors import read_torch_file
-from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
 from tasks.weights.quantized.config_fields import fp8_blocks, is_fp8
 from tasks.weights.quantized.fp8 import is_activation_scale
+from tasks.weights.quantized.nf4 import keep_as_loaded
 
 FOUR_BITS = 0.35
 """Size of a 4-bit model relative to 16 bits, including scales, norms and embeddings."""

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.weights.deepspeed.partitioned import FullTensor
 from tasks.weights.deepspeed.states import ModelState
 from tasks.weights.files.dtype_conversion import casts, widened
 from tasks.weights.files.file_ranges import Reader
 from tasks.weights.files.header import ITEM_BITS
+from tasks.weights.files.source import FullTensor
 from tasks.weights.pickled.tensors import TensorRef, TorchFile
 
 SAMPLE = 32

@@ -12,7 +12,7 @@ from typing import TypeVar
 from tasks.core.errors import ArtifactError, Coded, first_and_more
 from tasks.weights.deepspeed.agreement import disagreements
 from tasks.weights.deepspeed.layout import Layout, find_layout
-from tasks.weights.deepspeed.partitioned import FullTensor, frozen_fragments, stored, trainable
+from tasks.weights.deepspeed.partitioned import frozen_fragments, stored, trainable
 from tasks.weights.deepspeed.ranks import rank_findings
 from tasks.weights.deepspeed.states import (
     ModelState,
@@ -23,7 +23,7 @@ from tasks.weights.deepspeed.states import (
 )
 from tasks.weights.files.dtype_bits import is_float
 from tasks.weights.files.index import weight_files
-from tasks.weights.files.source import Extent
+from tasks.weights.files.source import Extent, FullTensor
 from tasks.weights.pickled.tensors import TensorRef, read_torch_file
 
 _SHOWN = 50

@@ -11,24 +11,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
 from tasks.core.errors import ArtifactError
 from tasks.weights.deepspeed.states import ModelState, OptimState, Shapes
 from tasks.weights.files.dtype_bits import is_float
-from tasks.weights.files.source import Extent
+from tasks.weights.files.source import Extent, FullTensor
 from tasks.weights.pickled.tensors import TensorRef, TorchFile
-
-
-@dataclass(frozen=True)
-class FullTensor:
-    """A full tensor: shape, dtype (safetensors name), and its byte ranges in order."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    extents: tuple[Extent, ...]
 
 
 class Flat:

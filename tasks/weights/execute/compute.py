@@ -100,7 +100,7 @@ def compute(op: Op, sources: Sources, measured: Measured) -> Iterator[NDArray[np
 def _stored(op: Op, wide: torch.Tensor, before: torch.Tensor | None, first: int) -> torch.Tensor:
     """Round a block once to the output's dtype, or encode it as 8-bit weights or their scales."""
     if op.encoding is not None:
-        from tasks.weights.quantized.encode import encode
+        from tasks.weights.quantized.quantize import encode
 
         return encode(op.encoding, wide)
     dtype = torch_dtype(op.dtype)

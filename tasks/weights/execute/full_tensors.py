@@ -14,8 +14,7 @@ from tasks.weights.execute.outcome import Measured
 from tasks.weights.files.reader import DTYPE_NAMES, torch_dtype
 from tasks.weights.files.source import Source
 from tasks.weights.plan.adapter_ops import needs_all_rows
-from tasks.weights.plan.operations import Op
-from tasks.weights.quantized.packed import STORED
+from tasks.weights.plan.operations import STORED, Op
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +59,7 @@ def _flat(op: Op, sources: Sources) -> torch.Tensor:
     import torch
 
     if op.quantization is not None and STORED in op.quantization:
-        from tasks.weights.quantized.decode import decoded
+        from tasks.weights.quantized.source import decoded
 
         matrix = decoded(op.quantization[STORED], sources[op.input].extents(op.key))
         return matrix.reshape(-1)[op.start : op.start + prod(op.read_shape)]

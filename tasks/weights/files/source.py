@@ -24,6 +24,15 @@ class Extent:
     nbytes: int
 
 
+@dataclass(frozen=True)
+class FullTensor:
+    """A full tensor: shape, dtype (safetensors name), and its byte ranges in order."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    extents: tuple[Extent, ...]
+
+
 class Source(Protocol):
     """Tensors in files.
 

@@ -21,11 +21,13 @@ from tasks.weights.plan.adapter_ops import Term, term_as_json, term_from_json
 from tasks.weights.rounding import GRIDS
 
 Kind = Literal["copy", "cast", "compute"]
+STORED = "stored"
+"""Key of `Op.quantization` under which a plan describes how the source is packed."""
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """Storage of a matrix in 8 bits, as two output tensors; see `quantized/encode.py`.
+    """Storage of a matrix in 8 bits, as two output tensors; see `quantized/quantize.py`.
 
     Attributes:
         scheme: "w8a8" or "fp8".

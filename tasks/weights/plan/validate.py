@@ -31,8 +31,7 @@ from tasks.weights.plan.adapter_ops import (
     as_slice,
     operands,
 )
-from tasks.weights.plan.operations import Op, Plan
-from tasks.weights.quantized.packed import STORED
+from tasks.weights.plan.operations import STORED, Op, Plan
 
 SHOWN = 50
 """Number of findings that an error lists."""

@@ -34,10 +34,10 @@ from tasks.weights.files.file_ranges import Reader, part
 from tasks.weights.files.header import ITEM_BITS
 from tasks.weights.files.reader import DTYPE_NAMES, torch_dtype
 from tasks.weights.files.source import Source
-from tasks.weights.plan.operations import Op
+from tasks.weights.plan.operations import STORED, Op
 from tasks.weights.proof.expected import Array, Block, Expected, Sources
 from tasks.weights.proof.unbiased import random_parts, round_with, small
-from tasks.weights.quantized.packed import LEVELS, STORED
+from tasks.weights.quantized.bnb4 import LEVELS
 from tasks.weights.rounding import GRIDS
 
 _FLOOR = 2.0**-24

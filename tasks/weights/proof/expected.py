@@ -31,8 +31,7 @@ from tasks.weights.plan.adapter_ops import (
     needs_all_rows,
     operands,
 )
-from tasks.weights.plan.operations import Op
-from tasks.weights.quantized.packed import STORED
+from tasks.weights.plan.operations import STORED, Op
 
 Array: TypeAlias = NDArray[Any]
 Sources = Mapping[str, Source]
@@ -261,7 +260,7 @@ class BaseRows:
         self._matrix: Array | None = None
         self._reader, source, count = Reader([]), sources[op.input], prod(op.shape)
         if op.quantization is not None and STORED in op.quantization:
-            from tasks.weights.quantized.decode import decoded_values
+            from tasks.weights.quantized.source import decoded_values
 
             values = decoded_values(op.quantization[STORED], source.extents(op.key)).reshape(-1)
             self._matrix = _turned(op, values[op.start : op.start + count])

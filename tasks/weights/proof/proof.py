@@ -37,7 +37,7 @@ from tasks.weights.head_plans import merged_reward
 from tasks.weights.heads import detect, read_folder
 from tasks.weights.plan.adapter_ops import Dora, LowRank, needs_all_rows
 from tasks.weights.plan.contracts import model_facts
-from tasks.weights.plan.operations import Op, Plan
+from tasks.weights.plan.operations import STORED, Op, Plan
 from tasks.weights.proof.compare import (
     SCALE_MARGIN,
     SIGMAS,
@@ -48,7 +48,6 @@ from tasks.weights.proof.compare import (
     wrong_rows,
 )
 from tasks.weights.proof.expected import Sources, comparable, of_expert
-from tasks.weights.quantized.packed import STORED
 from tasks.weights.quantized.source import decoding
 
 _THREADS = 4

@@ -1,5 +1,9 @@
 """Quantize a base to 4 bits and back with bitsandbytes, as QLoRA training does.
 
+as_trained, RowsAsTrained   the base, or rows of it, as 4-bit training saw it
+lost_in_4_bits              recognise a model that was merged into such a base
+keep_as_loaded              keep bitsandbytes from repacking the layers of a loaded model
+
 QLoRA (https://arxiv.org/abs/2305.14314) trains an adapter on top of the *quantized* base. A merge
 into the dequantized base gives the model that was trained; a merge into the original base does not.
 `lost_in_4_bits` finds models that were merged into a dequantized base: quantizing them again
@@ -19,9 +23,8 @@ from numpy.typing import NDArray
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.dtype_conversion import casts, widened
 from tasks.weights.files.file_ranges import Reader
-from tasks.weights.files.reader import Checkpoint
-from tasks.weights.quantized.decode import unpack
-from tasks.weights.quantized.packed import LEVELS
+from tasks.weights.files.reader import DTYPE_NAMES, Checkpoint
+from tasks.weights.quantized.bnb4 import LEVELS, unpack
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +40,9 @@ _SAMPLED = 1 << 17
 _ON_GRID = 0.85
 """Threshold of (error with the right blocks) / (error with shifted blocks); about 1.0 otherwise."""
 
+_REPACKS = "support_avx512bf16_for_cpu"
+"""Attribute of `bitsandbytes.nn.Linear4bit` that enables repacking."""
+
 LOST_ALLOWED = "quantising it to 4 bits again would undo that training"
 LOST_OVERRIDE = "peft=lora, or model.path=<the base before that training>"
 """Parts of the error for such a base: reason (`LOST_ALLOWED`), and what to type."""
@@ -50,15 +56,8 @@ def lost_in_4_bits(checkpoint: Checkpoint) -> str | None:
     length; this one has a larger error then. A dequantized matrix without a change is not reported:
     its elements that NF4 rounds to zero are zero already, so it loses nothing.
 
-    Args:
-        checkpoint: the model. Of each matrix in its first, middle and last layer up to 131,072
-            elements are read.
-
-    Returns:
-        The matrix and its relative quantization error as text, or None.
-
-    Raises:
-        ArtifactError: a file cannot be read.
+    Reads up to 131,072 elements of each matrix in the first, middle and last layer. Returns the
+    matrix and its relative quantization error as text, or None.
     """
     for name in _sample(checkpoint):
         values = _beginning(checkpoint, name)
@@ -120,9 +119,6 @@ def as_trained(weight: torch.Tensor, quantization: Mapping[str, Any]) -> torch.T
         weight: shape (out, in), in the dtype in which training loaded the model.
         quantization: `{"type": "nf4" | "fp4", "double_quant": bool, ...}` as in train.json; with
             "turned" the weight is (in, out), like GPT-2's, and its transpose is quantized.
-
-    Returns:
-        A tensor of the same shape and dtype.
     """
     import torch
     from bitsandbytes import functional
@@ -139,7 +135,7 @@ def as_trained(weight: torch.Tensor, quantization: Mapping[str, Any]) -> torch.T
     scales = state.absmax
     if state.nested:
         scales = functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
-    # Not `dequantize_4bit`: it errs if rows are not whole blocks, see `decode.py`.
+    # Not `dequantize_4bit`: it errs if rows are not whole blocks, see `bnb4.py`.
     restored = _restored(weight, packed, scales, state).reshape(weight.shape)
     return restored.t().contiguous() if turned else restored
 
@@ -194,12 +190,35 @@ def _restored(like: torch.Tensor, packed: Any, scales: Any, state: Any) -> torch
     """Decode packed 4-bit values with these scales; 1-D, in the dtype and size of `like`."""
     import torch
 
-    restored = torch.empty(like.numel(), dtype=like.dtype)
-    unpack(
+    raw = unpack(
         packed.reshape(-1).numpy(),
         scales.numpy(),
-        restored,
+        like.numel(),
+        DTYPE_NAMES[str(like.dtype).removeprefix("torch.")],
         kind=state.quant_type,
         blocksize=state.blocksize,
     )
-    return restored
+    return torch.from_numpy(raw).view(like.dtype)
+
+
+def keep_as_loaded(model: Any) -> Any:
+    """Keep bitsandbytes from repacking a model's 4-bit layers on CPUs; return the model.
+
+    Call it before the first forward pass. On a CPU with AVX-512 BF16, bitsandbytes 0.50.2 repacks a
+    layer at its first forward pass in eval mode without gradients, and never undoes it. From then
+    on
+
+    - its scales are bf16, so it computes with other weights than were loaded, and `state_dict`
+      returns yet others (the scales are quantized again);
+    - its product passes no gradient on, so the layers below get wrong gradients: one layer down in
+      a Llama their cosine with the right ones is 0.5 to 0.9. torch warns that "an autograd kernel
+      was not registered"; a layer with a bias fails with "a view of a leaf Variable ... in-place
+      operation".
+
+    One evaluation before training is enough to trigger it, and the trained model is then not the
+    served one.
+    """
+    for module in model.modules():
+        if hasattr(module, _REPACKS):
+            setattr(module, _REPACKS, False)
+    return model

@@ -1,11 +1,19 @@
-"""Plan 8-bit weights for `convert.quantize`, and the fields of config.json that describe them.
+"""Quantize a model to 8 bits for `convert.quantize`, with compressed-tensors' functions.
 
     plan = quantized_plan(plan, facts, "w8a8")        every linear layer: weights and scales
     config["quantization_config"] = library_config("w8a8", left_alone(facts))
 
 The format is that of compressed-tensors, as vLLM and transformers read it: `X.weight` in 8 bits and
 `X.weight_scale`, shape (rows, 1), for every linear layer X. Embeddings, norms, biases and the head
-stay as they are. No calibration data is needed; see `encode.py`.
+stay as they are.
+
+There is no calibration: a row's scale follows from its largest magnitude, and activations are
+quantized per token while the model runs. So each row is independent, and the full matrix is never
+in memory.
+
+Scales are rounded up to the next number of the model's own dtype. Engines keep scales in different
+dtypes (vLLM in fp32, transformers in the model's dtype); such scales give all of them the same
+weights. Rounding to nearest could put the largest element of a row beyond the range of 8 bits.
 """
 
 from __future__ import annotations
@@ -13,18 +21,37 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tasks.core.contract import Expected, describe
 from tasks.core.errors import ContractError, first_and_more
 from tasks.weights.adapters.live import LINEAR, OTHER
 from tasks.weights.files.dtype_bits import is_float
+from tasks.weights.files.reader import torch_dtype
 from tasks.weights.plan.contracts import ModelFacts
 from tasks.weights.plan.operations import Encoding, Op, Plan
-from tasks.weights.quantized.encode import SCALE_DTYPE, SCHEMES, library_scheme
 
-SCALE = "_scale"
-"""Suffix of the key of a weight's scales, after the weight's own key."""
+if TYPE_CHECKING:
+    import torch
+
+
+class Scheme(NamedTuple):
+    """A way to store weights in 8 bits: names in compressed-tensors, dtype of safetensors."""
+
+    preset: str
+    format: str
+    dtype: str
+
+
+SCHEMES = {
+    "w8a8": Scheme("W8A8", "int-quantized", "I8"),
+    "fp8": Scheme("FP8_DYNAMIC", "float-quantized", "F8_E4M3"),
+}
+"""Schemes by value of `convert.quantize`. Both are symmetric, with one scale per row and dynamic
+activations."""
+SCALE, SCALE_DTYPE = "_scale", "F32"
+"""Suffix of the key of a weight's scales, after the weight's own key, and their dtype."""
 GGUF = "gguf:"
 """Beginning of the formats that llama.cpp writes and serves."""
 GGUF_BITS = {"f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q6_k": 6.6, "q5_k_m": 5.7, "q4_k_m": 4.9}
@@ -35,14 +62,8 @@ _SHOWN = 50
 def quantized_plan(plan: Plan, facts: ModelFacts, scheme: str) -> Plan:
     """Return the same plan with every linear layer in 8 bits.
 
-    Args:
-        plan: a plan of a full model; operations in the order of its keys.
-        facts: facts of that model.
-        scheme: "w8a8" or "fp8".
-
     Raises:
-        ContractError: the model has no linear layers, or layers that these formats do not support;
-            lists every finding.
+        ContractError: the model has no linear layers, or layers that these formats do not support.
     """
     findings = list(quantize_findings(facts))
     wanted = set(facts.quantized)
@@ -134,12 +155,7 @@ def _packed(tensor: Expected, group: int) -> Iterator[Expected]:
 
 
 def library_config(scheme: str, ignore: Sequence[str]) -> dict[str, Any]:
-    """Make `quantization_config` with compressed-tensors' own classes, which check it.
-
-    Args:
-        scheme: "w8a8" or "fp8".
-        ignore: names of linear layers that stay as they are, from `left_alone`.
-    """
+    """Make `quantization_config`; linear layers that are in `ignore` stay as they are."""
     from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
 
     config = QuantizationConfig(
@@ -157,7 +173,8 @@ def left_alone(facts: ModelFacts) -> list[str]:
 
     Each under its name on disk, which vLLM uses, and in memory, which transformers uses.
     """
-    disk = _disk_keys(facts)
+    disk = {place.live: place.disk for place in facts.places if place.is_all}
+    disk |= facts.aliases
     names: set[str] = set()
     for module, kind in facts.live.modules.items():
         key = disk.get(f"{module}.weight", f"{module}.weight")
@@ -166,10 +183,51 @@ def left_alone(facts: ModelFacts) -> list[str]:
     return sorted(names)
 
 
-def _disk_keys(facts: ModelFacts) -> Mapping[str, str]:
-    disk = {place.live: place.disk for place in facts.places if place.is_all}
-    return {**disk, **facts.aliases}
-
-
 def _module(name: str) -> str:
     return name.rpartition(".")[0]
+
+
+def library_scheme(name: str) -> Any:
+    """Return compressed-tensors' `QuantizationScheme` of a scheme for linear layers."""
+    from compressed_tensors.quantization import preset_name_to_scheme
+
+    scheme = preset_name_to_scheme(SCHEMES[name].preset, ["Linear"])
+    scheme.format = SCHEMES[name].format
+    return scheme
+
+
+@cache
+def _arguments(name: str) -> Any:
+    return library_scheme(name).weights
+
+
+def encode(encoding: Encoding, block: torch.Tensor) -> torch.Tensor:
+    """Quantize some rows of a matrix: return their 8-bit weights or their scales.
+
+    Args:
+        encoding: the scheme, and its part "weight" or "scale".
+        block: fp32, shape (rows, columns).
+
+    Returns:
+        Weights: int8 or float8_e4m3fn, shape (rows, columns). Scales: float32, shape (rows, 1);
+        the scale of a row with a NaN or an infinity is not finite.
+    """
+    from compressed_tensors.quantization.lifecycle.forward import quantize
+
+    weights = _arguments(encoding.scheme)
+    scale, zero = row_scales(encoding, block)
+    if encoding.part == "scale":
+        return scale
+    return quantize(block, scale, zero, weights, dtype=weights.pytorch_dtype())
+
+
+def row_scales(encoding: Encoding, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scales, fp32 of shape (rows, 1), and zero points, all 0, for the rows of `block`."""
+    import torch
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    low, high = block.amin(1, keepdim=True), block.amax(1, keepdim=True)
+    scale, zero = calculate_qparams(low, high, _arguments(encoding.scheme))
+    scale, near = scale.float(), scale.float().to(torch_dtype(encoding.held))
+    above = torch.nextafter(near, torch.full_like(near, torch.inf))
+    return torch.where(near.float() < scale, above, near).float(), zero

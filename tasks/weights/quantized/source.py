@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tasks.core.contract import TensorLike
 from tasks.core.errors import ArtifactError, first_and_more
-from tasks.weights.execute.writer import Spec
 from tasks.weights.files.documents import read_json
+from tasks.weights.files.dtype_conversion import widened
+from tasks.weights.files.file_ranges import Reader
 from tasks.weights.files.reader import DTYPE_NAMES, Checkpoint, read_checkpoint
-from tasks.weights.files.source import Extent, Source
-from tasks.weights.plan.operations import Plan
+from tasks.weights.files.source import Extent, FullTensor, Source
+from tasks.weights.plan.operations import STORED, Plan
+from tasks.weights.quantized.bnb4 import STATE, Packed, decode, read_states
 from tasks.weights.quantized.config_fields import (
     is_fp8,
     is_packed,
@@ -21,9 +26,17 @@ from tasks.weights.quantized.config_fields import (
     require_decodable,
     stored,
 )
-from tasks.weights.quantized.fp8 import DTYPE, Scaled, is_activation_scale, read_scales
-from tasks.weights.quantized.packed import STATE, STORED, Packed
-from tasks.weights.quantized.states import read_states
+from tasks.weights.quantized.fp8 import (
+    DTYPE,
+    FP8,
+    Scaled,
+    is_activation_scale,
+    read_scales,
+    scaled_values,
+)
+
+if TYPE_CHECKING:
+    import torch
 
 _SHOWN = 50
 _CONV1D = {
@@ -52,7 +65,7 @@ class PackedCheckpoint:
     whole: Checkpoint
     packed: Mapping[str, Packed | Scaled]
     turned: frozenset[str]
-    tensors: Mapping[str, TensorLike]
+    tensors: Mapping[str, FullTensor]
 
     @property
     def root(self) -> Path:
@@ -65,16 +78,8 @@ class PackedCheckpoint:
         return {key: self.whole.files[key] for key in self.tensors}
 
     def extents(self, name: str) -> Sequence[Extent]:
-        """Return the byte ranges of a tensor; for a packed one those of all its parts.
-
-        Its table of values and its JSON come last; they are not decoded, but belong to it.
-        """
-        if name not in self.packed:
-            return self.whole.extents(name)
-        packed = self.packed[name]
-        parts = [name + suffix for suffix, _ in packed.parts]
-        rest = [key for key in packed.sides if key not in parts]
-        return [extent for key in (*parts, *rest) for extent in self.whole.extents(key)]
+        """Return the byte ranges of a tensor; for a packed one those of all its parts."""
+        return self.tensors[name].extents
 
     def checksum(self, name: str) -> str | None:
         """Return the hash of a plain tensor from the manifest; None for a packed one."""
@@ -95,12 +100,49 @@ def read_base(root: Path) -> Base:
     config = read_json(path) if path.is_file() else {}
     require_decodable(config, root)
     whole = read_checkpoint(root)
+    packed: Mapping[str, Packed | Scaled]
+    turned: frozenset[str] = frozenset()
+    beside: set[str] = set()
     if is_fp8(config) or any(info.dtype == DTYPE for info in whole.tensors.values()):
-        return _scaled(whole, config)
-    declared = is_packed(config)
-    if not declared and not any(STATE in key for key in whole.tensors):
+        kind, hint = "fp8", remedy(root)
+        findings = fp8_findings(whole.tensors, config)
+        packed, _ = read_scales(whole.tensors, config)
+        beside |= set(filter(is_activation_scale, whole.tensors))
+    elif is_packed(config) or any(STATE in key for key in whole.tensors):
+        kind, hint = "4-bit", "save it again with save_pretrained, or give the same model in bf16"
+        packed, findings = read_states(whole)
+        if not is_packed(config):
+            findings.insert(0, "config.json does not say that the weights are packed in 4 bits")
+        elif not packed and not findings:
+            findings.append(
+                f"config.json says {stored(config)}, but no tensor is packed: "
+                "if these are plain weights, remove quantization_config from it"
+            )
+        turned = frozenset(key for key in packed if _is_conv1d(key, config))
+    else:
         return whole
-    return _packed(whole, config, declared)
+    if findings:
+        raise ArtifactError(
+            f"{root}: not a usable {kind} checkpoint: {first_and_more(findings)}",
+            details=findings[:_SHOWN],
+            hint=hint,
+        )
+    beside.update(side for matrix in packed.values() for side in matrix.sides)
+    tensors: dict[str, FullTensor] = {}
+    for key, info in whole.tensors.items():
+        if key in packed:
+            # Tables of values and JSON come last: they are not decoded, but belong to the matrix.
+            parts = [key + suffix for suffix, _ in packed[key].parts]
+            parts += [side for side in packed[key].sides if side not in parts]
+            shape, dtype = packed[key].shape, DTYPE_NAMES[packed[key].dtype]
+            tensors[key] = FullTensor(
+                shape[::-1] if key in turned else shape,
+                dtype,
+                tuple(extent for part in parts for extent in whole.extents(part)),
+            )
+        elif key not in beside:
+            tensors[key] = FullTensor(info.shape, info.dtype, tuple(whole.extents(key)))
+    return PackedCheckpoint(whole, packed, turned, tensors)
 
 
 def fp8_findings(tensors: Mapping[str, TensorLike], config: Mapping[str, Any]) -> list[str]:
@@ -113,51 +155,6 @@ def fp8_findings(tensors: Mapping[str, TensorLike], config: Mapping[str, Any]) -
     return findings
 
 
-def _scaled(whole: Checkpoint, config: Mapping[str, Any]) -> PackedCheckpoint:
-    findings = fp8_findings(whole.tensors, config)
-    if findings:
-        raise ArtifactError(
-            f"{whole.root}: not a usable fp8 checkpoint: {first_and_more(findings)}",
-            details=findings[:_SHOWN],
-            hint=remedy(whole.root),
-        )
-    packed, _ = read_scales(whole.tensors, config)
-    beside = {side for matrix in packed.values() for side in matrix.sides}
-    tensors: dict[str, TensorLike] = {
-        key: Spec(key, packed[key].shape, "F32") if key in packed else info
-        for key, info in whole.tensors.items()
-        if key not in beside and not is_activation_scale(key)
-    }
-    return PackedCheckpoint(whole, packed, frozenset(), tensors)
-
-
-def _packed(whole: Checkpoint, config: Mapping[str, Any], declared: bool) -> PackedCheckpoint:
-    packed, findings = read_states(whole)
-    if not declared:
-        findings.insert(0, "config.json does not say that the weights are packed in 4 bits")
-    elif not packed and not findings:
-        findings.append(
-            f"config.json says {stored(config)}, but no tensor is packed: "
-            "if these are plain weights, remove quantization_config from it"
-        )
-    if findings:
-        raise ArtifactError(
-            f"{whole.root}: not a usable 4-bit checkpoint: {first_and_more(findings)}",
-            details=findings[:_SHOWN],
-            hint="save it again with save_pretrained, or give the same model in bf16",
-        )
-    turned = frozenset(key for key in packed if _is_conv1d(key, config))
-    beside = {side for matrix in packed.values() for side in matrix.sides}
-    tensors: dict[str, TensorLike] = {}
-    for key, info in whole.tensors.items():
-        if key in packed:
-            shape, dtype = packed[key].shape, DTYPE_NAMES[packed[key].dtype]
-            tensors[key] = Spec(key, shape[::-1] if key in turned else shape, dtype)
-        elif key not in beside:
-            tensors[key] = info
-    return PackedCheckpoint(whole, packed, turned, tensors)
-
-
 def _is_conv1d(key: str, config: Mapping[str, Any]) -> bool:
     names = _CONV1D.get(str(config.get("model_type")), ())
     return key.removesuffix(".weight").rpartition(".")[2] in names
@@ -168,10 +165,6 @@ def decoding(plan: Plan, sources: Mapping[str, Source]) -> Plan:
 
     The stored 4 bits are those that training used, so nothing else is quantized, and there is no
     original to compare with.
-
-    Args:
-        plan: a plan made from the tensors that `sources` show.
-        sources: inputs by name; only packed ones matter.
     """
     ops = []
     for op in plan.ops:
@@ -186,3 +179,40 @@ def packing(source: Source | None, key: str) -> dict[str, Any] | None:
         return None
     stored = {**source.packed[key].as_json(), "turned": key in source.turned}
     return {STORED: stored}
+
+
+def decoded(stored: Mapping[str, Any], extents: Sequence[Extent]) -> torch.Tensor:
+    """Decode a matrix in its own dtype.
+
+    Args:
+        stored: what `packing` returns under `STORED`.
+        extents: byte ranges of its parts, one after the other; bytes beyond them are not read.
+    """
+    import torch
+
+    if stored["type"] == FP8:
+        return torch.from_numpy(decoded_values(stored, extents))
+    raw = torch.from_numpy(decode(stored, _parts(stored, extents)))
+    matrix = raw.view(getattr(torch, stored["dtype"])).reshape(stored["shape"])
+    return matrix.t().contiguous() if stored["turned"] else matrix
+
+
+def decoded_values(stored: Mapping[str, Any], extents: Sequence[Extent]) -> NDArray[np.float32]:
+    """Decode the same matrix to fp32 values that are rounded to its dtype, without torch."""
+    parts = _parts(stored, extents)
+    if stored["type"] == FP8:
+        return scaled_values(stored, parts)
+    values = widened(decode(stored, parts), DTYPE_NAMES[stored["dtype"]])
+    matrix = values.reshape(stored["shape"])
+    return np.ascontiguousarray(matrix.T) if stored["turned"] else matrix
+
+
+def _parts(stored: Mapping[str, Any], extents: Sequence[Extent]) -> dict[str, NDArray[np.uint8]]:
+    """Read every part into its own memory, so that it is aligned; by suffix."""
+    parts: dict[str, NDArray[np.uint8]] = {}
+    at = 0
+    with Reader(extents) as reader:
+        for suffix, size in stored["parts"]:
+            parts[suffix] = reader.read(at, size)
+            at += size
+    return parts

@@ -23,15 +23,17 @@ from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.plan.contracts import model_facts
 from tasks.weights.plan.operations import Encoding, Op, Plan
 from tasks.weights.plan.validate import validate
-from tasks.weights.quantized.decode import decoded_values
-from tasks.weights.quantized.encode import SCHEMES, encode, library_scheme, row_scales
 from tasks.weights.quantized.quantize import (
+    SCHEMES,
+    encode,
     left_alone,
     library_config,
+    library_scheme,
     quantized_contract,
     quantized_plan,
+    row_scales,
 )
-from tasks.weights.quantized.source import packing, read_base
+from tasks.weights.quantized.source import decoded_values, packing, read_base
 from tests.weights.families.making import load, save_base
 from tests.weights.making import make_base, state_of
 from tests.weights.quantized.making import FP8, decode_all, same, scale_fp8

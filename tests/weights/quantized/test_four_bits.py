@@ -23,12 +23,12 @@ from tasks.weights.families.merging import MergeSettings, plan_merge
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.plan.contracts import model_facts
 from tasks.weights.plan.validate import validate
+from tasks.weights.quantized.bnb4 import BLOCKSIZES, LEVELS, STATE
 from tasks.weights.quantized.nf4 import (
     RowsAsTrained,
     as_trained,
     lost_in_4_bits,
 )
-from tasks.weights.quantized.packed import BLOCKSIZES, LEVELS, STATE
 from tasks.weights.quantized.source import read_base
 from tests.weights.families.making import FAMILIES, load, make_model, merged_by_peft
 from tests.weights.making import (

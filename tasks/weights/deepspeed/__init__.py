@@ -2,9 +2,8 @@
 
 checkpoint    `read_zero(folder)`: a whole checkpoint as a `Source`
 layout        find the step's folder and every rank's files
-states        parse one rank's file; `ranks` checks that the files of all ranks fit together
+states        parse one rank's file, and check that the files of all ranks fit together
 partitioned   locate every parameter in the ranks' flat fp32 groups
-agreement     compare the fp32 weights with the 16-bit weights beside them
 
 Nothing is unpickled and no tensor is loaded: the plan is made from the files' tables.
 """

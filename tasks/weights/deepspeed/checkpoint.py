@@ -7,27 +7,34 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError, Coded, first_and_more
-from tasks.weights.deepspeed.agreement import disagreements
 from tasks.weights.deepspeed.layout import Layout, find_layout
-from tasks.weights.deepspeed.partitioned import frozen_fragments, stored, trainable
-from tasks.weights.deepspeed.ranks import rank_findings
+from tasks.weights.deepspeed.partitioned import frozen_fragments, stored, trainable, universal
 from tasks.weights.deepspeed.states import (
     ModelState,
     OptimState,
-    Shapes,
+    rank_findings,
     read_model_state,
     read_optim_state,
 )
-from tasks.weights.files.dtype_bits import is_float
-from tasks.weights.files.index import weight_files
+from tasks.weights.files.dtype_conversion import casts, widened
+from tasks.weights.files.file_ranges import Reader
+from tasks.weights.files.header import ITEM_BITS
 from tasks.weights.files.source import Extent, FullTensor
-from tasks.weights.pickled.tensors import TensorRef, read_torch_file
+from tasks.weights.pickled.tensors import TensorRef, TorchFile
 
+SAMPLE = 32
+"""Number of elements compared at each end of a tensor."""
+_STEP = 2.0**-7
+"""Relative tolerance. bf16 rounds by at most 2**-9 and fp16 by less; a wrong tensor differs by its
+own size."""
+_TINY = 1e-6
 _SHOWN = 50
-_FILE = "fp32.pt"
 State = TypeVar("State", ModelState, OptimState)
 
 
@@ -68,8 +75,7 @@ class ZeroCheckpoint:
 def read_zero(folder: Path) -> ZeroCheckpoint:
     """Open a checkpoint of ZeRO-0 to 3 or a universal one; only the files' tables are read.
 
-    Args:
-        folder: the folder that `save_checkpoint` wrote to, or the folder of one step in it.
+    `folder` is that which `save_checkpoint` wrote to, or that of one step in it.
 
     Raises:
         ArtifactError: ranks are missing, files are of several steps, sizes do not add up,
@@ -163,7 +169,7 @@ def _trained(
     else:
         tensors = trainable(groups, ranks, findings) if ranks else {}
     if not layout.partitioned:
-        findings += disagreements(first, tensors)
+        findings += _disagreements(first, tensors)
     return tensors
 
 
@@ -200,43 +206,49 @@ def _aliases(state: ModelState, trained: set[str]) -> dict[str, str]:
     return tied
 
 
-def universal(
-    zero: Path, groups: Sequence[Shapes], known: frozenset[str], findings: list[str]
-) -> dict[str, FullTensor]:
-    """Find the trained parameters of a universal checkpoint: `zero/<parameter>/fp32.pt`.
+def _disagreements(state: ModelState, weights: Mapping[str, FullTensor]) -> list[str]:
+    """Return one line for every trained weight whose fp32 values differ from the module's.
 
-    `ds_to_universal.py` writes `{"param": tensor}` for ZeRO-1 and 2. For ZeRO-3 it writes the bare
-    flat tensor, whose shape is in the model states that were copied beside it.
-
-    Args:
-        zero: folder of the parameters.
-        groups: shapes of the trained parameters by name, in the order of training's groups.
-        known: other names that may have a folder: tensors of the module that were not trained.
-        findings: gets one line per parameter that is absent, unknown or of another size.
+    Below ZeRO-3 a checkpoint holds each weight twice: as a full tensor in 16 bits, and partitioned
+    in fp32. A few elements of every tensor are compared, since sizes alone cannot reveal a wrong
+    order: DeepSpeed 0.19.8's own `ds_to_universal.py` mixes up the parameters of a run with
+    `round_robin_gradients`, and its output loads without an error.
     """
-    shapes = {name: shape for group in groups for name, shape in group.items()}
-    folders = {path.parent.name for path in weight_files(zero, f"*/{_FILE}")}
-    unknown = sorted(folders - set(shapes) - known)
-    findings += [f"zero/{name}: not a parameter of the model" for name in unknown]
-    tensors = {}
-    for name, shape in shapes.items():
-        if name not in folders or Path(name).name != name:
-            findings.append(f"{name}: no zero/{name}/{_FILE}")
-            continue
-        try:
-            tensors[name] = _parameter(zero / name / _FILE, shape)
-        except ArtifactError as error:
-            findings.append(error.message)
-    return tensors
+    findings = []
+    for name, tensor in weights.items():
+        ref = state.module.get(name)
+        if ref is None:
+            findings.append(f"{name}: trained, but not in the module")
+        elif casts(ref.dtype, "F32") and casts(tensor.dtype, "F32"):
+            finding = _difference(state.file, ref, tensor)
+            findings += [f"{name}: {finding}"] if finding else []
+    return findings
 
 
-def _parameter(path: Path, shape: tuple[int, ...]) -> FullTensor:
-    file = read_torch_file(path)
-    ref = file.content.get("param") if isinstance(file.content, dict) else file.content
-    if not isinstance(ref, TensorRef):
-        raise ArtifactError(f"{path}: holds no tensor")
-    if ref.shape != shape and ref.shape != (prod(shape),):
-        raise ArtifactError(f"{path}: shape {list(ref.shape)}, the model's is {list(shape)}")
-    if not is_float(ref.dtype):
-        raise ArtifactError(f"{path}: {ref.dtype} is not a float dtype")
-    return FullTensor(shape, ref.dtype, (file.extent(ref),))
+def _difference(file: TorchFile, ref: TensorRef, tensor: FullTensor) -> str:
+    """Return how the module's tensor differs from the trained one; "" if they agree."""
+    if ref.shape != tensor.shape or not ref.contiguous:
+        return (
+            f"shape {list(tensor.shape)}, in the module {list(ref.shape)} "
+            f"with strides {list(ref.stride)}"
+        )
+    if not ref.numel:
+        return ""
+    # Closed after each tensor: a universal checkpoint has one file per parameter.
+    with Reader(tensor.extents) as trained, Reader([file.extent(ref)]) as module:
+        for start in {0, max(0, ref.numel - SAMPLE)}:
+            count = min(SAMPLE, ref.numel - start)
+            fp32 = _values(trained, tensor.dtype, start, count)
+            module_values = _values(module, ref.dtype, start, count)
+            # NaN and infinity are ignored: other checks report values that are not finite.
+            with np.errstate(invalid="ignore"):
+                differs = np.abs(fp32 - module_values) > _STEP * np.abs(fp32) + _TINY
+            if differs.any():
+                return "its fp32 values are not those of the module"
+    return ""
+
+
+def _values(reader: Reader, dtype: str, start: int, count: int) -> NDArray[Any]:
+    """Read elements `[start, start + count)` as fp32."""
+    item = ITEM_BITS[dtype] // 8
+    return widened(reader.read(start * item, count * item), dtype)

@@ -1,4 +1,4 @@
-"""Locate every parameter in the ranks' flat fp32 groups.
+"""Locate every parameter: in the ranks' flat fp32 groups, or in a universal checkpoint.
 
 ZeRO-1 and 2 flatten a parameter group, pad it and cut it into equal partitions, one per rank: a
 parameter lies in one or two neighbouring partitions, sometimes more. ZeRO-3 partitions each
@@ -13,12 +13,16 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
+from pathlib import Path
 
 from tasks.core.errors import ArtifactError
 from tasks.weights.deepspeed.states import ModelState, OptimState, Shapes
 from tasks.weights.files.dtype_bits import is_float
+from tasks.weights.files.index import weight_files
 from tasks.weights.files.source import Extent, FullTensor
-from tasks.weights.pickled.tensors import TensorRef, TorchFile
+from tasks.weights.pickled.tensors import TensorRef, TorchFile, read_torch_file
+
+_FILE = "fp32.pt"
 
 
 class Flat:
@@ -52,10 +56,8 @@ def trainable(
 ) -> dict[str, FullTensor]:
     """Return the trained parameters, in fp32, in the order of training's groups.
 
-    Args:
-        groups: shapes by name, in the order in which they were flattened.
-        ranks: optimizer states of all ranks, in order.
-        findings: gets one line for everything that does not add up.
+    `groups` has shapes by name in the order in which they were flattened, `findings` gets one line
+    for everything that does not add up.
     """
     dtypes = {ref.dtype for rank in ranks for ref in rank.flat}
     if len(dtypes) != 1:
@@ -160,13 +162,7 @@ def frozen_fragments(models: Sequence[ModelState], findings: list[str]) -> dict[
 
 
 def stored(state: ModelState, names: Sequence[str], findings: list[str]) -> dict[str, FullTensor]:
-    """Return full tensors of one model state: buffers, and below ZeRO-3 frozen parameters.
-
-    Args:
-        state: the model state.
-        names: names of the tensors.
-        findings: gets one line for every tensor whose elements are not in order.
-    """
+    """Return full tensors of one model state: buffers, and below ZeRO-3 frozen parameters."""
     tensors = {}
     for name in names:
         ref = state.fragments.get(name) or state.module[name]
@@ -182,3 +178,41 @@ def stored(state: ModelState, names: Sequence[str], findings: list[str]) -> dict
 def _own(numel: int, share: int, rank: int) -> int:
     """Return the number of a parameter's elements in a rank's partition, without padding."""
     return max(0, min(share, numel - rank * share))
+
+
+def universal(
+    zero: Path, groups: Sequence[Shapes], known: frozenset[str], findings: list[str]
+) -> dict[str, FullTensor]:
+    """Find the trained parameters of a universal checkpoint: `zero/<parameter>/fp32.pt`.
+
+    `ds_to_universal.py` writes `{"param": tensor}` for ZeRO-1 and 2. For ZeRO-3 it writes the bare
+    flat tensor, whose shape is in the model states that were copied beside it.
+
+    `known` are other names that may have a folder: tensors of the module that were not trained.
+    """
+    shapes = {name: shape for group in groups for name, shape in group.items()}
+    folders = {path.parent.name for path in weight_files(zero, f"*/{_FILE}")}
+    unknown = sorted(folders - set(shapes) - known)
+    findings += [f"zero/{name}: not a parameter of the model" for name in unknown]
+    tensors = {}
+    for name, shape in shapes.items():
+        if name not in folders or Path(name).name != name:
+            findings.append(f"{name}: no zero/{name}/{_FILE}")
+            continue
+        try:
+            tensors[name] = _parameter(zero / name / _FILE, shape)
+        except ArtifactError as error:
+            findings.append(error.message)
+    return tensors
+
+
+def _parameter(path: Path, shape: tuple[int, ...]) -> FullTensor:
+    file = read_torch_file(path)
+    ref = file.content.get("param") if isinstance(file.content, dict) else file.content
+    if not isinstance(ref, TensorRef):
+        raise ArtifactError(f"{path}: holds no tensor")
+    if ref.shape != shape and ref.shape != (prod(shape),):
+        raise ArtifactError(f"{path}: shape {list(ref.shape)}, the model's is {list(shape)}")
+    if not is_float(ref.dtype):
+        raise ArtifactError(f"{path}: {ref.dtype} is not a float dtype")
+    return FullTensor(shape, ref.dtype, (file.extent(ref),))

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import ArtifactError, first_and_more
-from tasks.weights.deepspeed.partitioned import FullTensor
 from tasks.weights.files.names import parse_peft, unwrap
-from tasks.weights.files.source import Extent
+from tasks.weights.files.source import Extent, FullTensor
 from tasks.weights.pickled.archive import archive_at
 from tasks.weights.pickled.objects import Foreign, Global, PickleError
 from tasks.weights.pickled.tensors import DTYPES, TensorRef, is_shape, read_tensors

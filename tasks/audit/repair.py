@@ -16,7 +16,7 @@ from typing import Any
 from tasks.audit.check import CANNOT_GO_ON, Finding, errors_of, examine
 from tasks.audit.folder import Folder, Listing, Weights
 from tasks.audit.scan import differ
-from tasks.audit.source import CONFIG, Kind, Recognised, Source, open_source
+from tasks.audit.source import CONFIG, Recognised, Source, open_source
 from tasks.core.errors import ConfigError, ContractError, first_and_more
 from tasks.core.private import open_up
 from tasks.pipeline.artifact import SIGNATURE, Artifact, Origin, publish, staging
@@ -26,16 +26,12 @@ from tasks.weights.files.names import PEFT_PREFIX, unwrap
 from tasks.weights.files.reader import MANIFEST
 from tasks.weights.files.side_files import copy_side_file
 from tasks.weights.files.source import Renamed
-from tasks.weights.head_plans import write_value_head
 from tasks.weights.heads import WRAPPER as TRL_WRAPPER
-from tasks.weights.heads import Detected
 from tasks.weights.plan.layout import as_is
 from tasks.weights.plan.operations import Plan
 from tasks.weights.plan.validate import validate
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
-HEAD = "value_head"
-"""Subfolder of a head that was split off; no loader looks for weights in it."""
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _NOT_COPIED = (*_PICKLES, ".safetensors", ".index.json")
 _MAX_SHARD_BYTES = 5_000_000_000
@@ -53,7 +49,6 @@ class Draft:
         documents: JSON files to write, and templates as texts.
         done: descriptions of the changes, one line each.
         refused: reasons why something cannot be repaired, one line each.
-        head: a value head that is written to a separate folder; None for none.
     """
 
     source: Source
@@ -61,7 +56,6 @@ class Draft:
     documents: dict[str, Any] = field(default_factory=dict)
     done: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    head: Detected | None = None
 
     @property
     def tensors(self) -> Renamed:
@@ -72,11 +66,6 @@ class Draft:
         """Change fields of a JSON file."""
         before = self.documents.get(name, dict(self.source.config(name)))
         self.documents[name] = {**before, **changes}
-
-    def split_off(self, head: Detected) -> None:
-        """Write a value head to a folder of its own."""
-        self.head = head
-        self.done.append(f"the value head in {HEAD}/")
 
     def copied(self) -> list[str]:
         """Return the files to copy: all but the weights, and in subfolders all but pickles."""
@@ -102,11 +91,10 @@ class Draft:
         texts = {name: text for name, text in self.documents.items() if isinstance(text, str)}
         seen = folder.listing
         listing = Listing(files, seen.folders, {}, seen.unsafe)
-        kind = Kind.MODEL if self.head and before.kind is Kind.VALUE else before.kind
         return replace(
             self.source, values=False, planned=False,
             folder=Folder(folder.root, _documents=documents, _texts=texts, _listing=listing),
-            recognised=Recognised(kind, before.what, weights),
+            recognised=Recognised(before.kind, before.what, weights),
         )  # fmt: skip
 
 
@@ -291,9 +279,6 @@ def _write(draft: Draft, out: Path) -> Repaired:
         for name, document in draft.documents.items():
             text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
             (work / name).write_text(document if isinstance(document, str) else text, newline="")
-        if draft.head is not None:
-            (work / HEAD).mkdir(exist_ok=True)
-            write_value_head(draft.head, work / HEAD)
         base = draft.source.base
         root = base.folder.root if base is not None else None
         findings = examine(open_source(work, root, values=False))

@@ -8,7 +8,6 @@ from dataclasses import replace
 from tasks.audit.check import ERROR, INFO, WARNING, Fault, Severity, check, either
 from tasks.audit.checks.files import vllm_takes
 from tasks.audit.folder import open_weights
-from tasks.audit.repair import Draft
 from tasks.audit.source import ADAPTER_CONFIG, CONFIG, MODELS, Source
 from tasks.weights.files.source import Source as Tensors
 from tasks.weights.heads import (
@@ -97,7 +96,7 @@ def head_of_critic(source: Source) -> Iterator[Fault]:
     why="`There is no module or parameter named 'v_head'` in vLLM; transformers ignores it; tools "
     "that look for it in another place say `no v_head weight is found` and train on with a random "
     "head",
-    fix="split it off: {repair}",
+    fix="split it off: {deliver}",
     issues="LLaMA-Factory #7511, LLaMA-Factory #4379, LLaMA-Factory #8635",
 )  # fmt: skip
 def head_place(source: Source) -> Iterator[Fault]:
@@ -108,25 +107,14 @@ def head_place(source: Source) -> Iterator[Fault]:
     where, _, key = head.weight.partition(":") if head is not None else ("", "", "")
     if head is not None and head.dialect == "trl" and where == MODEL:
         text = "TRL's value head in the model"
-        yield Fault(text, "the language model alone", tensors=[key], repair=_split_head)
+        yield Fault(text, "the language model alone", tensors=[key])
     names = (*SIDE_FILES, MODELS[1]) if where == HEAD else SIDE_FILES
     for name in [name for name in names if name in source.folder.files][:1]:
         taken = source.is_model and vllm_takes(name, source.weights)
         yield Fault(
             "a value head beside the weights", "the head in a folder of its own", file=name,
-            severity=None if taken else WARNING, repair=_split_head,
+            severity=None if taken else WARNING,
         )  # fmt: skip
-
-
-def _split_head(draft: Draft) -> None:
-    """Take a value head out of the model. A faulty head is left to the checks."""
-    detected = detect(head_folder(draft.source))
-    head = detected.head
-    if head is None or detected.findings or head.dialect not in ("trl", "llamafactory"):
-        return
-    keys = {file_and_key.partition(":")[2] for file_and_key in head.sources}
-    draft.names = {new: old for new, old in draft.names.items() if old not in keys}
-    draft.split_off(detected)
 
 
 @check(

@@ -180,9 +180,6 @@ def bounded_memory(source: str) -> Iterator[None]:
     A lower limit of the system stays in force. Child processes inherit the limit, so code that uses
     CUDA must not run here: CUDA maps more than that.
 
-    Args:
-        source: the folder, for the error.
-
     Raises:
         ConfigError: the process needed more.
     """

@@ -47,12 +47,7 @@ def _memory() -> dict[str, str]:
 
 
 def job(composed: Composed, words: list[str]) -> NoReturn:
-    """Check a model, and let its server take the place of this process.
-
-    Args:
-        composed: the configuration.
-        words: for the server.
-    """
+    """Check a model, and let its server take the place of this process."""
     bootstrap(PROJECT, composed.runs)
     folder, version = named(composed)
     file = gguf_file(folder)

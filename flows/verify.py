@@ -85,9 +85,6 @@ def job(composed: Composed, words: list[str]) -> int:
 def ask(settings: Mapping[str, Any]) -> Question:
     """Find the server, the model and the reference.
 
-    Args:
-        settings: of the command.
-
     Raises:
         ConfigError: the details have a line for each mistake of the user, those that only the
             server can tell included.
@@ -256,9 +253,7 @@ def metrics(settings: Mapping[str, Any], report: Report | None, counts: Mapping[
     """Return the text for Prometheus.
 
     Args:
-        settings: of the command.
         report: the last report; None if the server did not answer.
-        counts: checks since the start, by verdict.
     """
     from prometheus_client import CollectorRegistry, Gauge, generate_latest
     from prometheus_client import Counter as Total

@@ -178,7 +178,6 @@ def smoke_stage(run: ChainRun, *, quantized: bool = False, **inputs: Artifact) -
     """Load the served model and compare it with the trained one and with the model before.
 
     Args:
-        run: the step.
         quantized: True if `served` is the quantised model, and `base` the one in 16 bits.
         inputs: artifacts `served`, `base` (the model before training), `data` and `reference` (the
             output of gather, with the trained model's fingerprint).

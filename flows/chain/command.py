@@ -70,8 +70,6 @@ def run_follower(composed: Composed, meeting: Meeting, urls: Mapping[str, str]) 
     """Lend the ranks of this node to node 0 until the run is done.
 
     Args:
-        composed: the configuration.
-        meeting: the nodes of the run.
         urls: see `urls_of`; the job of node 0 has no secrets.
 
     Returns:

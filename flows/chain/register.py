@@ -29,12 +29,6 @@ def register_served(
 ) -> None:
     """Apply the gate, register and push. Never cached: the registry may have been emptied since.
 
-    Args:
-        flow_run: the run.
-        served: the model to register.
-        registry: the model registry.
-        last: configuration of the last step.
-
     Raises:
         ContractError: the gate has not passed; the model is registered as a candidate.
     """
@@ -64,12 +58,7 @@ def register_served(
 
 
 def push_served(flow_run: FlowRun, served: Artifact) -> None:
-    """Push a model that has passed everything to the repository of `push`, if that is set.
-
-    Args:
-        flow_run: the run. A failure is a line of its summary: the model itself is complete.
-        served: the folder.
-    """
+    """Push a model that has passed everything to the repository of `push`, if that is set."""
     if (repo := flow_run.composed.settings["push"]) is None:
         return
     try:

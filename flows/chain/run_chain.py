@@ -64,7 +64,6 @@ def run_chain(prepared: Prepared, *, checked: bool = False) -> dict[str, Any]:
     """Run all steps to the end; with `plan=true` only log the plan.
 
     Args:
-        prepared: the composed run.
         checked: True if the command has checked it.
 
     Returns:

@@ -60,7 +60,6 @@ def chain_steps(composed: Composed, overrides: Sequence[str]) -> list[Step]:
     """Return the steps of a run, in order.
 
     Args:
-        composed: configuration of the run.
         overrides: all overrides of the command line, those of single steps included.
 
     Raises:

@@ -52,10 +52,6 @@ class Arguments:
 def read(words: Sequence[str], names: Vocabulary) -> Arguments:
     """Sort a command line.
 
-    Args:
-        words: the command line after the program's name.
-        names: settings and options of the program.
-
     Raises:
         ConfigError: a flag is unknown to Hydra, or a word is no override.
     """

@@ -139,7 +139,6 @@ def compose_config(
     Args:
         overrides: words of a command line, e.g. `["+exp=qlora", "train.lr=1e-4"]`.
         config_name: root file in `conf`, without its suffix.
-        conf: folder of configuration files.
 
     Raises:
         ConfigError: an unknown key, group or option, a wrong type, a missing value, an override
@@ -170,10 +169,7 @@ def refused(
     """Return an error with a suggestion, in place of the one that Hydra raised.
 
     Args:
-        error: Hydra's error.
-        overrides: the overrides that caused it.
         config_name: root file in `conf`, without its suffix.
-        conf: folder of configuration files.
     """
     names = vocabulary(config_name, conf_folders(overrides, conf))
 

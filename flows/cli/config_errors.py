@@ -32,9 +32,6 @@ def as_config_error(
     """Return an error with suggestions in place of Hydra's or OmegaConf's.
 
     Args:
-        error: the error of Hydra or OmegaConf.
-        overrides: overrides of the command line.
-        names: settings, groups and configuration files of the program.
         default: (key, wrong override) -> value of the key without that override.
     """
     sweep = "--multirun" in overrides or "-m" in overrides

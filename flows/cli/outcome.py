@@ -24,7 +24,6 @@ def exit_status(state: Any, runs: Path) -> int:
     """Print the summary of a flow run, or the error that ended it.
 
     Args:
-        state: Prefect's final state of the flow run.
         runs: `paths.runs`.
 
     Returns:

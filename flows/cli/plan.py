@@ -35,7 +35,6 @@ def check(steps: Sequence[Step], *, shown: bool = False) -> None:
     """Check all steps of a run and print the warnings.
 
     Args:
-        steps: the steps of the run.
         shown: True if a plan has just printed all findings; they are not printed again.
 
     Raises:

@@ -60,7 +60,6 @@ def find(versions: Sequence[Version], name: str) -> Version:
     """Return the registered version that a name means.
 
     Args:
-        versions: all registered versions.
         name: `models:/<model>/<number>` or `models:/<model>@<alias>`.
 
     Raises:

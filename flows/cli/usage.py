@@ -47,8 +47,6 @@ def full(names: Vocabulary, config: DictConfig, topics: Sequence[str] = ()) -> s
     """Return the whole help.
 
     Args:
-        names: of the program.
-        config: the values to show.
         topics: sections or keys; only their settings are shown. Empty for all.
     """
     settings = _settings(names, config, topics)
@@ -81,7 +79,6 @@ def experiment_lines(words: Sequence[str] = (), folders: Sequence[Path] = (CONF,
 
     Args:
         words: only experiments whose names contain all of them.
-        folders: folders of configuration files.
     """
     entries = [
         (f"+exp={name}", folder / EXPERIMENTS / f"{name}.yaml")

@@ -154,12 +154,7 @@ class Vocabulary:
         return {k: v for entry in entries for k, v in entry.items() if "hydra/" not in k}
 
     def suggest(self, name: str, value: str = VALUE) -> str:
-        """Return what to type instead of an unknown name; an empty string if nothing is similar.
-
-        Args:
-            name: the typed name: of a setting, another tool's setting, an experiment or a file.
-            value: the typed value.
-        """
+        """Return what to type instead of an unknown name; an empty string if nothing is similar."""
         bare = name.lstrip("-+~").replace("-", "_").replace("/", ".")
         parent, _, leaf = bare.rpartition(".")
         known = translate(self.program, bare, value) or translate(self.program, leaf, value)

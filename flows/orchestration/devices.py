@@ -35,7 +35,6 @@ def names(composed: Composed, needs: Needs) -> list[str]:
     """Return the devices that a stage of a run computes on.
 
     Args:
-        composed: the configuration.
         needs: devices of the stage: none, one, those of the ranks and the servers that they start,
             or those of the serving engine.
     """
@@ -52,11 +51,6 @@ def names(composed: Composed, needs: Needs) -> list[str]:
 @contextlib.contextmanager
 def reserve(composed: Composed, needs: Needs, patience: Patience) -> Iterator[None]:
     """Wait until a stage has its devices, and keep them while the block runs.
-
-    Args:
-        composed: the configuration.
-        needs: devices of the stage.
-        patience: how long to wait.
 
     Raises:
         BusyError: another run still uses one of them.

@@ -45,9 +45,6 @@ def reported(work: Callable[[], dict[str, Any]]) -> Any:
     Prefect's own message of a raised error is its first line, with a traceback in the logs. The
     report has the problems and what to type.
 
-    Args:
-        work: the body.
-
     Returns:
         The result. If an error of ours was raised: a failed state, which Prefect takes as the
         state of the flow run. Its message is the report, its data the error.
@@ -87,8 +84,6 @@ def start(
 
     Args:
         module: module and name of the flow: `flows.rlhf:rlhf`.
-        composed: the configuration.
-        overrides: the words of the command line.
         held: lock of `paths.runs`.
         body: called in place of the flow's own body, which would read and check everything again.
 

@@ -68,13 +68,7 @@ class Host:
 
 
 def in_this_process(run_id: str, log: Any, patience: Patience = FOREVER) -> Host:
-    """Return a host without Prefect: stages are called directly.
-
-    Args:
-        run_id: id of this run.
-        log: logger of the flow.
-        patience: how long to wait for other runs.
-    """
+    """Return a host without Prefect: stages are called directly."""
 
     def call(
         name: str, work: Callable[[Any], StageResult], inputs: Mapping[str, Artifact]
@@ -158,13 +152,7 @@ class FlowRun:
         """Create the folder for logs, and remove the staging folders of dead runs.
 
         Args:
-            flow: name of the flow.
-            composed: the configuration.
-            host: what the flow runs in.
-            tracker: records the flow and its stages.
-            exp: the chosen experiment, if there is one.
             overrides: what was typed after the command, without passwords; empty if unknown.
-            stages: number of stages that will run.
         """
         store = composed.runs / "artifacts"
         run_id = f"{datetime.now():%Y%m%d-%H%M%S}-{host.run_id[:8]}"
@@ -204,7 +192,6 @@ class FlowRun:
         """Run the stages inside a tracked run; write the summary however they end.
 
         Args:
-            title: title of the tracked run.
             stages: runs the stages with `mechanism`, and adds to `summary`.
 
         Returns:

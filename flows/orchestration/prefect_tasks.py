@@ -54,9 +54,7 @@ class PrefectTasks:
         """Run one stage.
 
         Args:
-            name: name of the stage.
             work: work of the stage; gets the logger of its task run.
-            inputs: the artifacts that it reads, by role.
         """
         state = self._run(name, work, inputs)
         result: StageResult = state.result()
@@ -73,12 +71,7 @@ class PrefectTasks:
 
 
 def in_prefect(name: str, patience: Patience = FOREVER) -> Host:
-    """Return the host of the current Prefect flow run.
-
-    Args:
-        name: name of the flow.
-        patience: how long to wait for other runs.
-    """
+    """Return the host of the current Prefect flow run."""
 
     def record(what: str, create: Callable[[], object]) -> None:
         try:

@@ -33,9 +33,6 @@ class Screen:
     """The live line of a run, a context manager; does nothing where standard error is no terminal.
 
     Log lines go above it.
-
-    Args:
-        stages: number of stages of the run.
     """
 
     def __init__(self, stages: int) -> None:

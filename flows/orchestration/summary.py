@@ -80,8 +80,6 @@ class Summary:
 
         Args:
             runs: `paths.runs`.
-            run_id: name of the run's folder.
-            texts: further files to write, by name.
 
         Returns:
             Path of summary.json.

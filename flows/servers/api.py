@@ -61,9 +61,7 @@ class Api:
         """Send a request.
 
         Args:
-            method: HTTP method.
             path: appended to the URL.
-            body: sent as JSON.
 
         Returns:
             The JSON answer, or the text if it is no JSON; None if the object does not exist (404).

@@ -66,7 +66,6 @@ def prefect_server(
 
     Args:
         runs: `paths.runs`.
-        held: lock of the folder.
         meanwhile: called while the server starts, for other work that takes seconds.
 
     Raises:

@@ -20,7 +20,6 @@ def settle(api: Api, since: str, limit_s: float) -> bool:
     same states.
 
     Args:
-        api: API of the server.
         since: ISO time. Flow runs that started earlier are ignored, and so are unfinished ones,
             which belong to other processes.
         limit_s: time limit in seconds.
@@ -49,7 +48,6 @@ def bury_the_dead(api: Api, *, of_deployments: bool = False) -> int:
     Call it only while no other process can have such a flow run on this server.
 
     Args:
-        api: API of the server.
         of_deployments: only flow runs of deployments, which a worker has started, and their tasks.
 
     Returns:

@@ -47,12 +47,7 @@ class Record:
 
 
 def record_of(name: str, home: Path) -> Record | None:
-    """Return the record of a running service; None if it does not run.
-
-    Args:
-        name: name of the service.
-        home: folder of the records.
-    """
+    """Return the record of a running service; None if it does not run."""
     try:
         record = Record(**json.loads(record_path(name, home).read_text()))
     except (FileNotFoundError, PermissionError):  # another user's are not for us
@@ -138,7 +133,6 @@ def pages(runs: Path, project: Path, known: Mapping[str, str]) -> str:
 
     Args:
         runs: `paths.runs`.
-        project: the checkout.
         known: pages of the run itself; empty for those that list all runs.
     """
     if known:

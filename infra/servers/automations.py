@@ -28,9 +28,6 @@ HEADERS = {"Content-Type": "application/json"}
 def apply(prefect: Api) -> str:
     """Make the alarm of a server as the environment wants it. A paused alarm stays paused.
 
-    Args:
-        prefect: the server.
-
     Returns:
         One line about the alarm, without its URL, which may have a secret in it.
 

@@ -47,11 +47,6 @@ class Daemon:
 def start(daemon: Daemon, home: Path, cwd: Path) -> Record:
     """Start a daemon if it does not run yet, without waiting until it is ready.
 
-    Args:
-        daemon: the daemon.
-        home: folder of records and logs.
-        cwd: working directory of the process.
-
     Raises:
         BusyError: another process listens on the port, or the daemon runs on another port.
     """

@@ -38,11 +38,6 @@ def make_pool(prefect: Api) -> None:
 def register(prefect: Api, home: Path, env: Mapping[str, str]) -> list[str]:
     """Register all deployments; what was paused on the server stays paused.
 
-    Args:
-        prefect: the server.
-        home: folder of the services, for the file that Prefect's command reads.
-        env: environment of Prefect's command.
-
     Returns:
         One line for each deployment, and the command that starts a run of the first one.
 

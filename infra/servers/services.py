@@ -38,7 +38,7 @@ from infra.servers.automations import apply
 from infra.servers.daemon import Daemon, start, stop, wait_ready
 from infra.servers.deployments import POOL, PROJECT, make_pool, register, tool
 from tasks.core.errors import PlumblineError
-from tasks.core.private import close_records, stay_private
+from tasks.core.private import stay_private
 
 # Started in this order and stopped in reverse, so that the worker always has its server.
 NAMES = ("prefect", "mlflow", "worker")
@@ -176,7 +176,6 @@ class Services:
         return [*lines, *self._pages()]
 
     def _start(self) -> None:
-        close_records(self.runs)
         if record_of("prefect", self.home) is None:
             self._write_login()
             databases.remember(self.home)

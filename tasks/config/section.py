@@ -38,7 +38,6 @@ def read_section(kind: type[T], values: Mapping[str, Any], name: str) -> T:
     Args:
         kind: the dataclass; fields that are dataclasses are read likewise.
         values: by field; lists become tuples.
-        name: of the section, for messages.
 
     Raises:
         ConfigError: the section has no such key.

@@ -109,10 +109,6 @@ def judge(expected: Iterable[Expected], tensors: Mapping[str, TensorLike]) -> li
 
     A tensor that the contract does not have is a failed check, too.
 
-    Args:
-        expected: the contract.
-        tensors: tensors of the artifact by name.
-
     Returns:
         One check for each expected tensor and for each unexpected one.
     """
@@ -138,8 +134,6 @@ def require(checks: Iterable[Check], *, stage: str, hint: str = "") -> None:
     """Raise one `ContractError` that lists every failed check.
 
     Args:
-        checks: checks with their verdicts.
-        stage: name of the stage that made the artifact.
         hint: advice of the error; "" for that of the first failed check that has one.
 
     Raises:

@@ -33,9 +33,6 @@ class PlumblineError(Exception):
     """Base class of all errors that Plumbline raises on purpose.
 
     Args:
-        message: one line: what is wrong and where.
-        details: further lines (findings, the last lines of a child process).
-        hint: what to do or type next.
         code: kind of the problem, for programs; "" if nobody tells it from others.
     """
 
@@ -126,7 +123,6 @@ class StageProcessError(PlumblineError):
     """A child process failed.
 
     Args:
-        stage: stage that started the process.
         returncode: exit status; negative for a signal, None if unknown.
         tail: last lines of its output, oldest first.
         reason: "exit", "timeout" or "cancelled".
@@ -149,8 +145,6 @@ class TimeLimitError(PlumblineError):
     """A stage took longer than its setting allows.
 
     Args:
-        stage: name of the stage.
-        setting: setting with the limit.
         seconds: the limit.
     """
 
@@ -165,7 +159,6 @@ class Coded(str):
     """A line of an error's details that has a code of its own.
 
     Args:
-        text: the line.
         code: kind of the problem; see `PlumblineError`.
     """
 

@@ -35,7 +35,6 @@ def emit(event: str, /, **fields: Any) -> None:
     """Write one event to standard output.
 
     Args:
-        event: name of the event.
         fields: plain JSON values; NaN and infinities are allowed.
     """
     sys.stdout.write(PREFIX + json.dumps({"event": event, **fields}) + "\n")
@@ -70,7 +69,6 @@ def rewind(folder: Path, step: int, source: Path | None = None) -> list[dict[str
     """Keep the events up to a step, and forget later ones: the run goes on from there.
 
     Args:
-        folder: folder of the run's checkpoints.
         step: steps of the checkpoint; 0 to forget all events.
         source: folder of the checkpoints that the run is resumed from; None for `folder`.
 

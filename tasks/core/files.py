@@ -37,12 +37,7 @@ def meant(path: Path) -> str:
 
 
 def link_problem(path: Path, root: Path) -> str:
-    """Return the reason why a path of a folder must not be followed; "" if it may be.
-
-    Args:
-        path: an entry of the folder, or of one of its subfolders.
-        root: the folder.
-    """
+    """Return the reason why a path of a folder must not be followed; "" if it may be."""
     try:
         real = path.resolve(strict=True)
     except (OSError, RuntimeError) as error:  # a RuntimeError for links in a circle

@@ -23,7 +23,6 @@ def hub_config(
     Args:
         hub_id: `owner/name`.
         revision: branch, tag or commit; None for the main branch.
-        name: of the file.
 
     Returns:
         The contents and "", or {} and a reason with what to type.

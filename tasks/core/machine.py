@@ -140,7 +140,6 @@ def visible(devices: Sequence[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
     that is named twice empties it. A process sees at most one MIG instance.
 
     Args:
-        devices: all devices of the machine.
         wanted: value of the variable; None if it is not set.
     """
     if wanted is None:
@@ -242,10 +241,6 @@ def measured_on(device: Any, attention: str) -> dict[str, str]:
     """Return the hardware and library versions that decide how a model's sums are rounded.
 
     Two measurements with equal values give bit-identical numbers.
-
-    Args:
-        device: torch device that computes.
-        attention: transformers' name of the attention implementation.
     """
     name = _cpu()
     if device.type == "cuda":
@@ -336,11 +331,7 @@ def available_memory() -> int:
 
 
 def left_in_container(root: Path) -> int | None:
-    """Return the bytes of memory that a control group may still use; None if it has no limit.
-
-    Args:
-        root: mount point of the control group's files.
-    """
+    """Return the bytes of memory that a control group may still use; None if it has no limit."""
     for limit, usage, stat, droppable in _NAMES:
         if not (root / limit).is_file():
             continue

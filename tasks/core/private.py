@@ -7,39 +7,18 @@ would give it (`open_up`).
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 
 UMASK = "PLUMBLINE_UMASK"
 """Variable with the umask of the user, octal, for child processes and the worker of `make up`."""
 _PRIVATE = 0o077
-_RECORDS = (
-    "prefect", "mlflow", "logs", "reports", "services", "tensorboard", "checkpoints", "cache",
-    "hydra", "nodes",
-)  # fmt: skip
-"""Folders of `paths.runs`; `artifacts` is not among them: a user may have opened what is served."""
-_DATABASES = ("prefect/*.db*", "mlflow/*.db*")
 
 
 def stay_private() -> None:
     """Let new files and folders of this process and its children be readable by the owner only."""
     users = os.umask(_PRIVATE)
     os.environ.setdefault(UMASK, f"{users:03o}")
-
-
-def close_records(runs: Path) -> None:
-    """Take the records that an earlier version left readable away from other users.
-
-    Args:
-        runs: `paths.runs`.
-    """
-    databases = [path for pattern in _DATABASES for path in runs.glob(pattern)]
-    for path in (*(runs / name for name in _RECORDS), *databases):
-        with contextlib.suppress(OSError):  # not there, or another user's
-            mode = path.stat().st_mode & 0o7777
-            if mode & _PRIVATE:
-                path.chmod(mode & ~_PRIVATE)
 
 
 def open_up(root: Path) -> None:

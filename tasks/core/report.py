@@ -89,9 +89,6 @@ def junit(suite: str, group: str, rows: Sequence[Row], seconds: float, error: st
     """Return JUnit XML: one test case for each row, "unknown" as skipped.
 
     Args:
-        suite: name of the test suite.
-        group: class name of the test cases.
-        rows: the rows.
         seconds: wall-clock time.
         error: a verdict that is neither a success nor in a row: a test case of its own.
     """

@@ -146,7 +146,6 @@ def inventory(
     rest.
 
     Args:
-        root: the directory.
         known: hashes by (file, tensor); these tensors are not read.
         function: hash function; a key of `HASHES`.
     """
@@ -221,10 +220,6 @@ def intact(artifact: Artifact, seen: Path) -> list[str]:
 
     A record of each verified artifact has size, mtime, ctime and inode of its files. Restoring the
     mtime of an altered file does not hide it, since its ctime has changed.
-
-    Args:
-        artifact: the artifact.
-        seen: folder of the records.
 
     Returns:
         One text per difference; empty if the artifact is unchanged.

@@ -28,7 +28,6 @@ from typing import Any, TypeVar
 import psutil
 
 from tasks.core.errors import BusyError
-from tasks.core.private import close_records
 from tasks.core.redaction import redact
 
 T = TypeVar("T")
@@ -102,7 +101,6 @@ def hold(runs: Path, patience: Patience = AT_ONCE, *, alone: bool = False) -> It
 
     Args:
         runs: `paths.runs`; created if it does not exist.
-        patience: how long to wait.
         alone: True to wait until no other process is in the folder. Otherwise the lock is shared,
             and the first process to come is alone until it calls `share`.
 
@@ -123,7 +121,6 @@ def hold(runs: Path, patience: Patience = AT_ONCE, *, alone: bool = False) -> It
             os.ftruncate(handle, 0)
         os.write(handle, (json.dumps(_ourselves()) + "\n").encode())
         _held[runs] = Hold(kind == fcntl.LOCK_EX, runs, handle)
-        close_records(runs)
         try:
             yield _held[runs]
         finally:
@@ -140,7 +137,6 @@ def share(final: Path, patience: Patience) -> None:
 
     Args:
         final: the artifact's folder, which need not exist.
-        patience: how long to wait.
 
     Raises:
         BusyError: another run still makes it.
@@ -194,8 +190,6 @@ def devices(runs: Path, names: Iterable[str], patience: Patience) -> Iterator[No
 
     Args:
         runs: `paths.runs`.
-        names: names of the devices.
-        patience: how long to wait.
 
     Raises:
         BusyError: another run still uses one of them.

@@ -75,12 +75,7 @@ class Plan:
 
 
 def needed(stored: Sequence[Stored], roots: Mapping[Path, str]) -> dict[Path, str]:
-    """Return the artifacts that must stay, with the reason of the root that needs them.
-
-    Args:
-        stored: all artifacts.
-        roots: artifacts that must stay, by path. The reason that comes first is kept.
-    """
+    """Return the artifacts that must stay, with the reason of the root that needs them."""
     by_path = {each.path: each for each in stored}
     by_digest: dict[str, list[Stored]] = {}
     reports: dict[str, list[Stored]] = {}
@@ -107,7 +102,6 @@ def since(starts: Iterable[float], now: float, keep: int | None, days: float | N
 
     Args:
         starts: start of each run.
-        now: the current time.
         keep: number of the newest runs to keep; None for no such limit.
         days: everything of so many days is kept; None for no such limit.
     """
@@ -134,7 +128,6 @@ def plan(
 
     Args:
         runs: `paths.runs`.
-        registered: path and digest of every registered version.
         tracking_uri: MLflow that listed them. A model that a run has registered elsewhere is kept;
             empty if no MLflow was asked.
         now: the current time, in seconds since the epoch.

@@ -128,7 +128,6 @@ def require_published(folder: Path, digest: str | None, public_key: Path | None 
     """Read every byte of a served folder, and compare it with what was published.
 
     Args:
-        folder: the folder.
         digest: digest that was registered; None for that of its own manifest.
         public_key: key that has to have signed it; None for any or none.
 
@@ -161,10 +160,6 @@ def require_published(folder: Path, digest: str | None, public_key: Path | None 
 
 def faults(folder: Path, public_key: Path) -> list[Fault]:
     """Compare a folder with its signature; every byte is read.
-
-    Args:
-        folder: the signed folder.
-        public_key: PEM file of the signer's public key.
 
     Returns:
         The differences, sorted by file; empty if there are none.

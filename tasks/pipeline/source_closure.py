@@ -31,7 +31,6 @@ def closure(
     Args:
         modules: dotted names to start from, e.g. `tasks.merge`.
         without: packages that the code names but this run never starts; they do not count.
-        project: folder of the packages.
 
     Raises:
         PlumblineError: `modules` names no module of the project.

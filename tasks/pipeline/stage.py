@@ -84,12 +84,7 @@ class Stage:
         return {name: _version(name) for name in self.stack}
 
     def key(self, config: Mapping[str, Any], inputs: Mapping[str, Artifact]) -> str:
-        """Return the key, which names the artifact's folder: 20 hexadecimal digits.
-
-        Args:
-            config: plain JSON values.
-            inputs: input artifacts by role.
-        """
+        """Return the key, which names the artifact's folder: 20 hexadecimal digits."""
         parts = [
             self.name,
             self.kind,
@@ -164,7 +159,6 @@ class Mechanism:
         """Run one stage, or reuse what it published before.
 
         Args:
-            stage: the stage's identity.
             function: called as `function(out, **{role: path}, **config, **context, log=...)`.
             inputs: input artifacts by role; the function gets their paths.
             config: arguments that change the result, and are part of the key: plain JSON values, or

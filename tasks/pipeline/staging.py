@@ -52,11 +52,7 @@ def sweep(root: Path) -> list[Path]:
 
 
 def abandoned(root: Path) -> Iterator[Path]:
-    """Yield staging directories whose process is gone; each is locked while it is yielded.
-
-    Args:
-        root: folder of the artifacts.
-    """
+    """Yield staging directories whose process is gone; each is locked while it is yielded."""
     for work in root.glob("*/.*.tmp"):
         try:
             handle = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -79,9 +79,6 @@ def register_version(
     cache registers nothing.
 
     Args:
-        client: MLflow's client.
-        model: the served folder.
-        write: writes a new version with these tags, and returns its number.
         promote: True to let `champion` name the version.
     """
     name = model.name

@@ -43,7 +43,6 @@ class Server:
     """MLflow at a tracking URI.
 
     Args:
-        uri: MLflow tracking URI.
         artifact_root: folder for logged files if `uri` is a database; None for a server.
     """
 
@@ -164,9 +163,6 @@ class Server:
         and with a server. A version with the same path and digest is reused.
 
         Args:
-            model: the served folder.
-            run_id: MLflow's id of the run that made it.
-            experiment: name of the experiment.
             promote: True to let `champion` name the version.
 
         Raises:

@@ -40,9 +40,7 @@ class Outbox:
     """Journal of one flow, and the thread that delivers it and those of dead flows.
 
     Args:
-        folder: folder of the journals.
         server: the server without its password, for messages and for the next flow.
-        send: sends the records of one run.
     """
 
     def __init__(self, folder: Path, server: str, send: Send) -> None:
@@ -64,13 +62,7 @@ class Outbox:
             self._journal.append(record)
 
     def put_file(self, run: str, name: str, write: Callable[[Path], object]) -> None:
-        """Add a file to upload.
-
-        Args:
-            run: our id of the run.
-            name: path of the file among the run's artifacts.
-            write: writes the file to a path.
-        """
+        """Add a file to upload."""
         with self._no_space():
             path = self._journal.new_file(Path(name).name)
             write(path)

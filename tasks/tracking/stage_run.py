@@ -45,10 +45,7 @@ class StageRun:
     """MLflow run of one stage, a `StageRecord`.
 
     Args:
-        outbox: journal of the flow.
-        local_id: our id of the run.
         event_file: TensorBoard's event file; None for none.
-        datasets: gets the records of datasets that the stage makes, by digest.
     """
 
     def __init__(
@@ -98,7 +95,6 @@ class StageRun:
         """Log a dataset of this flow as an input; other digests are none.
 
         Args:
-            digest: digest of an artifact.
             context: what it is read for, "training" or "evaluation".
         """
         if digest in self._datasets:

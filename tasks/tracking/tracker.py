@@ -50,7 +50,6 @@ class Tracker:
     """MLflow runs of one flow, a `FlowTracker`: a parent run, and a child run per stage.
 
     Args:
-        uri: MLflow tracking URI.
         experiment: name of the experiment; created if it does not exist.
         artifact_root: folder for logged files if `uri` is a database; None for a server.
         outbox: folder for records that MLflow has not got yet.
@@ -92,12 +91,6 @@ class Tracker:
         """Open the parent run while the block runs; it ends as FAILED or KILLED if that raises.
 
         What dead flows have left in the outbox is delivered, and their runs end as KILLED.
-
-        Args:
-            name: name of the run.
-            config: settings, logged as parameters.
-            text: the settings as YAML.
-            tags: tags of the run.
         """
         self._outbox = Outbox(self._folder, redact(self.uri), self._server.send)
         limit_s = _DELIVER_S
@@ -155,7 +148,6 @@ class Tracker:
         """Register a served folder as a model version. The version trained last is `candidate`.
 
         Args:
-            model: the served folder.
             promote: True to let `champion` name the version.
 
         Raises:

@@ -37,7 +37,6 @@ def findings(
     """Return every problem of a run on this machine.
 
     Args:
-        values: the resolved configuration.
         runs: `paths.runs`, which may not exist yet.
         rank: memory of a rank; None if it is not known.
         rewarded: True if an earlier step of the chain trains the reward model.

@@ -67,10 +67,7 @@ def readable(
     """Read the first rows of a file; a mistake in them is a finding.
 
     Args:
-        key: setting that names the file.
-        path: the file.
         section: section `data`, with what its source says.
-        kind: of the rows that the objective needs.
         control: control tokens of the model; None looks for none.
         answered: True if a prompt needs an answer.
     """

@@ -52,7 +52,6 @@ def device(
 
     Args:
         wanted: `train.device`.
-        nproc: ranks of this node.
         parameters: of the base; 0 if they are not known.
         embedded: True for the embedded model, which is made for CPUs: a warning is enough.
     """
@@ -156,7 +155,6 @@ def checkpoints(parameters: int, *, most: int, most_gb: float | None) -> int:
     best and the newest checkpoint may exist beside those that the limits count.
 
     Args:
-        parameters: of the model.
         most: `train.max_ckpt_num`; 0 means any number, of which four are counted.
         most_gb: `train.max_ckpt_gb`, in 10^9 bytes.
     """

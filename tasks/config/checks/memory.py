@@ -152,11 +152,9 @@ def fits(what: str, available: int, states: int, total: int, less: str) -> Itera
     """Compare memory with what is available, in bytes.
 
     Args:
-        what: name of the memory.
         available: free memory, without swap.
         states: libraries, weights, gradients, optimizer: always needed.
         total: upper bound, if every sample is `train.max_len` long; a lack of that is a warning.
-        less: settings that need less.
     """
     value = f"{available / GIB:.1f} GiB available"
     if available < states:
@@ -214,8 +212,6 @@ def shareable(
     """Check that processes can share a model (vLLM 0.32, `verify_with_parallel_config`).
 
     Args:
-        key: the setting with the number of processes.
-        processes: its value.
         config: contents of `config.json`.
         gpus: number of visible GPUs, if each process needs one of its own.
     """
@@ -245,7 +241,6 @@ def engine_memory(
 
     Args:
         config: contents of the base's `config.json`.
-        settings: the resolved configuration.
         gpu_bytes: the GPU's memory; None for a CPU.
 
     Raises:
@@ -301,7 +296,6 @@ def memory_of(settings: Mapping[str, Any], *, rewarded: bool = False) -> RankMem
     """Return the memory of a rank of a run; None if a model's dimensions are not known.
 
     Args:
-        settings: the resolved configuration.
         rewarded: True if an earlier step of the chain trains the reward model, on the same base.
     """
     known, _ = look_at(settings["model"])
@@ -339,8 +333,6 @@ def rank_memory(
     """Add up the memory of a rank of a run.
 
     Args:
-        config: contents of the base's config.json.
-        training: settings of the training.
         gpu: bytes of each rank's GPU; None on a CPU.
         reward: contents of the reward model's config.json; None without one.
 

@@ -232,7 +232,6 @@ def shared_rows(train: Mapping[str, Any], attn_implementation: str, known: Known
     """Refuse rows divided over ranks (Ulysses) where ranks, heads or attention do not allow it.
 
     Args:
-        train: the section.
         attn_implementation: `model.attn_implementation`.
         known: facts about the base model.
     """

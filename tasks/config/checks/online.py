@@ -70,7 +70,6 @@ def sources(
     """Check that there is a reward source whose weight is not 0.
 
     Args:
-        reward: the section.
         rewarded: True if an earlier step of the chain trains the reward model.
         played: True if an environment gives rewards too.
     """

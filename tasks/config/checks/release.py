@@ -74,7 +74,6 @@ def quantizing(
         config: contents of the model's config.json; empty if unknown.
         is_reward: True for a reward model.
         engine: `smoke.engine`.
-        environment: interpreter that runs llm-compressor.
     """
     scheme, text = convert["quantize"], config.get("text_config") or config
     if scheme == "none":
@@ -133,11 +132,7 @@ def _in_4_bits(
 
 
 def conditions(settings: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding for each condition of the gate that this run cannot judge.
-
-    Args:
-        settings: configuration of the step whose model is registered.
-    """
+    """Yield a finding for each condition of the gate that this run cannot judge."""
     names, stated = names_for(run_kinds(settings)), settings["gate"]["conditions"] or {}
     tasks = []
     for task in settings["eval"]["lm_eval"]:

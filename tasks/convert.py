@@ -41,8 +41,8 @@ from tasks.weights.files.reader import (
 from tasks.weights.files.side_files import copy_side_file
 from tasks.weights.head_plans import reward_config
 from tasks.weights.heads import Normalisation
-from tasks.weights.plan.contracts import ModelFacts, model_facts
-from tasks.weights.plan.layout import as_is, with_output
+from tasks.weights.model import Model, model_facts
+from tasks.weights.plan import as_is, with_output
 from tasks.weights.tokens.tokenizer import TokenizerFacts, read_tokenizer
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
@@ -136,7 +136,7 @@ class PlannedConversion(Planned):
     """
 
     weights: Path
-    facts: ModelFacts
+    facts: Model
     serving: ServingConfig
     tokenizer: Sequence[Path]
     judged: bool

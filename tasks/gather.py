@@ -33,14 +33,15 @@ from tasks.evaluation.trained_artifact import Trained, write_json
 from tasks.pipeline.report import StageReport
 from tasks.weights.execute.verdicts import gathered
 from tasks.weights.execute.worker import Perform, perform
-from tasks.weights.families.gathering import plan_full
 from tasks.weights.files.names import rename_all
 from tasks.weights.files.reader import ADAPTER, WEIGHTS, read_checkpoint, read_json
 from tasks.weights.files.source import Renamed, Source
+from tasks.weights.gather import plan_full
 from tasks.weights.head_plans import reward_base
-from tasks.weights.plan.contracts import adapter_contract, model_facts
-from tasks.weights.plan.operations import Op, Plan
-from tasks.weights.plan.partitions import Partitions, read_partitions
+from tasks.weights.lora import adapter_contract
+from tasks.weights.model import model_facts
+from tasks.weights.plan import Op, Plan
+from tasks.weights.shards import Partitions, read_partitions
 from tasks.witness.plumbline_witness.prints import BASE as WITHOUT_ADAPTER
 from tasks.witness.plumbline_witness.prints import FINGERPRINT
 

@@ -19,9 +19,6 @@ from tasks.evaluation.planned import Explain, Measuring, Planned
 from tasks.evaluation.scoring import ModelRef, Score
 from tasks.evaluation.trained_artifact import CONFIG, Trained, write_json
 from tasks.pipeline.report import StageReport
-from tasks.weights.adapters.changes import changes
-from tasks.weights.adapters.read import Adapter, read_adapter
-from tasks.weights.adapters.values import require_values
 from tasks.weights.execute.verdicts import (
     kept_checks,
     merge_metrics,
@@ -32,13 +29,13 @@ from tasks.weights.execute.verdicts import (
 )
 from tasks.weights.execute.worker import Perform, perform
 from tasks.weights.execute.writer import parse_size
-from tasks.weights.families.merging import MergeSettings, merged_config, plan_merge
 from tasks.weights.files.reader import DTYPE_NAMES, check_dtype, read_json
 from tasks.weights.files.source import Source
 from tasks.weights.head_plans import merged_reward
-from tasks.weights.plan.contracts import ModelFacts, model_facts
-from tasks.weights.plan.layout import with_output
-from tasks.weights.plan.operations import Plan
+from tasks.weights.lora import Adapter, changes, read_adapter, require_values
+from tasks.weights.merge import MergeSettings, merged_config, plan_merge
+from tasks.weights.model import Model, model_facts
+from tasks.weights.plan import Plan, with_output
 from tasks.weights.proof import recomputed_check
 from tasks.weights.quantized.config_fields import is_packed, stored
 from tasks.weights.quantized.nf4 import check_quantization
@@ -231,7 +228,7 @@ def _plan(
 def plan_adapters(
     adapters: Sequence[tuple[Adapter, float]],
     base: Source,
-    facts: ModelFacts,
+    facts: Model,
     config: Mapping[str, Any],
     settings: MergeSettings,
 ) -> tuple[Plan, dict[str, Any]]:
@@ -251,7 +248,7 @@ def plan_adapters(
         ContractError: the adapters do not fit the base; the error has all findings.
     """
     opened = [adapter for adapter, _ in adapters]
-    changed = changes(adapters, facts.live)
+    changed = changes(adapters, facts)
     headers = {
         f"{adapter.name}:{key}": info
         for adapter in opened
@@ -262,7 +259,7 @@ def plan_adapters(
     return plan, merged_config(config, plan)
 
 
-def _settings(facts: ModelFacts, source: Trained, base: Base, mode: str) -> MergeSettings:
+def _settings(facts: Model, source: Trained, base: Base, mode: str) -> MergeSettings:
     """Return the settings that dequantise the base; a packed base needs none."""
     if source.quantization is None or isinstance(base, PackedCheckpoint):
         return MergeSettings()

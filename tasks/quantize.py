@@ -40,8 +40,8 @@ from tasks.weights.execute.verdicts import values_read
 from tasks.weights.execute.worker import write
 from tasks.weights.execute.writer import parse_size
 from tasks.weights.files.reader import WEIGHTS, Checkpoint, read_checkpoint, read_json
-from tasks.weights.plan.contracts import ModelFacts, model_facts
-from tasks.weights.plan.layout import as_is
+from tasks.weights.model import Model, model_facts
+from tasks.weights.plan import as_is
 from tasks.weights.quantized import gptq
 from tasks.weights.quantized.quantize import (
     GGUF,
@@ -251,7 +251,7 @@ def _by_gptq(out: Path, job: dict[str, Any], log: Log, log_path: Path) -> dict[s
     return config
 
 
-def _untouched(out: Path, source: Checkpoint, facts: ModelFacts) -> Iterator[Check]:
+def _untouched(out: Path, source: Checkpoint, facts: Model) -> Iterator[Check]:
     """Yield a verdict on each tensor that is not quantised: its bytes are those of the source."""
     made, known = _hashes(out), source.hashes or _hashes(source.root)
     for name in sorted(set(made) & set(known) - set(facts.quantized)):

@@ -15,14 +15,14 @@ from typing import Any
 
 from tasks.pipeline.report import StageReport
 from tasks.process.output import Log
-from tasks.weights.adapters.changes import Changes
 from tasks.weights.execute.worker import Perform, write
-from tasks.weights.families.merging import MergeSettings, plan_merge
 from tasks.weights.files.folder import inspect_checkpoint
 from tasks.weights.files.reader import DTYPE_NAMES, read_json
 from tasks.weights.files.side_files import copy_side_file
-from tasks.weights.plan.contracts import model_facts
-from tasks.weights.plan.layout import with_output
+from tasks.weights.lora import Changes
+from tasks.weights.merge import MergeSettings, plan_merge
+from tasks.weights.model import model_facts
+from tasks.weights.plan import with_output
 from tasks.weights.quantized.config_fields import without_quantization
 from tasks.weights.quantized.nf4 import check_quantization
 from tasks.weights.quantized.source import PackedCheckpoint, decoding, read_base

@@ -150,7 +150,7 @@ def weights(ask: Ask) -> None:
     from tasks.rl.rollout.merged import merged_tensors
     from tasks.serving.vllm.colocation import Colocation, Sampling
     from tasks.serving.vllm.rollouts import Colocated
-    from tasks.weights.plan.contracts import model_facts
+    from tasks.weights.model import model_facts
 
     engine, job, _, how = _policy(ask)
     facts = model_facts(job.base, job.settings.dtype)

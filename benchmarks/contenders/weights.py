@@ -20,8 +20,7 @@ SHARD = 5 * 10**9
 
 def merge(base: Path, adapter: Path, out: Path) -> None:
     """Merge a PEFT adapter into its base, our way."""
-    from tasks.weights.adapters.read import read_adapter
-    from tasks.weights.adapters.values import require_values
+    from tasks.weights.lora import read_adapter, require_values
 
     plan, sources = _planned(base, adapter)
     require_values([read_adapter(adapter)])
@@ -30,16 +29,15 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
 
 def _planned(base: Path, adapter: Path) -> tuple[Any, dict[str, Any]]:
     """Return the plan of a merge as the stage makes it, and the inputs by name."""
-    from tasks.weights.adapters.changes import changes
-    from tasks.weights.adapters.read import read_adapter
-    from tasks.weights.families.merging import plan_merge
     from tasks.weights.files.reader import read_checkpoint
-    from tasks.weights.plan.contracts import model_facts
-    from tasks.weights.plan.layout import with_output
+    from tasks.weights.lora import changes, read_adapter
+    from tasks.weights.merge import plan_merge
+    from tasks.weights.model import model_facts
+    from tasks.weights.plan import with_output
 
     lora = read_adapter(adapter)
     facts = model_facts(base)
-    changed = changes([(lora, 1.0)], facts.live)
+    changed = changes([(lora, 1.0)], facts)
     tensors = {f"adapter:{key}": info for key, info in lora.tensors.tensors.items()}
     weights = read_checkpoint(base)
     made = plan_merge(weights.tensors, facts, changed, tensors)
@@ -51,8 +49,7 @@ def _planned(base: Path, adapter: Path) -> tuple[Any, dict[str, Any]]:
 def convert(weights: Path, out: Path) -> None:
     """Convert a model that already has the wanted dtype and files, our way."""
     from tasks.weights.files.reader import read_checkpoint
-    from tasks.weights.plan.layout import with_output
-    from tasks.weights.plan.operations import Op, Plan
+    from tasks.weights.plan import Op, Plan, with_output
 
     source = read_checkpoint(weights)
     ops = tuple(
@@ -67,8 +64,8 @@ def gather(shards: Path, out: Path) -> None:
     """Gather an adapter from the partitions of all ranks, our way."""
     from tasks.weights.files.names import rename_all
     from tasks.weights.files.reader import ADAPTER
-    from tasks.weights.plan.operations import Op, Plan
-    from tasks.weights.plan.partitions import read_partitions
+    from tasks.weights.plan import Op, Plan
+    from tasks.weights.shards import read_partitions
 
     parts = read_partitions(shards)
     keys = rename_all(parts.shapes, adapter=True)
@@ -81,8 +78,8 @@ def gather(shards: Path, out: Path) -> None:
 
 def plan(base: Path, adapter: Path) -> None:
     """Plan and validate a merge, and lay out its files, without writing any."""
-    from tasks.weights.plan.layout import lay_out
-    from tasks.weights.plan.validate import validate
+    from tasks.weights.plan import lay_out
+    from tasks.weights.validate import validate
 
     made, sources = _planned(base, adapter)
     validate(made, sources)
@@ -104,7 +101,7 @@ def peft_merge(base: Path, adapter: Path, out: Path) -> None:
 def _make(kind: str, plan: Any, sources: Mapping[str, Any], out: Path, **settings: Any) -> None:
     from tasks.pipeline.artifact import Origin, publish, staging
     from tasks.weights.execute.execute import execute
-    from tasks.weights.plan.validate import validate
+    from tasks.weights.validate import validate
 
     with staging(out) as work:
         validate(plan, sources)

@@ -126,7 +126,8 @@ class DeliveryStages:
         assert work.gather is not None
         if work.merge is None:
             return self._run(GATHER_WEIGHTS, gather, {**inputs, **with_base}, self._target).artifact
-        text = Path(work.gather.notes["adapter_config"]).read_bytes()
+        assert work.adapter_config is not None
+        text = work.adapter_config.read_bytes()
         config = {"adapter_config": hashlib.sha256(text).hexdigest()}
         return self._run(GATHER_ADAPTER, gather, inputs, config).artifact
 

@@ -17,7 +17,7 @@ from tasks.audit.known import first_architecture
 from tasks.audit.source import CONFIG, Kind, Source
 from tasks.core.errors import ArtifactError, PlumblineError
 from tasks.process.child import child_environment
-from tasks.weights.plan.contracts import known_facts, model_facts
+from tasks.weights.model import known_facts, model_facts
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")

@@ -27,9 +27,8 @@ from tasks.weights.files.reader import MANIFEST
 from tasks.weights.files.side_files import copy_side_file
 from tasks.weights.files.source import Renamed
 from tasks.weights.heads import WRAPPER as TRL_WRAPPER
-from tasks.weights.plan.layout import as_is
-from tasks.weights.plan.operations import Plan
-from tasks.weights.plan.validate import validate
+from tasks.weights.plan import Plan, as_is
+from tasks.weights.validate import validate
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")

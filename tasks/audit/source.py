@@ -23,7 +23,7 @@ from tasks.weights.files.documents import MANIFEST, own_manifest
 from tasks.weights.files.index import index_of
 from tasks.weights.files.source import Extent
 from tasks.weights.heads import OPENRLHF, SIDE_FILES, architectures, wrapped_class
-from tasks.weights.plan.partitions import PARTITIONS
+from tasks.weights.shards import PARTITIONS
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 MODELS = ("model.safetensors", "pytorch_model.bin")

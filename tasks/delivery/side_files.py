@@ -16,7 +16,7 @@ from tasks.evaluation.serving_config import ServingConfig, served_config
 from tasks.evaluation.trained_artifact import GENERATION_CONFIG, write_json
 from tasks.weights.files.reader import DTYPE_NAMES, read_json
 from tasks.weights.files.side_files import PROCESSORS, copy_side_file, side_files
-from tasks.weights.plan.operations import Plan
+from tasks.weights.plan import Plan
 from tasks.weights.tokens.tokenizer import TokenizerFacts, read_tokenizer
 from tasks.weights.tokens.vocabulary import vocabulary_of
 

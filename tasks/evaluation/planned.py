@@ -33,7 +33,7 @@ from tasks.weights.execute.outcome import Executed
 from tasks.weights.execute.worker import Perform, perform, write
 from tasks.weights.files.reader import WEIGHTS, read_checkpoint
 from tasks.weights.files.source import Source
-from tasks.weights.plan.operations import Plan
+from tasks.weights.plan import Plan
 from tasks.weights.proof import Recomputed, recompute
 from tasks.witness.plumbline_witness.prints import BASE
 

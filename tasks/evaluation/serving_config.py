@@ -14,8 +14,8 @@ from typing import Any
 from tasks.core.contract import Check
 from tasks.evaluation.trained_artifact import CONFIG, GENERATION_CONFIG, write_json
 from tasks.weights.files.reader import read_json
-from tasks.weights.plan.contracts import ModelFacts
-from tasks.weights.plan.operations import Plan
+from tasks.weights.model import Model
+from tasks.weights.plan import Plan
 from tasks.weights.tokens.prove_ids import is_leading, misread
 from tasks.weights.tokens.tokenizer import TokenizerFacts, read_tokenizer
 from tasks.weights.tokens.vocabulary import Vocabulary, vocabulary_of
@@ -75,7 +75,7 @@ def served_config(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
     return {**kept, "dtype": dtype}
 
 
-def agreement(out: Path, wanted: ServingConfig, facts: ModelFacts, plan: Plan) -> list[Check]:
+def agreement(out: Path, wanted: ServingConfig, facts: Model, plan: Plan) -> list[Check]:
     """Read the written files back, and check that they have the wanted contents."""
     config, generation = read_json(out / CONFIG), read_json(out / GENERATION_CONFIG)
     stops = wanted.stops

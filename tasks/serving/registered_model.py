@@ -24,7 +24,7 @@ from typing import Any
 from tasks.core.errors import ConfigError
 from tasks.pipeline.signature import require_published
 from tasks.serving.prompts import load_tokenizer, render_one, stop_ids, whole_ids
-from tasks.weights.families.meta import language_class, read_config
+from tasks.weights.model_class import language_class, read_config
 
 ENGINES = ("auto", "transformers", "vllm")
 MAX_TOKENS = 512

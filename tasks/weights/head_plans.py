@@ -36,12 +36,8 @@ from blake3 import blake3
 from tasks.core.contract import TensorLike
 from tasks.core.disk import disk_full_named
 from tasks.core.errors import ArtifactError, ContractError, first_and_more
-from tasks.weights.adapters.changes import changes
-from tasks.weights.adapters.read import Adapter
 from tasks.weights.execute.worker import Perform, perform
 from tasks.weights.execute.writer import Spec, shard_file
-from tasks.weights.families.merging import MergeSettings, plan_merge
-from tasks.weights.families.meta import read_config
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtype_bits import nonfinite
 from tasks.weights.files.file_ranges import Reader
@@ -60,9 +56,11 @@ from tasks.weights.heads import (
     normalisation_from,
     read_scalar,
 )
-from tasks.weights.plan.contracts import ModelFacts, model_facts
-from tasks.weights.plan.layout import as_is
-from tasks.weights.plan.operations import Dropped, Plan
+from tasks.weights.lora import Adapter, changes
+from tasks.weights.merge import MergeSettings, plan_merge
+from tasks.weights.model import Model, model_facts
+from tasks.weights.model_class import read_config
+from tasks.weights.plan import Dropped, Plan, as_is
 from tasks.weights.tokens.tokenizer import read_tokenizer
 
 STEM = "value_head"
@@ -83,7 +81,7 @@ class Parted:
     plan: Plan
     sources: Mapping[str, Source]
     config: Mapping[str, Any]
-    facts: ModelFacts
+    facts: Model
 
 
 def separate(detected: Detected, *, dtype: str, perform: Perform = perform) -> Parted:
@@ -184,7 +182,7 @@ def reward_config(
 
 def reward_facts(
     config: Mapping[str, Any], dtype: str, disk: Mapping[str, tuple[int, ...]]
-) -> tuple[str, ModelFacts]:
+) -> tuple[str, Model]:
     """Return the class name of a reward model of a family, and its facts with one label.
 
     Imports transformers; call it through `tasks.weights.execute.worker`.
@@ -221,7 +219,7 @@ def _class_name(folder: Path) -> str:
 
 def reward_base(
     base: Source, config: Mapping[str, Any], dtype: str, perform: Perform = perform
-) -> tuple[dict[str, TensorLike], str, ModelFacts]:
+) -> tuple[dict[str, TensorLike], str, Model]:
     """Return a base's tensors as those of its family's reward model, the class's name, its facts.
 
     The LM head is left out. A head that the base does not have is a placeholder, to be replaced by
@@ -267,8 +265,8 @@ def merged_reward(
         ArtifactError: the family has no class for rewards.
     """
     tensors, name, facts = reward_base(base, config, dtype, perform)
-    changed = changes([(adapter, 1.0)], facts.live)
-    live = next((place.live for place in facts.places if place.disk == SCORE), SCORE)
+    changed = changes([(adapter, 1.0)], facts)
+    live = next((slot.live for slot in facts.slots if slot.key == SCORE), SCORE)
     has_head = SCORE in base.tensors
     if not has_head and live not in changed.replacements:
         lora = live in changed.terms

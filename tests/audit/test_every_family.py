@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING
 from benchmarks.synthetic import write_hollow
 from tasks.audit.check import Severity
 from tasks.audit.run import audit
-from tasks.weights.families.conversion import default_layout
+from tasks.weights.mapping import default_layout
 from tests.weights.adapters.making import quiet
 
 HEADS = {"CAUSAL_LM": 140, "IMAGE_TEXT_TO_TEXT": 55, "SEQUENCE_CLASSIFICATION": 115}

@@ -225,7 +225,7 @@ def test_scores_of_a_reward_model(elsewhere: None) -> None:
 
 
 def test_partitions_and_synced_weights(elsewhere: None, tmp_path: Path) -> None:
-    from tasks.weights.plan.contracts import model_facts
+    from tasks.weights.model import model_facts
 
     causal(HERE).save_pretrained(tmp_path)
     facts = model_facts(tmp_path, "float32")

@@ -32,7 +32,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     config.save_pretrained(folder)
     save_tokenizer(folder)
-    from tasks.weights.plan.contracts import model_facts
+    from tasks.weights.model import model_facts
 
     wanted = model_facts(folder).tensors
     state = {tensor.name: torch.ones(tensor.shape, dtype=torch.bfloat16) for tensor in wanted}

@@ -153,7 +153,7 @@ def _reload(setting: Setting, *, tied: bool, dora: bool = False) -> Numbers:
     from peft import LoraConfig, get_peft_model
 
     from tasks.rl.rollout.merged import merged_tensors
-    from tasks.weights.plan.contracts import model_facts
+    from tasks.weights.model import model_facts
 
     found: dict[str, float | str] = {}
     with one_rank():

@@ -25,8 +25,8 @@ from tasks.pipeline.report import StageReport
 from tasks.serving.reference import requests
 from tasks.serving.reference.load import load_model
 from tasks.serving.reference.measure import fingerprint
-from tasks.weights.plan.partitions import rank_file
 from tasks.weights.quantized.nf4 import as_trained
+from tasks.weights.shards import rank_file
 from tests.tiny import tiny
 
 TEMPLATE = (

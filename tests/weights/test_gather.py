@@ -21,7 +21,7 @@ from tasks.evaluation.scoring import ModelRef
 from tasks.gather import gather
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.report import StageReport
-from tasks.weights.plan.partitions import rank_file
+from tasks.weights.shards import rank_file
 from tests.weights.making import (
     Copies,
     Here,

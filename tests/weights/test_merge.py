@@ -19,13 +19,13 @@ from tasks.evaluation.planned import Measuring
 from tasks.evaluation.scoring import ModelRef
 from tasks.merge import ADAPTER_INPUT, BASE_INPUT, choose_mode
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
-from tasks.weights.adapters.read import read_adapter
 from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.plan.operations import Plan
+from tasks.weights.lora import read_adapter
 from tasks.weights.proof import recompute, recomputed_check
 from tasks.weights.quantized.nf4 import as_trained
 from tests.weights.families.making import merged_as_trained, merged_by_peft
 from tests.weights.making import NF4, failed, measure_here, merged, state_of
+from tests.weights.plans import plan_of
 
 STANDARD = PROFILES["standard"]
 Tensors = dict[str, torch.Tensor]
@@ -132,7 +132,7 @@ def test_planted_faults_are_found(request: pytest.FixtureRequest, out: Path, fau
         BASE_INPUT: read_checkpoint(artifact.path),
         ADAPTER_INPUT: read_adapter(adapter).tensors,
     }
-    rows = recompute(Plan.from_json(report.notes["plan"]), sources, read_checkpoint(out))
+    rows = recompute(plan_of(report.notes["plan"]), sources, read_checkpoint(out))
     _, checks = Measuring(measure_here, adapter, STANDARD).take(ModelRef(out), out)
     finders = {"rows": recomputed_check(rows), "drift": checks[0], "share": checks[1]}
     assert {name for name, check in finders.items() if not check.ok} == FAULTS[fault]

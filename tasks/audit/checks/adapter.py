@@ -13,10 +13,9 @@ from tasks.audit.folder import StoredTensor
 from tasks.audit.known import DEFAULT_LORA_RANK, known, texts, whole
 from tasks.audit.repair import adapter_name
 from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Kind, Source
-from tasks.weights.adapters.config import AdapterConfig, parse_config
-from tasks.weights.adapters.config_reader import PATTERN
 from tasks.weights.files.names import PEFT_PREFIX
 from tasks.weights.heads import SIDE_FILES
+from tasks.weights.lora_config import PATTERN, AdapterConfig, parse_config
 
 _HALF = re.compile(r"(?P<module>.+)\.lora_(embedding_)?(?P<half>[AB])(\.weight)?")
 _MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(\.weight)?")

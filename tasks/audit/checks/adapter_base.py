@@ -19,9 +19,9 @@ from tasks.audit.checks.names import Embeddings, embeddings_of, tail_of
 from tasks.audit.known import is_multimodal, text_config
 from tasks.audit.source import ADAPTER_CONFIG, Source
 from tasks.core.errors import first_and_more
-from tasks.weights.adapters.live import EMBEDDING, LINEAR, OTHER, LiveModel
-from tasks.weights.adapters.targets import targeted_modules
 from tasks.weights.files.names import PEFT_PREFIX
+from tasks.weights.lora_config import targeted_modules
+from tasks.weights.model import EMBEDDING, LINEAR, OTHER
 from tasks.weights.quantized.config_fields import is_fp8, is_packed, refusal, remedy, stored
 from tasks.weights.quantized.fp8 import DTYPE
 from tasks.weights.quantized.source import fp8_findings
@@ -306,7 +306,7 @@ def uncovered_modules(source: Source) -> Iterator[Fault]:
     if len(config.target_modules) > _MANY:  # a list of all modules by full name
         wanted = [name for name in config.target_modules if name in kinds]
     else:
-        wanted = list(targeted_modules(config, LiveModel({}, kinds, {})))
+        wanted = list(targeted_modules(config, kinds))
     lacking = [name for name in wanted if name not in have]
     if lacking:
         text = f"{len(have)} of {len(have) + len(lacking)} target modules"

@@ -17,7 +17,7 @@ from tasks.pipeline.artifact import MANIFEST, SIGNATURE, open_artifact
 from tasks.pipeline.signature import faults
 from tasks.weights.files.index import index_of, is_hidden
 from tasks.weights.files.side_files import PROCESSORS
-from tasks.weights.plan.partitions import PARTITIONS
+from tasks.weights.shards import PARTITIONS
 
 GGUF = "GGUF"
 _DOCUMENTS = (

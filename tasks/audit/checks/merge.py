@@ -21,11 +21,11 @@ from tasks.audit.class_contract import perform_apart
 from tasks.audit.scan import differ, same_header
 from tasks.audit.source import Source
 from tasks.core.errors import PlumblineError
-from tasks.weights.adapters.legacy_names import in_memory
 from tasks.weights.execute.worker import perform
 from tasks.weights.files.dtype_conversion import rounded
 from tasks.weights.files.file_ranges import Reader
 from tasks.weights.files.names import EXPERT, PEFT_PREFIX
+from tasks.weights.lora import renamed_keys
 from tasks.weights.proof import Planned, Proof, State, Verdict, planned, prove_merge
 from tasks.weights.proof.expected import Expected, comparable
 
@@ -320,10 +320,10 @@ def live_names(source: Source) -> Iterator[Fault]:
         return
     # peft converts the names of separate experts itself.
     names = [plain_module(name) for name in keys.pairs if not EXPERT.search(name)]
-    now = {n: in_memory(live, f"{n}.weight") for n in names if n not in live.modules}
-    moved = [name for name, new in now.items() if new != f"{name}.weight"]
+    renamed = renamed_keys(live)
+    moved = [n for n in names if n not in live.modules and f"{n}.weight" in renamed]
     if moved:
-        expected = f"{PEFT_PREFIX}{now[moved[0]].removesuffix('.weight')}"
+        expected = f"{PEFT_PREFIX}{renamed[f'{moved[0]}.weight'].removesuffix('.weight')}"
         text = f"{PEFT_PREFIX}{moved[0]}, a name of transformers 4"
         yield Fault(text, expected, keys.pairs[moved[0]].file, moved)
 

@@ -1,6 +1,6 @@
 """Names and shapes of tensors, against the model's class, config.json and the base.
 
-For decoders of common families `tasks.weights.families.plain` derives every tensor from config.json
+For decoders of common families `tasks.weights.model` derives every tensor from config.json
 in milliseconds. Other classes are built by transformers in a child process, with values=true only.
 """
 
@@ -26,12 +26,11 @@ from tasks.audit.known import (
 from tasks.audit.repair import adapter_name, model_name, strip_prefixes
 from tasks.audit.source import CONFIG, Kind, Source
 from tasks.core.errors import ArtifactError
-from tasks.weights.families.counts import oversized
-from tasks.weights.families.plain import plain_facts
 from tasks.weights.files.names import PEFT_PREFIX, unwrap
 from tasks.weights.heads import BUFFERS, OPENRLHF, module_names
 from tasks.weights.heads import WRAPPER as TRL_WRAPPER
-from tasks.weights.plan.contracts import model_facts
+from tasks.weights.model import model_facts, plain_model
+from tasks.weights.model_class import oversized
 from tasks.weights.quantized.config_fields import QUANTIZATION, stored
 
 _PEFT = re.compile(
@@ -311,7 +310,7 @@ def _class_of(source: Source) -> _Class | None:
     config = source.config()
     if is_declared_elsewhere(source) or "ARCHITECTURE_KEYS" in source.codes or oversized(config):
         return None  # packed weights have other names and shapes
-    facts = plain_facts(_causal(config), "bfloat16", None)
+    facts = plain_model(_causal(config), "bfloat16", None)
     if facts is None:
         if not (source.values and can_be_built(source)):
             return None
@@ -322,8 +321,8 @@ def _class_of(source: Source) -> _Class | None:
             return _Class(problem=error.message)
         built = {tensor.name: tensor.shape for tensor in of_class.tensors}
         return _Class(built, {*of_class.tied, *of_class.unread})
-    shapes = {tensor.name: tensor.shape for tensor in facts["tensors"]}
-    optional = set(facts["tied"])
+    shapes = {tensor.name: tensor.shape for tensor in facts.tensors}
+    optional = set(facts.tied)
     if source.kind is Kind.REWARD:
         optional |= {_LM_HEAD, *BUFFERS}
         shapes.pop(_LM_HEAD, None)

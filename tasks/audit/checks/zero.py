@@ -11,7 +11,7 @@ from tasks.core.errors import ArtifactError, Coded
 from tasks.weights.deepspeed.checkpoint import ZeroCheckpoint, read_zero
 from tasks.weights.deepspeed.layout import find_layout
 from tasks.weights.distributed import DistributedCheckpoint, read_distributed
-from tasks.weights.plan.partitions import Partitions, read_partitions
+from tasks.weights.shards import Partitions, read_partitions
 
 _HEAD, _STATES = "DeepSpeed", "_model_states.pt"
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tasks.core.errors import ConfigError, first_and_more
 from tasks.delivery.recognise import Given, recognise
-from tasks.weights.adapters.read import Adapter, read_adapter
 from tasks.weights.heads import HEAD, detect, read_folder
+from tasks.weights.lora import Adapter, read_adapter
 
 _WEIGHTED = re.compile(r"(?P<folder>.+):(?P<weight>[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?)")
 HINT = "adapters=[<folder>:<weight>,<folder>:<weight>]"

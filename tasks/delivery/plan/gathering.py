@@ -9,27 +9,27 @@ from pathlib import Path
 from tasks.core.errors import ConfigError
 from tasks.delivery.plan.work import ADAPTER, BASE, TRAINED, Request, Work
 from tasks.delivery.recognise import ADAPTER_CONFIG, CONFIG
-from tasks.weights.adapters.config import parse_config
-from tasks.weights.adapters.read import Adapter
 from tasks.weights.deepspeed.checkpoint import ZeroCheckpoint
 from tasks.weights.distributed import DistributedCheckpoint
-from tasks.weights.families.gathering import plan_full
 from tasks.weights.files.names import parse_peft, rename_all, unwrap
 from tasks.weights.files.opening import open_model
 from tasks.weights.files.reader import read_json
 from tasks.weights.files.source import Renamed, Source
-from tasks.weights.plan.contracts import model_facts
-from tasks.weights.plan.operations import Dropped, Op, Plan
-from tasks.weights.plan.partitions import Partitions
-from tasks.weights.plan.validate import validate
+from tasks.weights.gather import plan_full
+from tasks.weights.lora import Adapter
+from tasks.weights.lora_config import parse_config
+from tasks.weights.model import model_facts
+from tasks.weights.plan import Dropped, Op, Plan
+from tasks.weights.shards import Partitions
+from tasks.weights.validate import validate
 
 Trained = Partitions | ZeroCheckpoint | DistributedCheckpoint
 
 
 def gathered_adapter(
     request: Request, trained: Trained, names: Sequence[str]
-) -> tuple[Plan, Adapter]:
-    """Plan an adapter file, and return the plan with the adapter that it will contain.
+) -> tuple[Plan, Adapter, Path]:
+    """Plan an adapter file. Return the plan, the future adapter, and its adapter_config.json.
 
     Args:
         request: the request of the delivery.
@@ -66,9 +66,9 @@ def gathered_adapter(
     known = set(names)
     left = [name for name in trained.tensors if name not in known]
     dropped = tuple(Dropped(f"{TRAINED}:{name}", "frozen: belongs to the base") for name in left)
-    plan = Plan(ops, dropped, notes={"adapter_config": str(path)})
+    plan = Plan(ops, dropped)
     validate(plan, {TRAINED: trained})
-    return plan, Adapter(request.given.root, ADAPTER, config, view, tuple(findings))
+    return plan, Adapter(request.given.root, ADAPTER, config, view, tuple(findings)), path
 
 
 def gathered_model(request: Request, trained: Trained) -> Work:
@@ -88,7 +88,7 @@ def gathered_model(request: Request, trained: Trained) -> Work:
     base = open_model(request.base) if request.base is not None else None
     facts = request.perform(model_facts, request.base or folder, request.target.dtype)
     live = {unwrap(name): name for name in trained.tensors}
-    known = {*facts.live.tensors, *(place.live for place in facts.places)}
+    known = {*facts.parameters, *(slot.live for slot in facts.slots)}
     foreign = {unwrap(name) for name in getattr(trained, "buffers", ())} - known
     source = Renamed(trained, live)
     tensors = {name: info for name, info in source.tensors.items() if name not in foreign}
@@ -107,9 +107,9 @@ def gathered_model(request: Request, trained: Trained) -> Work:
     reasons = {
         name: "a buffer that the model's class does not have"
         if name in foreign
-        else f"the same as {facts.live.tied[name]}"
+        else f"the same as {facts.ties[name]}"
         for name in tensors.keys() | foreign
-        if name not in used and (name in foreign or name in facts.live.tied)
+        if name not in used and (name in foreign or name in facts.ties)
     }
     dropped = [entry for entry in plan.dropped if entry.source.partition(":")[0] in sources]
     dropped += [Dropped(f"{TRAINED}:{name}", why) for name, why in sorted(reasons.items())]

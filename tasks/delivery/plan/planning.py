@@ -9,6 +9,7 @@ Convert then links the files. For a SOURCE that is a full model, convert is the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,19 @@ from tasks.delivery.plan.gathering import Trained, gathered_adapter, gathered_mo
 from tasks.delivery.plan.identity import base_missing
 from tasks.delivery.plan.work import BASE, MODEL, Request, Work, in_files, require_plain
 from tasks.merge import plan_adapters
-from tasks.weights.adapters.read import Adapter, read_adapter
-from tasks.weights.adapters.values import require_values
 from tasks.weights.deepspeed.checkpoint import read_zero
 from tasks.weights.distributed import read_distributed
-from tasks.weights.families.merging import MergeSettings
 from tasks.weights.files.dtype_bits import is_float
 from tasks.weights.files.opening import open_model
 from tasks.weights.files.source import Source
 from tasks.weights.head_plans import endings, merged_reward, separate
 from tasks.weights.heads import HEAD, Detected, detect, read_folder
-from tasks.weights.plan.contracts import ModelFacts, model_facts
-from tasks.weights.plan.layout import as_is
-from tasks.weights.plan.operations import Plan
-from tasks.weights.plan.partitions import read_partitions
-from tasks.weights.plan.validate import validate
+from tasks.weights.lora import Adapter, read_adapter, require_values
+from tasks.weights.merge import MergeSettings
+from tasks.weights.model import Model, model_facts
+from tasks.weights.plan import Plan, as_is
+from tasks.weights.shards import read_partitions
+from tasks.weights.validate import validate
 
 _SHOWN = 100
 
@@ -56,8 +55,9 @@ def prepare(request: Request) -> Work:
         trained = (read_zero if given.kind == "deepspeed" else read_distributed)(given.root)
     names = [*getattr(trained, "trained", trained.tensors)]
     if any(".lora_" in name for name in names):
-        gather, adapter = gathered_adapter(request, trained, names)
-        return _merge(request, [(adapter, 1.0)], gather=gather, opened={"trained": trained})
+        gather, adapter, path = gathered_adapter(request, trained, names)
+        work = _merge(request, [(adapter, 1.0)], gather=gather, opened={"trained": trained})
+        return replace(work, adapter_config=path)
     return gathered_model(request, trained)
 
 
@@ -80,7 +80,7 @@ def _model(request: Request) -> Work:
     return Work(plan, facts, sources, config, head=detected if is_policy else None)
 
 
-def _misfits(plan: Plan, facts: ModelFacts) -> Iterator[str]:
+def _misfits(plan: Plan, facts: Model) -> Iterator[str]:
     """Yield tensors that do not fit the model; floats are converted, so any float dtype is fine."""
     planned = {op.name: op for op in plan.ops if op.name not in facts.tied}
     expected = {tensor.name: tensor for tensor in facts.tensors}
@@ -151,7 +151,7 @@ def _reward(request: Request, adapter: Adapter) -> Work:
 
 def _read_base(
     request: Request,
-) -> tuple[Path, Source, dict[str, Any], ModelFacts, MergeSettings]:
+) -> tuple[Path, Source, dict[str, Any], Model, MergeSettings]:
     """Open the base. Returns its folder, tensors, config.json, facts, and how to merge into it."""
     if request.base is None:
         raise base_missing(request.given)

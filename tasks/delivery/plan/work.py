@@ -14,9 +14,8 @@ from tasks.weights.execute.worker import Perform
 from tasks.weights.files.reader import DTYPE_NAMES, WEIGHTS, Checkpoint, read_json
 from tasks.weights.files.source import Source
 from tasks.weights.heads import Detected
-from tasks.weights.plan.contracts import ModelFacts
-from tasks.weights.plan.layout import with_output
-from tasks.weights.plan.operations import Plan
+from tasks.weights.model import Model
+from tasks.weights.plan import Plan, with_output
 from tasks.weights.quantized.config_fields import is_decodable, refusal, without_quantization
 from tasks.weights.quantized.source import PackedCheckpoint, decoding
 from tasks.weights.rounding import Rounding
@@ -76,15 +75,17 @@ class Work:
         gather: plan from partitions to an adapter or a full model; inputs "trained", "base".
         merge: plan from base and adapter to a full model; inputs "base", "adapter".
         head: value head to keep apart; None if there is none.
+        adapter_config: adapter_config.json of an adapter that is gathered.
     """
 
     model: Plan
-    facts: ModelFacts
+    facts: Model
     opened: Mapping[str, Source]
     config: Mapping[str, Any]
     gather: Plan | None = None
     merge: Plan | None = None
     head: Detected | None = None
+    adapter_config: Path | None = None
 
     @property
     def converts(self) -> bool:

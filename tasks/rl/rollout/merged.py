@@ -26,7 +26,7 @@ from tasks.training.engine.partitions import SAFETENSORS_DTYPES
 from tasks.training.model.adapter import ADAPTER
 from tasks.training.model.gather_params import whole
 from tasks.training.model.packed_model import model_of
-from tasks.weights.plan.contracts import ModelFacts
+from tasks.weights.model import Model
 from tasks.weights.rounding import row_keys, unbiased
 
 _OF_ADAPTERS = ("lora_", "original_module", "trainable_tokens_")
@@ -34,7 +34,7 @@ SHARD = 2 << 30
 """Bytes after which `write_merged` begins another file."""
 
 
-def merged_tensors(module: nn.Module, facts: ModelFacts) -> Iterator[tuple[str, torch.Tensor]]:
+def merged_tensors(module: nn.Module, facts: Model) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor of a checkpoint of the policy, a tied head under its own key too.
 
     Under ZeRO-3 all ranks have to iterate together. A key is that on disk; the tensor is on the
@@ -62,7 +62,7 @@ def merged_tensors(module: nn.Module, facts: ModelFacts) -> Iterator[tuple[str, 
     require(judge(_contract(facts), yielded), stage="weight sync")
 
 
-def write_merged(module: nn.Module, facts: ModelFacts, folder: Path | None, *, base: Path) -> int:
+def write_merged(module: nn.Module, facts: Model, folder: Path | None, *, base: Path) -> int:
     """Write the policy as a checkpoint with the base's config.json. All ranks take part.
 
     Args:
@@ -101,23 +101,23 @@ def write_merged(module: nn.Module, facts: ModelFacts, folder: Path | None, *, b
     return count
 
 
-def disk_keys(facts: ModelFacts) -> Mapping[str, str]:
+def disk_keys(facts: Model) -> Mapping[str, str]:
     """Return the key on disk of every parameter in memory, tied ones too.
 
     Raises ConfigError if tensors on disk and in memory are not one to one.
     """
-    unmatched = [place.disk for place in facts.places if not place.is_all or place.transpose]
+    unmatched = [slot.key for slot in facts.slots if not slot.is_renamed]
     if unmatched or facts.findings:
         raise ConfigError(
             f"{(unmatched or list(facts.findings))[0]}: full weights can be synced to vLLM only "
             "for model families whose tensors in memory are those on disk",
             hint="peft=lora, on linear layers alone",
         )
-    keys = {alias: facts.aliases[alias] for alias in facts.live.tied}
-    return keys | {place.live: place.disk for place in facts.places}
+    keys = {alias: facts.aliases[alias] for alias in facts.ties}
+    return keys | {slot.live: slot.key for slot in facts.slots}
 
 
-def _contract(facts: ModelFacts) -> list[Expected]:
+def _contract(facts: Model) -> list[Expected]:
     """Return a checkpoint's tensors, tied ones under each of their keys."""
     by_name = {expected.name: expected for expected in facts.tensors}
     tied = [replace(by_name[to], name=alias) for alias, to in facts.tied.items()]

@@ -30,7 +30,7 @@ from tasks.training.model.adapter import ADAPTER
 from tasks.training.model.gather_params import whole
 from tasks.training.outputs import write_adapter_config
 from tasks.weights.files.names import rename_all
-from tasks.weights.plan.contracts import adapter_contract
+from tasks.weights.lora import adapter_contract
 
 _SHORT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 

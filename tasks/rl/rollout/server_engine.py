@@ -40,7 +40,7 @@ from tasks.serving.rollout_servers.fleet import Fleet
 from tasks.serving.rollout_servers.remote import RemoteServer
 from tasks.serving.rollout_servers.started import places
 from tasks.serving.vllm.colocation import Generated, Sampling
-from tasks.weights.plan.contracts import ModelFacts, model_facts
+from tasks.weights.model import Model, model_facts
 
 
 class ServerEngine:
@@ -200,7 +200,7 @@ class ServerEngine:
         return sum(math.prod(expected.shape) * item for expected in self._facts.tensors)
 
     @cached_property
-    def _facts(self) -> ModelFacts:
+    def _facts(self) -> Model:
         return model_facts(self._policy.job.base, self._policy.job.settings.dtype)
 
     def _write(self, folder: Path) -> int:

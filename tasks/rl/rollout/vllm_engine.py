@@ -31,7 +31,7 @@ from tasks.rl.settings import Rollout
 from tasks.serving.vllm.colocation import Colocation, Generated, Sampling
 from tasks.serving.vllm.rollouts import Colocated
 from tasks.training.job import TrainJob
-from tasks.weights.plan.contracts import ModelFacts, model_facts
+from tasks.weights.model import Model, model_facts
 
 LOG = logging.getLogger("plumbline.rl")
 
@@ -161,7 +161,7 @@ class VllmEngine:
                 raise error
 
     @cached_property
-    def _facts(self) -> ModelFacts:
+    def _facts(self) -> Model:
         return model_facts(self._policy.job.base, self._policy.job.settings.dtype)
 
     def _group_requests(self, requests: Sequence[Request]) -> tuple[list[Request], int]:

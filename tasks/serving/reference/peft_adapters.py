@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import ArtifactError
-from tasks.weights.adapters.live import LiveModel, live_model
-from tasks.weights.adapters.piece import Ground, Piece
-from tasks.weights.adapters.pieces import Contract
-from tasks.weights.adapters.read import CONFIG, PICKLED, Adapter, read_adapter
 from tasks.weights.files.header import read_header
 from tasks.weights.files.names import without_wrappers
 from tasks.weights.files.reader import ADAPTER, read_json
 from tasks.weights.files.source import Renamed
-from tasks.weights.plan.adapter_ops import LowRank
+from tasks.weights.lora import CONFIG, PICKLED, Adapter, Pairing, read_adapter
+from tasks.weights.model import Model, live_model
+from tasks.weights.plan import LowRank
 
 
 def with_adapters(model: Any, weighted: Mapping[str, float]) -> Any:
@@ -73,26 +71,27 @@ def first_lines(error: BaseException) -> str:
     return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])[:400]
 
 
-def _grow(model: Any, live: LiveModel, adapters: Sequence[Adapter]) -> None:
+def _grow(model: Any, live: Model, adapters: Sequence[Adapter]) -> None:
     """Resize the model's embeddings to the number of rows that the adapters store."""
     names = (live.input_embedding, live.output_embedding)
     rows = {
         shape[0]
         for adapter in adapters
         for module in names
-        if module
-        and (
-            shape := Ground(adapter.config, live, adapter.tensors.tensors).shape(f"{module}.weight")
-        )
+        if module and (shape := _pairing(adapter, live).shape(f"{module}.weight"))
     }
-    before = live.tensors[f"{live.input_embedding}.weight"].shape[0] if rows else 0
+    before = live.parameters[f"{live.input_embedding}.weight"][0] if rows else 0
     grown = rows - {before}
     if len(grown) == 1:
         model.resize_token_embeddings(grown.pop(), mean_resizing=False)
 
 
+def _pairing(adapter: Adapter, live: Model) -> Pairing:
+    return Pairing(adapter.config, live, adapter.tensors.tensors)
+
+
 @contextlib.contextmanager
-def _in_installed_layout(adapter: Adapter, live: LiveModel) -> Iterator[Path]:
+def _in_installed_layout(adapter: Adapter, live: Model) -> Iterator[Path]:
     """Yield the adapter's folder, or a copy with names and layouts of the installed peft."""
     other_layout = list(_other_layout(adapter, live))
     if not other_layout and not _is_wrapped(adapter):
@@ -129,14 +128,13 @@ def _is_wrapped(adapter: Adapter) -> bool:
     return any(name not in adapter.tensors.tensors for name in names)
 
 
-def _other_layout(adapter: Adapter, live: LiveModel) -> Iterator[LowRank]:
+def _other_layout(adapter: Adapter, live: Model) -> Iterator[LowRank]:
     """Yield the factor pairs of expert stacks that an older peft saved in another layout."""
     if not adapter.config.target_parameters:
         return
-    pieces: list[Piece] = Contract(adapter.config, live, adapter.tensors.tensors).pieces
-    for piece in pieces:
+    for piece in _pairing(adapter, live).pieces:
         term = piece.term
-        if isinstance(term, LowRank) and len(live.tensors[piece.target].shape) == 3:
+        if isinstance(term, LowRank) and len(live.parameters[piece.target]) == 3:
             module = piece.target.rpartition(".")[0]
             if term.transpose != (module in live.transposed):
                 yield term

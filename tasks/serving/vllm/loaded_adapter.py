@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from tasks.weights.adapters.config import parse_config
+from tasks.weights.lora_config import parse_config
 
 
 def adapter_differences(worker: Any, folder: Path, version: int) -> list[str]:

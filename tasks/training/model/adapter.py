@@ -20,9 +20,9 @@ from torch import nn
 from tasks.core.errors import ArtifactError
 from tasks.training.job import Peft
 from tasks.training.model.gather_params import gathered
-from tasks.weights.adapters.config_reader import ALL_LINEAR
-from tasks.weights.families.meta import other_towers
 from tasks.weights.files.names import live_to_peft
+from tasks.weights.lora_config import ALL_LINEAR
+from tasks.weights.model_class import other_towers
 
 _MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 _NOT_ADAPTED = {**dict.fromkeys(_MAMBA, ("out_proj",)), "llama4_text": ("router",)}

@@ -13,7 +13,7 @@ from tasks.serving.reference.load import quantization_config, refuse_gaps
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
 from tasks.training.model.score_head import WEIGHT, config_of_head, fill_head
-from tasks.weights.families.meta import language_class, other_towers
+from tasks.weights.model_class import language_class, other_towers
 from tasks.weights.quantized.nf4 import keep_as_loaded
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -28,7 +28,7 @@ from tasks.training.model.packable import CAPPED, uncapped, why_padded
 from tasks.training.model.router_loss import load_balancing_loss
 from tasks.training.model.sequence_parallel import SequenceParallel
 from tasks.training.tokens.packing import Row
-from tasks.weights.families.meta import trunk_of
+from tasks.weights.model_class import trunk_of
 
 _OURS = (attention.NAME, sequence_parallel.NAME)
 ROUNDING = {torch.float32: 2.0**-16, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}

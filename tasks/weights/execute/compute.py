@@ -24,7 +24,7 @@ from tasks.weights.files.file_ranges import Reader
 from tasks.weights.files.header import ITEM_BITS
 from tasks.weights.files.reader import torch_dtype
 from tasks.weights.files.source import extents_of, info_of
-from tasks.weights.plan.operations import Op
+from tasks.weights.plan import Op
 from tasks.weights.rounding import GRIDS, row_keys, unbiased
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _blocks(
     import torch
 
     pieces = [(0, rows)] if all_rows(op) else list(row_blocks(rows, columns))
-    if op.quantization is not None or op.transpose:
+    if op.is_decoded or op.transpose:
         matrix = full_tensor(op, sources, measured).reshape(rows, columns)
         for first, end in pieces:
             yield first, matrix[first:end]

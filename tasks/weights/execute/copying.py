@@ -23,7 +23,7 @@ from tasks.weights.files.file_ranges import Reader, part
 from tasks.weights.files.header import ITEM_BITS
 from tasks.weights.files.reader import torch_dtype
 from tasks.weights.files.source import Source
-from tasks.weights.plan.operations import Op
+from tasks.weights.plan import Op
 
 BLOCK = 1 << 20
 """Bytes per block: a multiple of every item size, and small enough to stay in the cache."""

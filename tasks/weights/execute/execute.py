@@ -48,9 +48,7 @@ from tasks.weights.files.file_ranges import write_at
 from tasks.weights.files.header import TensorInfo
 from tasks.weights.files.reader import WEIGHTS
 from tasks.weights.files.source import Source, info_of
-from tasks.weights.plan.adapter_ops import operands
-from tasks.weights.plan.layout import OutFile, lay_out
-from tasks.weights.plan.operations import Op, Plan
+from tasks.weights.plan import Op, OutFile, Plan, lay_out, operands
 
 MAX_WORKERS = 16
 LARGE = 32 << 20

@@ -13,8 +13,7 @@ from tasks.weights.execute.copying import opened
 from tasks.weights.execute.outcome import Measured
 from tasks.weights.files.reader import DTYPE_NAMES, torch_dtype
 from tasks.weights.files.source import Source
-from tasks.weights.plan.adapter_ops import needs_all_rows
-from tasks.weights.plan.operations import STORED, Op
+from tasks.weights.plan import Op, needs_all_rows
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +27,7 @@ def needs_full_tensor(op: Op) -> bool:
     That is so for 4-bit quantization, whose double quantization takes a mean over all scales, for a
     transposed source, and for terms that need norms of columns.
     """
-    return op.quantization is not None or op.transpose or all_rows(op)
+    return op.is_decoded or op.transpose or all_rows(op)
 
 
 def all_rows(op: Op) -> bool:
@@ -49,7 +48,7 @@ def full_tensor(op: Op, sources: Sources, measured: Measured) -> torch.Tensor:
     stored = _flat(op, sources).reshape(wanted)
     if op.transpose:
         stored = stored.transpose(-1, -2).contiguous()
-    if op.quantization is None or STORED in op.quantization:
+    if op.quantization is None:
         return stored
     return _quantised(stored, op.quantization, measured)
 
@@ -58,10 +57,10 @@ def _flat(op: Op, sources: Sources) -> torch.Tensor:
     """Load the elements that `op` starts from, 1-D; a source stored in 4 bits is decoded."""
     import torch
 
-    if op.quantization is not None and STORED in op.quantization:
+    if op.packed is not None:
         from tasks.weights.quantized.source import decoded
 
-        matrix = decoded(op.quantization[STORED], sources[op.input].extents(op.key))
+        matrix = decoded(op.packed, sources[op.input].extents(op.key))
         return matrix.reshape(-1)[op.start : op.start + prod(op.read_shape)]
     with opened(op, sources) as reader:
         return torch.from_numpy(reader.read()).view(torch_dtype(op.source_dtype))

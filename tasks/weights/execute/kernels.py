@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows, Term, as_slice
+from tasks.weights.plan import Add, Dora, LowRank, Rows, Term, as_slice
 
 if TYPE_CHECKING:
     import torch

@@ -27,8 +27,7 @@ from tasks.weights.files.header import ITEM_BITS
 from tasks.weights.files.source import Source, extents_of, info_of
 from tasks.weights.native import library
 from tasks.weights.native.binding import MAX_RANK
-from tasks.weights.plan.adapter_ops import LowRank
-from tasks.weights.plan.operations import Op
+from tasks.weights.plan import LowRank, Op
 from tasks.weights.rounding import row_keys
 
 SLOT = 7 << 18
@@ -57,7 +56,7 @@ def _is_special(op: Op) -> bool:
         (op.source_dtype, op.dtype) != ("BF16", "BF16")
         or op.transpose
         or op.encoding is not None
-        or op.quantization is not None
+        or op.is_decoded
     )
 
 

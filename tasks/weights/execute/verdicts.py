@@ -12,7 +12,7 @@ from typing import Any
 from tasks.core.contract import Check
 from tasks.weights.execute.outcome import Executed, Outcome
 from tasks.weights.files.names import parse_peft
-from tasks.weights.plan.operations import Plan
+from tasks.weights.plan import Plan
 from tasks.weights.rounding import described
 
 _NAMED = 0.99

@@ -17,8 +17,8 @@ from tasks.weights.execute.execute import execute
 from tasks.weights.execute.outcome import Executed
 from tasks.weights.files.reader import WEIGHTS
 from tasks.weights.files.source import Source
-from tasks.weights.plan.operations import Plan
-from tasks.weights.plan.validate import validate
+from tasks.weights.plan import Plan
+from tasks.weights.validate import validate
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")

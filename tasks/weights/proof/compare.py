@@ -34,7 +34,7 @@ from tasks.weights.files.file_ranges import Reader, part
 from tasks.weights.files.header import ITEM_BITS
 from tasks.weights.files.reader import DTYPE_NAMES, torch_dtype
 from tasks.weights.files.source import Source
-from tasks.weights.plan.operations import STORED, Op
+from tasks.weights.plan import Op
 from tasks.weights.proof.expected import Array, Block, Expected, Sources
 from tasks.weights.proof.unbiased import random_parts, round_with, small
 from tasks.weights.quantized.bnb4 import LEVELS
@@ -218,7 +218,7 @@ def _nearest(values: Array, dtype: str) -> Array:
 def _is_dequantized(op: Op) -> bool:
     """Return True if the merge goes into the base as QLoRA training quantized it."""
     how = op.quantization
-    return how is not None and STORED not in how and how["base"] == "dequantized"
+    return how is not None and how["base"] == "dequantized"
 
 
 def _as_trained(op: Op, sources: Sources) -> Callable[[int, int], Array]:

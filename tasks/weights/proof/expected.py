@@ -21,17 +21,17 @@ from tasks.weights.files.file_ranges import Reader, part
 from tasks.weights.files.header import ITEM_BITS
 from tasks.weights.files.reader import DTYPE_NAMES
 from tasks.weights.files.source import Source, extents_of, info_of
-from tasks.weights.plan.adapter_ops import (
+from tasks.weights.plan import (
     Add,
     Dora,
     LowRank,
+    Op,
     Rows,
     Term,
     as_slice,
     needs_all_rows,
     operands,
 )
-from tasks.weights.plan.operations import STORED, Op
 
 Array: TypeAlias = NDArray[Any]
 Sources = Mapping[str, Source]
@@ -90,8 +90,7 @@ def comparable(op: Op, sources: Sources) -> str:
     """Return the reason why a tensor cannot be computed here; "" if it can."""
     if op.encoding is not None:
         return f"stored as {op.encoding.scheme}"
-    stored = op.quantization is not None and STORED in op.quantization
-    if not stored and op.source_dtype not in NUMPY:
+    if op.packed is None and op.source_dtype not in NUMPY:
         return f"the base holds it in {op.source_dtype}"
     for name in (name for term in op.terms for name in operands(term)):
         dtype = info_of(name, sources).dtype
@@ -113,10 +112,8 @@ class Expected:
     @property
     def source_dtype(self) -> str:
         """Dtype of the base's values (safetensors name)."""
-        stored = (self.op.quantization or {}).get(STORED)
-        if stored is None:
-            return self.op.source_dtype
-        return DTYPE_NAMES.get(stored["dtype"], "F32")
+        packed = self.op.packed
+        return self.op.source_dtype if packed is None else DTYPE_NAMES.get(packed["dtype"], "F32")
 
     @property
     def is_dora(self) -> bool:
@@ -259,10 +256,10 @@ class BaseRows:
         self._dtype, self._columns = op.source_dtype, matrix_shape(op.shape)[1]
         self._matrix: Array | None = None
         self._reader, source, count = Reader([]), sources[op.input], prod(op.shape)
-        if op.quantization is not None and STORED in op.quantization:
+        if op.packed is not None:
             from tasks.weights.quantized.source import decoded_values
 
-            values = decoded_values(op.quantization[STORED], source.extents(op.key)).reshape(-1)
+            values = decoded_values(op.packed, source.extents(op.key)).reshape(-1)
             self._matrix = _turned(op, values[op.start : op.start + count])
             return
         item = ITEM_BITS[self._dtype] // 8

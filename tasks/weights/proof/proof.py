@@ -24,20 +24,17 @@ import numpy as np
 
 from tasks.core.contract import Check
 from tasks.core.errors import ArtifactError
-from tasks.weights.adapters.changes import changes
-from tasks.weights.adapters.live import LiveModel
-from tasks.weights.adapters.read import read_adapter
 from tasks.weights.execute.worker import Perform, perform
-from tasks.weights.families.merging import MergeSettings, plan_merge
 from tasks.weights.files.dtype_conversion import NUMPY
 from tasks.weights.files.opening import open_model
 from tasks.weights.files.reader import read_json
 from tasks.weights.files.source import Source, info_of
 from tasks.weights.head_plans import merged_reward
 from tasks.weights.heads import detect, read_folder
-from tasks.weights.plan.adapter_ops import Dora, LowRank, needs_all_rows
-from tasks.weights.plan.contracts import model_facts
-from tasks.weights.plan.operations import STORED, Op, Plan
+from tasks.weights.lora import changes, read_adapter
+from tasks.weights.merge import MergeSettings, plan_merge
+from tasks.weights.model import Model, model_facts
+from tasks.weights.plan import Dora, LowRank, Op, Plan, needs_all_rows
 from tasks.weights.proof.compare import (
     SCALE_MARGIN,
     SIGMAS,
@@ -67,7 +64,7 @@ class Planned:
     sources: Sources
     # keys that a merged checkpoint may hold or not -> keys that hold the same tensor
     tied: Mapping[str, str]
-    live: LiveModel | None = None  # the model in memory; None for a reward model
+    live: Model | None = None  # the model in memory; None for a reward model
 
 
 def planned(base: Path, adapter: Path, *, perform: Perform = perform) -> Planned:
@@ -86,11 +83,10 @@ def planned(base: Path, adapter: Path, *, perform: Perform = perform) -> Planned
     disk = {key: tuple(info.shape) for key, info in model.tensors.items()}
     facts = perform(model_facts, base, "bfloat16", disk)
     infos = {f"{read.name}:{key}": info for key, info in read.tensors.tensors.items()}
-    plan = plan_merge(model.tensors, facts, changes([(read, 1.0)], facts.live), infos)
+    plan = plan_merge(model.tensors, facts, changes([(read, 1.0)], facts), infos)
     sources = {BASE: model, read.name: read.tensors}
-    untied = {*plan.notes.get("untied", ())}
-    tied = {key: to for key, to in facts.tied.items() if key not in untied}
-    return Planned(decoding(plan, sources), sources, tied, facts.live)
+    tied = {key: to for key, to in facts.tied.items() if key not in plan.untied}
+    return Planned(decoding(plan, sources), sources, tied, facts)
 
 
 @dataclass(frozen=True)
@@ -266,7 +262,7 @@ class _Work:
                 return
             note = f"{shape[0]} rows, {op.shape[0]} in the base: {rows} are compared"
             op = replace(op, shape=(rows, *op.shape[1:]))
-        if len(op.shape) == 3 and not op.transpose and not (op.quantization or {}).get(STORED):
+        if len(op.shape) == 3 and not op.transpose and op.packed is None:
             yield from self._experts(op, key)
             return
         yield _Unit(key, op, key, note=note)

@@ -26,11 +26,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tasks.core.contract import Expected, describe
 from tasks.core.errors import ContractError, first_and_more
-from tasks.weights.adapters.live import LINEAR, OTHER
 from tasks.weights.files.dtype_bits import is_float
 from tasks.weights.files.reader import torch_dtype
-from tasks.weights.plan.contracts import ModelFacts
-from tasks.weights.plan.operations import Encoding, Op, Plan
+from tasks.weights.model import LINEAR, OTHER, Model
+from tasks.weights.plan import Encoding, Op, Plan
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +58,7 @@ GGUF_BITS = {"f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q6_k": 6.6, "q5_k_m": 5.7,
 _SHOWN = 50
 
 
-def quantized_plan(plan: Plan, facts: ModelFacts, scheme: str) -> Plan:
+def quantized_plan(plan: Plan, facts: Model, scheme: str) -> Plan:
     """Return the same plan with every linear layer in 8 bits.
 
     Raises:
@@ -81,16 +80,15 @@ def quantized_plan(plan: Plan, facts: ModelFacts, scheme: str) -> Plan:
             details=findings[:_SHOWN],
             hint="convert.quantize=none",
         )
-    notes = {**plan.notes, "quantized": len(wanted)}
-    return replace(plan, ops=tuple(ops), shards=None, notes=notes)
+    return replace(plan, ops=tuple(ops), shards=None)
 
 
-def quantize_findings(facts: ModelFacts) -> Iterator[str]:
+def quantize_findings(facts: Model) -> Iterator[str]:
     """Yield the reasons why a model's linear layers cannot be quantized."""
     if not facts.quantized:
         yield "the model has no linear layer besides its head (GPT-2's are of class Conv1D)"
-    for name, tensor in facts.live.tensors.items():
-        stack = len(tensor.shape) == 3 and facts.live.modules.get(_module(name)) == OTHER
+    for name, shape in facts.parameters.items():
+        stack = len(shape) == 3 and facts.modules.get(_module(name)) == OTHER
         if stack and "expert" in name:
             yield f"{name}: experts in one stacked tensor, which cannot be quantised"
 
@@ -125,7 +123,7 @@ def quantized_size(nbytes: int, linear: int, convert: Mapping[str, Any]) -> int:
     return nbytes - int(linear * (2 - bits / 8))
 
 
-def quantized_contract(facts: ModelFacts, scheme: str, *, group: int = 128) -> list[Expected]:
+def quantized_contract(facts: Model, scheme: str, *, group: int = 128) -> list[Expected]:
     """Return the tensors that the quantized checkpoint must contain.
 
     Args:
@@ -168,15 +166,15 @@ def library_config(scheme: str, ignore: Sequence[str]) -> dict[str, Any]:
     return document
 
 
-def left_alone(facts: ModelFacts) -> list[str]:
+def left_alone(facts: Model) -> list[str]:
     """Return the linear layers that stay as they are, above all the head.
 
     Each under its name on disk, which vLLM uses, and in memory, which transformers uses.
     """
-    disk = {place.live: place.disk for place in facts.places if place.is_all}
+    disk = {slot.live: slot.key for slot in facts.slots if slot.is_all}
     disk |= facts.aliases
     names: set[str] = set()
-    for module, kind in facts.live.modules.items():
+    for module, kind in facts.modules.items():
         key = disk.get(f"{module}.weight", f"{module}.weight")
         if kind == LINEAR and key not in facts.quantized:
             names |= {module, _module(key)}

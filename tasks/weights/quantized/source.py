@@ -17,7 +17,7 @@ from tasks.weights.files.dtype_conversion import widened
 from tasks.weights.files.file_ranges import Reader
 from tasks.weights.files.reader import DTYPE_NAMES, Checkpoint, read_checkpoint
 from tasks.weights.files.source import Extent, FullTensor, Source
-from tasks.weights.plan.operations import STORED, Plan
+from tasks.weights.plan import Plan
 from tasks.weights.quantized.bnb4 import STATE, Packed, decode, read_states
 from tasks.weights.quantized.config_fields import (
     is_fp8,
@@ -168,24 +168,23 @@ def decoding(plan: Plan, sources: Mapping[str, Source]) -> Plan:
     """
     ops = []
     for op in plan.ops:
-        quantization = packing(sources.get(op.input), op.key)
-        ops.append(op if quantization is None else replace(op, quantization=quantization))
+        packed = packing(sources.get(op.input), op.key)
+        ops.append(op if packed is None else replace(op, packed=packed, quantization=None))
     return replace(plan, ops=tuple(ops))
 
 
 def packing(source: Source | None, key: str) -> dict[str, Any] | None:
-    """Return `Op.quantization` for operations on this tensor; None for a plain tensor."""
+    """Return `Op.packed` for operations on this tensor; None for a plain tensor."""
     if not isinstance(source, PackedCheckpoint) or key not in source.packed:
         return None
-    stored = {**source.packed[key].as_json(), "turned": key in source.turned}
-    return {STORED: stored}
+    return {**source.packed[key].as_json(), "turned": key in source.turned}
 
 
 def decoded(stored: Mapping[str, Any], extents: Sequence[Extent]) -> torch.Tensor:
     """Decode a matrix in its own dtype.
 
     Args:
-        stored: what `packing` returns under `STORED`.
+        stored: what `packing` returns.
         extents: byte ranges of its parts, one after the other; bytes beyond them are not read.
     """
     import torch

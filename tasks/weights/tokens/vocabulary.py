@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tasks.core.errors import ContractError
-from tasks.weights.plan.contracts import ModelFacts
+from tasks.weights.model import Model
 from tasks.weights.tokens.tokenizer import TokenizerFacts
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -77,7 +77,7 @@ class Vocabulary:
 
 def vocabulary_of(
     shapes: Shapes,
-    facts: ModelFacts,
+    facts: Model,
     tokenizer: TokenizerFacts,
     config: Mapping[str, Any],
     base: Shapes | None = None,
@@ -97,8 +97,8 @@ def vocabulary_of(
     embedding = shapes.get(facts.embedding)
     if embedding is None:
         raise ContractError(f"no {facts.embedding}: the model has no input embedding")
-    live = f"{facts.live.output_embedding}.weight"
-    stored = {place.live: place.disk for place in facts.places if place.is_all}
+    live = f"{facts.output_embedding}.weight"
+    stored = {slot.live: slot.key for slot in facts.slots if slot.is_all}
     head = shapes.get(stored.get(live, facts.aliases.get(live, live)))
     before = (base or {}).get(facts.embedding)
     special = {f"eos_token_id {token}": token for token in tokenizer.stops}

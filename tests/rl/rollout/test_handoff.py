@@ -26,7 +26,7 @@ from tasks.serving.vllm.colocation import room_for_rank
 from tasks.training.job import Peft
 from tasks.training.model.adapter import lora_config
 from tasks.weights.execute.worker import perform
-from tasks.weights.plan.contracts import ModelFacts, facts_of
+from tasks.weights.model import Model, facts_of
 from tests.rl.peers import alone
 from tests.settings import Rollout, Settings
 from tests.tiny import tiny
@@ -34,7 +34,7 @@ from tests.tiny import tiny
 LORA = Peft("lora", rank=4, alpha=6)
 
 
-def adapted(peft: Peft, new_ids: tuple[int, ...] = (), **sizes: Any) -> tuple[Any, ModelFacts]:
+def adapted(peft: Peft, new_ids: tuple[int, ...] = (), **sizes: Any) -> tuple[Any, Model]:
     """A model with a trained adapter in fp32, and the facts of its base."""
     import transformers
     from peft import get_peft_model

@@ -17,7 +17,7 @@ from tasks.training.objectives.forward_passes import Passes
 from tasks.training.objectives.sft import Sft
 from tasks.training.tokens.order import Counts
 from tasks.training.tokens.packing import pack, trial_row
-from tasks.weights.families.meta import auto_class
+from tasks.weights.model_class import auto_class
 from tests.training.datasets import alone, make_examples
 from tests.weights.families.making import FAMILIES
 

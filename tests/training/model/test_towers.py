@@ -16,9 +16,9 @@ from tasks.training.job import Peft
 from tasks.training.model.adapter import add_adapter
 from tasks.training.model.packed_model import accept_packed_rows, require_same
 from tasks.training.tokens.packing import pack, trial_row
-from tasks.weights.families.gathering import plan_full
-from tasks.weights.families.meta import language_class, other_towers
-from tasks.weights.plan.contracts import ModelFacts, facts_of
+from tasks.weights.gather import plan_full
+from tasks.weights.model import Model, facts_of
+from tasks.weights.model_class import language_class, other_towers
 from tests.training.datasets import alone, make_examples
 from tests.training.model.test_packed_families import gradients, require_same_gradients
 from tests.vision import FAMILIES, make_config
@@ -68,13 +68,13 @@ def test_towers_are_not_quantised(family: str) -> None:
     assert all("language_model" in key for key in facts.quantized)
 
 
-def trained(facts: ModelFacts, *without: str) -> tuple[dict[str, Expected], dict[str, Expected]]:
+def trained(facts: Model, *without: str) -> tuple[dict[str, Expected], dict[str, Expected]]:
     """Return the trained tensors by live name, and those of the base by key."""
-    base = {place.disk: Expected(place.disk, place.shape, "BF16") for place in facts.places}
+    base = {slot.key: Expected(slot.key, slot.shape, "BF16") for slot in facts.slots}
     live = {
-        place.live: Expected(place.live, place.live_shape, "BF16")
-        for place in facts.places
-        if not any(name in place.live for name in without)
+        slot.live: Expected(slot.live, slot.live_shape, "BF16")
+        for slot in facts.slots
+        if not any(name in slot.live for name in without)
     }
     return live, base
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tasks.weights.adapters.read import Adapter, read_adapter
+from tasks.weights.lora import Adapter, read_adapter
 
 Tensors = dict[str, torch.Tensor]
 

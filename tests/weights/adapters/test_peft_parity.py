@@ -158,7 +158,7 @@ def test_tied_embeddings_are_merged_as_trained(case: str, bases: Bases, tmp_path
     trained = train(load(base, torch.float32), config)
     adapter = save(trained, tmp_path / "adapter")
     plan, _ = merge(base, adapter, tmp_path / "out")
-    assert plan.notes.get("untied", []) == ([] if "tied" in case else ["lm_head.weight"])
+    assert plan.untied == (() if "tied" in case else ("lm_head.weight",))
     merged, ids = load(tmp_path / "out", torch.float32), torch.arange(3, 20)[None]
     with torch.no_grad():
         assert float((merged(ids).logits - trained(ids).logits).abs().max()) < 0.05
@@ -178,7 +178,7 @@ def test_rows_of_new_tokens_come_from_the_adapter(bases: Bases, tmp_path: Path) 
     trained = train(grown, LoraConfig(r=4, lora_alpha=6, target_modules=["lm_head"]))
     adapter = save(trained, tmp_path / "adapter", save_embedding_layers=True)
     plan, _ = merge(base, adapter, tmp_path / "out")
-    assert {name: rows for name, rows in plan.notes["rows"].items() if rows != 101} == {}
+    assert plan.rows == 101
     merged, ids = load(tmp_path / "out", torch.float32), torch.arange(85, 101)[None]
     with torch.no_grad():
         assert float((merged(ids).logits - trained(ids).logits).abs().max()) < 0.05

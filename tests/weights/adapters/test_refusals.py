@@ -15,12 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tasks.core.contract import Expected
 from tasks.core.errors import ArtifactError, ContractError, PlumblineError
-from tasks.weights.adapters.changes import changes
-from tasks.weights.adapters.live import LiveModel, live_model
-from tasks.weights.adapters.read import read_adapter
-from tasks.weights.adapters.values import require_values, value_findings
+from tasks.weights.lora import changes, read_adapter, require_values, value_findings
+from tasks.weights.model import Model, live_model
 from tests.weights.adapters.making import Tensors, altered, opened, save, train
 from tests.weights.families.making import FAMILIES, make_model, merge
 from tests.weights.making import state_of
@@ -37,7 +34,7 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def live(model: Any) -> LiveModel:
+def live(model: Any) -> Model:
     return live_model(model)
 
 
@@ -95,7 +92,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_every_damage_is_named(good: Path, live: LiveModel, tmp_path: Path) -> None:
+def test_every_damage_is_named(good: Path, live: Model, tmp_path: Path) -> None:
     missed = []
     for name, (edit, thing) in TENSORS.items():
         total = changes(opened(altered(good, tmp_path / "bad", edit)), live)
@@ -106,7 +103,7 @@ def test_every_damage_is_named(good: Path, live: LiveModel, tmp_path: Path) -> N
         if thing not in "\n".join(total.findings):
             missed.append((str(config), total.findings))
     name = "model.layers.0.self_attn.q_proj.weight"
-    larger = replace(live, tensors={**live.tensors, name: Expected(name, (48, 32))})
+    larger = replace(live, parameters={**live.parameters, name: (48, 32)})
     assert any("[48, 4]" in line for line in changes(opened(good), larger).findings)
     assert missed == []
     several = altered(good, tmp_path / "bad", config={"lora_alpha": 0, "init_lora_weights": "x"})
@@ -155,7 +152,7 @@ def test_copies_of_a_tied_tensor_have_to_agree(tmp_path: Path) -> None:
             require_values([read_adapter(changed)], total.copies)
 
 
-def test_folders_without_one_adapter(good: Path, live: LiveModel, tmp_path: Path) -> None:
+def test_folders_without_one_adapter(good: Path, live: Model, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError):
         read_adapter(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
@@ -185,7 +182,7 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any], float, str]] = [
 ]
 
 
-def test_adapters_that_cannot_be_added(model: Any, live: LiveModel, tmp_path: Path) -> None:
+def test_adapters_that_cannot_be_added(model: Any, live: Model, tmp_path: Path) -> None:
     for number, (first, second, weight, thing) in enumerate(PAIRS):
         adapters = []
         for name, extra, factor in (("a", first, 1.0), ("b", second, weight)):

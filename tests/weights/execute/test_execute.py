@@ -25,8 +25,8 @@ from tasks.weights.execute.writer import Spec, plan_shards, shard_file, shard_na
 from tasks.weights.files import file_ranges as extents
 from tasks.weights.files.header import ITEM_BITS, read_header
 from tasks.weights.files.reader import Checkpoint, read_checkpoint
-from tasks.weights.plan.operations import Plan
-from tasks.weights.plan.validate import validate
+from tasks.weights.plan import Plan
+from tasks.weights.validate import validate
 from tests.weights.making import state_of
 from tests.weights.plans import copied, expected, make_inputs, make_plan, tensors
 from tests.weights.rounding import rounded_alike
@@ -59,7 +59,6 @@ def _wrong(out: Path) -> list[str]:
 
 def test_every_kind_of_operation_bit_for_bit(inputs, out) -> None:
     plan = make_plan()
-    assert Plan.from_json(json.loads(json.dumps(plan.as_json()))) == plan
     done = _run(plan, inputs, out)
     assert _wrong(out) == []
     assert len(list(out.glob("*.safetensors"))) > 2

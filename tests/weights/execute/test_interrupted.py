@@ -16,7 +16,7 @@ from tasks.weights.execute import writer
 from tasks.weights.execute.execute import execute
 from tasks.weights.execute.outcome import Executed
 from tasks.weights.files.reader import Checkpoint, read_checkpoint
-from tasks.weights.plan.layout import lay_out
+from tasks.weights.plan import lay_out
 from tests.weights.plans import make_inputs, make_plan
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -129,7 +129,7 @@ sys.path.insert(0, sys.argv[1])
 import torch
 from tasks.pipeline.artifact import Origin, publish, staging
 from tasks.weights.execute.execute import execute
-from tasks.weights.plan.layout import lay_out
+from tasks.weights.plan import lay_out
 from tasks.weights.files.reader import read_checkpoint
 from tests.weights.plans import make_plan
 

@@ -20,8 +20,7 @@ from tasks.weights.execute.outcome import Executed
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.native import Library, binding, library
 from tasks.weights.native.binding import MAX_RANK
-from tasks.weights.plan.adapter_ops import LowRank
-from tasks.weights.plan.operations import Op, Plan
+from tasks.weights.plan import LowRank, Op, Plan
 from tasks.weights.proof import recompute
 from tasks.weights.proof.unbiased import random_parts, round_with, small
 from tasks.weights.rounding import row_keys, unbiased

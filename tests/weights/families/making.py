@@ -11,19 +11,17 @@ from typing import Any
 
 import torch
 
-from tasks.weights.adapters.changes import changes
-from tasks.weights.adapters.read import read_adapter
-from tasks.weights.adapters.values import require_values
 from tasks.weights.execute.execute import execute
 from tasks.weights.execute.outcome import Executed
-from tasks.weights.families.merging import MergeSettings, merged_config, plan_merge
-from tasks.weights.families.meta import auto_class
 from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.plan.contracts import model_facts
-from tasks.weights.plan.operations import Plan
-from tasks.weights.plan.validate import validate
+from tasks.weights.lora import changes, read_adapter, require_values
+from tasks.weights.merge import MergeSettings, merged_config, plan_merge
+from tasks.weights.model import model_facts
+from tasks.weights.model_class import auto_class
+from tasks.weights.plan import Plan
 from tasks.weights.proof import recompute
 from tasks.weights.rounding import Rounding
+from tasks.weights.validate import validate
 from tests import tiny
 from tests.weights.adapters.making import quiet, save
 
@@ -187,7 +185,7 @@ def merge(
     pairs = [(adapters, 1.0)] if isinstance(adapters, Path) else adapters
     read = [(read_adapter(folder, f"adapter{i}"), w) for i, (folder, w) in enumerate(pairs)]
     facts = model_facts(base)
-    total = changes(read, facts.live)
+    total = changes(read, facts)
     require_values([adapter for adapter, _ in read], total.copies)
     sources = {"base": read_checkpoint(base), **{a.name: a.tensors for a, _ in read}}
     operands = {f"{a.name}:{k}": info for a, _ in read for k, info in a.tensors.tensors.items()}

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tasks.core.errors import ContractError
-from tasks.weights.plan.adapter_ops import Dora
+from tasks.weights.plan import Dora
 from tests.weights.adapters.making import save, train
 from tests.weights.families.making import (
     FAMILIES,

@@ -11,10 +11,9 @@ import pytest
 
 from tasks.audit.class_contract import perform_apart
 from tasks.core.errors import ArtifactError
-from tasks.weights.families.meta import meta_model
-from tasks.weights.families.plain import plain_facts
 from tasks.weights.files.reader import read_json
-from tasks.weights.plan.contracts import ModelFacts, facts_of, model_facts
+from tasks.weights.model import facts_of, model_facts, plain_model
+from tasks.weights.model_class import meta_model
 from tests.weights.families.making import FAMILIES
 
 RARE = [
@@ -37,23 +36,23 @@ def _config(folder: Path, family: str, **changes: Any) -> Path:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", *RARE])
 def test_facts_equal_those_of_transformers(tmp_path: Path, family: str, tied: bool) -> None:
     folder = _config(tmp_path, family, tie_word_embeddings=tied)
-    fields = plain_facts(read_json(folder / "config.json"), "bfloat16", None)
-    assert fields is not None
-    plain, real = ModelFacts(**fields), facts_of(meta_model(folder, "bfloat16"))
+    plain = plain_model(read_json(folder / "config.json"), "bfloat16", None)
+    real = facts_of(meta_model(folder, "bfloat16"))
+    assert plain is not None
     assert sorted(plain.tensors, key=str) == sorted(real.tensors, key=str)
-    assert sorted(plain.places, key=str) == sorted(real.places, key=str)
+    assert sorted(plain.slots, key=str) == sorted(real.slots, key=str)
     assert set(plain.quantized) == set(real.quantized)
     assert (plain.tied, plain.embedding, plain.aliases) == (real.tied, real.embedding, real.aliases)
     assert (plain.unread, plain.findings) == (real.unread, real.findings)
-    assert list(plain.live.tensors) == list(real.live.tensors)
-    assert plain.live.tensors == real.live.tensors
-    with_tensors = {name.rpartition(".")[0] for name in real.live.tensors}
-    kinds = {name: real.live.modules[name] for name in plain.live.modules}
-    assert plain.live.modules == kinds
+    assert list(plain.parameters) == list(real.parameters)
+    assert plain.parameters == real.parameters
+    with_tensors = {name.rpartition(".")[0] for name in real.parameters}
+    kinds = {name: real.modules[name] for name in plain.modules}
+    assert plain.modules == kinds
     assert with_tensors <= set(kinds)
-    assert {name for name, kind in real.live.modules.items() if kind != "other"} <= set(kinds)
-    for field in ("tied", "transposed", "input_embedding", "output_embedding"):
-        assert getattr(plain.live, field) == getattr(real.live, field)
+    assert {name for name, kind in real.modules.items() if kind != "other"} <= set(kinds)
+    for field in ("ties", "transposed", "input_embedding", "output_embedding"):
+        assert getattr(plain, field) == getattr(real, field)
 
 
 def test_other_configurations_are_left_to_transformers(tmp_path: Path) -> None:
@@ -67,13 +66,13 @@ def test_other_configurations_are_left_to_transformers(tmp_path: Path) -> None:
         {"hidden_size": "32"},
         {"quantization_config": {"quant_method": "bitsandbytes"}},
     ):
-        assert plain_facts({**document, **changes}, "bfloat16", None) is None, changes
+        assert plain_model({**document, **changes}, "bfloat16", None) is None, changes
     disk = {tensor.name: tensor.shape for tensor in model_facts(tmp_path).tensors}
-    assert plain_facts(document, "bfloat16", disk) is not None
+    assert plain_model(document, "bfloat16", disk) is not None
     name = "model.layers.1.mlp.up_proj.weight"
     missing = {key: shape for key, shape in disk.items() if key != name}
     for other in (missing, disk | {name: (7, 32)}, disk | {"model.extra": (7, 32)}):
-        assert plain_facts(document, "bfloat16", other) is None
+        assert plain_model(document, "bfloat16", other) is None
         assert model_facts(tmp_path, disk=other).findings
 
 
@@ -84,7 +83,7 @@ def test_a_tied_head_is_no_tensor_of_its_own_and_may_be_stored_too(tmp_path: Pat
     disk = {tensor.name: tensor.shape for tensor in facts.tensors}
     assert perform_apart(model_facts, folder, "bfloat16", disk) == model_facts(folder, disk=disk)
     stored = model_facts(folder, disk={**disk, "lm_head.weight": disk[facts.embedding]})
-    assert "lm_head.weight" in {place.disk for place in stored.places}
+    assert "lm_head.weight" in {slot.key for slot in stored.slots}
     for each in (facts, stored):
         assert "lm_head.weight" not in {tensor.name for tensor in each.tensors}
 

@@ -13,16 +13,15 @@ import torch
 from safetensors.torch import save_file
 
 from tasks.core.errors import ContractError
-from tasks.weights.adapters.changes import changes
-from tasks.weights.adapters.read import read_adapter
 from tasks.weights.execute.execute import execute
-from tasks.weights.families.gathering import plan_full
-from tasks.weights.families.merging import plan_merge
 from tasks.weights.files.header import TensorInfo, read_header
 from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.plan.contracts import ModelFacts, model_facts
-from tasks.weights.plan.partitions import read_partitions
-from tasks.weights.plan.validate import validate
+from tasks.weights.gather import plan_full
+from tasks.weights.lora import changes, read_adapter
+from tasks.weights.merge import plan_merge
+from tasks.weights.model import Model, model_facts
+from tasks.weights.shards import read_partitions
+from tasks.weights.validate import validate
 from tests.weights.families.making import (
     FAMILIES,
     load,
@@ -111,10 +110,10 @@ def _planned(base: Path, adapter: Path, change: Change) -> None:
     """Plan a merge with a base whose header was changed."""
     header = dict(read_header(base / "model.safetensors").tensors)
     change(header)
-    facts: ModelFacts = model_facts(base, disk={key: info.shape for key, info in header.items()})
+    facts: Model = model_facts(base, disk={key: info.shape for key, info in header.items()})
     lora = read_adapter(adapter)
     operands = {f"adapter:{key}": info for key, info in lora.tensors.tensors.items()}
-    plan_merge(header, facts, changes([(lora, 1.0)], facts.live), operands)
+    plan_merge(header, facts, changes([(lora, 1.0)], facts), operands)
 
 
 def _drop(pattern: str) -> Change:
@@ -231,7 +230,9 @@ def test_shards_of_live_tensors_become_the_checkpoint_they_came_from(
     assert all(torch.equal(actual[key], tensor) for key, tensor in wanted.items())
     # The one buffer among them, which no optimiser holds.
     bias = ["model.layers.1.mlp.gate.e_score_correction_bias"]
-    assert plan.notes.get("from_base", []) == (bias if family == "deepseek_v3" else [])
+    assert [op.name for op in plan.ops if op.input == "base"] == (
+        bias if family == "deepseek_v3" else []
+    )
 
 
 def _trained(base: Path) -> dict[str, Any]:
@@ -262,7 +263,6 @@ def test_frozen_parameters_come_from_the_base_when_asked(tmp_path: Path) -> None
     plan = plan_full(trained, model_facts(base), base=weights.tensors, frozen=True)
     assert {op.name for op in plan.ops} == set(weights.tensors)
     assert {op.input for op in plan.ops if "layers.1" in op.name} == {"trained"}
-    assert set(plan.notes["from_base"]) == {op.name for op in plan.ops if "layers.1" not in op.name}
 
 
 def test_a_stored_copy_of_a_tied_head_is_written_too(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tasks.weights.execute.execute import execute
 from tasks.weights.execute.verdicts import finite
 from tasks.weights.head_plans import separate
 from tasks.weights.heads import Detected
-from tasks.weights.plan.validate import validate
+from tasks.weights.validate import validate
 from tests.tiny import SIZES, tiny
 from tests.weights.adapters.making import quiet
 from tests.weights.families.making import load

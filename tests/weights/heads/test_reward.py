@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tasks.core.errors import ContractError
-from tasks.weights.adapters.read import read_adapter
 from tasks.weights.execute.execute import execute
-from tasks.weights.families.merging import MergeSettings
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.head_plans import merged_reward
 from tasks.weights.heads import detect, read_folder
-from tasks.weights.plan.operations import Plan
-from tasks.weights.plan.validate import validate
+from tasks.weights.lora import read_adapter
+from tasks.weights.merge import MergeSettings
+from tasks.weights.plan import Plan
+from tasks.weights.validate import validate
 from tests.weights.adapters.making import quiet, save, train
 from tests.weights.heads import making
 from tests.weights.heads.making import change_config, rewards, scores, serve

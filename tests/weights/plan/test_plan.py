@@ -16,11 +16,9 @@ from tasks.core.errors import ArtifactError, ContractError
 from tasks.weights.execute.writer import Spec
 from tasks.weights.files.file_ranges import Reader
 from tasks.weights.files.reader import Checkpoint
-from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows, Term
-from tasks.weights.plan.layout import lay_out
-from tasks.weights.plan.operations import Dropped, Op, Plan
-from tasks.weights.plan.partitions import Slice, coverage, rank_file, read_partitions
-from tasks.weights.plan.validate import plan_findings, validate
+from tasks.weights.plan import Add, Dora, Dropped, LowRank, Op, Plan, Rows, Term, lay_out
+from tasks.weights.shards import Slice, coverage, rank_file, read_partitions
+from tasks.weights.validate import plan_findings, validate
 from tests.weights.making import Spread, alter_ranks, write_shards
 from tests.weights.plans import make_inputs, make_plan
 
@@ -43,7 +41,7 @@ def _with(which: str, **changes: object) -> Plan:
 
 
 CHANGES: list[tuple[str, dict[str, object], str]] = [
-    ("wide", {"source": "base:widee"}, "near: wide"),
+    ("wide", {"source": "base:widee"}, "base has no widee"),
     ("wide", {"source": "bases:wide"}, "'bases'"),
     ("wide", {"source_dtype": "F16"}, "base:wide is BF16, planned as F16"),
     ("wide", {"shape": (33, 1031)}, "BF16 [33, 1031]"),

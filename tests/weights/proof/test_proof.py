@@ -19,12 +19,12 @@ from tasks.merge import merge
 from tasks.weights.execute.worker import perform, write
 from tasks.weights.files.opening import open_model
 from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.plan.operations import Plan
 from tasks.weights.proof import Proof, State, planned, prove_merge
 from tasks.weights.quantized.nf4 import as_trained
 from tests.weights.adapters.making import save, train
 from tests.weights.families.making import FAMILIES, load, make_model, merged_by_peft
 from tests.weights.making import NF4, copy_reference, failed, merged, state_of
+from tests.weights.plans import plan_of
 
 NAME = "model.layers.1.self_attn.v_proj.weight"
 SIZES = (1.0, pytest.param(2.0**-6, marks=pytest.mark.slow), 2.0**-10)
@@ -212,7 +212,7 @@ def test_a_merge_of_ours_is_proven_by_its_plan(qwen, qlora_adapter, qlora_run, t
     for mode in ("dequantized", "original"):
         (out := tmp_path / mode).mkdir()
         report = merged(out, qlora_adapter, qwen.path, qlora_run, base_mode=mode)
-        plans[mode] = Plan.from_json(json.loads(json.dumps(report.notes["plan"])))
+        plans[mode] = plan_of(json.loads(json.dumps(report.notes["plan"])))
         proof = prove_merge(plans[mode], sources, read_checkpoint(out))
         assert proof.ok, proof.faults
         assert len(proof.dequantized) == (14 if mode == "dequantized" else 0)

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tasks.weights.execute.execute import execute
-from tasks.weights.plan.operations import Op, Plan
-from tasks.weights.plan.validate import validate
+from tasks.weights.plan import Op, Plan
 from tasks.weights.quantized.source import decoding, read_base
+from tasks.weights.validate import validate
 from tests.weights.making import state_of
 
 BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -48,12 +48,11 @@ def pack(
 
 
 def decode_all(folder: Path, out: Path) -> dict[str, torch.Tensor]:
-    """Decode the whole base: plan, JSON of the plan, execution."""
+    """Decode the whole base: plan and execution."""
     sources = {"base": read_base(folder)}
     tensors = sources["base"].tensors
     ops = [Op(k, tuple(t.shape), t.dtype, f"base:{k}", t.dtype) for k, t in tensors.items()]
     plan = decoding(Plan(tuple(ops)), sources)
-    assert Plan.from_json(json.loads(json.dumps(plan.as_json()))) == plan
     validate(plan, sources)
     out.mkdir(parents=True)
     done = execute(plan, sources, out)

@@ -20,9 +20,8 @@ from tasks.serving.reference.load import load_model
 from tasks.weights.execute.execute import execute
 from tasks.weights.execute.outcome import Executed
 from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.plan.contracts import model_facts
-from tasks.weights.plan.operations import Encoding, Op, Plan
-from tasks.weights.plan.validate import validate
+from tasks.weights.model import model_facts
+from tasks.weights.plan import Encoding, Op, Plan
 from tasks.weights.quantized.quantize import (
     SCHEMES,
     encode,
@@ -34,6 +33,7 @@ from tasks.weights.quantized.quantize import (
     row_scales,
 )
 from tasks.weights.quantized.source import decoded_values, packing, read_base
+from tasks.weights.validate import validate
 from tests.weights.families.making import load, save_base
 from tests.weights.making import make_base, state_of
 from tests.weights.quantized.making import FP8, decode_all, same, scale_fp8
@@ -168,7 +168,7 @@ def test_all_codes_as_torch_reads_them(tmp_path: Path) -> None:
     source = read_base(tmp_path)
     stored = packing(source, "w")
     assert stored is not None
-    values = torch.from_numpy(decoded_values(stored["stored"], source.extents("w")))
+    values = torch.from_numpy(decoded_values(stored, source.extents("w")))
     assert torch.equal(values.nan_to_num(7), (codes.float() * 2.0**-9).nan_to_num(7))
 
 

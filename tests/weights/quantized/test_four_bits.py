@@ -17,12 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
-from tasks.weights.adapters.changes import Changes
 from tasks.weights.execute.execute import execute
-from tasks.weights.families.merging import MergeSettings, plan_merge
 from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.plan.contracts import model_facts
-from tasks.weights.plan.validate import validate
+from tasks.weights.lora import Changes
+from tasks.weights.merge import MergeSettings, plan_merge
+from tasks.weights.model import model_facts
 from tasks.weights.quantized.bnb4 import BLOCKSIZES, LEVELS, STATE
 from tasks.weights.quantized.nf4 import (
     RowsAsTrained,
@@ -30,6 +29,7 @@ from tasks.weights.quantized.nf4 import (
     lost_in_4_bits,
 )
 from tasks.weights.quantized.source import read_base
+from tasks.weights.validate import validate
 from tests.weights.families.making import FAMILIES, load, make_model, merged_by_peft
 from tests.weights.making import (
     NF4,

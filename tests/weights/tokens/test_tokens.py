@@ -13,12 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.weights.adapters.changes import changes
-from tasks.weights.adapters.read import read_adapter
-from tasks.weights.families.merging import plan_merge
 from tasks.weights.files.folder import inspect_checkpoint
 from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.plan.contracts import model_facts
+from tasks.weights.lora import changes, read_adapter
+from tasks.weights.merge import plan_merge
+from tasks.weights.model import model_facts
 from tasks.weights.tokens.add_tokens import grow
 from tasks.weights.tokens.render_template import MAX_CHARACTERS
 from tasks.weights.tokens.tokenizer import (
@@ -144,7 +143,7 @@ def _sizes(base: Path, adapter: Path) -> Vocabulary:
     lora, config = read_adapter(adapter), json.loads((base / "config.json").read_text())
     facts, weights = model_facts(base, "float32"), read_checkpoint(base)
     operands = {f"adapter:{key}": tensor for key, tensor in lora.tensors.tensors.items()}
-    plan = plan_merge(weights.tensors, facts, changes([(lora, 1.0)], facts.live), operands)
+    plan = plan_merge(weights.tensors, facts, changes([(lora, 1.0)], facts), operands)
     planned = {op.name: op.shape for op in plan.ops}
     stored = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
     tokenizer = TokenizerFacts(100, eos=99, pad=98, end_of_turn=None, template="")

@@ -7,7 +7,6 @@ After this no shape, dtype or key can fail during execution; only disks can.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,22 +20,10 @@ from tasks.weights.execute.writer import require_space
 from tasks.weights.files.dtype_bits import is_float
 from tasks.weights.files.header import ITEM_BITS
 from tasks.weights.files.source import Source, find
-from tasks.weights.plan.adapter_ops import (
-    Add,
-    Dora,
-    LowRank,
-    Rows,
-    Stride,
-    Term,
-    as_slice,
-    operands,
-)
-from tasks.weights.plan.operations import STORED, Op, Plan
+from tasks.weights.plan import Add, Dora, LowRank, Op, Plan, Rows, Shape, Term, as_slice, operands
 
-SHOWN = 50
-"""Number of findings that an error lists."""
-_SUGGESTIONS = 5
-_FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+_SHOWN = 50
+_FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
 
 
 def validate(plan: Plan, sources: Mapping[str, Source], *, out: Path | None = None) -> None:
@@ -45,7 +32,7 @@ def validate(plan: Plan, sources: Mapping[str, Source], *, out: Path | None = No
     Args:
         plan: the plan.
         sources: the inputs by the names that the plan uses.
-        out: output folder, to check its free space too; None skips that check.
+        out: output folder, to check its free space too.
 
     Raises:
         ContractError: lists every finding: input tensors that are missing, of another dtype, too
@@ -55,32 +42,33 @@ def validate(plan: Plan, sources: Mapping[str, Source], *, out: Path | None = No
     """
     findings = list(plan_findings(plan, sources))
     if findings:
+        hidden = len(findings) - _SHOWN
+        more = [f"... and {hidden} more"] if hidden > 0 else []
         raise ContractError(
             f"plan does not fit its inputs: {first_and_more(findings)}",
-            details=[*findings[:SHOWN], *_more(findings)],
+            details=[*findings[:_SHOWN], *more],
         )
     if out is not None:
         require_space(out, plan.nbytes)
 
 
 def plan_findings(plan: Plan, sources: Mapping[str, Source]) -> Iterator[str]:
-    """Yield everything that is wrong with a plan, one line each. Arguments as of `validate`."""
+    """Yield everything that is wrong with a plan, one line each."""
     counts = Counter(op.name for op in plan.ops)
     yield from (f"{name}: planned {n} times" for name, n in counts.items() if n > 1)
     if not plan.ops:
         yield "the plan has no operations"
     if plan.shards is not None and sum(plan.shards) != len(plan.ops):
         yield f"shards are for {sum(plan.shards)} tensors, but the plan has {len(plan.ops)}"
-    near = _Near(sources)
     for op in plan.ops:
-        yield from _op_findings(op, sources, near)
+        yield from (f"{op.name}: {text}" for text in _op_findings(op, sources))
     yield from _coverage_findings(plan, sources)
 
 
 def _coverage_findings(plan: Plan, sources: Mapping[str, Source]) -> Iterator[str]:
     """Check that every input tensor is used once and in full, or dropped for a reason."""
     used: dict[str, list[tuple[int, int, str]]] = {}
-    shared = {*plan.notes.get("untied", ()), *plan.notes.get("copied", ())}
+    shared = {*plan.untied, *plan.copied}
     for op in sorted(plan.ops, key=lambda op: op.name in shared):
         if op.name in shared and op.source in used:
             continue  # a tied tensor, or one that was, is read for both of its names
@@ -98,7 +86,7 @@ def _coverage_findings(plan: Plan, sources: Mapping[str, Source]) -> Iterator[st
             name = f"{input_name}:{key}"
             if name in used:
                 yield from _part_findings(name, prod(info.shape), used[name])
-            elif name not in used and name not in used_by_terms and name not in dropped:
+            elif name not in used_by_terms and name not in dropped:
                 yield f"{name}: {describe(info.shape, info.dtype)} is used by nothing"
 
 
@@ -114,32 +102,32 @@ def _part_findings(name: str, numel: int, parts: Iterable[tuple[int, int, str]])
         yield f"{name}: elements {at} to {numel} are used by nothing"
 
 
-def _op_findings(op: Op, sources: Mapping[str, Source], near: _Near) -> Iterator[str]:
+def _op_findings(op: Op, sources: Mapping[str, Source]) -> Iterator[str]:
     tensor = find(op.source, sources)
     if isinstance(tensor, str):
-        yield f"{op.name}: {tensor}{near.to(op.source)}"
+        yield tensor
         return
     if op.dtype not in ITEM_BITS:
-        yield f"{op.name}: unknown dtype {op.dtype}"
+        yield f"unknown dtype {op.dtype}"
         return
     if op.transpose and len(op.shape) < 2:
-        yield f"{op.name}: {list(op.shape)} cannot be transposed"
+        yield f"{list(op.shape)} cannot be transposed"
         return
     if not prod(op.shape):
-        yield f"{op.name}: {describe(op.shape, op.dtype)} has no elements"
+        yield f"{describe(op.shape, op.dtype)} has no elements"
     if tensor.dtype != op.source_dtype:
-        yield f"{op.name}: {op.source} is {tensor.dtype}, planned as {op.source_dtype}"
+        yield f"{op.source} is {tensor.dtype}, planned as {op.source_dtype}"
     else:
         yield from _extent_findings(op, tensor, sources[op.input])
     cast = op.dtype != op.source_dtype and op.encoding is None
-    if cast and not {op.dtype, op.source_dtype} <= set(_FLOATS):
-        yield f"{op.name}: {op.source_dtype} cannot be cast to {op.dtype}"
-    if op.kind == "compute" and op.terms and not is_float(op.dtype):
-        yield f"{op.name}: {op.dtype} is not a float dtype, so nothing can be added to it"
+    if cast and not {op.dtype, op.source_dtype} <= _FLOATS:
+        yield f"{op.source_dtype} cannot be cast to {op.dtype}"
+    if op.terms and not is_float(op.dtype):
+        yield f"{op.dtype} is not a float dtype, so nothing can be added to it"
     if op.encoding is not None:
         yield from _encoding_findings(op, tensor)
     for term in op.terms:
-        yield from (f"{op.name}: {text}" for text in _term_findings(op, term, sources, near))
+        yield from _term_findings(term, op.shape, sources)
 
 
 def _encoding_findings(op: Op, tensor: TensorLike) -> Iterator[str]:
@@ -148,111 +136,66 @@ def _encoding_findings(op: Op, tensor: TensorLike) -> Iterator[str]:
     columns = op.encoding.columns if op.encoding.part == "weight" else 1
     wanted = (op.shape[0] if op.shape else 0, op.encoding.columns)
     if tuple(tensor.shape) != wanted or op.shape != (wanted[0], columns) or op.start:
-        yield (
-            f"{op.name}: 8 bits need a matrix of {list(wanted)}, "
-            f"{op.source} is {list(tensor.shape)}"
-        )
+        yield f"8 bits need a matrix of {list(wanted)}, {op.source} is {list(tensor.shape)}"
     if not is_float(op.source_dtype):
-        yield f"{op.name}: {op.source_dtype} cannot be encoded in 8 bits"
+        yield f"{op.source_dtype} cannot be encoded in 8 bits"
 
 
 def _extent_findings(op: Op, tensor: TensorLike, source: Source) -> Iterator[str]:
     size, wanted = prod(tensor.shape), op.start + prod(op.shape)
     if op.start < 0 or wanted > size:
         text = f"elements {op.start} to {wanted}" if op.start else describe(op.shape, op.dtype)
-        yield f"{op.name}: needs {text}, {op.source} is {describe(tensor.shape, tensor.dtype)}"
+        yield f"needs {text}, {op.source} is {describe(tensor.shape, tensor.dtype)}"
     elif op.start == 0 and wanted == size and not _same_shape(op, tuple(tensor.shape)):
-        yield f"{op.name}: must be {list(op.shape)}, {op.source} is {list(tensor.shape)}"
+        yield f"must be {list(op.shape)}, {op.source} is {list(tensor.shape)}"
     nbytes = sum(extent.nbytes for extent in source.extents(op.key))
-    packed = STORED in (op.quantization or {})  # its files hold 4 bits for an element, and scales
-    if not packed and nbytes != size * ITEM_BITS[tensor.dtype] // 8:
+    # The files of a packed matrix hold 4 bits for an element, and scales.
+    if op.packed is None and nbytes != size * ITEM_BITS[tensor.dtype] // 8:
         text = describe(tensor.shape, tensor.dtype)
         yield f"{op.source}: {text}, but its files hold {nbytes} bytes"
 
 
-def _same_shape(op: Op, shape: tuple[int, ...]) -> bool:
+def _same_shape(op: Op, shape: Shape) -> bool:
     """Return True if shapes are equal after `op.transpose`, or split or merge a leading axis."""
     wanted = (*op.shape[:-2], op.shape[-1], op.shape[-2]) if op.transpose else op.shape
     return wanted == shape or ({len(wanted), len(shape)} == {2, 3} and wanted[-1] == shape[-1])
 
 
-def _term_findings(op: Op, term: Term, sources: Mapping[str, Source], near: _Near) -> Iterator[str]:
-    tensors: dict[str, TensorLike] = {}
+def _term_findings(term: Term, shape: Shape, sources: Mapping[str, Source]) -> Iterator[str]:
+    """Yield the misfits of a term and its output tensor."""
+    shapes: dict[str, Shape] = {}
     for name in operands(term):
         tensor = find(name, sources)
         if isinstance(tensor, str):
-            yield tensor + near.to(name)
+            yield tensor
         elif not is_float(tensor.dtype):
             yield f"{name}: {tensor.dtype} is not a float dtype"
         else:
-            tensors[name] = tensor
-    if len(tensors) == len(set(operands(term))):
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        yield from term_findings(term, op.shape, shapes)
-
-
-class _Near:
-    """Suggest the nearest key for the first few missing keys; each search compares all keys."""
-
-    def __init__(self, sources: Mapping[str, Source]) -> None:
-        self._sources, self._left = sources, _SUGGESTIONS
-
-    def to(self, name: str) -> str:
-        """Return "; near: <key>", or "" if no key is near."""
-        source, _, key = name.partition(":")
-        if source not in self._sources or not self._left:
-            return ""
-        self._left -= 1
-        matches = difflib.get_close_matches(key, list(self._sources[source].tensors), n=1)
-        return f"; near: {matches[0]}" if matches else ""
-
-
-def _more(findings: list[str]) -> list[str]:
-    hidden = len(findings) - SHOWN
-    return [f"... and {hidden} more"] if hidden > 0 else []
-
-
-Shape = tuple[int, ...]
-
-
-def term_findings(term: Term, shape: Shape, operands: Mapping[str, Shape]) -> Iterator[str]:
-    """Yield the misfits of a term and its output tensor, one line each.
-
-    Args:
-        term: the change.
-        shape: shape of the output tensor.
-        operands: shapes of the adapter tensors that the term names, by name.
-    """
-    match term:
-        case LowRank():
-            yield from _scale(term.scale)
-            yield from _low_rank(term, shape, operands[term.a], operands[term.b])
-        case Dora():
-            yield from _scale(term.scale)
-            plain = LowRank(term.a, term.b, term.scale, term.transpose, out_start=term.out_start)
-            yield from _low_rank(plain, shape, operands[term.a], operands[term.b])
-            wanted = operands[term.b][:1]
-            if operands[term.magnitude] != wanted:
-                actual = list(operands[term.magnitude])
-                yield f"{term.magnitude}: is {actual}, magnitudes must be {list(wanted)}"
-        case Rows():
-            yield from _rows(term, shape, operands[term.values])
-        case Add():
-            yield from _scale(term.scale)
-            if operands[term.value] != shape:
-                yield f"{term.value}: is {list(operands[term.value])}, must be {list(shape)}"
-
-
-def _scale(scale: float) -> Iterator[str]:
-    if not math.isfinite(scale) or scale == 0:
-        yield f"scale {scale} is not a finite number other than 0"
+            shapes[name] = tuple(tensor.shape)
+    if len(shapes) < len(set(operands(term))):
+        return
+    if not isinstance(term, Rows) and (not math.isfinite(term.scale) or term.scale == 0):
+        yield f"scale {term.scale} is not a finite number other than 0"
+    if isinstance(term, LowRank):
+        yield from _low_rank(term, shape, shapes[term.a], shapes[term.b])
+    elif isinstance(term, Dora):
+        plain = LowRank(term.a, term.b, term.scale, term.transpose, out_start=term.out_start)
+        yield from _low_rank(plain, shape, shapes[term.a], shapes[term.b])
+        wanted = shapes[term.b][:1]
+        if shapes[term.magnitude] != wanted:
+            yield f"{term.magnitude}: is {list(shapes[term.magnitude])}, must be {list(wanted)}"
+    elif isinstance(term, Rows):
+        yield from _rows(term, shape, shapes[term.values])
+    elif isinstance(term, Add) and shapes[term.value] != shape:
+        yield f"{term.value}: is {list(shapes[term.value])}, must be {list(shape)}"
 
 
 def _low_rank(term: LowRank, shape: Shape, a: Shape, b: Shape) -> Iterator[str]:
     if len(a) != 2 or len(b) != 2 or len(shape) < 2:
         yield f"{term.a} {list(a)}, {term.b} {list(b)}: not a LoRA pair for {list(shape)}"
         return
-    rank_a, rank_b = _count(term.a_rows, a[0]), _count(term.b_columns, b[1])
+    rank_a = len(range(a[0])[as_slice(term.a_rows)])
+    rank_b = len(range(b[1])[as_slice(term.b_columns)])
     if rank_a != rank_b or not rank_a:
         yield f"{term.a} {list(a)} and {term.b} {list(b)} have ranks {rank_a} and {rank_b}"
         return
@@ -272,15 +215,12 @@ def _low_rank(term: LowRank, shape: Shape, a: Shape, b: Shape) -> Iterator[str]:
         )
 
 
-def _count(stride: Stride | None, size: int) -> int:
-    return len(range(size)[as_slice(stride)])
-
-
 def _rows(term: Rows, shape: Shape, values: Shape) -> Iterator[str]:
-    if len(shape) < 1 or values != (len(term.indices), *shape[1:]):
-        yield f"{term.values}: is {list(values)}, must be {[len(term.indices), *shape[1:]]}"
     if not shape:
+        yield f"{term.values}: rows of a scalar"
         return
+    if values != (len(term.indices), *shape[1:]):
+        yield f"{term.values}: is {list(values)}, must be {[len(term.indices), *shape[1:]]}"
     outside = [index for index in term.indices if not 0 <= index < shape[0]]
     if outside:
         yield f"{term.values}: row {outside[0]} is outside {list(shape)}"

@@ -8,7 +8,7 @@ shapes. The slices of a parameter must cover [0, numel) exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -78,7 +78,7 @@ class Partitions:
 
 
 def rank_file(rank: int, world_size: int) -> str:
-    """Return the name of one rank's file."""
+    """Return the name of a rank's file."""
     return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
@@ -89,9 +89,9 @@ def read_partitions(root: Path) -> Partitions:
         ArtifactError: lists every finding: missing, stray or truncated rank files; slices without
             a place, of an unknown parameter or of another dtype; gaps and overlaps.
     """
-    plan = _read_plan(root)
+    table = _read_table(root / PARTITIONS)
     findings: list[str] = []
-    world_size = plan["world_size"]
+    world_size, dtype = table["world_size"], table["dtype"]
     wanted = [rank_file(rank, world_size) for rank in range(world_size)]
     present = {path.name for path in weight_files(root / SHARDS, "*.safetensors")}
     findings += [f"{name}: stray rank file" for name in sorted(present - set(wanted))]
@@ -101,10 +101,10 @@ def read_partitions(root: Path) -> Partitions:
             headers[name] = read_header(root / SHARDS / name)
         except ArtifactError as error:
             findings.append(error.message)
-    shapes = {name: tuple(entry["shape"]) for name, entry in plan["parameters"].items()}
+    shapes = {name: tuple(entry["shape"]) for name, entry in table["parameters"].items()}
     slices_of: dict[str, list[Slice]] = {name: [] for name in shapes}
     for file, header in headers.items():
-        findings += _collect(file, header, shapes, plan["dtype"], slices_of)
+        findings += _collect(file, header, shapes, dtype, slices_of)
     if len(headers) == len(wanted):  # a missing file would add a gap for every parameter
         for name, shape in shapes.items():
             findings += coverage(name, prod(shape), slices_of[name])
@@ -115,16 +115,13 @@ def read_partitions(root: Path) -> Partitions:
             hint="train again: force=[train]",
         )
     slices = {name: tuple(sorted(s for s in slices_of[name] if s.end > s.start)) for name in shapes}
-    return Partitions(root, plan["mode"], plan["dtype"], world_size, shapes, slices, headers)
+    return Partitions(root, table["mode"], dtype, world_size, shapes, slices, headers)
 
 
 def coverage(name: str, numel: int, slices: list[Slice]) -> list[str]:
     """Return the first gap or overlap in the slices of one parameter; empty if there is none.
 
-    Args:
-        name: the parameter.
-        numel: its number of elements.
-        slices: its slices, in any order; empty slices are ignored.
+    Slices may be in any order; empty ones are ignored.
     """
     at = 0
     for piece in sorted(s for s in slices if s.end > s.start):
@@ -140,32 +137,26 @@ def coverage(name: str, numel: int, slices: list[Slice]) -> list[str]:
     return []
 
 
-def _read_plan(root: Path) -> dict[str, Any]:
-    path = root / PARTITIONS
-    plan = read_json(path)
-    if plan.get("format") != 1:
+def _read_table(path: Path) -> dict[str, Any]:
+    table = read_json(path)
+    if table.get("format") != 1:
         raise ArtifactError(f"{path}: not a partition table of format 1")
-    missing = {"world_size", "mode", "dtype", "parameters"} - set(plan)
-    if missing:
-        raise ArtifactError(f"{path}: lacks {', '.join(sorted(missing))}")
-    if plan["mode"] not in ("adapter", "full") or plan["dtype"] not in ITEM_BITS:
-        raise ArtifactError(
-            f"{path}: mode {plan['mode']!r} or dtype {plan['dtype']!r} is not supported"
-        )
-    if type(plan["world_size"]) is not int or not 0 < plan["world_size"] <= MAX_RANKS:
-        raise ArtifactError(f"{path}: world_size {str(plan['world_size'])[:20]} is not valid")
-    if not isinstance(plan["parameters"], dict) or not all(
-        isinstance(entry, dict) and _is_shape(entry.get("shape"))
-        for entry in plan["parameters"].values()
-    ):
+    mode, dtype, parameters = (table.get(key) for key in ("mode", "dtype", "parameters"))
+    world_size = table.get("world_size")
+    if mode not in ("adapter", "full") or not isinstance(dtype, str) or dtype not in ITEM_BITS:
+        raise ArtifactError(f"{path}: mode {mode!r} or dtype {dtype!r} is not supported")
+    if type(world_size) is not int or not 0 < world_size <= MAX_RANKS:
+        raise ArtifactError(f"{path}: world_size {str(world_size)[:20]} is not valid")
+    if not isinstance(parameters, dict) or not all(map(_has_shape, parameters.values())):
         raise ArtifactError(f"{path}: its parameters have no shapes")
-    if not plan["parameters"]:
+    if not parameters:
         raise ArtifactError(f"{path}: names no parameter: nothing was trained")
-    return plan
+    return table
 
 
-def _is_shape(value: object) -> bool:
-    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+def _has_shape(entry: object) -> bool:
+    shape = entry.get("shape") if isinstance(entry, dict) else None
+    return isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
 
 
 def _collect(
@@ -174,9 +165,8 @@ def _collect(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: str,
     slices_of: dict[str, list[Slice]],
-) -> list[str]:
-    """Add one rank's slices to `slices_of`. Return the findings."""
-    findings = []
+) -> Iterator[str]:
+    """Add one rank's slices to `slices_of`; yield the findings."""
     try:
         table = parse_json(header.metadata["partitions"].encode())
         places = {
@@ -184,21 +174,19 @@ def _collect(
             for name, entry in table.items()
         }
     except (KeyError, TypeError, ValueError, AttributeError):
-        return [f"{file}: metadata has no readable partition table"]
+        yield f"{file}: metadata has no readable partition table"
+        return
     for name in sorted(set(places) ^ set(header.tensors)):
-        findings.append(f"{file}: {name} is in its table or in its tensors, not in both")
+        yield f"{file}: {name} is in its table or in its tensors, not in both"
     for name in sorted(set(places) & set(header.tensors)):
         (shape, start, end), info = places[name], header.tensors[name]
         if name not in shapes:
-            findings.append(f"{file}: {name} is not in {PARTITIONS}")
+            yield f"{file}: {name} is not in {PARTITIONS}"
         elif shape != shapes[name]:
-            findings.append(f"{file}: {name} is {list(shape)}, {PARTITIONS}: {list(shapes[name])}")
+            yield f"{file}: {name} is {list(shape)}, {PARTITIONS}: {list(shapes[name])}"
         elif info.dtype != dtype:
-            findings.append(f"{file}: {name} is {info.dtype}, {PARTITIONS} says {dtype}")
+            yield f"{file}: {name} is {info.dtype}, {PARTITIONS} says {dtype}"
         elif not 0 <= start <= end or prod(info.shape) != end - start:
-            findings.append(
-                f"{file}: {name} holds {prod(info.shape)} elements, its place is [{start}, {end})"
-            )
+            yield f"{file}: {name} holds {prod(info.shape)} elements, its place is [{start}, {end})"
         else:
             slices_of[name].append(Slice(start, end, file))
-    return findings

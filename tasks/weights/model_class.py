@@ -1,17 +1,17 @@
-"""Build a model on the meta device: names and shapes at no cost in memory.
+"""Build the class of a config.json on the meta device: names and shapes at no cost in memory.
 
-The only module of this package that builds a transformers model, which takes seconds.
+The import of transformers takes 6 to 17 s on two busy cores; `model.py` asks it only if it has to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import ArtifactError
-from tasks.weights.families.counts import oversized
 from tasks.weights.files.documents import read_json
 
 _BY_ITS_CODE = (
@@ -20,13 +20,52 @@ _BY_ITS_CODE = (
 )  # fmt: skip
 """Exceptions that a model class may raise for sizes that do not fit each other."""
 
+MAX_LAYERS = 2_000
+"""Published models have up to about 1,000."""
+MAX_EXPERTS = 20_000
+"""Published models have up to 16,384, where experts are rows of a table; others about 500."""
+MAX_PARTS = 600_000
+"""Layers times experts."""
+_LAYERS = re.compile(r"(.*_)?(layers?|depth|blocks)")
+_EXPERTS = re.compile(r"(.*_)?experts")
+_DEEPEST = 4
+
+
+def oversized(config: Mapping[str, Any]) -> str:
+    """Return the setting of a config.json that exceeds a limit, as a text; "" if none does.
+
+    With `num_hidden_layers: 1000000000` transformers makes a list of so many names before the first
+    layer, and the model on the meta device would fill all memory.
+    """
+    layers, experts = 1, 1
+    for name, value in _numbers(config, _DEEPEST):
+        shown = value if value < 10**18 else "of more than 18 digits"
+        if _LAYERS.fullmatch(name):
+            layers = max(layers, value)
+            if value > MAX_LAYERS:
+                return f"{name} {shown}, models have up to {MAX_LAYERS}"
+        elif _EXPERTS.fullmatch(name):
+            experts = max(experts, value)
+            if value > MAX_EXPERTS:
+                return f"{name} {shown}, models have up to {MAX_EXPERTS}"
+    if layers * experts > MAX_PARTS:
+        return f"{layers} layers of {experts} experts, models have up to {MAX_PARTS} together"
+    return ""
+
+
+def _numbers(config: Mapping[str, Any], depth: int) -> Iterator[tuple[str, int]]:
+    """Yield the integers of a configuration and of those nested in it, by name."""
+    for name, value in config.items():
+        if type(value) is int and isinstance(name, str):  # configuration objects have other keys
+            yield name, value
+        elif isinstance(value, Mapping) and depth:
+            yield from _numbers(value, depth - 1)
+
 
 def meta_model(folder: Path, dtype: str) -> Any:
     """Return the model that a folder's config.json describes, on the meta device.
 
-    Args:
-        folder: folder with config.json.
-        dtype: torch name of the dtype of the parameters.
+    `dtype` is the torch name of the dtype of the parameters.
 
     Raises:
         ArtifactError: config.json is missing, or describes no usable model.

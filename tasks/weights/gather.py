@@ -1,0 +1,99 @@
+"""Plan the gathering of a full fine-tuning: tensors by live name -> keys of the checkpoint.
+
+Tensors that transformers fuses in memory are written split, under the keys of the base on disk, so
+that a program that can load the base can load the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from tasks.core.contract import TensorLike
+from tasks.core.errors import ContractError, first_and_more
+from tasks.weights.files.dtype_bits import is_float
+from tasks.weights.mapping import Slot
+from tasks.weights.model import Model
+from tasks.weights.plan import Dropped, Op, Plan
+
+_SHOWN = 100
+
+
+def plan_full(
+    trained: Mapping[str, TensorLike],
+    model: Model,
+    *,
+    base: Mapping[str, TensorLike] | None = None,
+    frozen: bool = False,
+    dtype: str | None = None,
+    max_shard_bytes: int | None = None,
+) -> Plan:
+    """Plan a checkpoint from the trained parameters.
+
+    Args:
+        trained: trained parameters by live name without wrapper prefixes; input "trained".
+        model: the model, described with the keys of the base if there is one.
+        base: header entries of the base checkpoint, input "base"; the source of buffers and of
+            tensors that the model does not read.
+        frozen: take parameters that are not in `trained` from the base, too.
+        dtype: safetensors name for all floats; None keeps the dtype of each tensor.
+        max_shard_bytes: limit of tensor data in one output file.
+
+    Raises:
+        ContractError: lists every finding: names that the model does not have, tensors that are
+            missing, shapes that differ. What no text passes (`Model.towers`) may be missing.
+    """
+    findings = list(model.findings)
+    towers, base = set(model.towers), base or {}
+    known = {*model.parameters, *(slot.live for slot in model.slots)}
+    findings += [f"{name}: the model has no such tensor" for name in trained if name not in known]
+    ops: list[Op] = []
+    for slot in model.slots:
+        op = _trained_op(slot, trained, model, findings)
+        if op is None and slot.key in base:
+            if slot.live in model.parameters and not frozen and slot.live not in towers:
+                findings.append(f"{slot.live}: a parameter, but it was not trained")
+            op = _copy(slot.key, base[slot.key])
+        if op is None:
+            findings.append(f"{slot.live}: missing, {list(slot.live_shape)}")
+        else:
+            ops.append(op)
+    ops += [_copy(key, base[key]) for key in model.unread if key in base]
+    if findings:
+        raise ContractError(
+            f"gather: trained tensors do not make a checkpoint: {first_and_more(findings)}",
+            details=findings[:_SHOWN],
+        )
+    if dtype is not None:
+        ops = [replace(op, dtype=dtype) if is_float(op.dtype) else op for op in ops]
+    copied = {op.key for op in ops if op.input == "base"}
+    unused = sorted(set(base) - copied) if copied else []
+    dropped = tuple(Dropped(f"base:{key}", "trained") for key in unused)
+    return Plan(tuple(ops), dropped, max_shard_bytes)
+
+
+def _trained_op(
+    slot: Slot, trained: Mapping[str, TensorLike], model: Model, findings: list[str]
+) -> Op | None:
+    """Return the operation that writes a key from a trained tensor; None if it is not trained."""
+    name = slot.live if slot.live in trained else model.ties.get(slot.live, slot.live)
+    tensor = trained.get(name)
+    if tensor is None:
+        return None
+    if tuple(tensor.shape) != slot.live_shape:
+        findings.append(f"{name}: is {list(tensor.shape)}, the model has {list(slot.live_shape)}")
+    if not slot.whole:
+        findings.append(f"{slot.key}: fuses {slot.live} with other tensors; cannot be written")
+    return Op(
+        name=slot.key,
+        shape=slot.shape,
+        dtype=tensor.dtype,
+        source=f"trained:{name}",
+        source_dtype=tensor.dtype,
+        start=slot.start,
+        transpose=slot.transpose,
+    )
+
+
+def _copy(key: str, info: TensorLike) -> Op:
+    return Op(key, tuple(info.shape), info.dtype, f"base:{key}", info.dtype)

@@ -1,0 +1,386 @@
+"""The plan of a gather, merge or convert: one operation per output tensor, as plain data.
+
+    plan = Plan(ops, dropped, max_shard_bytes)
+    validate(plan, sources)         every input byte once, or dropped for a reason; `validate.py`
+    execute(plan, sources, out)     only computes; `execute/execute.py`
+
+Planning decides everything, from headers alone: the bytes, shape and dtype of every output tensor,
+and that every input tensor is used or dropped. A plan can be compared, and sent to the process that
+runs it; its JSON goes into the manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, groupby, pairwise
+from math import prod
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from tasks.core.errors import ArtifactError
+from tasks.weights.execute.writer import ShardFile, Spec, plan_shards, shard_file, shard_names
+from tasks.weights.files.dtype_bits import is_float
+from tasks.weights.files.header import ITEM_BITS, Header, read_header
+from tasks.weights.files.reader import WEIGHTS
+from tasks.weights.files.source import Source
+from tasks.weights.rounding import GRIDS
+
+Kind = Literal["copy", "cast", "compute"]
+Shape = tuple[int, ...]
+Stride = tuple[int, int, int]
+"""(start, stop, step), as in `range`."""
+
+# Terms: changes of a tensor by an adapter. Operands are adapter tensors, "<input>:<key>".
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """`W + scale * B @ A`, or its transpose: LoRA on a linear layer, an embedding, an expert.
+
+    LoRA: https://arxiv.org/abs/2106.09685, rank-stabilised scale: https://arxiv.org/abs/2312.03732.
+
+    Attributes:
+        a: lora_A, shape (rank, in).
+        b: lora_B, shape (out, rank).
+        scale: factor of the product.
+        transpose: add the product's transpose (embeddings, Conv1D).
+        a_rows: the rows of A that belong to this expert; None for all.
+        b_columns: the columns of B that belong to this expert; None for all.
+        out_start: row of the (possibly transposed) product at which the output tensor begins, if
+            it is one part of a fused tensor.
+        experts: number of experts in a 3-D output (experts, rows, columns); 1 for a matrix. In
+            peft's layout, expert `e` has the rows `e * rank ... (e + 1) * rank` of A and every
+            `experts`-th column of B from `e` on.
+    """
+
+    kind: ClassVar[str] = "low_rank"
+    a: str
+    b: str
+    scale: float
+    transpose: bool = False
+    a_rows: Stride | None = None
+    b_columns: Stride | None = None
+    out_start: int = 0
+    experts: int = 1
+
+    def of_expert(self, index: int, rows_of_a: int) -> LowRank:
+        """Return the term of one expert's matrix; `rows_of_a` counts all experts together."""
+        rank = rows_of_a // self.experts
+        return replace(
+            self,
+            a_rows=(index * rank, (index + 1) * rank, 1),
+            b_columns=(index, rows_of_a, self.experts),
+            experts=1,
+        )
+
+
+@dataclass(frozen=True)
+class Dora:
+    """`m * (W + scale * B @ A) / |W + scale * B @ A|`, with the norm of each output feature.
+
+    DoRA: https://arxiv.org/abs/2402.09353. It is the only term of its tensor. Without `transpose` a
+    feature is a row of the output. With `transpose` it is a column, whose norm needs every row (see
+    `needs_all_rows`), and `out_start` is 0. `magnitude` is `m`, shape (out,); other operands are
+    those of `LowRank`.
+    """
+
+    kind: ClassVar[str] = "dora"
+    a: str
+    b: str
+    magnitude: str
+    scale: float
+    transpose: bool = False
+    out_start: int = 0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`W[indices[i]] = values[i]`: rows replaced by trained ones (trainable token indices)."""
+
+    kind: ClassVar[str] = "rows"
+    values: str
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Add:
+    """`W + scale * value`, where `value` has the output's shape: the bias of a lora_B."""
+
+    kind: ClassVar[str] = "add"
+    value: str
+    scale: float
+
+
+Term = LowRank | Dora | Rows | Add
+
+
+def needs_all_rows(term: Term) -> bool:
+    """Return True if the term takes norms of columns: its block has to be the full tensor."""
+    return isinstance(term, Dora) and term.transpose
+
+
+def as_slice(stride: Stride | None) -> slice:
+    """Return a stride as a slice; None for all."""
+    return slice(None) if stride is None else slice(*stride)
+
+
+def operands(term: Term) -> tuple[str, ...]:
+    """Return the names of the adapter tensors that a term reads."""
+    names = ("a", "b", "magnitude", "values", "value")
+    return tuple(getattr(term, name) for name in names if hasattr(term, name))
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Storage of a matrix in 8 bits, as two output tensors; see `quantized/quantize.py`.
+
+    Attributes:
+        scheme: "w8a8" or "fp8".
+        part: "weight" for the 8-bit matrix, "scale" for the scale of every row, (rows, 1).
+        columns: columns of the matrix.
+        held: safetensors name of the dtype in which a loader may hold the scales.
+    """
+
+    scheme: str
+    part: Literal["weight", "scale"]
+    columns: int
+    held: str = "BF16"
+
+
+@dataclass(frozen=True)
+class Op:
+    """Operation that makes one output tensor: read, dequantise, add terms in fp32, round once.
+
+    Dtypes are safetensors names.
+
+    Attributes:
+        name: key of the output tensor.
+        shape: shape of the output tensor.
+        dtype: dtype of the output tensor.
+        source: input tensor "<input>:<key>", for example "base:lm_head.weight"; a key may contain
+            colons, the name of an input may not.
+        source_dtype: dtype of the source.
+        start: first element in the flattened source, if the output is one contiguous part of a
+            fused tensor.
+        transpose: swap the last two axes of the source.
+        quantization: settings of training, as in train.json, to quantise the source to 4 bits and
+            back; None for none.
+        packed: format of a source that is stored in 4 bits, to decode it; None for none.
+        terms: changes in fp32, in order.
+        encoding: storage of the result in 8 bits; None for none.
+        unbiased: round what the adapter changes without bias (`rounding.py`), not to nearest.
+    """
+
+    name: str
+    shape: Shape
+    dtype: str
+    source: str
+    source_dtype: str
+    start: int = 0
+    transpose: bool = False
+    quantization: Mapping[str, Any] | None = None
+    packed: Mapping[str, Any] | None = None
+    terms: tuple[Term, ...] = ()
+    encoding: Encoding | None = None
+    unbiased: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the output in bytes."""
+        return prod(self.shape) * ITEM_BITS[self.dtype] // 8
+
+    @property
+    def read_shape(self) -> Shape:
+        """Shape that is computed: the output's, or the full matrix's if the output is a scale."""
+        if self.encoding is None:
+            return self.shape
+        return (*self.shape[:-1], self.encoding.columns)
+
+    @property
+    def is_decoded(self) -> bool:
+        """True if the source is stored in 4 bits, or is to be quantised as in training."""
+        return self.quantization is not None or self.packed is not None
+
+    @property
+    def kind(self) -> Kind:
+        """Kind: "copy" moves bytes, "cast" changes only the dtype, "compute" is all else."""
+        if self.terms or self.transpose or self.encoding or self.is_decoded:
+            return "compute"
+        if self.dtype == self.source_dtype:
+            return "copy"
+        return "compute" if self.unbiased and self.dtype in GRIDS else "cast"
+
+    @property
+    def input(self) -> str:
+        """Name of the input that holds the source."""
+        return self.source.partition(":")[0]
+
+    @property
+    def key(self) -> str:
+        """Key of the source tensor in its input."""
+        return self.source.partition(":")[2]
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """An input tensor ("<input>:<key>") that the output leaves out, and the reason."""
+
+    source: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All operations of a gather, merge or convert, and the input tensors that are left out.
+
+    Attributes:
+        ops: operations, in the order in which files are filled.
+        dropped: input tensors that the output leaves out.
+        max_shard_bytes: limit of the tensor data in one output file; None writes a single file.
+        shards: number of operations per file, to keep the files of an input; `max_shard_bytes` is
+            then ignored. None fills files up to the limit.
+        untied: keys that were tied in the base and are stored separately from now on.
+        copied: keys that store a replaced tensor a second time, since they stay tied.
+        rows: rows of the embeddings if the vocabulary grew; None if it did not.
+    """
+
+    ops: tuple[Op, ...]
+    dropped: tuple[Dropped, ...] = ()
+    max_shard_bytes: int | None = None
+    shards: tuple[int, ...] | None = None
+    untied: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
+    rows: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all output tensors in bytes."""
+        return sum(op.nbytes for op in self.ops)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain JSON, for a manifest."""
+
+        def term_json(term: Term) -> dict[str, Any]:
+            return {"kind": term.kind, **asdict(term)}
+
+        ops = [{**asdict(op), "terms": list(map(term_json, op.terms))} for op in self.ops]
+        return {
+            "ops": ops,
+            "dropped": [asdict(entry) for entry in self.dropped],
+            "max_shard_bytes": self.max_shard_bytes,
+            "shards": self.shards,
+            "untied": self.untied,
+            "copied": self.copied,
+            "rows": self.rows,
+        }
+
+
+def as_is(source: Source, name: str = WEIGHTS) -> Plan:
+    """Return the plan that copies every tensor of a source, which the plan calls `name`."""
+    return Plan(
+        tuple(
+            Op(key, tuple(info.shape), info.dtype, f"{name}:{key}", info.dtype)
+            for key, info in source.tensors.items()
+        )
+    )
+
+
+def with_output(
+    plan: Plan, *, dtype: str | None, max_shard_bytes: int, files: Mapping[str, str]
+) -> Plan:
+    """Return the same plan with another dtype for floats and another size of files.
+
+    The output keeps the files of the input if no dtype changes and none of them is too large, so
+    that unchanged files can be linked.
+
+    Args:
+        plan: operations in the order of the input's files.
+        dtype: safetensors name for all float tensors; None keeps the dtype of each tensor.
+        max_shard_bytes: limit of the tensor data in one file.
+        files: name of the input file by source key.
+    """
+    ops = tuple(
+        replace(op, dtype=dtype) if dtype is not None and is_float(op.dtype) else op
+        for op in plan.ops
+    )
+    groups = [(file, list(of)) for file, of in groupby(ops, lambda op: files.get(op.key, ""))]
+    same = (
+        len({file for file, _ in groups}) == len(groups)
+        and all(op.dtype == op.source_dtype for op in ops)
+        and all(sum(op.nbytes for op in of) <= max_shard_bytes for _, of in groups)
+    )
+    shards = tuple(len(of) for _, of in groups) if same else None
+    return replace(plan, ops=ops, max_shard_bytes=max_shard_bytes, shards=shards)
+
+
+@dataclass(frozen=True)
+class OutFile:
+    """One output file.
+
+    Attributes:
+        file: its name, header and offsets.
+        ops: the operations that fill it.
+        link: the input file with exactly these tensors, unchanged; None if the file has to be
+            written. It depends on plan and inputs alone, so it is the same in every run.
+    """
+
+    file: ShardFile
+    ops: tuple[Op, ...]
+    link: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the file."""
+        return self.file.name
+
+
+def lay_out(plan: Plan, sources: Mapping[str, Source], *, stem: str = WEIGHTS) -> list[OutFile]:
+    """Return the output files of a plan, in order."""
+    shards: list[Sequence[Op]]
+    if plan.shards is not None:
+        edges = accumulate(plan.shards, initial=0)
+        shards = [plan.ops[low:high] for low, high in pairwise(edges)]
+    else:
+        ops = {op.name: op for op in plan.ops}
+        specs = [Spec(op.name, op.shape, op.dtype) for op in plan.ops]
+        filled = plan_shards(specs, plan.max_shard_bytes)
+        shards = [[ops[spec.name] for spec in shard] for shard in filled]
+    headers: dict[Path, Header | None] = {}
+    files = []
+    for name, shard in zip(shard_names(len(shards), stem), shards, strict=True):
+        file = shard_file(name, [Spec(op.name, op.shape, op.dtype) for op in shard])
+        files.append(OutFile(file, tuple(shard), _same_file(shard, sources, headers)))
+    return files
+
+
+def _same_file(
+    ops: Sequence[Op], sources: Mapping[str, Source], headers: dict[Path, Header | None]
+) -> Path | None:
+    """Return the input file with exactly these tensors, unchanged and with known hashes."""
+    paths: set[Path] = set()
+    for op in ops:
+        source = sources[op.input]
+        extents = source.extents(op.key)
+        plain = op.kind == "copy" and op.name == op.key and op.start == 0 and len(extents) == 1
+        if not plain or source.checksum(op.key) is None or extents[0].nbytes != op.nbytes:
+            return None
+        paths.add(extents[0].path)
+    if len(paths) != 1:
+        return None
+    (path,) = paths
+    if path not in headers:
+        headers[path] = _header(path)
+    header = headers[path]
+    if header is None or {op.name: op.shape for op in ops} != {
+        name: info.shape for name, info in header.tensors.items()
+    }:
+        return None
+    return path
+
+
+def _header(path: Path) -> Header | None:
+    try:
+        return read_header(path) if path.suffix == ".safetensors" else None
+    except ArtifactError:
+        return None  # not a safetensors file in spite of its name; its tensors are copied

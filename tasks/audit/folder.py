@@ -28,8 +28,7 @@ from tasks.weights.files.header import ITEM_BITS, read_header
 from tasks.weights.files.index import index_of, is_plain_name
 from tasks.weights.files.side_files import entry_problem
 from tasks.weights.pickled.archive import read_archive
-from tasks.weights.pickled.state import nested_in
-from tasks.weights.pickled.tensors import TensorRef, TorchFile, read_torch_file
+from tasks.weights.pickled.tensors import TensorRef, TorchFile, nested_in, read_torch_file
 
 MAX_ENTRIES = 50_000
 """Most files and folders that are listed."""

@@ -13,8 +13,7 @@ from tasks.core.errors import ArtifactError, ConfigError, first_and_more
 from tasks.training.engine import checkpoint
 from tasks.training.engine.checkpoint import Checkpoint, Progress
 from tasks.training.job import Settings, TrainJob
-from tasks.weights.pickled.allowed import TENSORS
-from tasks.weights.pickled.scan import Scanner
+from tasks.weights.pickled.scan import TENSORS, Scanner
 
 FREE = (
     "launch", "evaluate.eval_steps", "evaluate.early_stop_patience", "evaluate.keep", "log_every",

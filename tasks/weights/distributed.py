@@ -14,10 +14,9 @@ from typing import Any
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.names import parse_peft, unwrap
 from tasks.weights.files.source import Extent, FullTensor
-from tasks.weights.pickled.archive import archive_at
-from tasks.weights.pickled.objects import Foreign, Global, PickleError
+from tasks.weights.pickled.archive import read_archive
 from tasks.weights.pickled.tensors import DTYPES, TensorRef, is_shape, read_tensors
-from tasks.weights.pickled.unpickler import run
+from tasks.weights.pickled.unpickler import Foreign, Global, PickleError, run
 
 METADATA, FILES = ".metadata", "*.distcp"
 _MOST = 512 << 20
@@ -215,7 +214,7 @@ def _shards(root: Path, items: Sequence[Item], findings: list[str]) -> dict[str,
             findings.append(f"{name}: there is no such file")
             continue
         try:
-            file = read_tensors(archive_at(path, start, start + length))
+            file = read_tensors(read_archive(path, start, start + length))
             if not isinstance(file.content, TensorRef):
                 raise ArtifactError(f"{path}: no tensor at byte {start}")
             shards.setdefault(key, {})[offsets] = file.content, file.extent(file.content)

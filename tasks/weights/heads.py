@@ -40,8 +40,8 @@ from tasks.weights.files.names import PEFT_PREFIX
 from tasks.weights.files.reader import Checkpoint, read_checkpoint
 from tasks.weights.files.source import Source
 from tasks.weights.lora import read_adapter
-from tasks.weights.pickled.state import MODEL as PICKLED
-from tasks.weights.pickled.state import is_pickled_model, read_model, read_state
+from tasks.weights.pickled.tensors import MODEL as PICKLED
+from tasks.weights.pickled.tensors import is_pickled_model, read_model, read_state
 
 Role = Literal["value", "reward", "either"]
 Dialect = Literal["trl", "llamafactory", "openrlhf", "peft", "transformers"]

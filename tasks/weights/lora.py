@@ -36,7 +36,7 @@ from tasks.weights.lora_config import AdapterConfig, ends_with, parse_config, ta
 from tasks.weights.mapping import Shape, Slot
 from tasks.weights.model import CONV1D, CONVOLUTION, EMBEDDING, LINEAR, OTHER, Model, model_facts
 from tasks.weights.model_class import meta_model
-from tasks.weights.pickled.state import read_state
+from tasks.weights.pickled.tensors import read_state
 from tasks.weights.plan import Add, Dora, Dropped, LowRank, Rows, Term
 
 CONFIG = "adapter_config.json"

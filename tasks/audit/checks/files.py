@@ -13,9 +13,8 @@ from tasks.audit.source import ADAPTER_CONFIG, ADAPTERS, CONFIG, MODELS, Kind, S
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.index import index_of, is_hidden
 from tasks.weights.heads import SIDE_FILES
-from tasks.weights.pickled.allowed import TENSORS, TRAINERS
-from tasks.weights.pickled.scan import Scanned, Scanner
-from tasks.weights.pickled.state import unnesting
+from tasks.weights.pickled.scan import TENSORS, TRAINERS, Scanned, Scanner
+from tasks.weights.pickled.tensors import unnesting
 
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 """Files that vLLM excludes from *.bin (`filter_files_not_needed_for_inference`)."""

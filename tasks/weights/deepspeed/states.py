@@ -12,8 +12,8 @@ from typing import Any
 
 from tasks.core.errors import ArtifactError, Coded
 from tasks.weights.deepspeed.layout import Layout
-from tasks.weights.pickled.objects import Foreign
 from tasks.weights.pickled.tensors import TensorRef, TorchFile, is_shape, read_torch_file
+from tasks.weights.pickled.unpickler import Foreign
 
 Shapes = Mapping[str, tuple[int, ...]]
 

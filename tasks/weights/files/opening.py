@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tasks.weights.files.source import Source
-from tasks.weights.pickled.state import is_pickled_model, read_model
+from tasks.weights.pickled.tensors import is_pickled_model, read_model
 from tasks.weights.quantized.source import read_base
 
 

@@ -10,7 +10,8 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -66,17 +67,23 @@ class Archive:
         return data
 
 
-def read_archive(path: Path) -> Archive:
-    """Read and check the table of a file that `torch.save` wrote.
+def read_archive(path: Path, start: int = 0, end: int | None = None) -> Archive:
+    """Read and check the table of the zip file of `torch.save` between two bytes of a file.
 
     Raises:
-        ArtifactError: not a zip file (cut short, or torch's format before 1.6), compressed or
+        ArtifactError: not one zip file (cut short, or torch's format before 1.6), compressed or
             encrypted records, or records that overlap or lie outside of the file.
     """
-    archives = read_archives(path)
-    if len(archives) > 1:
-        raise ArtifactError(f"{path}: not written by torch.save: several zip files in one")
-    return archives[0]
+    with _opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if end is None:
+            _require_zip(path, file, size)
+        elif end > size:
+            raise ArtifactError(f"{path}: truncated: a shard ends at byte {end}")
+        base, records = _records(path, file, size if end is None else end)
+    if base != start:
+        raise ArtifactError(f"{path}: a zip file of torch.save begins at byte {base}, not {start}")
+    return Archive(path, records)
 
 
 def read_archives(path: Path) -> list[Archive]:
@@ -86,40 +93,26 @@ def read_archives(path: Path) -> list[Archive]:
         ArtifactError: as `read_archive`, or other data lies between them.
     """
     archives: list[Archive] = []
-    try:
-        with path.open("rb") as file:
-            end = os.fstat(file.fileno()).st_size
-            _require_zip(path, file, end)
-            while end or not archives:
-                if len(archives) >= _MAX_ARCHIVES:
-                    raise ArtifactError(f"{path}: more than {_MAX_ARCHIVES} zip files in one")
-                end, records = _records(path, file, end)
-                archives.append(Archive(path, records))
-    except OSError as error:
-        raise ArtifactError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (struct.error, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
-        raise ArtifactError(f"{path}: not a readable zip file: {error}") from error
+    with _opened(path) as file:
+        end = os.fstat(file.fileno()).st_size
+        _require_zip(path, file, end)
+        while end or not archives:
+            if len(archives) >= _MAX_ARCHIVES:
+                raise ArtifactError(f"{path}: more than {_MAX_ARCHIVES} zip files in one")
+            end, records = _records(path, file, end)
+            archives.append(Archive(path, records))
     return archives
 
 
-def archive_at(path: Path, start: int, end: int) -> Archive:
-    """Read the table of the zip file that lies between two bytes of a file.
-
-    Raises:
-        ArtifactError: as `read_archive`, or the zip file begins elsewhere.
-    """
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
         with path.open("rb") as file:
-            if end > os.fstat(file.fileno()).st_size:
-                raise ArtifactError(f"{path}: truncated: a shard ends at byte {end}")
-            base, records = _records(path, file, end)
+            yield file
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (struct.error, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
         raise ArtifactError(f"{path}: not a readable zip file: {error}") from error
-    if base != start:
-        raise ArtifactError(f"{path}: a shard begins at byte {base}, not at {start}")
-    return Archive(path, records)
 
 
 def _require_zip(path: Path, file: BinaryIO, size: int) -> None:

@@ -25,7 +25,7 @@ from tasks.weights.files.names import live_to_peft, parse_peft, rename_all, unwr
 from tasks.weights.files.opening import open_model
 from tasks.weights.files.reader import read_checkpoint, torch_dtype
 from tasks.weights.files.source import Source
-from tasks.weights.pickled.state import is_pickled_model, read_model
+from tasks.weights.pickled.tensors import is_pickled_model, read_model
 from tests.tiny import tiny
 from tests.weights.deepspeed.conftest import read
 

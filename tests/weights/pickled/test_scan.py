@@ -18,8 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tasks.weights.pickled import scan
-from tasks.weights.pickled.allowed import TENSORS, TORCH, TRAINERS
-from tasks.weights.pickled.scan import Scanned, Scanner
+from tasks.weights.pickled.scan import TENSORS, TORCH, TRAINERS, Scanned, Scanner
 from tests.weights.pickled.corpus import cases
 from tests.weights.pickled.making import array, evil, legacy, program, reduce, zipped
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.reader import torch_dtype
-from tasks.weights.pickled.state import read_state
-from tasks.weights.pickled.tensors import TensorRef, TorchFile, read_torch_file
+from tasks.weights.pickled.tensors import TensorRef, TorchFile, read_state, read_torch_file
 
 GOOD: dict[str, Any] = {
     "weight": torch.randn(5, 3, generator=torch.Generator().manual_seed(1)),

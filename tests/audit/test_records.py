@@ -110,10 +110,6 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         lambda s: edit_json(s / "adapter_config.json", lora_alpha=4),
         "WITNESS_ADAPTER", "error", "lora_alpha: 4",
     ),
-    "targets": (
-        lambda s: edit_json(s / "adapter_config.json", target_modules=["q_proj"]),
-        "WITNESS_ADAPTER", "error", "target_modules: q_proj",
-    ),
     "template": (
         lambda s: (s / "chat_template.jinja").write_text(TEMPLATE + "{{ '<think>' }}"),
         "WITNESS_FILES", "warning", "sha256 ",
@@ -126,10 +122,6 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         lambda s: edit_json(s / "generation_config.json", eos_token_id=2),
         "WITNESS_FILES", "warning", "eos_token_id: 2",
     ),
-    "temperature": (
-        lambda s: edit_json(s / "generation_config.json", temperature=None),
-        "WITNESS_FILES", "warning", "temperature: None",
-    ),
     "base": (
         lambda s: make_model(s.parent / "base", {"model.norm.weight": np.ones(4, np.float32)}),
         "WITNESS_BASE", "warning", "names, dtypes and shapes",
@@ -138,19 +130,9 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         lambda s: edit_facts(s, lambda facts: facts.update(quantization={"method": "nf4"})),
         "WITNESS_BASE", "warning", "not quantised",
     ),
-    "quantised base": (
-        lambda s: edit_json(
-            s.parent / "base" / "config.json", quantization_config={"quant_method": "gptq"}
-        ),
-        "WITNESS_BASE", "warning", "gptq",
-    ),
     "newer": (
         lambda s: edit_facts(s, lambda facts: facts.update(format=99)),
         "WITNESS_UNREADABLE", "warning", "a record of format 99",
-    ),
-    "incomplete": (
-        lambda s: (s / "plumbline.witness" / "fingerprint.fp").unlink(),
-        "WITNESS_UNREADABLE", "warning", "no measured file",
     ),
     "hostile": (
         lambda s: edit_facts(s, lambda facts: facts.update(probes=7, versions=[])),

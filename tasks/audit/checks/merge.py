@@ -25,7 +25,7 @@ from tasks.weights.execute.worker import perform
 from tasks.weights.files.dtype_conversion import rounded
 from tasks.weights.files.file_ranges import Reader
 from tasks.weights.files.names import EXPERT, PEFT_PREFIX
-from tasks.weights.lora import renamed_keys
+from tasks.weights.pairing import renamed_keys
 from tasks.weights.proof import Planned, Proof, State, Verdict, planned, prove_merge
 from tasks.weights.proof.expected import Expected, comparable
 

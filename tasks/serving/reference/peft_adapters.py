@@ -19,8 +19,9 @@ from tasks.weights.files.header import read_header
 from tasks.weights.files.names import without_wrappers
 from tasks.weights.files.reader import ADAPTER, read_json
 from tasks.weights.files.source import Renamed
-from tasks.weights.lora import CONFIG, PICKLED, Adapter, Pairing, read_adapter
+from tasks.weights.lora import CONFIG, PICKLED, Adapter, read_adapter
 from tasks.weights.model import Model, live_model
+from tasks.weights.pairing import Pairing
 from tasks.weights.plan import LowRank
 
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tasks.weights.lora import Pairing
 from tasks.weights.lora_config import parse_config
 from tasks.weights.model import Model, live_model
 from tasks.weights.model_class import auto_class
+from tasks.weights.pairing import Pairing
 from tests.weights.adapters.making import quiet
 from tests.weights.families.making import FAMILIES
 

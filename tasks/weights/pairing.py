@@ -1,0 +1,449 @@
+"""Pair the tensors of an adapter's file with those of a model, by peft's rules.
+
+    pairing = Pairing(config, model, file)
+    pairing.pieces               changes of single tensors
+    pairing.problems()           tensors that are missing, of another shape, or unexpected
+
+The configuration says which modules were trained. Each of them takes its tensors from the file; the
+shapes in the model decide whether they fit. A tensor that nothing takes is a problem, unless peft
+is known to keep it beside the trained one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from tasks.core.contract import TensorLike, describe
+from tasks.weights.files.dtype_bits import is_float
+from tasks.weights.files.names import EXPERT, PEFT_PREFIX
+from tasks.weights.lora_config import AdapterConfig, ends_with, targeted_modules
+from tasks.weights.mapping import Shape, Slot
+from tasks.weights.model import CONV1D, CONVOLUTION, EMBEDDING, LINEAR, OTHER, Model
+from tasks.weights.plan import Add, Dora, LowRank, Rows, Term
+
+_FIRST = 3
+"""Number of unexpected tensors to name if none of an adapter's tensors is expected."""
+_COPIES = re.compile(
+    r"\.(original_module|modules_to_save|token_adapter\.(base_layer|trainable_tokens_original))\."
+    r"|\.token_adapter\.trainable_tokens_original$"
+)
+"""Infixes of the copies that peft stores beside the trained tensor of a wrapped embedding."""
+_TRAINING = re.compile(r"\.lora_(velora_embed|monteclora_sampler)(\.|$)")
+"""Training state of VeLoRA and MonteCLoRA, stored beside a plain pair."""
+_NAMED = re.compile(
+    r"\.lora_(A|B|embedding_[AB]|magnitude_vector)\.(?!(weight|bias)$)[^.]+(\.weight)?$"
+)
+"""Keys of a live model, which contain the adapter's name."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of an adapter that changes one tensor.
+
+    Attributes:
+        target: live name of the tensor; its key on disk if that is a part of a live tensor.
+        keys: adapter tensors that it takes.
+        term: change of the target; its operands are plain adapter keys. None for a replacement.
+        stored: adapter key of the tensor that replaces the target; "" for none.
+        alone: True if the target is tied and only this one of its names was trained.
+    """
+
+    target: str
+    keys: tuple[str, ...]
+    term: Term | None = None
+    stored: str = ""
+    alone: bool = False
+
+
+class Pairing:
+    """Each module that the configuration names takes its tensors from the adapter's file.
+
+    Attributes:
+        pieces: the changes of the model.
+        wanted: shape of every tensor that the adapter must contain, by key.
+        findings: settings that cannot be merged into this model.
+    """
+
+    def __init__(self, config: AdapterConfig, model: Model, file: Mapping[str, TensorLike]) -> None:
+        self.config, self.model, self.file = config, model, file
+        self.pieces: list[Piece] = []
+        self.wanted: dict[str, Shape] = {}
+        self.findings: list[str] = []
+        modules = targeted_modules(self.config, model.modules, model.output_embedding)
+        for module in modules:
+            self._take_module(module)
+        self._take_parameters()
+        saved = self._take_saved()
+        self._take_rows()
+        self._take_biases(set(modules), saved)
+        self._take_embeddings()
+        # A wrapped layer may also store its weight as it was.
+        ways = [piece for piece in self.pieces if ".base_layer." not in piece.stored]
+        for name, count in sorted(Counter(piece.target for piece in ways).items()):
+            if count > 1:
+                keys = " and ".join(min(p.keys) for p in ways if p.target == name)
+                self.findings.append(f"{name}: changed twice, by {keys}")
+
+    @property
+    def unmatched(self) -> int:
+        """Number of tensors that are missing or unexpected, and of findings."""
+        return len(self.findings) + len(set(self.wanted) ^ set(self.file))
+
+    def _take(self, target: str, shapes: Mapping[str, Shape], term: Term, *, alone: bool) -> None:
+        self.wanted |= shapes
+        self.pieces.append(Piece(target, tuple(shapes), term, alone=alone))
+
+    def _take_full(self, name: str, key: str, *, alone: bool) -> None:
+        """Replace a live tensor by a full tensor of the file."""
+        self.wanted[key] = self.shape(name) or ()
+        alone = alone and self._is_alone(name)
+        self.pieces.append(Piece(name, (key,), stored=key, alone=alone))
+
+    def shape(self, name: str) -> Shape | None:
+        """Return the shape of a live tensor; of a grown embedding, with the adapter's rows."""
+        shape = self.model.parameters.get(name)
+        if shape is None:
+            return None
+        module = name.removesuffix(".weight")
+        if module in (self.model.input_embedding, self.model.output_embedding):
+            for key in stored_keys(module):
+                if key in self.file and len(self.file[key].shape) == 2:
+                    return (self.file[key].shape[0], *shape[1:])
+        return shape
+
+    def _is_tied(self, name: str) -> bool:
+        return len(self.model.partners(name)) > 1
+
+    def _is_alone(self, name: str) -> bool:
+        """Return True if a tensor is tied and its names were trained separately."""
+        return self._is_tied(name) and not self.config.tying
+
+    def _take_module(self, module: str) -> None:
+        """Take the pair on a linear layer or an embedding, and the bias of its B (`lora_bias`)."""
+        config, name, kind = self.config, f"{module}.weight", self.model.modules[module]
+        shape = self.shape(name)
+        if kind not in (LINEAR, CONV1D, EMBEDDING) or shape is None or len(shape) != 2:
+            self.findings.append(
+                f"{module}: targeted, but a convolution, which cannot be merged here; merge the "
+                "adapter with peft's merge_and_unload, or train with it in exclude_modules"
+                if kind == CONVOLUTION
+                else f"{module}: targeted, but neither a linear layer nor an embedding: it cannot "
+                "be merged"
+            )
+            return
+        prefix, rank, scale = PEFT_PREFIX + module, config.rank_of(module), config.scale_of(module)
+        turned = kind != LINEAR
+        inner, outer = shape if turned else shape[::-1]
+        infix, suffix = ("embedding_", "") if kind == EMBEDDING else ("", ".weight")
+        a, b = (f"{prefix}.lora_{infix}{half}{suffix}" for half in "AB")
+        shapes: dict[str, Shape] = {a: (rank, inner), b: (outer, rank)}
+        term: Term = LowRank(a, b, scale, transpose=turned)
+        if config.dora:
+            if config.tying and self._is_tied(name):
+                self.findings.append(
+                    f"{module}: DoRA trains separate magnitudes for each use of a tied embedding, "
+                    "so they are no longer tied; train without ensure_weight_tying"
+                )
+            magnitude = f"{prefix}.lora_magnitude_vector"
+            shapes[magnitude] = (outer,)
+            term = Dora(a, b, magnitude, scale, transpose=turned)
+        self._take(name, shapes, term, alone=self._is_alone(name))
+        if config.lora_bias and f"{module}.bias" not in self.model.parameters:
+            self.findings.append(
+                f"{module}: lora_bias needs a layer with a bias, and this one has none; "
+                "serve the adapter unmerged with transformers and peft (vLLM does not support "
+                "lora_bias), or train without it"
+            )
+        elif config.lora_bias:
+            key = f"{prefix}.lora_B.bias"
+            self._take(f"{module}.bias", {key: (outer,)}, Add(key, scale), alone=False)
+
+    def _take_parameters(self) -> None:
+        """Take the pairs on single parameters (`target_parameters`).
+
+        peft nests the wrappers of a module's parameters; the first parameter is innermost.
+        """
+        config, by_module = self.config, dict[str, list[str]]()
+        for name in self.model.parameters:
+            if ends_with(name, config.target_parameters):
+                by_module.setdefault(name.rpartition(".")[0], []).append(name)
+        for module, names in by_module.items():
+            if config.dora or config.lora_bias:
+                self.findings.append(
+                    f"{module}: target_parameters supports neither use_dora nor lora_bias"
+                )
+                continue
+            for index, name in enumerate(names):
+                prefix = PEFT_PREFIX + module + ".base_layer" * (len(names) - 1 - index)
+                self._take_parameter(module, name, prefix)
+
+    def _take_parameter(self, module: str, name: str, prefix: str) -> None:
+        a, b = (f"{prefix}.lora_{half}.weight" for half in "AB")
+        shape = self.model.parameters[name]
+        if len(shape) not in (2, 3):
+            self.findings.append(f"{name}: targeted, but neither a matrix nor a stack of them")
+            return
+        experts = shape[0] if len(shape) == 3 else 1
+        rank = self.config.rank_of(name) * experts
+        turned = len(shape) == 3 and self._is_turned(module, name, (a, b), rank)
+        inner, outer = shape[-2:] if turned else shape[:-3:-1]
+        term = LowRank(a, b, self.config.scale_of(name), transpose=turned, experts=experts)
+        shapes = {a: (rank, inner), b: (outer, rank)}
+        self._take(name, shapes, term, alone=self._is_alone(name))
+
+    def _is_turned(self, module: str, name: str, pair: tuple[str, str], rank: int) -> bool:
+        """Return True if A works on the second to last axis of a stack of experts, B on the last.
+
+        peft changed this twice (`ParamWrapper.update_layer`): until 0.18 it is always so; in 0.19.0
+        unless the module has `is_transposed`; since 0.19.1 if it has. If the version is not
+        recorded, the shapes decide; a square parameter fits both, which is a finding.
+        """
+        is_transposed = module in self.model.transposed
+        match = _VERSION.match(self.config.peft_version)
+        if match and not (".dev" in match[4] and match.group(1, 2) in (("0", "18"), ("0", "19"))):
+            version = tuple(int(number or 0) for number in match.group(1, 2, 3))
+            return version < (0, 19) or is_transposed == (version != (0, 19, 0))
+        *_, rows, columns = self.model.parameters[name]
+        if rows == columns and not is_transposed:
+            recorded = self.config.peft_version or "no version"
+            self.findings.append(
+                f"{name}: peft 0.18 and 0.19.1 lay out the factors of this square parameter "
+                f"differently, and adapter_config.json records {recorded}: write the version of "
+                'peft that trained it into adapter_config.json, e.g. "peft_version": "0.19.1"'
+            )
+        shapes = [tuple(self.file[key].shape) for key in pair if key in self.file]
+        older = [(rank, rows), (columns, rank)]
+        return is_transposed or (shapes == older and rows != columns)
+
+    def _take_saved(self) -> set[str]:
+        """Take every tensor of `modules_to_save`: modules whose name ends with one of its names."""
+        model, suffixes = self.model, self.config.modules_to_save
+        inside = tuple(f"{name}." for name in model.modules if name.endswith(suffixes))
+        names = [name for name in model.parameters if name.startswith(inside)]
+        if self.config.tying:  # peft then stores the same tensor under each of its names
+            names = [name for name in names if model.ties.get(name) not in names]
+        for name in names:
+            self._take_full(name, PEFT_PREFIX + name, alone=True)
+        return set(names)
+
+    def _take_rows(self) -> None:
+        """Take the rows of embeddings that `trainable_token_indices` trained."""
+        config, model = self.config, self.model
+        rows_of: dict[str, tuple[int, ...]] = {}
+        for suffix, rows in config.token_indices.items():
+            for module in model.modules if suffix else [model.input_embedding]:
+                if module and module.endswith(suffix):
+                    rows_of[module] = rows
+        if config.token_indices and not rows_of:
+            self.findings.append(
+                f"trainable_token_indices: the model has no {sorted(config.token_indices)}"
+            )
+        embedding = rows_of.get(model.input_embedding)
+        together = all(rows == embedding for rows in rows_of.values()) or config.tying
+        for module, indices in rows_of.items():
+            name = f"{module}.weight"
+            shape = self.shape(name)
+            if shape is None:
+                self.findings.append(
+                    f"{module}: named in trainable_token_indices, but not an embedding"
+                )
+                continue
+            tied = f"{model.input_embedding}.weight" in model.partners(name)
+            if tied and module != model.input_embedding and indices == embedding:
+                continue  # the rows of a tied tensor are stored once, with the input embedding
+            outside = [row for row in indices if row >= shape[0]]
+            if outside:
+                self.findings.append(
+                    f"{module}: trained token {outside[0]} is outside its {shape[0]} rows"
+                )
+            key = f"{PEFT_PREFIX}{module}.token_adapter.trainable_tokens_delta"
+            alone = self._is_tied(name) and not together
+            self._take(name, {key: (len(indices), *shape[1:2])}, Rows(key, indices), alone=alone)
+
+    def _take_biases(self, modules: Collection[str], saved: Collection[str]) -> None:
+        """Take every bias that was trained itself (`bias` "all" or "lora_only")."""
+        for name in self.model.parameters if self.config.bias != "none" else ():
+            module = name.removesuffix(".bias")
+            if module == name or name in saved:
+                continue
+            if module in modules:
+                self._take_full(name, f"{PEFT_PREFIX}{module}.base_layer.bias", alone=False)
+            elif self.config.bias == "all":
+                self._take_full(name, PEFT_PREFIX + name, alone=False)
+
+    def _take_embeddings(self) -> None:
+        """Take the full embeddings that peft stored without `modules_to_save`.
+
+        peft does so if the vocabulary grew, or if the embedding is a target.
+        """
+        model, seen = self.model, set[str]()
+        modules = (model.input_embedding, model.output_embedding)
+        known = {piece.stored for piece in self.pieces}
+        trained = {module for module in modules if known & set(stored_keys(module))}
+        shared = {name for module in trained for name in model.partners(f"{module}.weight")}
+        for module in modules:
+            name = f"{module}.weight"
+            keys = [key for key in stored_keys(module) if key in self.file]
+            if name not in model.parameters or not keys or module in trained:
+                continue
+            if name in shared:  # tied to a trained module: a copy, or its value before training
+                if not self.config.tying:
+                    self._take_full(name, keys[0], alone=True)
+            elif not seen & model.partners(name):  # the copy under another tied name is the same
+                self._take_full(name, keys[0], alone=False)
+            seen |= model.partners(name)
+
+    def problems(self) -> list[str]:
+        """Return the tensors that are missing, of another shape, or unexpected."""
+        wanted, file = self.wanted, self.file
+        problems = [f"{key}: {text}" for key in wanted if (text := self._misfit(key))]
+        unexpected = sorted(set(file) - set(wanted) - set(self.dropped()))
+        present = sum(key in file for key in wanted)
+        if not present:  # a finding for each tensor would say the same thousands of times
+            reason = "it has none of the tensors that its configuration needs"
+            if not file or not wanted:
+                reason = "the model has none of its target modules" if file else "it has no tensors"
+            problems = [f"the adapter matches nothing: {reason}", *problems[:1]]
+            unexpected = unexpected[:_FIRST]
+        elif present < len(wanted):
+            count = f"{present} of the {len(wanted)} tensors it needs"
+            problems.insert(0, f"the adapter has only {count}")
+        return problems + [f"{key}: unexpected{self._hint(key)}" for key in unexpected]
+
+    def _misfit(self, key: str) -> str:
+        tensor, shape = self.file.get(key), self.wanted[key]
+        if tensor is None:
+            return "missing"
+        if 0 in tensor.shape or not tensor.shape:
+            return (
+                f"has shape {list(tensor.shape)}: it was saved under ZeRO-3 or FSDP without "
+                "gathering it first"
+            )
+        if tuple(tensor.shape) != shape:
+            return f"is {list(tensor.shape)}, the model and the rank need {list(shape)}"
+        if not is_float(tensor.dtype):
+            return f"{describe(tensor.shape, tensor.dtype)} is not a float tensor"
+        return ""
+
+    def dropped(self) -> dict[str, tuple[str, str]]:
+        """Return the tensors that the merge does not need, each with the reason and its original.
+
+        Both must have the same bytes; the original is "" if they do not matter.
+        """
+        copies = {key: self._copy(key) for key in sorted(set(self.file) - set(self.wanted))}
+        return {key: copy for key, copy in copies.items() if copy[0]}
+
+    def _copy(self, key: str) -> tuple[str, str]:
+        """Return why a tensor may be left out ("" if it may not), and the tensor that it repeats.
+
+        The second is "" if the bytes do not matter.
+        """
+        if _TRAINING.search(key):
+            return "training state, which a merged model does not need", ""
+        plain = _COPIES.sub(".", key)
+        if plain != key and (plain in self.wanted or key.endswith("trainable_tokens_original")):
+            original = plain if ".modules_to_save." in key else ""
+            return "a copy that peft keeps beside the trained tensor", original
+        for alias, holder in self.model.ties.items():
+            partners = self.model.partners(alias)
+            for piece in self.pieces:
+                if piece.target in partners and not piece.alone:
+                    tied = _tied_keys(alias, piece)
+                    if key in tied or plain in tied:
+                        original = "" if ".original_module." in key else piece.stored
+                        return f"tied to {holder}, which is stored too", original
+        return "", ""
+
+    def _hint(self, key: str) -> str:
+        """Return a hint on a key that nothing takes; "" for none."""
+        if not key.startswith(PEFT_PREFIX):
+            return f": keys of an adapter start with {PEFT_PREFIX}"
+        if _NAMED.search(key):
+            return ": it contains an adapter's name: save it with save_pretrained, which removes it"
+        keys = (*self.model.parameters, *(slot.key for slot in self.model.slots))
+        if EXPERT.search(key) and not any(map(EXPERT.search, keys)):
+            return (
+                ": the adapter has separate experts, as in transformers 4, and the base stores "
+                "them fused: use a base that stores them separately, as published ones do; or load "
+                "the adapter with the current peft and save it again (not with rsLoRA: its scale "
+                "changes)"
+            )
+        return ""
+
+
+_VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?(.*)")
+
+
+def stored_keys(module: str) -> tuple[str, ...]:
+    """Return the keys under which peft may store a full embedding."""
+    infixes = ("", "base_layer.", "token_adapter.base_layer.")
+    return tuple(f"{PEFT_PREFIX}{module}.{infix}weight" for infix in infixes)
+
+
+def _tied_keys(name: str, piece: Piece) -> tuple[str, ...]:
+    """Return the keys under which peft stores a piece again, for another name of a tied tensor."""
+    module = name.removesuffix(".weight")
+    if piece.stored:
+        return stored_keys(module)
+    if isinstance(piece.term, Rows):
+        return (f"{PEFT_PREFIX}{module}.token_adapter.trainable_tokens_delta",)
+    return tuple(f"{PEFT_PREFIX}{module}.lora_{half}.weight" for half in "AB")
+
+
+def renamed_keys(model: Model) -> dict[str, str]:
+    """Return the live name by key on disk, of tensors that differ by nothing but the name."""
+    live = {slot.live for slot in model.slots}
+    counts = Counter(slot.key for slot in model.slots)
+    return {
+        slot.key: slot.live
+        for slot in model.slots
+        if slot.key not in live and slot.is_renamed and counts[slot.key] == 1
+    }
+
+
+def by_disk_names(model: Model) -> Model:
+    """Describe the model by the names of its checkpoint, with every matrix as a linear layer.
+
+    transformers 5 fuses the experts of a layer into one tensor while it loads. transformers 4 had
+    one linear layer per expert, under the names that checkpoints still have, and so do its
+    adapters. peft 0.21 gives the same result when it loads such an adapter, except with rsLoRA: it
+    doubles rank and alpha of a fused pair, which keeps alpha / rank but makes alpha / sqrt(rank)
+    too large by sqrt(2).
+    """
+    names = {live: key for key, live in renamed_keys(model).items()}
+    live = {slot.live for slot in model.slots}
+    parts: list[Slot] = [x for x in model.slots if x.key not in live and x.live not in names]
+    fused = {slot.live for slot in parts}
+    kept = {names.get(name, name): name for name in model.parameters if name not in fused}
+    parameters = {name: model.parameters[now] for name, now in kept.items()}
+    parameters |= {slot.key: slot.shape for slot in parts}
+    modules: dict[str, str] = {}
+    for name, shape in parameters.items():
+        module = name.rpartition(".")[0]
+        parents = module.split(".")[:-1]
+        for depth in range(1, len(parents) + 1):
+            modules.setdefault(".".join(parents[:depth]), OTHER)
+        kind = model.modules.get(kept.get(name, "").rpartition(".")[0], OTHER)
+        if kind == OTHER and name.endswith(".weight") and len(shape) == 2:
+            kind = LINEAR
+        if modules.get(module, OTHER) == OTHER:
+            modules[module] = kind
+
+    def renamed(module: str) -> str:
+        return names.get(f"{module}.weight", f"{module}.weight").removesuffix(".weight")
+
+    return Model(
+        parameters,
+        modules,
+        ties={names.get(alias, alias): names.get(to, to) for alias, to in model.ties.items()},
+        transposed=frozenset(
+            name.rpartition(".")[0]
+            for name, now in kept.items()
+            if now.rpartition(".")[0] in model.transposed
+        ),
+        input_embedding=renamed(model.input_embedding),
+        output_embedding=renamed(model.output_embedding),
+    )

@@ -55,32 +55,23 @@ def test_every_initialiser_of_peft_is_known() -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"peft_type": "IA3"}, "IA3"),
-    ({"peft_type": None}, "peft_type"),
-    ({"lora_alpha": 0}, "lora_alpha=0"),
     ({"lora_alpha": float("nan")}, "lora_alpha=nan"),
     ({"r": 0}, "r=0"),
-    ({"r": 2.5}, "r=2.5"),
     ({"r": 10**400}, "r=1000"),
     ({"rank_pattern": {"q_proj": 0}}, "rank_pattern"),
-    ({"alpha_pattern": {"q_proj": 0}}, "alpha_pattern"),
     ({"alpha_pattern": {"(": 1}}, "alpha_pattern"),
     ({"rank_pattern": {"(?i)q": 1}}, "rank_pattern"),
     ({"target_modules": "("}, "target_modules"),
     ({"target_modules": None}, "target_modules"),
-    ({"target_modules": [1]}, "target_modules"),
     ({"bias": "some"}, "bias='some'"),
     ({"use_dora": "yes"}, "use_dora='yes'"),
     ({"use_dora": True, "lora_bias": True}, "lora_bias"),
     ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
-    ({"init_lora_weights": "loftq"}, "4-bit"),
     ({"init_lora_weights": "sorcery"}, "sorcery"),
     ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
     ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
-    ({"use_qalora": True}, "use_qalora"),
     ({"use_new_thing": True}, "use_new_thing"),
-    ({"layers_to_transform": ["0"]}, "layers_to_transform"),
     ({"trainable_token_indices": [1, 1]}, "trainable_token_indices"),
-    ({"trainable_token_indices": {"embed": [-1]}}, "trainable_token_indices"),
 ]
 
 
@@ -91,19 +82,6 @@ def test_settings_that_cannot_be_merged_are_refused_by_name() -> None:
         if not any(thing in finding for finding in findings):
             missed.append((change, findings))
     assert missed == []
-    for init in (True, False, None, "gaussian", "eva", "orthogonal", "mica"):
-        assert parse_config({**PLAIN, "init_lora_weights": init})[1] == []
-
-
-def test_scales() -> None:
-    config, _ = parse_config(
-        {**PLAIN, "rank_pattern": {"up": 16, ".*proj": 2}, "alpha_pattern": {"layers.0.*": 3}}
-    )
-    assert config.scale_of("layers.1.down") == 2
-    assert config.scale_of("layers.1.up") == 0.5
-    assert config.scale_of("layers.0.x_proj") == 1.5
-    root, _ = parse_config({**PLAIN, "use_rslora": True})
-    assert root.scale_of("any") == 4
 
 
 def _model() -> Any:

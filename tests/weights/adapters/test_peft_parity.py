@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.core.errors import ContractError
 from tests.tiny import tiny
 from tests.weights.adapters.making import quiet, save, train
 from tests.weights.families.making import FAMILIES, load, make_model, merge, merged_by_peft
@@ -210,42 +209,3 @@ def test_every_family(family: str, tied: bool, tmp_path: Path) -> None:
     assert sum(bool(op.terms) for op in plan.ops) > len(ours) / 4
     assert not [key for key, tensor in theirs.items() if not rounded_alike(ours[key], tensor)]
     load(tmp_path / "out")
-
-
-def test_a_base_that_the_initialiser_changed(tmp_path: Path) -> None:
-    """PiSSA: refused until the adapter is converted or merged into the changed base."""
-    from peft import LoraConfig, get_peft_model
-
-    base = tmp_path / "base"
-    make_model(FAMILIES["llama"].config()).save_pretrained(base)
-    settings = {"r": 4, "lora_alpha": 8, "target_modules": QV, "init_lora_weights": "pissa"}
-    with quiet():
-        wrapped = get_peft_model(load(base, torch.float32), LoraConfig(**settings))
-    changed, config = copy.deepcopy(wrapped).unload(), wrapped.peft_config["default"]
-    name = "model.layers.0.self_attn.q_proj.weight"
-    assert not torch.equal(changed.state_dict()[name].bfloat16(), state_of(base)[name])
-    changed.save_pretrained(tmp_path / "changed")
-
-    def save_as(folder: Path, init: Any) -> Path:
-        config.init_lora_weights = init
-        return save(copy.deepcopy(wrapped), folder)
-
-    initial = save_as(tmp_path / "initial", True)
-    with torch.no_grad():
-        for key, tensor in wrapped.named_parameters():
-            if "lora_" in key:
-                tensor.add_(torch.randn_like(tensor) * 0.05)
-    with pytest.raises(ContractError, match="path_initial_model_for_weight_conversion"):
-        merge(base, save_as(tmp_path / "plain", "pissa"), tmp_path / "refused")
-    other = save_as(tmp_path / "other", True)
-    config.init_lora_weights = "pissa"
-    converted = tmp_path / "converted"
-    save(wrapped, converted, path_initial_model_for_weight_conversion=str(initial))
-    merge(base, converted, tmp_path / "out")
-    _compare(tmp_path / "out", merged_by_peft(base, converted), base)
-    merge(tmp_path / "changed", other, tmp_path / "second", dtype="F32")
-    wrapped.set_adapter("default")
-    trained, second = wrapped.merge_and_unload().state_dict(), state_of(tmp_path / "second")
-    for key, tensor in state_of(tmp_path / "out").items():
-        torch.testing.assert_close(tensor.float(), trained[key], rtol=2**-7, atol=2**-9)
-        torch.testing.assert_close(second[key], trained[key], rtol=1e-5, atol=1e-6)

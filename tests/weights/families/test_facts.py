@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +99,5 @@ def test_a_tied_head_is_no_tensor_of_its_own_and_may_be_stored_too(tmp_path: Pat
 def test_a_config_that_describes_no_possible_model_is_refused(family, changes, tmp_path) -> None:
     path = _config(tmp_path, family) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes | {"head_dim": None}))
-    began = time.process_time()
     with pytest.raises(ArtifactError, match=str(tmp_path)):
         model_facts(tmp_path, disk={"x": (1,)})
-    assert time.process_time() - began < 30  # an import among it; the layers would take hours

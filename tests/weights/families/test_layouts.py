@@ -137,9 +137,7 @@ EXPERT = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
 Q1, NORM1 = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.norm.weight"
 MISFITS: list[tuple[Change, str]] = [
     (_drop(r"layers\.1\..*experts\.2\.w3"), f"{EXPERT}: missing"),
-    (_drop(r"layers\.1\."), f"{Q1}: missing"),
     (_enter(EXPERT, (48, 31)), "[48, 31]"),
-    (_enter("model.norm.weight", (31,)), "norm.weight"),
     (_enter(NORM1, (32,)), "near: model.layers.1."),
     (_enter("model.layers.2.mlp.gate.weight", (4, 32)), "layers.2."),
     (_enter(Q1, (32, 32), "I8"), "I8 [32, 32]"),
@@ -152,15 +150,6 @@ def test_a_base_that_does_not_fit_is_refused_by_name(mixtral) -> None:
         with pytest.raises(ContractError) as raised:
             _planned(base, adapter, change)
         assert thing in raised.value.report()
-
-    def several(header: dict[str, TensorInfo]) -> None:
-        _drop(r"layers\.0\.self_attn")(header)
-        _enter("stray", (3,))(header)
-
-    with pytest.raises(ContractError) as raised:
-        _planned(base, adapter, several)
-    assert len([finding for finding in raised.value.details if ": missing" in finding]) == 4
-    assert any(finding.startswith("stray: ") for finding in raised.value.details)
 
 
 def test_a_saved_module_replaces_every_part_that_is_stored(tmp_path: Path) -> None:
@@ -240,20 +229,6 @@ def _trained(base: Path) -> dict[str, Any]:
         name: TensorInfo(tuple(tensor.shape), "F32", 0, 0)
         for name, tensor in load(base).named_parameters()
     }
-
-
-def test_everything_that_does_not_fit_is_one_error(tmp_path: Path) -> None:
-    base = save_base(tmp_path / "base", "mixtral", tied=False)
-    trained = _trained(base)
-    del trained["model.norm.weight"]
-    trained["model.layers.0.mlp.experts.down_proj"] = TensorInfo((4, 32, 47), "F32", 0, 0)
-    trained["value_head.weight"] = TensorInfo((1, 32), "F32", 0, 0)
-    weights = read_checkpoint(base)
-    with pytest.raises(ContractError) as raised:
-        plan_full(trained, model_facts(base), base=weights.tensors)
-    report = "\n".join(raised.value.details)
-    for thing in ("[4, 32, 47]", "value_head.weight", "model.norm.weight"):
-        assert thing in report
 
 
 def test_frozen_parameters_come_from_the_base_when_asked(tmp_path: Path) -> None:

@@ -59,7 +59,6 @@ check: setup-dev  ## lint, format, types, import rules, documentation
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
-	$(PY) -m tasks.audit.page | diff docs/findings.md -
 	$(PY) -m infra.docs.run_blocks
 	@$(MAKE) --no-print-directory docs
 
@@ -79,7 +78,7 @@ bench-training: setup-dev  ## training beside TRL and a bare loop (ARGS: rows, -
 bench-rl: setup-dev  ## online learning beside transformers and TRL (ARGS: rows, --runs, --size)
 	$(PY) -m benchmarks.rl $(ARGS)
 
-bench-gpu: setup-dev  ## all of these on one GPU, into docs/benchmarks-gpu.md (ARGS: rows, --runs)
+bench-gpu: setup-dev  ## all of these on one GPU, into docs/benchmarks.md (ARGS: rows, --runs)
 	$(PY) -m benchmarks.gpu $(ARGS)
 
 lock:  ## make requirements/*.lock of the pins in pyproject.toml (ARGS: only these)

@@ -3,7 +3,7 @@
     make bench-gpu ARGS='sft rollout --runs 3'
 
 The rows are those of the other benchmarks, at 1.5 B in bf16. A row that fails is reported as not
-measured, with the reason, and the others run. The results go into `docs/benchmarks-gpu.md`.
+measured, with the reason, and the others run. The results go into `docs/benchmarks.md`.
 `--tiny` runs the same code on a CPU to test it, and writes nothing.
 """
 
@@ -24,7 +24,6 @@ from benchmarks.report import Page, Row, document, table, write_docs
 
 ROWS_OF_A_BATCH = 32
 PAGE = Page(
-    "benchmarks-gpu",
     "<!-- what make bench-gpu printed -->",
     "medians of {runs} interleaved runs (fastest..slowest).",
 )

@@ -1,8 +1,7 @@
-"""Format the results of a benchmark: table, JSON line, and the page, record and plot in `docs/`."""
+"""Format the results of a benchmark: a table, a JSON line, and a part of `docs/benchmarks.md`."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
@@ -10,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from benchmarks.plot import draw
 
 BEGIN, END = "<!-- what make bench-weights printed -->", "<!-- end -->"
 
@@ -31,27 +28,23 @@ class Row:
 
 @dataclass(frozen=True)
 class Page:
-    """A page in `docs/` for the results of a benchmark.
+    """A part of `docs/benchmarks.md` for the results of a benchmark.
 
     Attributes:
-        stem: name of its files, `<stem>.md`, `.json` and `.svg`.
         begin: line before the table.
         taken: method of measurement, printed after date and machine; `{runs}` is filled in.
     """
 
-    stem: str
     begin: str
     taken: str
 
 
 WEIGHTS = Page(
-    "benchmarks",
     BEGIN,
     "medians of {runs} interleaved runs after one that warms the page cache, (fastest..slowest), "
     "and the median of peak memory.",
 )
 RL = Page(
-    "benchmarks-rl",
     "<!-- what make bench-rl printed -->",
     "medians of {runs} interleaved runs (fastest..slowest).",
 )
@@ -83,7 +76,7 @@ def document(rows: Sequence[Row], runs: int, *, bench: str = "weights") -> dict[
 def write_docs(
     folder: Path, rows: Sequence[Row], results: Mapping[str, Any], page: Page = WEIGHTS
 ) -> None:
-    """Replace the table of a page in `docs/`, its record and its plot.
+    """Replace a table of `docs/benchmarks.md`.
 
     Args:
         folder: the folder `docs`.
@@ -94,7 +87,7 @@ def write_docs(
     Raises:
         ValueError: the page lacks the lines around the table.
     """
-    path = folder / f"{page.stem}.md"
+    path = folder / "benchmarks.md"
     before, begin, rest = path.read_text().partition(page.begin)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -102,5 +95,3 @@ def write_docs(
     machine = f"{results['cores']} cores, {results['machine']}, {results['memory_gb']} GB"
     taken = f"{results['date']}, {machine}: {page.taken.format(runs=results['runs'])}"
     path.write_text(f"{before}{begin}\n{taken}\n\n{table(rows)}\n{end}{after}")
-    path.with_suffix(".json").write_text(json.dumps(results) + "\n")
-    path.with_suffix(".svg").write_text(draw(results["rows"]))

@@ -26,6 +26,7 @@ from flows.cli import config, tool  # noqa: E402
 from flows.cli.peer_names import PEERS  # noqa: E402
 from flows.cli.usage import experiment_line, section_help, setting_help, setting_value  # noqa: E402
 from flows.cli.vocabulary import CONF, EXPERIMENTS, experiments  # noqa: E402
+from tasks.audit import page as findings_page  # noqa: E402
 from tasks.release.gate import NUMBERS  # noqa: E402
 
 OUTSIDE = {
@@ -142,12 +143,9 @@ def packages() -> Iterator[str]:
                 yield f"\n## {name}\n\n```text\n{text}\n```"
 
 
-def decisions() -> Iterator[str]:
-    """Yield the lines of the index of decisions."""
-    yield "# Decisions\n"
-    for file in sorted((PROJECT / "docs/decisions").glob("*.md")):
-        title = file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
-        yield f"- [{title}]({file.name})"
+def findings() -> Iterator[str]:
+    """Yield the page with every finding of the audit."""
+    yield findings_page.page()
 
 
 def _head(*titles: str) -> Iterator[str]:
@@ -167,7 +165,7 @@ GENERATED = {
     "reference/packages.md": packages,
     "reference/commands.md": commands,
     "reference/manifest.md": manifest,
-    "decisions/index.md": decisions,
+    "findings.md": findings,
 }
 
 
@@ -198,8 +196,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     def rewritten(match: re.Match[str]) -> str:
         path = os.path.normpath(folder / match[1])
-        if path == "docs/decisions":
-            path = "docs/decisions/index.md"
         if path in OUTSIDE:
             target = OUTSIDE[path]
         elif path.startswith("docs/"):

@@ -6,7 +6,7 @@
         yield Fault("2 elements of 1 tensor", "finite numbers", tensors=["lm_head.weight"])
 
 `examine` runs all checks in the order in which they are declared: causes before consequences.
-The docstring is the title in `docs/findings.md`, which `python -m tasks.audit.page` writes.
+The docstring is the title on the page of findings, which `python -m tasks.audit.page` prints.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Finding:
     """One fault of a checkpoint, or one fact worth knowing.
 
     Attributes:
-        code: stable, short identifier; the key into `docs/findings.md`.
+        code: stable, short identifier; the key into the page of findings.
         severity: how bad it is.
         file: file or folder, relative to the source; "" for the folder as a whole.
         tensor: name of the tensor, or the first few names; "" if the finding is not about tensors.

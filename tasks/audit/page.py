@@ -1,4 +1,4 @@
-"""Write `docs/findings.md` from the checks: `python -m tasks.audit.page > docs/findings.md`."""
+"""Write the page of findings from the checks; `make docs` puts it into the site."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tasks.audit.source import commands
 _WIDTH = 100
 _HEAD = """# What `plumbline audit` finds
 
-Made from `tasks/audit/checks/`; do not edit: `python -m tasks.audit.page > docs/findings.md`.
-
 Codes are stable. An error means that a tool fails on the checkpoint, or that the model is not the
 one that was trained; a **warning** the same under a condition; an **info** is good to know. The
-terminal adds the reason, the tool that fails, and commands with your folders. [Failures that files
-do not show](not-in-files.md) are listed apart. Commands:
+terminal adds the reason, the tool that fails, and commands with your folders. Failures that leave
+nothing in files (crashes, servers, wrong data) are for `deliver`, `verify` and the evaluation.
+
+Commands:
 """
 
 
 def page() -> str:
-    """Return the text of `docs/findings.md`."""
+    """Return the text of the page."""
     named = commands("DIR")
     names = {name: f"*{name}*" for name in named}
     parts = [""]

@@ -42,7 +42,7 @@ class Fault:
     """One way in which a folder differs from what was signed.
 
     Attributes:
-        code: code of the finding; see `docs/findings.md`.
+        code: code of the finding.
         file: the file, relative to the folder.
         found: its state.
         expected: what was signed, or what a signature looks like.

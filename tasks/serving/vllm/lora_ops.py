@@ -2,7 +2,7 @@
 
 vLLM 0.32 copies the adapter's matrices once per token before it multiplies. In rollouts all tokens
 use one adapter, so one matrix product per layer gives the same sums. Batches with several adapters
-go through vLLM's own functions. docs/decisions/0016 has the measurements.
+go through vLLM's own functions. docs/decisions.md, 16, has the measurements.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A new adapter adds zero, so the model before the first step is the base. In a chain of QLoRA steps
 each one continues the adapter of the step before, on the same 4-bit base: quantising merged weights
 again would round away most of the training
-(docs/decisions/0018-a-qlora-step-goes-on-with-the-adapter.md).
+(docs/decisions.md, 18).
 """
 
 from __future__ import annotations

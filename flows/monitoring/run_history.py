@@ -43,7 +43,6 @@ class StageState:
         steps: number of steps; None if it is not known.
         seconds_per_step: mean over its last steps; None if it is not known.
         seconds_left: estimate of the time to its last step; None if it is not known.
-        numbers: numbers of the last step.
     """
 
     name: str
@@ -76,7 +75,6 @@ class RunState:
         host: name of the machine; empty if it is not known.
         pid: process id on that machine; None if it is not known.
         started: seconds since the epoch; None if it is not known.
-        seconds: wall-clock time so far; for a lost run, until its last sign of life.
         exit_status: of the command; None while it runs, and for a lost run.
         message: why it did not complete; empty otherwise.
         stages: stages in order.

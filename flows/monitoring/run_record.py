@@ -52,14 +52,11 @@ class StageProgress:
 
     Attributes:
         name: name of the stage, as `<step>.<stage>` if the run has several steps.
-        started: when it began.
         seconds: wall-clock time; None while it runs.
         reused: True if an earlier run had published its artifact.
         failed: True if it raised.
         step: last training step that was reported; None if there was none.
         steps: number of steps; None if it is not known.
-        step_at: when that step was reported.
-        seconds_per_step: mean over the last steps.
         numbers: numbers of that step, such as `loss` and `tokens_per_s`.
     """
 

@@ -26,9 +26,6 @@ class Plot:
     """One plot of the report.
 
     Attributes:
-        title: its title.
-        unit: label of the vertical axis.
-        metric: name of the curve.
         validation: name of the curve of the validations; empty if there is none.
     """
 
@@ -57,9 +54,6 @@ class Drawn:
     """One plot with its points.
 
     Attributes:
-        plot: the plot.
-        points: (step, value) of training.
-        validation: (step, value) of the validations.
         svg: the picture; empty without matplotlib.
     """
 
@@ -85,11 +79,7 @@ class Histogram:
     """Values before and after training.
 
     Attributes:
-        stage: name of the stage that measured them.
-        title: its title.
-        unit: label of the horizontal axis.
         before: values before training; may be empty.
-        after: values after it.
     """
 
     stage: str
@@ -134,8 +124,6 @@ class Lengths:
     """Lengths of the training rows, in tokens, before any is cut.
 
     Attributes:
-        stage: name of the training stage.
-        bins: (largest length of the bin, rows), in ascending order; at least one.
         max_len: `train.max_len`.
     """
 

@@ -66,9 +66,6 @@ class Measured:
     """One row of the evaluation: a measure before and after training.
 
     Attributes:
-        name: name of the measure.
-        before: its value before training.
-        after: its value after training.
         percent: True for a fraction, which is shown in percent.
         interval: the change with its 95 % interval; None if there are no results per row.
     """
@@ -102,13 +99,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Responses:
-    """Responses of one smoke test.
-
-    Attributes:
-        histograms: of rewards and lengths.
-        count: number of greedy responses of the served model.
-        cut: number of those that did not stop.
-    """
+    """Responses of one smoke test."""
 
     histograms: list[Histogram]
     count: int

@@ -26,10 +26,8 @@ class Number:
     """A number that a condition can name.
 
     Attributes:
-        key: metric of a stage.
         base: the same metric of the model before training; empty if it is not measured.
         count: metric with the number of rows, if the number is a share of them.
-        error: metric with its standard error.
         kinds: kinds of runs that measure it, see `run_kinds`; empty for all.
     """
 
@@ -168,7 +166,6 @@ class Condition:
     """One condition: a number and its limit.
 
     Attributes:
-        name: name of the number.
         op: ">=", "<=", ">" or "<".
         to: "champion", "base", or empty for an absolute limit.
         sign: "+", "-" or "*".
@@ -210,13 +207,10 @@ class Verdict:
     """Row of the gate's table.
 
     Attributes:
-        condition: the condition as text.
         value: the measured number; None if it was not measured.
         limit: the limit; None if there is nothing to compare with.
         low: lower end of the 95 % interval of the value; None if it is not known.
-        high: upper end.
         ok: True if the condition holds.
-        verdict: the verdict in words.
     """
 
     condition: str

@@ -11,7 +11,6 @@ import os
 import shutil
 import struct
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -39,9 +38,6 @@ from tests.audit.making import (
     tensors,
     with_tokenizer,
 )
-
-LIMIT_S = 30.0
-"""Seconds for one case; it takes a tenth of one second on an idle machine."""
 
 VALUE = st.sampled_from(
     [
@@ -235,9 +231,7 @@ def run_case(
         for mutation in mutations:
             with suppress(ValueError, RecursionError):  # an earlier one left no document to edit
                 mutate(root, mutation)
-        began = time.monotonic()
         read_in_every_way(root, seeds["base"], values, composed)
-        assert time.monotonic() - began < LIMIT_S
 
 
 case = given(

@@ -1,4 +1,4 @@
-"""A checkpoint beside the record of its training or its signature: one planted difference each."""
+"""A record of the training, a signature, shards of ranks beside or in place of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tasks.audit.run import Report, audit
 from tasks.drift.fingerprint import Fingerprint
@@ -18,12 +19,14 @@ from tasks.witness.plumbline_witness.facts import headers_digest
 from tests.audit.making import (
     by_code,
     edit_json,
+    errors,
     make_adapter,
     make_model,
     make_shards,
     write_json,
 )
 from tests.keys import make_pair
+from tests.weights.making import Spread, write_shards
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}\n"
 GENERATION = {"eos_token_id": [2, 7], "temperature": 0.7}
@@ -110,10 +113,6 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         lambda s: edit_json(s / "adapter_config.json", lora_alpha=4),
         "WITNESS_ADAPTER", "error", "lora_alpha: 4",
     ),
-    "targets": (
-        lambda s: edit_json(s / "adapter_config.json", target_modules=["q_proj"]),
-        "WITNESS_ADAPTER", "error", "target_modules: q_proj",
-    ),
     "template": (
         lambda s: (s / "chat_template.jinja").write_text(TEMPLATE + "{{ '<think>' }}"),
         "WITNESS_FILES", "warning", "sha256 ",
@@ -126,10 +125,6 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         lambda s: edit_json(s / "generation_config.json", eos_token_id=2),
         "WITNESS_FILES", "warning", "eos_token_id: 2",
     ),
-    "temperature": (
-        lambda s: edit_json(s / "generation_config.json", temperature=None),
-        "WITNESS_FILES", "warning", "temperature: None",
-    ),
     "base": (
         lambda s: make_model(s.parent / "base", {"model.norm.weight": np.ones(4, np.float32)}),
         "WITNESS_BASE", "warning", "names, dtypes and shapes",
@@ -138,19 +133,9 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         lambda s: edit_facts(s, lambda facts: facts.update(quantization={"method": "nf4"})),
         "WITNESS_BASE", "warning", "not quantised",
     ),
-    "quantised base": (
-        lambda s: edit_json(
-            s.parent / "base" / "config.json", quantization_config={"quant_method": "gptq"}
-        ),
-        "WITNESS_BASE", "warning", "gptq",
-    ),
     "newer": (
         lambda s: edit_facts(s, lambda facts: facts.update(format=99)),
         "WITNESS_UNREADABLE", "warning", "a record of format 99",
-    ),
-    "incomplete": (
-        lambda s: (s / "plumbline.witness" / "fingerprint.fp").unlink(),
-        "WITNESS_UNREADABLE", "warning", "no measured file",
     ),
     "hostile": (
         lambda s: edit_facts(s, lambda facts: facts.update(probes=7, versions=[])),
@@ -222,3 +207,41 @@ def test_each_way_to_break_it_has_a_code_and_names_the_file(
     assert added_by(signed, keys[1]) == {"SIGNATURE_WRONG": "error"}
     (signed / "model.sig").unlink()
     assert added_by(signed, keys[1]) == {"SIGNATURE_WRONG": "error"}
+
+
+LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+NAMES = [f"base_model.model.model.layers.0.self_attn.q_proj.lora_{half}.weight" for half in "AB"]
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
+    """Make the shards of an adapter that two ranks trained."""
+    root = tmp_path / "ours"
+    root.mkdir()
+    write_shards(root, {name: torch.ones(4, 16).bfloat16() for name in NAMES}, Spread(world_size=2))
+    write_json(root / "adapter_config.json", LORA | {"base_model_name_or_path": "/base"})
+    return root
+
+
+def test_shards_of_an_adapter(ours: Path) -> None:
+    report = audit(ours)
+    assert (report.kind, report.ok) == ("shards", True)
+    (finding,) = report.findings
+    assert (finding.code, finding.found) == ("ZERO_NOT_GATHERED", "2 ranks, 2 tensors, adapter")
+    assert f"source={ours}" in finding.fix
+    (ours / "adapter_config.json").unlink()
+    assert by_code(audit(ours))["CONFIG_MISSING"] == "warning"
+
+
+def test_unusable_shards(ours: Path) -> None:
+    table = ours / "partitions.json"
+    whole = table.read_text()
+    for text in ("[]", "{", '{"mode": []}', '{"mode": "full"}', whole):
+        table.write_text(text)
+        if text is whole:
+            next((ours / "shards").glob("rank-00001-*")).unlink()
+        report = audit(ours)
+        assert report.kind == "shards"
+        assert "ZERO_UNUSABLE" in errors(by_code(report))
+        assert "CANNOT_JUDGE" not in by_code(report)
+        json.dumps(report.as_json())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +98,8 @@ def test_tokens_after_a_message(template: str, ends: set[str]) -> None:
 def test_a_template_is_not_run() -> None:
     text = read_template("<|a|>{{ '<|b|>' + x }}{# <|c|> #}{% if '<|d|>' in x %}{% endif %}", ())
     assert text.markers == {"<|a|>", "<|b|>"}
-    began = time.monotonic()
     bomb = "{% for a in range(99999) %}" * 5 + "{{ a }}" + "{% endfor %}" * 5
     assert read_template(bomb, ()).ends == set()
-    assert time.monotonic() - began < 5
 
 
 @pytest.fixture

@@ -114,9 +114,6 @@ def register(trainer: Any) -> None:
     """Add the callback to every Trainer that this process makes, unless it has one already.
 
     `DEFAULT_CALLBACKS` of the module would do without a wrapper, but ms-swift replaces that list.
-
-    Args:
-        trainer: the module `transformers.trainer`.
     """
     made = trainer.Trainer.__init__
     if getattr(made, _REGISTERS, False):

@@ -58,9 +58,6 @@ def choose(
 
     Args:
         tokenizer: of transformers; without a chat template, conversations are left out.
-        prompts: the user's own, as plain texts.
-        rows: training examples with token ids; others are ignored.
-        limit: maximum number of tokens of a probe.
     """
     probes = [
         Probe(ids(tokenizer, text), kind, number, text)

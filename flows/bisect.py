@@ -43,7 +43,7 @@ from tasks.evaluation.evaluation_prompts import computing_dtype_of
 from tasks.evaluation.scoring import ModelRef
 from tasks.process.child import PROJECT
 from tasks.process.launch import kill_children_on_abort
-from tasks.weights.files.reader import read_json
+from tasks.weights.files.documents import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 

@@ -31,13 +31,9 @@ from tasks.weights.execute.outcome import Executed
 from tasks.weights.execute.verdicts import values_read
 from tasks.weights.execute.worker import Perform, perform
 from tasks.weights.execute.writer import parse_size
-from tasks.weights.files.reader import (
-    DTYPE_NAMES,
-    WEIGHTS,
-    check_dtype,
-    read_checkpoint,
-    read_json,
-)
+from tasks.weights.files.documents import read_json
+from tasks.weights.files.dtypes import DTYPE_NAMES, check_dtype
+from tasks.weights.files.reader import WEIGHTS, read_checkpoint
 from tasks.weights.files.side_files import copy_side_file
 from tasks.weights.head_plans import reward_config
 from tasks.weights.heads import Normalisation

@@ -33,8 +33,9 @@ from tasks.evaluation.trained_artifact import Trained, write_json
 from tasks.pipeline.report import StageReport
 from tasks.weights.execute.verdicts import gathered
 from tasks.weights.execute.worker import Perform, perform
+from tasks.weights.files.documents import read_json
 from tasks.weights.files.names import rename_all
-from tasks.weights.files.reader import ADAPTER, WEIGHTS, read_checkpoint, read_json
+from tasks.weights.files.reader import ADAPTER, WEIGHTS, read_checkpoint
 from tasks.weights.files.source import Renamed, Source
 from tasks.weights.gather import plan_full
 from tasks.weights.head_plans import reward_base

@@ -29,7 +29,8 @@ from tasks.weights.execute.verdicts import (
 )
 from tasks.weights.execute.worker import Perform, perform
 from tasks.weights.execute.writer import parse_size
-from tasks.weights.files.reader import DTYPE_NAMES, check_dtype, read_json
+from tasks.weights.files.documents import read_json
+from tasks.weights.files.dtypes import DTYPE_NAMES, check_dtype
 from tasks.weights.files.source import Source
 from tasks.weights.head_plans import merged_reward
 from tasks.weights.lora import Adapter, changes, read_adapter, require_values

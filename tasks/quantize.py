@@ -39,7 +39,8 @@ from tasks.serving.llama_cpp import find_programs
 from tasks.weights.execute.verdicts import values_read
 from tasks.weights.execute.worker import write
 from tasks.weights.execute.writer import parse_size
-from tasks.weights.files.reader import WEIGHTS, Checkpoint, read_checkpoint, read_json
+from tasks.weights.files.documents import read_json
+from tasks.weights.files.reader import WEIGHTS, Checkpoint, read_checkpoint
 from tasks.weights.model import Model, model_facts
 from tasks.weights.plan import as_is
 from tasks.weights.quantized import gptq

@@ -16,8 +16,9 @@ from typing import Any
 from tasks.pipeline.report import StageReport
 from tasks.process.output import Log
 from tasks.weights.execute.worker import Perform, write
+from tasks.weights.files.documents import read_json
+from tasks.weights.files.dtypes import DTYPE_NAMES
 from tasks.weights.files.folder import inspect_checkpoint
-from tasks.weights.files.reader import DTYPE_NAMES, read_json
 from tasks.weights.files.side_files import copy_side_file
 from tasks.weights.lora import Changes
 from tasks.weights.merge import MergeSettings, plan_merge

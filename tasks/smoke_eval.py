@@ -47,7 +47,7 @@ from tasks.pipeline.report import StageReport
 from tasks.pipeline.signature import is_signed, require_signed
 from tasks.process.output import Log
 from tasks.serving.reference.rewards import normalised
-from tasks.weights.files.reader import read_json
+from tasks.weights.files.documents import read_json
 from tasks.weights.heads import normalisation_from
 from tasks.witness.plumbline_witness.prints import FINGERPRINT, SCORES
 

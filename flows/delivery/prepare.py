@@ -42,7 +42,7 @@ from tasks.delivery.recorded import attention_of
 from tasks.delivery.side_files import Tokens, find_tokens, side_findings
 from tasks.weights.execute.worker import perform
 from tasks.weights.execute.writer import parse_size, require_space
-from tasks.weights.files.reader import check_dtype
+from tasks.weights.files.dtypes import check_dtype
 from tasks.weights.files.side_files import require_own_files
 
 

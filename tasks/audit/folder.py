@@ -24,8 +24,9 @@ from typing import Any
 
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.documents import parse_json
-from tasks.weights.files.header import ITEM_BITS, read_header
-from tasks.weights.files.index import index_of, is_plain_name
+from tasks.weights.files.dtypes import ITEM_BITS
+from tasks.weights.files.header import read_header
+from tasks.weights.files.reader import index_of, is_plain_name
 from tasks.weights.files.side_files import entry_problem
 from tasks.weights.pickled.archive import read_archive
 from tasks.weights.pickled.tensors import TensorRef, TorchFile, nested_in, read_torch_file

@@ -21,9 +21,9 @@ from tasks.core.errors import ConfigError, ContractError, first_and_more
 from tasks.core.private import open_up
 from tasks.pipeline.artifact import SIGNATURE, Artifact, Origin, publish, staging
 from tasks.weights.execute.execute import execute
-from tasks.weights.files.index import index_of
+from tasks.weights.files.documents import MANIFEST
 from tasks.weights.files.names import PEFT_PREFIX, unwrap
-from tasks.weights.files.reader import MANIFEST
+from tasks.weights.files.reader import index_of
 from tasks.weights.files.side_files import copy_side_file
 from tasks.weights.files.source import Renamed
 from tasks.weights.heads import WRAPPER as TRL_WRAPPER

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from tasks.audit.source import Source
 from tasks.pipeline.artifact import HASHES
-from tasks.weights.files.dtype_bits import all_zero, is_float, largest, magnitude, nonfinite
-from tasks.weights.files.file_ranges import Reader
-from tasks.weights.files.header import ITEM_BITS
+from tasks.weights.files.dtypes import ITEM_BITS, all_zero, is_float, largest, magnitude, nonfinite
+from tasks.weights.files.source import Reader
 
 _BLOCK = 2 << 20
 """Bytes to read at a time; longer rows are not examined as rows."""
@@ -34,7 +33,7 @@ class Seen:
 
     Attributes:
         nonfinite: number of infinite or NaN elements.
-        largest: largest magnitude, encoded as `dtype_bits.largest` returns it.
+        largest: largest magnitude, encoded as `dtypes.largest` returns it.
         is_zero: True if all elements are zero.
         zero_rows, constant_rows: number of matrix rows whose elements are all zero, or all equal
             to another number.

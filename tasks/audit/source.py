@@ -20,7 +20,7 @@ from tasks.audit.folder import Folder, StoredTensor, Weights, open_weights
 from tasks.core.errors import ArtifactError
 from tasks.core.terminal import typed
 from tasks.weights.files.documents import MANIFEST, own_manifest
-from tasks.weights.files.index import index_of
+from tasks.weights.files.reader import index_of
 from tasks.weights.files.source import Extent
 from tasks.weights.heads import OPENRLHF, SIDE_FILES, architectures, wrapped_class
 from tasks.weights.shards import PARTITIONS

@@ -26,7 +26,7 @@ from tasks.drift.fingerprint import (
     within,
 )
 from tasks.process.block_unused_imports import start_lean
-from tasks.weights.files.reader import read_json
+from tasks.weights.files.documents import read_json
 
 if TYPE_CHECKING:
     from tasks.bisect.compare import Compared

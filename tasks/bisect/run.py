@@ -26,7 +26,7 @@ from tasks.evaluation.scoring import ENV, ModelRef, ReferenceScorer
 from tasks.process.launch import launch, python_child
 from tasks.process.output import Log
 from tasks.serving.vllm.job import CALLS, HEADROOM, Job, run_vllm
-from tasks.weights.files.index import weight_files
+from tasks.weights.files.reader import weight_files
 
 STAGE = "bisect"
 TIMEOUT_S = 1800.0

@@ -20,7 +20,7 @@ from tasks.core.terminal import typed
 from tasks.delivery.handled import handled
 from tasks.evaluation.trained_artifact import write_json
 from tasks.pipeline.report import StageReport
-from tasks.weights.files.index import weight_files
+from tasks.weights.files.reader import weight_files
 from tasks.weights.tokens.prove_ids import is_leading, misread
 
 FINDINGS = "findings.json"

@@ -15,8 +15,7 @@ from tasks.pipeline.artifact import SIGNATURE, Artifact, open_artifact
 from tasks.pipeline.signature import sign
 from tasks.pipeline.staging import staging
 from tasks.release.model_card import write_card
-from tasks.weights.files.documents import read_manifest
-from tasks.weights.files.reader import MANIFEST
+from tasks.weights.files.documents import MANIFEST, read_manifest
 
 
 def out_findings(

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks.delivery.recognise import Given
+from tasks.weights.files.documents import read_json
 from tasks.weights.files.identity import published
-from tasks.weights.files.reader import read_json
 
 SDPA, FLASH = "sdpa", "flash_attention_2"
 

@@ -14,7 +14,8 @@ from tasks.delivery.plan.work import Work
 from tasks.delivery.recognise import CONFIG
 from tasks.evaluation.serving_config import ServingConfig, served_config
 from tasks.evaluation.trained_artifact import GENERATION_CONFIG, write_json
-from tasks.weights.files.reader import DTYPE_NAMES, read_json
+from tasks.weights.files.documents import read_json
+from tasks.weights.files.dtypes import DTYPE_NAMES
 from tasks.weights.files.side_files import PROCESSORS, copy_side_file, side_files
 from tasks.weights.plan import Plan
 from tasks.weights.tokens.tokenizer import TokenizerFacts, read_tokenizer

@@ -18,12 +18,12 @@ from tasks.evaluation.planned import Measuring, Planned
 from tasks.gather import PlannedGather, gather_planned
 from tasks.merge import merge_planned
 from tasks.pipeline.report import StageReport
-from tasks.weights.files.opening import open_model
 from tasks.weights.files.reader import WEIGHTS
 from tasks.weights.head_plans import write_value_head
 from tasks.weights.heads import read_folder
 from tasks.weights.lora import read_adapter
 from tasks.weights.plan import as_is
+from tasks.weights.quantized.source import open_model
 
 
 def gather(

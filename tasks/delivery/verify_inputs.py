@@ -11,8 +11,7 @@ from pathlib import Path
 
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.pipeline.artifact import Artifact, intact
-from tasks.weights.files.documents import read_manifest
-from tasks.weights.files.reader import MANIFEST
+from tasks.weights.files.documents import MANIFEST, read_manifest
 
 _SHOWN = 100
 

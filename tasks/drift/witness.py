@@ -14,7 +14,7 @@ from typing import Any
 
 from tasks.core.errors import ArtifactError
 from tasks.drift.verdict import NAMES
-from tasks.weights.files.reader import read_json
+from tasks.weights.files.documents import read_json
 from tasks.witness.plumbline_witness.prints import FOLDER, FORMAT
 
 ALTERED = (

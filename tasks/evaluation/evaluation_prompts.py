@@ -13,8 +13,8 @@ from tasks.core.errors import DataError
 from tasks.data.messages import REASONING
 from tasks.evaluation.scoring import Prompts
 from tasks.serving.prompts import Chat, chat
-from tasks.weights.files.index import weight_files
-from tasks.weights.files.reader import read_json
+from tasks.weights.files.documents import read_json
+from tasks.weights.files.reader import weight_files
 
 ROWS_AT_MOST = 2000
 """Maximum number of held-out rows to read."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from tasks.core.contract import Check
 from tasks.evaluation.trained_artifact import CONFIG, GENERATION_CONFIG, write_json
-from tasks.weights.files.reader import read_json
+from tasks.weights.files.documents import read_json
 from tasks.weights.model import Model
 from tasks.weights.plan import Plan
 from tasks.weights.tokens.prove_ids import is_leading, misread

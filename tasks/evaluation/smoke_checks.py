@@ -12,8 +12,8 @@ from tasks.drift.fingerprint import TIE_STEPS, Drift, DriftLimit, within
 from tasks.drift.verdict import too_far, verdict
 from tasks.evaluation.greedy_ties import Agreement
 from tasks.serving.text import is_degenerate
-from tasks.weights.files.index import weight_files
-from tasks.weights.files.reader import read_json
+from tasks.weights.files.documents import read_json
+from tasks.weights.files.reader import weight_files
 
 Tokens = Sequence[Sequence[int]]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import open_artifact
-from tasks.weights.files.reader import read_json
+from tasks.weights.files.documents import read_json
 from tasks.weights.files.side_files import PROCESSORS, TOKENIZER, copy_side_file, side_files
 from tasks.weights.heads import Normalisation
 

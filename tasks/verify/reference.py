@@ -21,8 +21,7 @@ from tasks.core.errors import ArtifactError, PlumblineError
 from tasks.core.terminal import typed
 from tasks.drift.fingerprint import Fingerprint, drift, require_informative
 from tasks.drift.witness import find_witness
-from tasks.weights.files.documents import read_manifest
-from tasks.weights.files.reader import read_json
+from tasks.weights.files.documents import read_json, read_manifest
 from tasks.weights.tokens.render_template import TemplateError
 from tasks.weights.tokens.tokenizer import prompts_of, template_of
 from tasks.witness.plumbline_witness.prints import BASE, FINGERPRINT, NOISE

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from tasks.core.contract import TensorLike
 from tasks.core.errors import ContractError, first_and_more
-from tasks.weights.files.dtype_bits import is_float
+from tasks.weights.files.dtypes import is_float
 from tasks.weights.mapping import Slot
 from tasks.weights.model import Model
 from tasks.weights.plan import Dropped, Op, Plan

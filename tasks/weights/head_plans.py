@@ -39,10 +39,9 @@ from tasks.core.errors import ArtifactError, ContractError, first_and_more
 from tasks.weights.execute.worker import Perform, perform
 from tasks.weights.execute.writer import Spec, shard_file
 from tasks.weights.files.documents import read_json
-from tasks.weights.files.dtype_bits import nonfinite
-from tasks.weights.files.file_ranges import Reader
+from tasks.weights.files.dtypes import nonfinite
 from tasks.weights.files.header import TensorInfo
-from tasks.weights.files.source import Source
+from tasks.weights.files.source import Reader, Source
 from tasks.weights.heads import (
     MODEL,
     OUTPUT_EMBEDDINGS,

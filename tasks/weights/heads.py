@@ -33,12 +33,11 @@ from typing import Any, Literal
 from tasks.core.contract import describe
 from tasks.core.errors import ArtifactError, ContractError, first_and_more
 from tasks.weights.files.documents import read_json
-from tasks.weights.files.dtype_bits import is_float
-from tasks.weights.files.file_ranges import Reader
+from tasks.weights.files.dtypes import is_float
 from tasks.weights.files.header import read_header
 from tasks.weights.files.names import PEFT_PREFIX
 from tasks.weights.files.reader import Checkpoint, read_checkpoint
-from tasks.weights.files.source import Source
+from tasks.weights.files.source import Reader, Source
 from tasks.weights.lora import read_adapter
 from tasks.weights.pickled.tensors import MODEL as PICKLED
 from tasks.weights.pickled.tensors import is_pickled_model, read_model, read_state

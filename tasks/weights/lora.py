@@ -22,12 +22,11 @@ from numpy.typing import NDArray
 
 from tasks.core.contract import Expected
 from tasks.core.errors import ArtifactError, ContractError, first_and_more
-from tasks.weights.files.dtype_bits import all_zero, nonfinite
-from tasks.weights.files.file_ranges import Reader
-from tasks.weights.files.index import weight_files
+from tasks.weights.files.documents import read_json
+from tasks.weights.files.dtypes import all_zero, nonfinite
 from tasks.weights.files.names import without_wrappers
-from tasks.weights.files.reader import ADAPTER, read_checkpoint, read_json
-from tasks.weights.files.source import Renamed, Source
+from tasks.weights.files.reader import ADAPTER, read_checkpoint, weight_files
+from tasks.weights.files.source import Reader, Renamed, Source
 from tasks.weights.lora_config import AdapterConfig, parse_config
 from tasks.weights.mapping import Shape
 from tasks.weights.model import Model, model_facts

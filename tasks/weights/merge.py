@@ -16,7 +16,7 @@ from typing import Any
 
 from tasks.core.contract import TensorLike, describe
 from tasks.core.errors import ContractError, first_and_more
-from tasks.weights.files.dtype_bits import is_float
+from tasks.weights.files.dtypes import is_float
 from tasks.weights.lora import Changes
 from tasks.weights.mapping import Slot
 from tasks.weights.model import CONV1D, Model

@@ -20,8 +20,8 @@ from typing import Any
 
 from tasks.core.contract import Expected
 from tasks.weights.files.documents import read_json
-from tasks.weights.files.index import index_of
-from tasks.weights.files.reader import DTYPE_NAMES, WEIGHTS, read_checkpoint
+from tasks.weights.files.dtypes import DTYPE_NAMES
+from tasks.weights.files.reader import WEIGHTS, index_of, read_checkpoint
 from tasks.weights.files.source import Source
 from tasks.weights.mapping import Mapped, Shape, Shapes, Slot, default_layout, trace
 from tasks.weights.model_class import meta_model, other_towers, oversized, quantized_names

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from tasks.core.contract import TensorLike, describe
-from tasks.weights.files.dtype_bits import is_float
+from tasks.weights.files.dtypes import is_float
 from tasks.weights.files.names import EXPERT, PEFT_PREFIX
 from tasks.weights.lora_config import AdapterConfig, ends_with, targeted_modules
 from tasks.weights.mapping import Shape, Slot

@@ -20,8 +20,8 @@ from typing import Any, ClassVar, Literal
 
 from tasks.core.errors import ArtifactError
 from tasks.weights.execute.writer import ShardFile, Spec, plan_shards, shard_file, shard_names
-from tasks.weights.files.dtype_bits import is_float
-from tasks.weights.files.header import ITEM_BITS, Header, read_header
+from tasks.weights.files.dtypes import ITEM_BITS, is_float
+from tasks.weights.files.header import Header, read_header
 from tasks.weights.files.reader import WEIGHTS
 from tasks.weights.files.source import Source
 from tasks.weights.rounding import GRIDS

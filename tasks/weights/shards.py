@@ -17,10 +17,10 @@ from typing import Any
 
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.execute.writer import Spec
-from tasks.weights.files.documents import parse_json
-from tasks.weights.files.header import ITEM_BITS, Header, read_header
-from tasks.weights.files.index import weight_files
-from tasks.weights.files.reader import read_json
+from tasks.weights.files.documents import parse_json, read_json
+from tasks.weights.files.dtypes import ITEM_BITS
+from tasks.weights.files.header import Header, read_header
+from tasks.weights.files.reader import weight_files
 from tasks.weights.files.source import Extent
 
 PARTITIONS = "partitions.json"

@@ -17,8 +17,7 @@ from tasks.core.contract import TensorLike, describe
 from tasks.core.errors import ContractError, first_and_more
 from tasks.weights.execute.compute import matrix_shape
 from tasks.weights.execute.writer import require_space
-from tasks.weights.files.dtype_bits import is_float
-from tasks.weights.files.header import ITEM_BITS
+from tasks.weights.files.dtypes import ITEM_BITS, is_float
 from tasks.weights.files.source import Source, find
 from tasks.weights.plan import Add, Dora, LowRank, Op, Plan, Rows, Shape, Term, as_slice, operands
 

@@ -13,7 +13,7 @@ from tasks.audit.folder import StoredTensor
 from tasks.audit.known import is_multimodal, of_text, text_config, token_ids
 from tasks.audit.repair import SETTINGS, Draft
 from tasks.audit.source import CONFIG, Source, setting
-from tasks.weights.files.reader import DTYPE_NAMES
+from tasks.weights.files.dtypes import DTYPE_NAMES
 from tasks.weights.quantized.config_fields import QUANTIZATION, stored
 
 _THETA = 10_000.0

@@ -11,7 +11,7 @@ from tasks.audit.folder import Weights, open_weights
 from tasks.audit.repair import Draft
 from tasks.audit.source import ADAPTER_CONFIG, ADAPTERS, CONFIG, MODELS, Kind, Source, commands_of
 from tasks.core.errors import ArtifactError
-from tasks.weights.files.index import index_of, is_hidden
+from tasks.weights.files.reader import index_of, is_hidden
 from tasks.weights.heads import SIDE_FILES
 from tasks.weights.pickled.scan import TENSORS, TRAINERS, Scanned, Scanner
 from tasks.weights.pickled.tensors import unnesting

@@ -15,7 +15,7 @@ from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Kind, Source, command
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import MANIFEST, SIGNATURE, open_artifact
 from tasks.pipeline.signature import faults
-from tasks.weights.files.index import index_of, is_hidden
+from tasks.weights.files.reader import index_of, is_hidden
 from tasks.weights.files.side_files import PROCESSORS
 from tasks.weights.shards import PARTITIONS
 

@@ -22,9 +22,9 @@ from tasks.audit.scan import differ, same_header
 from tasks.audit.source import Source
 from tasks.core.errors import PlumblineError
 from tasks.weights.execute.worker import perform
-from tasks.weights.files.dtype_conversion import rounded
-from tasks.weights.files.file_ranges import Reader
+from tasks.weights.files.dtypes import rounded
 from tasks.weights.files.names import EXPERT, PEFT_PREFIX
+from tasks.weights.files.source import Reader
 from tasks.weights.pairing import renamed_keys
 from tasks.weights.proof import Planned, Proof, State, Verdict, planned, prove_merge
 from tasks.weights.proof.expected import Expected, comparable

@@ -21,11 +21,10 @@ from tasks.audit.scan import Seen, first_difference, same_header, scan
 from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Source
 from tasks.pipeline.artifact import HASHES, hash_of
 from tasks.weights.files.documents import manifest_problem
-from tasks.weights.files.dtype_bits import is_float
-from tasks.weights.files.dtype_conversion import widened
-from tasks.weights.files.file_ranges import Reader
+from tasks.weights.files.dtypes import is_float, widened
 from tasks.weights.files.identity import base_mismatch
 from tasks.weights.files.names import parse_peft
+from tasks.weights.files.source import Reader
 from tasks.weights.quantized.config_fields import stored
 
 _LEAST, _COSINE = 0.5, 0.5

@@ -11,15 +11,15 @@ from tasks.delivery.plan.work import ADAPTER, BASE, TRAINED, Request, Work
 from tasks.delivery.recognise import ADAPTER_CONFIG, CONFIG
 from tasks.weights.deepspeed.checkpoint import ZeroCheckpoint
 from tasks.weights.distributed import DistributedCheckpoint
+from tasks.weights.files.documents import read_json
 from tasks.weights.files.names import parse_peft, rename_all, unwrap
-from tasks.weights.files.opening import open_model
-from tasks.weights.files.reader import read_json
 from tasks.weights.files.source import Renamed, Source
 from tasks.weights.gather import plan_full
 from tasks.weights.lora import Adapter
 from tasks.weights.lora_config import parse_config
 from tasks.weights.model import model_facts
 from tasks.weights.plan import Dropped, Op, Plan
+from tasks.weights.quantized.source import open_model
 from tasks.weights.shards import Partitions
 from tasks.weights.validate import validate
 

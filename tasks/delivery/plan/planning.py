@@ -22,8 +22,7 @@ from tasks.delivery.plan.work import BASE, MODEL, Request, Work, in_files, requi
 from tasks.merge import plan_adapters
 from tasks.weights.deepspeed.checkpoint import read_zero
 from tasks.weights.distributed import read_distributed
-from tasks.weights.files.dtype_bits import is_float
-from tasks.weights.files.opening import open_model
+from tasks.weights.files.dtypes import is_float
 from tasks.weights.files.source import Source
 from tasks.weights.head_plans import endings, merged_reward, separate
 from tasks.weights.heads import HEAD, Detected, detect, read_folder
@@ -31,6 +30,7 @@ from tasks.weights.lora import Adapter, read_adapter, require_values
 from tasks.weights.merge import MergeSettings
 from tasks.weights.model import Model, model_facts
 from tasks.weights.plan import Plan, as_is
+from tasks.weights.quantized.source import open_model
 from tasks.weights.shards import read_partitions
 from tasks.weights.validate import validate
 

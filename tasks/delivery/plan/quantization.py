@@ -18,7 +18,7 @@ from tasks.core.errors import ConfigError
 from tasks.delivery.plan.evidence import Evidence, Held, find_evidence
 from tasks.delivery.recognise import Given
 from tasks.delivery.recorded import training_record
-from tasks.weights.files.reader import read_json
+from tasks.weights.files.documents import read_json
 from tasks.weights.quantized.config_fields import is_fp8, is_packed, remedy, stored
 
 ORIGINAL, DEQUANTIZED, COMPARE = "original", "dequantized", "compare"

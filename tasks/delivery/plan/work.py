@@ -11,7 +11,9 @@ from tasks.core.errors import ConfigError
 from tasks.delivery.plan.adapters import Weighted
 from tasks.delivery.recognise import Given
 from tasks.weights.execute.worker import Perform
-from tasks.weights.files.reader import DTYPE_NAMES, WEIGHTS, Checkpoint, read_json
+from tasks.weights.files.documents import read_json
+from tasks.weights.files.dtypes import DTYPE_NAMES
+from tasks.weights.files.reader import WEIGHTS, Checkpoint
 from tasks.weights.files.source import Source
 from tasks.weights.heads import Detected
 from tasks.weights.model import Model

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import ArtifactError
+from tasks.weights.files.documents import read_json
 from tasks.weights.files.header import read_header
 from tasks.weights.files.names import without_wrappers
-from tasks.weights.files.reader import ADAPTER, read_json
+from tasks.weights.files.reader import ADAPTER
 from tasks.weights.files.source import Renamed
 from tasks.weights.lora import CONFIG, PICKLED, Adapter, read_adapter
 from tasks.weights.model import Model, live_model

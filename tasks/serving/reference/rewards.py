@@ -20,8 +20,8 @@ from tasks.core.errors import ArtifactError
 from tasks.core.machine import measured_on
 from tasks.serving.reference.load import from_folder, input_device
 from tasks.serving.reference.peft_adapters import with_adapters
-from tasks.weights.files.index import weight_files
-from tasks.weights.files.reader import read_json
+from tasks.weights.files.documents import read_json
+from tasks.weights.files.reader import weight_files
 from tasks.weights.heads import (
     OUTPUT_EMBEDDINGS,
     SCORE,

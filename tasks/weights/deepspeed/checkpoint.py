@@ -22,10 +22,8 @@ from tasks.weights.deepspeed.states import (
     read_model_state,
     read_optim_state,
 )
-from tasks.weights.files.dtype_conversion import casts, widened
-from tasks.weights.files.file_ranges import Reader
-from tasks.weights.files.header import ITEM_BITS
-from tasks.weights.files.source import Extent, FullTensor
+from tasks.weights.files.dtypes import ITEM_BITS, casts, widened
+from tasks.weights.files.source import Extent, FullTensor, Reader
 from tasks.weights.pickled.tensors import TensorRef, TorchFile
 
 SAMPLE = 32

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.core.errors import ArtifactError, Coded, first_and_more
-from tasks.weights.files.index import weight_files
+from tasks.weights.files.reader import weight_files
 
 _MODEL = re.compile(
     r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+(?:_\d+)?)_model_states\.pt"

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from tasks.core.errors import ArtifactError
 from tasks.weights.deepspeed.states import ModelState, OptimState, Shapes
-from tasks.weights.files.dtype_bits import is_float
-from tasks.weights.files.index import weight_files
+from tasks.weights.files.dtypes import is_float
+from tasks.weights.files.reader import weight_files
 from tasks.weights.files.source import Extent, FullTensor
 from tasks.weights.pickled.tensors import TensorRef, TorchFile, read_torch_file
 

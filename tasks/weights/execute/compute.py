@@ -19,11 +19,9 @@ from numpy.typing import NDArray
 from tasks.weights.execute.copying import opened
 from tasks.weights.execute.full_tensors import Sources, all_rows, full_tensor, squared
 from tasks.weights.execute.outcome import Measured
-from tasks.weights.files import dtype_bits as bits
-from tasks.weights.files.file_ranges import Reader
-from tasks.weights.files.header import ITEM_BITS
-from tasks.weights.files.reader import torch_dtype
-from tasks.weights.files.source import extents_of, info_of
+from tasks.weights.files import dtypes as bits
+from tasks.weights.files.dtypes import ITEM_BITS, torch_dtype
+from tasks.weights.files.source import Reader, extents_of, info_of
 from tasks.weights.plan import Op
 from tasks.weights.rounding import GRIDS, row_keys, unbiased
 

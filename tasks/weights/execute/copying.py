@@ -16,13 +16,10 @@ from numpy.typing import NDArray
 from tasks.core.disk import write_refused
 from tasks.core.errors import ArtifactError
 from tasks.core.files import copy_file
-from tasks.weights.files import dtype_bits as bits
+from tasks.weights.files import dtypes as bits
 from tasks.weights.files.documents import artifact_name
-from tasks.weights.files.dtype_conversion import cast, casts
-from tasks.weights.files.file_ranges import Reader, part
-from tasks.weights.files.header import ITEM_BITS
-from tasks.weights.files.reader import torch_dtype
-from tasks.weights.files.source import Source
+from tasks.weights.files.dtypes import ITEM_BITS, cast, casts, torch_dtype
+from tasks.weights.files.source import Reader, Source, part
 from tasks.weights.plan import Op
 
 BLOCK = 1 << 20

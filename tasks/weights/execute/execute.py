@@ -43,11 +43,10 @@ from tasks.weights.execute.full_tensors import needs_full_tensor
 from tasks.weights.execute.lora_merge import fold, fold_term, size_of_a
 from tasks.weights.execute.outcome import Executed, Measured, Outcome
 from tasks.weights.execute.writer import ShardFile, Spec, require_space, write_index
-from tasks.weights.files.dtype_conversion import casts
-from tasks.weights.files.file_ranges import write_at
+from tasks.weights.files.dtypes import casts
 from tasks.weights.files.header import TensorInfo
 from tasks.weights.files.reader import WEIGHTS
-from tasks.weights.files.source import Source, info_of
+from tasks.weights.files.source import Source, info_of, write_at
 from tasks.weights.plan import Op, OutFile, Plan, lay_out, operands
 
 MAX_WORKERS = 16

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.weights.execute.copying import opened
 from tasks.weights.execute.outcome import Measured
-from tasks.weights.files.reader import DTYPE_NAMES, torch_dtype
+from tasks.weights.files.dtypes import DTYPE_NAMES, torch_dtype
 from tasks.weights.files.source import Source
 from tasks.weights.plan import Op, needs_all_rows
 

@@ -21,10 +21,8 @@ from tasks.core.contract import TensorLike
 from tasks.weights.execute.compute import row_blocks
 from tasks.weights.execute.copying import Buffer, Workspace, opened
 from tasks.weights.execute.outcome import Measured
-from tasks.weights.files.dtype_conversion import NUMPY, cast
-from tasks.weights.files.file_ranges import Reader
-from tasks.weights.files.header import ITEM_BITS
-from tasks.weights.files.source import Source, extents_of, info_of
+from tasks.weights.files.dtypes import ITEM_BITS, NUMPY, cast
+from tasks.weights.files.source import Reader, Source, extents_of, info_of
 from tasks.weights.native import library
 from tasks.weights.native.binding import MAX_RANK
 from tasks.weights.plan import LowRank, Op

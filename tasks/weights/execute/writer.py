@@ -18,7 +18,8 @@ from typing import Any
 
 from tasks.core.disk import SPACE_HINT
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.weights.files.header import ITEM_BITS, TensorInfo
+from tasks.weights.files.dtypes import ITEM_BITS
+from tasks.weights.files.header import TensorInfo
 from tasks.weights.files.reader import WEIGHTS
 
 _ALIGN = 8

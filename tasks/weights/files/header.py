@@ -17,11 +17,8 @@ from pathlib import Path
 from tasks.core.errors import ArtifactError
 from tasks.core.files import open_regular
 from tasks.weights.files.documents import parse_json
+from tasks.weights.files.dtypes import ITEM_BITS
 
-ITEM_BITS = {
-    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
-    "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
-}  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors library."""
 MAX_AXES = 64

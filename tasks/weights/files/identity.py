@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tasks.weights.files.documents import MANIFEST, optional_json, read_manifest
-from tasks.weights.files.opening import open_model
+from tasks.weights.quantized.source import open_model
 
 CONFIG = "config.json"
 _SAMPLES, _SAMPLE = 16, 4096

@@ -4,27 +4,33 @@
     checkpoint.tensors["lm_head.weight"].shape
     checkpoint.extents("lm_head.weight")        # a range of a file
 
-Reads headers and the index only, and reports all problems of the folder in one error.
+Reads headers and the index only, and reports all problems of the folder in one error. `survey`
+opens the files that an index names and compares them with it, for safetensors and for torch's
+`.bin` files: both name the index after the single file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-from tasks.core.errors import ArtifactError, ConfigError, first_and_more
-from tasks.weights.files.documents import MANIFEST as MANIFEST
-from tasks.weights.files.documents import read_json as read_json
-from tasks.weights.files.documents import read_manifest
+from tasks.core.errors import ArtifactError, first_and_more
+from tasks.weights.files.documents import MANIFEST, read_json, read_manifest
 from tasks.weights.files.header import TensorInfo, read_header
-from tasks.weights.files.index import index_of, survey
 from tasks.weights.files.names import without_wrappers
 from tasks.weights.files.source import Extent
 
 WEIGHTS = "model"
 ADAPTER = "adapter_model"
+OTHER_WEIGHTS = (
+    "*.safetensors", "pytorch_model.bin", "pytorch_model-*.bin", "adapter_model.bin",
+    "consolidated*.pt*",
+)  # fmt: skip
+"""File names that a loader that picks weights by glob would take for part of the model."""
+_MAX_NAME = 255
+"""Longest file name of common file systems, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -58,39 +64,10 @@ class Checkpoint:
         return self.hashes.get(name)
 
 
-def torch_dtype(name: str) -> Any:
-    """Return the torch dtype of a safetensors dtype name. Raises KeyError if torch has none."""
-    import torch
-
-    return {
-        "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-        "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-        "U8": torch.uint8, "BOOL": torch.bool,
-        "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    }[name]  # fmt: skip
-
-
-DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-"""safetensors names of the dtypes that the configuration and config.json use."""
-
-
-def check_dtype(name: str) -> str:
-    """Return `convert.dtype` unchanged. Raises ConfigError if it is not a known dtype."""
-    if name not in DTYPE_NAMES:
-        raise ConfigError(
-            f"convert.dtype={name!r} is not one of {', '.join(DTYPE_NAMES)}",
-            hint="convert.dtype=bfloat16",
-        )
-    return name
-
-
 def read_checkpoint(root: Path, stem: str = WEIGHTS, *, beside: Collection[str] = ()) -> Checkpoint:
     """Read the headers of a folder with `<stem>.safetensors`, or its index and the files it names.
 
-    Args:
-        root: the folder.
-        stem: start of the files' names.
-        beside: names of weight files that are not part of this checkpoint; not a finding.
+    Weight files in `beside` are not part of this checkpoint, and no finding.
 
     Raises:
         ArtifactError: lists every finding: no weights, missing or truncated files, an index that
@@ -139,3 +116,132 @@ def _manifest_hashes(root: Path, files: Mapping[str, str]) -> dict[str, str]:
                 if files.get(name) == file and "blake3" in entry
             }
     return hashes
+
+
+class WithTensors(Protocol):
+    """An opened file: its tensors by name."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]: ...
+
+
+T = TypeVar("T", bound=WithTensors)
+
+
+@dataclass(frozen=True)
+class Survey(Generic[T]):
+    """Files and tensors of a checkpoint folder.
+
+    Attributes:
+        opened: the files that could be opened, by name.
+        files: file name by tensor name.
+        findings: everything that is wrong, one line each.
+    """
+
+    opened: Mapping[str, T]
+    files: Mapping[str, str]
+    findings: tuple[str, ...]
+
+
+def weight_files(folder: Path, *patterns: str) -> list[Path]:
+    """Return the files of a folder that match a glob pattern and that loaders see, sorted.
+
+    transformers and vLLM list folders by `glob.glob`, which leaves out names with a leading dot:
+    `._x` of macOS, `.nfs*`, locks, caches. `Path.glob` does not.
+    """
+    paths = {path for pattern in patterns for path in folder.glob(pattern)}
+    return sorted(path for path in paths if not is_hidden(path.relative_to(folder).as_posix()))
+
+
+def is_hidden(name: str) -> bool:
+    """Return True if a relative path has a part with a leading dot."""
+    return any(part.startswith(".") for part in name.split("/"))
+
+
+def index_of(single: str) -> str:
+    """Return the index's name for a checkpoint whose only file would be called `single`."""
+    return f"{single}.index.json"
+
+
+def survey(
+    root: Path, single: str, read: Callable[[Path], T], *, beside: Collection[str] = ()
+) -> Survey[T]:
+    """Open the files of a checkpoint and compare them with its index, if it has one.
+
+    `single` is the name of the only file if there is no index, for example "model.safetensors";
+    weight files in `beside` are not part of this checkpoint, and no finding.
+    """
+    findings: list[str] = []
+    index = _read_index(root / index_of(single), findings)
+    names = sorted(set(index.values())) if index is not None else [single]
+    opened: dict[str, T] = {}
+    for name in names:
+        problem = _name_finding(root, name)
+        if problem:
+            findings.append(problem)
+            continue
+        try:
+            opened[name] = read(root / name)
+        except ArtifactError as error:
+            findings += [f"{name}: {detail}" for detail in error.details] or [error.message]
+    files: dict[str, str] = {}
+    for name, opened_file in opened.items():
+        for key in opened_file.tensors:
+            if key in files:
+                findings.append(f"{key}: in {files[key]} and in {name}")
+            files[key] = name
+    if index is not None:
+        findings += _disagreements(index, files, opened)
+    findings += _strays(root, {*names, *beside})
+    return Survey(opened, files, tuple(findings))
+
+
+def _read_index(path: Path, findings: list[str]) -> dict[str, str] | None:
+    """Return the file name by tensor name; None if there is no index."""
+    if not path.is_file():
+        return None
+    try:
+        weight_map = read_json(path, unique=True).get("weight_map")
+    except ArtifactError as error:
+        findings.append(f"{path.name}: not a readable index: {error.message}")
+        return {}
+    if not isinstance(weight_map, dict) or not weight_map:
+        findings.append(f"{path.name}: not a readable index: no weight_map in it")
+        return {}
+    odd = [name for name, file in weight_map.items() if not isinstance(file, str)]
+    if odd:
+        findings.append(f"{path.name}: not a readable index: the file of {odd[0]} is not a string")
+        return {}
+    return weight_map
+
+
+def is_plain_name(name: str) -> bool:
+    """Return True if `name` can be a file directly in a folder: a valid name without a path."""
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:  # JSON can hold unpaired surrogates
+        return False
+    return Path(name).name == name != ".." and 0 < size <= _MAX_NAME and "\0" not in name
+
+
+def _name_finding(root: Path, name: str) -> str:
+    """Return the reason why the file of that name cannot be opened; "" if it can."""
+    if not is_plain_name(name):
+        return f"index names {name[:_MAX_NAME]!r}, which is not a plain file name"
+    return "" if (root / name).is_file() else f"{name}: absent"
+
+
+def _disagreements(
+    index: Mapping[str, str], files: Mapping[str, str], opened: Mapping[str, WithTensors]
+) -> Iterator[str]:
+    for name, file in index.items():
+        if file in opened and name not in opened[file].tensors:
+            yield f"{name}: index says {file}, which does not hold it"
+    for name, file in files.items():
+        if name not in index:
+            yield f"{name}: in {file}, but not in the index"
+
+
+def _strays(root: Path, known: set[str]) -> list[str]:
+    names = {path.name for path in weight_files(root, *OTHER_WEIGHTS)}
+    return [f"{name}: stray weight file" for name in sorted(names - known)]

@@ -1,18 +1,35 @@
-"""The interface of a source of tensors, whatever the format of its files.
+"""The interface of a source of tensors, whatever the format of its files, and a reader of ranges.
 
 A safetensors folder, the partitions of ranks, a DeepSpeed checkpoint and a pickled state dict all
 tell which tensors they hold and in which ranges of which files. So one engine reads them all, and
 never loads one as a whole.
+
+Ranges are read with `pread`, never with `mmap`: mapped pages count as memory of the process, and a
+file that shrinks under a mapping kills the process with SIGBUS; a short `pread` can be reported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import errno
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tasks.core.contract import TensorLike
+from tasks.core.disk import write_refused
+from tasks.core.errors import ArtifactError
+
+_STEP = 16 << 20
+"""Bytes per system call: large enough to be fast, small enough to react to a signal."""
+_NO_OFFLOAD = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
+"""Errors of `copy_file_range` if kernel or file system cannot do it; the caller then reads."""
 
 
 @dataclass(frozen=True)
@@ -90,17 +107,125 @@ def extents_of(name: str, sources: Mapping[str, Source]) -> Sequence[Extent]:
 
 
 def find(name: str, sources: Mapping[str, Source]) -> TensorLike | str:
-    """Look up a tensor.
-
-    Args:
-        name: name of the tensor, "<input>:<key>".
-        sources: sources by input name.
-
-    Returns:
-        the tensor; or, if there is none, a text that says why.
-    """
+    """Return the tensor "<input>:<key>"; or, if there is none, a text that says why."""
     source, _, key = name.partition(":")
     if source not in sources:
         return f"{name}: no input {source!r} (inputs: {', '.join(sources) or 'none'})"
     tensor = sources[source].tensors.get(key)
     return f"{source} has no {key}" if tensor is None else tensor
+
+
+def part(extents: Sequence[Extent], start: int, nbytes: int) -> list[Extent]:
+    """Return the extents that make a range of bytes, counted from the start of the first one."""
+    parts, at, end = [], 0, start + nbytes
+    for extent in extents:
+        low, high = max(start, at), min(end, at + extent.nbytes)
+        if low < high:
+            parts.append(Extent(extent.path, extent.start + low - at, high - low))
+        at += extent.nbytes
+    return parts
+
+
+class Reader:
+    """Concatenated extents as one stream that is read by offset; a context manager.
+
+    Raises:
+        ArtifactError: a file cannot be opened, or is shorter than its header says.
+    """
+
+    def __init__(self, extents: Sequence[Extent]) -> None:
+        self._extents = list(extents)
+        self._starts = [0, *accumulate(extent.nbytes for extent in self._extents)]
+        self._handles: dict[Path, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the stream."""
+        return self._starts[-1]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles.values():
+            os.close(handle)
+        self._handles.clear()
+
+    def into(self, target: Any, at: int) -> None:
+        """Fill a writable buffer with the bytes of the stream from offset `at` on."""
+        view = memoryview(target)
+        if at + len(view) > self.nbytes:
+            raise ArtifactError(f"cannot read {len(view)} bytes at {at}: only {self.nbytes} exist")
+        for extent, offset, low, high in self._pieces(at, len(view)):
+            piece = view[low:high]
+            while piece:
+                done = self._pread(extent.path, piece, offset)
+                piece, offset = piece[done:], offset + done
+
+    def read(self, at: int = 0, nbytes: int | None = None) -> NDArray[np.uint8]:
+        """Return bytes of the stream in new memory: `nbytes` from offset `at` on; None for all."""
+        raw: NDArray[np.uint8] = np.empty(self.nbytes if nbytes is None else nbytes, np.uint8)
+        self.into(raw, at)
+        return raw
+
+    def copy_to(self, target: int, to: int) -> bool:
+        """Let the kernel copy the whole stream into an open file, from offset `to` on.
+
+        Returns False if kernel or file system cannot do it; part of the target may be written then.
+        """
+        for extent, offset, low, high in self._pieces(0, self.nbytes):
+            left, goal = high - low, to + low
+            while left:
+                try:
+                    handle = self._handle(extent.path)
+                    done = os.copy_file_range(handle, target, min(left, _STEP), offset, goal)
+                except OSError as error:
+                    if error.errno in _NO_OFFLOAD:
+                        return False
+                    raise write_refused(extent.path, error) from error
+                if not done:
+                    raise _short(extent.path)
+                left, offset, goal = left - done, offset + done, goal + done
+        return True
+
+    def _pieces(self, at: int, length: int) -> Iterator[tuple[Extent, int, int, int]]:
+        """Yield (extent, offset in its file, begin and end in the range) for each part touched."""
+        end = at + length
+        for index in range(max(0, bisect_right(self._starts, at) - 1), len(self._extents)):
+            extent, first = self._extents[index], self._starts[index]
+            low, high = max(at, first), min(end, first + extent.nbytes)
+            if first >= end:
+                return
+            if low < high:
+                yield extent, extent.start + low - first, low - at, high - at
+
+    def _pread(self, path: Path, piece: memoryview, offset: int) -> int:
+        try:
+            done = os.preadv(self._handle(path), [piece[:_STEP]], offset)
+        except OSError as error:
+            raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
+        if not done:
+            raise _short(path)
+        return done
+
+    def _handle(self, path: Path) -> int:
+        if path not in self._handles:
+            try:
+                self._handles[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
+        return self._handles[path]
+
+
+def write_at(handle: int, view: memoryview, at: int, path: Path) -> None:
+    """Write a buffer at an offset of an open file. Raises ArtifactError if it is refused."""
+    try:
+        while view:
+            done = os.pwrite(handle, view, at)
+            at, view = at + done, view[done:]
+    except OSError as error:
+        raise write_refused(path, error) from error
+
+
+def _short(path: Path) -> ArtifactError:
+    return ArtifactError(f"{path}: became shorter while it was read")

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import ArtifactError, first_and_more
-from tasks.weights.files.header import ITEM_BITS, MAX_AXES
-from tasks.weights.files.index import index_of, survey, weight_files
+from tasks.weights.files.dtypes import ITEM_BITS, TORCH_NAMES
+from tasks.weights.files.header import MAX_AXES
 from tasks.weights.files.names import without_wrappers
+from tasks.weights.files.reader import index_of, survey, weight_files
 from tasks.weights.files.source import Extent
 from tasks.weights.pickled.archive import Archive, read_archive
 from tasks.weights.pickled.unpickler import MAX_NAME, Foreign, Global, PickleError, run
@@ -28,12 +29,9 @@ _AGAIN = "save it as safetensors, with every tensor gathered and contiguous"
 MAX_PICKLE_BYTES = 128 << 20
 _MAX_SIZE = 1 << 62
 
-DTYPES = {
-    "float64": "F64", "double": "F64", "float32": "F32", "float": "F32", "float16": "F16",
-    "half": "F16", "bfloat16": "BF16", "int64": "I64", "long": "I64", "int32": "I32",
-    "int": "I32", "int16": "I16", "short": "I16", "int8": "I8", "char": "I8", "uint8": "U8",
-    "byte": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
-    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
+DTYPES = TORCH_NAMES | {
+    "double": "F64", "float": "F32", "half": "F16", "long": "I64", "int": "I32", "short": "I16",
+    "char": "I8", "byte": "U8",
 }  # fmt: skip
 """safetensors names by torch's names of dtypes; `FloatStorage` is "float" here."""
 

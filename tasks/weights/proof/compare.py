@@ -29,11 +29,16 @@ from numpy.typing import NDArray
 from tasks.weights.execute.compute import matrix_shape
 from tasks.weights.execute.copying import opened
 from tasks.weights.execute.outcome import Measured
-from tasks.weights.files.dtype_conversion import MANTISSA, rounded, ulp, widened
-from tasks.weights.files.file_ranges import Reader, part
-from tasks.weights.files.header import ITEM_BITS
-from tasks.weights.files.reader import DTYPE_NAMES, torch_dtype
-from tasks.weights.files.source import Source
+from tasks.weights.files.dtypes import (
+    DTYPE_NAMES,
+    ITEM_BITS,
+    MANTISSA,
+    rounded,
+    torch_dtype,
+    ulp,
+    widened,
+)
+from tasks.weights.files.source import Reader, Source, part
 from tasks.weights.plan import Op
 from tasks.weights.proof.expected import Array, Block, Expected, Sources
 from tasks.weights.proof.unbiased import random_parts, round_with, small

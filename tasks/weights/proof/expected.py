@@ -16,11 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.weights.execute.compute import matrix_shape, row_blocks
-from tasks.weights.files.dtype_conversion import MANTISSA, NUMPY, widened
-from tasks.weights.files.file_ranges import Reader, part
-from tasks.weights.files.header import ITEM_BITS
-from tasks.weights.files.reader import DTYPE_NAMES
-from tasks.weights.files.source import Source, extents_of, info_of
+from tasks.weights.files.dtypes import DTYPE_NAMES, ITEM_BITS, MANTISSA, NUMPY, widened
+from tasks.weights.files.source import Reader, Source, extents_of, info_of, part
 from tasks.weights.plan import (
     Add,
     Dora,

@@ -25,9 +25,8 @@ import numpy as np
 from tasks.core.contract import Check
 from tasks.core.errors import ArtifactError
 from tasks.weights.execute.worker import Perform, perform
-from tasks.weights.files.dtype_conversion import NUMPY
-from tasks.weights.files.opening import open_model
-from tasks.weights.files.reader import read_json
+from tasks.weights.files.documents import read_json
+from tasks.weights.files.dtypes import NUMPY
 from tasks.weights.files.source import Source, info_of
 from tasks.weights.head_plans import merged_reward
 from tasks.weights.heads import detect, read_folder
@@ -45,7 +44,7 @@ from tasks.weights.proof.compare import (
     wrong_rows,
 )
 from tasks.weights.proof.expected import Sources, comparable, of_expert
-from tasks.weights.quantized.source import decoding
+from tasks.weights.quantized.source import decoding, open_model
 
 _THREADS = 4
 _NEAR, _STEPS = 0.03, 3

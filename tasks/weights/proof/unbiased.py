@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.weights.files.dtype_conversion import rounded
+from tasks.weights.files.dtypes import rounded
 from tasks.weights.rounding import GRIDS, TWO_STEPS, row_keys
 
 _LARGEST = {"BF16": 2.0**128, "F16": 2.0**16}

@@ -27,10 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.contract import describe
-from tasks.weights.files.dtype_conversion import cast
-from tasks.weights.files.file_ranges import Reader
-from tasks.weights.files.header import ITEM_BITS
-from tasks.weights.files.reader import DTYPE_NAMES, Checkpoint
+from tasks.weights.files.dtypes import DTYPE_NAMES, ITEM_BITS, cast
+from tasks.weights.files.reader import Checkpoint
+from tasks.weights.files.source import Reader
 
 STATE = ".quant_state."
 _STATES = {f"{STATE}bitsandbytes__{kind}": kind for kind in ("nf4", "fp4")}

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.contract import TensorLike, describe
-from tasks.weights.files.dtype_conversion import NUMPY, widened
-from tasks.weights.files.header import ITEM_BITS
+from tasks.weights.files.dtypes import ITEM_BITS, NUMPY, widened
 from tasks.weights.quantized.config_fields import fp8_blocks
 
 FP8, DTYPE = "fp8", "F8_E4M3"

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError
-from tasks.weights.files.dtype_conversion import casts, widened
-from tasks.weights.files.file_ranges import Reader
-from tasks.weights.files.reader import DTYPE_NAMES, Checkpoint
+from tasks.weights.files.dtypes import DTYPE_NAMES, casts, widened
+from tasks.weights.files.reader import Checkpoint
+from tasks.weights.files.source import Reader
 from tasks.weights.quantized.bnb4 import LEVELS, unpack
 
 if TYPE_CHECKING:

@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tasks.core.contract import Expected, describe
 from tasks.core.errors import ContractError, first_and_more
-from tasks.weights.files.dtype_bits import is_float
-from tasks.weights.files.reader import torch_dtype
+from tasks.weights.files.dtypes import is_float, torch_dtype
 from tasks.weights.model import LINEAR, OTHER, Model
 from tasks.weights.plan import Encoding, Op, Plan
 

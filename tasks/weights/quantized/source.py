@@ -1,4 +1,4 @@
-"""Open a base stored in 4 bits or fp8 as if it were plain: decoded shapes and dtypes by key."""
+"""Open a full model; a base in 4 bits or fp8 as if it were plain: decoded shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from tasks.core.contract import TensorLike
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.documents import read_json
-from tasks.weights.files.dtype_conversion import widened
-from tasks.weights.files.file_ranges import Reader
-from tasks.weights.files.reader import DTYPE_NAMES, Checkpoint, read_checkpoint
-from tasks.weights.files.source import Extent, FullTensor, Source
+from tasks.weights.files.dtypes import DTYPE_NAMES, widened
+from tasks.weights.files.reader import Checkpoint, read_checkpoint
+from tasks.weights.files.source import Extent, FullTensor, Reader, Source
+from tasks.weights.pickled.tensors import is_pickled_model, read_model
 from tasks.weights.plan import Plan
 from tasks.weights.quantized.bnb4 import STATE, Packed, decode, read_states
 from tasks.weights.quantized.config_fields import (
@@ -143,6 +143,15 @@ def read_base(root: Path) -> Base:
         elif key not in beside:
             tensors[key] = FullTensor(info.shape, info.dtype, tuple(whole.extents(key)))
     return PackedCheckpoint(whole, packed, turned, tensors)
+
+
+def open_model(root: Path) -> Source:
+    """Open a full model, headers only: safetensors (plain or quantized) or `.bin` files.
+
+    Raises:
+        ArtifactError: lists every finding of `read_base` or `read_model`.
+    """
+    return read_model(root) if is_pickled_model(root) else read_base(root)
 
 
 def fp8_findings(tensors: Mapping[str, TensorLike], config: Mapping[str, Any]) -> list[str]:

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.weights.execute.writer import Spec, shard_file
 from tasks.weights.files.documents import read_json
-from tasks.weights.files.dtype_conversion import NUMPY, cast, widened
+from tasks.weights.files.dtypes import NUMPY, cast, widened
 from tasks.weights.files.header import Header, TensorInfo, read_header
-from tasks.weights.files.index import weight_files
+from tasks.weights.files.reader import weight_files
 from tasks.weights.tokens.vocabulary import resized_config
 
 _TABLES = (

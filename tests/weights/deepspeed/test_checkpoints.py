@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tasks.audit.run import audit
 from tasks.core.errors import ArtifactError
 from tasks.weights.deepspeed.checkpoint import ZeroCheckpoint, read_zero
-from tasks.weights.files.reader import torch_dtype
+from tasks.weights.files.dtypes import torch_dtype
 from tests.audit.making import codes, errors
 from tests.weights.deepspeed.conftest import read, save_checkpoints
 

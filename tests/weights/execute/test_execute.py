@@ -22,8 +22,9 @@ from tasks.weights.execute import compute, copying
 from tasks.weights.execute.execute import execute
 from tasks.weights.execute.outcome import Executed
 from tasks.weights.execute.writer import Spec, plan_shards, shard_file, shard_names
-from tasks.weights.files import file_ranges as extents
-from tasks.weights.files.header import ITEM_BITS, read_header
+from tasks.weights.files import source as extents
+from tasks.weights.files.dtypes import ITEM_BITS
+from tasks.weights.files.header import read_header
 from tasks.weights.files.reader import Checkpoint, read_checkpoint
 from tasks.weights.plan import Plan
 from tasks.weights.validate import validate

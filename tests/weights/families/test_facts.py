@@ -10,7 +10,7 @@ import pytest
 
 from tasks.audit.class_contract import perform_apart
 from tasks.core.errors import ArtifactError
-from tasks.weights.files.reader import read_json
+from tasks.weights.files.documents import read_json
 from tasks.weights.model import facts_of, model_facts, plain_model
 from tasks.weights.model_class import meta_model
 from tests.weights.families.making import FAMILIES

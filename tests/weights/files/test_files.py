@@ -17,15 +17,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tasks.core.errors import ArtifactError, ContractError
-from tasks.weights.files import dtype_bits as bits
-from tasks.weights.files import dtype_conversion
-from tasks.weights.files.dtype_conversion import NUMPY, cast, casts
+from tasks.weights.files import dtypes
+from tasks.weights.files.dtypes import NUMPY, cast, casts, torch_dtype
 from tasks.weights.files.header import read_header
 from tasks.weights.files.names import live_to_peft, parse_peft, rename_all, unwrap
-from tasks.weights.files.opening import open_model
-from tasks.weights.files.reader import read_checkpoint, torch_dtype
+from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.files.source import Source
 from tasks.weights.pickled.tensors import is_pickled_model, read_model
+from tasks.weights.quantized.source import open_model
 from tests.tiny import tiny
 from tests.weights.deepspeed.conftest import read
 
@@ -127,9 +126,9 @@ def test_agrees_with_torch(dtype: str, values: list[float], chunk: int) -> None:
     tensor = torch.tensor(values, dtype=torch.float64).to(DTYPES[dtype])
     raw = tensor.view(torch.uint8).numpy()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bits, "_CHUNK", chunk)
-        assert bits.nonfinite(raw, dtype) == int((~torch.isfinite(tensor)).sum())
-        assert bits.all_zero(raw, dtype) == bool((tensor == 0).all())
+        patch.setattr(dtypes, "_CHUNK", chunk)
+        assert dtypes.nonfinite(raw, dtype) == int((~torch.isfinite(tensor)).sum())
+        assert dtypes.all_zero(raw, dtype) == bool((tensor == 0).all())
 
 
 PAIRS = [(source, target) for source in NUMPY for target in NUMPY if source != target]
@@ -150,7 +149,7 @@ def _patterns(dtype: str) -> np.ndarray:
 def test_casts_equal_torchs_except_for_nan_payloads(kernel, monkeypatch) -> None:
     """Every 16-bit pattern and a million 32-bit patterns."""
     if not kernel:
-        monkeypatch.setattr(dtype_conversion, "library", lambda: None)
+        monkeypatch.setattr(dtypes, "library", lambda: None)
     for source, target in PAIRS:
         raw = _patterns(source)
         wanted = torch.from_numpy(raw.copy()).view(DTYPES[source]).to(DTYPES[target])

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tasks.core.errors import ArtifactError
-from tasks.weights.files.reader import torch_dtype
+from tasks.weights.files.dtypes import torch_dtype
 from tasks.weights.pickled.tensors import TensorRef, TorchFile, read_state, read_torch_file
 
 GOOD: dict[str, Any] = {

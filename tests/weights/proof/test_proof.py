@@ -17,10 +17,10 @@ from tasks.core.contract import Check
 from tasks.drift.fingerprint import PROFILES
 from tasks.merge import merge
 from tasks.weights.execute.worker import perform, write
-from tasks.weights.files.opening import open_model
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.proof import Proof, State, planned, prove_merge
 from tasks.weights.quantized.nf4 import as_trained
+from tasks.weights.quantized.source import open_model
 from tests.weights.adapters.making import save, train
 from tests.weights.families.making import FAMILIES, load, make_model, merged_by_peft
 from tests.weights.making import NF4, copy_reference, failed, merged, state_of

@@ -75,7 +75,7 @@ def _experiments(names: Vocabulary) -> list[str]:
 
 
 def experiment_lines(words: Sequence[str] = (), folders: Sequence[Path] = (CONF,)) -> list[str]:
-    """Return a line for each experiment below a heading for its folder, and how names shorten.
+    """Return a line for each experiment below a heading for its folder, and what to type next.
 
     Args:
         words: only experiments whose names contain all of them.

@@ -1,15 +1,21 @@
-"""Checkpoints on disk: read, plan, check and write tensors without loading a whole model.
+"""Checkpoints on disk: read, plan, write and prove tensors without loading a model.
 
-files/, deepspeed/, pickled/, quantized/   sources of tensors; `quantized.source.open_model` opens
-                                           any full model
-distributed.py, shards.py                  checkpoints of torch.distributed; partitions of our ranks
-lora.py, lora_config.py                    PEFT adapters
-model.py, model_class.py, mapping.py       a model in memory, and its tensors on disk
+    base = open_model(folder)                  # any full model; see `quantized/source.py`
+    model = model_facts(folder)                # Model: where each tensor lives in memory
+    total = changes([(adapter, 1.0)], model)   # Changes: terms by live name
+    plan = plan_merge(base.tensors, model, total, operands)     # an Op for each output tensor
+    validate(plan, sources)                    # every input byte once, or dropped for a reason
+    execute(plan, sources, out)                # streamed, with a hash for every tensor
+    recompute(plan, sources, merged)           # sampled rows in fp64, by other code
+
+files/, deepspeed/, pickled/, quantized/  sources of tensors
+distributed.py, shards.py                 checkpoints of torch.distributed; partitions of our ranks
+lora.py, lora_config.py, pairing.py       PEFT adapters: changes, settings, pairing with a model
+model.py, model_class.py, mapping.py      a model in memory, and its tensors on disk
 plan.py, merge.py, gather.py, validate.py  plans of output tensors, checked from headers alone
-heads.py, head_plans.py                    value and reward heads: find, split, merge, convert
-tokens/                                    tokenizer, vocabulary, chat template
-execute/, native/                          `execute/execute` runs a plan with bounded memory
-proof/                                     compares a merged model with its base and adapter
+heads.py, head_plans.py                   value and reward heads: find, split, merge, convert
+tokens/                                   tokenizer, vocabulary, chat template
+execute/, native/, proof/                 run a plan with bounded memory; compare the result
 
 Imports no trainer, no Prefect and no MLflow; torch only where numbers are computed.
 """

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from tasks.weights.lora_config import AdapterConfig, parse_config
 from tasks.weights.mapping import Shape
 from tasks.weights.model import Model, model_facts
 from tasks.weights.model_class import meta_model
-from tasks.weights.pairing import Pairing, Piece, by_disk_names, renamed_keys
+from tasks.weights.pairing import Pairing, Piece, pair_by_names
 from tasks.weights.pickled.tensors import read_state
 from tasks.weights.plan import Dora, Dropped, Rows, Term
 
@@ -122,49 +122,32 @@ def changes(adapters: Sequence[tuple[Adapter, float]], model: Model) -> Changes:
     rounding with `add_weighted_adapter(combination_type="cat")`. (Its "linear" sums the factors
     instead, and so multiplies every B with every A.)
     """
-    paired = [pair(adapter, weight, model) for adapter, weight in adapters]
-    findings = [text for part in paired for text in part.findings]
+    total = _Sum(model)
+    for adapter, weight in adapters:
+        total.pair(adapter, weight)
     if len({adapter.name for adapter, _ in adapters}) < len(adapters):
-        findings.append("two adapters have the same name")
+        total.findings.append("two adapters have the same name")
     if not adapters:
-        findings.append("no adapter to merge")
-    untied = {
-        name
-        for part in paired
-        for piece in part.pieces
-        if piece.alone
-        for name in model.partners(piece.target)
-    }
-    total = _Sum(model, findings)
-    for part in paired:
+        total.findings.append("no adapter to merge")
+    pieces = [piece for *_, paired in total.paired for piece in paired]
+    untied = {name for piece in pieces if piece.alone for name in model.partners(piece.target)}
+    for adapter, weight, paired in total.paired:
         earlier = {*total.replacements, *total.terms}
-        for piece in part.pieces:
+        for piece in paired:
             for name in _stored_names(piece, model, untied):
                 if name in earlier and (piece.stored or name in total.replacements):
-                    findings.append(f"{name}: replaced by one adapter, changed by another")
-                total.add(name, piece, part)
+                    total.findings.append(f"{name}: replaced by one adapter, changed by another")
+                total.add(name, piece, adapter, weight)
     total.check_rows()
     return Changes(
         terms={name: tuple(terms) for name, terms in total.terms.items()},
         replacements=total.replacements,
         shapes=total.shapes,
         unties=tuple(sorted(untied & set(model.ties))),
-        dropped=tuple(entry for part in paired for entry in part.dropped),
-        copies={copy: of for part in paired for copy, of in part.copies.items()},
-        findings=tuple(findings),
+        dropped=tuple(total.dropped),
+        copies=total.copies,
+        findings=tuple(total.findings),
     )
-
-
-@dataclass(frozen=True)
-class Paired:
-    """An adapter that was paired with a model; `weight` is the factor of its change."""
-
-    adapter: Adapter
-    weight: float
-    pieces: tuple[Piece, ...] = ()
-    dropped: tuple[Dropped, ...] = ()
-    copies: Mapping[str, str] = field(default_factory=dict)
-    findings: tuple[str, ...] = ()
 
 
 def _stored_names(piece: Piece, model: Model, untied: Collection[str]) -> list[str]:
@@ -175,19 +158,38 @@ def _stored_names(piece: Piece, model: Model, untied: Collection[str]) -> list[s
     return [name] if piece.alone else sorted(model.partners(name))
 
 
-@dataclass
 class _Sum:
-    """Running sum of the pieces of all adapters."""
+    """Running sum of adapters; attributes are those of `Changes`."""
 
-    model: Model
-    findings: list[str]
-    terms: dict[str, list[Term]] = field(default_factory=dict)
-    replacements: dict[str, str] = field(default_factory=dict)
-    shapes: dict[str, Shape] = field(default_factory=dict)
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.paired: list[tuple[Adapter, float, list[Piece]]] = []
+        self.terms: dict[str, list[Term]] = {}
+        self.replacements: dict[str, str] = {}
+        self.shapes: dict[str, Shape] = {}
+        self.dropped: list[Dropped] = []
+        self.copies: dict[str, str] = {}
+        self.findings: list[str] = []
 
-    def add(self, name: str, piece: Piece, part: Paired) -> None:
+    def pair(self, adapter: Adapter, weight: float) -> None:
+        """Pair the tensors of an adapter with those of the model."""
+        where = f"{adapter.root.name}: " if adapter.name != "adapter" else ""
+        if adapter.findings:
+            self.findings += [f"{where}{CONFIG}: {finding}" for finding in adapter.findings]
+            return
+        pairing, pieces = pair_by_names(adapter.config, self.model, adapter.tensors.tensors)
+        texts = [*pairing.findings, *pairing.problems()]
+        if not math.isfinite(weight) or weight == 0:
+            texts.append(f"weight {weight} of the adapter is not a finite number other than 0")
+        self.findings += [where + text for text in texts]
+        self.paired.append((adapter, weight, pieces))
+        for key, (reason, original) in pairing.dropped().items():
+            self.dropped.append(Dropped(f"{adapter.name}:{key}", reason))
+            if original:
+                self.copies[f"{adapter.name}:{key}"] = f"{adapter.name}:{original}"
+
+    def add(self, name: str, piece: Piece, adapter: Adapter, weight: float) -> None:
         """Add one piece under a name, with operands that name the adapter."""
-        adapter, weight = part.adapter, part.weight
         if weight != 1 and (piece.stored or isinstance(piece.term, Rows)):
             self.findings.append(
                 f"{name}: is stored as a full tensor, so weight {weight} cannot scale it"
@@ -241,36 +243,6 @@ def _bound(term: Term, adapter: str, weight: float) -> Term:
     if isinstance(term, Rows):
         return replace(term, **names)
     return replace(term, **names, scale=term.scale * weight)
-
-
-def pair(adapter: Adapter, weight: float, model: Model) -> Paired:
-    """Pair the tensors of an adapter with those of the model that it was trained on."""
-    where = f"{adapter.root.name}: " if adapter.name != "adapter" else ""
-    if adapter.findings:
-        texts = tuple(f"{where}adapter_config.json: {finding}" for finding in adapter.findings)
-        return Paired(adapter, weight, findings=texts)
-    file = adapter.tensors.tensors
-    pairing = Pairing(adapter.config, model, file)
-    renamed = renamed_keys(model)
-    if pairing.unmatched and any(slot.key not in model.parameters for slot in model.slots):
-        older = Pairing(adapter.config, by_disk_names(model), file)
-        pairing = older if older.unmatched < pairing.unmatched else pairing
-    findings = [*pairing.findings, *pairing.problems()]
-    if not math.isfinite(weight) or weight == 0:
-        findings.append(f"weight {weight} of the adapter is not a finite number other than 0")
-    dropped, name = pairing.dropped(), adapter.name
-    return Paired(
-        adapter,
-        weight,
-        tuple(replace(x, target=renamed.get(x.target, x.target)) for x in pairing.pieces),
-        tuple(Dropped(f"{name}:{key}", reason) for key, (reason, _) in dropped.items()),
-        {
-            f"{name}:{key}": f"{name}:{original}"
-            for key, (_, original) in dropped.items()
-            if original
-        },
-        tuple(where + finding for finding in findings),
-    )
 
 
 def adapter_contract(base: Path, adapter_config: Path, dtype: str = "BF16") -> list[Expected]:

@@ -1,8 +1,7 @@
 """Pair the tensors of an adapter's file with those of a model, by peft's rules.
 
-    pairing = Pairing(config, model, file)
-    pairing.pieces               changes of single tensors
-    pairing.problems()           tensors that are missing, of another shape, or unexpected
+    pairing, pieces = pair_by_names(config, model, file)    # changes of single tensors
+    pairing.problems()      # tensors that are missing, of another shape, or unexpected
 
 The configuration says which modules were trained. Each of them takes its tensors from the file; the
 shapes in the model decide whether they fit. A tensor that nothing takes is a problem, unless peft
@@ -14,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tasks.core.contract import TensorLike, describe
 from tasks.weights.files.dtypes import is_float
@@ -375,6 +374,22 @@ class Pairing:
 
 
 _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?(.*)")
+
+
+def pair_by_names(
+    config: AdapterConfig, model: Model, file: Mapping[str, TensorLike]
+) -> tuple[Pairing, list[Piece]]:
+    """Pair a file with a model by the names that fit better: those in memory or those on disk.
+
+    Returns the pairing, and its pieces by their names in memory.
+    """
+    pairing = Pairing(config, model, file)
+    if pairing.unmatched and any(slot.key not in model.parameters for slot in model.slots):
+        older = Pairing(config, by_disk_names(model), file)
+        if older.unmatched < pairing.unmatched:
+            names = renamed_keys(model)
+            return older, [replace(x, target=names.get(x.target, x.target)) for x in older.pieces]
+    return pairing, pairing.pieces
 
 
 def stored_keys(module: str) -> tuple[str, ...]:

@@ -148,7 +148,6 @@ def _launch(
     """Run the ranks of this node, together with those of the other nodes."""
     how, path = job.settings.launch, job.checkpoints / "job.json"
     job.write(path)
-    build_ops(job.settings, run)
     killed = out_of_memory_kills()
     try:
         with (
@@ -175,16 +174,6 @@ def _launch(
     finally:
         if job.universal is not None:
             shutil.rmtree(job.universal, ignore_errors=True)
-
-
-def build_ops(settings: Settings, run: Run) -> None:
-    """Compile DeepSpeed's operators once, before all ranks would; see `engine/ops.py`.
-
-    Raises:
-        StageProcessError: an operator does not compile; the error has the compiler's last lines.
-    """
-    if settings.zero.offload_optimizer == "cpu":
-        run(python_child("tasks.training.engine.ops"), env=rank_environment(settings.launch))
 
 
 def torchrun(job: TrainJob, job_path: Path, meet: list[str]) -> list[str]:

@@ -26,7 +26,7 @@ from tasks.pipeline.locks import Patience, hold
 from tasks.process.child import PROJECT
 from tasks.process.launch import kill_children_on_abort, launch
 from tasks.process.multinode import Meeting, follow, rendezvous
-from tasks.train import build_ops, rank_environment, reward_environment, torchrun
+from tasks.train import rank_environment, reward_environment, torchrun
 from tasks.training.job import TrainJob
 
 
@@ -85,7 +85,6 @@ def run_follower(composed: Composed, meeting: Meeting, urls: Mapping[str, str]) 
 
     def join(job_path: Path) -> None:
         job = TrainJob.read(job_path)
-        build_ops(job.settings, run)
         how = job.settings.launch
         with rendezvous(meeting) as (meet, variables):
             url = urls.get(job.settings.reward_url)

@@ -24,8 +24,7 @@ from tasks.rl.settings import Loop, Online
 from tasks.rl.setup import Setup, open_engine, set_up
 from tasks.rl.user_code import ENVIRONMENT, FunctionReference
 from tasks.serving.prompts import stop_ids
-from tasks.training.engine.check_same_versions import require_same_versions
-from tasks.training.engine.deepspeed_engine import Ranks
+from tasks.training.engine.deepspeed_engine import Ranks, require_same_versions
 from tasks.training.engine.offload import TrainerStates
 from tasks.training.job import TrainJob
 from tasks.training.model.build import load_tokenizer

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 
 from tasks.core.events import emit
-from tasks.training.engine.check_same_versions import require_same_versions
 from tasks.training.engine.checkpoint import Progress
-from tasks.training.engine.deepspeed_engine import Ranks, start_engine
+from tasks.training.engine.deepspeed_engine import Ranks, require_same_versions, start_engine
 from tasks.training.engine.saving import restore
 from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import TrainJob

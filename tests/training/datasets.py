@@ -13,12 +13,23 @@ import torch
 
 from tasks.training.job import TrainJob
 from tasks.training.model.build import load_tokenizer
-from tasks.training.tokens.count_truncated import SingleRank
 from tasks.training.tokens.data import load_split
 from tasks.training.tokens.examples import Example, Examples, Writer, describe
 from tests.settings import Batch, Settings
 
 Row = dict[str, Any]
+
+
+class SingleRank:
+    """A single rank without a process group, in place of `Ranks`."""
+
+    rank, world_size, first = 0, 1, True
+
+    def all_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def barrier(self) -> None:
+        pass
 
 
 def user(text: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tasks.process.launch import launch, python_child
-from tasks.train import build_ops, train
+from tasks.train import train
 from tasks.training.job import TrainJob
 from tasks.training.resume import identity
 from tests.settings import Settings
@@ -53,10 +53,6 @@ class Place:
         for job, path in zip(jobs, paths, strict=True):
             job.write(path)
         run = partial(launch, stage="train", log=LOG, log_path=self.root / f"{nproc}-ranks.log")
-        for job in jobs:
-            if job.settings.zero.offload_optimizer == "cpu":
-                build_ops(job.settings, run)
-                break  # one library for all of them
         how = ["--standalone", "--nproc-per-node", str(nproc), "-m", "tests.training.run_jobs"]
         arguments = [*paths, checks] if checks else paths
         run(

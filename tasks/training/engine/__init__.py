@@ -5,6 +5,5 @@ saving, checkpoint, universal  `save` and `restore`; checkpoint folders; another
 partitions                     each rank's part of the trained tensors: written, read
 schedule                       the learning rate as a function of the step
 nan_guard, failure             losses and gradients that are not finite; errors in plain words
-check_same_versions, ops       the same software on all nodes; CPUAdam compiled beforehand
 offload                        optimizer states in host memory during rollouts
 """

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tasks.core.errors import ConfigError, PlumblineError
+from tasks.core.errors import ConfigError, PlumblineError, TrainingError
 from tasks.core.machine import driver_too_old, gpu_count, has_gpu, resident_peak
 from tasks.process.multinode import RANKS_FILE
 from tasks.training.engine.partitions import full_shape
 from tasks.training.job import Optim
 
 T = TypeVar("T")
+_PACKAGES = ("torch", "transformers", "peft", "deepspeed", "accelerate", "bitsandbytes")
 _OF_OPTIMIZER = ("optimizer", "zero_allow_untested_optimizer")
 
 COLLECTIVE_TIMEOUT_S = 1800
@@ -160,6 +164,43 @@ class Ranks:
         dist.destroy_process_group()
 
 
+def require_same_versions(ranks: Ranks) -> None:
+    """Compare the versions of libraries and the digest of this project's code over all ranks.
+
+    A node with other versions would train another model without an error.
+
+    Raises:
+        TrainingError: versions differ; raised on every rank, with rank and version.
+    """
+    versions = ranks.all_objects({name: _version(name) for name in _PACKAGES} | {"tasks": _code()})
+    differences = [
+        f"rank {rank}: {name} is {own}, on rank 0 {versions[0][name]}"
+        for rank, of_rank in enumerate(versions)
+        for name, own in of_rank.items()
+        if own != versions[0][name]
+    ]
+    if differences:
+        raise TrainingError(
+            f"the nodes do not run the same program: {differences[0]}",
+            details=differences,
+            hint="install the same lock on every node: make setup",
+        )
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _code() -> str:
+    tasks, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
+    for path in sorted(tasks.rglob("*.py")):
+        digest.update(str(path.relative_to(tasks)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
 def choose_device(setting: str, local: int) -> torch.device:
     """Return the device of a rank: a GPU of its own, or the CPU if the machine has none.
 
@@ -208,6 +249,8 @@ def start_engine(model: nn.Module, config: dict[str, Any], optim: Optim) -> Any:
     """
     import deepspeed
 
+    if "offload_optimizer" in config["zero_optimization"]:
+        _build_cpu_adam()
     parameters = parameter_groups(model, optim.weight_decay)
     optimizer = None
     if "optimizer" not in config:
@@ -230,6 +273,15 @@ def start_engine(model: nn.Module, config: dict[str, Any], optim: Optim) -> Any:
     # transformers loads models in eval mode, without dropout and activation checkpointing.
     engine.train()
     return engine
+
+
+def _build_cpu_adam() -> None:
+    """Compile DeepSpeed's CPUAdam on one rank of each machine while the others wait."""
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        CPUAdamBuilder().load(verbose=False)
+    dist.barrier()
 
 
 def partitioned_engine(model: nn.Module, config: dict[str, Any]) -> Any:

@@ -71,7 +71,7 @@ def accumulates_in_fp32(settings: Settings, world_size: int) -> bool:
 
 
 def _adamw(optim: Optim, zero: Zero, *, gpu: bool) -> dict[str, Any]:
-    # torch's AdamW needs no compiler; an offloaded optimizer is DeepSpeed's CPUAdam (`ops.py`).
+    # torch's AdamW needs no compiler; an offloaded optimizer is DeepSpeed's CPUAdam.
     offloaded = zero.offload_optimizer == "cpu"
     return {
         "type": "AdamW",

@@ -6,5 +6,4 @@ chat, documents        token ids and loss marks of conversations and of raw text
 truncation             rows longer than `train.max_len`
 examples, token_cache  tokenised examples on disk, memory-mapped and shared by runs
 order, packing         the examples of each step, rank and row; rows without padding
-count_truncated        the command of a plan that counts truncated rows
 """

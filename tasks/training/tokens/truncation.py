@@ -186,23 +186,6 @@ def unlearned(counts: Mapping[str, Any]) -> list[str]:
     return [f"{counts['without_loss']} answers {which}"]
 
 
-def too_long(counts: Mapping[str, Any], *, max_len: int) -> str:
-    """Return a line with the number of rows above the limit, and the limits that would fit.
-
-    Args:
-        counts: result of `Tally.counts`.
-        max_len: the limit.
-    """
-    over = counts["truncated"] + counts["refused"] + counts["in_pieces"]
-    if not over:
-        return f"none is longer than train.max_len={max_len}"
-    text = f"{over} ({over / counts['read']:.1%}) are longer than train.max_len={max_len}"
-    if counts["in_pieces"]:
-        return f"{text} and are cut into pieces"
-    done = "cut" if counts["truncated"] else "left out"
-    return f"{text} and are {done}; {_keeps(counts)}"
-
-
 def refuse_truncated(
     counts: Mapping[str, Any], *, source: str, max_len: int, most: float, texts: bool
 ) -> None:

@@ -39,7 +39,7 @@ from tasks.core.errors import ConfigError
 @dataclass(frozen=True)
 class Loss(Section):
     """Options of the objectives; null: the objective's default. An option that the objective does
-    not have is refused, see `tasks/training/objectives/`.
+    not have is refused, see `tasks/training/losses.py`.
     """
 
     kind: str | None = None  # dpo: sigmoid, ipo

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tasks.core.errors import TrainingError
-from tasks.training.accumulate import Accumulator
 from tasks.training.engine import checkpoint
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
 from tasks.training.loop import MAX_SKIPPED
-from tasks.training.objectives import Loss
+from tasks.training.losses import Loss
+from tasks.training.steps import Accumulator
 
 
 class Learner:

@@ -18,8 +18,8 @@ from tasks.rl.experience.critic import Critic
 from tasks.rl.experience.packed_rows import Experience
 from tasks.rl.learner import Learner
 from tasks.rl.setup import Setup
+from tasks.training.losses import Loss
 from tasks.training.model.packed_model import TokenOutputs
-from tasks.training.objectives import Loss
 from tasks.training.steps import begin_random, set_lr
 from tasks.training.tokens.order import deal
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -12,14 +12,13 @@ from tasks.core.errors import TrainingError
 from tasks.core.events import emit, keep_in
 from tasks.training.engine import checkpoint, saving
 from tasks.training.engine.checkpoint import Progress
-from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
-from tasks.training.objectives import Objective
-from tasks.training.objectives.forward_passes import Passes, Sums
+from tasks.training.losses import Loss
+from tasks.training.passes import Passes, Sums
 from tasks.training.selection import best_to_load, due, evaluate_if_due, has_stopped
-from tasks.training.steps import Stepper, Taken
+from tasks.training.steps import Accumulator, begin_random, not_finite, set_lr
 from tasks.training.tokens.examples import Examples
-from tasks.training.tokens.order import Counts, Order
+from tasks.training.tokens.order import Counts, Dealt, Order
 
 MAX_SKIPPED = 20
 """Consecutive steps in which fp16 may overflow. Each overflow halves the loss scale; after 20 it is
@@ -31,24 +30,18 @@ class Trainer:
     """A training run and its progress.
 
     Attributes:
-        engine: the DeepSpeed engine.
-        ranks: the process group.
+        passes: forward passes of the engine under the objective.
         job: settings and paths of the run.
-        objective: the loss.
         examples: training examples.
         heldout: evaluation examples.
         progress: updated by every step and evaluation.
-        router: weight of the router loss of a mixture of experts.
     """
 
-    engine: Any
-    ranks: Ranks
+    passes: Passes
     job: TrainJob
-    objective: Objective
     examples: Examples
     heldout: Examples
     progress: Progress
-    router: float = 0.0
 
     def run(self) -> dict[str, float]:
         """Take all remaining steps, with evaluations and checkpoints between them.
@@ -63,24 +56,72 @@ class Trainer:
             TrainingError: loss or gradient is not finite, fp16 overflows in every step, or a
                 checkpoint could not be written.
         """
-        settings, progress = self.job.settings, self.progress
-        order = Order(
-            self.examples, settings.batch, seed=settings.seed, world_size=self.ranks.replicas
-        )
-        if self.ranks.first:
+        settings, progress, ranks = self.job.settings, self.progress, self.passes.ranks
+        order = Order(self.examples, settings.batch, seed=settings.seed, world_size=ranks.replicas)
+        if ranks.first:
             epochs = order.epoch_at(order.steps)
             keep_in(self.job.checkpoints)
             emit("plan", steps=order.steps, epochs=epochs, taken=progress.step)
         if progress.before is None:
             progress.before = self.evaluate("before")
-        stepper = Stepper(self._passes, self.job, self.examples, order)
-        saver = saving.Saver(self.engine, self.job, self.ranks)
+        accumulator = Accumulator(self.passes.engine, ranks, self.job)
+        saver = saving.Saver(self.passes.engine, self.job, ranks)
         while progress.step < order.steps and not has_stopped(progress, settings.evaluate):
-            self._note(stepper.take(progress.step + 1), last=order.steps)
+            self._note(self.step(progress.step + 1, order, accumulator), last=order.steps)
             if evaluate_if_due(progress, settings, order.steps, self.evaluate):
                 saver.save(progress)
-        stepper.close()
+        accumulator.close()
         return self._leave()
+
+    def step(self, step: int, order: Order, accumulator: Accumulator) -> dict[str, float]:
+        """Take step number `step`, counted from 1; return its metrics by name.
+
+        `skipped` is 1 if fp16 overflowed and no weight changed.
+
+        Raises:
+            TrainingError: loss or gradient is not finite. Raised on every rank before a weight
+                changes; names the step, and the rows whose loss is not finite.
+        """
+        begin, settings, passes = time.perf_counter(), self.job.settings, self.passes
+        begin_random(settings.seed, step=step, rank=passes.ranks.rank)
+        lr = set_lr(passes.engine, settings.optim, step=step, steps=order.steps)
+        todo = order.step(step, passes.ranks.replica)
+        baseline = passes.baseline(self.examples, todo.rows)
+
+        def loss_of(row: Dealt) -> Loss:
+            loss = passes.loss(self.examples, row.chosen, counts=todo.counts, baseline=baseline)
+            if row.counted:
+                return loss
+            return Loss(loss.value * 0, {name: x * 0 for name, x in loss.measures.items()})
+
+        measures, broken = accumulator.passes(todo.rows, loss_of)
+        problem = ""
+        if not math.isfinite(measures["loss"]):
+            problem = f"loss is {measures['loss']}"
+        elif broken:
+            problem = "gradient is not finite"
+        skipped = False
+        if not problem:
+            passes.engine.step()
+            skipped = not passes.engine.was_step_applied()
+            if skipped and settings.dtype != "float16":
+                problem = "gradient is not finite"
+        if problem:
+            names = [[self.examples.names[i] for i in row.chosen] for row in todo.rows]
+            losses = [float(loss) for loss in accumulator.losses]
+            what = f"{problem} in step {step}"
+            raise not_finite(what, names, losses, ranks=passes.ranks, job=self.job)
+        seconds = time.perf_counter() - begin
+        return {
+            "step": step,
+            **passes.objective.means(measures),
+            "lr": lr,
+            "grad_norm": float(passes.engine.get_global_grad_norm() or 0.0),
+            "tokens_per_s": todo.counts.tokens / seconds,
+            "step_s": seconds,
+            "epoch": order.epoch_at(step),
+            "skipped": float(skipped),
+        }
 
     def evaluate(self, when: str) -> dict[str, float]:
         """Return loss and metrics on the evaluation examples, by name. All ranks take part.
@@ -88,36 +129,33 @@ class Trainer:
         Args:
             when: `before`, `during`, `after` or `best`; a field of the emitted event "eval".
         """
-        begin, passes = time.perf_counter(), self._passes
+        begin, passes = time.perf_counter(), self.passes
         rounds = passes.heldout(self.heldout, self.job.settings.batch)
         counts = Counts.of(self.heldout)
-        baseline, sums = passes.baseline(self.heldout, rounds), Sums(self.ranks)
+        baseline, sums = passes.baseline(self.heldout, rounds), Sums(passes.ranks)
         with torch.no_grad(), passes.evaluating():
             for row in rounds:
                 loss = passes.loss(self.heldout, row.chosen, counts=counts, baseline=baseline)
                 sums.add({"loss": loss.value, **loss.measures}, counted=row.counted)
-        metrics = self.objective.means(sums.total())
+        metrics = passes.objective.means(sums.total())
         seconds = time.perf_counter() - begin
-        if self.ranks.first:
+        if passes.ranks.first:
             about = {"when": when, "step": self.progress.step, "eval_s": seconds}
             emit("eval", **about, tokens=sum(counts.supervised), **metrics)
         return metrics
 
-    @property
-    def _passes(self) -> Passes:
-        return Passes(self.engine, self.ranks, self.objective, self.router)
-
-    def _note(self, taken: Taken, *, last: int) -> None:
-        progress, record = self.progress, taken.record
+    def _note(self, record: dict[str, float], *, last: int) -> None:
+        progress = self.progress
+        skipped = record["skipped"]
+        if self.job.settings.dtype != "float16":
+            del record["skipped"]
         progress.step += 1
         progress.losses.append(record["loss"])
         progress.last = record
         progress.seconds += record["step_s"]
-        progress.skipped = progress.skipped + 1 if taken.skipped else 0
-        if self.job.settings.dtype == "float16":
-            record["skipped"] = float(taken.skipped)
+        progress.skipped = progress.skipped + 1 if skipped else 0
         shown = due(self.job.settings.log_every, progress.step) or progress.step == last
-        if self.ranks.first and shown:
+        if self.passes.ranks.first and shown:
             emit("step", **record)
         if progress.skipped >= MAX_SKIPPED:
             good = checkpoint.last_good(self.job.checkpoints)
@@ -133,5 +171,5 @@ class Trainer:
         if best is None:
             return {k: v for k, v in self.progress.evaluations[-1].items() if k != "step"}
         path = self.job.checkpoints / checkpoint.name_of(best.step)
-        saving.load_weights(self.engine, path, self.ranks)
+        saving.load_weights(self.passes.engine, path, self.passes.ranks)
         return self.evaluate("best")

@@ -15,7 +15,7 @@ from tasks.training.engine.checkpoint import PARTITIONS, SHARDS, Progress
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.engine.partitions import describe, not_finite, own_partitions, write_partitions
 from tasks.training.job import TrainJob
-from tasks.training.objectives.heldout_scores import HeldOutScores
+from tasks.training.passes import HeldOutScores
 from tasks.training.tokens.example_spec import holds_texts
 from tasks.weights.files.side_files import PROCESSORS, copy_side_file, side_files
 from tasks.witness.plumbline_witness.prints import FINGERPRINT, SCORES

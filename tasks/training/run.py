@@ -11,15 +11,13 @@ from tasks.training.engine.saving import restore
 from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import TrainJob
 from tasks.training.loop import Trainer
+from tasks.training.losses import objective
 from tasks.training.model.build import load_model, load_tokenizer
 from tasks.training.model.packed_model import model_of, require_same, restore_attention
 from tasks.training.model.probe import measure_fingerprint
 from tasks.training.model.router_loss import coefficient
-from tasks.training.objectives import objective
-from tasks.training.objectives.forward_passes import Passes
-from tasks.training.objectives.heldout_scores import heldout_scores
-from tasks.training.objectives.reference_logprobs import with_reference
 from tasks.training.outputs import write_model, write_results, write_shards
+from tasks.training.passes import Passes, heldout_scores, with_reference
 from tasks.training.tokens.data import load_split
 from tasks.training.tokens.packing import trial_row
 
@@ -50,7 +48,8 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     engine = start_engine(model, config, settings.optim)
     progress = restore(engine, job, ranks)  # ZeRO-3 loads only into an engine not yet used
     require_same(engine, trial_row(heldout).to(ranks.device))
-    passes = Passes(engine, ranks, chosen)
+    router = coefficient(model_of(engine.module).config.to_dict(), settings.router_aux_loss_coef)
+    passes = Passes(engine, ranks, chosen, router)
     # Under ZeRO-3 a reference pass between two others would undo DeepSpeed's prefetching.
     if chosen.needs_reference and (settings.peft.kind == "none" or settings.zero.stage == 3):
         train, heldout = (
@@ -60,8 +59,7 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     if ranks.first:
         write_model(job, model=engine.module, tokenizer=tokenizer)
         emit("ready", startup_s=time.time() - started, device=str(ranks.device))
-    router = coefficient(model_of(engine.module).config.to_dict(), settings.router_aux_loss_coef)
-    after = Trainer(engine, ranks, job, chosen, train, heldout, progress, router).run()
+    after = Trainer(passes, job, train, heldout, progress).run()
     write_shards(engine.module, job.out, ranks)
     scores = None
     if chosen.head == "score":

@@ -30,14 +30,13 @@ from tasks.serving.reference import measure
 from tasks.serving.reference import requests as answers
 from tasks.serving.reference.rewards import _rewarder
 from tasks.serving.vllm.colocation import Generated
-from tasks.training.engine.nan_guard import Watch
 from tasks.training.engine.partitions import own_partitions
 from tasks.training.job import Batch
+from tasks.training.losses import objective
 from tasks.training.model import probe
 from tasks.training.model.packed_model import TokenOutputs, accept_packed_rows, require_same
-from tasks.training.objectives import objective
-from tasks.training.objectives.forward_passes import Passes, Sums
-from tasks.training.objectives.heldout_scores import heldout_scores
+from tasks.training.passes import Passes, Sums, heldout_scores
+from tasks.training.steps import Watch
 from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.order import Counts
 from tasks.training.tokens.packing import trial_row
@@ -130,7 +129,7 @@ def test_losses_and_gradients(name: str, frozen: bool, elsewhere: None) -> None:
         loss = passes.loss(examples, range(4), counts=counts, baseline=baseline)
         loss.value.backward()
         sums.add({"loss": loss.value, **loss.measures})
-        sums.add(watch.broken())
+        sums.add({"broken": watch.broken()})
         watch.close()
         gradients = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
         return float(loss.value), gradients, sums.total()

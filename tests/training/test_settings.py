@@ -7,17 +7,19 @@ import re
 import shutil
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
 from flows.cli.config import compose_config
+from tasks.config.choices import Scheduler
 from tasks.config.learning import Optim, Resume
 from tasks.core.errors import ConfigError
-from tasks.training.engine.schedule import SCHEDULERS, factor
 from tasks.training.job import Peft, TrainJob, Zero
 from tasks.training.memory.estimate import adapter_weights, estimate
 from tasks.training.memory.sizes import Sizes
+from tasks.training.steps import factor
 from tests.machines import published
 from tests.settings import Batch, Settings
 
@@ -132,7 +134,7 @@ def theirs(kind: str, warmup: int) -> list[float]:
 
 def test_the_numbers_are_transformers_own() -> None:
     options = {"min_lr_ratio": 0.1, "decay_ratio": 0.25, "power": 2.0, "num_cycles": 3}
-    for kind in SCHEDULERS:
+    for kind in get_args(Scheduler):
         for warmup in (0, WARMUP):
             expected = pytest.approx(theirs(kind, warmup), abs=1e-12)
             assert ours(kind, warmup, **options) == expected, (kind, warmup)

@@ -13,7 +13,7 @@ import torch
 
 from tasks.rl.algorithms.batch import Totals
 from tasks.rl.algorithms.kl import estimate
-from tasks.training.objectives import Loss
+from tasks.training.losses import Loss
 
 RATIOS = ("token", "sequence")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tasks.rl.algorithms.batch import Totals
-from tasks.training.objectives import Loss
+from tasks.training.losses import Loss
 
 
 def value_loss(

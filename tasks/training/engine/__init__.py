@@ -3,7 +3,6 @@
 deepspeed_engine, zero_config  the process group and `start_engine`; DeepSpeed's configuration
 saving, checkpoint, universal  `save` and `restore`; checkpoint folders; another number of ranks
 partitions                     each rank's part of the trained tensors: written, read
-schedule                       the learning rate as a function of the step
-nan_guard, failure             losses and gradients that are not finite; errors in plain words
+failure                        errors in plain words
 offload                        optimizer states in host memory during rollouts
 """

@@ -18,8 +18,8 @@ from tasks.process.exit_process import end_process
 from tasks.training.engine.deepspeed_engine import Ranks, start_engine
 from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import TrainJob
+from tasks.training.losses import ModelOutput, objective
 from tasks.training.model.build import load_model, load_tokenizer
-from tasks.training.objectives import ModelOutput, objective
 from tasks.training.tokens.examples import open_examples
 from tasks.training.tokens.order import Order
 from tasks.training.tokens.packing import pack

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tasks.core.errors import ConfigError, TrainingError
+from tasks.training.losses import objective
 from tasks.training.model.packable import why_padded
 from tasks.training.model.packed_model import accept_packed_rows, require_same
 from tasks.training.model.router_loss import coefficient
-from tasks.training.objectives.forward_passes import Passes
-from tasks.training.objectives.sft import Sft
+from tasks.training.passes import Passes
 from tasks.training.tokens.order import Counts
 from tasks.training.tokens.packing import pack, trial_row
 from tasks.weights.model_class import auto_class
@@ -269,7 +269,7 @@ def test_loss_and_gradients_are_those_of_transformers(family: str, checkpointed:
     theirs = gradients(model, expected.loss)
     accept_packed_rows(model)
     assert coefficient(model.config.to_dict(), None) == 0.7
-    passes = Passes(model, SimpleNamespace(device=torch.device("cpu")), Sft(), 0.7)
+    passes = Passes(model, SimpleNamespace(device=torch.device("cpu")), objective("sft", {}), 0.7)
     loss = passes.loss(examples, chosen, counts=Counts.of(examples), baseline=None)
     mine = gradients(model, loss.value)
     assert float(loss.measures["router_loss"]) == pytest.approx(expected.aux_loss.item(), rel=1e-6)
@@ -285,7 +285,8 @@ def test_rows_weigh_as_their_tokens() -> None:
     each = [float(own(model, examples, chosen).aux_loss) for chosen in rows]
     accept_packed_rows(model)
     counts, device = Counts.of(examples), SimpleNamespace(device=torch.device("cpu"))
-    passes, plain = Passes(model, device, Sft(), 0.7), Passes(model, device, Sft())
+    sft = objective("sft", {})
+    passes, plain = Passes(model, device, sft, 0.7), Passes(model, device, sft)
     losses = [passes.loss(examples, chosen, counts=counts, baseline=None) for chosen in rows]
     without = [plain.loss(examples, chosen, counts=counts, baseline=None) for chosen in rows]
     mean = (63 * each[0] + 41 * each[1]) / 104

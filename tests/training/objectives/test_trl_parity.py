@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from tasks.training.losses import ModelOutput, objective
 from tasks.training.model.packed_model import accept_packed_rows
-from tasks.training.objectives import ModelOutput, objective
 from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.order import Counts
 from tasks.training.tokens.packing import Row, pack

@@ -1,22 +1,36 @@
-"""Forward passes of an objective: losses of rows, the reference's log-probs, KTO's baseline."""
+"""Forward passes of an objective over packed rows.
+
+`Passes` computes losses of rows, the reference's log-probabilities and KTO's baseline;
+`with_reference` stores the reference's sums of a whole split; `heldout_scores` measures a reward
+model.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from tasks.core.errors import TrainingError
 from tasks.training.engine.deepspeed_engine import Ranks
-from tasks.training.job import Batch
+from tasks.training.job import Batch, TrainJob
+from tasks.training.losses import Loss, ModelOutput, Objective
 from tasks.training.model.adapter import initial_weights
 from tasks.training.model.packed_model import PLAIN, TokenOutputs
-from tasks.training.objectives import Loss, ModelOutput, Objective
 from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.order import Counts, Dealt, heldout_rounds
 from tasks.training.tokens.packing import Row, pack
+
+FOLDER = "reference"
+"""Folder of the reference's log-probabilities, beside the checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +144,7 @@ class Passes:
     def _sums_of_reference(self, row: Row, roles: Sequence[int]) -> torch.Tensor:
         """Return (S,) sums of log-probabilities under the reference.
 
-        They are either stored (`reference_logprobs`) or computed now, with the adapter as it was
+        They are either stored (`with_reference`) or computed now, with the adapter as it was
         before the first step.
         """
         stored = row.values.get("reference")
@@ -161,3 +175,115 @@ class Sums:
         """Return the sums over all ranks, which have to call this together."""
         totals = self._ranks.total(torch.stack(list(self._sums.values())))
         return dict(zip(self._sums, totals.tolist(), strict=True))
+
+
+def with_reference(
+    examples: Examples, split: str, *, passes: Passes, job: TrainJob, begun: int
+) -> Examples:
+    """Return the examples with `values["reference"]`: (E, R) sums over supervised tokens, in nats.
+
+    Full fine-tuning has no adapter to switch off, and a second copy of the model would double the
+    memory; under ZeRO-3 passes with and without an adapter would undo each other's prefetching. So
+    a new run computes the sums before its first step and stores them; a resumed run reads them. All
+    ranks take part.
+
+    Args:
+        examples: examples of one split.
+        split: name of the split.
+        passes: forward passes of the model.
+        job: settings and paths of the run.
+        begun: steps taken before; 0 for a new run.
+
+    Raises:
+        TrainingError: the stored values of a resumed run are missing, or of other data.
+    """
+    path = job.checkpoints / FOLDER / f"{split}.npy"
+    shape = (len(examples), len(examples.roles))
+    if begun:
+        sums = _read(path, job, shape)
+    else:
+        sums = _measure(examples, passes, job.settings.batch).reshape(shape)
+        if passes.ranks.first:
+            _write(path, sums)
+        passes.ranks.barrier()
+    return replace(examples, values={**examples.values, "reference": sums})
+
+
+def _measure(examples: Examples, passes: Passes, batch: Batch) -> NDArray[np.float32]:
+    ranks, roles = passes.ranks, len(examples.roles)
+    sums = torch.zeros(len(examples), roles, device=ranks.device)
+    for row, logprobs, counted in passes.each(examples, batch):
+        if counted:
+            sums[row.examples] = row.sums(logprobs).view(-1, roles)
+    array: NDArray[np.float32] = ranks.total(sums).cpu().numpy()
+    return array
+
+
+def _read(path: Path, job: TrainJob, shape: tuple[int, int]) -> NDArray[np.float32]:
+    places = [path]
+    if job.resume is not None:
+        places.append(job.resume.parent / FOLDER / path.name)
+    stored = next((place for place in places if place.is_file()), None)
+    if stored is None:
+        raise TrainingError(
+            f"the reference's log-probabilities are not beside the checkpoints: {path}",
+            hint="train.resume=never starts from the beginning and computes them",
+        )
+    sums: NDArray[np.float32] = np.load(stored)
+    if sums.shape != shape:
+        raise TrainingError(
+            f"{stored}: log-probabilities of other data: shape {sums.shape}, expected {shape}",
+            hint="train.resume=never starts from the beginning and computes them",
+        )
+    return sums
+
+
+def _write(path: Path, sums: NDArray[np.float32]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    work = path.with_name(f".{path.name}.{os.getpid()}")
+    with work.open("wb") as file:
+        np.save(file, sums)
+        file.flush()
+        os.fsync(file.fileno())
+    work.replace(path)
+
+
+@dataclass(frozen=True)
+class HeldOutScores:
+    """Statistics of `count` raw scores; `std` is the population's standard deviation."""
+
+    mean: float
+    std: float
+    count: int
+
+
+def heldout_scores(passes: Passes, examples: Examples, batch: Batch) -> HeldOutScores:
+    """Score every answer of the evaluation examples. All ranks take part.
+
+    The result makes scores of different models comparable; PPO normalises rewards with it.
+
+    Args:
+        passes: forward passes of a model with a score head.
+        examples: evaluation examples.
+        batch: batch sizes of the run.
+
+    Raises:
+        TrainingError: scores are not finite, or all equal.
+    """
+    ranks = passes.ranks
+    sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)
+    for _, raw, counted in passes.each(examples, batch):
+        scores = raw.double()
+        if counted:
+            ones = torch.ones_like(scores).sum()
+            sums += torch.stack([scores.sum(), scores.square().sum(), ones])
+    total, squares, count = ranks.total(sums).tolist()
+    mean = total / count
+    variance = squares / count - mean**2
+    if not math.isfinite(variance) or variance <= 0:
+        raise TrainingError(
+            f"the reward model's scores on {count:.0f} held-out answers have mean {mean:g} and "
+            f"variance {variance:g}: it does not distinguish them",
+            hint="train longer, with another train.lr, or look at the data",
+        )
+    return HeldOutScores(mean, math.sqrt(variance), int(count))

@@ -1,0 +1,343 @@
+"""Losses of training on data, and the table of objectives (`OBJECTIVES`).
+
+A loss is a function of the model's output on one packed row. It sums over the row and divides by
+counts of the whole step, so it does not matter which row, rank or accumulation step has an example.
+Keyword arguments are the options of section `train.loss`, with their defaults.
+
+Shapes: S sequences and N supervised tokens in a row; E examples, of one or two sequences.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from tasks.core.errors import ConfigError
+from tasks.training.tokens.order import Counts
+from tasks.training.tokens.packing import Row
+
+KINDS = ("sigmoid", "ipo")
+"""Variants of `dpo`."""
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """Output of the model on one row, float32.
+
+    Attributes:
+        logprobs: (N,) log-probabilities of the supervised tokens, in nats; causal models.
+        scores: (S,) scores of the sequences; models with a score head.
+        reference: (S,) sums of log-probabilities under the reference model, if needed.
+        baseline: scalar, mean log-ratio of KTO's mismatched answers over the whole step.
+    """
+
+    logprobs: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
+    baseline: torch.Tensor | None = None
+
+
+class Loss(NamedTuple):
+    """One row's part of the step's loss and metrics.
+
+    Attributes:
+        value: scalar with gradient; the step's loss is the sum over all rows and ranks.
+        measures: metrics by name, scalars without gradient; added up in the same way.
+    """
+
+    value: torch.Tensor
+    measures: Mapping[str, torch.Tensor]
+
+
+def sft(output: ModelOutput, row: Row, counts: Counts) -> Loss:
+    """Return the mean cross-entropy in nats per supervised token."""
+    assert output.logprobs is not None
+    return Loss(-output.logprobs.sum() / counts.supervised[0], {})
+
+
+def reward(
+    output: ModelOutput, row: Row, counts: Counts, *, margin: float = 0.0, center: float = 0.0
+) -> Loss:
+    """Return the mean over pairs of -log sigmoid(chosen - rejected - margin), in nats.
+
+    Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155, eq. 1.
+
+    Args:
+        output: scores.
+        row: its value `margin` is added to the margin of every pair.
+        counts: of the step.
+        margin: margin of every pair.
+        center: weight of mean((chosen + rejected)^2), which keeps scores around zero (Eisenstein
+            et al. 2023, arXiv:2312.09244, eq. 2).
+    """
+    assert output.scores is not None
+    chosen, rejected = output.scores.view(-1, 2).unbind(dim=1)
+    gap = chosen - rejected
+    wanted = gap - margin - row.values.get("margin", torch.zeros_like(gap))
+    losses = -logsigmoid(wanted)
+    if center:
+        losses = losses + center * (chosen + rejected).square()
+    measures = {
+        "accuracy": (gap > 0).float().sum(),
+        "margin": gap.sum(),
+        "chosen": chosen.sum(),
+        "rejected": rejected.sum(),
+    }
+    return Loss(
+        losses.sum() / counts.examples,
+        {name: value.detach() / counts.examples for name, value in measures.items()},
+    )
+
+
+def dpo(
+    output: ModelOutput,
+    row: Row,
+    counts: Counts,
+    *,
+    kind: str = "sigmoid",
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    nll: float = 0.0,
+) -> Loss:
+    """Return the mean over pairs of a loss of d, the log-ratio of the chosen minus the rejected.
+
+    Rafailov et al. 2023, arXiv:2305.18290, eq. 7; label smoothing (cDPO) Mitchell 2023. As TRL, and
+    other than their papers: IPO takes means per token (Azar et al. 2023, arXiv:2310.12036, eq. 17:
+    sums of a response), and the NLL is a mean over the chosen tokens of the step (Pang et al. 2024,
+    arXiv:2404.19733, eq. 1: a mean over pairs, each divided by its own length).
+
+    Args:
+        output: log-probabilities and the reference's sums.
+        row: pairs.
+        counts: of the step.
+        kind: `sigmoid` is -log sigmoid(beta * d); `ipo` is (d' - 1 / (2 beta))^2, where d' is the
+            difference of the log-ratios per token.
+        beta: strength of the pull towards the reference.
+        label_smoothing: assumed share of pairs with wrong labels, at least 0 and below 0.5.
+        nll: weight of the mean cross-entropy over all chosen tokens; long answers weigh more.
+    """
+    assert output.logprobs is not None
+    assert output.reference is not None
+    sums = row.sums(output.logprobs)
+    ratios = (sums - output.reference).view(-1, 2)
+    if kind == "ipo":
+        each = ratios / row.counts().view(-1, 2)
+        losses = (each[:, 0] - each[:, 1] - 1 / (2 * beta)).square()
+    else:
+        gap, smooth = beta * (ratios[:, 0] - ratios[:, 1]), label_smoothing
+        losses = -(1 - smooth) * logsigmoid(gap) - smooth * logsigmoid(-gap)
+    value = losses.sum() / counts.examples
+    if nll:
+        value = value - nll * sums[0::2].sum() / counts.supervised[0]
+    return Loss(value, _of_pairs(beta * ratios.detach(), sums.detach(), counts))
+
+
+def simpo(
+    output: ModelOutput,
+    row: Row,
+    counts: Counts,
+    *,
+    beta: float = 2.0,
+    gamma: float = 1.0,
+    nll: float = 0.0,
+) -> Loss:
+    """Return the mean of -log sigmoid(beta * (difference of mean log-probabilities) - gamma).
+
+    Meng et al. 2024, arXiv:2405.14734, eq. 6.
+
+    Args:
+        output: log-probabilities.
+        row: pairs.
+        counts: of the step.
+        beta: scale of the rewards, 2.0 to 10.0 in the paper.
+        gamma: target margin between the rewards of the chosen and the rejected answer.
+        nll: weight of the mean cross-entropy per token of the chosen answers (CPO-SimPO).
+    """
+    assert output.logprobs is not None
+    sums = row.sums(output.logprobs)
+    rewards = beta * (sums / row.counts()).view(-1, 2)
+    losses = -logsigmoid(rewards[:, 0] - rewards[:, 1] - gamma)
+    value = losses.sum() / counts.examples
+    if nll:
+        value = value - nll * sums[0::2].sum() / counts.supervised[0]
+    return Loss(value, _of_pairs(rewards.detach(), sums.detach(), counts))
+
+
+def orpo(output: ModelOutput, row: Row, counts: Counts, *, beta: float = 0.1) -> Loss:
+    """Return the mean cross-entropy of the chosen answers' tokens + beta * odds-ratio loss.
+
+    Hong et al. 2024, arXiv:2403.07691, eq. 6 and 7; `beta` is the paper's lambda.
+    """
+    assert output.logprobs is not None
+    sums = row.sums(output.logprobs)
+    means = (sums / row.counts()).view(-1, 2)
+    odds = means - _log1mexp(means)
+    losses = -logsigmoid(odds[:, 0] - odds[:, 1])
+    nll = -sums[0::2].sum() / counts.supervised[0]
+    measures = _of_pairs(beta * means.detach(), sums.detach(), counts)
+    measures["log_odds"] = (odds[:, 0] - odds[:, 1]).detach().sum() / counts.examples
+    return Loss(nll + beta * losses.sum() / counts.examples, measures)
+
+
+def kto(
+    output: ModelOutput,
+    row: Row,
+    counts: Counts,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Loss:
+    """Return the mean over examples of weight * (1 - sigmoid(+-(beta * log-ratio - beta * z0))).
+
+    The sign is + for desirable examples (value `desirable` 1), - for the others (0). z0 estimates
+    the KL divergence of the policy from the reference: the mean log-ratio, over the whole step, of
+    answers to the prompts of other examples (role `mismatched`). It is at least 0 and has no
+    gradient. Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8.
+
+    Args:
+        output: log-probabilities, the reference's sums and the baseline.
+        row: examples with the value `desirable`.
+        counts: of the step.
+        beta: strength of the pull towards the reference.
+        desirable_weight: weight of the desirable examples.
+        undesirable_weight: weight of the undesirable examples. The sums of both weights over the
+            examples should differ by at most a factor of 4/3 (sec. 4.2).
+    """
+    assert output.logprobs is not None
+    assert output.reference is not None
+    assert output.baseline is not None
+    ratios = row.sums(output.logprobs) - output.reference
+    z0 = output.baseline.clamp(min=0.0)
+    good = row.values["desirable"] > 0.5
+    sign = torch.where(good, 1.0, -1.0)
+    weight = torch.where(good, desirable_weight, undesirable_weight)
+    losses = weight * (1 - torch.sigmoid(sign * beta * (ratios - z0)))
+    rewards = beta * ratios.detach()
+    measures = {
+        "reward_desirable": (rewards * good).sum(),
+        "reward_undesirable": (rewards * ~good).sum(),
+        "share_desirable": good.float().sum(),
+        "kl": z0 * len(ratios),
+    }
+    return Loss(
+        losses.sum() / counts.examples,
+        {name: value / counts.examples for name, value in measures.items()},
+    )
+
+
+def by_kind(totals: dict[str, float]) -> dict[str, float]:
+    """Return KTO's rewards as means over their own kind of example; NaN if there is none."""
+    good = totals["share_desirable"]
+    shares = {"reward_desirable": good, "reward_undesirable": 1 - good}
+    means = {
+        name: totals[name] / share if share > 1e-9 else math.nan for name, share in shares.items()
+    }
+    return totals | means
+
+
+def _of_pairs(
+    rewards_E2: torch.Tensor, sums_S: torch.Tensor, counts: Counts
+) -> dict[str, torch.Tensor]:
+    """Return the usual metrics of pairs: implicit rewards, and log-probabilities in nats."""
+    chosen, rejected = rewards_E2.unbind(dim=1)
+    sums = {
+        "accuracy": (chosen > rejected).float().sum(),
+        "margin": (chosen - rejected).sum(),
+        "reward_chosen": chosen.sum(),
+        "reward_rejected": rejected.sum(),
+        "logp_chosen": sums_S[0::2].sum(),
+        "logp_rejected": sums_S[1::2].sum(),
+    }
+    return {name: value / counts.examples for name, value in sums.items()}
+
+
+def _log1mexp(x: torch.Tensor) -> torch.Tensor:
+    """Return log(1 - exp(x)) for x < 0, accurate near 0 and far from it (Maechler 2012)."""
+    x = x.clamp(max=-1e-7)
+    near = torch.log(-torch.expm1(x.clamp(min=-0.6931)))
+    far = torch.log1p(-torch.exp(x.clamp(max=-0.6931)))
+    return torch.where(x > -0.6931, near, far)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss and what it needs.
+
+    Attributes:
+        loss: returns a row's part of the loss, from its `ModelOutput`, `Row` and `Counts`.
+        roles: names of an example's sequences.
+        head: `tokens` (a causal model) or `score` (a model with a score head of one label).
+        needs_reference: True if the loss reads `ModelOutput.reference`.
+        baseline_role: role whose sequences give `ModelOutput.baseline`, or None; they are not
+            trained on.
+        means: returns the metrics of a step from their sums over all rows and ranks.
+    """
+
+    loss: Callable[..., Loss]
+    roles: tuple[str, ...] = ("text",)
+    head: str = "tokens"
+    needs_reference: bool = False
+    baseline_role: str | None = None
+    means: Callable[[dict[str, float]], dict[str, float]] = dict
+
+
+_PAIR = ("chosen", "rejected")
+OBJECTIVES = {
+    "sft": Objective(sft),
+    "reward": Objective(reward, _PAIR, head="score"),
+    "dpo": Objective(dpo, _PAIR, needs_reference=True),
+    "orpo": Objective(orpo, _PAIR),
+    "simpo": Objective(simpo, _PAIR),
+    "kto": Objective(
+        kto,
+        ("text", "mismatched"),
+        needs_reference=True,
+        baseline_role="mismatched",
+        means=by_kind,
+    ),
+}
+
+
+def objective(name: str, options: Mapping[str, Any]) -> Objective:
+    """Return an objective with its options set.
+
+    Args:
+        name: `train.objective`.
+        options: section `train.loss`; an option that is None keeps its default.
+
+    Raises:
+        ConfigError: unknown name, an option that the objective does not have, or its value.
+    """
+    if name not in OBJECTIVES:
+        raise ConfigError(
+            f"train.objective={name} is not an objective",
+            hint=f"train.objective={'|'.join(sorted(OBJECTIVES))}",
+        )
+    chosen = OBJECTIVES[name]
+    options = {key: value for key, value in options.items() if value is not None}
+    known = list(inspect.signature(chosen.loss).parameters)[3:]
+    if unknown := sorted(set(options) - set(known)):
+        raise ConfigError(
+            f"train.loss.{unknown[0]} is not an option of train.objective={name}",
+            details=[f"train.loss.{key}={options[key]}" for key in unknown],
+            hint=f"{name} has: {', '.join(known) or 'none'}; null keeps the default",
+        )
+    if options.get("kind", KINDS[0]) not in KINDS:
+        raise ConfigError(
+            f"train.loss.kind={options['kind']} is not a kind of train.objective={name}",
+            hint=f"train.loss.kind={'|'.join(KINDS)}",
+        )
+    if not 0.0 <= options.get("label_smoothing", 0.0) < 0.5:
+        raise ConfigError(
+            f"train.loss.label_smoothing={options['label_smoothing']} is not in 0 <= x < 0.5",
+            hint="0.1 assumes that one label in ten is wrong",
+        )
+    return replace(chosen, loss=partial(chosen.loss, **options))

@@ -16,7 +16,7 @@ from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.engine.partitions import describe, not_finite, own_partitions, write_partitions
 from tasks.training.job import TrainJob
 from tasks.training.passes import HeldOutScores
-from tasks.training.tokens.example_spec import holds_texts
+from tasks.training.tokens.rows import holds_texts
 from tasks.weights.files.side_files import PROCESSORS, copy_side_file, side_files
 from tasks.witness.plumbline_witness.prints import FINGERPRINT, SCORES
 

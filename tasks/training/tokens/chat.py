@@ -1,11 +1,12 @@
-"""Conversations to token ids, with marks on the tokens that bear loss.
+"""Conversations and raw texts to token ids, with marks on the tokens that bear loss.
 
-Only answers and the tokens that end them bear loss. An answer begins where the chat template ends
-when it renders the messages before it with a generation prompt, as a server does. This prompt has
-to be a prefix of the whole conversation, both as text and as token ids. For an earlier answer the
-same holds for its end. So templates that drop or rewrite earlier turns (such as reasoning) are
-refused: a server would never show the model such a text. So are templates that leave out what a
-conversation has: its tools, their calls and results, the reasoning of an answer that is trained.
+Of a conversation only answers and the tokens that end them bear loss. An answer begins where the
+chat template ends when it renders the messages before it with a generation prompt, as a server
+does. This prompt has to be a prefix of the whole conversation, both as text and as token ids. For
+an earlier answer the same holds for its end. So templates that drop or rewrite earlier turns (such
+as reasoning) are refused: a server would never show the model such a text. So are templates that
+leave out what a conversation has: its tools, their calls and results, the reasoning of an answer
+that is trained.
 """
 
 from __future__ import annotations
@@ -204,3 +205,57 @@ def _unstable(number: int, *, last: bool) -> str:
         "the conversation goes on, so earlier answers cannot be trained "
         "(train.mask=last_answer does not need it)"
     )
+
+
+class Document(NamedTuple):
+    """A raw text."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """Tokenises raw texts, as in pre-training: every token bears loss, EOS included.
+
+    A text begins as the tokenizer begins texts (with a BOS token if it has one) and ends with its
+    EOS token. The first token bears no loss, since no token before it predicts it.
+
+    Attributes:
+        tokenizer: a Hugging Face tokenizer with an EOS token.
+    """
+
+    tokenizer: Any
+
+    def encode(self, documents: Sequence[Document]) -> list[Tokens | Unfit]:
+        """Return token ids and loss marks of each text, or the reason it is unfit."""
+        if not documents:
+            return []
+        texts = [document.text for document in documents]
+        tokenised = self.tokenizer(texts, verbose=False)["input_ids"]  # no warnings about length
+        return [self._marked(ids) for ids in tokenised]
+
+    def _marked(self, ids: list[int]) -> Tokens | Unfit:
+        end = int(self.tokenizer.eos_token_id)
+        whole = ids if ids and ids[-1] == end else [*ids, end]
+        if len(whole) < 2:
+            return Unfit("no trainable token: the tokenizer makes nothing of the text")
+        bears: NDArray[np.uint8] = np.ones(len(whole), np.uint8)
+        bears[0] = 0
+        return Tokens(np.asarray(whole, np.int32), bears)
+
+
+def pieces(tokens: Tokens, max_len: int) -> Iterator[Tokens]:
+    """Cut a text into pieces of at most `max_len` tokens, in order.
+
+    Pieces overlap by one token: the last one of a piece is the first of the next, where it bears no
+    loss. So every token of a text but its first bears loss exactly once.
+
+    Args:
+        tokens: a text of at least two tokens.
+        max_len: at least 2.
+    """
+    for start in range(0, len(tokens.ids) - 1, max_len - 1):
+        ids = tokens.ids[start : start + max_len]
+        bears: NDArray[np.uint8] = np.ones(len(ids), np.uint8)
+        bears[0] = 0
+        yield Tokens(ids, bears)

@@ -1,34 +1,46 @@
-"""Load a split of the dataset artifact as tokenised examples, memory-mapped by every rank."""
+"""Load a split of the dataset artifact as tokenised examples, memory-mapped by every rank.
+
+Runs share tokenised splits. The folder's name is the digest of everything that determines its
+bytes: the split's file, the tokenizer and its template, the settings, and the code. It appears by
+one rename, so that runs can make the same split at the same time.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tasks.core.disk import flush_tree
 from tasks.core.errors import ConfigError, DataError
 from tasks.core.events import emit
+from tasks.pipeline.artifact import hash_of
 from tasks.pipeline.source_closure import source_digest
 from tasks.serving.prompts import stop_ids
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
-from tasks.training.tokens.chat import Encoder, Unfit
-from tasks.training.tokens.documents import TextEncoder
-from tasks.training.tokens.example_spec import Draft, Drafts, holds_texts
+from tasks.training.tokens.chat import Encoder, TextEncoder, Unfit
 from tasks.training.tokens.examples import (
     Example,
     Examples,
     Tokens,
     Writer,
+    describe,
+    join_parts,
     notes_of,
     open_examples,
 )
-from tasks.training.tokens.token_cache import TokenCache, split_digest, tokenizer_digest
+from tasks.training.tokens.rows import Draft, Drafts, holds_texts
 from tasks.training.tokens.truncation import SPLIT, Rule, Tally, refuse_truncated
 
 TRAIN = "train"
+ABANDONED_S = 86_400
 CHUNK = 128
 """Rows tokenised in one call."""
 
@@ -79,23 +91,24 @@ def load_split(
         "on_overlong": batch.on_overlong,
         "seed": job.settings.seed if len(roles) > 1 else None,
     }
-    cache = TokenCache(job.token_folder, recipe)
-    cached = ranks.all_objects(ranks.first and cache.intact())[0]
+    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+    folder = job.token_folder / digest[:24]
+    cached = ranks.all_objects(ranks.first and folder.is_dir())[0]
     if not cached:
         drafts = Drafts(path, roles=roles, mask=job.settings.mask, seed=job.settings.seed)
         rule = Rule(batch.max_len, batch.on_overlong)
         encoder = TextEncoder(tokenizer) if texts else Encoder(tokenizer, frozenset(ends))
         share = _Share(drafts, encoder.encode, rule, roles)
-        _make(cache, share, ranks, source=path.name)
+        _make(folder, share, ranks, source=path.name)
         drafts.close()
-    notes = notes_of(cache.folder)
+    notes = notes_of(folder)
     if ranks.first:
         emit("data", split=split, cached=cached, **notes)
     if split == TRAIN:  # truncated evaluation rows teach nothing wrong
         refuse_truncated(
             notes, source=path.name, max_len=batch.max_len, most=job.max_truncated, texts=texts
         )
-    return open_examples(cache.folder)
+    return open_examples(folder)
 
 
 class _Part(NamedTuple):
@@ -140,9 +153,9 @@ class _Share:
             yield from self.rule.examples(Example(draft.name, tokens, draft.values), tally)
 
 
-def _make(cache: TokenCache, share: _Share, ranks: Ranks, *, source: str) -> None:
+def _make(folder: Path, share: _Share, ranks: Ranks, *, source: str) -> None:
     """Tokenise a split on all ranks, each a range of neighbouring rows, and publish it."""
-    staged = Path(ranks.all_objects(str(cache.stage()) if ranks.first else "")[0])
+    staged = Path(ranks.all_objects(str(_stage(folder)) if ranks.first else "")[0])
     total, world = len(share.drafts), ranks.world_size
     begin, end = (total * part // world for part in (ranks.rank, ranks.rank + 1))
     folders = [staged / f"part-{rank:05}" for rank in range(world)]
@@ -157,8 +170,27 @@ def _make(cache: TokenCache, share: _Share, ranks: Ranks, *, source: str) -> Non
             shutil.rmtree(staged, ignore_errors=True)
         raise
     if ranks.first:
-        cache.publish(staged, folders, roles=share.roles, values=values, notes=tally.counts())
+        whole = staged / "whole"
+        whole.mkdir()
+        join_parts(whole, folders)
+        describe(whole, roles=share.roles, values=values, notes=tally.counts())
+        flush_tree(whole)
+        try:
+            whole.rename(folder)
+        except OSError:  # another run has published the same bytes meanwhile
+            if not folder.is_dir():
+                raise
+        shutil.rmtree(staged, ignore_errors=True)
     ranks.barrier()
+
+
+def _stage(folder: Path) -> Path:
+    """Make an empty folder beside `folder`; remove those that killed runs left, after a day."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.glob(".*"):
+        if left.stat().st_mtime < time.time() - ABANDONED_S:
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
 
 
 def _guarded(share: _Share, folder: Path, numbers: range) -> _Part:
@@ -191,3 +223,32 @@ def _values(parts: Sequence[tuple[str, ...] | None], source: str) -> tuple[str, 
         raise DataError(f"{source}: some rows carry {named[0]}, others {named[1]}",
                         hint="data.margin_key=<column>, or null for all rows")  # fmt: skip
     return several.pop() if several else ()
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Return a digest of everything that determines a tokenizer's output."""
+    if tokenizer.is_fast:
+        core = tokenizer.backend_tokenizer.to_str()
+    else:
+        core = json.dumps([tokenizer.get_vocab(), tokenizer.init_kwargs], sort_keys=True,
+                          default=str)  # fmt: skip
+    parts = [type(tokenizer).__name__, core, str(tokenizer.chat_template),
+             json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)]  # fmt: skip
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def split_digest(path: Path) -> str:
+    """Return the SHA-256 of a split's file, from the artifact's manifest if there is one.
+
+    Raises:
+        DataError: the file or its manifest cannot be read.
+    """
+    manifest = path.parent / "manifest.json"
+    try:
+        if manifest.is_file():
+            entry = json.loads(manifest.read_text())["files"][path.name]
+            return str(entry[hash_of(entry)])
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error

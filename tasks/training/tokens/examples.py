@@ -6,7 +6,7 @@
     supervised.i64   number of tokens of each sequence that bear loss
     values.f32       numbers of the examples: margin, desirable
     names.jsonl      ids of the examples, one per line
-    examples.json    roles, names of values, counts, size and CRC-32 of every file; written last
+    examples.json    roles, names of values, counts
 
 An example has one sequence per role of the objective: one for SFT, a chosen and a rejected one for
 pairs. Role `r` of example `e` is sequence `e * roles + r`. All ranks map the same files and read
@@ -16,8 +16,7 @@ only their own examples. Files can be concatenated: ranks write parts, which are
 from __future__ import annotations
 
 import json
-import os
-import zlib
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,16 +28,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 DESCRIPTION = "examples.json"
-FORMAT = 2
-FILES = (
-    "ids.i32",
-    "bears.u8",
-    "lengths.i64",
-    "supervised.i64",
-    "values.f32",
-    "names.jsonl",
-)
-_CHUNK = 4 << 20
+FILES = ("ids.i32", "bears.u8", "lengths.i64", "supervised.i64", "values.f32", "names.jsonl")
 
 
 class Tokens(NamedTuple):
@@ -198,51 +188,19 @@ def join_parts(folder: Path, parts: Sequence[Path]) -> None:
         with (folder / name).open("wb") as whole:
             for part in parts:
                 with (part / name).open("rb") as file:
-                    while chunk := file.read(_CHUNK):
-                        whole.write(chunk)
+                    shutil.copyfileobj(file, whole)
 
 
 def describe(
     folder: Path, *, roles: Sequence[str], values: Sequence[str], notes: Mapping[str, Any]
 ) -> None:
-    """Write examples.json, which makes the folder complete, and flush all files to disk.
-
-    Args:
-        folder: folder of the other files.
-        roles: names of the sequences of an example.
-        values: names of the examples' numbers.
-        notes: counts and the like.
-    """
-    document = {
-        "format": FORMAT,
-        "roles": list(roles),
-        "values": list(values),
-        "notes": dict(notes),
-        "files": {name: _checksum(folder / name) for name in FILES},
-    }
+    """Write examples.json: names of roles and of the examples' numbers, and counts."""
+    document = {"roles": list(roles), "values": list(values), "notes": dict(notes)}
     (folder / DESCRIPTION).write_text(json.dumps(document, indent=1) + "\n")
-    for name in (*FILES, DESCRIPTION):
-        with (folder / name).open("rb") as file:
-            os.fsync(file.fileno())
-
-
-def damage(folder: Path) -> str:
-    """Compare a folder with its examples.json; return the first difference, empty if none."""
-    try:
-        document = json.loads((folder / DESCRIPTION).read_text())
-        if document["format"] != FORMAT:
-            return f"format {document['format']}, not {FORMAT}"
-        for name, wanted in document["files"].items():
-            checksum = _checksum(folder / name)
-            if checksum != wanted:
-                return f"{name}: size and CRC-32 are {checksum}, not {wanted}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def open_examples(folder: Path) -> Examples:
-    """Map a folder of examples, without checking it; see `damage`."""
+    """Map a folder of examples."""
     document = json.loads((folder / DESCRIPTION).read_text())
     roles, names = tuple(document["roles"]), document["values"]
     lengths = np.fromfile(folder / "lengths.i64", np.int64)
@@ -263,12 +221,3 @@ def notes_of(folder: Path) -> dict[str, Any]:
     """Return the notes in a folder's examples.json."""
     notes: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text())["notes"]
     return notes
-
-
-def _checksum(path: Path) -> list[int]:
-    """Return size and CRC-32 of a file."""
-    value, size = 0, 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            value, size = zlib.crc32(chunk, value), size + len(chunk)
-    return [size, value]

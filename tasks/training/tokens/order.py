@@ -30,20 +30,17 @@ class Counts:
         examples: number of examples.
         supervised: number of tokens that bear loss, per role.
         tokens: number of all tokens, for the throughput.
-        squares: sum of the squared sequence lengths, to which attention's cost is proportional.
     """
 
     examples: int
     supervised: tuple[int, ...]
     tokens: int
-    squares: int = 0
 
     @classmethod
     def of(cls, examples: Examples) -> Counts:
         """Count all examples of a split."""
         supervised = tuple(int(n) for n in examples.supervised.sum(axis=0))
-        lengths = examples.lengths.astype(np.int64)
-        return cls(len(examples), supervised, int(lengths.sum()), int((lengths**2).sum()))
+        return cls(len(examples), supervised, int(examples.lengths.sum()))
 
 
 class Dealt(NamedTuple):
@@ -74,7 +71,6 @@ class Order:
     def __init__(self, examples: Examples, batch: Batch, *, seed: int, world_size: int) -> None:
         self._examples = examples
         self._lengths = examples.lengths.sum(axis=1)
-        self._squares = (examples.lengths.astype(np.int64) ** 2).sum(axis=1)
         self._supervised = examples.supervised
         self._batch = batch
         self._seed = seed
@@ -107,7 +103,6 @@ class Order:
             len(chosen),
             tuple(int(n) for n in supervised),
             tokens=int(self._lengths[chosen].sum()),
-            squares=int(self._squares[chosen].sum()),
         )
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from tasks.core.errors import DataError
-from tasks.training.tokens.documents import pieces
+from tasks.training.tokens.chat import pieces
 from tasks.training.tokens.examples import Example, Tokens
 
 SHOWN = 20

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.training.tokens.chat import Encoder, Turns, Unfit
-from tasks.training.tokens.example_spec import CONVERSATIONS
 from tasks.training.tokens.examples import Tokens
+from tasks.training.tokens.rows import CONVERSATIONS
 from tests.training.datasets import answer, job_for, load, user, write
 
 Turn = tuple[str, str]

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from tasks.core.errors import ConfigError, DataError
 from tasks.training.model.build import load_tokenizer
-from tasks.training.tokens.chat import Unfit
+from tasks.training.tokens.chat import Document, TextEncoder, Unfit, pieces
 from tasks.training.tokens.data import load_split
-from tasks.training.tokens.documents import Document, TextEncoder, pieces
-from tasks.training.tokens.example_spec import CONVERSATIONS, LABELLED, PAIRS
 from tasks.training.tokens.examples import Tokens
+from tasks.training.tokens.rows import CONVERSATIONS, LABELLED, PAIRS
 from tests.training.conftest import make_tokenizer
 from tests.training.datasets import (
     SingleRank,

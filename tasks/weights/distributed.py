@@ -13,7 +13,7 @@ from typing import Any
 
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.names import parse_peft, unwrap
-from tasks.weights.files.source import Extent, FullTensor
+from tasks.weights.files.source import Extent, FullTensor, FullTensors
 from tasks.weights.pickled.archive import read_archive
 from tasks.weights.pickled.tensors import DTYPES, TensorRef, is_shape, read_tensors
 from tasks.weights.pickled.unpickler import Foreign, Global, PickleError, run
@@ -25,17 +25,10 @@ _AGAIN = "copy the files of every rank again, or use another checkpoint"
 
 
 @dataclass(frozen=True)
-class DistributedCheckpoint:
-    """The model's tensors of a checkpoint; implements `tasks.weights.files.source.Source`.
-
-    Attributes:
-        root: folder with the table.
-        tensors: all tensors of the model by live name.
-        left: number of other tensors, of the optimizer.
-    """
+class DistributedCheckpoint(FullTensors):
+    """The model's tensors by live name; `left` is the number of others, of the optimizer."""
 
     root: Path
-    tensors: Mapping[str, FullTensor]
     left: int
 
     @property
@@ -45,14 +38,6 @@ class DistributedCheckpoint:
         live = [name for name in names if ".lora_" in name and not parse_peft(unwrap(name))]
         marks = (".lora_", ".modules_to_save.", ".trainable_tokens_delta")
         return tuple(n for n in names if any(mark in n for mark in marks)) if live else names
-
-    def extents(self, name: str) -> Sequence[Extent]:
-        """Return the byte ranges of a tensor, in order."""
-        return self.tensors[name].extents
-
-    def checksum(self, name: str) -> str | None:
-        """Return None: the table has no hashes."""
-        return None
 
 
 def find_root(folder: Path) -> Path:
@@ -97,7 +82,7 @@ def read_distributed(folder: Path) -> DistributedCheckpoint:
             details=findings[:_SHOWN],
             hint=_AGAIN,
         )
-    return DistributedCheckpoint(root, tensors, len(shapes) - len(names))
+    return DistributedCheckpoint(tensors, root, len(shapes) - len(names))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from tasks.weights.deepspeed.states import (
     read_optim_state,
 )
 from tasks.weights.files.dtypes import ITEM_BITS, casts, widened
-from tasks.weights.files.source import Extent, FullTensor, Reader
+from tasks.weights.files.source import FullTensor, FullTensors, Reader
 from tasks.weights.pickled.tensors import TensorRef, TorchFile
 
 SAMPLE = 32
@@ -37,37 +37,19 @@ State = TypeVar("State", ModelState, OptimState)
 
 
 @dataclass(frozen=True)
-class ZeroCheckpoint:
-    """An opened checkpoint; implements `tasks.weights.files.source.Source`.
+class ZeroCheckpoint(FullTensors):
+    """An opened checkpoint: all tensors by live name.
 
-    Attributes:
-        root: folder of the step.
-        stage: ZeRO stage, 0 (no ZeRO) to 3; 2 for a universal checkpoint of stage 1 or 2.
-        world_size: number of ranks that the weights are partitioned over.
-        step: number of optimizer steps; None if the checkpoint does not contain it.
-        tensors: all tensors by live name: trained parameters in fp32, frozen ones and buffers in
-            the dtype that training used.
-        trained: names of the trained parameters.
-        buffers: names of the persistent buffers.
-        tied: name -> name in `tensors` that holds the same tensor.
+    Trained parameters are in fp32, frozen ones and buffers in the dtype that training used.
     """
 
-    root: Path
-    stage: int
+    root: Path  # folder of the step
+    stage: int  # 0 (no ZeRO) to 3; 2 for a universal checkpoint of stage 1 or 2
     world_size: int
     step: int | None
-    tensors: Mapping[str, FullTensor]
     trained: tuple[str, ...]
     buffers: frozenset[str]
-    tied: Mapping[str, str]
-
-    def extents(self, name: str) -> Sequence[Extent]:
-        """Return the byte ranges of a tensor, in order."""
-        return self.tensors[name].extents
-
-    def checksum(self, name: str) -> str | None:
-        """Return None: DeepSpeed stores no hashes."""
-        return None
+    tied: Mapping[str, str]  # name -> name in `tensors` that holds the same tensor
 
 
 def read_zero(folder: Path) -> ZeroCheckpoint:

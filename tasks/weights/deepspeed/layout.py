@@ -21,21 +21,13 @@ _LATEST = ("latest", "latest_universal")
 
 @dataclass(frozen=True)
 class Layout:
-    """Files of one step.
-
-    Attributes:
-        root: folder of the step.
-        model: `*model_states.pt` by rank; only rank 0 below ZeRO-3.
-        optim: `*optim_states.pt` by rank.
-        zero: folder of a universal checkpoint's parameters, or None.
-        partitioned: True if there is one model file per rank, as ZeRO-3 writes.
-    """
+    """Files of one step."""
 
     root: Path
-    model: Mapping[int, Path]
-    optim: Mapping[int, Path]
-    zero: Path | None
-    partitioned: bool
+    model: Mapping[int, Path]  # `*model_states.pt` by rank; only rank 0 below ZeRO-3
+    optim: Mapping[int, Path]  # `*optim_states.pt` by rank
+    zero: Path | None  # folder of a universal checkpoint's parameters
+    partitioned: bool  # one model file per rank, as ZeRO-3 writes
 
 
 def find_layout(folder: Path) -> Layout:

@@ -20,52 +20,30 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ModelState:
-    """Contents of a `*model_states.pt`.
-
-    Attributes:
-        file: the opened file.
-        module: tensors of the state dict; under ZeRO-3 its parameters are placeholders.
-        buffers: names of the tensors that are buffers.
-        groups: shapes of trainable parameters in the order of the flat groups; None without ZeRO.
-        frozen: shapes of the frozen parameters; empty if they were not saved.
-        fragments: data of the frozen parameters: this rank's partition under ZeRO-3, else full.
-        shared: name -> name of the parameter that holds the same tensor.
-        step: number of training steps; None if it is not stored.
-        world_size: number of data-parallel ranks; None if it is not stored.
-        version: version of DeepSpeed; None if it is not stored.
-    """
+    """Contents of a `*model_states.pt`; numbers are None if they are not stored."""
 
     file: TorchFile
-    module: Mapping[str, TensorRef]
+    module: Mapping[str, TensorRef]  # the state dict; under ZeRO-3 its parameters are placeholders
     buffers: frozenset[str]
-    groups: tuple[Shapes, ...] | None
-    frozen: Shapes
-    fragments: Mapping[str, TensorRef]
-    shared: Mapping[str, str]
+    groups: tuple[Shapes, ...] | None  # trained, in the order of the flat groups; None without ZeRO
+    frozen: Shapes  # empty if frozen parameters were not saved
+    fragments: Mapping[str, TensorRef]  # frozen: this rank's partition under ZeRO-3, else full
+    shared: Mapping[str, str]  # name -> name of the parameter that holds the same tensor
     step: int | None
     world_size: int | None
-    version: str | None
+    version: str | None  # of DeepSpeed
 
 
 @dataclass(frozen=True)
 class OptimState:
-    """Contents of a `*optim_states.pt`: this rank's part of the fp32 weights.
-
-    Attributes:
-        file: the opened file.
-        stage: ZeRO stage: 1, 2 or 3.
-        partitions: number of partitions of each group.
-        flat: one 1-D tensor per group.
-        paddings: elements of padding after each parameter of each group; None if there are none.
-        step: step of the inner optimizer, as bytes to compare; None if it is not stored.
-    """
+    """Contents of a `*optim_states.pt`: this rank's part of the fp32 weights."""
 
     file: TorchFile
     stage: int
-    partitions: int
-    flat: tuple[TensorRef, ...]
-    paddings: tuple[Sequence[Any], ...] | None
-    step: bytes | None
+    partitions: int  # of each group
+    flat: tuple[TensorRef, ...]  # one 1-D tensor per group
+    paddings: tuple[Sequence[Any], ...] | None  # after each parameter of each group, in elements
+    step: bytes | None  # of the inner optimizer, to compare
 
 
 def read_model_state(path: Path) -> ModelState:

@@ -26,11 +26,7 @@ _DAMAGED = "give an intact copy of the folder; without its manifest.json it is t
 
 
 def read_json(path: Path, *, unique: bool = False) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Args:
-        path: the file.
-        unique: refuse duplicate keys in an object; json alone would keep the last one.
+    """Read a JSON object from a file; `unique` refuses a key that is there twice.
 
     Raises:
         ArtifactError: the file is missing, too large, not JSON, not a JSON object, or a link that

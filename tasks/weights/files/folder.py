@@ -25,15 +25,7 @@ BESIDE = (CONFIG, "generation_config.json", index_of(SINGLE), *TOKENIZER, *PROCE
 
 @dataclass
 class ModelFolder:
-    """Content of a model folder.
-
-    Attributes:
-        files: files of the model by name: config.json, weights, and side files of the allowlist.
-        tensors: number of tensors.
-        bytes: size of all tensors in bytes.
-        checks: one verdict for each weight file.
-        problems: reasons why the folder cannot be used, one line each.
-    """
+    """Content of a model folder: its files by name, and the reasons why it cannot be used."""
 
     files: dict[str, Path] = field(default_factory=dict)
     tensors: int = 0

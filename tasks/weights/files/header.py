@@ -43,13 +43,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """Header of one file.
-
-    Attributes:
-        tensors: entries by tensor name, in file order.
-        metadata: the free-form `__metadata__` entry.
-        data_start: byte offset of the tensor data.
-    """
+    """Header of one file: its tensors in file order, `__metadata__`, offset of the first tensor."""
 
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
@@ -57,11 +51,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read and check the header of one safetensors file.
-
-    Raises:
-        ArtifactError: the file cannot be read, or its header is not valid.
-    """
+    """Read and check the header of one safetensors file. Raises ArtifactError."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size

@@ -27,13 +27,8 @@ def base_mismatch(
 ) -> str:
     """Return why `base` is not the model that training recorded; "" if it may be.
 
-    The most reliable record decides.
-
-    Args:
-        base: folder of a model.
-        digest: digest of the base artifact that training recorded; "" for none.
-        name: name or folder of the base as PEFT recorded it; "" for none.
-        store: root folder of our artifacts, to look up `digest`; None for none.
+    The most reliable record decides: `digest` of the base artifact, which is looked up in `store`,
+    the root folder of our artifacts, or else `name` of the base or its folder, as PEFT recorded it.
 
     Raises:
         ArtifactError: a folder has no checkpoint.

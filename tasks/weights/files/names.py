@@ -69,10 +69,6 @@ def live_to_peft(name: str, adapter: str = "default") -> str:
     Covers LoRA factors (of linear layers, embeddings, experts), DoRA magnitudes, modules saved as
     a whole, token rows, and biases, which keep the base's name.
 
-    Args:
-        name: name as in `named_parameters()`.
-        adapter: name of the adapter in the live model.
-
     Raises:
         ContractError: the parameter belongs to no adapter, or to another one.
     """
@@ -104,11 +100,7 @@ def parse_peft(key: str) -> LoraKey | None:
 
 
 def rename_all(names: Iterable[str], *, adapter: bool) -> dict[str, str]:
-    """Map every live parameter name to its key in the output.
-
-    Args:
-        names: names as `named_parameters()` gives them, with or without wrapper prefixes.
-        adapter: True for PEFT file keys, False for the model's own names.
+    """Map every live parameter name to its key in a PEFT file, or to the model's own name.
 
     Raises:
         ContractError: lists every name without a key, or with the key of another name.

@@ -35,13 +35,10 @@ _MAX_NAME = 255
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened folder of safetensors files.
+    """An opened folder of safetensors files: header entries and file names by tensor name.
 
-    Attributes:
-        root: the folder.
-        tensors: header entries by tensor name, without prefixes of wrappers.
-        files: file name by tensor name.
-        hashes: BLAKE3 hash by tensor name, for files that are unchanged since their manifest.
+    Names have no prefixes of wrappers. BLAKE3 hashes are those of files that are unchanged since
+    their manifest.
     """
 
     root: Path
@@ -130,17 +127,11 @@ T = TypeVar("T", bound=WithTensors)
 
 @dataclass(frozen=True)
 class Survey(Generic[T]):
-    """Files and tensors of a checkpoint folder.
+    """Files and tensors of a checkpoint folder."""
 
-    Attributes:
-        opened: the files that could be opened, by name.
-        files: file name by tensor name.
-        findings: everything that is wrong, one line each.
-    """
-
-    opened: Mapping[str, T]
-    files: Mapping[str, str]
-    findings: tuple[str, ...]
+    opened: Mapping[str, T]  # the files that could be opened, by name
+    files: Mapping[str, str]  # file name by tensor name
+    findings: tuple[str, ...]  # everything that is wrong, one line each
 
 
 def weight_files(folder: Path, *patterns: str) -> list[Path]:

@@ -51,11 +51,7 @@ class FullTensor:
 
 
 class Source(Protocol):
-    """Tensors in files.
-
-    Attributes:
-        tensors: shape and dtype (safetensors name) by key.
-    """
+    """Tensors in files: shape and dtype (safetensors name) by key."""
 
     @property
     def tensors(self) -> Mapping[str, TensorLike]: ...
@@ -68,14 +64,23 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Renamed:
-    """A source with other keys, or with some of its tensors only.
+class FullTensors:
+    """A source of tensors whose hashes nobody states."""
 
-    Attributes:
-        whole: the original source.
-        names: original key by new key; tensors without a new key are left out.
-        tensors: shape and dtype by new key.
-    """
+    tensors: Mapping[str, FullTensor]
+
+    def extents(self, name: str) -> Sequence[Extent]:
+        """Return the ranges of a tensor."""
+        return self.tensors[name].extents
+
+    def checksum(self, name: str) -> str | None:
+        """Return None: there are no hashes."""
+        return None
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A source with other keys: `names` has the original key by new key, others are left out."""
 
     whole: Source
     names: Mapping[str, str]

@@ -88,23 +88,14 @@ class Scanned:
 
 @dataclass(frozen=True)
 class _Data:
-    """Bytes to scan.
-
-    Attributes:
-        raw: the bytes.
-        where: name of the part within the file; "" for the file itself.
-        size: number of bytes with those that were not read.
-        suspect: True if it should be a pickle, so that damage counts.
-        inert: True if it is data that no loader of tensors unpickles.
-        depth: number of archives around it.
-    """
+    """Bytes to scan."""
 
     raw: bytes
-    where: str
-    size: int
-    suspect: bool = False
-    inert: bool = False
-    depth: int = 0
+    where: str  # name of the part within the file; "" for the file itself
+    size: int  # number of bytes with those that were not read
+    suspect: bool = False  # it should be a pickle, so that damage counts
+    inert: bool = False  # data that no loader of tensors unpickles
+    depth: int = 0  # number of archives around it
 
 
 class Scanner:

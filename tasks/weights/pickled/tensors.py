@@ -7,7 +7,7 @@ read_model(folder)         pytorch_model.bin, or its index and the files it name
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,7 +18,7 @@ from tasks.weights.files.dtypes import ITEM_BITS, TORCH_NAMES
 from tasks.weights.files.header import MAX_AXES
 from tasks.weights.files.names import without_wrappers
 from tasks.weights.files.reader import index_of, survey, weight_files
-from tasks.weights.files.source import Extent
+from tasks.weights.files.source import Extent, FullTensor, FullTensors
 from tasks.weights.pickled.archive import Archive, read_archive
 from tasks.weights.pickled.unpickler import MAX_NAME, Foreign, Global, PickleError, run
 
@@ -89,11 +89,6 @@ class TorchFile:
 
     def extent(self, ref: TensorRef, start: int = 0, numel: int | None = None) -> Extent:
         """Return the byte range of elements `[start, start + numel)` of the flattened tensor.
-
-        Args:
-            ref: the tensor.
-            start: first element.
-            numel: number of elements; None for all from `start` on.
 
         Raises:
             ArtifactError: the tensor is not contiguous, or has fewer elements.
@@ -217,23 +212,7 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MAX_SIZE
 
 
-@dataclass(frozen=True)
-class PickledState:
-    """Tensors of one or several `.bin` files; implements `tasks.weights.files.source.Source`."""
-
-    tensors: Mapping[str, TensorRef]
-    _holders: Mapping[str, TorchFile]
-
-    def extents(self, name: str) -> Sequence[Extent]:
-        """Return the tensor's byte range; it is always one."""
-        return (self._holders[name].extent(self.tensors[name]),)
-
-    def checksum(self, name: str) -> str | None:
-        """Return None: pickles store no hashes."""
-        return None
-
-
-def read_state(path: Path) -> PickledState:
+def read_state(path: Path) -> FullTensors:
     """Open a pickled state dict; runs none of its code and loads no tensor.
 
     Raises:
@@ -252,7 +231,7 @@ def read_state(path: Path) -> PickledState:
             hint=unnesting(path, key),
         )
     findings: list[str] = []
-    tensors: dict[str, TensorRef] = {}
+    tensors: dict[str, FullTensor] = {}
     for name, value in file.content.items():
         if not isinstance(name, str) or not isinstance(value, TensorRef):
             findings.append(f"{name!r}: not a tensor")
@@ -261,7 +240,7 @@ def read_state(path: Path) -> PickledState:
         elif not value.contiguous:
             findings.append(f"{name}: strides {list(value.stride)} of shape {list(value.shape)}")
         else:
-            tensors[name] = value
+            tensors[name] = FullTensor(value.shape, value.dtype, (file.extent(value),))
     if not file.content:
         findings.append("it is empty")
     if findings:
@@ -270,7 +249,7 @@ def read_state(path: Path) -> PickledState:
             details=findings[:_SHOWN],
             hint=_AGAIN,
         )
-    return PickledState(tensors, dict.fromkeys(tensors, file))
+    return FullTensors(tensors)
 
 
 def nested_in(content: Mapping[Any, Any]) -> str:
@@ -295,12 +274,10 @@ def is_pickled_model(root: Path) -> bool:
     return pickled and not weight_files(root, "model*.safetensors", "model*.safetensors.index.json")
 
 
-def read_model(root: Path, *, beside: Collection[str] = ()) -> PickledState:
+def read_model(root: Path, *, beside: Collection[str] = ()) -> FullTensors:
     """Open a model in `pytorch_model.bin`, or in the files that its index names.
 
-    Args:
-        root: the folder.
-        beside: names of other weight files in the folder that the caller reads itself.
+    The caller reads the weight files in `beside` itself.
 
     Raises:
         ArtifactError: files are absent or outside of the folder, tensors are not where the index
@@ -314,7 +291,5 @@ def read_model(root: Path, *, beside: Collection[str] = ()) -> PickledState:
             hint=f"expected {MODEL}, or {index_of(MODEL)} and its files; or {_AGAIN}",
         )
     states = {key: model.opened[file] for key, file in model.files.items()}
-    return PickledState(
-        {key: states[name].tensors[name] for key, name in without_wrappers(states).items()},
-        {key: states[name]._holders[name] for key, name in without_wrappers(states).items()},
-    )
+    names = without_wrappers(states)
+    return FullTensors({key: states[name].tensors[name] for key, name in names.items()})

@@ -15,7 +15,7 @@ from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES, widened
 from tasks.weights.files.reader import Checkpoint, read_checkpoint
-from tasks.weights.files.source import Extent, FullTensor, Reader, Source
+from tasks.weights.files.source import Extent, FullTensor, FullTensors, Reader, Source
 from tasks.weights.pickled.tensors import is_pickled_model, read_model
 from tasks.weights.plan import Plan
 from tasks.weights.quantized.bnb4 import STATE, Packed, decode, read_states
@@ -49,23 +49,17 @@ _CONV1D = {
 
 
 @dataclass(frozen=True)
-class PackedCheckpoint:
+class PackedCheckpoint(FullTensors):
     """An opened checkpoint whose packed matrices look decoded.
 
     The bytes of such a matrix are not those of the tensor that is shown: `extents` returns the
-    ranges of its parts, one after the other, and a plan has to decode them (`decoding`).
-
-    Attributes:
-        whole: the checkpoint as stored.
-        packed: packing of each packed matrix, by key.
-        turned: keys of matrices that are shown as the transpose of what was packed.
-        tensors: shapes and dtypes (safetensors names) by key, without keys that belong to a matrix.
+    ranges of its parts, one after the other, and a plan has to decode them (`decoding`). Keys that
+    belong to a matrix are not shown.
     """
 
-    whole: Checkpoint
+    whole: Checkpoint  # as stored
     packed: Mapping[str, Packed | Scaled]
-    turned: frozenset[str]
-    tensors: Mapping[str, FullTensor]
+    turned: frozenset[str]  # keys of matrices that are shown as the transpose of what was packed
 
     @property
     def root(self) -> Path:
@@ -76,10 +70,6 @@ class PackedCheckpoint:
     def files(self) -> Mapping[str, str]:
         """File name by key."""
         return {key: self.whole.files[key] for key in self.tensors}
-
-    def extents(self, name: str) -> Sequence[Extent]:
-        """Return the byte ranges of a tensor; for a packed one those of all its parts."""
-        return self.tensors[name].extents
 
     def checksum(self, name: str) -> str | None:
         """Return the hash of a plain tensor from the manifest; None for a packed one."""
@@ -142,7 +132,7 @@ def read_base(root: Path) -> Base:
             )
         elif key not in beside:
             tensors[key] = FullTensor(info.shape, info.dtype, tuple(whole.extents(key)))
-    return PackedCheckpoint(whole, packed, turned, tensors)
+    return PackedCheckpoint(tensors, whole, packed, turned)
 
 
 def open_model(root: Path) -> Source:

@@ -69,7 +69,7 @@ format: setup-dev  ## format and fix what can be fixed
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-bench-weights: setup-dev  ## the weights room beside its peers (ARGS: rows, --sizes, --runs)
+bench-weights: setup-dev  ## merge, gather and plans beside their peers (ARGS: rows, --sizes, --runs)
 	$(PY) -m benchmarks.weights $(ARGS)
 
 bench-training: setup-dev  ## training beside TRL and a bare loop (ARGS: rows, --runs, --dtype)

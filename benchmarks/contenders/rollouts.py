@@ -137,10 +137,11 @@ def _say_useful(made: Sequence[int], wanted: Sequence[int], seconds: float) -> N
 
 def adapter(ask: Ask) -> None:
     """Sync the policy's adapter to vLLM as training does, with all checks."""
-    from tasks.rl.rollout.engines import open_engine
+    from tasks.rl.setup import open_engine
 
     engine, job, ranks, how = _policy(ask)
-    with open_engine(job, how, ranks, engine=engine, ends=[1]) as answering:
+    probes = [[1, 2, 3]]
+    with open_engine(job, how, ranks, engine=engine, ends=[1], probes=probes) as answering:
         syncs = [answering.sync_weights() for _ in range(ask.times + 1)]
     say(seconds=[sync.seconds for sync in syncs[1:]], nbytes=syncs[0].nbytes)
 

@@ -40,8 +40,8 @@ from tasks.pipeline.signature import key_file
 from tasks.pipeline.stage import Stage
 from tasks.prepare import control_settings, prepare_base, prepare_data, source_identity
 from tasks.quantize import quantize
-from tasks.rl.rewards.folder import model_digest
-from tasks.rl.rewards.function import EXACT_MATCH
+from tasks.rl.reward_model import model_digest
+from tasks.rl.rewards import EXACT_MATCH
 from tasks.smoke_eval import PromptKind, smoke_eval
 from tasks.weights.quantized.quantize import GGUF
 

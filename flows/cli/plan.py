@@ -24,7 +24,7 @@ from tasks.core.finding import Finding
 from tasks.core.machine import available_memory, gpu_memory, has_gpu
 from tasks.core.terminal import plain
 from tasks.pipeline.artifact import Artifact
-from tasks.rl.algorithms.algorithm_options import described
+from tasks.rl.algorithms import described
 from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.memory.estimate import LIBRARIES
 from tasks.training.memory.sizes import Sizes

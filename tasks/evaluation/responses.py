@@ -123,8 +123,8 @@ def _judged(
     log: Log,
 ) -> list[float]:
     """Call `eval.function` with the responses of one model, in a process of its own."""
-    from tasks.rl.experience.responses import Prompt, Response
-    from tasks.rl.rewards.function import Function
+    from tasks.rl.responses import Prompt, Response
+    from tasks.rl.rewards import Function
     from tasks.serving.vllm.colocation import Generated
 
     arguments = [

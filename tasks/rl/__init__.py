@@ -1,12 +1,20 @@
 """Online reinforcement learning: the policy learns from responses that it samples itself.
 
-run, setup    one training rank; its models
-loop          one iteration: sync weights, sample, score, train
-update        optimizer steps on one iteration's responses
-rewards       a reward model, a Python function, an HTTP endpoint
-environment   episodes of several turns with the user's environment
-user_code     a function or class of the user, in a process of its own
-rollout       sampling with vLLM, and weight sync
-experience    prompts, responses and what is measured on them
-algorithms    advantages, losses, KL, correction of the train-inference mismatch
+    setup, progress = set_up(ranks, job, online, ...)          policy, critic, reference
+    with open_engine(job, rollout, ranks, ...) as engine:      vLLM in the rank, or its servers
+        engine.sync_weights()                                  and prove it
+        scored = collector.collect(iteration, ...)             sample and score, on all ranks
+        experience = pack_experience(scored)                   all about one iteration, flat tensors
+        experience = scorer.measure(experience)                log-probabilities, values
+        experience, metrics = scorer.estimate(experience, ...) advantages, returns
+        updater.update(iteration, experience, of=last)         optimizer steps
+
+run, setup, loop, update     one training rank, from the models to the artifact
+responses, prompts, collect  prompts to scored responses
+experience, experience_scoring, critic, metrics    what is measured on them
+algorithms                   the table of algorithms; advantages, losses, kl, correction: formulas
+rewards                      functions, and the sum of all; reward_model, reward_endpoint
+environment, observations    episodes of several turns with the user's environment
+user_code                    a function or class of the user, in a process of its own
+rollout                      sampling with vLLM, and weight sync
 """

@@ -13,20 +13,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 from tasks.core.errors import ConfigError, PlumblineError
 from tasks.core.events import emit, keep_in
-from tasks.rl.algorithms.correction import MismatchLimits
-from tasks.rl.algorithms.kl import Controller
-from tasks.rl.clock import Clock
-from tasks.rl.experience.collect import Collected, Collector
-from tasks.rl.experience.experience_scoring import ExperienceScorer
-from tasks.rl.experience.packed_rows import pack_experience
-from tasks.rl.experience.prompts import PromptOrder
-from tasks.rl.experience.records import collected, evaluated, samples_of, speeds
-from tasks.rl.experience.responses import ScoredResponse
-from tasks.rl.rollout.engines import Engine, SamplesAhead
+from tasks.rl.collect import Collected, Collector
+from tasks.rl.correction import MismatchLimits
+from tasks.rl.experience import pack_experience
+from tasks.rl.experience_scoring import ExperienceScorer
+from tasks.rl.kl import adapted
+from tasks.rl.metrics import Clock, collected, evaluated, samples_of, speeds
+from tasks.rl.prompts import PromptOrder
+from tasks.rl.responses import ScoredResponse
+from tasks.rl.rollout.engine import Engine
+from tasks.rl.rollout.servers import ServerEngine
 from tasks.rl.settings import Loop
 from tasks.rl.setup import Setup
 from tasks.rl.update import Updater
@@ -55,34 +54,29 @@ def _iteration_in_errors(iteration: int) -> Iterator[None]:
 
 @dataclass
 class OnlineTrainer:
-    """One online training run and its progress.
+    """One online training run and its progress."""
 
-    Attributes:
-        setup: models and settings of the run.
-        rollout_engine: samples responses.
-        states: optimizer states, which may be in host memory except during updates and checkpoints.
-        train: samples and scores responses to training prompts.
-        heldout: the same for evaluation prompts.
-        progress: iterations and evaluations so far.
-        eval_responses: responses of the last evaluation.
-    """
-
-    setup: Setup
-    rollout_engine: Engine
+    setup: Setup  # models and settings of the run
+    rollout_engine: Engine  # samples responses
+    # optimizer states, which may be in host memory except during updates and checkpoints
     states: TrainerStates
-    train: Collector
-    heldout: Collector
-    progress: Progress
+    train: Collector  # samples and scores responses to training prompts
+    heldout: Collector  # the same for evaluation prompts
+    progress: Progress  # iterations and evaluations so far
+    # responses of the last evaluation
     eval_responses: list[ScoredResponse] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         loop, settings, count = self.setup.loop, self.setup.job.settings, len(self.train.prompts)
-        self._controller = Controller.of(loop, self.progress.kept.get(CONTROLLER))
+        self._kl_coef: float = self.progress.kept.get(CONTROLLER, {"coef": loop.kl_coef})["coef"]
         limits = MismatchLimits(loop.mismatch_limit, loop.mismatch_factor)
         limits.first = list(self.progress.kept.get(MISMATCH, []))
-        probed = (lambda: self._ahead.mismatch) if loop.staleness else None
-        self._scorer = ExperienceScorer(self.setup, limits, probed)
-        self._updater = Updater(self.setup)
+        self._ahead: ServerEngine | None = None
+        if loop.staleness:
+            assert isinstance(self.rollout_engine, ServerEngine), "the preflight has checked it"
+            self._ahead = self.rollout_engine
+        self._scorer = ExperienceScorer(self.setup, limits, self._ahead)
+        self._updater = Updater(self.setup, self._scorer)
         self._order = PromptOrder(count, loop.rollout_batch_size, loop.refill, settings.seed)
         self._last = iterations(loop, settings.batch, count)
         if loop.critic_warmup >= self._last:
@@ -97,14 +91,8 @@ class OnlineTrainer:
     def run(self) -> dict[str, float]:
         """Run the remaining iterations, with evaluations and checkpoints between them.
 
-        Emits the events "plan", "step", "eval" and "samples".
-
-        Returns:
-            Metrics of the evaluation of the weights that the engine has at the end.
-
-        Raises:
-            TrainingError: a value is not finite, the policy is too far from the reference, or the
-                rollout engine does not sample from the policy being trained.
+        Emits the events "plan", "step", "eval" and "samples". Returns the metrics of the evaluation
+        of the weights that the engine has at the end.
         """
         progress, settings, last = self.progress, self.setup.job.settings, self._last
         if self.setup.ranks.first:
@@ -134,35 +122,29 @@ class OnlineTrainer:
         record = self._start_ahead(iteration, numbered)
         self.rollout_engine.sleep()  # frees GPU memory for training; the next sync wakes it
         scored = [response for _, response in numbered]
-        batch = pack_experience(scored)
-        if not (self._scorer.needs_policy_only and self._updater.measures(len(scored))):
+        experience, setup = pack_experience(scored), self.setup
+        policy_only = setup.critic is None and not setup.has_reference
+        if not (policy_only and self._updater.measures(len(scored))):
             with clock.phase("measure"):
-                batch = self._scorer.measure(batch)
+                experience = self._scorer.measure(experience)
         with clock.phase("estimate"):
-            inputs, estimated = self._scorer.estimate(batch, self._controller.coef, iteration)
+            experience, estimated = self._scorer.estimate(experience, self._kl_coef, iteration)
         record |= estimated
         if "kl_k1" in record:
-            self._controller = self._controller.after(record["kl_k1"], len(scored))
+            self._kl_coef = adapted(self._kl_coef, record["kl_k1"], len(scored), setup.loop)
         with clock.phase("update"), self.states.on_device():
-            compare = partial(self._scorer.compare, iteration=iteration)
-            record |= self._updater.update(iteration, inputs, compare, of=self._last)
-        if self.setup.loop.staleness:
+            record |= self._updater.update(iteration, experience, of=self._last)
+        if self._ahead is not None:
             with clock.phase("wait"):
                 self._ahead.finish_ahead()
         with clock.phase("sync_weights"):
             self.rollout_engine.sync_weights()
-        record |= collected(scored) | speeds(clock, batch, begin)
+        record |= collected(scored) | speeds(clock, experience, begin)
         if record.get("staleness"):  # they were sampled during the last iteration
             del record["tokens_per_s/generate"]
-        if self.setup.ranks.first and due(self.setup.job.settings.log_every, iteration):
+        if setup.ranks.first and due(setup.job.settings.log_every, iteration):
             emit("samples", step=iteration, rows=samples_of(scored))
         return {"step": iteration, **record, "epoch": self._cursor / self._order.total}
-
-    @property
-    def _ahead(self) -> SamplesAhead:
-        """The engine, which can sample in the background: the preflight has checked it."""
-        assert isinstance(self.rollout_engine, SamplesAhead)
-        return self.rollout_engine
 
     def _start_ahead(self, iteration: int, numbered: Collected) -> dict[str, float]:
         """Begin to sample the next iteration's responses; return how old this iteration's are.
@@ -170,7 +152,7 @@ class OnlineTrainer:
         Nothing is sampled ahead over a checkpoint, so that a resumed run samples the same.
         """
         loop = self.setup.loop
-        if not loop.staleness:
+        if self._ahead is None:
             return {}
         if iteration < self._last and not may_save(self.setup.job.settings, iteration):
             numbers = self._order.numbers(self._cursor, loop.rollout_batch_size)
@@ -197,7 +179,7 @@ class OnlineTrainer:
         progress.losses.append(record.get("loss", record.get("value_loss", 0.0)))
         progress.last = record
         progress.seconds += record["step_s"]
-        progress.kept[CONTROLLER] = self._controller.as_dict()
+        progress.kept[CONTROLLER] = {"coef": self._kl_coef}
         progress.kept[CURSOR] = self._cursor
         progress.kept[MISMATCH] = list(self._scorer.mismatch_limits.first)
         shown = due(self.setup.job.settings.log_every, progress.step) or progress.step == self._last

@@ -6,19 +6,16 @@ import logging
 import time
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from tasks.core.events import emit
-from tasks.rl.algorithms.advantages import overlong_penalty
-from tasks.rl.environment.episodes import Episodes
-from tasks.rl.environment.observation_tokens import ObservationTokens
-from tasks.rl.environment.process import EnvironmentProcess
-from tasks.rl.experience.collect import Collector
-from tasks.rl.experience.critic import describe_critic, write_critic
-from tasks.rl.experience.prompts import load_prompts
-from tasks.rl.experience.responses import Prompt
+from tasks.rl.collect import Collector
+from tasks.rl.critic import describe_critic, write_critic
+from tasks.rl.environment import EnvironmentProcess, Episodes
 from tasks.rl.loop import OnlineTrainer
+from tasks.rl.observations import ObservationTokens
+from tasks.rl.prompts import load_prompts
+from tasks.rl.responses import Prompt
 from tasks.rl.rewards import Rewards, open_rewards
 from tasks.rl.settings import Loop, Online
 from tasks.rl.setup import Setup, open_engine, set_up
@@ -68,18 +65,17 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
                 probes=[prompt.ids.tolist() for prompt in heldout[:16]],
             )
         )
-        budget, turns = online.rollout.max_new_tokens, online.loop.max_turns
-        episodes = played and Episodes(rollout_engine, *played, ranks, turns, budget)
-        penalise = partial(
-            overlong_penalty,
-            limit=budget,
-            buffer=online.loop.overlong_buffer,
-            most=online.loop.overlong_penalty,
-        )
+        loop, budget = online.loop, online.rollout.max_new_tokens
+        episodes = None
+        if played is not None:
+            episodes = Episodes(rollout_engine, *played, ranks, loop.max_turns, budget)
+        overlong = {
+            "limit": budget, "buffer": loop.overlong_buffer, "most": loop.overlong_penalty,
+        }  # fmt: skip
         train_collector, eval_collector = (
             Collector(
                 rollout_engine, rewards, prompts, tokenizer, ranks, job.settings.seed, episodes,
-                penalise,
+                overlong,
             )
             for prompts in (train, heldout)
         )  # fmt: skip

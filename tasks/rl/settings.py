@@ -20,12 +20,9 @@ __all__ = ["Loop", "Online", "Reward", "Rollout"]
 
 @dataclass(frozen=True)
 class Reward(online.Reward):
-    """Section `reward`, and what its sources contain.
+    """Section `reward`, and what its sources contain."""
 
-    Attributes:
-        digest: of the function's file and the model's folder: other rewards lead to another key.
-    """
-
+    # of the function's file and the model's folder: other rewards lead to another key
     digest: str = ""
 
 
@@ -39,11 +36,7 @@ class Online:
 
     @classmethod
     def of(cls, sections: Mapping[str, Any]) -> Online:
-        """Read the sections of `Settings.online`.
-
-        Raises:
-            ConfigError: a section has no such key.
-        """
+        """Read the sections of `Settings.online`."""
         return cls(
             loop=read_section(Loop, sections.get("rl", {}), "rl"),
             rollout=read_section(Rollout, sections.get("rollout", {}), "rollout"),

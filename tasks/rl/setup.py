@@ -8,21 +8,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
-from tasks.rl.algorithms.registry import Recipe, recipe
-from tasks.rl.experience.critic import CRITIC, Critic, start_critic
-from tasks.rl.experience.reference import Reference, open_reference
-from tasks.rl.rollout.engines import Engine
-from tasks.rl.rollout.policy_sync import Policy
+from tasks.rl.algorithms import Algorithm, algorithm
+from tasks.rl.critic import CRITIC, Critic, start_critic
+from tasks.rl.rollout.in_rank import VllmEngine
+from tasks.rl.rollout.policy import Policy
+from tasks.rl.rollout.servers import ServerEngine
 from tasks.rl.settings import Loop, Online, Rollout
 from tasks.training.engine.checkpoint import Progress
-from tasks.training.engine.deepspeed_engine import Ranks, start_engine
+from tasks.training.engine.deepspeed_engine import Ranks, partitioned_engine, start_engine
 from tasks.training.engine.saving import Others, restore
 from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import TrainJob
+from tasks.training.model.adapter import initial_weights
 from tasks.training.model.build import load_model
-from tasks.training.model.packed_model import require_same
+from tasks.training.model.packed_model import TokenOutputs, require_same
 from tasks.training.tokens.packing import Row
 
 LOG = logging.getLogger("plumbline.rl")
@@ -30,25 +32,15 @@ LOG = logging.getLogger("plumbline.rl")
 
 @dataclass(frozen=True)
 class Setup:
-    """Models and settings of one online run on this rank.
+    """Models and settings of one online run on this rank."""
 
-    Attributes:
-        engine: the DeepSpeed engine of the policy.
-        critic: None if the algorithm has no critic.
-        reference: None if no setting needs the KL to the reference.
-        ranks: this process and its peers.
-        job: the training job.
-        online: sections `rl`, `rollout` and `reward`.
-        recipe: the algorithm.
-    """
-
-    engine: Any
-    critic: Critic | None
-    reference: Reference | None
-    ranks: Ranks
-    job: TrainJob
-    online: Online
-    recipe: Recipe
+    engine: Any  # the DeepSpeed engine of the policy
+    critic: Critic | None  # None if the algorithm has no critic
+    copy: Any | None  # frozen copy of a policy that is trained in full, if the KL to it is needed
+    ranks: Ranks  # this process and its peers
+    job: TrainJob  # the training job
+    online: Online  # sections `rl`, `rollout` and `reward`
+    algorithm: Algorithm  # one of `ALGORITHMS`
 
     @property
     def loop(self) -> Loop:
@@ -59,6 +51,22 @@ class Setup:
     def rollout(self) -> Rollout:
         """Section `rollout`."""
         return self.online.rollout
+
+    @property
+    def has_reference(self) -> bool:
+        """True if a setting needs the KL to the reference, the policy before its first step."""
+        return self.loop.kl_coef > 0 or self.loop.kl_limit is not None
+
+    def reference_logprobs(self, row: Row, outputs: TokenOutputs) -> torch.Tensor:
+        """Return the reference's log-probabilities of the row's supervised tokens, (N,).
+
+        With an adapter it is the policy with the adapter switched off, or as the previous step left
+        it; with full fine-tuning a frozen copy, which ZeRO-3 partitions like the policy.
+        """
+        if self.copy is not None:
+            return self.copy(row=row, outputs=outputs)
+        with initial_weights(self.engine.module):
+            return self.engine(row=row, outputs=outputs)
 
     @property
     def others(self) -> Others:
@@ -74,24 +82,14 @@ def open_engine(
     *,
     engine: Any,
     ends: Sequence[int],
-    probes: Sequence[Sequence[int]] = (),
-) -> Iterator[Engine]:
+    probes: Sequence[Sequence[int]],
+) -> Iterator[VllmEngine | ServerEngine]:
     """Yield the rollout engine of section `rollout`, and close it afterwards. All ranks take part.
 
-    Raises:
-        ConfigError: vLLM cannot sample from this policy; names every reason.
-        TrainingError: the engine does not start.
+    Raises ConfigError with every reason why vLLM cannot sample from this policy.
     """
-    policy = Policy(engine, job, ranks)
-    rollout_engine: Engine
-    if rollout.engine == "server":
-        from tasks.rl.rollout.server_engine import ServerEngine
-
-        rollout_engine = ServerEngine(policy, rollout, ends=tuple(ends), probes=probes)
-    else:
-        from tasks.rl.rollout.vllm_engine import VllmEngine
-
-        rollout_engine = VllmEngine(policy, rollout, ends=tuple(ends))
+    kind = ServerEngine if rollout.engine == "server" else VllmEngine
+    rollout_engine = kind(Policy(engine, job, ranks), rollout, ends=tuple(ends), probes=probes)
     try:
         yield rollout_engine
     finally:
@@ -115,27 +113,34 @@ def set_up(
 ) -> tuple[Setup, Progress]:
     """Build the models of a run, and load the checkpoint `job.resume` if there is one.
 
-    Raises:
-        ConfigError: section `rl` is invalid for the algorithm.
-        TrainingError: the policy does not keep packed sequences apart.
+    Raises ConfigError if section `rl` is invalid for the algorithm, TrainingError if the policy
+    does not keep packed sequences apart.
     """
-    loop, algorithm = online.loop, recipe(job.settings.objective, online.loop)
+    loop, chosen = online.loop, algorithm(job.settings.objective, online.loop)
     universal = job.universal is not None
     config = deepspeed_config(job.settings, ranks.world_size, gpu=ranks.gpu, universal=universal)
     model = load_model(job, ranks, config, tokenizer=tokenizer)
     engine = start_engine(model, config, job.settings.optim)
     critic = None
-    if algorithm.critic:
+    if chosen.critic:
         critic = start_critic(
             job, loop, ranks, policy=engine.module, config=config, tokenizer=tokenizer
         )
     critics = [] if critic is None else [critic.engine.module]
     if disable_dropout(engine.module, *critics) and ranks.first:
         LOG.warning("dropout is off: its noise would be in every ratio of new to old policy")
-    setup = Setup(engine, critic, None, ranks, job, online, algorithm)
+    setup = Setup(engine, critic, None, ranks, job, online, chosen)
     progress = restore(engine, job, ranks, setup.others)
     require_same(engine, trial.to(ranks.device))
-    if loop.kl_coef > 0 or loop.kl_limit is not None:
-        reference = open_reference(job, ranks, engine=engine, config=config, tokenizer=tokenizer)
-        setup = replace(setup, reference=reference)
+    if setup.has_reference and job.settings.peft.kind == "none":
+        setup = replace(setup, copy=_frozen_copy(job, ranks, config, tokenizer))
     return setup, progress
+
+
+def _frozen_copy(job: TrainJob, ranks: Ranks, config: dict[str, Any], tokenizer: Any) -> Any:
+    plain = replace(job, settings=replace(job.settings, gradient_checkpointing=False))
+    model = load_model(plain, ranks, config, tokenizer=tokenizer, head="tokens")
+    model.requires_grad_(False)
+    if config["zero_optimization"]["stage"] != 3:
+        return model.to(ranks.device).eval()
+    return partitioned_engine(model, config)

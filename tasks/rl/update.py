@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from tasks.rl.algorithms import correction
-from tasks.rl.algorithms.batch import Advantages, Totals
-from tasks.rl.algorithms.policy_loss import LossInputs
-from tasks.rl.algorithms.value_loss import value_loss
-from tasks.rl.experience.critic import Critic
-from tasks.rl.experience.packed_rows import Experience
-from tasks.rl.learner import Learner
+from tasks.core.errors import TrainingError
+from tasks.rl import correction
+from tasks.rl.critic import Critic
+from tasks.rl.experience import Experience
+from tasks.rl.experience_scoring import ExperienceScorer
+from tasks.rl.losses import Totals, policy_loss, value_loss
 from tasks.rl.setup import Setup
+from tasks.training.engine import checkpoint
+from tasks.training.loop import MAX_SKIPPED
 from tasks.training.losses import Loss
 from tasks.training.model.packed_model import TokenOutputs
-from tasks.training.steps import begin_random, set_lr
+from tasks.training.steps import Accumulator, begin_random, set_lr
 from tasks.training.tokens.order import deal
 
-
-class Minibatch(NamedTuple):
-    """This rank's rows of one optimizer step, and the totals over all rows and ranks."""
-
-    rows: list[list[int]]
-    totals: Totals
+Rows = list[list[int]]
+"""Numbers of the responses in each row."""
 
 
-def minibatches(setup: Setup, iteration: int, experience: Experience) -> Iterator[Minibatch]:
-    """Yield this rank's minibatches of all epochs, each epoch in an order of its own.
+def minibatches(
+    setup: Setup, iteration: int, experience: Experience
+) -> Iterator[tuple[Rows, Totals]]:
+    """Yield this rank's rows of every minibatch of all epochs, each epoch in an order of its own.
 
     Rows have about equally many tokens. The rest of an epoch that fills no minibatch is left out.
+    Totals are over all rows and ranks.
     """
     settings, ranks = setup.job.settings, setup.ranks
     size = settings.batch.global_batch_size
-    lengths = experience.examples.lengths.sum(axis=1)
+    lengths = experience.sequence_lengths
     count = settings.batch.accumulation(ranks.world_size) * ranks.world_size
     for epoch in range(setup.loop.ppo_epochs):
         order = np.random.default_rng([settings.seed, iteration, epoch])
@@ -51,37 +51,24 @@ def minibatches(setup: Setup, iteration: int, experience: Experience) -> Iterato
                 counted = counted[~experience.truncated[counted]]
             tokens = max(1, int(experience.lengths[counted].sum()))  # 0: all are masked
             totals = Totals(tokens, max(1, len(counted)), setup.rollout.max_new_tokens)
-            yield Minibatch([[int(chosen[i]) for i in row] for row in rows], totals)
+            yield [[int(chosen[i]) for i in row] for row in rows], totals
 
 
-@dataclass(frozen=True)
-class UpdateInputs:
-    """Responses and advantages of one iteration.
-
-    Attributes:
-        experience: the responses and what was measured on them.
-        advantages: advantages, and returns if there is a critic.
-        kl_coef: weight of the KL to the reference in this iteration.
-    """
-
-    experience: Experience
-    advantages: Advantages
-    kl_coef: float
-
-
-Compare = Callable[[Experience], Mapping[str, float]]
-"""Compares trainer and engine log-probabilities; returns metrics or raises TrainingError."""
-
-
-@dataclass(frozen=True)
 class Updater:
     """Takes the optimizer steps of policy and critic.
 
-    Attributes:
-        setup: models and settings of the run.
+    The scorer compares trainer and engine before a weight moves, if only the update measures.
     """
 
-    setup: Setup
+    def __init__(self, setup: Setup, scorer: ExperienceScorer) -> None:
+        self.setup, self._scorer = setup, scorer
+        hint = f"train.lr={setup.job.settings.optim.lr / 10:g}, or rl.kl_coef=<more>"
+        self._policy = Learner(setup, setup.engine, whose="the policy's", hint=hint)
+        self._critic: Learner | None = None
+        if setup.critic is not None:
+            hint = f"rl.critic_lr={setup.critic.optim.lr / 10:g}"
+            with setup.critic.active() as engine:  # its gradients are on
+                self._critic = Learner(setup, engine, whose="the critic's", hint=hint)
 
     @property
     def steps(self) -> int:
@@ -89,20 +76,6 @@ class Updater:
         loop, batch = self.setup.loop, self.setup.job.settings.batch
         responses = loop.rollout_batch_size * loop.num_generations
         return loop.ppo_epochs * (responses // batch.global_batch_size)
-
-    @cached_property
-    def _policy_learner(self) -> Learner:
-        setup = self.setup
-        hint = f"train.lr={setup.job.settings.optim.lr / 10:g}, or rl.kl_coef=<more>"
-        return Learner(setup.engine, setup.ranks, setup.job, whose="the policy's", hint=hint)
-
-    @cached_property
-    def _critic_learner(self) -> Learner:
-        """The critic's learner. First used while the critic is active, so its gradients are on."""
-        setup, critic = self.setup, self.setup.critic
-        assert critic is not None
-        hint = f"rl.critic_lr={critic.optim.lr / 10:g}"
-        return Learner(critic.engine, setup.ranks, setup.job, whose="the critic's", hint=hint)
 
     def measures(self, responses: int) -> bool:
         """Return True if the update's own forward passes measure the old log-probabilities.
@@ -113,20 +86,12 @@ class Updater:
         size = self.setup.job.settings.batch.global_batch_size
         return self.setup.loop.ppo_epochs == 1 and responses == size
 
-    def update(
-        self, iteration: int, inputs: UpdateInputs, compare: Compare, *, of: int
-    ) -> dict[str, float]:
+    def update(self, iteration: int, experience: Experience, *, of: int) -> dict[str, float]:
         """Take all steps of iteration 1, 2, ... `of`; return the means of their metrics.
 
-        Args:
-            iteration: its number.
-            inputs: responses and advantages. Without old log-probabilities the update measures
-                them, see `measures`.
-            compare: called with those before a weight moves; its result joins the metrics.
-            of: total number of iterations.
-
-        Raises:
-            TrainingError: on every rank, if a loss or gradient is not finite, or from `compare`.
+        Without old log-probabilities in the experience the update measures them, see `measures`.
+        Raises TrainingError on every rank, before a weight moves, if a loss or gradient is not
+        finite, or the mismatch is above its limit.
         """
         setup, steps = self.setup, self.steps * of
         settings, critic = setup.job.settings, setup.critic
@@ -137,99 +102,136 @@ class Updater:
         warming = iteration <= setup.loop.critic_warmup
         # From its zero head the clip would keep the critic below the scale of rewards.
         clip = None if warming else setup.loop.value_clip
-        for step, minibatch in enumerate(minibatches(setup, iteration, inputs.experience), first):
+        batches = enumerate(minibatches(setup, iteration, experience), first)
+        for step, (rows, totals) in batches:
             begin_random(settings.seed, step=step, rank=setup.ranks.rank)
             metrics: dict[str, float] = {}
             if not warming:
                 lr = set_lr(setup.engine, settings.optim, step=step - before, steps=steps - before)
-                metrics |= {"lr": lr, **self._step_policy(step, minibatch, inputs, compare)}
+                metrics |= {
+                    "lr": lr,
+                    **self._step_policy(iteration, step, experience, rows, totals),
+                }
             if critic is not None:
                 lr = set_lr(critic.engine, critic.optim, step=step, steps=steps)
-                learned = self._step_critic(critic, step, minibatch, inputs, clip)
+                learned = self._step_critic(critic, step, experience, rows, totals, clip)
                 metrics |= {"critic_lr": lr, **learned}
             for name, value in metrics.items():
                 history.setdefault(name, []).append(value)
         return {name: sum(values) / len(values) for name, values in history.items()}
 
     def _step_policy(
-        self, step: int, minibatch: Minibatch, inputs: UpdateInputs, compare: Compare
+        self, iteration: int, step: int, experience: Experience, rows: Rows, totals: Totals
     ) -> dict[str, float]:
-        setup, loop = self.setup, self.setup.loop
+        setup, loop, device = self.setup, self.setup.loop, self.setup.ranks.device
         outputs = TokenOutputs(setup.rollout.temperature, entropy=loop.entropy_coef != 0)
-        policy_loss = setup.recipe.policy_loss(loop, kl_coef=inputs.kl_coef)
-        experience, old = inputs.experience, list[torch.Tensor]()
-        comparison: dict[str, float] = {}
+        measured: list[torch.Tensor] = []
 
         def loss_of(chosen: list[int]) -> Loss:
-            row = experience.row(chosen).to(setup.ranks.device)
-            output = setup.engine(row=row, outputs=outputs)
+            output = setup.engine(row=experience.row(chosen).to(device), outputs=outputs)
             logprobs, entropy = output if outputs.entropy else (output, None)
-            stored = experience.old
-            old.append(logprobs.detach() if stored is None else stored[experience.places(chosen)])
-            loss_inputs = self._loss_inputs(inputs, chosen, old[-1], entropy, minibatch.totals)
-            return policy_loss(logprobs, loss_inputs)
-
-        def check() -> None:
-            rows = [tuple(row) for row in minibatch.rows]
-            comparison.update(
-                compare(experience.with_measurements(setup.ranks, rows, {"old": old}))
+            row = experience.part(chosen, device)
+            if row.old is None:
+                measured.append(logprobs.detach())
+                row = replace(row, old=measured[-1].float())
+            assert row.old is not None
+            weights = correction.weights(
+                row.old,
+                row.sampled,
+                row.lengths,
+                kind=loop.correction,
+                high=loop.correction_high,
+                low=loop.correction_low,
+            )
+            return policy_loss(
+                logprobs, row, totals, setup.algorithm, loop, weights_n=weights, entropy_n=entropy
             )
 
-        check_now = check if experience.old is None else None
-        return {
-            **self._policy_learner.step(step, minibatch.rows, loss_of, check_now), **comparison
-        }  # fmt: skip
-
-    def _loss_inputs(
-        self, inputs: UpdateInputs, chosen: Sequence[int], old: torch.Tensor,
-        entropy: torch.Tensor | None, totals: Totals,
-    ) -> LossInputs:  # fmt: skip
-        experience, device, loop = inputs.experience, self.setup.ranks.device, self.setup.loop
-        places, lengths = experience.places(chosen), experience.lengths[list(chosen)].to(device)
-        old_n, sampled_n = old.float().to(device), experience.sampled[places].to(device)
-        owner_n = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
-        bounds = {"high": loop.correction_high, "low": loop.correction_low}
-        reference, kept_n = experience.reference, torch.ones_like(old_n)
-        if loop.mask_truncated:
-            kept_n = (~experience.truncated[list(chosen)]).float().to(device)[owner_n]
-        return LossInputs(
-            old_n=old_n,
-            advantages_n=inputs.advantages.advantages_N[places].to(device),
-            weights_n=correction.weights(old_n, sampled_n, lengths, kind=loop.correction, **bounds),
-            reference_n=None if reference is None else reference[places].to(device),
-            entropy_n=entropy,
-            owner_n=owner_n,
-            lengths_s=lengths,
-            totals=totals,
-            kept_n=kept_n,
-        )
+        metrics = self._policy.accumulate(step, rows, loss_of)
+        comparison: dict[str, float] = {}
+        if experience.old is None:
+            experience = experience.with_measurements(setup.ranks, rows, {"old": measured})
+            comparison = self._scorer.compare(experience, iteration)
+        return {**metrics, **self._policy.step(step), **comparison}
 
     def _step_critic(
         self,
         critic: Critic,
         step: int,
-        minibatch: Minibatch,
-        inputs: UpdateInputs,
+        experience: Experience,
+        rows: Rows,
+        totals: Totals,
         clip: float | None,
     ) -> dict[str, float]:
-        experience, returns = inputs.experience, inputs.advantages.returns_N
-        before = experience.values
-        assert before is not None
-        assert returns is not None
+        assert self._critic is not None
         device = self.setup.ranks.device
-
         with critic.active() as engine:
 
             def loss_of(chosen: list[int]) -> Loss:
-                places = experience.places(chosen)
                 values = engine(experience.row(chosen).to(device))
-                old, target = before[places].to(device), returns[places].to(device)
-                return value_loss(values, old, target, minibatch.totals, clip)
+                return value_loss(values, experience.part(chosen, device), totals, clip)
 
-            metrics = self._critic_learner.step(step, minibatch.rows, loss_of)
+            metrics = self._critic.accumulate(step, rows, loss_of)
+            metrics |= self._critic.step(step)
         names = {
             "loss": "value_total",
             "grad_norm": "critic_grad_norm",
             "skipped": "critic_skipped",
         }
         return {names.get(name, name): value for name, value in metrics.items()}
+
+
+class Learner:
+    """Takes optimizer steps with one engine, none with a loss or gradient that is not finite.
+
+    The engine trains the parameters that require gradients when this object is made.
+    """
+
+    def __init__(self, setup: Setup, engine: Any, *, whose: str, hint: str) -> None:
+        self._engine, self._job, self._whose, self._hint = engine, setup.job, whose, hint
+        self._accumulator = Accumulator(engine, setup.ranks, setup.job)
+        self._skipped = 0
+
+    def accumulate(
+        self, number: int, rows: Rows, loss_of: Callable[[list[int]], Loss]
+    ) -> dict[str, float]:
+        """Run this rank's forward and backward passes of optimizer step `number`.
+
+        Returns means over the minibatch and all ranks, `loss` among them. Raises TrainingError on
+        every rank if a loss or a gradient is not finite.
+        """
+        metrics, bad_gradient = self._accumulator.passes(rows, loss_of)
+        for name, value in sorted(metrics.items()):
+            if not math.isfinite(value):
+                raise self._error(number, f"{name} is {value}")
+        if bad_gradient:
+            raise self._error(number, "gradient is not finite")
+        return metrics
+
+    def step(self, number: int) -> dict[str, float]:
+        """Take optimizer step `number`; return `grad_norm` before clipping.
+
+        In fp16 `skipped` is 1 if the gradient overflowed; the step then has no norm. Raises
+        TrainingError after `MAX_SKIPPED` skipped steps in a row.
+        """
+        self._engine.step()
+        skipped = not self._engine.was_step_applied()
+        half = self._job.settings.dtype == "float16"
+        if skipped and not half:
+            raise self._error(number, "gradient is not finite")
+        self._skipped = self._skipped + 1 if skipped else 0
+        if self._skipped >= MAX_SKIPPED:
+            error = self._error(number, f"fp16 overflowed in each of the last {MAX_SKIPPED} steps")
+            error.hint = f"model.dtype=bfloat16, or {error.hint}"
+            raise error
+        metrics = {"skipped": float(skipped)} if half else {}
+        if not skipped:
+            metrics["grad_norm"] = float(self._engine.get_global_grad_norm() or 0.0)
+        return metrics
+
+    def _error(self, number: int, what: str) -> TrainingError:
+        good = checkpoint.last_good(self._job.checkpoints)
+        return TrainingError(
+            f"step {number}: {self._whose} {what}; last good checkpoint: {good or 'none yet'}",
+            hint=self._hint,
+        )

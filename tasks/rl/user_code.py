@@ -58,17 +58,11 @@ Place = tuple[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class FunctionReference:
-    """A function or class in a file, which is parsed and not run.
+    """A function or class in a file, which is parsed and not run."""
 
-    Attributes:
-        path: absolute path of the file.
-        name: name of the function or class.
-        setting: setting that names it.
-    """
-
-    path: Path
-    name: str
-    setting: str = REWARD
+    path: Path  # absolute path of the file
+    name: str  # name of the function or class
+    setting: str = REWARD  # setting that names it
 
     @classmethod
     def of(cls, text: str, setting: str = REWARD) -> FunctionReference:
@@ -155,11 +149,7 @@ def _names(tree: ast.Module) -> set[str]:
 class UserCode:
     """The user's code in a process of its own, which lives until `close` or a failure.
 
-    Args:
-        reference: file and name.
-        timeout_s: for all calls of a request, and for loading the file.
-        log: gets the output of the code.
-        log_path: file for the complete output.
+    `timeout_s` limits all calls of a request, and loading the file.
     """
 
     def __init__(
@@ -182,12 +172,9 @@ class UserCode:
     def ask(
         self, method: str, calls: Mapping[str, Any], place: Callable[[str], Place]
     ) -> dict[str, Any]:
-        """Make calls, and return their values by key; raise the first failure as a RewardError.
+        """Make calls of a method, and return their values by key; raise the first failure.
 
-        Args:
-            method: as the module docstring lists them.
-            calls: plain JSON by key.
-            place: returns, for an error, where the call with this key failed.
+        Arguments are plain JSON by key. `place` says where the call with a key failed.
         """
         if not calls:
             return {}
@@ -238,12 +225,7 @@ class Refused(Exception):
 
 
 class Worker:
-    """Makes the calls of requests.
-
-    Args:
-        reference: file and name of the code.
-        timeout_s: for all calls of a request.
-    """
+    """Makes the calls of requests; `timeout_s` limits all calls of one."""
 
     def __init__(self, reference: FunctionReference, timeout_s: float) -> None:
         self._reference, self._timeout_s = reference, timeout_s
@@ -288,10 +270,10 @@ class Worker:
             self._loaded = load(self._reference)
             return None
         if method == "call":
-            return self._loaded(**taken(self._loaded, argument))
+            return self._loaded(**accepted(self._loaded, argument))
         if method == "reset":
             made = self._objects[key] = self._loaded()
-            return made.reset(**taken(made.reset, argument))
+            return made.reset(**accepted(made.reset, argument))
         if method == "step":
             return self._objects[key].step(argument)
         made = self._objects.pop(key)
@@ -330,7 +312,7 @@ def load(reference: FunctionReference) -> Any:
     return loaded
 
 
-def taken(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords that a function takes: all with `**kwargs`, else those it names."""
     try:
         parameters = inspect.signature(function).parameters.values()

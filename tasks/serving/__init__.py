@@ -1,10 +1,16 @@
 """Models outside of training: served by vLLM, and measured by transformers as the reference.
 
-vllm          smoke tests in a child process, rollouts inside training ranks
-rollout_servers  vLLM servers over HTTP, for rollouts
-reference     fingerprints, greedy tokens and rewards by transformers
-registered_model  a registered model in MLflow's `pyfunc.load_model`
-prompts       conversations to token ids and back
-text          loops and exact match in generated text
-forks         forks that can still use a GPU
+    VllmChild().run(jobs, settings, log=log, log_path=path)     vllm/job: smoke tests in a child
+    Colocated(how, sampling).generate(prompts, seeds)           vllm/rollouts: inside a rank
+    Fleet(how, sampling, urls).generate(requests, version)      rollout_servers/fleet: over HTTP
+    load_model(folder, adapter=...)                             reference/load: in transformers
+    fingerprint(model, like)                                    reference/measure
+    mlflow.pyfunc.load_model("models:/name@candidate")          registered_model
+
+vllm             a child for smoke tests, the engine of rollouts, `vllm serve` as users start it
+rollout_servers  vLLM servers for rollouts: started, or elsewhere
+reference        a model by transformers in a child: fingerprints, greedy tokens, rewards
+http_server      a server as a child process; `llama_cpp` makes commands for GGUF files
+prompts, text    conversations to token ids and back; loops and exact match in texts
+forks            forks that can still use a GPU, for the two children
 """

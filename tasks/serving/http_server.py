@@ -43,17 +43,9 @@ def running(
 ) -> Iterator[str]:
     """Start a server, wait until it is healthy, and yield its address.
 
-    Args:
-        argv: command that listens on `HOST` and `port`, and answers `/health`.
-        port: a free port.
-        timeout_s: seconds for the start and the whole block.
-        stage: name for log lines and errors.
-        log: gets the server's output.
-        log_path: file for its whole output.
-        env: additions to the environment.
-
-    Raises:
-        StageProcessError: the server ended, or the time is over; with its last lines of output.
+    The command listens on `HOST` and `port` and answers `/health`. `timeout_s` limits the start and
+    the whole block. Raises StageProcessError with the last lines of output if the server ended or
+    the time is over.
     """
     with Output(stage=stage, log=log, log_path=log_path) as output, started(argv, env) as c:
         reader = threading.Thread(target=pass_on, args=(c, output), daemon=True)
@@ -85,10 +77,6 @@ def started(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Iterat
     It has a temporary folder of its own: vLLM's processes talk over sockets in TMPDIR, which would
     stay there when they are killed. The folder's name is short, as a socket's path may only have
     107 characters.
-
-    Args:
-        argv: its command.
-        env: additions to the environment.
     """
     with (
         TemporaryDirectory(prefix="pl-", ignore_cleanup_errors=True) as folder,
@@ -118,15 +106,9 @@ def pass_on(child: Child, output: Output) -> None:
 
 
 def wait_until_healthy(child: Child, port: int, until: float = math.inf) -> None:
-    """Wait until the server is healthy.
+    """Wait until the server is healthy; `until` is a time of `time.monotonic()`.
 
-    Args:
-        child: the server.
-        port: its port.
-        until: a time of `time.monotonic()`.
-
-    Raises:
-        EndedError: the server has ended, or the time is over.
+    Raises EndedError if the server has ended or the time is over.
     """
     while child.poll() is None and time.monotonic() < until:
         with suppress(OSError, http.client.HTTPException):

@@ -33,17 +33,11 @@ _SAMPLING = {
 
 @dataclass(frozen=True)
 class Programs:
-    """Programs of llama.cpp; None for each that was not found.
+    """Programs of llama.cpp; None for each that was not found."""
 
-    Attributes:
-        converter: script that writes a GGUF file in 16 or 8 bits.
-        quantizer: program that makes the other types from one in 16 bits.
-        server: program that serves a GGUF file.
-    """
-
-    converter: Path | None
-    quantizer: Path | None
-    server: Path | None
+    converter: Path | None  # script that writes a GGUF file in 16 or 8 bits
+    quantizer: Path | None  # program that makes the other types from one in 16 bits
+    server: Path | None  # program that serves a GGUF file
 
 
 def find_programs(folder: str | None) -> Programs:
@@ -69,12 +63,12 @@ def gguf_file(folder: Path) -> Path | None:
 
 def serve_command(file: Path, server: Path | None = None) -> list[str]:
     """Return the command that serves a GGUF file with the sampling defaults of its folder."""
-    given: dict[str, float] = {}
+    defaults: dict[str, float] = {}
     with suppress(OSError, ValueError):
-        given = json.loads((file.parent / "generation_config.json").read_text())
+        defaults = json.loads((file.parent / "generation_config.json").read_text())
     command = [str(server or SERVER), "-m", str(file)]
     for name, (option, neutral) in _SAMPLING.items():
-        value = given.get(name)
+        value = defaults.get(name)
         command += [option, str(neutral if value is None else value)]
     return command
 

@@ -30,13 +30,8 @@ def render(
 ) -> Prompts:
     """Render each conversation as a prompt: without its last answer, with the generation prompt.
 
-    Args:
-        folder: model folder with the tokenizer.
-        conversations: a final assistant message is left out.
-        template_from: folder of the chat template to use if `folder` has none (a base model).
-
-    Raises:
-        ContractError: no chat template.
+    A base model's folder may borrow its chat template from another one. Raises ContractError if
+    there is none.
     """
     tokenizer = _with_template(folder, template_from)
     questions = map(question_of, conversations)
@@ -58,12 +53,7 @@ def chat(messages: Sequence[Mapping[str, Any]], row: Chat) -> dict[str, Any]:
 def render_whole(folder: Path, conversations: Sequence[Chat]) -> list[list[int]]:
     """Return the token ids of whole conversations, up to the id that ends the last answer.
 
-    Args:
-        folder: model folder with tokenizer and chat template.
-        conversations: the last message of each is the assistant's.
-
-    Raises:
-        ContractError: no chat template.
+    Raises ContractError without a chat template.
     """
     tokenizer = _with_template(folder)
     stops = set(stop_ids(folder, tokenizer.eos_token_id))
@@ -80,13 +70,7 @@ def _with_template(folder: Path, template_from: Path | None = None) -> Any:
 
 
 def whole_ids(tokenizer: Any, conversation: Chat, stops: Container[int]) -> list[int]:
-    """Return the token ids of one whole conversation, up to the id that ends the last answer.
-
-    Args:
-        tokenizer: has a chat template.
-        conversation: its last message is the assistant's.
-        stops: ids that end an answer.
-    """
+    """Return the token ids of one whole conversation, up to the id that ends the last answer."""
     text = tokenizer.apply_chat_template(
         list(conversation["messages"]), tools=conversation.get("tools"), tokenize=False
     )
@@ -111,24 +95,13 @@ def decode(folder: Path, tokens: Sequence[Sequence[int]]) -> list[str]:
 
 
 def encode_texts(folder: Path, texts: Sequence[str], limit: int) -> list[list[int]]:
-    """Return the token ids of plain texts by the tokenizer's defaults.
-
-    Args:
-        folder: model folder with the tokenizer.
-        texts: the texts.
-        limit: maximum tokens per text; the rest is cut off.
-    """
+    """Return the token ids of plain texts by the tokenizer's defaults, cut off at `limit`."""
     tokenizer = load_tokenizer(folder)
     return [[int(i) for i in tokenizer(text)["input_ids"][:limit]] for text in texts]
 
 
 def stop_ids(folder: Path, tokenizer_eos: int | None) -> list[int]:
-    """Return every id at which a server of this folder stops, sorted.
-
-    Args:
-        folder: model folder with config.json and generation_config.json.
-        tokenizer_eos: EOS id of its tokenizer, or None.
-    """
+    """Return every id at which a server of this folder stops, sorted."""
     stops = set() if tokenizer_eos is None else {int(tokenizer_eos)}
     for name in ("generation_config.json", "config.json"):
         path = folder / name
@@ -139,11 +112,7 @@ def stop_ids(folder: Path, tokenizer_eos: int | None) -> list[int]:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of a model folder, from local files only.
-
-    Raises:
-        ArtifactError: no tokenizer, or it cannot be loaded.
-    """
+    """Load the tokenizer of a model folder, from local files only. Raises ArtifactError."""
     from transformers import AutoTokenizer
 
     if not (folder / "tokenizer_config.json").is_file():

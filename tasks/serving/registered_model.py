@@ -35,9 +35,7 @@ _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 def _load_pyfunc(data_path: str, model_config: Mapping[str, Any] | None = None) -> RegisteredFolder:
     """Load the folder that `served.json` names; called by MLflow.
 
-    Raises:
-        ArtifactError: the folder does not exist here, or is not what was registered.
-        ConfigError: there is no such engine.
+    Raises ArtifactError if the folder does not exist here, or is not what was registered.
     """
     place = json.loads((Path(data_path) / "served.json").read_text())
     folder = require_published(Path(place["path"]), place["digest"]).path
@@ -59,11 +57,7 @@ def _has_gpu() -> bool:
 
 
 class RegisteredFolder:
-    """A loaded folder.
-
-    Args:
-        folder: the served folder, verified.
-    """
+    """A loaded folder, verified."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -73,9 +67,7 @@ class RegisteredFolder:
     def predict(self, model_input: Any, params: Any = None) -> Any:
         """Answer chat requests: one as a dictionary, several as a list of them.
 
-        Args:
-            model_input: a request, or a table with one a row, as MLflow makes it.
-            params: not used; MLflow passes them.
+        MLflow passes several as a table with one a row, and `params`, which are not used.
         """
         rows = model_input.to_dict("records") if hasattr(model_input, "to_dict") else [model_input]
         answers = [self.answer({k: v for k, v in row.items() if _is_given(v)}) for row in rows]

@@ -31,11 +31,7 @@ def matches(text: str, answer: str) -> bool:
 
 
 def exact_match(texts: Sequence[str], answers: Sequence[str]) -> float:
-    """Return the share of texts that equal their answer, apart from surrounding whitespace.
-
-    Raises:
-        ValueError: no texts, or not as many answers.
-    """
+    """Return the share of texts that equal their answer, apart from surrounding whitespace."""
     if not texts:
         raise ValueError("no text to compare")
     pairs = list(zip(texts, answers, strict=True))

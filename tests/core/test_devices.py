@@ -19,12 +19,11 @@ import torch
 
 from tasks.drift.fingerprint import drift
 from tasks.evaluation.scoring import ModelRef
-from tasks.rl.algorithms import advantages
-from tasks.rl.algorithms.batch import Totals
-from tasks.rl.algorithms.policy_loss import LossInputs, PolicyLoss
-from tasks.rl.algorithms.value_loss import value_loss
-from tasks.rl.experience.packed_rows import Experience, measure_tokens, pack_experience
-from tasks.rl.experience.responses import Prompt, Response, ScoredResponse
+from tasks.rl import advantages, correction
+from tasks.rl.algorithms import ALGORITHMS
+from tasks.rl.experience import measure_tokens, pack_experience
+from tasks.rl.losses import Totals, policy_loss, value_loss
+from tasks.rl.responses import Prompt, Response, ScoredResponse
 from tasks.rl.rollout.merged import merged_tensors
 from tasks.serving.reference import measure
 from tasks.serving.reference import requests as answers
@@ -41,6 +40,7 @@ from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.order import Counts
 from tasks.training.tokens.packing import trial_row
 from tests.elsewhere import DEVICE, Elsewhere
+from tests.settings import Loop
 from tests.tiny import tiny
 from tests.training.tokens.test_packing import make_examples
 
@@ -165,30 +165,23 @@ def test_responses_are_measured_and_learned_from(elsewhere: None) -> None:
         estimated = advantages.spread(scores, got.lengths)
         outputs = TokenOutputs(0.7, entropy=True)
         logprobs, entropies = model(row=got.row([0, 3]).to(device), outputs=outputs)
-        given = _loss_inputs(got, [0, 3], estimated, entropies, device)
-        loss = PolicyLoss("sequence", "sequences", entropy_coef=0.1)(logprobs, given)
+        got = replace(got, advantages=estimated, returns=estimated, values=got.old)
+        row, totals = got.part([0, 3], device), Totals(5, 2, 8)
+        weights = correction.weights(
+            row.old, row.sampled, row.lengths, kind="sequence_mask", high=9.0, low=0.0
+        )
+        loss = policy_loss(
+            logprobs, row, totals, ALGORITHMS["gspo"], Loop(entropy_coef=0.1), weights_n=weights,
+            entropy_n=entropies,
+        )  # fmt: skip
         loss.value.backward()
-        values = value_loss(logprobs.detach(), given.old_n, given.advantages_n, given.totals, 0.2)
+        values = value_loss(logprobs.detach(), row, totals, 0.2)
         gradients = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
         return got.old.tolist(), float(loss.value), gradients, float(values.value)
 
     here, there = on_both(compute)
     for mine, theirs in zip(here, there, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
-
-
-def _loss_inputs(
-    experience: Experience, chosen: list[int], estimated: Any, entropies: Any, device: torch.device
-) -> LossInputs:
-    """Return the loss inputs as `Updater` makes them."""
-    from tasks.rl.update import UpdateInputs, Updater
-
-    loop = SimpleNamespace(correction="sequence_mask", correction_high=9.0, correction_low=0.0,
-                           mask_truncated=False)  # fmt: skip
-    inputs = UpdateInputs(experience, SimpleNamespace(advantages_N=estimated), 0.0)  # type: ignore[arg-type]
-    updater: Any = SimpleNamespace(setup=SimpleNamespace(ranks=ranks(device), loop=loop))
-    old = experience.old[experience.places(chosen)]
-    return Updater._loss_inputs(updater, inputs, chosen, old, entropies, Totals(5, 2, 8))
 
 
 def test_fingerprints_of_the_trainer_and_of_the_scorer(elsewhere: None) -> None:

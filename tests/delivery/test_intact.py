@@ -15,7 +15,7 @@ from tasks.core.errors import ArtifactError, ConfigError
 from tasks.delivery.plan.identity import folder_identity
 from tasks.delivery.side_files import find_tokens
 from tasks.pipeline.artifact import Origin, publish, staging
-from tasks.rl.rewards.folder import model_digest
+from tasks.rl.reward_model import model_digest
 from tasks.weights.files.header import read_header
 from tasks.weights.files.side_files import foreign_entries
 from tests.delivery.conftest import Done

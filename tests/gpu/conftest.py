@@ -14,7 +14,7 @@ import pytest
 
 from tests.gpu.suite import Check, Setting, missing
 
-ROWS = pytest.StashKey[list[list[str]]]()
+ROWS = pytest.StashKey[list[str]]()
 MACHINE = """
 import json, torch
 there = torch.cuda.is_available()
@@ -84,48 +84,21 @@ def setting(machine: Machine, place: Path, check: Check) -> Setting:
     return Setting("cuda", tiny=False, folder=place, gpus=check.gpus)
 
 
-def pytest_report_collectionfinish(items: list[pytest.Item]) -> list[str]:
-    """Say how long the collected checks take."""
-    rows = [
-        item.callspec.params["check"]  # type: ignore[attr-defined]
-        for item in items
-        if item.get_closest_marker("gpu") or item.get_closest_marker("gpus")
-    ]
-    if not rows:
-        return []
-    minutes = sum(one.seconds for one in rows) / 60
-    return [f"{len(rows)} GPU checks, about {minutes:.0f} minutes where all of them can run"]
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note each check's row of the table."""
+    """Note each check's line of the summary."""
     report = yield
     gpu = item.get_closest_marker("gpu") or item.get_closest_marker("gpus")
-    over = call.when == "call" or (call.when == "setup" and not report.passed)
-    if gpu and over:
-        check: Check = item.callspec.params["check"]  # type: ignore[attr-defined]
-        numbers = dict(report.user_properties)
-        text = ", ".join(f"{name} {value}" for name, value in numbers.items())
-        if report.skipped:
-            text = str(report.longrepr[2]).removeprefix("Skipped: ")  # type: ignore[index]
-        state = {"passed": "ran", "failed": "FAILED"}.get(report.outcome, report.outcome)
-        needs = ", ".join(("torch", *check.needs))
-        row = [check.name, needs, state, f"{call.duration:.0f}", text]
-        item.config.stash.setdefault(ROWS, []).append(row)
+    if gpu and (call.when == "call" or (call.when == "setup" and not report.passed)):
+        numbers = ", ".join(f"{name} {value}" for name, value in report.user_properties)
+        text = f"{item.name}: {report.outcome} in {call.duration:.0f} s; {numbers}"
+        item.config.stash.setdefault(ROWS, []).append(text)
     return report
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print the table."""
-    rows = config.stash.get(ROWS, [])
-    if not rows:
-        return
-    terminalreporter.section("GPU checks")
-    heads = ["check", "needs", "state", "seconds", "measured, or why it was skipped"]
-    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(4)]
-    for row in [heads, *rows]:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        terminalreporter.line(" | ".join([*cells, row[4]]))
+    """Print what the checks measured."""
+    for row in config.stash.get(ROWS, []):
+        terminalreporter.line(row)

@@ -138,11 +138,6 @@ def reload_tied(setting: Setting) -> Numbers:
     return _reload(setting, tied=True)
 
 
-def reload_untied(setting: Setting) -> Numbers:
-    """Whole weights of a full policy with a head of its own; see `_reload`."""
-    return _reload(setting, tied=False)
-
-
 def reload_dora(setting: Setting) -> Numbers:
     """Merged weights of a DoRA policy; see `_reload`."""
     return _reload(setting, tied=True, dora=True)
@@ -193,7 +188,7 @@ def _move(policy: Any, part: str, seed: int) -> None:
 
 def followed(setting: Setting, names: Sequence[str]) -> Numbers:
     """Policies in DeepSpeed's engine, synced to vLLM and sampled: see `tests/rl`."""
-    from tests.rl.rollout import test_rollouts
+    from tests.rl import test_rollouts
     from tests.training.conftest import make_tokenizer, save_base
 
     base = setting.folder / "base32"
@@ -214,7 +209,7 @@ def followed(setting: Setting, names: Sequence[str]) -> Numbers:
 
 def rollouts(setting: Setting) -> Numbers:
     """LoRA, full, QLoRA and DoRA policies on one GPU."""
-    return followed(setting, ("lora", "full-zero2", "qlora", "dora"))
+    return followed(setting, ("lora", "full", "qlora", "dora"))
 
 
 def rollouts_ranks(setting: Setting) -> Numbers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
@@ -111,15 +110,6 @@ def _forked(work: Callable[[], str]) -> str:
         result = pipe.read().decode()
     _, status = os.waitpid(pid, 0)
     return result if result and not status else f"{result} (status {status})"
-
-
-def spawn(setting: Setting) -> Numbers:
-    """Compute in a spawned process while this one holds the device."""
-    here = _compute(setting.device)
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        there = pool.apply_async(_compute, (setting.device,)).get(timeout=60)
-    assert (here, there) == ("ok", "ok")
-    return {"here": here, "spawned": there}
 
 
 @dataclass(frozen=True)

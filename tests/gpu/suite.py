@@ -81,10 +81,8 @@ ALL = (*QLORA, "vllm", "prefect", "mlflow", "hydra")
 CHECKS = (
     # in the order of importance
     Check("fork", "numerics", 30, HF),
-    Check("spawn", "numerics", 15, ()),
     Check("engine", "engines", 150, VLLM, gib=24),
     Check("reload-tied", "engines", 80, VLLM, gib=24),
-    Check("reload-untied", "engines", 80, VLLM, gib=24),
     Check("reload-dora", "engines", 80, VLLM, gib=24),
     Check("fingerprint", "numerics", 40, HF, gib=16),
     Check("nf4", "numerics", 15, BNB),

@@ -120,4 +120,4 @@ def test_what_changes_results_and_was_in_no_key_is_covered() -> None:
     assert {"tasks/weights/native/fold.c", "tasks/weights/quantized/nf4.py"} <= merge
     assert {"tasks/weights/quantized/nf4.py", "tasks/training/losses.py"} <= train
     assert not [path for path in train if path.startswith("tasks/rl/")]
-    assert {"tasks/rl/algorithms/registry.py", "tasks/serving/vllm/rollouts.py"} <= online
+    assert {"tasks/rl/algorithms.py", "tasks/serving/vllm/rollouts.py"} <= online

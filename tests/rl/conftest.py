@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tasks.rl.environment.process import EnvironmentProcess
+from tasks.rl.environment import EnvironmentProcess
 from tasks.rl.user_code import FunctionReference
-from tests.rl.environment.playing import LOG, Open
+from tests.rl.playing import LOG, Open
 from tests.training.conftest import make_tokenizer, save_base
 
 

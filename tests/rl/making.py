@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tasks.rl.experience.responses import Prompt, Response
+from tasks.rl.responses import Prompt, Response
 from tasks.serving.vllm.colocation import Generated
 from tests.training.conftest import make_tokenizer
 

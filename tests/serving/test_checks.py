@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tasks.core.errors import ArtifactError
-from tasks.drift.fingerprint import PROFILES, Drift, Fingerprint
-from tasks.drift.verdict import verdict
+from tasks.drift.fingerprint import Fingerprint
 from tasks.evaluation import smoke_checks
 from tasks.evaluation.greedy_ties import Agreement, compare_greedy, engine_noise
-from tasks.serving.text import LOOP_REPEATS, LOOP_TOKENS, MAX_BLOCK, exact_match, is_degenerate
+from tasks.serving.text import LOOP_REPEATS, LOOP_TOKENS, MAX_BLOCK, is_degenerate
 
 
 def has_a_loop(tokens: list[int]) -> bool:
@@ -37,14 +35,6 @@ def has_a_loop(tokens: list[int]) -> bool:
 @example([8, 9, *[3] * 16, 4])
 def test_loops_and_nothing_else_are_found(tokens: list[int]) -> None:
     assert is_degenerate(tokens) is has_a_loop(tokens)
-
-
-def test_exact_match() -> None:
-    assert exact_match(["tac", " dog\n", "x"], ["tac", "dog", "y"]) == pytest.approx(2 / 3)
-    assert exact_match(["A"], ["a"]) == 0.0
-    for texts, expected in (([], []), (["a", "b"], ["a"])):
-        with pytest.raises(ValueError):
-            exact_match(texts, expected)
 
 
 STEPS = [[(4, 16.0), (5, 15.9), (6, 15.0)], [(7, 3.0), (8, 1.0)]]
@@ -79,11 +69,6 @@ def test_ties_are_narrower_in_a_finer_dtype_and_wider_with_noise() -> None:
     assert engine_noise(prints[0], prints[0]) == 0.0
 
 
-CALM = Drift(mean_kl=1e-5, p95_kl=1e-4, max_kl=9.0, top1_agreement=1.0, cosine=1.0)
-MOVED = Drift(mean_kl=0.2, p95_kl=0.5, max_kl=1.0, top1_agreement=0.5, cosine=0.7)
-STANDARD = PROFILES["standard"]
-
-
 def test_stray_weights_are_found_beside_one_file_and_beside_shards(tmp_path: Path) -> None:
     def touch(*names: str) -> None:
         for name in names:
@@ -105,20 +90,6 @@ def test_stray_weights_are_found_beside_one_file_and_beside_shards(tmp_path: Pat
     index.write_text("{}")
     with pytest.raises(ArtifactError, match="weight_map"):
         smoke_checks.stray_weights(tmp_path)
-
-
-def test_a_failed_drift_check_names_stage_numbers_and_profile() -> None:
-    assert smoke_checks.drift_check(CALM, STANDARD, "").ok
-    bad = smoke_checks.drift_check(MOVED, STANDARD, "merge")
-    assert not bad.ok
-    for thing in ("2.00e-01", "5.00e-01", "0.5000", "merge"):
-        assert thing in bad.found
-    mild = Drift(mean_kl=2e-3, p95_kl=6e-3, max_kl=0.1, top1_agreement=0.99, cosine=1.0)
-    assert "gate=relaxed" in verdict(mild, STANDARD, cause="rounding").hint
-    assert "gate=" not in verdict(MOVED, STANDARD).hint
-    history = {"gather": asdict(CALM), "merge": asdict(MOVED), "convert": asdict(MOVED)}
-    assert smoke_checks.first_mover(history, STANDARD) == "merge"
-    assert smoke_checks.first_mover({"gather": asdict(CALM)}, STANDARD) is None
 
 
 def test_rates_of_greedy_stop_and_degenerate_responses() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tasks.core.errors import RewardError
 from tasks.evaluation.evaluation_prompts import computing_dtype_of
 from tasks.evaluation.responses import Measure
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
@@ -110,12 +109,3 @@ def test_a_function_of_the_user_judges_the_responses_of_both_models(
         assert [row[f"function_{when}"] for row in rows] == sizes
         assert metrics[f"eval/function_{when}"] == pytest.approx(sum(sizes) / len(sizes))
     assert metrics["eval/function_before"] != metrics["eval/function_after"]
-
-
-def test_a_function_that_raises_is_named_by_its_setting(
-    run: Callable[..., StageReport], tmp_path: Path
-) -> None:
-    (tmp_path / "judge.py").write_text("def size(completions, **_):\n    raise ValueError('no')\n")
-    function = Measure.of(f"{tmp_path}/judge.py:size")
-    with pytest.raises(RewardError, match=r"eval.function=.*judge.py:size failed .*no"):
-        run(temperature=None, function=function, tools={"function_s": 60.0})

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from tasks.drift.fingerprint import Fingerprint, drift
 from tasks.evaluation.http_verification import fingerprint_of
 from tasks.verify.compare import align
-from tasks.verify.servers.server import EMPTY, Entry, Scores
+from tasks.verify.servers.server import Entry, Scores
 
 PROBES = (tuple(range(40)), tuple(range(5, 60)))
 POSITIONS = sum(len(probe) - 1 for probe in PROBES)
@@ -49,12 +49,3 @@ def test_drift_is_that_of_all_ids(vocabulary: int, noise: float) -> None:
     measured, expected = drift(reference, seen), drift(reference, exact)
     assert 0.8 * expected.mean_kl < measured.mean_kl < 1.02 * expected.mean_kl
     assert measured.top1_agreement == expected.top1_agreement
-
-
-def test_a_position_without_answer_is_no_log_probability() -> None:
-    values = logprobs(np.random.default_rng(0).normal(size=(POSITIONS, 300)))
-    reference = printed(values, np.argsort(-values).astype(np.int32))
-    scores = listed(values, 100)
-    scores[0] = [EMPTY, *scores[0][1:]]
-    seen = fingerprint_of(reference, align(reference, scores))
-    assert np.isnan(seen.logprobs).any(1).tolist() == [True] + [False] * (POSITIONS - 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import shutil
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasks.core.errors import ArtifactError, ContractError
+from tasks.core.errors import ArtifactError
 from tasks.drift.fingerprint import Fingerprint, drift
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tests.serving.models import CONVERSATIONS, END, load
@@ -73,20 +72,6 @@ def test_a_missing_tensor_is_refused_and_not_made_up(
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ArtifactError, match=r"model\.layers\.1\.self_attn\.q_proj"):
         scorer.fingerprint(ModelRef(folder), trained / "fingerprint.fp", tmp_path / "x.fp")
-
-
-def test_a_tokenizer_without_chat_template_borrows_one_only_when_told(
-    scorer: ReferenceScorer, served: Path, tmp_path: Path
-) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
-        (tmp_path / name).write_bytes((served / name).read_bytes())
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert "chat_template" not in config
-    rows = [{"messages": CONVERSATIONS[0]}]
-    with pytest.raises(ContractError, match="chat template"):
-        scorer.encode(tmp_path, rows)
-    borrowed = scorer.encode(tmp_path, rows, template_from=served)
-    assert borrowed.tokens == scorer.encode(served, rows).tokens
 
 
 def die() -> None:

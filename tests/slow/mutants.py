@@ -24,7 +24,7 @@ ROOMS = {
     "tasks/weights": ("tests/weights", "tests/delivery"),
     "tasks/verify": ("tests/verify", "tests/e2e/test_first_screen.py"),
     "tasks/training/tokens": ("tests/training/tokens", "tests/training"),
-    "tasks/rl/algorithms": ("tests/rl/algorithms", "tests/rl"),
+    "tasks/rl": ("tests/rl", "tests/training/test_online.py"),
 }
 """Tests that can notice a fault in a package, the quickest first."""
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {

@@ -19,7 +19,7 @@ from tasks.data.readers import FILE_KINDS, existing_file, read_rows
 from tasks.data.reading import Reading
 from tasks.data.sources import MixedRow, Source
 from tasks.prepare import control_settings
-from tasks.rl.rewards.function import EXACT_MATCH
+from tasks.rl.rewards import EXACT_MATCH
 
 PEEK = 1000
 """Rows that are read: enough to see all columns of a source with mixed rows."""

@@ -24,9 +24,9 @@ from tasks.config.checks.model import look_at
 from tasks.config.defaults import ONLINE
 from tasks.core import machine
 from tasks.core.finding import Finding
-from tasks.rl.algorithms.algorithm_options import WITH_CRITIC
-from tasks.rl.rewards.folder import ROW_TOKENS
-from tasks.rl.rollout.vllm_support import goes_as_adapter
+from tasks.rl.algorithms import ALGORITHMS
+from tasks.rl.reward_model import ROW_TOKENS
+from tasks.rl.rollout.engine import goes_as_adapter
 from tasks.rl.settings import Online
 from tasks.training.engine.failure import smaller
 from tasks.training.job import Batch, Settings
@@ -378,7 +378,7 @@ def _critic(
     config: Mapping[str, Any], training: Settings, online: Online, *, gpu: bool
 ) -> Iterator[MemoryEstimate]:
     """Yield the memory of the critic: a second model, or an adapter on the policy's trunk."""
-    if training.objective in WITH_CRITIC:
+    if ALGORITHMS[training.objective].critic:
         model = estimate(config, training, training.world_size, gpu=gpu, critic=True)
         if online.loop.critic == "shared":
             weights = adapter_weights(Sizes.of(config), training) * ITEM[training.dtype]

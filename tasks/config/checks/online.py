@@ -18,11 +18,11 @@ from tasks.core import machine
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.finding import Finding
 from tasks.core.redaction import redact
-from tasks.rl.algorithms import algorithm_options
-from tasks.rl.environment.observation_tokens import probes, refused, unstable
-from tasks.rl.rewards.folder import RewardFolder
-from tasks.rl.rewards.function import EXACT_MATCH
-from tasks.rl.rollout.vllm_support import goes_as_adapter, served_rank, unservable
+from tasks.rl import algorithms
+from tasks.rl.observations import probes, refused, unstable
+from tasks.rl.reward_model import RewardFolder
+from tasks.rl.rewards import EXACT_MATCH
+from tasks.rl.rollout.engine import goes_as_adapter, served_rank, unservable
 from tasks.rl.settings import Loop, Rollout
 from tasks.rl.user_code import CALCULATOR, ENVIRONMENT, REWARD, FunctionReference
 from tasks.serving.vllm.colocation import RANKS_OF_ADAPTERS, Colocation, Sampling
@@ -47,7 +47,7 @@ def problems(context: Context) -> Iterator[Finding]:
         example = "reward.url=http://<host>:<port>/<path>"
         yield Finding("reward.url", redact(reward["url"]), "http or https, and a host", example)
     yield from environment(settings)
-    yield from algorithm_options.findings(name, read_section(Loop, rl, "rl"))
+    yield from algorithms.findings(name, read_section(Loop, rl, "rl"))
     yield from critic(name, rl, settings["peft"]["kind"], settings["zero"]["stage"])
     yield from steps(
         rl["rollout_batch_size"], rl["num_generations"], settings["train"]["global_batch_size"]
@@ -139,7 +139,7 @@ def environment(settings: Mapping[str, Any]) -> Iterator[Finding]:
 
 def critic(objective: str, rl: Mapping[str, Any], peft: str, stage: int) -> Iterator[Finding]:
     """Check the critic: a shared one needs a frozen trunk that is not partitioned."""
-    if objective not in algorithm_options.WITH_CRITIC:
+    if not algorithms.ALGORITHMS[objective].critic:
         return
     warmup, iterations = rl["critic_warmup"], rl["iterations"]
     if iterations is not None and warmup >= iterations:

@@ -1,7 +1,13 @@
 """Sampling responses with vLLM or its servers, and syncing the policy's weights.
 
-engines       the interface of a rollout engine, and the choice of one
-policy_sync   checks of the policy before each weight sync
-merged        the policy as full weights, for vLLM without an adapter
-sync_proof    proves by log-probabilities that servers sample from the version that was synced
+    engine = VllmEngine(Policy(engine, job, ranks), rollout, ends=ends, probes=prompts)
+    engine.sync_weights()                          and prove that vLLM has them
+    responses = engine.generate(requests)          this rank's, several for each request
+
+engine     the interface of a rollout engine, and what vLLM can sample
+in_rank    vLLM inside each training rank
+servers    vLLM servers over HTTP
+policy     version, checks and folders of the policy before each weight sync
+merged     the policy as full weights, for vLLM without an adapter
+proof      proves by log-probabilities that vLLM samples from the version that was synced
 """

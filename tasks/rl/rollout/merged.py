@@ -21,7 +21,7 @@ from torch import nn
 
 from tasks.core.contract import Expected, judge, require
 from tasks.core.errors import ConfigError
-from tasks.rl.rollout.policy_sync import TensorSpec
+from tasks.rl.rollout.policy import TensorSpec
 from tasks.training.engine.partitions import SAFETENSORS_DTYPES
 from tasks.training.model.adapter import ADAPTER
 from tasks.training.model.gather_params import whole
@@ -35,18 +35,12 @@ SHARD = 2 << 30
 
 
 def merged_tensors(module: nn.Module, facts: Model) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of a checkpoint of the policy, a tied head under its own key too.
+    """Yield every tensor of a checkpoint of the policy by its key on disk, tied ones too.
 
-    Under ZeRO-3 all ranks have to iterate together. A key is that on disk; the tensor is on the
-    model's device, and the caller may keep it.
-
-    Args:
-        module: module of the DeepSpeed engine: a transformers model, or peft's around one.
-        facts: of its base.
-
-    Raises:
-        ConfigError: a model family whose tensors on disk are not those in memory.
-        ContractError: after the last tensor, if they are not those that the model class needs.
+    The module is a transformers model, or peft's around one; the facts are of its base. Under
+    ZeRO-3 all ranks have to iterate together. A tensor is on the model's device, and the caller may
+    keep it. Raises ConfigError for a model family whose tensors on disk are not those in memory,
+    and ContractError after the last tensor, if they are not those that the model class needs.
     """
     keys = disk_keys(facts)
     model = model_of(module)
@@ -63,20 +57,10 @@ def merged_tensors(module: nn.Module, facts: Model) -> Iterator[tuple[str, torch
 
 
 def write_merged(module: nn.Module, facts: Model, folder: Path | None, *, base: Path) -> int:
-    """Write the policy as a checkpoint with the base's config.json. All ranks take part.
+    """Write the policy as a checkpoint with the base's config.json; return the number of tensors.
 
-    Args:
-        module: as of `merged_tensors`.
-        facts: of its base.
-        folder: existing folder; None on ranks that do not write.
-        base: folder of the base.
-
-    Returns:
-        Number of tensors.
-
-    Raises:
-        ConfigError: as `merged_tensors`.
-        ContractError: as `merged_tensors`; nothing must be loaded from the folder then.
+    All ranks take part; those without a folder write nothing. Errors are those of `merged_tensors`,
+    and nothing must be loaded from the folder then.
     """
     shard: dict[str, torch.Tensor] = {}
     count = written = size = 0

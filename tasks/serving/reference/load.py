@@ -40,14 +40,13 @@ def load_model(
     """Load a causal language model in eval mode, from local files only.
 
     Args:
-        path: Hugging Face folder; the base if `adapter` is given.
+        path: Hugging Face folder; the base if there is an adapter.
         adapter: PEFT folder, loaded unmerged in its stored dtype.
         quantization: `{"type": "nf4" | "fp4", "double_quant": bool, "compute_dtype": str}` or None.
-        dtype: torch dtype name of everything that is not quantised.
-        attn_implementation: as in transformers.
+        dtype: of everything that is not quantised.
         weighted: several adapters instead of `adapter`: the weight of each one's change, by folder.
         device_map: as in transformers, see `placement`.
-        as_stored: as in `from_folder`.
+        as_stored: let transformers read fp8, which may quantise activations, too.
 
     Raises:
         ArtifactError: a folder is missing, unreadable or incomplete, or has tensors that the model
@@ -79,21 +78,10 @@ def from_folder(
     as_stored: bool = False,
     **extra: Any,
 ) -> Any:
-    """Load a model from local files and check that all its tensors are there.
+    """Load a model from local files and check that all its tensors are there, as `load_model`.
 
-    Args:
-        auto: transformers' auto class; None for the one that predicts tokens.
-        path: the folder.
-        dtype: torch dtype name.
-        attn_implementation: as in transformers.
-        quantization: as in `load_model`.
-        gaps: tensors that may be missing in the files or left over.
-        device_map: as in transformers, see `placement`.
-        as_stored: True to let transformers read fp8, which may quantise activations, too.
-        extra: further arguments of `from_pretrained`.
-
-    Raises:
-        ArtifactError: as `load_model`.
+    `auto` is transformers' auto class, None for the one that predicts tokens; `gaps` are tensors
+    that may be missing in the files or left over; `extra` goes to `from_pretrained`.
     """
     import torch
     import transformers
@@ -193,11 +181,7 @@ def _unwrapped(path: Path) -> dict[str, Any] | None:
 def placement(path: Path, device: str, *, quantized: bool) -> Any:
     """Return transformers' `device_map`: one device, or all GPUs of this node for a large model.
 
-    Args:
-        path: folder of the model, or of the base.
-        device: "cpu" or "cuda".
-        quantized: True for a model in 4 bits. Without a device map, transformers puts such a model
-            on a GPU if there is one.
+    Without a device map, transformers puts a model in 4 bits on a GPU if there is one.
     """
     if device == "cpu":
         return {"": "cpu"} if quantized else None
@@ -367,14 +351,7 @@ def refuse_gaps(
 ) -> None:
     """Refuse missing and unexpected tensors; transformers only warns and invents missing ones.
 
-    Args:
-        path: folder of the model.
-        info: transformers' loading info.
-        gaps: tensors that may be missing in the files or left over.
-        hint: what to do about it, for the error.
-
-    Raises:
-        ArtifactError: lists the tensors.
+    Those in `gaps` may be missing or left over. Raises ArtifactError.
     """
     differences = [
         f"{kind.replace('_', ' ')}: {key}"

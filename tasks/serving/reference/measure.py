@@ -1,4 +1,4 @@
-"""Fingerprints, greedy tokens and log-probabilities of a model loaded by transformers.
+"""Fingerprints, greedy tokens, log-probabilities and errors of layers of a loaded model.
 
 Every sequence runs alone, without padding and without an attention mask, as the training engine
 measures itself: only the same arithmetic gives the same bits. Token ids go to the device of the
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,7 @@ LARGEST = 65504.0
 
 @torch.no_grad()
 def fingerprint(model: Any, reference: Fingerprint) -> Fingerprint:
-    """Score the reference's probes at the reference's token ids.
-
-    Args:
-        model: a causal model by transformers, in eval mode.
-        reference: fingerprint with the probes and token ids.
-    """
+    """Score the reference's probes at the reference's token ids."""
     return _at_ids(model, reference)
 
 
@@ -45,10 +41,6 @@ def noise_of_formats(model: Any, measured: Fingerprint) -> dict[str, FormatNoise
 
     A model that could not be computed in float32 has the noise of its own format alone, between
     two orders of summation.
-
-    Args:
-        model: a causal model by transformers, in eval mode.
-        measured: its fingerprint.
     """
     dtype = _dtype(model)
     if dtype != "float32":
@@ -135,10 +127,6 @@ def reference(model: Any, probes: Sequence[Sequence[int]]) -> Fingerprint:
     """Return the fingerprint of a model at its own most likely token ids.
 
     For a model that our training did not measure.
-
-    Args:
-        model: a causal model by transformers, in eval mode.
-        probes: token ids of each probe.
     """
     logits = [_logits(model, probe).cpu() for probe in probes]
     logprobs = torch.log_softmax(torch.cat(logits), dim=-1)
@@ -156,13 +144,7 @@ def reference(model: Any, probes: Sequence[Sequence[int]]) -> Fingerprint:
 
 @torch.no_grad()
 def token_logprobs(model: Any, prompt: Sequence[int], response: Sequence[int]) -> list[float]:
-    """Return the log-probability of each token of a response, in nats, over the full vocabulary.
-
-    Args:
-        model: a causal model by transformers, in eval mode.
-        prompt: token ids.
-        response: token ids.
-    """
+    """Return the log-probability of each token of a response, in nats, over the full vocabulary."""
     ids = _ids(model, [[*prompt, *response]])
     logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
     logprobs: list[float] = (
@@ -183,13 +165,7 @@ def sample(
 ) -> list[int]:
     """Sample one response to a prompt; return its tokens, including the EOS if it was reached.
 
-    Args:
-        model: a causal model by transformers, in eval mode.
-        prompt: token ids.
-        max_new_tokens: token limit of the response.
-        eos: ids that end the response.
-        temperature: > 0.
-        seed: of the sampling; the same on every device.
+    The seed gives the same samples on every device.
     """
     generator = torch.Generator().manual_seed(seed)  # on CPU: the same samples on every device
     tokens: list[int] = []
@@ -211,15 +187,8 @@ def greedy(
 ) -> tuple[list[int], list[list[tuple[int, float]]]]:
     """Decode one prompt greedily.
 
-    Args:
-        model: a causal model by transformers, in eval mode.
-        prompt: token ids.
-        max_new_tokens: token limit of the response.
-        eos: ids that end the response.
-
-    Returns:
-        The new tokens, including the EOS if it was reached, and for each of them the
-        `ALTERNATIVES` most likely tokens with their logits, which tell a tie from a difference.
+    Returns the new tokens, including the EOS if it was reached, and for each of them the
+    `ALTERNATIVES` most likely tokens with their logits, which tell a tie from a difference.
     """
     tokens: list[int] = []
     candidates: list[list[tuple[int, float]]] = []
@@ -235,3 +204,45 @@ def greedy(
             break
         inputs = _ids(model, [[token]])
     return tokens, candidates
+
+
+@torch.no_grad()
+def layer_errors(
+    original: Any, quantized: Any, rows: Sequence[Sequence[int]]
+) -> list[tuple[str, float]]:
+    """Return the relative error of each quantised layer's outputs, the largest first.
+
+    The error of a layer is sqrt(sum |y' - y|^2 / sum |y|^2) over all tokens. Both layers get the
+    original model's inputs, so that an error is blamed on the layer that makes it and not on those
+    after it. Rows are token ids.
+    """
+    named = dict(quantized.named_modules())
+    layers = {
+        name: module
+        for name, module in named.items()
+        if getattr(module, "quantization_scheme", None) is not None
+    }
+    if not layers:  # from GGUF, where every linear layer is quantised and already decoded
+        layers = {name: m for name, m in named.items() if isinstance(m, torch.nn.Linear)}
+    device = input_device(quantized)
+    quantized(torch.tensor([list(rows[0][:2])], device=device))  # decompresses the weights
+    sums = {name: [0.0, 0.0] for name in layers}
+    modules = dict(original.named_modules())
+    hooks = [
+        modules[name].register_forward_hook(partial(_add, layer, sums[name]))
+        for name, layer in layers.items()
+    ]
+    for row in rows:
+        original(torch.tensor([list(row)], device=input_device(original)))
+    for hook in hooks:
+        hook.remove()
+    errors = {name: (lost / max(total, 1e-30)) ** 0.5 for name, (lost, total) in sums.items()}
+    return sorted(errors.items(), key=lambda item: -item[1])
+
+
+def _add(layer: Any, sums: list[float], _: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Add the squared error and the squared size of one layer's outputs to `sums`."""
+    exact = output.float()
+    changed = layer(*(x.to(layer.weight.device) for x in inputs)).to(exact.device).float()
+    sums[0] += float((changed - exact).square().sum())
+    sums[1] += float(exact.square().sum())

@@ -29,12 +29,8 @@ from tasks.weights.plan import LowRank
 def with_adapters(model: Any, weighted: Mapping[str, float]) -> Any:
     """Load adapters onto a model, unmerged. peft sums the changes of all active adapters.
 
-    Args:
-        model: the base.
-        weighted: weight of each adapter's change, by folder.
-
-    Raises:
-        ArtifactError: a folder has no adapter, or the adapter does not fit the model.
+    `weighted` has the weight of each adapter's change, by folder. Raises ArtifactError if a folder
+    has no adapter, or the adapter does not fit the model.
     """
     from peft import PeftModel
     from safetensors import SafetensorError

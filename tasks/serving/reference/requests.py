@@ -145,7 +145,7 @@ def token_logprobs(model: ModelRef, prompts: Tokens, responses: Tokens) -> list[
 
 def layer_errors(model: ModelRef, quantized: Path, rows: Tokens) -> list[tuple[str, float]]:
     """Return the relative output error of each layer once quantised, the largest first."""
-    from tasks.serving.reference.layers import layer_errors
+    from tasks.serving.reference.measure import layer_errors
 
     stored = _load(replace(model, path=quantized), as_stored=True)
     return layer_errors(_load(model), stored, rows)

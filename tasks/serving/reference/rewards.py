@@ -36,17 +36,12 @@ CLASSIFIER = "AutoModelForSequenceClassification"
 
 @dataclass(frozen=True)
 class Rewarder:
-    """A loaded reward model.
+    """A loaded reward model."""
 
-    Attributes:
-        score: takes token ids (texts, tokens), returns the head's output for the first text.
-        normalisation: mean and std of the rewards.
-        model: the model, or its backbone.
-    """
-
+    # takes token ids (texts, tokens), returns the head's output for the first text
     score: Callable[[Any], Any]
-    normalisation: Normalisation
-    model: Any
+    normalisation: Normalisation  # mean and std of the rewards
+    model: Any  # the model, or its backbone
 
     @property
     def on(self) -> dict[str, str]:
@@ -54,12 +49,7 @@ class Rewarder:
         return measured_on(input_device(self.model), self.model.config._attn_implementation)
 
     def scores(self, probes: Sequence[Sequence[int]], *, raw: bool = False) -> list[float]:
-        """Return the reward of each text.
-
-        Args:
-            probes: token ids of each text.
-            raw: True to skip the normalisation.
-        """
+        """Return the reward of each text; `raw` skips the normalisation."""
         raw_scores = [self._raw(probe) for probe in probes]
         return raw_scores if raw else normalised(raw_scores, self.normalisation)
 
@@ -86,15 +76,10 @@ def normalised(scores: Sequence[float], normalisation: Normalisation) -> list[fl
 
 
 def load_rewarder(path: Path, *, adapter: Path | None, **how: Any) -> Rewarder:
-    """Load a reward model.
+    """Load a reward model; with an adapter `path` is its base.
 
-    Args:
-        path: the model; the base if there is an adapter.
-        adapter: PEFT folder with a reward head, or with changes of the head of `path`.
-        how: dtype, attn_implementation, quantization and device_map, as in `load.load_model`.
-
-    Raises:
-        ArtifactError: a folder cannot be loaded, or has no reward head.
+    The adapter has a reward head, or changes that of `path`; `how` are options of `load_model`.
+    Raises ArtifactError.
     """
     config = read_json(path / "config.json")
     if adapter is not None:

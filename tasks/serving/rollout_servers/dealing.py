@@ -8,8 +8,8 @@ it has arrived as a whole, and a prompt is never under way at two servers, so no
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,152 +35,130 @@ TRIES = 4
 _BUSY = (429, 503)
 _HEALTH_S = 5.0
 
-Body = Callable[[RemoteServer], dict[str, Any]]
-"""Returns the request for one response, for the server that will answer it."""
-
 
 @dataclass
 class Dealing:
-    """Responses to a number of requests, from several servers.
+    """Responses to a number of requests, from several servers."""
 
-    Attributes:
-        bodies: the requests.
-        version: of the policy that the servers sample from.
-        at_once: requests under way at one server.
-        timeout_s: seconds for all of them together.
-        answers: the responses so far, by number of the request.
-        answered: number of responses by server.
-    """
-
-    bodies: Sequence[Body]
-    version: int
-    at_once: int
-    timeout_s: float
-    answers: dict[int, Generated] = field(default_factory=dict)
-    answered: dict[str, int] = field(default_factory=dict)
-    _tries: dict[int, int] = field(default_factory=dict, repr=False)
-
-    @property
-    def missing(self) -> list[int]:
-        """Numbers of the requests without a response."""
-        return [number for number in range(len(self.bodies)) if number not in self.answers]
+    bodies: Sequence[dict[str, Any]]  # the requests, of `remote.request_body`
+    version: int  # of the policy that the servers sample from
+    at_once: int  # requests under way at one server
+    timeout_s: float  # seconds for all of them together
+    answered: Counter[str] = field(default_factory=Counter)  # number of responses by server
+    _answers: dict[int, Generated] = field(default_factory=dict, repr=False)
+    _tries: Counter[int] = field(default_factory=Counter, repr=False)
 
     def run(self, servers: Sequence[RemoteServer]) -> list[Generated]:
-        """Return the responses to all requests, in order. A later call asks for what is missing.
+        """Return the responses to all requests, in order, from the servers that are not lost.
 
-        Args:
-            servers: those that are not lost are used; one that is lost meanwhile says so.
-
-        Raises:
-            UnavailableError: no server is left.
-            TrainingError: the time is over, or a request fails on healthy servers.
-            ArtifactError: a response without token ids or log-probabilities.
+        A server that is lost meanwhile says so. Raises UnavailableError if none is left,
+        TrainingError if the time is over or a request fails on healthy servers, ArtifactError for a
+        response without token ids or log-probabilities.
         """
         asyncio.run(self._run(servers))
-        return [self.answers[number] for number in range(len(self.bodies))]
+        return [self._answers[number] for number in range(len(self.bodies))]
 
     async def _run(self, servers: Sequence[RemoteServer]) -> None:
-        queue: asyncio.Queue[int] = asyncio.Queue()
-        for number in self.missing:
-            queue.put_nowait(number)
-        complete = asyncio.Event()
-        if queue.empty():
-            complete.set()
+        self._servers = servers
+        self._queue: asyncio.Queue[int] = asyncio.Queue()
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        for number in range(len(self.bodies)):
+            self._queue.put_nowait(number)
         lines = [_Line(server, self.timeout_s) for server in servers if not server.lost]
+        self._end_if_none_left()
+        if not self.bodies:
+            self._end()
         for _ in range(min(self.at_once, len(self.bodies))):
             for line in lines:  # in turns, so that few requests are spread over all servers
-                line.workers.append(asyncio.create_task(self._work(line, queue, complete)))
-        workers = {worker for line in lines for worker in line.workers}
-        waiting = asyncio.create_task(complete.wait())
-        watching = [asyncio.create_task(_watch(line, queue)) for line in lines]
+                line.workers.append(asyncio.create_task(self._work(line)))
+        tasks = [worker for line in lines for worker in line.workers]
+        tasks += [asyncio.create_task(self._watch(line)) for line in lines]
         try:
-            await self._wait(waiting, workers, servers)
+            async with asyncio.timeout(self.timeout_s):
+                await self._done
+        except TimeoutError:
+            missing = len(self.bodies) - len(self._answers)
+            raise TrainingError(
+                f"rollouts: {missing} of {len(self.bodies)} responses are missing after "
+                f"{self.timeout_s:g} s",
+                hint="rollout.timeout_s=<more>, or shorter: rollout.max_new_tokens=<less>",
+            ) from None
         finally:
-            for task in (waiting, *watching, *workers):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(waiting, *watching, *workers, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             for line in lines:
                 await line.client.aclose()
 
-    async def _wait(
-        self,
-        waiting: asyncio.Task[Any],
-        workers: set[asyncio.Task[None]],
-        servers: Sequence[RemoteServer],
-    ) -> None:
-        """Wait until everything is answered, a worker fails, no server is left or time is over."""
-        until = time.monotonic() + self.timeout_s
-        pending = set(workers)
-        while not waiting.done():
-            if not pending:
-                lost = [server.lost for server in servers]
-                raise UnavailableError("; ".join(lost) or "there is no server", details=lost)
-            done, left = await asyncio.wait(
-                {waiting, *pending},
-                timeout=max(0.0, until - time.monotonic()),
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if not done:
-                raise TrainingError(
-                    f"rollouts: {len(self.missing)} of {len(self.bodies)} responses are missing "
-                    f"after {self.timeout_s:g} s",
-                    hint="rollout.timeout_s=<more>, or shorter: rollout.max_new_tokens=<less>",
-                )
-            for task in done - {waiting}:
-                if not task.cancelled():  # by the watch of a server that hangs
-                    task.result()
-            pending = left - {waiting}
-
-    async def _work(self, line: _Line, queue: asyncio.Queue[int], complete: asyncio.Event) -> None:
+    async def _work(self, line: _Line) -> None:
         """Answer requests with one server until it is lost."""
         while True:
-            number = await queue.get()
+            number = await self._queue.get()
             if line.server.lost:
-                queue.put_nowait(number)
+                self._queue.put_nowait(number)
                 return
             line.under_way.add(number)
             try:
-                body = self.bodies[number](line.server)
-                answer = generated(await line.complete(body), body["model"], self.version)
-                if not answer.ended and len(answer.ids) < body["max_tokens"]:
-                    raise ArtifactError(
-                        f"{line.server.url} cuts responses after {len(answer.ids)} of "
-                        f"{body['max_tokens']} tokens",
-                        hint="start it without a limit of its own (max_new_tokens)",
-                    )
+                answer = await self._answer(line, number)
             except UnavailableError as error:
                 line.under_way.discard(number)
-                queue.put_nowait(number)
+                self._queue.put_nowait(number)
                 if await line.is_healthy(error.message):
                     self._count_try(number, error)
+                self._end_if_none_left()
                 continue
+            except Exception as error:  # no other server would do better
+                self._end(error)
+                return
             line.under_way.discard(number)
-            assert number not in self.answers, f"request {number} was answered twice"
-            self.answers[number] = answer
-            self.answered[line.server.url] = self.answered.get(line.server.url, 0) + 1
-            if len(self.answers) == len(self.bodies):
-                complete.set()
+            assert number not in self._answers, f"request {number} was answered twice"
+            self._answers[number] = answer
+            self.answered[line.server.url] += 1
+            if len(self._answers) == len(self.bodies):
+                self._end()
+
+    async def _answer(self, line: _Line, number: int) -> Generated:
+        body = self.bodies[number] | {"model": line.server.model}
+        answer = generated(await line.complete(body), body["model"], self.version)
+        if not answer.ended and len(answer.ids) < body["max_tokens"]:
+            raise ArtifactError(
+                f"{line.server.url} cuts responses after {len(answer.ids)} of "
+                f"{body['max_tokens']} tokens",
+                hint="start it without a limit of its own (max_new_tokens)",
+            )
+        return answer
 
     def _count_try(self, number: int, error: UnavailableError) -> None:
-        self._tries[number] = self._tries.get(number, 0) + 1
+        self._tries[number] += 1
         if self._tries[number] >= TRIES:
-            raise TrainingError(
-                f"request {number} failed {TRIES} times on servers that are healthy: "
-                f"{error.message}",
-                hint="the log of the server says why",
-            )
+            message = f"request {number} failed {TRIES} times on servers that are healthy: "
+            hint = "the log of the server says why"
+            self._end(TrainingError(f"{message}{error.message}", hint=hint))
 
+    async def _watch(self, line: _Line) -> None:
+        """Give back the requests of a server that hangs, as after a power failure: no error."""
+        while not line.server.lost:
+            await asyncio.sleep(WATCH_S)
+            await line.is_healthy(f"{line.server.url} hangs")
+        for worker in line.workers:
+            worker.cancel()
+        for number in line.under_way:
+            self._queue.put_nowait(number)
+        self._end_if_none_left()
 
-async def _watch(line: _Line, queue: asyncio.Queue[int]) -> None:
-    """Give back the requests of a server that hangs, as after a power failure: no error comes."""
-    while not line.server.lost:
-        await asyncio.sleep(WATCH_S)
-        if not await line.is_healthy(f"{line.server.url} hangs"):
-            for worker in line.workers:
-                worker.cancel()
-            for number in line.under_way:
-                queue.put_nowait(number)
+    def _end_if_none_left(self) -> None:
+        lost = [server.lost for server in self._servers]
+        if all(lost):
+            self._end(UnavailableError("; ".join(lost) or "there is no server", details=lost))
+
+    def _end(self, error: Exception | None = None) -> None:
+        """End the run: everything is answered, or an error prevents it."""
+        if self._done.done():
             return
+        if error is None:
+            self._done.set_result(None)
+        else:
+            self._done.set_exception(error)
 
 
 class _Line:
@@ -203,13 +181,12 @@ class _Line:
         for pause in (0.5, 1.0, 2.0, 4.0, 8.0, None):
             try:
                 response = await self.client.post("/v1/completions", json=body)
-                content = None if not response.is_success else response.json()
+                if response.is_success:
+                    return response.json()
             except (httpx.HTTPError, ValueError) as error:
                 raise UnavailableError(
                     f"{self.server.url} does not answer ({type(error).__name__}: {error})"
                 ) from None
-            if content is not None:
-                return content
             if response.status_code not in _BUSY or pause is None:
                 break
             await asyncio.sleep(pause)

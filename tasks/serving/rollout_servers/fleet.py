@@ -12,14 +12,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError, ConfigError, PlumblineError, TrainingError
-from tasks.serving.rollout_servers.dealing import Body, Dealing
-from tasks.serving.rollout_servers.remote import RefusedError, RemoteServer, UnavailableError
+from tasks.serving.rollout_servers.dealing import Dealing
+from tasks.serving.rollout_servers.remote import (
+    RefusedError,
+    RemoteServer,
+    UnavailableError,
+    request_body,
+)
 from tasks.serving.rollout_servers.started import (
     Place,
     StartedServer,
@@ -34,36 +39,21 @@ LOG = logging.getLogger("plumbline.rl")
 
 @dataclass
 class Fleet:
-    """The rollout servers of a run.
+    """The rollout servers of a run."""
 
-    Attributes:
-        how: settings of a server.
-        sampling: sampling parameters of responses.
-        urls: addresses of servers that somebody else has started.
-        started: servers that this run has started.
-        published: name and folder of the policy that the servers have; None before the first.
-    """
-
-    how: Colocation
-    sampling: Sampling
-    urls: Sequence[str] = ()
-    started: list[StartedServer] = field(default_factory=list)
+    how: Colocation  # settings of a server
+    sampling: Sampling  # sampling parameters of responses
+    urls: Sequence[str] = ()  # addresses of servers that somebody else has started
+    started: list[StartedServer] = field(default_factory=list)  # servers that this run has started
+    # name and folder of the policy that the servers have; None before the first
     published: tuple[str, Path] | None = None
-    _given: list[RemoteServer] = field(init=False, repr=False)
+    _elsewhere: list[RemoteServer] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._given = [RemoteServer(url.rstrip("/")) for url in self.urls]
+        self._elsewhere = [RemoteServer(url.rstrip("/")) for url in self.urls]
 
     def start(self, places: Sequence[Place], logs: Path) -> None:
-        """Start a server at each place, and wait until all are ready.
-
-        Args:
-            places: GPUs or threads.
-            logs: folder for their logs.
-
-        Raises:
-            TrainingError: a server does not start.
-        """
+        """Start a server at each place, and wait until all are ready. Raises TrainingError."""
         for number, place in enumerate(places):
             path = logs / f"rollout-server-{number}.log"
             self.started.append(StartedServer(self.how, self.sampling, place, log_path=path))
@@ -72,7 +62,7 @@ class Fleet:
     @property
     def servers(self) -> list[RemoteServer]:
         """Return all servers, lost ones too."""
-        return [*self._given, *(server.remote for server in self.started)]
+        return [*self._elsewhere, *(server.remote for server in self.started)]
 
     @property
     def present(self) -> list[RemoteServer]:
@@ -80,11 +70,7 @@ class Fleet:
         return [server for server in self.servers if not server.lost]
 
     def require_able(self) -> None:
-        """Check that every server can sample responses of the policy.
-
-        Raises:
-            ConfigError: names every problem of every server, and the command of one without any.
-        """
+        """Raise ConfigError with every problem of every server, and the command of a good one."""
         answers = self._each(self._problems)
         problems = [problem for answer in answers for problem in answer or ()]
         if problems:
@@ -97,13 +83,9 @@ class Fleet:
     def publish(self, name: str, folder: Path) -> None:
         """Load a policy into every server that is not lost.
 
-        Args:
-            name: of the adapter, which contains its version; unused for full weights.
-            folder: adapter or full weights; has to stay until the next policy is published.
-
-        Raises:
-            ArtifactError: servers refuse it; details name each.
-            TrainingError: no server is left.
+        The name of an adapter contains its version; full weights need none. The folder has to stay
+        until the next policy is published. Raises ArtifactError if servers refuse it, TrainingError
+        if no server is left.
         """
         self.published = (name, folder)
         self._each(self._publish_to)
@@ -125,27 +107,20 @@ class Fleet:
         """Return one response to each prompt by each server, by its address."""
 
         def sample(server: RemoteServer) -> list[Generated]:
-            bodies: list[Body] = [
-                lambda of, p=prompt, s=seed + number: of.body(p, sampling, s)  # type: ignore[misc]
-                for number, prompt in enumerate(prompts)
-            ]
             dealing = Dealing(bodies, version, self.how.max_num_seqs, self.how.timeout_s)
             return dealing.run([server])
+
+        bodies = [request_body(p, sampling, seed + number) for number, p in enumerate(prompts)]
 
         asked = self.present
         samples = self._each(sample)
         return {server.url: some for server, some in zip(asked, samples, strict=True) if some}
 
-    def generate(self, bodies: Sequence[Body], version: int) -> list[Generated]:
+    def generate(self, bodies: Sequence[dict[str, Any]], version: int) -> list[Generated]:
         """Return the responses to requests, in order.
 
-        Args:
-            bodies: the requests.
-            version: of the policy.
-
-        Raises:
-            TrainingError: no server is left, or the time is over.
-            ArtifactError: a server does not return what is needed.
+        Raises TrainingError if no server is left or the time is over, ArtifactError if a server
+        does not return what is needed.
         """
         dealing = Dealing(bodies, version, self.how.max_num_seqs, self.how.timeout_s)
         before = self.present
@@ -170,7 +145,7 @@ class Fleet:
 
     def close(self) -> None:
         """Unload the policy from servers of others, and end those of this run."""
-        for server in self._given:
+        for server in self._elsewhere:
             if self.published is not None and not server.lost:
                 with suppress(PlumblineError):
                     server.unload_adapter(self.published[0])
@@ -192,8 +167,7 @@ class Fleet:
     def _each(self, work: Callable[[RemoteServer], T]) -> list[T | None]:
         """Return the results of all present servers, asked at the same time; None of a lost one.
 
-        Raises:
-            ArtifactError: servers refuse; details name each.
+        Raises ArtifactError if servers refuse; details name each.
         """
         refused: list[PlumblineError] = []
 

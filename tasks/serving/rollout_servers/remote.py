@@ -38,22 +38,14 @@ class RefusedError(PlumblineError):
 
 @dataclass
 class RemoteServer:
-    """One vLLM server.
+    """One vLLM server."""
 
-    Attributes:
-        url: address, without a slash at its end.
-        key: API key; "" for the variable `KEY_VARIABLE`.
-        base: name of the model that it serves; "" before `problems` has asked it.
-        model: name to sample from: an adapter's, or the base's.
-        lost: why it is not used any more; "" while it is.
-        has_ended: returns True once the process of a server that this run started has ended.
-    """
-
-    url: str
-    key: str = field(default="", repr=False)
-    base: str = ""
-    model: str = ""
-    lost: str = ""
+    url: str  # address, without a slash at its end
+    key: str = field(default="", repr=False)  # API key; "" for the variable `KEY_VARIABLE`
+    base: str = ""  # name of the model that it serves; "" before `problems` has asked it
+    model: str = ""  # name to sample from: an adapter's, or the base's
+    lost: str = ""  # why it is not used any more; "" while it is
+    # returns True once the process of a server that this run started has ended
     has_ended: Callable[[], bool] = lambda: False
     _client: httpx.Client = field(init=False, repr=False)
 
@@ -67,9 +59,7 @@ class RemoteServer:
     def problems(self, *, adapter: bool, max_model_len: int) -> list[str]:
         """Return everything that keeps the server from sampling responses of a policy.
 
-        Args:
-            adapter: True if the policy comes as an adapter, False for full weights.
-            max_model_len: tokens of the longest prompt with its response.
+        `adapter`: the policy comes as an adapter; `max_model_len`: tokens of prompt and response.
         """
         try:
             version = self._json("GET", "/version").get("version")
@@ -92,49 +82,12 @@ class RemoteServer:
         if self._request("POST", route, {}).status_code in (404, 405):
             wrong.append(f"{self.url}: no {route}: it was started without {variable}=1")
         try:
-            trial = self._json(
-                "POST", "/v1/completions", self.body(_TRIAL, Sampling(max_new_tokens=1), 1)
-            )
+            body = request_body(_TRIAL, Sampling(max_new_tokens=1), 1) | {"model": self.model}
+            trial = self._json("POST", "/v1/completions", body)
             generated(trial, self.model, 0)
         except (UnavailableError, RefusedError, ArtifactError) as error:
             wrong.append(f"{error.message} (vLLM {version})")
         return wrong
-
-    def body(
-        self, prompt: Sequence[int], sampling: Sampling, seed: int, *, greedy: bool = False
-    ) -> dict[str, Any]:
-        """Return the request for one response.
-
-        Every option of sampling is set: vLLM would take others from the model's folder.
-
-        Args:
-            prompt: token ids.
-            sampling: sampling parameters.
-            seed: of the response.
-            greedy: take the most likely token instead of sampling.
-        """
-        kept = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
-        free = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "seed": seed,
-        }
-        return {
-            "model": self.model,
-            "prompt": list(map(int, prompt)),
-            "max_tokens": sampling.max_new_tokens,
-            **(kept if greedy else free),
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "logprobs": 0,
-            "ignore_eos": True,  # end tokens come from `sampling`, not from the model folder
-            "stop_token_ids": list(sampling.ends),
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-        }
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[NDArray[np.float64]]:
         """Return the log-probability of every token but the first of each sequence, (T-1,).
@@ -158,16 +111,10 @@ class RemoteServer:
         ]
 
     def load_adapter(self, name: str, folder: Path, timeout_s: float) -> None:
-        """Load an adapter and sample from it from now on.
+        """Load an adapter, under a new name, and sample from it from now on.
 
-        Args:
-            name: unused so far.
-            folder: PEFT folder that the server can read; has to stay while the adapter is used.
-            timeout_s: seconds for the server to load it.
-
-        Raises:
-            ArtifactError: the server refuses it.
-            UnavailableError: the server is lost.
+        The PEFT folder has to stay while it is used. Raises ArtifactError if the server refuses it,
+        UnavailableError if the server is lost.
         """
         body = {"lora_name": name, "lora_path": str(folder)}
         response = self._request("POST", "/v1/load_lora_adapter", body, timeout_s)
@@ -185,13 +132,7 @@ class RemoteServer:
     def load_weights(self, folder: Path, timeout_s: float) -> None:
         """Load full weights in the place of the present ones, and forget all cached prefixes.
 
-        Args:
-            folder: HF folder that the server can read.
-            timeout_s: seconds for the server to load it.
-
-        Raises:
-            ArtifactError: the server refuses it.
-            UnavailableError: the server is lost.
+        Raises ArtifactError if the server refuses them, UnavailableError if it is lost.
         """
         kwargs = {"weights_path": str(folder)}
         body = {"method": "reload_weights", "kwargs": kwargs}
@@ -231,12 +172,38 @@ class RemoteServer:
             ) from None
 
 
-def headers(key: str = "") -> dict[str, str]:
-    """Return the headers of all requests: the API key, if there is one.
+def request_body(
+    prompt: Sequence[int], sampling: Sampling, seed: int, *, greedy: bool = False
+) -> dict[str, Any]:
+    """Return the request for one response, without the name of the model.
 
-    Args:
-        key: the key; "" for the variable `KEY_VARIABLE`.
+    Every option of sampling is set: vLLM would take others from the model's folder.
     """
+    kept = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+    free = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": seed,
+    }
+    return {
+        "prompt": list(map(int, prompt)),
+        "max_tokens": sampling.max_new_tokens,
+        **(kept if greedy else free),
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logprobs": 0,
+        "ignore_eos": True,  # end tokens come from `sampling`, not from the model folder
+        "stop_token_ids": list(sampling.ends),
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+
+
+def headers(key: str = "") -> dict[str, str]:
+    """Return the headers of all requests: the API key, by default that of `KEY_VARIABLE`."""
     key = key or (os.environ.get(KEY_VARIABLE) or "").strip()
     if not key:
         return {}
@@ -256,15 +223,9 @@ def reason(response: httpx.Response) -> str:
 
 
 def generated(answer: Mapping[str, Any], model: str, version: int) -> Generated:
-    """Return the response in a server's answer.
+    """Return the response in a server's answer to a request for `model`.
 
-    Args:
-        answer: the document.
-        model: name that was asked for.
-        version: of the policy under that name.
-
-    Raises:
-        ArtifactError: another model answered, or token ids or log-probabilities are missing.
+    Raises ArtifactError if another model answered, or token ids or log-probabilities are missing.
     """
     if answer.get("model") != model:
         raise ArtifactError(f"{answer.get('model')} answered instead of {model}")

@@ -40,7 +40,7 @@ _OF_RANKS = (
 
 
 _PLUGINS = """[vllm.general_plugins]
-plumbline_lora = tasks.serving.vllm.lora_ops:use_single_adapter_products
+plumbline = tasks.serving.vllm.lora_ops:prepare_server
 """
 
 
@@ -77,15 +77,10 @@ def typed_command(how: Colocation, sampling: Sampling) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a server runs.
+    """Where a server runs."""
 
-    Attributes:
-        gpus: values for CUDA_VISIBLE_DEVICES; empty on a CPU.
-        threads: on a CPU.
-    """
-
-    gpus: tuple[str, ...] = ()
-    threads: int = 1
+    gpus: tuple[str, ...] = ()  # values for CUDA_VISIBLE_DEVICES; empty on a CPU
+    threads: int = 1  # on a CPU
 
 
 def places(
@@ -93,16 +88,8 @@ def places(
 ) -> list[Place]:
     """Return a place for each server: GPUs after those of the ranks, or equal parts of the cores.
 
-    Args:
-        count: number of servers.
-        how: their settings.
-        gpus: visible GPUs; 0 on a CPU.
-        ranks: ranks on this machine, which use the first GPUs.
-        busy_threads: CPU threads of the ranks while servers generate.
-        threads: CPU threads of each server; None: equal parts of the other cores.
-
-    Raises:
-        TrainingError: there are fewer GPUs.
+    The ranks have `busy_threads` CPU threads while servers generate. Raises TrainingError if there
+    are fewer GPUs.
     """
     if not gpus:
         cores = max(1, len(os.sched_getaffinity(0)) - busy_threads)
@@ -121,14 +108,7 @@ def places(
 
 
 class StartedServer:
-    """A vLLM server that this run started, and may start once more.
-
-    Args:
-        how: its settings.
-        sampling: decides which log-probabilities it reports.
-        place: GPUs or threads.
-        log_path: file for its output.
-    """
+    """A vLLM server that this run started."""
 
     def __init__(
         self, how: Colocation, sampling: Sampling, place: Place, *, log_path: Path
@@ -139,13 +119,9 @@ class StartedServer:
         self.remote = self._launch()
 
     def wait(self, until: float) -> None:
-        """Wait until the server is healthy.
+        """Wait until the server is healthy; `until` is a time of `time.monotonic()`.
 
-        Args:
-            until: a time of `time.monotonic()`.
-
-        Raises:
-            TrainingError: it ended or the time is over; details are its last lines.
+        Raises TrainingError with its last lines if it has ended or the time is over.
         """
         port = int(self.remote.url.rpartition(":")[2])
         try:
@@ -220,11 +196,7 @@ def _plugin(log_path: Path) -> Path:
 
 
 def wait_for_all(servers: Sequence[StartedServer], timeout_s: float) -> None:
-    """Wait until all servers are healthy; they start at the same time.
-
-    Raises:
-        TrainingError: one has ended or is too slow.
-    """
+    """Wait until all servers are healthy; they start at the same time. Raises TrainingError."""
     until = time.monotonic() + timeout_s
     for server in servers:
         server.wait(until)

@@ -124,10 +124,6 @@ def fingerprint(llm: Any, reference: Fingerprint) -> Fingerprint:
 
     Only these ids are requested: vLLM would return all log-probabilities as Python objects, ten
     million for a probe of 64 tokens and a vocabulary of 152k.
-
-    Args:
-        llm: `vllm.LLM`.
-        reference: fingerprint with the probes and token ids.
     """
     width = llm.llm_engine.model_config.get_vocab_size()
     if int(reference.ids.max()) >= width:
@@ -204,10 +200,7 @@ def _take_scores(worker: Any) -> list[Scores]:
 def generate(llm: Any, job: Job, *, temperature: float = 0.0) -> dict[str, Any]:
     """Sample the job's prompts; return tokens (with EOS), finish reasons and total seconds.
 
-    Args:
-        llm: `vllm.LLM`.
-        job: prompts and limits.
-        temperature: 0 is greedy; otherwise the engine samples with the job's seed.
+    Temperature 0 is greedy; otherwise the engine samples with the job's seed.
     """
     from vllm import SamplingParams
 

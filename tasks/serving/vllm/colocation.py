@@ -16,21 +16,13 @@ RANKS_OF_ADAPTERS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of responses.
+    """Sampling parameters of responses."""
 
-    Attributes:
-        temperature: > 0.
-        top_p: sample among the most likely tokens with this total probability; 1: all.
-        top_k: sample among this many most likely tokens; 0: all.
-        max_new_tokens: token limit of a response.
-        ends: ids of end tokens.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_new_tokens: int = 64
-    ends: tuple[int, ...] = ()
+    temperature: float = 1.0  # > 0
+    top_p: float = 1.0  # sample among the most likely tokens with this total probability; 1: all
+    top_k: int = 0  # sample among this many most likely tokens; 0: all
+    max_new_tokens: int = 64  # token limit of a response
+    ends: tuple[int, ...] = ()  # ids of end tokens
 
     @property
     def cut(self) -> bool:
@@ -50,49 +42,31 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Colocation:
-    """Settings of an engine inside a training rank.
+    """Settings of an engine inside a training rank."""
 
-    Attributes:
-        model: folder of the model that the engine starts with.
-        dtype: torch name.
-        max_model_len: maximum tokens of prompt and response together.
-        max_num_seqs: responses sampled at once.
-        tensor_parallel: number of ranks that share one engine.
-        kv_cache_gib: size of the KV cache on a CPU.
-        gpu_memory: share of a GPU's memory.
-        adapter_rank: largest rank of the adapters to sync; None: full weights are synced, and
-            `model` is loaded without weights.
-        trust_remote_code: as in transformers.
-        timeout_s: per call of `generate`.
-    """
-
-    model: Path
-    dtype: str = "bfloat16"
-    max_model_len: int = 320
-    max_num_seqs: int = 256
-    tensor_parallel: int = 1
-    kv_cache_gib: float = 1.0
-    gpu_memory: float = 0.5
+    model: Path  # folder of the model that the engine starts with
+    dtype: str = "bfloat16"  # torch name
+    max_model_len: int = 320  # maximum tokens of prompt and response together
+    max_num_seqs: int = 256  # responses sampled at once
+    tensor_parallel: int = 1  # number of ranks that share one engine
+    kv_cache_gib: float = 1.0  # size of the KV cache on a CPU
+    gpu_memory: float = 0.5  # share of a GPU's memory
+    # largest rank of the adapters to sync; None: full weights are synced, and `model` is loaded
+    # without weights
     adapter_rank: int | None = None
-    trust_remote_code: bool = False
-    timeout_s: float = 900.0
+    trust_remote_code: bool = False  # as in transformers
+    timeout_s: float = 900.0  # per call of `generate`
 
 
 @dataclass(frozen=True)
 class Generated:
-    """Token ids and log-probabilities of one sampled response.
+    """Token ids and log-probabilities of one sampled response."""
 
-    Attributes:
-        ids: (n,) token ids, n >= 1, including the end token if there is one.
-        logprobs: (n,) float32, natural logarithm, at the temperature and before top-p and top-k.
-        ended: True if an end token was sampled, False if the token limit cut it off.
-        version: of the policy that sampled it; 0 if the engine always has the current one.
-    """
-
-    ids: NDArray[np.int32]
+    ids: NDArray[np.int32]  # (n,) token ids, n >= 1, including the end token if there is one
+    # (n,) float32, natural logarithm, at the temperature and before top-p and top-k
     logprobs: NDArray[np.float32]
-    ended: bool
-    version: int = 0
+    ended: bool  # True if an end token was sampled, False if the token limit cut it off
+    version: int = 0  # of the policy that sampled it; 0 if the engine always has the current one
 
 
 def room_for_rank(rank: int) -> int:

@@ -44,39 +44,26 @@ CALLS = "calls.safetensors"
 
 @dataclass(frozen=True)
 class Job:
-    """One job of the vLLM child.
+    """One job of the vLLM child."""
 
-    Attributes:
-        served: folder to load.
-        out: folder for `result.json` and `fingerprint.fp`.
-        prompts: token ids to continue greedily.
-        max_new_tokens: token limit of each response.
-        max_model_len: maximum tokens of prompt and response together.
-        reference: fingerprint file with the probes and token ids to score, or None.
-        chats: conversations of `prompts`, to check that vLLM renders them to the same ids.
-        stop: additional ids to stop at. Normally the served model has them all.
-        dtype: torch dtype name.
-        seed: of the engine; greedy decoding does not use it.
-        rewards: True for a reward model: one score per prompt, no responses.
-        tensor_parallel: number of processes that share the model, each with its own accelerator.
-        temperature: also sample each prompt once at this temperature; None: greedy only.
-        calls: True to record the module calls of each prompt instead (`module_calls`).
-    """
-
-    served: str
-    out: str
-    prompts: list[list[int]]
-    max_new_tokens: int
-    max_model_len: int
-    reference: str | None = None
+    served: str  # folder to load
+    out: str  # folder for `result.json` and `fingerprint.fp`
+    prompts: list[list[int]]  # token ids to continue greedily
+    max_new_tokens: int  # token limit of each response
+    max_model_len: int  # maximum tokens of prompt and response together
+    reference: str | None = None  # fingerprint file with the probes and token ids to score, or None
+    # conversations of `prompts`, to check that vLLM renders them to the same ids
     chats: list[Chat] | None = None
+    # additional ids to stop at. Normally the served model has them all
     stop: list[int] | None = None
-    dtype: str = "bfloat16"
-    seed: int = 0
-    rewards: bool = False
+    dtype: str = "bfloat16"  # torch dtype name
+    seed: int = 0  # of the engine; greedy decoding does not use it
+    rewards: bool = False  # True for a reward model: one score per prompt, no responses
+    # number of processes that share the model, each with its own accelerator
     tensor_parallel: int = 1
+    # also sample each prompt once at this temperature; None: greedy only
     temperature: float | None = None
-    calls: bool = False
+    calls: bool = False  # True to record the module calls of each prompt instead (`module_calls`)
 
     def save(self, path: Path) -> None:
         """Write as JSON."""
@@ -91,11 +78,9 @@ class Job:
 def environment(kv_cache_gib: int, threads: int | None, *, sharing: int = 1) -> dict[str, str]:
     """Return the environment variables that the child needs before its first import.
 
-    Args:
-        kv_cache_gib: size of the KV cache on a CPU.
-        threads: of a CPU engine; None for vLLM's own choice.
-        sharing: number of processes that share the model. On a CPU vLLM would give each a NUMA
-            node of its own, and fail to start if the machine has fewer.
+    `threads`: of a CPU engine; None for vLLM's own choice. `sharing`: processes that share the
+    model. On a CPU vLLM would give each a NUMA node of its own, and fail to start if the machine
+    has fewer.
     """
     if sharing > 1 and threads is None and not has_gpu():
         threads = max(1, len(os.sched_getaffinity(0)) // sharing)
@@ -116,11 +101,7 @@ def environment(kv_cache_gib: int, threads: int | None, *, sharing: int = 1) -> 
 
 
 def time_limit(models: Iterable[Path]) -> float:
-    """Return the default time limit, in seconds, to load these models and run their jobs.
-
-    Args:
-        models: folders; one that is loaded twice is listed twice.
-    """
+    """Return the default time limit, in seconds, to load these models and run their jobs."""
     files = (file for model in models for file in model.iterdir())
     size = sum(file.stat().st_size for file in files if file.suffix in (".safetensors", ".bin"))
     return LEAST_S + size / 1e9 * (GPU_S if has_gpu() else CPU_S)
@@ -147,13 +128,7 @@ class VllmChild:
         self._end(error)
 
     def warm(self, settings: Smoke, *, log: Log, log_path: Path) -> None:
-        """Start the process without waiting, so that its imports overlap with other work.
-
-        Args:
-            settings: section `smoke` of the configuration.
-            log: gets the process's output.
-            log_path: file for the process's whole output.
-        """
+        """Start the process without waiting, so that its imports overlap with other work."""
         sharing = settings.tensor_parallel
         env = environment(settings.kv_cache_gib, settings.threads, sharing=sharing)
         if self._child is not None and self._env == env and self._child.is_running:
@@ -167,20 +142,10 @@ class VllmChild:
     def run(
         self, jobs: Sequence[Job], settings: Smoke, *, log: Log, log_path: Path
     ) -> list[dict[str, Any]]:
-        """Run the jobs one after the other.
+        """Run the jobs one after the other; return the `result.json` of each.
 
-        Args:
-            jobs: the jobs; the output folder of each must not exist yet.
-            settings: section `smoke` of the configuration; without a time limit, the size of all
-                weights decides it.
-            log: gets the engine's output.
-            log_path: file for the engine's whole output.
-
-        Returns:
-            The `result.json` of each job. If a job takes a fingerprint, it is in the job's folder.
-
-        Raises:
-            StageProcessError: vLLM did not start or crashed.
+        The output folder of each must not exist yet; it gets the fingerprint, too. Without
+        `smoke.timeout_s` the size of all weights limits the time. Raises StageProcessError.
         """
         for job in jobs:
             Path(job.out).mkdir(parents=True)

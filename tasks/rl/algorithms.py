@@ -1,0 +1,137 @@
+"""Algorithms of online RL by name: one line each in `ALGORITHMS`, and which options they use.
+
+Their defaults stand in `tasks/config/defaults.py` and are applied when a configuration is composed.
+Imports no torch, so a configuration is checked before anything starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import NamedTuple
+
+from tasks.config.defaults import ALGORITHMS as DEFAULTS
+from tasks.core.errors import ConfigError, first_and_more
+from tasks.core.finding import Finding
+from tasks.rl.settings import Loop
+
+_DISCOUNT = frozenset({"gamma"})
+_CRITIC = frozenset({"gae_lambda", "critic", "critic_lr", "critic_warmup", "value_clip"})
+_GROUPS = frozenset({"refill", "mask_truncated"})
+_WHITEN = frozenset({"whiten"})
+_KNOWN_TO_SOME = _DISCOUNT | _CRITIC | _GROUPS | _WHITEN
+
+
+class Algorithm(NamedTuple):
+    """One algorithm."""
+
+    estimate: str  # name of the function in `advantages.py`
+    described: str  # the advantage of each token, in words
+    # options of section `rl` that only some algorithms use. REINFORCE++ always whitens
+    uses: frozenset[str]
+    # kind of mean in the loss: `tokens`, `sequences` or `constant`, see `losses.py`
+    aggregate: str = "tokens"
+    # of new to old probability: of each `token`, or of the `sequence`, for all its tokens
+    ratio: str = "token"
+
+    @property
+    def critic(self) -> bool:
+        """True if the algorithm has a critic."""
+        return self.uses >= _CRITIC
+
+    @property
+    def groups(self) -> bool:
+        """True if responses to the same prompt are compared."""
+        return self.uses >= _GROUPS
+
+
+_NORMALISED = "score minus its group's mean, over its deviation"
+ALGORITHMS: Mapping[str, Algorithm] = {
+    # arXiv:1707.06347
+    "ppo": Algorithm("by_critic", "GAE", _DISCOUNT | _CRITIC | _WHITEN),
+    # arXiv:2402.03300
+    "grpo": Algorithm("by_normalized_group", _NORMALISED, _GROUPS, "sequences"),
+    # arXiv:2503.14476
+    "dapo": Algorithm("by_normalized_group", _NORMALISED, _GROUPS),
+    # arXiv:2503.20783
+    "dr_grpo": Algorithm("by_centered_group", "score minus its group's mean", _GROUPS, "constant"),
+    # arXiv:2402.14740
+    "rloo": Algorithm(
+        "by_leave_one_out", "score minus the mean of its group's others", _GROUPS | _WHITEN
+    ),
+    # arXiv:2501.03262, both
+    "reinforce_pp": Algorithm("by_returns", "return, normalised over the iteration", _DISCOUNT),
+    "reinforce_pp_baseline": Algorithm(
+        "by_returns_above_group",
+        "return minus its group's mean, normalised over the iteration",
+        _DISCOUNT | _GROUPS,
+    ),
+    # arXiv:2507.18071
+    "gspo": Algorithm("by_normalized_group", _NORMALISED, _GROUPS, "sequences", "sequence"),
+}
+_MEANS = {
+    "tokens": "over all tokens",
+    "sequences": "over the responses' means",
+    "constant": "over responses x rollout.max_new_tokens",
+}
+
+
+def algorithm(name: str, loop: Loop) -> Algorithm:
+    """Return the algorithm of that name, after checking section `rl` against it.
+
+    Raises ConfigError with all problems at once.
+    """
+    problems = [str(problem) for problem in findings(name, loop)]
+    if problems:
+        raise ConfigError(first_and_more(problems), details=problems)
+    return ALGORITHMS[name]
+
+
+def described(name: str, loop: Loop) -> list[str]:
+    """Return lines about the loss that a run minimises: clip, KL, advantages, mean."""
+    chosen = ALGORITHMS[name]
+    kl = "none"
+    if loop.kl_coef:
+        kl = f"{loop.kl_coef:g} x {loop.kl_estimator} in the {loop.kl_in}"
+    whitened = ", whitened" if loop.whiten else ""
+    masked = ", truncated responses left out" if loop.mask_truncated else ""
+    return [
+        f"clip: {loop.clip_low:g} below 1, {loop.clip_high:g} above, ratio of each {chosen.ratio}",
+        f"KL: {kl}",
+        f"advantages: {chosen.described}{whitened}; "
+        f"{loop.rollout_batch_size} prompts x {loop.num_generations} responses",
+        f"mean: {_MEANS[chosen.aggregate]}{masked}",
+    ]
+
+
+def findings(name: str, loop: Loop) -> Iterator[Finding]:
+    """Yield every problem of section `rl` with this algorithm."""
+    chosen = ALGORITHMS[name]
+    usual = {**{setting.name: setting.default for setting in fields(Loop)}, **DEFAULTS[name]}
+    for option in sorted(_KNOWN_TO_SOME - chosen.uses):
+        value, default = getattr(loop, option), usual[option]
+        if value != default:
+            reason = f"train.objective={name} does not use it"
+            yield Finding(f"rl.{option}", _shown(value), reason, f"rl.{option}={_shown(default)}")
+    if chosen.groups and loop.num_generations < 2:
+        reason = f"train.objective={name} compares the responses to a prompt: at least 2"
+        hint = f"rl.num_generations={DEFAULTS[name]['num_generations']}"
+        yield Finding("rl.num_generations", str(loop.num_generations), reason, hint)
+    if loop.dual_clip is not None and loop.dual_clip <= 1 + loop.clip_high:
+        reason = f"has to be above 1 + rl.clip_high={loop.clip_high:g}"
+        hint = f"rl.dual_clip={3 + loop.clip_high:g}"
+        yield Finding("rl.dual_clip", f"{loop.dual_clip:g}", reason, hint)
+    if loop.kl_target is not None and loop.kl_coef <= 0:
+        reason = f"rl.kl_coef={loop.kl_coef:g} is scaled to reach it and has to be above 0"
+        yield Finding("rl.kl_target", f"{loop.kl_target:g}", reason, "rl.kl_coef=0.05")
+    if (loop.overlong_buffer == 0) != (loop.overlong_penalty == 0):
+        value = f"{loop.overlong_buffer} with rl.overlong_penalty={loop.overlong_penalty:g}"
+        hint = "rl.overlong_buffer=16 rl.overlong_penalty=1"
+        reason = "neither has an effect without the other"
+        yield Finding("rl.overlong_buffer", value, reason, hint)
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

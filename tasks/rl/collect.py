@@ -1,0 +1,155 @@
+"""Sample and score one iteration's responses, and share them with all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tasks.rl.advantages import overlong_penalty
+from tasks.rl.environment import NAME, Episodes
+from tasks.rl.experience import gather_responses
+from tasks.rl.metrics import Clock, groups_without_signal
+from tasks.rl.prompts import PromptOrder, request_seed
+from tasks.rl.responses import Prompt, Request, Response, ScoredResponse
+from tasks.rl.rewards import Rewards
+from tasks.rl.rollout.engine import Engine
+from tasks.training.engine.deepspeed_engine import Ranks
+
+Collected = list[tuple[int, ScoredResponse]]
+"""Scored responses, each with the number of its prompt in the dataset."""
+
+
+@dataclass(frozen=True)
+class Collector:
+    """Samples responses to prompts and scores them."""
+
+    engine: Engine  # samples responses
+    rewards: Rewards  # scores responses
+    prompts: Sequence[Prompt]  # all prompts of the dataset
+    tokenizer: Any  # decodes responses for rewards that read texts
+    ranks: Ranks  # this process and its peers; each rank samples for its share of the prompts
+    seed: int  # seed of the run
+    episodes: Episodes | None = None  # plays the responses' episodes; None without an environment
+    # arguments of `overlong_penalty`; None: no penalty for length
+    overlong: Mapping[str, Any] | None = None
+
+    def collect(
+        self, iteration: int, prompt_order: PromptOrder, start: int, samples: int, clock: Clock
+    ) -> tuple[Collected, int]:
+        """Return the responses to one iteration's prompts by group, and the next prompt's position.
+
+        A group is all responses to one prompt. If their rewards are equal, the group has no signal.
+        With `rl.refill`, the next prompts replace such groups for some rounds; groups still without
+        signal after the last round stay.
+        """
+        used = prompt_order.per_iteration
+        numbers = prompt_order.numbers(start, used)
+        collected = self.sample(numbers, iteration, samples, clock)
+        for _ in range(prompt_order.refill_rounds):
+            no_signal = groups_without_signal([response for _, response in collected])
+            if not no_signal:
+                break
+            numbers = prompt_order.numbers(start + used, len(no_signal))
+            fresh = self.sample(numbers, iteration, samples, clock, first=used)
+            used += len(no_signal)
+            collected = _refilled(collected, no_signal, fresh)
+        return collected, start + used
+
+    def sample(
+        self,
+        numbers: Sequence[int],
+        iteration: int,
+        samples: int,
+        clock: Clock,
+        *,
+        first: int = 0,
+        greedy: bool = False,
+    ) -> Collected:
+        """Return `samples` responses to each of these prompts, from all ranks.
+
+        Group g holds the responses to prompt `numbers[g]`. It is sampled with the seed of number
+        `first` + g of the iteration (0: an evaluation), so a prompt that occurs twice gets
+        different responses.
+        """
+        groups = range(self.ranks.rank, len(numbers), self.ranks.world_size)
+        prompts = [self.prompts[numbers[g]] for g in groups]
+        requests = self.requests(numbers, iteration, samples, first=first)
+        by_request = self._respond(requests, prompts, clock, greedy)
+        responses = [
+            (g, response)
+            for g, of_group in zip(groups, by_request, strict=True)
+            for response in of_group
+        ]
+        with clock.phase("score"):
+            total, parts = self.rewards.score([response for _, response in responses])
+        penalties = [0.0] * len(responses)
+        if self.overlong is not None:  # observations count, too
+            spent = [len(response.ids) - len(response.prompt.ids) for _, response in responses]
+            penalties = overlong_penalty(torch.tensor(spent), **self.overlong).tolist()
+        mine = [
+            (
+                numbers[g],
+                _scored(response, g, total[i], {k: parts[k][i] for k in parts}, penalties[i]),
+            )
+            for i, (g, response) in enumerate(responses)
+        ]
+        return gather_responses(self.ranks, mine, self.prompts)
+
+    def requests(
+        self, numbers: Sequence[int], iteration: int, samples: int, *, first: int = 0
+    ) -> list[Request]:
+        """Return this rank's share of the requests of `sample`, whose arguments it has."""
+        return [
+            Request(
+                self.prompts[numbers[g]].ids,
+                samples,
+                request_seed(self.seed, iteration, first + g),
+            )
+            for g in range(self.ranks.rank, len(numbers), self.ranks.world_size)
+        ]
+
+    def _respond(
+        self, requests: Sequence[Request], prompts: Sequence[Prompt], clock: Clock, greedy: bool
+    ) -> list[list[Response]]:
+        """Return the responses to each request; with an environment, whole episodes."""
+        if self.episodes is not None:
+            return self.episodes.play(requests, prompts, clock, greedy=greedy)
+        with clock.phase("generate"):
+            generated = self.engine.generate(requests, greedy=greedy)
+        return [
+            [Response(prompt, generation, self._text(generation.ids)) for generation in generations]
+            for prompt, generations in zip(prompts, generated, strict=True)
+        ]
+
+    def _text(self, ids: Any) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+
+def _scored(
+    response: Response, group: int, total: float, parts: Mapping[str, float], penalty: float
+) -> ScoredResponse:
+    """Add the environment's rewards of all turns to those of the sources."""
+    plain = {name: float(value) for name, value in parts.items()}
+    if not response.turns:
+        return ScoredResponse(response, group, float(total), plain, penalty)
+    own = sum(turn.reward for turn in response.turns)
+    return ScoredResponse(response, group, float(total) + own, {NAME: own, **plain}, penalty)
+
+
+def _refilled(collected: Collected, no_signal: Sequence[int], fresh: Collected) -> Collected:
+    """Replace groups without signal by groups of `fresh` that have one, in order."""
+    fresh_no_signal = set(groups_without_signal([response for _, response in fresh]))
+    useful = sorted({response.group for _, response in fresh} - fresh_no_signal)
+    new_group = dict(zip(useful, no_signal, strict=False))
+    replaced = set(new_group.values())
+    kept = [(n, response) for n, response in collected if response.group not in replaced]
+    moved = [
+        (n, replace(response, group=new_group[response.group]))
+        for n, response in fresh
+        if response.group in new_group
+    ]
+    return sorted([*kept, *moved], key=lambda pair: pair[1].group)

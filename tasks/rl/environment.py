@@ -1,0 +1,247 @@
+"""Episodes of several turns: the policy responds, the user's environment answers.
+
+`rl.environment=path.py:Class`: the user's environment, one object of the class per episode.
+
+    class Environment:
+        def reset(self, answer): ...
+        def step(self, text): return observation, reward, done
+
+`reset` gets the columns of the prompt's row that it names (all with `**columns`), and `prompt`, the
+messages, and `seed`, equal for all responses to a prompt. It returns None: the prompt comes from
+the data. `step` gets a response as text and returns the next message (a text, or None if `done`),
+the reward of this response, and True if the episode is over. Both may be `async`: then the calls of
+a turn run concurrently. `close()` is called at the end of an episode if it exists.
+
+An episode is prompt -> response -> observation -> response ... It ends when the environment says
+so (`done`), after `rl.max_turns` responses, or when `rollout.max_new_tokens`, which counts sampled
+tokens and observations, leaves no room for an observation and one more token. The environment gets
+every response, also one that the token limit cut off, so a long response never escapes its reward.
+
+Every rank samples equally many turns, since engines have collective calls: a rank without running
+episodes takes part with no requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasks.process.output import Log
+from tasks.rl.metrics import Clock
+from tasks.rl.observations import ObservationTokens
+from tasks.rl.prompts import request_seed
+from tasks.rl.responses import Prompt, Request, Response, Turn
+from tasks.rl.rewards import describe, error_details, is_finite_number, shortened
+from tasks.rl.rollout.engine import Engine
+from tasks.rl.user_code import FunctionReference, Place, UserCode
+from tasks.serving.vllm.colocation import Generated
+from tasks.training.engine.deepspeed_engine import Ranks
+
+NAME = "environment"
+"""Name of its rewards among the parts."""
+
+
+class Outcome(NamedTuple):
+    """The three values that `step` returns."""
+
+    observation: str | None
+    reward: float
+    done: bool
+
+
+class EnvironmentProcess(UserCode):
+    """The environments of a rank's episodes, by key of the episode.
+
+    A failure is a RewardError that names the prompt. It ends the run, so no environment outlives
+    the process.
+    """
+
+    def __init__(
+        self, reference: FunctionReference, *, timeout_s: float, log: Log, log_path: Path
+    ) -> None:
+        super().__init__(reference, timeout_s=timeout_s, log=log, log_path=log_path)
+        self._prompts: dict[str, Prompt] = {}
+
+    def reset(self, prompts: Mapping[str, tuple[Prompt, int]]) -> None:
+        """Begin episodes with these prompts and seeds."""
+        self._prompts |= {key: prompt for key, (prompt, _) in prompts.items()}
+        offered = {
+            key: {**prompt.row, "prompt": prompt.messages, "seed": seed}
+            for key, (prompt, seed) in prompts.items()
+        }
+        for key, value in self._ask("reset", offered).items():
+            if value is not None:
+                raise self.failure(
+                    f"returned {shortened(value)}",
+                    self._place("reset", key),
+                    hint="reset returns None: the first message is the prompt of the data",
+                )
+
+    def step(self, texts: Mapping[str, str]) -> dict[str, Outcome]:
+        """Give responses to their environments."""
+        outcomes = {}
+        for key, value in self._ask("step", texts).items():
+            if wrong := _fault(value):
+                raise self.failure(
+                    wrong,
+                    self._place("step", key, texts[key]),
+                    hint="return observation, reward, done: a text, a finite number, True or False",
+                )
+            observation, reward, done = value
+            outcomes[key] = Outcome(observation, float(reward), done)
+        return outcomes
+
+    def end(self, keys: Sequence[str]) -> None:
+        """Close the environments of episodes and let go of them."""
+        self._ask("close", dict.fromkeys(keys))
+        for key in keys:
+            del self._prompts[key]
+
+    def _ask(self, method: str, calls: Mapping[str, Any]) -> dict[str, Any]:
+        texts = calls if method == "step" else {}
+        return self.ask(method, calls, lambda key: self._place(method, key, texts.get(key)))
+
+    def _place(self, method: str, key: str, response: str | None = None) -> Place:
+        prompt = self._prompts[key]
+        return f"in {method} for {describe(prompt)}", error_details(prompt, response)
+
+
+def _fault(value: Any) -> str:
+    """Return what is wrong with the value of `step`; empty if it is as it has to be."""
+    if not isinstance(value, list) or len(value) != 3:
+        return f"returned {shortened(value)}, not three values"
+    observation, reward, done = value
+    if not isinstance(done, bool):
+        return f"returned done={shortened(done)}, not True or False"
+    if not is_finite_number(reward):
+        return f"returned reward={shortened(reward)}, not a finite number"
+    if not isinstance(observation, str) and not (observation is None and done):
+        expected = "a text or None" if done else "a text, although the episode goes on"
+        return f"returned observation={shortened(observation)}, not {expected}"
+    return ""
+
+
+@dataclass
+class _Episode:
+    """An episode in progress."""
+
+    key: str  # identifies it among the episodes of this rank
+    request: Request
+    number: int  # among the responses to the prompt
+    prompt: Prompt
+    budget: int  # tokens after the prompt, sampled or observed
+    context: NDArray[np.int32]  # (L,) token ids of prompt, responses and observations so far
+    generated: list[Generated] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    done: bool = False  # True if the environment ended it
+    open: bool = True  # True if another response follows
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be sampled or observed."""
+        return self.budget - (len(self.context) - len(self.prompt.ids))
+
+    def next_request(self) -> Request:
+        """Return the request for the next response, with a seed of its own."""
+        seed = request_seed(self.request.seed, len(self.turns), self.number)
+        return Request(self.context, 1, seed, self.room)
+
+    def take(self, generated: Generated, text: str) -> None:
+        """Append a response."""
+        self.generated.append(generated)
+        self.turns.append(Turn(text, len(generated.ids), 0.0))
+        self.context = np.concatenate([self.context, generated.ids])
+
+    def response(self) -> Response:
+        """Return the finished episode."""
+        return Response(
+            self.prompt,
+            Generated(
+                np.concatenate([generated.ids for generated in self.generated]),
+                np.concatenate([generated.logprobs for generated in self.generated]),
+                self.generated[-1].ended,
+                min(generated.version for generated in self.generated),
+            ),
+            self.turns[-1].text,
+            tuple(self.turns),
+            self.done,
+        )
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Plays episodes with a rollout engine and an environment."""
+
+    engine: Engine
+    environment: EnvironmentProcess
+    observations: ObservationTokens  # renders observations; its tokenizer decodes responses
+    ranks: Ranks
+    max_turns: int  # responses of an episode, at most
+    budget: int  # tokens of an episode after its prompt, `rollout.max_new_tokens`
+
+    def play(
+        self,
+        requests: Sequence[Request],
+        prompts: Sequence[Prompt],
+        clock: Clock,
+        *,
+        greedy: bool = False,
+    ) -> list[list[Response]]:
+        """Return the finished episodes of each request of this rank. All ranks take part."""
+        by_request = [
+            [
+                _Episode(f"{n}-{i}", request, i, prompt, self.budget, prompt.ids)
+                for i in range(request.samples)
+            ]
+            for n, (request, prompt) in enumerate(zip(requests, prompts, strict=True))
+        ]
+        episodes = [episode for group in by_request for episode in group]
+        with clock.phase("environment"):
+            self.environment.reset({e.key: (e.prompt, e.request.seed) for e in episodes})
+        running, asked = episodes, list(requests)
+        for turn in count(1):
+            with clock.phase("generate"):
+                generated = self.engine.generate(asked, greedy=greedy)
+            sampled = (response for responses in generated for response in responses)
+            with clock.phase("environment"):
+                running = list(self._step(running, sampled, last=turn == self.max_turns))
+            if not any(self.ranks.all_objects(bool(running))):
+                break
+            asked = [episode.next_request() for episode in running]
+        self.environment.end([episode.key for episode in episodes])
+        return [[episode.response() for episode in group] for group in by_request]
+
+    def _step(
+        self, running: Sequence[_Episode], sampled: Iterator[Generated], *, last: bool
+    ) -> Iterator[_Episode]:
+        """Give responses to the environment; yield the episodes that go on."""
+        for episode, generated in zip(running, sampled, strict=True):
+            text = self.observations.tokenizer.decode(generated.ids, skip_special_tokens=True)
+            episode.take(generated, text)
+        outcomes = self.environment.step({e.key: e.turns[-1].text for e in running})
+        for episode in running:
+            self._observe(episode, outcomes[episode.key], last=last)
+            if episode.open:
+                yield episode
+
+    def _observe(self, episode: _Episode, outcome: Outcome, *, last: bool) -> None:
+        turn = replace(episode.turns[-1], reward=outcome.reward)
+        episode.turns[-1], episode.done = turn, outcome.done
+        episode.open = not (outcome.done or last) and episode.generated[-1].ended
+        if not episode.open:
+            return
+        assert outcome.observation is not None
+        ids = self.observations.of(episode.prompt, outcome.observation)
+        if len(ids) >= episode.room:
+            episode.generated[-1] = replace(episode.generated[-1], ended=False)
+            episode.open = False
+            return
+        message = {"role": self.observations.role, "content": outcome.observation}
+        episode.turns[-1] = replace(turn, observation=message, ids=ids)
+        episode.context = np.concatenate([episode.context, ids])

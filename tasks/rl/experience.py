@@ -1,0 +1,158 @@
+"""One iteration's responses with all that is measured on them, and the packed rows to train on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from tasks.rl.responses import Prompt, ScoredResponse
+from tasks.training.engine.deepspeed_engine import Ranks
+from tasks.training.tokens.examples import Examples
+from tasks.training.tokens.order import deal
+from tasks.training.tokens.packing import Row, pack
+
+_UNSENT = Prompt({}, np.zeros(0, np.int32))
+_PER_RESPONSE = ("lengths", "groups", "rewards", "truncated")
+_PER_TOKEN = ("sampled", "old", "reference", "values", "turn_rewards", "advantages", "returns")
+
+
+@dataclass(frozen=True)
+class Experience:
+    """S responses with N sampled tokens in all, ordered by group; the same on every rank.
+
+    Ragged data is flat: the tokens of all responses one after another. Observations of an
+    environment are part of the sequences and of nothing else: N, `lengths` and every (N,) tensor
+    skip them, so two tokens that follow each other there may have an observation between them.
+    Log-probabilities are natural, in nats, at the sampling temperature.
+    """
+
+    lengths: torch.Tensor  # (S,) int64, sampled tokens per response, at least 1
+    groups: torch.Tensor  # (S,) int64, number of the response's prompt within the iteration
+    rewards: torch.Tensor  # (S,) float32, minus the penalty for length
+    truncated: torch.Tensor  # (S,) bool, True for responses that the length limit cut off
+    sampled: torch.Tensor  # (N,) log-probabilities by the rollout engine
+    # (N,) log-probabilities by the trainer, before the update; None if the update itself measures
+    # them, see `Updater.measures`
+    old: torch.Tensor | None = None
+    # (N,) log-probabilities by the reference; None without one
+    reference: torch.Tensor | None = None
+    # (N,) values by the critic before the update; None without one
+    values: torch.Tensor | None = None
+    # (N,) float32, the part of `rewards` that an environment gave, at the last token of each turn;
+    # None without one
+    turn_rewards: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None  # (N,) once they are estimated
+    returns: torch.Tensor | None = None  # (N,) the critic's targets; None without one
+    kl_coef: float = 0.0  # weight of the KL to the reference in this iteration
+    scored: tuple[ScoredResponse, ...] = ()  # the responses and their rewards
+    examples: Examples | None = None  # prompt and response as one sequence, sampled tokens marked
+
+    def places(self, chosen: Sequence[int]) -> torch.Tensor:
+        """Return the positions of these responses' tokens in (N,) arrays, one after another."""
+        ends = self.lengths.cumsum(0)
+        begins = ends - self.lengths
+        return torch.cat([torch.arange(int(begins[i]), int(ends[i])) for i in chosen])
+
+    def part(self, chosen: Sequence[int], device: torch.device | str = "cpu") -> Experience:
+        """Return the tensors of these responses alone, on a device."""
+        indices = [(name, list(chosen)) for name in _PER_RESPONSE]
+        indices += [(name, self.places(chosen)) for name in _PER_TOKEN]
+        tensors = {
+            name: getattr(self, name)[index].to(device)
+            for name, index in indices
+            if getattr(self, name) is not None
+        }
+        return Experience(**tensors, kl_coef=self.kl_coef)
+
+    def row(self, chosen: Sequence[int]) -> Row:
+        """Return one packed row of the chosen prompts and responses."""
+        assert self.examples is not None
+        return pack(self.examples, chosen)
+
+    @property
+    def sequence_lengths(self) -> np.ndarray:
+        """(S,) tokens of prompt and response."""
+        assert self.examples is not None
+        return self.examples.lengths.sum(axis=1)
+
+    def rows(self, world_size: int, rank: int, size: int) -> list[tuple[int, ...]]:
+        """Return this rank's rows, as numbers of responses; every rank gets equally many."""
+        lengths = self.sequence_lengths
+        count = -(-len(lengths) // (size * world_size)) * world_size
+        count = min(count, len(lengths) // world_size * world_size)
+        return [tuple(row) for row in deal(lengths, count)[rank::world_size]]
+
+    def with_measurements(
+        self,
+        ranks: Ranks,
+        rows: Sequence[Sequence[int]],
+        measurements: Mapping[str, list[torch.Tensor]],
+    ) -> Experience:
+        """Return a copy with per-token measurements of all ranks: `old`, `reference`, `values`."""
+        mine = {
+            name: [part.cpu().numpy() for part in parts] for name, parts in measurements.items()
+        }
+        all_ranks = ranks.all_objects((list(rows), mine))
+        merged: dict[str, torch.Tensor] = {}
+        for name in measurements:
+            values = torch.full((int(self.lengths.sum()),), torch.nan)
+            for chosen, parts in all_ranks:
+                for row, part in zip(chosen, parts[name], strict=True):
+                    values[self.places(row)] = torch.from_numpy(part).float()
+            merged[name] = values
+        return replace(self, **merged)
+
+
+def gather_responses(
+    ranks: Ranks, mine: Sequence[tuple[int, ScoredResponse]], prompts: Sequence[Prompt]
+) -> list[tuple[int, ScoredResponse]]:
+    """Return every rank's responses by group. Prompts are not sent: all ranks have them."""
+    sent = [
+        (number, replace(s, response=replace(s.response, prompt=_UNSENT))) for number, s in mine
+    ]
+    gathered = [
+        (n, replace(s, response=replace(s.response, prompt=prompts[n])))
+        for part in ranks.all_objects(sent)
+        for n, s in part
+    ]
+    return sorted(gathered, key=lambda pair: pair[1].group)
+
+
+def pack_experience(scored: Sequence[ScoredResponse]) -> Experience:
+    """Lay the responses end to end. `scored` is ordered by group."""
+    responses = [response.response for response in scored]
+    turn_rewards = None
+    if any(response.turns for response in responses):
+        turn_rewards = torch.from_numpy(np.concatenate([r.turn_rewards for r in responses]))
+    return Experience(
+        lengths=torch.tensor([len(r.generated.ids) for r in responses]),
+        groups=torch.tensor([response.group for response in scored]),
+        rewards=torch.tensor([r.reward + r.penalty for r in scored], dtype=torch.float32),
+        truncated=torch.tensor([not r.generated.ended for r in responses]),
+        sampled=torch.from_numpy(np.concatenate([r.generated.logprobs for r in responses])).float(),
+        turn_rewards=turn_rewards,
+        scored=tuple(scored),
+        examples=Examples.of_texts(
+            [r.ids for r in responses], np.concatenate([r.marks for r in responses])
+        ),
+    )
+
+
+Measure = Callable[[Row], Mapping[str, torch.Tensor]]
+"""Returns (tokens of the row,) tensors by name."""
+
+
+def measure_tokens(
+    experience: Experience, ranks: Ranks, *, size: int, device: torch.device, measure: Measure
+) -> Experience:
+    """Measure every token, each rank its own rows, without gradients."""
+    rows = experience.rows(ranks.world_size, ranks.rank, size)
+    measurements: dict[str, list[torch.Tensor]] = {}
+    with torch.no_grad():
+        for chosen in rows:
+            for name, numbers in measure(experience.row(chosen).to(device)).items():
+                measurements.setdefault(name, []).append(numbers.float())
+    return experience.with_measurements(ranks, rows, measurements)

@@ -1,0 +1,133 @@
+"""Losses of online RL: the clipped policy loss, and the critic's.
+
+Shape suffixes: n tokens and s responses of one packed row. Log-probabilities are natural, in nats,
+at the sampling temperature. Losses are parts of the minibatch's: those of its rows add up.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from tasks.rl.advantages import spread, sums
+from tasks.rl.algorithms import Algorithm
+from tasks.rl.experience import Experience
+from tasks.rl.kl import estimate_kl
+from tasks.rl.settings import Loop
+from tasks.training.losses import Loss
+
+
+class Totals(NamedTuple):
+    """Counts over all rows and ranks of a minibatch: the denominators of means."""
+
+    tokens: int
+    sequences: int
+    max_new_tokens: int
+
+
+def policy_loss(
+    logprobs_n: torch.Tensor,
+    row: Experience,
+    totals: Totals,
+    algorithm: Algorithm,
+    loop: Loop,
+    *,
+    weights_n: torch.Tensor,
+    entropy_n: torch.Tensor | None = None,
+) -> Loss:
+    """-mean of min(ratio * A, clipped ratio * A) + kl_coef * KL - entropy_coef * entropy.
+
+    PPO arXiv:1707.06347, eq. 7; different clips on the two sides: DAPO arXiv:2503.14476, eq. 10; a
+    bound for negative advantages: dual clip arXiv:1912.09729, eq. 5; one ratio per response: GSPO
+    arXiv:2507.18071, eq. 7.
+
+    Args:
+        logprobs_n: by the policy, with gradient.
+        row: the row's responses with `old` and `advantages`, and `reference` if there is one.
+        totals: of the minibatch.
+        algorithm: `ratio` and kind of mean.
+        loop: clips, weights of KL and entropy.
+        weights_n: importance weights, see `correction.weights`.
+        entropy_n: entropy of the policy, in nats and with gradient, if the loss needs it. Its mean
+            is over tokens, whatever the algorithm's.
+
+    Returns:
+        The loss, and metrics whose sums over rows and ranks are means over the minibatch:
+        `policy_loss` (without KL and entropy); per token `approx_kl` (to the old policy, k3),
+        `ratio`, `clip_low_frac` and `clip_high_frac` (share of tokens clipped on that side, which
+        have no gradient); and if given `kl` (to the reference, k3, nats) and `entropy` (nats).
+    """
+    assert row.old is not None
+    assert row.advantages is not None
+    advantages_n, low, high = row.advantages, 1 - loop.clip_low, 1 + loop.clip_high
+    kept_n: torch.Tensor | float = 1.0
+    if loop.mask_truncated:
+        kept_n = spread((~row.truncated).to(advantages_n.dtype), row.lengths)
+    share_n = _shares(row, totals, algorithm.aggregate) * kept_n
+    ratio_n = (logprobs_n - row.old).exp()
+    if algorithm.ratio == "sequence":
+        mean_s = sums(logprobs_n - row.old, row.lengths) / row.lengths
+        ratio_n = spread(mean_s.exp(), row.lengths)
+    objective_n = torch.minimum(ratio_n * advantages_n, ratio_n.clamp(low, high) * advantages_n)
+    if loop.dual_clip is not None:
+        bound_n = torch.maximum(objective_n, loop.dual_clip * advantages_n)
+        objective_n = torch.where(advantages_n < 0, bound_n, objective_n)
+    policy = -(share_n * (weights_n * objective_n)).sum()
+    value = policy
+    if row.kl_coef and loop.kl_in == "loss":
+        assert row.reference is not None
+        kl_n = estimate_kl(logprobs_n, row.reference, loop.kl_estimator)
+        value = value + row.kl_coef * (share_n * kl_n).sum()
+    if loop.entropy_coef:
+        assert entropy_n is not None
+        value = value - loop.entropy_coef * ((entropy_n * kept_n).sum() / totals.tokens)
+    logprobs_n, ratio_n = logprobs_n.detach(), ratio_n.detach()
+    measures = {
+        "approx_kl": estimate_kl(row.old, logprobs_n, "k3"),
+        "ratio": ratio_n,
+        "clip_low_frac": ((ratio_n < low) & (advantages_n < 0)).to(ratio_n.dtype),
+        "clip_high_frac": ((ratio_n > high) & (advantages_n > 0)).to(ratio_n.dtype),
+    }
+    if row.reference is not None:
+        measures["kl"] = estimate_kl(logprobs_n, row.reference, "k3")
+    if entropy_n is not None:
+        measures["entropy"] = entropy_n.detach()
+    means = {name: (each_n * kept_n).sum() / totals.tokens for name, each_n in measures.items()}
+    return Loss(value, {"policy_loss": policy.detach(), **means})
+
+
+def _shares(row: Experience, totals: Totals, aggregate: str) -> torch.Tensor:
+    """Return the weight of each token in the minibatch's mean: (n,), or () if all are equal.
+
+    `tokens`: the mean over all tokens (DAPO eq. 12); `sequences`: over the responses' means (GRPO,
+    arXiv:2402.03300, eq. 3: a token of a long response counts less); `constant`: the sum over
+    responses x max_new_tokens (Dr. GRPO, arXiv:2503.20783: a response's length does not matter).
+    """
+    assert row.advantages is not None
+    if aggregate == "tokens":
+        return row.advantages.new_tensor(1 / totals.tokens)
+    if aggregate == "constant":
+        return row.advantages.new_tensor(1 / (totals.sequences * totals.max_new_tokens))
+    return spread(1 / (row.lengths.to(row.advantages.dtype) * totals.sequences), row.lengths)
+
+
+def value_loss(values_n: torch.Tensor, row: Experience, totals: Totals, clip: float | None) -> Loss:
+    """Return this row's part of half the mean squared error, with clipped values.
+
+    max((V - R)^2, (V_clipped - R)^2) / 2, where V_clipped is at most `clip` from the value before
+    the update: used with PPO (arXiv:1707.06347) since its first implementation. None: no clip.
+
+    Returns:
+        The loss, and the metrics `value_loss` and `value_clip_frac` (share of tokens whose loss is
+        the clipped one; they have no gradient).
+    """
+    assert row.values is not None
+    assert row.returns is not None
+    squares_n = clipped_n = (values_n - row.returns).square()
+    if clip is not None:
+        moved_n = row.values + (values_n - row.values).clamp(-clip, clip)
+        clipped_n = (moved_n - row.returns).square()
+    value = torch.maximum(squares_n, clipped_n).sum() / 2 / totals.tokens
+    decided = (clipped_n > squares_n).to(values_n.dtype).sum() / totals.tokens
+    return Loss(value, {"value_loss": value.detach(), "value_clip_frac": decided})

@@ -1,0 +1,187 @@
+"""Metrics and phases of an iteration, by their names in the tracker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from tasks.rl.advantages import without_signal
+from tasks.rl.correction import Mismatch
+from tasks.rl.experience import Experience
+from tasks.rl.kl import estimate_kl
+from tasks.rl.responses import Response, ScoredResponse
+
+SHOWN = 4
+"""Responses per iteration in the table of samples."""
+
+
+@dataclass
+class Clock:
+    """Seconds by phase of an iteration."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to the phase of that name."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - begin
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+
+
+def collected(scored: Sequence[ScoredResponse]) -> dict[str, float]:
+    """Return metrics of sampled responses and their rewards."""
+    rewards = np.array([response.reward for response in scored])
+    metrics = {**evaluated(scored), "reward_std": float(rewards.std())}
+    groups = len({response.group for response in scored})
+    if groups < len(scored):  # a single response is no group
+        no_signal = groups_without_signal(scored)
+        metrics["groups_without_signal"] = len(no_signal) / groups
+    return metrics
+
+
+def groups_without_signal(scored: Sequence[ScoredResponse]) -> list[int]:
+    """Return the numbers of the groups whose advantages would all be 0."""
+    rewards_S = torch.tensor([response.reward + response.penalty for response in scored])
+    groups_S = torch.tensor([response.group for response in scored])
+    silent: list[int] = groups_S[without_signal(rewards_S, groups_S)].unique().tolist()
+    return silent
+
+
+def evaluated(scored: Sequence[ScoredResponse]) -> dict[str, float]:
+    """Return metrics of responses to evaluation prompts.
+
+    Lengths count sampled tokens. With an environment also `turns`, their mean, and `out_of_turns`,
+    the share of episodes that `rl.max_turns` ended.
+    """
+    lengths = np.array([len(response.response.generated.ids) for response in scored])
+    parts = {
+        f"reward/{name}": float(np.mean([response.parts[name] for response in scored]))
+        for name in scored[0].parts
+    }
+    responses = [response.response for response in scored]
+    turns = {}
+    if any(response.turns for response in responses):
+        turns["turns"] = float(np.mean([len(response.turns) for response in responses]))
+        unfinished = [not response.done and response.generated.ended for response in responses]
+        turns["out_of_turns"] = float(np.mean(unfinished))
+    return {
+        "reward": float(np.mean([response.reward for response in scored])),
+        **parts,
+        **turns,
+        "length": float(lengths.mean()),
+        "length_max": float(lengths.max()),
+        "truncated": float(np.mean([not response.generated.ended for response in responses])),
+    }
+
+
+def compared(old_N: torch.Tensor, mismatch: Mismatch) -> dict[str, float]:
+    """Return metrics of the trainer's log-probabilities of the response tokens, before the update.
+
+    `entropy` is their negated mean: an unbiased estimate of the policy's entropy if the responses
+    were sampled from it.
+    """
+    return {
+        "mismatch/mean_abs": mismatch.mean_abs,
+        "mismatch/max_abs": mismatch.max_abs,
+        "mismatch/kl": mismatch.kl,
+        "entropy": float(-old_N.mean()),
+    }
+
+
+def off_policy(experience: Experience, measured: Mismatch, mismatch: float) -> dict[str, float]:
+    """Return metrics of responses that an older version of the policy may have sampled."""
+    assert experience.old is not None
+    return {
+        "mismatch/mean_abs": mismatch,
+        "off_policy/mean_abs": measured.mean_abs,
+        "off_policy/max_abs": measured.max_abs,
+        "off_policy/kl": measured.kl,
+        "entropy": float(-experience.old.mean()),
+    }
+
+
+def estimates(experience: Experience) -> dict[str, float]:
+    """Return metrics of advantages and values.
+
+    `advantage_std`; with a reference the KL to it in nats per token: `kl` by k3, clamped, and
+    `kl_k1` by k1, which `rl.kl_limit` and an adaptive `rl.kl_coef` go by; `explained_variance` if
+    there is a critic.
+    """
+    assert experience.advantages is not None
+    metrics = {"advantage_std": float(experience.advantages.std(correction=0))}
+    if experience.reference is not None:
+        assert experience.old is not None
+        old, reference = experience.old.double(), experience.reference.double()
+        metrics["kl"] = float(estimate_kl(old, reference, "k3").mean())
+        metrics["kl_k1"] = float((old - reference).mean())
+    if experience.values is not None and experience.returns is not None:
+        metrics["explained_variance"] = explained_variance(experience.values, experience.returns)
+    return metrics
+
+
+def explained_variance(values_N: torch.Tensor, returns_N: torch.Tensor) -> float:
+    """Return the share of the returns' variance that the critic predicts: 1 - Var(R - V) / Var(R).
+
+    1 is perfect, 0 is no better than a constant, below 0 is worse. 0 if the returns do not vary.
+    """
+    returns_N = returns_N.double()
+    variance = returns_N.var(correction=0)
+    if variance == 0:
+        return 0.0
+    return float(1 - (returns_N - values_N.double()).var(correction=0) / variance)
+
+
+def speeds(clock: Clock, experience: Experience, begin: float) -> dict[str, float]:
+    """Return seconds and tokens per second of each phase, and the time outside of the phases."""
+    response_tokens, all_tokens = (
+        int(experience.lengths.sum()),
+        int(experience.sequence_lengths.sum()),
+    )
+    tokens = {"generate": response_tokens, "measure": all_tokens, "update": all_tokens}
+    working = (*tokens, "score", "environment")
+    phases = [name for name in working if name in clock.seconds]
+    total = time.perf_counter() - begin
+    metrics = {f"seconds/{name}": spent for name, spent in clock.seconds.items()}
+    for name in (phase for phase in phases if phase in tokens):
+        metrics[f"tokens_per_s/{name}"] = tokens[name] / max(clock.seconds[name], 1e-9)
+    worked = sum(clock.seconds[name] for name in phases)
+    metrics["seconds/other"] = total - sum(clock.seconds.values())
+    return {**metrics, "overhead": 1.0 - worked / total, "step_s": total}
+
+
+def samples_of(scored: Sequence[ScoredResponse]) -> list[Mapping[str, Any]]:
+    """Return rows for the table of samples, the best and the worst reward among them."""
+    order = sorted(range(len(scored)), key=lambda i: scored[i].reward)
+    picked = list(dict.fromkeys([order[0], order[-1], order[len(order) // 2], 0]))[:SHOWN]
+    return [
+        {
+            "id": str(scored[i].response.prompt.row.get("id", "")),
+            "prompt": _question(scored[i].response.prompt.row["messages"]),
+            "response": _shown(scored[i].response),
+            "reward": scored[i].reward,
+            **{f"reward/{name}": value for name, value in scored[i].parts.items()},
+        }
+        for i in picked
+    ]
+
+
+def _shown(response: Response) -> str:
+    """Return the response; with an environment, the conversation after the prompt."""
+    if not response.turns:
+        return response.text
+    return "\n".join(f"{m['role']}: {m['content'].strip()}" for m in response.messages)
+
+
+def _question(messages: Sequence[Mapping[str, str]]) -> str:
+    """Return the last user message."""
+    return next(m["content"] for m in reversed(messages) if m["role"] == "user")

@@ -1,0 +1,127 @@
+"""Tokenise the prompts of a dataset once, and choose the prompts of each iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from jinja2 import TemplateError
+from numpy.typing import NDArray
+
+from tasks.core.errors import DataError
+from tasks.rl.responses import Prompt
+from tasks.serving.prompts import question_of
+from tasks.training.tokens.rows import RowFile
+
+if TYPE_CHECKING:
+    from tasks.training.engine.deepspeed_engine import Ranks
+
+CHUNK = 512
+"""Prompts tokenised at once."""
+SHOWN = 20
+"""Problems listed in an error."""
+
+
+class _Part(NamedTuple):
+    """Token ids of one rank's part of the rows, and the problems in them."""
+
+    ids: list[NDArray[np.int32]]
+    problems: list[str]
+
+
+def load_prompts(path: Path, *, tokenizer: Any, limit: int, ranks: Ranks) -> tuple[Prompt, ...]:
+    """Render and tokenise all prompts; each rank does a part, and every rank gets all of them.
+
+    A final assistant message of a row is the reference answer and not part of the prompt. Raises
+    DataError on every rank that names every row whose prompt cannot be used.
+    """
+    if not tokenizer.chat_template:
+        raise DataError(
+            "the tokenizer has no chat template, so no prompt can be rendered",
+            hint="data.chat_template=<Jinja file>",
+        )
+    rows = RowFile(path)
+    total, world = len(rows), ranks.world_size
+    begin, end = (total * part // world for part in (ranks.rank, ranks.rank + 1))
+    parts = ranks.all_objects(_tokenised(rows, range(begin, end), tokenizer, limit))
+    problems = [problem for part in parts for problem in part.problems]
+    if problems:
+        longest = max(len(ids) for part in parts for ids in part.ids)
+        keeps = f"rollout.max_prompt_len={longest} keeps all" if longest > limit else "fix them"
+        raise DataError(
+            f"{path.name}: {len(problems)} of {total} prompts cannot be used, first {problems[0]}",
+            details=problems[:SHOWN],
+            hint=f"{keeps}, or remove them from the data",
+        )
+    if not total:
+        raise DataError(f"{path.name} has no prompts", hint="data.path=<file with prompts>")
+    every_ids = [ids for part in parts for ids in part.ids]
+    prompts = tuple(Prompt(_flat(rows[n]), ids) for n, ids in enumerate(every_ids))
+    rows.close()
+    return prompts
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row with the user's further columns beside `messages` and `id`."""
+    return {**row.pop("columns", {}), **row}
+
+
+def _tokenised(rows: RowFile, numbers: range, tokenizer: Any, limit: int) -> _Part:
+    token_ids, problems = [], []
+    for start in range(0, len(numbers), CHUNK):
+        chosen = [rows[n] for n in numbers[start : start + CHUNK]]
+        texts = []
+        for row in chosen:
+            try:
+                texts.append(render(row, tokenizer))
+            except (TemplateError, KeyError) as error:
+                problems.append(f"{row['id']}: the chat template rejects it: {error}")
+                texts.append("")
+        batch = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        for row, ids in zip(chosen, batch, strict=True):
+            if len(ids) > limit:
+                problems.append(
+                    f"{row['id']}: {len(ids)} tokens, more than rollout.max_prompt_len={limit}"
+                )
+            token_ids.append(np.asarray(ids, np.int32))
+    return _Part(token_ids, problems)
+
+
+def render(row: Mapping[str, Any], tokenizer: Any) -> str:
+    """Return the prompt as a server renders it: no reference answer, with the generation prompt."""
+    question = question_of(row)
+    text: str = tokenizer.apply_chat_template(
+        question["messages"],
+        tools=question.get("tools"),
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    return text
+
+
+@dataclass(frozen=True)
+class PromptOrder:
+    """Endless stream of prompts, epoch after epoch, each epoch in an order of its own."""
+
+    total: int  # number of prompts in the dataset
+    per_iteration: int  # prompts per iteration
+    refill_rounds: int  # rounds in which groups without signal may be replaced
+    seed: int  # seed of the order
+
+    def numbers(self, start: int, count: int) -> list[int]:
+        """Return the numbers in the dataset of `count` prompts from position `start` on."""
+        positions = np.arange(start, start + count)
+        orders = {
+            int(epoch): np.random.default_rng([self.seed, int(epoch)]).permutation(self.total)
+            for epoch in np.unique(positions // self.total)
+        }
+        return [int(orders[int(p) // self.total][int(p) % self.total]) for p in positions]
+
+
+def request_seed(seed: int, iteration: int, number: int) -> int:
+    """Return the seed for one prompt of an iteration; it does not depend on the rank."""
+    state = np.random.SeedSequence([seed, iteration, number]).generate_state(1)
+    return int(state[0]) & 0x7FFFFFFF

@@ -1,0 +1,120 @@
+"""Data classes of the training loop: prompts, responses and their rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasks.serving.prompts import question_of
+from tasks.serving.vllm.colocation import Generated
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of the dataset with its token ids."""
+
+    # the row of the dataset artifact: `id`, `messages`, `answer` if there is one, and any other
+    # column of the user's data
+    row: Mapping[str, Any]
+    ids: NDArray[np.int32]  # (P,) token ids, including the chat template's generation prompt
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation without a reference answer at its end."""
+        messages: list[dict[str, Any]] = question_of(self.row)["messages"]
+        return messages
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to sample responses to."""
+
+    ids: NDArray[np.int32]  # (P,) token ids of the prompt
+    samples: int  # number of responses
+    seed: int  # sampling seed. The same prompt, weights and seed give the same responses
+    limit: int | None = None  # token limit of a response; None: `rollout.max_new_tokens`
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One response of an episode, and the environment's answer to it."""
+
+    text: str  # the decoded response, without special tokens
+    tokens: int  # number of sampled tokens, at least 1
+    reward: float  # by the environment
+    # the message that follows; None after the last turn
+    observation: Mapping[str, str] | None = None
+    # (o,) token ids between the response and the next one: the rendered observation and the
+    # generation prompt; empty after the last turn
+    ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+
+
+@dataclass(frozen=True)
+class Response:
+    """A response with everything a reward may need; with an environment, all of an episode."""
+
+    prompt: Prompt  # the prompt
+    # token ids and log-probabilities of the sampled tokens of all turns, in order. `ended` is False
+    # if the token limit ended the response or episode
+    generated: Generated
+    text: str  # the decoded response, without special tokens; the last one of an episode
+    turns: tuple[Turn, ...] = ()  # turns of an episode; empty without an environment
+    done: bool = True  # True unless the environment waited for another response
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        """(L,) token ids of the whole conversation: prompt, sampled tokens, observations."""
+        return np.concatenate([self.prompt.ids, *self._pieces])
+
+    @property
+    def marks(self) -> NDArray[np.uint8]:
+        """(L,) 1 for sampled tokens, which bear loss; 0 for the prompt and observations."""
+        lengths = [len(self.prompt.ids), *map(len, self._pieces)]
+        return np.repeat(np.arange(len(lengths)) % 2, lengths).astype(np.uint8)
+
+    @property
+    def turn_rewards(self) -> NDArray[np.float32]:
+        """(n,) the environment's rewards, each at the last sampled token of its turn; else 0."""
+        rewards: NDArray[np.float32] = np.zeros(len(self.generated.ids), np.float32)
+        ends = np.cumsum([turn.tokens for turn in self.turns], dtype=np.int64) - 1
+        rewards[ends] = [turn.reward for turn in self.turns]
+        return rewards
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation after the prompt: responses and observations by turns."""
+        if not self.turns:
+            return [{"role": "assistant", "content": self.text}]
+        messages: list[dict[str, str]] = []
+        for turn in self.turns:
+            messages.append({"role": "assistant", "content": turn.text})
+            messages += [dict(turn.observation)] if turn.observation is not None else []
+        return messages
+
+    @property
+    def _pieces(self) -> list[NDArray[np.int32]]:
+        """Sampled tokens and observations by turns; an observation follows every response."""
+        if not self.turns:
+            return [self.generated.ids]
+        ends = np.cumsum([turn.tokens for turn in self.turns])[:-1]
+        sampled = np.split(self.generated.ids, ends)
+        return [
+            piece
+            for ids, turn in zip(sampled, self.turns, strict=True)
+            for piece in (ids, turn.ids)
+        ]
+
+
+@dataclass(frozen=True)
+class ScoredResponse:
+    """A response and its reward."""
+
+    response: Response  # the response
+    group: int  # number of its prompt within the iteration
+    reward: float  # weighted sum of all parts
+    parts: Mapping[str, float] = field(default_factory=dict)  # rewards by source, before weights
+    penalty: float = 0.0  # added to the reward for the advantages, at most 0: `rl.overlong_penalty`

@@ -1,0 +1,238 @@
+"""`reward.model`: a reward model scores responses at their last token, in this process.
+
+    reward = (score - mean) / std
+
+with the model's own mean and std over held-out responses (`reward.normalize`). If the reward model
+has the policy's vocabulary and chat template, it reads the policy's token ids of prompt and
+response unchanged. Otherwise its own template renders the conversation again.
+
+The folder's facts are read without torch, for the preflight.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tasks.core.disk import file_stats
+from tasks.core.errors import ArtifactError, RewardError
+from tasks.process.output import Log
+from tasks.rl.responses import Response
+from tasks.rl.rewards import describe, error_details, validate_rewards
+from tasks.serving.prompts import chat, load_tokenizer, stop_ids, whole_ids
+from tasks.weights.files.documents import read_json
+from tasks.weights.files.side_files import require_own_files
+from tasks.weights.heads import Normalisation, architectures, normalisation_from
+
+if TYPE_CHECKING:
+    import torch
+
+ROW_TOKENS = 8192
+"""Maximum tokens of a packed row; a longer text gets a row of its own."""
+_CLASS = "ForSequenceClassification"
+EXAMPLE = "reward.model=<the artifact of kind `served` of a chain with train=reward>"
+DELIVER = "python flows/deliver.py source=<it> out=<folder> converts a model to that class"
+
+
+@dataclass(frozen=True)
+class RewardFolder:
+    """Facts about a reward model from its folder."""
+
+    path: Path  # the folder
+    dtype: str  # torch name of its parameters' dtype
+    normalisation: Normalisation  # mean and std of its rewards
+    context: int | None  # maximum number of tokens; None if config.json does not say
+
+    @classmethod
+    def read(cls, path: Path, *, normalize: bool) -> RewardFolder:
+        """Read config.json; `normalize` requires mean and std.
+
+        Raises an ArtifactError unless it is a reward model with one label.
+        """
+        if path.is_dir():
+            require_own_files(path)
+        if not (path / "config.json").is_file():
+            raise ArtifactError(
+                f"reward.model={path} is not a model folder: no config.json", hint=EXAMPLE
+            )
+        config = read_json(path / "config.json")
+        classes = architectures(config)
+        if not classes or not classes[0].endswith(_CLASS):
+            what = classes[0] if classes else "no class"
+            raise ArtifactError(
+                f"reward.model={path} is not a *{_CLASS}: its config.json says {what}",
+                hint=f"{EXAMPLE}; {DELIVER}",
+            )
+        if (labels := _labels(config)) != 1:
+            raise ArtifactError(
+                f"reward.model={path} has {labels} labels; a reward model has one", hint=EXAMPLE
+            )
+        normalisation = normalisation_from(config, f"reward.model={path}")
+        if normalize and not normalisation.is_there:
+            raise ArtifactError(
+                f"reward.model={path}: no mean and std of its rewards in config.json",
+                hint="reward.normalize=false uses its scores unchanged",
+            )
+        text = config.get("text_config") or config  # nested in multimodal models
+        return cls(
+            path,
+            dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
+            normalisation=normalisation,
+            context=text.get("max_position_embeddings"),
+        )
+
+
+def _labels(config: Mapping[str, Any]) -> int:
+    """Return the number of labels as transformers counts them; its default is 2."""
+    if isinstance(config.get("id2label"), dict):
+        return len(config["id2label"])
+    return int(config.get("num_labels", 2))
+
+
+def model_digest(folder: Path) -> str:
+    """Return the digest of a reward model's folder."""
+    return hashlib.sha256("\n".join(folder_identity(folder.expanduser())).encode()).hexdigest()
+
+
+def folder_identity(folder: Path) -> list[str]:
+    """Return the digest of a folder's manifest, else sizes, times and inodes of its files."""
+    manifest = folder / "manifest.json"
+    if manifest.is_file():
+        return [hashlib.sha256(manifest.read_bytes()).hexdigest()]
+    files = sorted(path for path in folder.glob("*") if path.is_file())
+    return [f"{path.name} {file_stats(path)}" for path in files]
+
+
+class RewardModel:
+    """A reward model as a reward source; scores packed rows without gradients."""
+
+    def __init__(
+        self, path: Path, tokenizer: Any, device: torch.device, *, normalize: bool, log: Log
+    ) -> None:
+        from tasks.serving.reference.load import from_folder
+        from tasks.serving.reference.rewards import CLASSIFIER
+        from tasks.training.model.packed_model import accept_packed_rows
+
+        folder = RewardFolder.read(path, normalize=normalize)
+        self.label = f"reward.model={path}"
+        self._encoding = Encoding.between(tokenizer, folder, label=self.label, log=log)
+        self._normalisation = folder.normalisation if normalize else Normalisation()
+        self._device = device
+        model = from_folder(
+            CLASSIFIER,
+            path,
+            dtype=folder.dtype,
+            attn_implementation="sdpa",
+            device_map=None if device.type == "cpu" else {"": str(device)},
+            num_labels=1,
+        )
+        accept_packed_rows(model)
+        self._model: Any = model.to(device).eval().requires_grad_(False)
+
+    def __call__(self, responses: Sequence[Response]) -> list[float]:
+        """Return the reward of each response: the head's output at its last token."""
+        import torch
+
+        from tasks.serving.reference.rewards import normalised
+        from tasks.training.tokens.examples import Examples
+        from tasks.training.tokens.packing import pack
+
+        texts = self._encoding.texts(responses)
+        examples = Examples.of_texts(texts)
+        scores = np.empty(len(texts))
+        with torch.no_grad():
+            for chosen in _rows([len(text) for text in texts]):
+                row = pack(examples, chosen).to(self._device)
+                scores[chosen] = self._model(row=row).cpu().numpy()
+        valid = validate_rewards(scores.tolist(), responses, self.label)
+        return normalised(valid, self._normalisation)
+
+    def close(self) -> None:
+        """Free the model's memory."""
+        self._model = None
+
+
+def _rows(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Yield numbers of texts row by row, sorted by length, up to `ROW_TOKENS` tokens each."""
+    row: list[int] = []
+    tokens = 0
+    for number in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if row and tokens + lengths[number] > ROW_TOKENS:
+            yield row
+            row, tokens = [], 0
+        row.append(number)
+        tokens += lengths[number]
+    if row:
+        yield row
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Turns responses into token ids for a reward model."""
+
+    label: str  # name of the source in errors
+    limit: int | None  # maximum number of tokens; None: no limit
+    tokenizer: Any = None  # the reward model's; None if the policy's token ids are used unchanged
+    # token ids that end a response in the reward model's template
+    stops: frozenset[int] = frozenset()
+
+    @classmethod
+    def between(cls, policy: Any, folder: RewardFolder, *, label: str, log: Log) -> Encoding:
+        """Compare the policy's tokenizer with the reward model's; log which ids are used."""
+        tokenizer = load_tokenizer(folder.path)
+        difference = _difference(policy, tokenizer)
+        if difference is None:
+            log.info("%s: has the policy's tokenizer; scores its token ids as they are", label)
+            return cls(label, folder.context)
+        if not tokenizer.chat_template:
+            raise ArtifactError(
+                f"{label}: {difference}, and it has no chat template to render conversations with",
+                hint="a reward model with a chat_template.jinja",
+            )
+        log.warning("%s: %s; its own template renders the responses again", label, difference)
+        stops = frozenset(stop_ids(folder.path, tokenizer.eos_token_id))
+        return cls(label, folder.context, tokenizer, stops)
+
+    def texts(self, responses: Sequence[Response]) -> list[list[int]]:
+        """Return the token ids of each conversation; without an end token if it was cut off."""
+        texts = [self._text(response) for response in responses]
+        for response, ids in zip(responses, texts, strict=True):
+            if self.limit is not None and len(ids) > self.limit:
+                raise RewardError(
+                    f"{self.label}: {len(ids)} tokens for {describe(response.prompt)}, more than "
+                    f"its limit of {self.limit}",
+                    details=error_details(response.prompt, response.text),
+                    hint="rollout.max_new_tokens=<less>, or a reward model with a longer context",
+                )
+        return texts
+
+    def _text(self, response: Response) -> list[int]:
+        if self.tokenizer is None:
+            ids: list[int] = response.ids.tolist()
+            return ids
+        from jinja2 import TemplateError
+
+        messages = [*response.prompt.messages, *response.messages]
+        try:
+            ids = whole_ids(self.tokenizer, chat(messages, response.prompt.row), self.stops)
+        except TemplateError as error:
+            raise RewardError(
+                f"{self.label}: its chat template rejects {describe(response.prompt)}: {error}",
+                details=error_details(response.prompt, response.text),
+            ) from error
+        cut_off = not response.generated.ended and ids[-1] in self.stops
+        return ids[:-1] if cut_off else ids
+
+
+def _difference(policy: Any, own: Any) -> str | None:
+    """Return how the reward model's tokenizer differs from the policy's, or None."""
+    if policy.get_vocab() != own.get_vocab():
+        return f"its vocabulary ({len(own)} tokens) is not the policy's ({len(policy)})"
+    if policy.chat_template != own.chat_template:
+        return "its chat template is not the policy's"
+    return None

@@ -1,0 +1,258 @@
+"""The vLLM engine of every training rank: weight sync and generation.
+
+An engine that fails ends the run, which goes on from its last checkpoint when it is started again:
+vLLM 0.32 starts one engine with sleep mode per process.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from tasks.core.errors import ConfigError, PlumblineError, TrainingError
+from tasks.rl.responses import Request
+from tasks.rl.rollout.engine import (
+    SyncResult,
+    by_request,
+    new_tokens,
+    require_prompts_fit,
+    require_servable,
+    response_seeds,
+)
+from tasks.rl.rollout.merged import merged_tensors
+from tasks.rl.rollout.policy import Policy
+from tasks.rl.rollout.proof import Numbers, SyncProof
+from tasks.rl.settings import Online, Rollout
+from tasks.serving.vllm.colocation import Colocation, Generated, Sampling
+from tasks.serving.vllm.job import time_limit
+from tasks.serving.vllm.rollouts import Colocated
+from tasks.training.job import TrainJob
+from tasks.weights.model import Model, model_facts
+
+LOG = logging.getLogger("plumbline.rl")
+T = TypeVar("T")
+
+_MORE_MEMORY = (
+    "more memory: rollout.kv_cache_gib=<GiB> on a CPU, rollout.gpu_memory=<share> on a GPU"
+)
+_FROM_CHECKPOINT = "start the run again: it goes on from its last checkpoint"
+# vLLM 0.32 gives all engines of a machine that share CPU ranks the same names there.
+_SHARED_MEMORY = (
+    "a killed run left its shared memory, or another run with rollout.tensor_parallel is active; "
+    "if there is none: rm -- /dev/shm/*-cpushm_*"
+)
+
+
+class VllmEngine:
+    """Rollout engine with vLLM in this process, see `engine.Engine`.
+
+    An adapter is compared with vLLM's own tensors after each sync (`serving/vllm/loaded_adapter`),
+    full weights by what the engine samples (`proof`), from at least one of `probes`. Raises
+    ConfigError if vLLM cannot sample from this policy, TrainingError if it does not start.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        rollout: Rollout,
+        *,
+        ends: tuple[int, ...],
+        probes: Sequence[Sequence[int]],
+    ) -> None:
+        self._policy = policy
+        self._rollout = rollout
+        self._colocation, sampling = engine_settings(policy, rollout, ends)
+        self._proof = SyncProof.of(
+            probes,
+            limit=Online.of(policy.job.settings.online).loop.mismatch_limit,
+            temperature=rollout.temperature,
+            context=self._colocation.max_model_len,
+        )
+        self._engine: Colocated | None = self._start(sampling)
+        self.reserved: dict[str, int] = {}  # bytes on a GPU, for `Ranks.peak_memory`
+
+    @property
+    def version(self) -> int:
+        """Version of the policy that the engine samples from."""
+        return 0 if self._engine is None else self._engine.version
+
+    def sync_weights(self) -> SyncResult:
+        """Sync the policy's weights, see `engine.Engine`."""
+        began = time.perf_counter()
+        version = self._policy.advance()
+        tensors = self._send_adapter(version) if self._policy.as_adapter else self._send(version)
+        spent = time.perf_counter() - began
+        return SyncResult(version, tensors, self._policy.nbytes, spent)
+
+    def generate(
+        self, requests: Sequence[Request], *, greedy: bool = False
+    ) -> list[list[Generated]]:
+        """Sample responses to this rank's requests, see `engine.Engine`."""
+        self._policy.require_current(self.version)
+        require_prompts_fit(requests, self._rollout, self._policy.ranks.rank)
+        together, before = self._group_requests(requests)
+        prompts = [request.ids.tolist() for request in together for _ in range(request.samples)]
+        seeds = [seed for request in together for seed in response_seeds(request)]
+        limits = [new_tokens(r, self._rollout) for r in together for _ in range(r.samples)]
+        try:
+            self._running.wake()
+            responses = self._running.generate(prompts, seeds, limits=limits, greedy=greedy)
+        except PlumblineError:
+            raise
+        except Exception as error:  # whatever vLLM and its kernels raise
+            raise self._broken("broke down", error, _FROM_CHECKPOINT) from error
+        return by_request(responses[before:], requests)
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[Numbers]]:
+        """Return the log-probabilities of sequences by every rank's engine, see `proof.Engines`."""
+        return self._by_rank(self._running.score(sequences))
+
+    def sample_each(
+        self, prompts: Sequence[Sequence[int]], limit: int, seed: int
+    ) -> dict[str, list[Generated]]:
+        """Return every rank's response to each prompt, see `proof.Engines`."""
+        seeds, limits = range(seed, seed + len(prompts)), [limit] * len(prompts)
+        return self._by_rank(self._running.generate(prompts, seeds, limits=limits))
+
+    def sleep(self) -> None:
+        """Free the accelerator's memory for training."""
+        self._running.sleep()
+        self.reserved = {"awake": self._running.awake, "asleep": self._running.slept}
+
+    def close(self) -> None:
+        """Shut vLLM down; the ranks' process group stays."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    @property
+    def _running(self) -> Colocated:
+        if self._engine is None:
+            raise TrainingError("the rollout engine has been closed")
+        return self._engine
+
+    def _start(self, sampling: Sampling) -> Colocated:
+        try:
+            return Colocated(self._colocation, sampling)
+        except PlumblineError:
+            raise
+        except Exception as error:  # whatever vLLM and its kernels raise
+            hint = _SHARED_MEMORY if "SHMManager" in str(error) else _MORE_MEMORY
+            raise self._broken("does not start", error, hint) from error
+
+    def _broken(self, what: str, error: Exception, hint: str) -> TrainingError:
+        LOG.debug("the rollout engine", exc_info=error)
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = f"{type(error).__name__}: {' '.join(lines[:2])[:400]}"  # pydantic's is the second
+        rank = self._policy.ranks.rank
+        return TrainingError(f"rank {rank}: the rollout engine {what}: {reason}", hint=hint)
+
+    def _send_adapter(self, version: int) -> int:
+        """Send vLLM the policy's adapter; return the number of tensors."""
+        self._running.wake_weights()
+        with self._policy.adapter_folder() as folder:
+            error = _error_of(lambda: self._running.load_adapter(folder, version))
+        self._require_all(error)
+        return len(self._policy.parameters)
+
+    def _send(self, version: int) -> int:
+        """Send vLLM the policy's weights, and prove that it samples from them.
+
+        The KV cache is allocated again only afterwards, since gathered weights need its memory.
+        """
+        self._running.wake_weights()
+        count = 0
+
+        def counted() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal count
+            for key, tensor in merged_tensors(self._policy.engine.module, self._facts):
+                count += 1
+                yield key, tensor
+
+        self._require_all(_error_of(lambda: self._running.load_weights(counted(), version)))
+        self._running.wake()
+        try:
+            self._proof.prove(version, self._policy, self)
+        except PlumblineError:
+            self._running.version = 0
+            raise
+        return count
+
+    def _require_all(self, own_error: PlumblineError | None) -> None:
+        """Raise the first rank's error on every rank, so that none waits for another."""
+        for error in self._policy.ranks.all_objects(own_error):
+            if error is not None:
+                raise error
+
+    @cached_property
+    def _facts(self) -> Model:
+        return model_facts(self._policy.job.base, self._policy.job.settings.dtype)
+
+    def _group_requests(self, requests: Sequence[Request]) -> tuple[list[Request], int]:
+        """Return the requests of all ranks that share this rank's engine, since each submits all.
+
+        The number is that of responses before this rank's own.
+        """
+        size, rank = self._colocation.tensor_parallel, self._policy.ranks.rank
+        if size == 1:
+            return list(requests), 0
+        first = rank // size * size
+        everyone = self._policy.ranks.all_objects(list(requests))
+        before = sum(request.samples for of_rank in everyone[first:rank] for request in of_rank)
+        return [r for of_rank in everyone[first : first + size] for r in of_rank], before
+
+    def _by_rank(self, mine: list[T]) -> dict[str, list[T]]:
+        everyone = self._policy.ranks.all_objects(mine)
+        return {f"vLLM of rank {rank}": of_rank for rank, of_rank in enumerate(everyone)}
+
+
+def _error_of(work: Callable[[], None]) -> PlumblineError | None:
+    """Return the PlumblineError that `work` raises, or None."""
+    try:
+        work()
+    except PlumblineError as error:
+        return error
+    return None
+
+
+def engine_settings(
+    policy: Policy, rollout: Rollout, ends: tuple[int, ...]
+) -> tuple[Colocation, Sampling]:
+    """Return the settings of a vLLM engine for a policy, inside a rank or in a server.
+
+    Raises ConfigError if vLLM cannot sample from this policy.
+    """
+    settings = policy.job.settings
+    require_servable(settings, rollout)
+    how = Colocation(
+        model=_folder(policy.job),
+        dtype=settings.dtype,
+        max_model_len=rollout.max_prompt_len + rollout.max_new_tokens,
+        max_num_seqs=rollout.max_num_seqs,
+        tensor_parallel=rollout.tensor_parallel,
+        kv_cache_gib=rollout.kv_cache_gib,
+        gpu_memory=rollout.gpu_memory,
+        adapter_rank=policy.largest_rank if policy.as_adapter else None,
+        trust_remote_code=settings.trust_remote_code,
+        timeout_s=rollout.timeout_s or time_limit([policy.job.base]),
+    )
+    limits = (rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
+    return how, Sampling(*limits, ends)
+
+
+def _folder(job: TrainJob) -> Path:
+    """Return the folder that vLLM loads: the base, or a QLoRA policy's dequantised base."""
+    if job.rollout_base is not None:
+        return job.rollout_base
+    if job.settings.peft.kind == "qlora":
+        raise ConfigError(
+            "rollouts by vLLM need a QLoRA policy's dequantised base, and the job has none",
+            hint="flows/rlhf.py makes it in its stage rollout_base",
+        )
+    return job.base

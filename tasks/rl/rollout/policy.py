@@ -1,0 +1,248 @@
+"""The policy before each weight sync: its version, checks of its tensors, folders for them.
+
+As in delivery, an adapter's contract comes from its configuration on the meta device, never from
+the tensors themselves. Values that are not finite are never synced. Each sync has a version number,
+and sampling from an older version is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from tasks.core.contract import Expected, judge, require
+from tasks.core.errors import TrainingError
+from tasks.rl.rollout.engine import goes_as_adapter
+from tasks.training.engine.deepspeed_engine import Ranks
+from tasks.training.engine.partitions import SAFETENSORS_DTYPES, full_shape, trainable
+from tasks.training.job import TrainJob
+from tasks.training.model.adapter import ADAPTER
+from tasks.training.model.gather_params import whole
+from tasks.training.outputs import write_adapter_config
+from tasks.weights.files.names import rename_all
+from tasks.weights.lora import adapter_contract
+
+MEMORY = Path("/dev/shm")
+PREFIX = "plumbline-policy-"
+_HEADROOM = 1 << 20
+"""Bytes for a safetensors header and a configuration."""
+_SHORT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype (safetensors name) of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass
+class Policy:
+    """The policy being trained, as it is synced to a rollout engine."""
+
+    engine: Any  # the DeepSpeed engine around a causal model
+    job: TrainJob  # the training job
+    ranks: Ranks  # this process and its peers
+    version: int = 0  # of the last sync; 0: none yet
+    _sums: tuple[float, ...] = field(default=(), repr=False)
+
+    @property
+    def as_adapter(self) -> bool:
+        """True if vLLM gets the policy as an adapter, False if as full weights."""
+        return goes_as_adapter(self.job.settings)
+
+    @cached_property
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The trained parameters by live name, without a critic's adapter on the same trunk."""
+        parameters = trainable(self.engine.module)
+        if self.job.settings.peft.kind == "none":
+            return parameters
+        return {
+            name: parameter for name, parameter in parameters.items() if ADAPTER in name.split(".")
+        }
+
+    @cached_property
+    def keys(self) -> dict[str, str]:
+        """PEFT's key of every adapter parameter, by live name. Raises ContractError."""
+        return rename_all(self.parameters, adapter=True)
+
+    @cached_property
+    def contract(self) -> list[Expected]:
+        """Tensors that the adapter must contain, from its configuration and the base's."""
+        with tempfile.TemporaryDirectory() as folder:
+            write_adapter_config(self.engine.module, Path(folder))
+            config = Path(folder) / "adapter_config.json"
+            return adapter_contract(self.job.base, config, _SHORT[self.job.settings.dtype])
+
+    def advance(self) -> int:
+        """Check the policy's current weights and return their new version. All ranks take part.
+
+        Raises ContractError if names, shapes or dtypes differ from the adapter's configuration, and
+        TrainingError on every rank for NaN or infinity on any.
+        """
+        if self.as_adapter:
+            specs = {
+                key: TensorSpec(full_shape(self.parameters[name]), _dtype(self.parameters[name]))
+                for name, key in self.keys.items()
+            }
+            require(judge(self.contract, specs), stage="weight sync")
+        sums = self._sum_up()
+        self._require_finite(sums)
+        self._sums = sums
+        self.version += 1
+        return self.version
+
+    def require_current(self, version: int) -> None:
+        """Raise TrainingError unless an engine with this version has the current weights."""
+        if self.version == 0:
+            raise TrainingError("rollouts were requested before the policy was synced")
+        if version != self.version:
+            raise TrainingError(
+                f"the rollout engine holds version {version} of the policy (0: none), but "
+                f"{self.version} was synced last: it has to be synced again"
+            )
+        if self._sum_up() != self._sums:
+            raise TrainingError(
+                f"rollouts would come from version {version} of the policy, which has changed "
+                "since: it has to be synced first"
+            )
+
+    @contextlib.contextmanager
+    def adapter_folder(self) -> Iterator[Path]:
+        """Yield the adapter as a PEFT folder in memory on each node, and delete it afterwards.
+
+        All ranks take part; one rank of each node writes.
+        """
+        with memory_folder(self.ranks, self.nbytes) as folder:
+            self.write_adapter(folder if writes_here() else None)
+            self.ranks.barrier()
+            yield folder
+            self.ranks.barrier()
+
+    def write_adapter(self, folder: Path | None) -> None:
+        """Write the adapter as a PEFT folder. All ranks take part; None writes nothing."""
+        tensors: dict[str, torch.Tensor] = {}
+        for name, parameter in self.parameters.items():
+            with whole([parameter]):
+                if folder is not None:
+                    tensors[self.keys[name]] = parameter.detach().cpu().clone().contiguous()
+        if folder is not None:
+            save_file(tensors, folder / "adapter_model.safetensors")
+            write_adapter_config(self.engine.module, folder)
+
+    @property
+    def largest_rank(self) -> int:
+        """Largest rank of the adapter's layers."""
+        return max(
+            full_shape(parameter)[0]
+            for name, parameter in self.parameters.items()
+            if ".lora_A." in name
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the trained parameters."""
+        return sum(
+            math.prod(full_shape(parameter)) * parameter.element_size()
+            for parameter in self.parameters.values()
+        )
+
+    def _require_finite(self, sums: tuple[float, ...]) -> None:
+        broken_here = [
+            name
+            for (name, parameter), total in zip(self.parameters.items(), sums, strict=True)
+            if not math.isfinite(total) and not torch.isfinite(self._share(parameter)).all()
+        ]
+        broken = sorted({name for names in self.ranks.all_objects(broken_here) for name in names})
+        if broken:
+            raise TrainingError(
+                f"the policy cannot be synced to the rollout engine: {len(broken)} tensors are "
+                f"not finite, first {broken[0]}",
+                details=broken[:20],
+                hint=f"train.lr={self.job.settings.optim.lr / 10:g}",
+            )
+
+    def _sum_up(self) -> tuple[float, ...]:
+        """Return the sum of this rank's part of every tensor: shows NaN, infinity and changes."""
+        with torch.no_grad():
+            sums = [
+                self._share(parameter).sum(dtype=torch.float64)
+                for parameter in self.parameters.values()
+            ]
+        return tuple(torch.stack(sums).tolist()) if sums else ()
+
+    def _share(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Return this rank's elements, uncopied: its partition, or an equal part of its replica."""
+        partition = getattr(parameter, "ds_tensor", None)
+        if partition is not None:
+            return partition.detach().reshape(-1)
+        flat = parameter.detach().reshape(-1)
+        size = -(-len(flat) // self.ranks.world_size)
+        return flat[self.ranks.rank * size : (self.ranks.rank + 1) * size]
+
+
+def _dtype(parameter: torch.nn.Parameter) -> str:
+    return SAFETENSORS_DTYPES[parameter.dtype]
+
+
+def writes_here() -> bool:
+    """Return True if this rank writes for its node."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def memory_folder(ranks: Ranks, nbytes: int, *, root: str | None = None) -> Iterator[Path]:
+    """Yield a new folder, the same for all ranks of a node, and delete it afterwards.
+
+    All ranks enter and leave together. The folder is in memory (/dev/shm) if `nbytes` fit, or in
+    `root`, which other machines can read, too. A folder left by a killed run is deleted when the
+    next one begins: its name has the process id.
+    """
+    mine = None
+    if writes_here():
+        if root is None:
+            parent, owner = place_for(nbytes), f"{os.getpid()}"
+            sweep(parent)
+        else:  # a process of another machine may have the same id
+            parent, owner = Path(root).expanduser(), f"{socket.gethostname()}.{os.getpid()}"
+            parent.mkdir(parents=True, exist_ok=True)
+        mine = tempfile.mkdtemp(prefix=f"{PREFIX}{owner}-", dir=parent)
+        if root is not None:
+            os.chmod(mine, 0o755)  # the servers may belong to another user
+    try:
+        node = os.environ.get("GROUP_RANK", "0")
+        by_node = {name: path for name, path in ranks.all_objects((node, mine)) if path is not None}
+        yield Path(by_node[node])
+    finally:
+        if mine is not None:
+            shutil.rmtree(mine, ignore_errors=True)
+
+
+def place_for(nbytes: int, memory: Path = MEMORY) -> Path:
+    """Return the parent for a folder of this size: memory, or the temporary folder."""
+    if os.access(memory, os.W_OK | os.X_OK):
+        free = shutil.disk_usage(memory).free
+        if free > nbytes + _HEADROOM:
+            return memory
+    return Path(tempfile.gettempdir())
+
+
+def sweep(root: Path) -> None:
+    """Delete folders whose process no longer exists."""
+    for path in root.glob(f"{PREFIX}*"):
+        owner = path.name.removeprefix(PREFIX).partition("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,285 @@
+"""Program for torchrun: policies of several kinds are synced, sampled, changed and synced again.
+
+torchrun ... -m tests.rl.rollout_program JOB.json ...
+
+Each job writes `rank-<n>.json` with its observations. A job with the objective `faults` breaks
+something on purpose.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from tasks.process.block_unused_imports import start_lean
+
+start_lean()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from tasks.process.exit_process import end_process  # noqa: E402
+from tasks.rl.responses import Request  # noqa: E402
+from tasks.rl.rollout.engine import Engine  # noqa: E402
+from tasks.rl.rollout.policy import MEMORY, PREFIX, Policy  # noqa: E402
+from tasks.rl.settings import Online, Rollout  # noqa: E402
+from tasks.rl.setup import open_engine  # noqa: E402
+from tasks.serving.vllm.colocation import Generated  # noqa: E402
+from tasks.training.engine.deepspeed_engine import Ranks, start_engine  # noqa: E402
+from tasks.training.engine.zero_config import deepspeed_config  # noqa: E402
+from tasks.training.job import TrainJob  # noqa: E402
+from tasks.training.model.build import load_model, load_tokenizer  # noqa: E402
+from tasks.training.model.gather_params import gathered  # noqa: E402
+from tasks.training.model.packed_model import model_of, restore_attention  # noqa: E402
+from tests.rl.stale_faults import failure, stale_servers, stale_weights  # noqa: E402
+
+END = 256
+REPLIES = 6
+"""Responses of the rank with the most; every rank runs as many passes to measure its own."""
+
+
+def requests(rank: int) -> list[Request]:
+    """Three prompts on rank 0, two on rank 1, of different lengths, with two responses each."""
+    lengths = (5, 11, 8) if rank == 0 else (7, 3)
+    return [
+        Request(np.arange(20 + rank, 20 + rank + n, dtype=np.int32), 2, 100 * rank + n)
+        for n in lengths
+    ]
+
+
+@dataclass
+class Bench:
+    """A policy in training, with measurements."""
+
+    job: TrainJob
+    ranks: Ranks
+    engine: Any
+
+    @classmethod
+    def of(cls, job: TrainJob, ranks: Ranks) -> Bench:
+        config = deepspeed_config(job.settings, ranks.world_size, gpu=ranks.gpu)
+        model = load_model(job, ranks, config, tokenizer=load_tokenizer(job))
+        return cls(job, ranks, start_engine(model, config, job.settings.optim))
+
+    @property
+    def rollout(self) -> Rollout:
+        return Online.of(self.job.settings.online).rollout
+
+    @contextmanager
+    def answering(self, **changes: Any) -> Iterator[Engine]:
+        how = replace(self.rollout, **changes)
+        probes = [request.ids.tolist() for request in requests(0)]
+        with open_engine(
+            self.job, how, self.ranks, engine=self.engine, ends=[END], probes=probes
+        ) as engine:
+            yield engine
+
+    def perturb(self, scale: float) -> None:
+        """Move every trained tensor, equally on all ranks."""
+        draw = torch.Generator().manual_seed(7)
+        for parameter in Policy(self.engine, self.job, self.ranks).parameters.values():
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            moved = torch.randn(shape, generator=draw) * scale
+            with gathered([parameter]), torch.no_grad():
+                parameter.add_(moved.to(parameter.device, parameter.dtype))
+
+    def differs(self, responses: Sequence[Sequence[Generated]]) -> float:
+        """Mean absolute difference between the trainer's and the engine's log-probabilities."""
+        differences = []
+        for logprobs, response in self._logprobs(responses):
+            mine = logprobs.gather(1, torch.tensor(response.ids).long()[:, None])[:, 0]
+            differences.append((mine - torch.tensor(response.logprobs)).abs())
+        return float(torch.cat(differences).mean())
+
+    def behind(self, responses: Sequence[Sequence[Generated]]) -> float:
+        """Largest log-probability gap between greedy and response tokens, by the trainer."""
+        gaps = [
+            (p.amax(1) - p.gather(1, torch.tensor(response.ids).long()[:, None])[:, 0]).max()
+            for p, response in self._logprobs(responses)
+        ]
+        return float(torch.stack(gaps).max())
+
+    def _logprobs(
+        self, responses: Sequence[Sequence[Generated]]
+    ) -> list[tuple[torch.Tensor, Generated]]:
+        """Log-probabilities (n, V) of every response by the model itself, one at a time."""
+        model, name = model_of(self.engine.module), self.job.settings.attn_implementation
+        packed = model.config._attn_implementation
+        restore_attention(model, name)
+        self.engine.eval()
+        prompts = requests(self.ranks.rank)
+        pairs = [(q.ids, g) for q, some in zip(prompts, responses, strict=True) for g in some]
+        measured = []
+        for ids, response in [*pairs, *[pairs[-1]] * (REPLIES - len(pairs))]:
+            both = torch.from_numpy(np.concatenate([ids, response.ids]).astype(np.int64))[None]
+            both = both.to(self.ranks.device)
+            with torch.no_grad():
+                logits = self.engine(input_ids=both, use_cache=False).logits[0].float()
+            logprobs = (logits / self.rollout.temperature).log_softmax(-1).cpu()
+            measured.append((logprobs[len(ids) - 1 : -1], response))
+        self.engine.train()
+        model.set_attn_implementation(packed)
+        return measured
+
+
+def watch(bench: Bench) -> dict[str, Any]:
+    """Sync, sample, change the policy, plant faults, and record what happens."""
+    mine = requests(bench.ranks.rank)
+    bench.perturb(0.02)
+    before = _process()
+    with bench.answering() as answering:
+        seen = follow(bench, answering, mine)
+        serving = bench.rollout.engine == "server"
+        seen |= (watch_servers if serving else watch_engine)(bench, answering, mine)
+    after = _process()
+    seen["undisturbed"] = [name for name in before if before[name] != after[name]]
+    if serving:  # only these outlive the engine if something is wrong
+        bench.ranks.barrier()  # the first rank is the one that removes the folder
+        paths = [seen["folder"], *(f"/proc/{pid}" for pid in seen["supervisors"])]
+        seen["left"] = [path for path in paths if Path(path).exists()]
+    return seen
+
+
+def follow(bench: Bench, answering: Any, mine: Sequence[Request]) -> dict[str, Any]:
+    """Sync, sample, change the policy without a sync, sync again."""
+    seen: dict[str, Any] = {"unpublished": failure(lambda: answering.generate(mine))}
+    versions = [answering.sync_weights().version]
+    first = answering.generate(mine)
+    seen["replies"] = _ids(first)
+    seen["again"] = _ids(answering.generate(mine)) == _ids(first)
+    seen["none"] = answering.generate([]) if bench.ranks.first else _ids(
+        answering.generate(mine)
+    ) == _ids(first)  # fmt: skip
+    seen["ended"] = [g.ended == bool(g.ids[-1] == END) for some in first for g in some]
+    seen["cut"] = [END not in g.ids[:-1] for some in first for g in some]
+    seen["differs"] = bench.differs(first)
+    bench.perturb(0.02)
+    seen["stale"] = failure(lambda: answering.generate(mine))
+    seen["stale_differs"] = bench.differs(first)
+    versions.append(answering.sync_weights().version)
+    seen["differs_after"] = bench.differs(answering.generate(mine))
+    seen["behind"] = bench.behind(answering.generate(mine, greedy=True))
+    return {**seen, "versions": versions}
+
+
+def watch_engine(bench: Bench, answering: Any, mine: Sequence[Request]) -> dict[str, Any]:
+    """Record what an engine in this process does after it was synced."""
+    replies = _ids(answering.generate(mine))
+    short = [replace(request, limit=2) for request in mine]  # as in later turns of an episode
+    seen = {
+        "limited": _ids(answering.generate(short)) == [ids[:2] for ids in replies],
+        "slept": sleep_and_wake(answering, mine),
+    }
+    if bench.ranks.device.type == "cpu":  # made in weights as vLLM packs them for a CPU
+        seen["faults"] = stale_weights(bench, answering, mine)
+    seen["left"] = sorted(path.name for path in MEMORY.glob(f"{PREFIX}{os.getppid()}*"))
+    return seen
+
+
+def watch_servers(bench: Bench, answering: Any, mine: Sequence[Request]) -> dict[str, Any]:
+    """Record responses that are sampled ahead, faults of a server, and what servers leave."""
+    before = answering.generate(mine)
+    seen: dict[str, Any] = {"mismatch": answering.mismatch}
+    answering.start_ahead(mine)
+    bench.perturb(0.02)
+    seen["next version"] = answering.sync_weights().version
+    ahead = answering.generate(mine)
+    seen["ahead"] = _ids(ahead) == _ids(before)
+    seen["ahead of version"] = sorted({g.version for some in ahead for g in some})
+    seen["faults"] = stale_servers(bench, answering)
+    bench.ranks.barrier()  # the first rank is the one that removes the folder
+    folder = answering._folder
+    seen["published"] = sorted(path.name.rpartition("-")[2] for path in folder.iterdir())
+    bench.ranks.barrier()
+    seen["supervisors"] = [server.pid for server in answering._fleet.started]
+    return {**seen, "folder": str(folder)}
+
+
+def sleep_and_wake(answering: Any, mine: Sequence[Request]) -> dict[str, Any]:
+    """Sleep and wake as on a GPU. On a CPU no memory is freed, but the calls of vLLM are real."""
+    before = _ids(answering.generate(mine))
+    with patch("tasks.serving.vllm.rollouts.on_gpu", lambda: True):
+        answering.sleep()
+    forgot = failure(lambda: answering.generate(mine))
+    answering.sync_weights()
+    return {"forgot": forgot, "same": _ids(answering.generate(mine)) == before}
+
+
+def break_it(bench: Bench) -> dict[str, Any]:
+    """Sync weights that must not be sampled from, with a LoRA policy below ZeRO-3."""
+    mine, seen = requests(bench.ranks.rank), {}
+    bench.perturb(0.02)
+    with bench.answering() as answering:
+        answering.sync_weights()
+        colocated: Any = answering._engine  # type: ignore[attr-defined]
+        with Policy(bench.engine, bench.job, bench.ranks).adapter_folder() as folder:
+            if bench.ranks.first:
+                config = json.loads((folder / "adapter_config.json").read_text())
+                (folder / "adapter_config.json").write_text(json.dumps({**config, "r": 4096}))
+            bench.ranks.barrier()
+            seen["refused"] = failure(lambda: colocated.load_adapter(folder, 2))
+        seen["after refusal"] = failure(lambda: answering.generate(mine))
+        parameter = next(iter(Policy(bench.engine, bench.job, bench.ranks).parameters.values()))
+        whole = parameter.data
+        parameter.data = whole[:, 1:]
+        seen["contract"] = failure(answering.sync_weights)
+        parameter.data = whole.clone()
+        parameter.data[0, 0] = torch.nan
+        seen["not finite"] = failure(answering.sync_weights)
+        parameter.data = whole
+    return seen
+
+
+def _ids(responses: Sequence[Sequence[Generated]]) -> list[list[int]]:
+    return [response.ids.tolist() for of_request in responses for response in of_request]
+
+
+def _process() -> dict[str, Any]:
+    """Process state that an engine must not change."""
+    import logging
+    import signal
+
+    return {
+        "environment": dict(os.environ),
+        "threads": (torch.get_num_threads(), torch.set_num_threads),
+        "cores": os.sched_getaffinity(0),
+        "draws": (torch.get_rng_state().tolist(), str(np.random.get_state())),
+        "dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+        "logging": (logging.getLogger().level, list(logging.getLogger().handlers)),
+        "peers": torch.distributed.get_world_size(),
+    }
+
+
+def main() -> None:
+    """Live through each job of the command line, and write what was seen beside it."""
+    ranks = Ranks()
+    for path in map(Path, sys.argv[1:]):
+        job = TrainJob.read(path)
+        try:
+            bench = Bench.of(job, ranks)
+            seen = (break_it if job.settings.objective == "faults" else watch)(bench)
+            bench.engine.destroy()
+        except Exception:
+            seen = {"failure": traceback.format_exc()}
+        (job.out / f"rank-{ranks.rank}.json").write_text(json.dumps(seen))
+        if "failure" in seen:
+            sys.exit(1)  # the other rank may wait for this one
+        gc.collect()
+        ranks.barrier()
+    ranks.leave()
+    end_process()
+
+
+if __name__ == "__main__":
+    main()

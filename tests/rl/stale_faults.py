@@ -1,0 +1,217 @@
+"""Faults after which an engine or a server computes with other weights than were sent to it.
+
+Each fault is planted in vLLM for one sync and then removed. vLLM itself reports none of them: it
+has an adapter with the right id, or has loaded what was sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from tasks.core.errors import PlumblineError
+from tasks.serving.rollout_servers.remote import RemoteServer
+
+Plant = Callable[[Any, Any], AbstractContextManager[Any]]
+
+
+def stale_weights(bench: Any, answering: Any, mine: Any) -> dict[str, str]:
+    """Return the engine's error by fault. The policy is synced again at the end."""
+    seen = {}
+    for name, plant in _plants(answering).items():
+        bench.perturb(0.02)
+        with plant(bench, answering):
+            seen[name] = failure(lambda: (answering.sync_weights(), answering.generate(mine)))
+        answering.sync_weights()
+        seen[f"{name}, then right"] = failure(lambda: answering.generate(mine))
+    return seen
+
+
+def stale_servers(bench: Any, answering: Any) -> dict[str, str]:
+    """Return the error of a sync by fault of the last server, after steps of two sizes."""
+    as_adapter = answering._policy.as_adapter
+    faults = ("old adapter", "base") if as_adapter else ("reload does nothing",)
+    seen = {}
+    for name in faults:
+        for scale in (0.02, 0.002):
+            bench.perturb(scale)
+            with _stale_server(name, answering):
+                seen[f"{name} {scale}"] = failure(answering.sync_weights)
+            seen[f"{name} {scale}, then right"] = failure(answering.sync_weights)
+    return seen
+
+
+def failure(work: Callable[[], Any]) -> str:
+    """Return the error of `work` as a text; empty if there is none."""
+    try:
+        work()
+    except PlumblineError as error:
+        return f"{type(error).__name__}: {error.message} | {error.hint}"
+    return ""
+
+
+def _plants(answering: Any) -> dict[str, Plant]:
+    if answering._policy.as_adapter:
+        return {
+            "stale adapter": _stale_adapter,
+            "slots not filled": _slots_not_filled,
+            "one module left out": _one_module_left_out,
+            "adapter lost on wake": _adapter_lost_on_wake,
+            "base lost on wake": _base_lost_on_wake,
+            "adapter not used": _adapter_not_used,
+        }
+    return {"reload does nothing": _reload_does_nothing}
+
+
+@contextmanager
+def _stale_adapter(bench: Any, answering: Any) -> Iterator[None]:
+    """The new id with the tensors of the previous adapter."""
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    right = WorkerLoRAManager._load_adapter
+    kept: list[Any] = []
+
+    def load(self: Any, request: Any) -> Any:
+        lora = right(self, request)
+        kept.append(lora)
+        return kept[0].clone(request.lora_int_id)
+
+    with patch.object(WorkerLoRAManager, "_load_adapter", load):
+        answering.sync_weights()
+        bench.perturb(0.02)
+        yield
+
+
+@contextmanager
+def _slots_not_filled(bench: Any, answering: Any) -> Iterator[None]:
+    """The adapter is registered and active, but its tensors go nowhere."""
+    with _every_layer(answering, "set_lora", lambda *_: None):
+        yield
+
+
+@contextmanager
+def _one_module_left_out(bench: Any, answering: Any) -> Iterator[None]:
+    from vllm.lora.model_manager import LoRAModelManager
+
+    right = LoRAModelManager._get_lora_layer_weights
+
+    def get(self: Any, lora: Any, name: str) -> Any:
+        return None if name == "model.layers.1.self_attn.k_proj" else right(self, lora, name)
+
+    with patch.object(LoRAModelManager, "_get_lora_layer_weights", get):
+        yield
+
+
+@contextmanager
+def _adapter_not_used(bench: Any, answering: Any) -> Iterator[None]:
+    """Requests lose their adapter on the way to the worker, so the base generates."""
+    runner = _worker(answering).model_runner
+    right = runner.lora_manager.set_active_adapters
+
+    def without(requests: Any, mapping: Any) -> None:
+        prompts, tokens = mapping.prompt_mapping, mapping.index_mapping
+        mapping.prompt_mapping, mapping.index_mapping = (0,) * len(prompts), (0,) * len(tokens)
+        right(set(), mapping)
+
+    with patch.object(runner.lora_manager, "set_active_adapters", without):
+        yield
+
+
+@contextmanager
+def _adapter_lost_on_wake(bench: Any, answering: Any) -> Iterator[None]:
+    """A wake frees the memory of the adapter slots."""
+
+    def lose() -> None:
+        with _layers(answering) as layers:
+            for layer in layers:
+                layer.reset_lora(0)
+
+    with _after_wake(answering, lose):
+        yield
+
+
+@contextmanager
+def _base_lost_on_wake(bench: Any, answering: Any) -> Iterator[None]:
+    """The layers below the adapter have other numbers after a wake."""
+    norm = _worker(answering).get_model().get_submodule("model.norm")
+    kept = norm.weight.data.clone()
+    try:
+        with _after_wake(answering, lambda: norm.weight.data.mul_(1.5)):
+            yield
+    finally:
+        norm.weight.data.copy_(kept)
+
+
+@contextmanager
+def _reload_does_nothing(bench: Any, answering: Any) -> Iterator[None]:
+    """The engine accepts new weights and keeps the old ones."""
+    runner = _worker(answering).model_runner
+    with patch.object(runner, "reload_weights", lambda weights_iterator: list(weights_iterator)):
+        yield
+
+
+@contextmanager
+def _after_wake(answering: Any, act: Callable[[], None]) -> Iterator[None]:
+    """Act when the engine wakes to generate, but not when it wakes for a sync."""
+    engine = answering._engine
+    right = engine.generate
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            act()
+        return right(*args, **kwargs)
+
+    with patch.object(engine, "generate", generate):
+        yield
+
+
+def _worker(answering: Any) -> Any:
+    workers: list[Any] = answering._engine._llm.collective_rpc(lambda worker: worker)
+    return workers[0]
+
+
+@contextmanager
+def _layers(answering: Any) -> Iterator[list[Any]]:
+    manager = _worker(answering).model_runner.lora_manager._adapter_manager
+    yield list(manager.modules.values())
+
+
+@contextmanager
+def _every_layer(answering: Any, name: str, instead: Any) -> Iterator[None]:
+    with _layers(answering) as layers:
+        for layer in layers:
+            setattr(layer, name, instead)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                delattr(layer, name)
+
+
+@contextmanager
+def _stale_server(name: str, answering: Any) -> Iterator[None]:
+    """The last server keeps its weights, loads the last adapter, or samples from the base."""
+    servers = answering._fleet.servers  # none on other ranks than the first
+    load_adapter, load_weights = RemoteServer.load_adapter, RemoteServer.load_weights
+    old = answering._folder / answering._named(answering.version)
+
+    def adapter(self: RemoteServer, title: str, folder: Path, timeout_s: float) -> None:
+        stale = self is servers[-1] and name == "old adapter"
+        load_adapter(self, title, old if stale else folder, timeout_s)
+        if self is servers[-1] and name == "base":
+            self.model = self.base
+
+    def weights(self: RemoteServer, folder: Path, timeout_s: float) -> None:
+        if self is not servers[-1]:
+            load_weights(self, folder, timeout_s)
+
+    with (
+        patch.object(RemoteServer, "load_adapter", adapter),
+        patch.object(RemoteServer, "load_weights", weights),
+    ):
+        yield

@@ -1,0 +1,390 @@
+"""Losses, KL and corrections compared with their formulas, token by token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tasks.core.errors import TrainingError
+from tasks.rl import correction, kl
+from tasks.rl.advantages import overlong_penalty
+from tasks.rl.algorithms import Algorithm
+from tasks.rl.experience import Experience
+from tasks.rl.losses import Totals, policy_loss, value_loss
+from tasks.training.losses import Loss
+from tests.rl.making import KL
+from tests.settings import Loop
+
+LENGTHS = [5, 1, 8, 3, 6]
+MOST = 9
+TOTALS = Totals(tokens=sum(LENGTHS), sequences=len(LENGTHS), max_new_tokens=MOST)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Ratio and mean of an algorithm, and options of section `rl`."""
+
+    ratio: str = "token"
+    aggregate: str = "tokens"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    entropy_coef: float = 0.0
+
+    def loss(self, logprobs: torch.Tensor, row: Row, *, masked: bool = False) -> Loss:
+        options = {name: value for name, value in vars(self).items() if name in vars(Loop())}
+        return policy_loss(
+            logprobs,
+            replace(row.experience, kl_coef=self.kl_coef),
+            row.totals,
+            Algorithm("", "", frozenset(), self.aggregate, self.ratio),
+            Loop(**options, kl_in="loss", mask_truncated=masked),
+            weights_n=row.weights,
+            entropy_n=row.entropy,
+        )
+
+
+CASES = {
+    "ppo": Case(),
+    "asymmetric": Case(clip_low=0.1, clip_high=0.4),
+    "dual": Case(dual_clip=1.3),
+    "grpo": Case(aggregate="sequences", kl_coef=0.3),
+    "dr_grpo": Case(aggregate="constant", kl_coef=0.3, kl_estimator="k2"),
+    "gspo": Case(ratio="sequence", aggregate="sequences", clip_low=0.05, clip_high=0.08),
+    "entropy": Case(entropy_coef=0.4, aggregate="sequences"),
+    "everything": Case(
+        ratio="sequence",
+        aggregate="constant",
+        dual_clip=1.5,
+        kl_coef=0.2,
+        kl_estimator="k1",
+        entropy_coef=0.1,
+    ),
+}
+
+
+def drawn(count: int, seed: int) -> torch.Tensor:
+    return torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True)
+class Row:
+    """Inputs of the loss of one row."""
+
+    experience: Experience
+    weights: torch.Tensor
+    entropy: torch.Tensor
+    totals: Totals = TOTALS
+
+    def part(self, chosen: Sequence[int], **changes: Any) -> tuple[torch.Tensor, Row]:
+        """Return the places of the chosen responses' tokens, and the row of these alone."""
+        places = self.experience.places(chosen)
+        part = self.experience.part(chosen)
+        return places, replace(
+            self, experience=part, weights=self.weights[places], entropy=self.entropy[places],
+            **changes,
+        )  # fmt: skip
+
+
+def data(lengths: Sequence[int] = LENGTHS, seed: int = 2) -> tuple[torch.Tensor, Row]:
+    """Log-probabilities and the other inputs; all tokens of a response have the same advantage."""
+    count, sizes = sum(lengths), torch.tensor(lengths)
+    old = -drawn(count, seed + 1).abs()
+    experience = Experience(
+        lengths=sizes,
+        groups=torch.zeros_like(sizes),
+        rewards=torch.zeros(len(sizes)),
+        truncated=torch.zeros(len(sizes), dtype=torch.bool),
+        sampled=old,
+        old=old,
+        reference=old + 0.4 * drawn(count, seed + 4),
+        advantages=drawn(len(sizes), seed + 2).repeat_interleave(sizes),
+    )
+    row = Row(experience, drawn(count, seed + 3).abs(), drawn(count, seed + 5).abs())
+    return old + 0.5 * drawn(count, seed), row
+
+
+def written_out(case: Case, logprobs: torch.Tensor, row: Row) -> dict[str, float]:
+    """Loss and metrics, computed token by token."""
+    expected = dict.fromkeys(
+        ("value", "policy_loss", "kl", "approx_kl", "ratio", "clip_low_frac", "clip_high_frac",
+         "entropy"), 0.0
+    )  # fmt: skip
+    x = row.experience
+    assert x.old is not None
+    assert x.reference is not None
+    assert x.advantages is not None
+    new, old, reference = (t.tolist() for t in (logprobs, x.old, x.reference))
+    owner = torch.arange(len(x.lengths)).repeat_interleave(x.lengths).tolist()
+    for t in range(len(new)):
+        own = [j for j in range(len(new)) if owner[j] == owner[t]]
+        ratio = math.exp(new[t] - old[t])
+        if case.ratio == "sequence":
+            ratio = math.exp(sum(new[j] - old[j] for j in own) / len(own))
+        advantage, weight = float(x.advantages[t]), float(row.weights[t])
+        kept = min(max(ratio, 1 - case.clip_low), 1 + case.clip_high)
+        objective = min(ratio * advantage, kept * advantage)
+        if case.dual_clip is not None and advantage < 0:
+            objective = max(objective, case.dual_clip * advantage)
+        share = {
+            "tokens": 1 / TOTALS.tokens,
+            "sequences": 1 / len(own) / TOTALS.sequences,
+            "constant": 1 / TOTALS.sequences / MOST,
+        }[case.aggregate]
+        d = new[t] - reference[t]
+        distance = KL[case.kl_estimator](d)
+        expected["policy_loss"] -= share * weight * objective
+        expected["value"] += share * (case.kl_coef * distance - weight * objective)
+        expected["value"] -= case.entropy_coef * float(row.entropy[t]) / TOTALS.tokens
+        expected["kl"] += KL["k3"](d) / TOTALS.tokens
+        expected["approx_kl"] += KL["k3"](old[t] - new[t]) / TOTALS.tokens
+        expected["ratio"] += ratio / TOTALS.tokens
+        expected["clip_low_frac"] += (ratio < 1 - case.clip_low and advantage < 0) / TOTALS.tokens
+        expected["clip_high_frac"] += (ratio > 1 + case.clip_high and advantage > 0) / TOTALS.tokens
+        expected["entropy"] += float(row.entropy[t]) / TOTALS.tokens
+    return expected
+
+
+def numbers(loss: Loss) -> dict[str, float]:
+    """Return value and metrics of a loss."""
+    measures = {name: float(value) for name, value in loss.measures.items()}
+    return {"value": float(loss.value), **measures}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_metrics_equal_their_formulas(case: str) -> None:
+    logprobs, row = data()
+    loss, wanted = CASES[case].loss, written_out(CASES[case], logprobs, row)
+    assert numbers(loss(logprobs, row)) == pytest.approx(wanted, rel=1e-10)
+    # Masked responses count in no mean: the loss is that of the others alone.
+    totals = Totals(sum(LENGTHS[n] for n in (0, 2, 3)), 3, MOST)
+    places, others = row.part([0, 2, 3], totals=totals)
+    cut = replace(row.experience, truncated=torch.tensor([False, True, False, False, True]))
+    masked = loss(logprobs, replace(row, experience=cut, totals=totals), masked=True)
+    assert numbers(masked) == pytest.approx(numbers(loss(logprobs[places], others)), rel=1e-12)
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.permutations(range(len(LENGTHS))), st.integers(1, 3), st.integers(0, 5))
+@pytest.mark.parametrize("case", CASES)
+def test_losses_of_rows_add_up_for_any_split(
+    case: str, order: list[int], cut: int, seed: int
+) -> None:
+    logprobs, whole = data(seed=seed)
+    loss = CASES[case].loss
+    parts = []
+    for chosen in (order[:cut], order[cut:]):
+        places, row = whole.part(chosen)
+        parts.append(numbers(loss(logprobs[places], row)))
+    summed = {name: parts[0][name] + parts[1][name] for name in parts[0]}
+    assert summed == pytest.approx(numbers(loss(logprobs, whole)), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name != "everything"])
+def test_gradient_equals_finite_differences(case: str) -> None:
+    """All but k1, whose gradient is that of the divergence and not of its own value."""
+    logprobs, row = data()
+    logprobs.requires_grad_()
+    row.entropy.requires_grad_()
+
+    def value(x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        return CASES[case].loss(x, replace(row, entropy=h)).value
+
+    assert torch.autograd.gradcheck(value, (logprobs, row.entropy))
+
+
+OF_VALUES = Totals(tokens=12, sequences=3, max_new_tokens=8)
+
+
+@pytest.mark.parametrize("clip", [None, 0.2])
+def test_value_loss_and_gradient_equal_their_formulas(clip: float | None) -> None:
+    values, old, returns = (drawn(7, seed) for seed in (0, 1, 2))
+    total, decided = 0.0, 0
+    for v, o, r in zip(values.tolist(), old.tolist(), returns.tolist(), strict=True):
+        plain = (v - r) ** 2
+        clipped = plain if clip is None else (o + max(-clip, min(clip, v - o)) - r) ** 2
+        total += max(plain, clipped) / 2 / 12
+        decided += clipped > plain
+    _, row = data([7])
+    responses = replace(row.experience, values=old, returns=returns)
+    actual = value_loss(values, responses, OF_VALUES, clip)
+    assert float(actual.value) == pytest.approx(total, rel=1e-12)
+    assert float(actual.measures["value_loss"]) == pytest.approx(total, rel=1e-12)
+    assert float(actual.measures["value_clip_frac"]) == pytest.approx(decided / 12, rel=1e-12)
+    assert (decided > 0) == (clip is not None)
+    values.requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda v: value_loss(v, responses, OF_VALUES, clip).value, (values,)
+    )
+
+
+def test_the_overlong_penalty_grows_linearly_in_the_buffer() -> None:
+    """Limit 20, buffer 8: eq. 13 of arXiv:2503.14476, times 2."""
+    lengths = torch.tensor([1, 12, 13, 16, 19, 20])
+    actual = overlong_penalty(lengths, limit=20, buffer=8, most=2.0)
+    assert actual.tolist() == [0.0, 0.0, -0.25, -1.0, -1.75, -2.0]
+    assert overlong_penalty(lengths, limit=20, buffer=0, most=2.0).tolist() == [0.0] * 6
+
+
+POLICY = torch.tensor([0.3, -0.8, 1.1, 0.0, -1.5], dtype=torch.float64)
+OTHER = torch.tensor([-0.2, 0.5, 0.9, -1.0, 0.4], dtype=torch.float64)
+"""Logits of two distributions over five tokens."""
+
+
+def divergence(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
+    """KL(p || q), summed over all tokens."""
+    p, q = p_logits.log_softmax(0), q_logits.log_softmax(0)
+    return (p.exp() * (p - q)).sum()
+
+
+def average(estimator: str) -> tuple[float, torch.Tensor]:
+    """Mean of an estimate and its gradient over the policy's distribution: exact, not sampled."""
+    logits = POLICY.clone().requires_grad_()
+    each = kl.estimate_kl(logits.log_softmax(0), OTHER.log_softmax(0), estimator)
+    probability = POLICY.softmax(0)
+    mean = (probability * each).sum()
+    return float(mean.detach()), torch.autograd.grad(mean, logits)[0]
+
+
+@pytest.mark.parametrize("estimator", KL)
+def test_kl_estimates_have_the_mean_and_gradient_that_theory_says(estimator: str) -> None:
+    """The naive derivative of k1 averages to zero and would have no effect in a loss."""
+    logprobs, reference = POLICY.log_softmax(0), OTHER.log_softmax(0)
+    wanted = [KL[estimator](float(p - q)) for p, q in zip(logprobs, reference, strict=True)]
+    estimates = kl.estimate_kl(logprobs, reference, estimator).tolist()
+    assert estimates == pytest.approx(wanted, rel=1e-12)
+    mean, moves = average(estimator)
+    if estimator != "k2":  # k2 is biased
+        assert mean == pytest.approx(float(divergence(POLICY, OTHER)), rel=1e-12)
+    logits = POLICY.clone().requires_grad_()
+    both = (OTHER, logits) if estimator == "k3" else (logits, OTHER)
+    right = torch.autograd.grad(divergence(*both), logits)[0]
+    torch.testing.assert_close(moves, right, rtol=1e-10, atol=1e-12)
+    assert float(right.abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("nats", [14.0, 34.5])
+def test_one_extreme_token_does_not_decide(nats: float) -> None:
+    """Without the clamps 14 nats are 294 nats per token over 4,096, and 34.5 a gradient of 1e15."""
+    reference = torch.zeros(4096, dtype=torch.float64)
+    policy = reference.clone()
+    policy[7] = -nats
+    policy.requires_grad_()
+    mean = kl.estimate_kl(policy, reference, "k3").mean()
+    assert float(mean.detach()) == pytest.approx(10 / 4096)
+    mean.backward()
+    assert policy.grad is not None
+    assert float(policy.grad.abs().max()) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("measured", "responses", "factor"),
+    [
+        (0.02, 100, 1.0),  # on target
+        (0.021, 100, 1.05),  # a miss of 5 %, over one horizon
+        (0.5, 100, 1.2),  # cut off
+        (0.0, 100, 0.8),
+        (0.5, 50, 1.2**0.5),
+        (0.0, 1000, 0.8**10),  # a whole iteration of ten horizons, and still positive
+    ],
+)
+def test_the_adaptive_coefficient_moves_by_the_relative_error(
+    measured: float, responses: int, factor: float
+) -> None:
+    loop = Loop(kl_target=0.02, kl_horizon=100)
+    assert kl.adapted(0.1, measured, responses, loop) == pytest.approx(0.1 * factor, rel=1e-12)
+    assert kl.adapted(0.3, measured, responses, Loop()) == 0.3
+
+
+SIZES = torch.tensor([3, 1, 4, 2])
+HIGH, LOW = 2.0, 0.5
+RATIOS = [1.5, 0.9, 1.9, 0.3, 1.1, 0.95, 1.0, 1.0, 2.5, 0.6]
+"""Ratios of the ten tokens; products by response: 2.565, 0.3, 1.045, 1.5."""
+
+
+def logprobs() -> tuple[torch.Tensor, torch.Tensor]:
+    sampled = -torch.linspace(0.1, 3.0, len(RATIOS), dtype=torch.float64)
+    return sampled + torch.tensor(RATIOS, dtype=torch.float64).log(), sampled
+
+
+def weights(kind: str, old: torch.Tensor, sampled: torch.Tensor) -> list[float]:
+    actual = correction.weights(old.requires_grad_(), sampled, SIZES, kind=kind, high=HIGH, low=LOW)
+    assert not actual.requires_grad
+    return actual.tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("none", [1.0] * 10),
+        ("tis", [1.5, 0.9, 1.9, 0.3, 1.1, 0.95, 1.0, 1.0, 2.0, 0.6]),
+        ("icepop", [1.5, 0.9, 1.9, 0.0, 1.1, 0.95, 1.0, 1.0, 0.0, 0.6]),
+        ("sequence_mask", [0.0] * 3 + [0.0] + [1.045] * 4 + [1.5] * 2),
+    ],
+)
+def test_correction_weights(kind: str, wanted: list[float]) -> None:
+    assert weights(kind, *logprobs()) == pytest.approx(wanted, rel=1e-12)
+    assert weights(kind, *[logprobs()[0]] * 2) == [1.0] * 10, "engines that agree need none"
+
+
+def test_mismatch() -> None:
+    actual = correction.mismatch(*logprobs())
+    logs = [math.log(r) for r in RATIOS]
+    assert actual.mean_abs == pytest.approx(sum(abs(d) for d in logs) / 10, rel=1e-12)
+    assert actual.max_abs == pytest.approx(max(abs(d) for d in logs), rel=1e-12)
+    assert actual.kl == pytest.approx(sum(KL["k3"](-d) for d in logs) / 10, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("which", "whose", "bad"), [(0, "trainer", math.nan), (1, "engine", -math.inf)]
+)
+def test_values_that_are_not_finite_end_training(which: int, whose: str, bad: float) -> None:
+    """A limit alone would let NaN pass: `nan > limit` is false."""
+    both = logprobs()
+    both[which][[2, 5]] = bad
+    with pytest.raises(TrainingError, match=f"2 of 10 .*{whose}") as caught:
+        correction.mismatch(*both)
+    assert "train.lr" in caught.value.hint
+
+
+def limits_after(*first: float) -> correction.MismatchLimits:
+    """Limits after first iterations with these mismatches."""
+    run = correction.MismatchLimits(limit=0.1, factor=4.0)
+    for iteration, value in enumerate(first, 1):
+        run.require_within(correction.Mismatch(value, value, value), iteration)
+    return run
+
+
+HEALTHY = (0.0058, 0.0064, 0.0068, 0.0053, 0.0047)
+"""Mismatches of GRPO on the toy, seed 0."""
+
+
+def test_a_drift_below_the_absolute_limit_is_warned_of_once() -> None:
+    run = limits_after(*HEALTHY)
+    assert run.relative == pytest.approx(4 * 0.0058)
+    assert run.require_within(correction.Mismatch(0.0231, 1.0, 0.01), 9) == ""
+    assert run.require_within(correction.Mismatch(0.0233, 1.0, 0.01), 9)
+    assert run.require_within(correction.Mismatch(0.0999, 1.0, 0.01), 10) == ""
+    with pytest.raises(TrainingError):
+        run.require_within(correction.Mismatch(0.1001, 1.0, 0.01), 11)
+
+
+def test_the_absolute_limit_stays() -> None:
+    for run in (
+        limits_after(),
+        limits_after(0.09, 0.09),
+        correction.MismatchLimits(0.1, 0.0, [1e-3]),
+    ):
+        with pytest.raises(TrainingError, match=r"rl\.mismatch_limit=0\.1"):
+            run.require_within(correction.Mismatch(0.1001, 4.0, 1.0), 3)
+    without_factor = correction.MismatchLimits(0.1, 0.0, [1e-3])
+    assert without_factor.require_within(correction.Mismatch(0.0999, 1.0, 0.1), 3) == ""

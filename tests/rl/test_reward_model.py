@@ -1,0 +1,165 @@
+"""A reward model as a reward source: its input, its scores, its errors."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tasks.core.errors import ArtifactError, RewardError
+from tasks.rl.reward_model import Encoding, RewardFolder
+from tasks.rl.rewards import open_rewards
+from tasks.rl.settings import Reward
+from tasks.serving.reference.rewards import load_rewarder
+from tests.rl.making import TOKENIZER, response, responses
+from tests.training.conftest import make_tokenizer
+
+LOG = logging.getLogger("tests.rl")
+MEAN, STD = 0.25, 1.5
+OTHER_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def save_reward_model(folder: Path, *, tokenizer: Any = TOKENIZER, **config: Any) -> Path:
+    """Save a random Qwen2 with one label, its statistics and its tokenizer."""
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    made = Qwen2ForSequenceClassification(
+        Qwen2Config(
+            vocab_size=len(tokenizer),
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=128,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+            problem_type="regression",
+            num_labels=1,
+            **sizes,
+        )
+    )
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)  # scores that lie apart
+    made.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    change(folder, mean=MEAN, std=STD, **config)
+    return folder
+
+
+def change(folder: Path, **values: Any) -> None:
+    """Change keys of config.json; None removes a key."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **values}
+    path.write_text(json.dumps({key: v for key, v in config.items() if v is not None}))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_reward_model(tmp_path_factory.mktemp("reward") / "model")
+
+
+def ids_of(replied: Any) -> list[int]:
+    return [*replied.prompt.ids.tolist(), *replied.generated.ids.tolist()]
+
+
+def alone(folder: Path, texts: list[list[int]]) -> list[float]:
+    """Rewards by transformers' own forward pass, one text at a time."""
+    how = {"quantization": None, "attn_implementation": "sdpa", "dtype": "float32"}
+    return load_rewarder(folder, adapter=None, **how).scores(texts)
+
+
+def rewards_of(folder: Path, to_score: list[Any], tokenizer: Any = TOKENIZER, **reward: Any) -> Any:
+    section = Reward(model=str(folder), **reward)
+    how = {"device": torch.device("cpu"), "log": LOG, "logs": folder}
+    with open_rewards(section, tokenizer=tokenizer, **how) as rewards:
+        return rewards.score(to_score)[1]["model"]
+
+
+def test_packed_scores_equal_those_of_each_text_alone(folder: Path) -> None:
+    to_score = [*responses(), response("copy ape", "bee", ended=False)]
+    expected = alone(folder, [ids_of(each) for each in to_score])
+    np.testing.assert_allclose(rewards_of(folder, to_score), expected, rtol=1e-4, atol=1e-4)
+    assert np.std(expected) > 0.1
+    raw = rewards_of(folder, to_score, normalize=False)
+    np.testing.assert_allclose((raw - MEAN) / STD, expected, rtol=1e-4, atol=1e-4)
+
+
+class TestEncoding:
+    def encoding(self, folder: Path, policy: Any = TOKENIZER) -> Encoding:
+        reward_folder = RewardFolder.read(folder, normalize=True)
+        return Encoding.between(policy, reward_folder, label="reward.model=it", log=LOG)
+
+    def test_equal_tokenizers_use_the_policys_ids(self, folder: Path) -> None:
+        to_score = response("copy ape", "ape")
+        to_score.generated.ids[0] = TOKENIZER.pad_token_id  # what no text is tokenised to
+        assert self.encoding(folder).texts([to_score]) == [ids_of(to_score)]
+
+    def test_another_vocabulary_or_template_renders_again(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        own, words = make_tokenizer(), make_tokenizer()
+        words.add_tokens(["copy"])
+        (text,) = self.encoding(save_reward_model(tmp_path / "words", tokenizer=words)).texts(
+            [response("copy ape", "ape")]
+        )
+        assert words.convert_tokens_to_ids("copy") in text
+        assert words.decode(text).endswith("assistant\nape<|im_end|>")
+        own.chat_template = OTHER_TEMPLATE
+        folder = save_reward_model(tmp_path / "other", tokenizer=own)
+        to_score = [response("copy ape", "ape"), response("copy bee", "be", ended=False)]
+        with caplog.at_level(logging.WARNING):
+            encoding = self.encoding(folder)
+        assert "chat template" in caplog.text
+        assert [own.decode(text) for text in encoding.texts(to_score)] == [
+            "[user] copy ape<|im_end|>[assistant] ape<|im_end|>",
+            "[user] copy bee<|im_end|>[assistant] be",  # cut off: it never said that it ends
+        ]
+        expected = alone(folder, encoding.texts(to_score))
+        np.testing.assert_allclose(rewards_of(folder, to_score), expected, rtol=1e-4, atol=1e-4)
+
+    def test_templates_that_cannot_render_name_the_row(self, tmp_path: Path) -> None:
+        own = make_tokenizer()
+        own.chat_template = None
+        folder = save_reward_model(tmp_path / "without", tokenizer=own)
+        with pytest.raises(ArtifactError, match="reward.model=it"):
+            self.encoding(folder)
+        own.chat_template = "{{ raise_exception('no bees') }}"
+        folder = save_reward_model(tmp_path / "other", tokenizer=own)
+        with pytest.raises(RewardError, match="row of copy bee.*no bees"):
+            self.encoding(folder).texts([response("copy bee", "bee")])
+
+    def test_a_text_longer_than_the_context(self, folder: Path) -> None:
+        fits, long = response("copy ape", "a" * 100), response("copy ape", "a" * 101)
+        encoding = self.encoding(folder)
+        assert len(encoding.texts([fits])[0]) == 128
+        with pytest.raises(RewardError, match=r"129 tokens for row of copy ape.*128"):
+            encoding.texts([*responses(), fits, long])
+
+
+def test_folders_that_are_not_reward_models(folder: Path, tmp_path: Path) -> None:
+    for number, changes in enumerate((
+        {"architectures": ["Qwen2ForCausalLM"]},
+        {"architectures": None},
+        {"id2label": None, "num_labels": None},
+        {"id2label": {"0": "bad", "1": "good", "2": "best"}},
+        {"mean": None},
+        {"std": 0.0},
+    )):  # fmt: skip
+        broken = tmp_path / f"broken{number}"
+        broken.mkdir()
+        shutil.copy(folder / "config.json", broken)
+        change(broken, **changes)
+        with pytest.raises(ArtifactError, match=str(broken)):
+            RewardFolder.read(broken, normalize=True)

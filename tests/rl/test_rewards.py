@@ -1,0 +1,352 @@
+"""Rewards: their sum, a user's function, an HTTP endpoint, and all their faults."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tasks.core.errors import ConfigError, RewardError
+from tasks.rl import reward_endpoint
+from tasks.rl.reward_endpoint import Endpoint
+from tasks.rl.rewards import ExactMatch, Function, Rewards, Weighted, validate_rewards
+from tasks.rl.settings import Reward
+from tasks.rl.user_code import FunctionReference
+from tests.answering import Reply, Requests, answering
+from tests.rl.making import TOKENIZER, Judge, response, responses
+
+LOG = logging.getLogger("tests.rl")
+
+
+def test_the_total_is_the_weighted_sum_of_unweighted_parts() -> None:
+    lengths, mute = (Judge(lambda each: len(each.text)) for _ in range(2))
+    exact = Weighted("function", 2.0, ExactMatch())
+    sources = [exact, Weighted("model", -0.5, lengths), Weighted("url", 0.0, mute)]
+    to_score = [*responses(), response("copy cow", "bull", answer="cow")]
+    with Rewards(sources) as rewards:
+        total, parts = rewards.score(to_score)
+    assert parts["function"].tolist() == [1, 1, 1, 1, 0]
+    assert parts["model"].tolist() == parts["url"].tolist() == [3, 6, 3, 26, 4]
+    np.testing.assert_array_equal(total, 2 * parts["function"] - 0.5 * parts["model"])
+    assert total.dtype == np.float64
+    assert lengths.closed == mute.closed == 1
+    total, parts = Rewards([Weighted("model", 1.0, lengths)]).score([])
+    assert total.shape == parts["model"].shape == (0,), "a rank without responses"
+
+
+def test_exact_match_is_the_rule_of_smoke_eval() -> None:
+    to_score = [
+        response("copy ape", " ape\n", answer="ape"),
+        response("copy ape", "Ape", answer="ape"),
+        response("copy ape", "ape ape", answer="ape"),
+        response("copy ape", "ape", answer="ape "),
+    ]
+    assert ExactMatch()(to_score) == [1.0, 0.0, 0.0, 1.0]
+    for columns in ({}, {"answer": 7}):
+        with pytest.raises(RewardError, match="row of copy cow.*answer"):
+            ExactMatch()([*to_score, response("copy cow", "cow", **columns)])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "named"),
+    [
+        ([1.0, 2.0, float("nan"), 0.0], "nan for row of copy cat"),
+        ([1.0, float("-inf"), 0.0, 0.0], "-inf for row of copy beetle"),
+        ([1.0, None, 0.0, 0.0], "None for row of copy beetle"),
+        ([1.0, "2", 0.0, 0.0], "'2' for row of copy beetle"),
+        ([[1.0], 2.0, 0.0, 0.0], r"\[1.0\] for row of copy ape"),
+        ([1.0, 2.0], "2 rewards for 4"),
+        (None, "None"),
+    ],
+)
+def test_invalid_rewards(rewards: object, named: str) -> None:
+    with pytest.raises(RewardError, match=f"judge .*{named}") as caught:
+        validate_rewards(rewards, responses(), "judge")
+    assert any(line.startswith("prompt: 'copy ") for line in caught.value.details)
+
+
+LOG = logging.getLogger("tests.rl")
+Make = Callable[..., Function]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Make]:
+    """Return a factory that writes a file and opens the function `score` in it."""
+    opened: list[Function] = []
+
+    def make(text: str, name: str = "score", *, timeout_s: float = 60.0) -> Function:
+        path = tmp_path / "judge.py"
+        path.write_text(text)
+        reference = FunctionReference.of(f"{path}:{name}")
+        function = Function(
+            reference, timeout_s=timeout_s, log=LOG, log_path=tmp_path / "output.log"
+        )
+        opened.append(function)
+        return function
+
+    yield make
+    for function in opened:
+        function.close()
+
+
+def is_alive(path: Path) -> bool:
+    """Return True if the process whose id is in a file still runs."""
+    return Path(f"/proc/{path.read_text()}").exists()
+
+
+def test_it_gets_the_arguments_of_trl_and_every_column(made: Make, tmp_path: Path) -> None:
+    score = made(
+        """
+import json
+
+def score(prompts, completions, completion_ids, **columns):
+    for each in (prompts, completions, completion_ids, *columns.values()):
+        assert isinstance(each, list) and len(each) == 4, each
+    assert prompts[0] == [{"role": "user", "content": "copy ape"}]
+    assert completions[1] == [{"role": "assistant", "content": "beetle"}]
+    assert len(completion_ids[2]) == len("cat") + 1
+    assert sorted(columns) == ["answer", "id", "level", "messages"], columns
+    print("a line without an end and @nothing", end="")
+    return [float(a == c[0]["content"]) + columns["level"][0] for a, c in
+            zip(columns["answer"], completions)]
+"""
+    )
+    assert score(responses(level=3, completion="of the data")) == [4.0] * 4
+    assert score(responses(level=5)) == [6.0] * 4
+    score.close()
+    assert "a line without an end and @nothing" in (tmp_path / "output.log").read_text()
+    answered = [{"role": "user", "content": "copy ape"}, {"role": "assistant", "content": "ape"}]
+    score = made("def score(prompts):\n    return [len(p) for p in prompts]")
+    assert score([response("copy ape", "ape", messages=answered)]) == [1.0], "without the answer"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("async def score(answer):\n    return [len(a) for a in answer]", [3, 6, 3, 26]),
+        ("def score(answer, level=2):\n    return tuple(level for _ in answer)", [2, 2, 2, 2]),
+        ("import numpy\n\ndef score(prompts):\n    return numpy.arange(4) < 2", [1, 1, 0, 0]),
+        ("class Judge:\n    def __call__(self, **row):\n        return [0.5] * len(row['id'])\n"
+         "score = Judge()", [0.5] * 4),
+        ("import asyncio\nasync def judged(a):\n    return len(a)\n"
+         "def score(answer):\n    return [asyncio.run(judged(a)) for a in answer]", [3, 6, 3, 26]),
+        ("from neighbour import score", [9, 9, 9, 9]),
+    ],
+)  # fmt: skip
+def test_all_kinds_of_functions(
+    made: Make, tmp_path: Path, text: str, expected: list[float]
+) -> None:
+    (tmp_path / "neighbour.py").write_text("def score(prompts):\n    return [9] * len(prompts)")
+    assert made(text)(responses()) == expected
+
+
+def test_an_exception_is_reported_with_its_traceback(made: Make) -> None:
+    score = made("def score(answer):\n    return [1 / (len(a) - 6) for a in answer]")
+    with pytest.raises(RewardError, match="ZeroDivisionError") as caught:
+        score(responses())
+    assert "4 responses, first row of copy ape" in caught.value.message
+    assert "judge.py:score" in caught.value.message
+    assert "prompt: 'copy ape'" in caught.value.details
+    assert any("return [1 / (len(a) - 6)" in line for line in caught.value.details)
+    assert not any("user_code.py" in line for line in caught.value.details)
+    assert score([responses()[0]]) == [-1 / 3], "it goes on after an exception"
+    score = made("def score(id):\n    raise SystemExit(7)")
+    with pytest.raises(RewardError, match="4 responses.*row of copy ape.*7"):
+        score(responses())
+
+
+def test_a_function_that_ends_its_process(made: Make) -> None:
+    score = made("import os\ndef score(id):\n    print('no memory', flush=True)\n    os._exit(9)")
+    with pytest.raises(RewardError, match="judge.py:score.*4 responses.*status 9") as caught:
+        score(responses())
+    assert "prompt: 'copy ape'" in caught.value.details
+    assert caught.value.details[-1] == "no memory"
+
+
+def test_a_function_that_hangs_is_killed_with_its_children(made: Make, tmp_path: Path) -> None:
+    score = made(
+        f"""
+import os, re, subprocess
+from pathlib import Path
+
+def score(answer):
+    if answer[0] == "ape":
+        child = subprocess.Popen(["sleep", "1000"])
+        Path({str(tmp_path / "grandchild")!r}).write_text(str(child.pid))
+        Path({str(tmp_path / "child")!r}).write_text(str(os.getpid()))
+        re.match("(a+)+$", "a" * 60 + "b")  # in C, with the interpreter's lock held
+    return [1.0] * len(answer)
+""",
+        timeout_s=2.0,
+    )
+    began = time.monotonic()
+    with pytest.raises(RewardError, match="on 4 responses.*2 s") as caught:
+        score(responses())
+    assert time.monotonic() - began < 60
+    assert any("judge.py" in line and "in score" in line for line in caught.value.details)
+    assert "reward.timeout_s" in caught.value.hint
+    assert not is_alive(tmp_path / "child")
+    assert not is_alive(tmp_path / "grandchild")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("import nothing_of_this_name\nscore = 1", "nothing_of_this_name"),
+        ("score = 'abc'", "score.*str"),
+        ("import time\ntime.sleep(1000)\ndef score(): ...", "2 s"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded(made: Make, text: str, named: str) -> None:
+    with pytest.raises(RewardError, match=named):
+        made(text, timeout_s=2.0 if "sleep" in text else 60.0)
+
+
+def test_a_name_is_looked_up_without_running_the_file(tmp_path: Path) -> None:
+    for text in ("judge", "judge.py", "judge:score", "judge.py:a.b", ":score"):
+        with pytest.raises(ConfigError, match="path.py:name"):
+            FunctionReference.of(text)
+    path, digests = tmp_path / "judge.py", set()
+    score = FunctionReference.of(f"{path}:score")
+    with pytest.raises(ConfigError, match="judge.py"):
+        score.require()
+    good = (
+        "async def score(): ...",
+        "from functools import partial as score",
+        "if 1:\n    a, (score, b) = 1, (2, 3)",
+        "import score.path",
+        "from os import *",  # only running it would tell
+    )
+    bad = (
+        "def score(:",
+        "def scores(): ...",
+        "def a():\n    score = 1\nclass B:\n    def score(self): ...",
+    )
+    for text in (*good, *bad):
+        path.write_text(text)
+        digests.add(score.digest())
+        if text in good:
+            score.require()
+        else:
+            with pytest.raises(ConfigError, match="judge.py"):
+                score.require()
+    assert len(digests) == len({*good, *bad}), "the digest changes with the file"
+
+
+class Server:
+    """Answers by `plan` first, then with the lengths of the completions."""
+
+    asked: Requests
+
+    def __init__(self) -> None:
+        self.plan: list[Callable[[], Reply]] = []
+        self.times: list[float] = []
+
+    def __call__(self, body: dict[str, Any]) -> Any:
+        self.times.append(time.monotonic())
+        if self.plan:
+            return self.plan.pop(0)()
+        return {"rewards": [len(completion) for completion in body["completions"]]}
+
+    @property
+    def url(self) -> str:
+        return f"{self.asked.url}/get_reward"
+
+    @property
+    def requests(self) -> list[dict[str, Any]]:
+        return self.asked.bodies("/get_reward")
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """A server on this machine, without delays."""
+    made = Server()
+    with answering({"/get_reward": made}) as made.asked:
+        yield made
+
+
+def ask(url: str, *, retries: int = 0, batch: int = 64, timeout_s: float = 20.0) -> list[float]:
+    reward = Reward(url=url, retries=retries, batch=batch, timeout_s=timeout_s)
+    endpoint = Endpoint(url, reward, TOKENIZER, LOG)
+    try:
+        return endpoint(responses())
+    finally:
+        endpoint.close()
+
+
+def says(content: bytes, status: int = 200, **headers: str) -> Callable[[], Reply]:
+    return lambda: Reply(status, content, headers)
+
+
+def test_the_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLUMBLINE_REWARD_TOKEN", "of-the-environment")
+    assert ask(server.url) == [3.0, 6.0, 3.0, 26.0]
+    (body,) = server.requests
+    assert sorted(body) == ["completions", "labels", "prompts", "query", "rows"]
+    assert body["query"][0] == (
+        "<|im_start|>user\ncopy ape<|im_end|>\n<|im_start|>assistant\nape<|im_end|>"
+    )
+    assert body["prompts"][0] == "<|im_start|>user\ncopy ape<|im_end|>\n<|im_start|>assistant\n"
+    assert body["labels"] == body["completions"]
+    assert body["rows"][1]["id"] == "row of copy beetle"
+    _, _, headers = server.asked.seen[0]
+    assert headers["Content-Type"] == "application/json"
+    assert headers["Authorization"] == "Bearer of-the-environment"
+    assert ask(server.url, batch=3) == [3.0, 6.0, 3.0, 26.0]
+    assert [len(body["prompts"]) for body in server.requests[1:]] == [3, 1]
+
+
+def test_temporary_errors_are_retried(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reward_endpoint, "FIRST_PAUSE_S", 0.1)
+
+    def hangs_up() -> Reply:
+        raise ConnectionAbortedError
+
+    busy = {"Retry-After": "0.02"}
+    server.plan = [says(b"no memory", 503), hangs_up, says(b"slowly", 429, **busy)]
+    with caplog.at_level(logging.WARNING):
+        assert ask(server.url, retries=3) == [3.0, 6.0, 3.0, 26.0]
+    assert len(server.requests) == 4
+    assert server.requests[3] == server.requests[0]
+    first, second, third = (b - a for a, b in zip(server.times, server.times[1:], strict=False))
+    assert first >= 0.1
+    assert second >= 0.2, "twice as long"
+    assert third >= 0.02
+    assert "503" in caplog.text
+    assert "429" in caplog.text
+
+
+def test_a_server_that_is_down(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_endpoint, "FIRST_PAUSE_S", 0.01)
+    server.plan = [says(b"out of memory", 500)] * 3
+    with pytest.raises(RewardError, match="3 attempts: status 500.*out of memory"):
+        ask(server.url, retries=2)
+    assert len(server.requests) == 3
+    with pytest.raises(RewardError, match="1 attempt") as caught:
+        ask("http://user:word@127.0.0.1:9/rewards?token=secret")
+    assert "http://user:***@127.0.0.1:9/rewards?token=***" in caught.value.message
+    assert "word" not in caught.value.report()
+    assert "secret" not in caught.value.report()
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"<html>", "<html>"),
+        (b'{"scores": [1]}', "scores"),
+        (b'{"rewards": [1, 2]}', "2 rewards for 4"),
+        (b'{"rewards": [1, 2, NaN, 4]}', "nan for row of copy cat"),
+    ],
+)
+def test_invalid_answers(server: Server, content: bytes, named: str) -> None:
+    server.plan = [says(content)]
+    with pytest.raises(RewardError, match=named):
+        ask(server.url, retries=5)
+    assert len(server.requests) == 1, "an answer that is wrong will be wrong again"

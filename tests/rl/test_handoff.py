@@ -151,7 +151,7 @@ def made(folder: Path, base: Path, quantization: dict[str, Any]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("kind", "double"), [("nf4", True), ("fp4", False)])
+@pytest.mark.parametrize(("kind", "double"), [("nf4", True)])
 def test_values_equal_those_of_the_loaded_layers(
     base: Path, tmp_path: Path, kind: str, double: bool
 ) -> None:
@@ -223,14 +223,6 @@ def test_only_servers_with_the_old_version_are_refused() -> None:
             proof, trainer, server = measured(draw, share=0, repeat=noise / 4, **sampled)
             with pytest.raises(TrainingError, match=URL):
                 proof.require_moved(2, trainer, {URL: server})
-
-
-def test_a_policy_that_did_not_move_leaves_nothing_to_prove() -> None:
-    proof, trainer, server = measured(np.random.default_rng(0), step=0, noise=2e-3, share=1)
-    proof.require_moved(2, trainer, {URL: server})
-    few = trainer.copy()
-    few[:15] += 0.01  # as rounding flips a few numbers of the trainer and none of the server
-    proof.require_moved(2, few, {URL: server})
 
 
 def test_another_model_temperature_or_nan_is_refused() -> None:

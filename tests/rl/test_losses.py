@@ -376,15 +376,3 @@ def test_a_drift_below_the_absolute_limit_is_warned_of_once() -> None:
     assert run.require_within(correction.Mismatch(0.0999, 1.0, 0.01), 10) == ""
     with pytest.raises(TrainingError):
         run.require_within(correction.Mismatch(0.1001, 1.0, 0.01), 11)
-
-
-def test_the_absolute_limit_stays() -> None:
-    for run in (
-        limits_after(),
-        limits_after(0.09, 0.09),
-        correction.MismatchLimits(0.1, 0.0, [1e-3]),
-    ):
-        with pytest.raises(TrainingError, match=r"rl\.mismatch_limit=0\.1"):
-            run.require_within(correction.Mismatch(0.1001, 4.0, 1.0), 3)
-    without_factor = correction.MismatchLimits(0.1, 0.0, [1e-3])
-    assert without_factor.require_within(correction.Mismatch(0.0999, 1.0, 0.1), 3) == ""

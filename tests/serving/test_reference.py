@@ -47,20 +47,6 @@ def test_greedy_equals_generate(scorer: ReferenceScorer, served: Path) -> None:
         ]
 
 
-def test_missing_folders_are_typed_errors_and_the_child_lives_on(
-    scorer: ReferenceScorer, served: Path, trained: Path, tmp_path: Path
-) -> None:
-    out, ref = tmp_path / "x.fp", trained / "fingerprint.fp"
-    with pytest.raises(ArtifactError, match="nowhere"):
-        scorer.fingerprint(ModelRef(tmp_path / "nowhere"), ref, out)
-    with pytest.raises(ArtifactError, match=r"adapter_config\.json"):
-        scorer.fingerprint(ModelRef(served, adapter=tmp_path / "nowhere"), ref, out)
-    with pytest.raises(ArtifactError, match="config.json"):
-        scorer.fingerprint(ModelRef(served), served / "config.json", out)
-    assert not out.exists()
-    scorer.fingerprint(ModelRef(served), ref, out)
-
-
 def test_a_missing_tensor_is_refused_and_not_made_up(
     scorer: ReferenceScorer, served: Path, trained: Path, tmp_path: Path
 ) -> None:

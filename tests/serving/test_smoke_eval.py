@@ -10,14 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tasks.core.errors import ConfigError, DataError
-from tasks.drift.fingerprint import PROFILES, Drift
-from tasks.evaluation.evaluation_prompts import read_heldout
-from tasks.evaluation.scoring import ModelRef, Prompts, ReferenceScorer
-from tasks.evaluation.serve import Question
-from tasks.evaluation.smoke import Tools, who_moved
+from tasks.drift.fingerprint import Drift
 from tasks.pipeline.report import StageReport
-from tests.serving.models import CONVERSATIONS, END, WORDS
+from tests.serving.models import CONVERSATIONS, WORDS
 from tests.settings import smoke_settings
 
 NEW = 12
@@ -49,17 +44,6 @@ def test_a_changed_layer_is_refused_and_placed(
     assert report.notes["drift_appeared_at"].startswith("the served folder")
 
 
-def test_when_the_folder_is_as_trained_the_engine_is_blamed(
-    scorer: ReferenceScorer, served: Path, trained: Path, tmp_path: Path
-) -> None:
-    nothing, model = Prompts([], [END]), ModelRef(served)
-    question = Question(model, model, trained / "fingerprint.fp", nothing, nothing)
-    tools = Tools(scorer=scorer, log_path=tmp_path)
-    text, engine = who_moved(question, "vllm", PROFILES["standard"], tools)
-    assert text.startswith("serve: ")
-    assert engine
-
-
 def test_a_stray_value_head_is_reported_before_anything_is_loaded(
     run: Callable[..., StageReport], altered: Callable[[float], Path]
 ) -> None:
@@ -69,17 +53,6 @@ def test_a_stray_value_head_is_reported_before_anything_is_loaded(
     assert [(c.name, c.found, c.ok) for c in report.checks] == [
         ("stray weight files", "value_head.safetensors", False)
     ]
-
-
-def test_unusable_heldout_data_and_engines(run: Callable[..., StageReport], tmp_path: Path) -> None:
-    path = tmp_path / "heldout.jsonl"
-    question = '{"messages": [{"role": "user", "content": "x"}]}'
-    for text, thing in (("", ""), ("{not json}", ":1"), ('{"messages": []}', ":1"), (question, "")):
-        path.write_text(text + "\n" * bool(text))
-        with pytest.raises(DataError, match=rf"heldout\.jsonl{thing}"):
-            read_heldout(path)
-    with pytest.raises(ConfigError, match=r"smoke\.engine=sglang"):
-        run(settings=replace(LENIENT, engine="sglang"))
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ After this no shape, dtype or key can fail during execution; only disks can.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
@@ -173,8 +172,6 @@ def _term_findings(term: Term, shape: Shape, sources: Mapping[str, Source]) -> I
             shapes[name] = tuple(tensor.shape)
     if len(shapes) < len(set(operands(term))):
         return
-    if not isinstance(term, Rows) and (not math.isfinite(term.scale) or term.scale == 0):
-        yield f"scale {term.scale} is not a finite number other than 0"
     if isinstance(term, LowRank):
         yield from _low_rank(term, shape, shapes[term.a], shapes[term.b])
     elif isinstance(term, Dora):
@@ -184,7 +181,9 @@ def _term_findings(term: Term, shape: Shape, sources: Mapping[str, Source]) -> I
         if shapes[term.magnitude] != wanted:
             yield f"{term.magnitude}: is {list(shapes[term.magnitude])}, must be {list(wanted)}"
     elif isinstance(term, Rows):
-        yield from _rows(term, shape, shapes[term.values])
+        wanted = (len(term.indices), *shape[1:])
+        if shapes[term.values] != wanted or max(term.indices) >= shape[0]:
+            yield f"{term.values}: {list(shapes[term.values])} does not fit rows of {list(shape)}"
     elif isinstance(term, Add) and shapes[term.value] != shape:
         yield f"{term.value}: is {list(shapes[term.value])}, must be {list(shape)}"
 
@@ -212,16 +211,3 @@ def _low_rank(term: LowRank, shape: Shape, a: Shape, b: Shape) -> Iterator[str]:
             f"{term.b} {list(b)} and {term.a} {list(a)} make {[wanted, width]}, but the output "
             f"needs rows {term.out_start} to {term.out_start + rows} of {columns} columns"
         )
-
-
-def _rows(term: Rows, shape: Shape, values: Shape) -> Iterator[str]:
-    if not shape:
-        yield f"{term.values}: rows of a scalar"
-        return
-    if values != (len(term.indices), *shape[1:]):
-        yield f"{term.values}: is {list(values)}, must be {[len(term.indices), *shape[1:]]}"
-    outside = [index for index in term.indices if not 0 <= index < shape[0]]
-    if outside:
-        yield f"{term.values}: row {outside[0]} is outside {list(shape)}"
-    if len(set(term.indices)) != len(term.indices):
-        yield f"{term.values}: names a row more than once"

@@ -24,8 +24,7 @@ from tasks.training.engine.checkpoint import PARTITIONS
 from tasks.training.engine.deepspeed_engine import Ranks, start_engine
 from tasks.training.job import Optim, TrainJob
 from tasks.training.model.adapter import ADAPTER, load_into, lora_config
-from tasks.training.model.base import DTYPES, partitioned
-from tasks.training.model.build import load_model
+from tasks.training.model.build import DTYPES, load_model, partitioned
 from tasks.training.model.packed_model import TokenOutputs, model_of
 from tasks.training.outputs import write_json, write_partition_index, write_shards
 from tasks.training.tokens.packing import Row

@@ -30,7 +30,6 @@ from tasks.rl.rollout.engine import goes_as_adapter
 from tasks.rl.settings import Online
 from tasks.training.engine.failure import smaller
 from tasks.training.job import Batch, Settings
-from tasks.training.memory.activations import row_bytes
 from tasks.training.memory.estimate import (
     ITEM,
     LIBRARIES,
@@ -38,6 +37,7 @@ from tasks.training.memory.estimate import (
     adapter_weights,
     estimate,
     on_node,
+    row_bytes,
 )
 from tasks.training.memory.sizes import Sizes
 from tasks.weights.files.documents import read_json

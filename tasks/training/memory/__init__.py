@@ -1,5 +1,5 @@
 """Estimated memory of a rank, from `config.json`.
 
-estimate, activations  `estimate`: peak memory of one rank; the part of one packed row
-sizes                  dimensions of a decoder
+estimate  `estimate`: peak memory of one rank; `row_bytes`: the part of one packed row
+sizes     dimensions of a decoder
 """

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tasks.training.memory.activations import SHORT
+from tasks.training.memory.estimate import SHORT
 from tasks.training.tokens.packing import Bucket, Row
 
 NAME = "packed_sdpa"

@@ -18,8 +18,7 @@ from typing import Any
 from tasks.core.errors import StageProcessError
 from tasks.process.child import GRACE_S, Child, kill_children_on_abort, live, python_child
 from tasks.process.json_worker import Conversation
-from tasks.process.output import Log, Output
-from tasks.process.torchrun_log import CLOSING_S
+from tasks.process.output import CLOSING_S, Log, Output
 
 __all__ = [
     "GRACE_S",

@@ -5,14 +5,20 @@ libraries. The last lines stay in memory for the error message. `feed` returns t
 (`tasks/core/events.py`) in order, but for those that are lines of our own for the log. Values of
 environment variables with a secret's name (TOKEN, PASSWORD, ...) are replaced by `***`, as in all
 texts (`tasks/core/redaction.py`).
+
+Of torchrun's output the ranks that it ends, and those that were killed, are read. If a rank fails,
+torchrun sends SIGTERM to the others, waits up to 30 s for those that do not react, and then prints
+an epilogue of forty lines about itself. The failed rank's own lines come before it.
 """
 
 from __future__ import annotations
 
 import collections
 import logging
+import re
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +26,6 @@ from tasks.core import events
 from tasks.core.disk import is_full, write_refused
 from tasks.core.redaction import hide_environment
 from tasks.core.terminal import plain
-from tasks.process import torchrun_log
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 
@@ -32,6 +37,14 @@ TAIL_LINE_CHARACTERS = 2_000
 LONGEST_LINE = 8 << 20
 LINES_PER_S = 50.0
 BURST_LINES = 200.0
+CLOSING_S = 8.0
+"""Seconds from torchrun's SIGTERM to the other ranks until `launch` sends them SIGKILL."""
+
+_AGENT = r"torch/distributed/elastic/multiprocessing/api\.py:\d+\] "
+_CLOSING = re.compile(_AGENT + r"Sending process (\d+) closing signal")
+_VERDICT = re.compile(_AGENT + r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
+_FAILED_RANK = re.compile(r"^ +rank +: (\d+) \(local_rank: \d+\)")
+_FAILED_STATUS = re.compile(r"^ +exitcode +: (-?\d+) \(pid: (\d+)\)")
 
 
 class Output:
@@ -77,7 +90,7 @@ class Output:
     @property
     def tail(self) -> list[str]:
         """Last lines, oldest first."""
-        return torchrun_log.ranks_own(self._tail)[-TAIL_LINES:]
+        return ranks_own(self._tail)[-TAIL_LINES:]
 
     def feed(self, chunk: bytes) -> Iterator[dict[str, Any]]:
         """Process a chunk of output (empty at the end) and yield its events."""
@@ -106,9 +119,9 @@ class Output:
         line = plain(line)
         self._write(line.encode("utf-8", "replace") + b"\n")
         self._tail.append(line[:TAIL_LINE_CHARACTERS])
-        if (pid := torchrun_log.closing_pid(line)) is not None:
+        if (pid := closing_pid(line)) is not None:
             self.closing.add(pid)
-        self._epilogue = self._epilogue or torchrun_log.is_verdict(line)
+        self._epilogue = self._epilogue or is_verdict(line)
         if self._epilogue or not line.strip():
             return
         if self._budget.take():
@@ -172,3 +185,53 @@ class _Budget:
             return False
         self._tokens -= 1
         return True
+
+
+def closing_pid(line: str) -> int | None:
+    """Return the process id of the rank that torchrun ends according to this line, or None."""
+    match = _CLOSING.search(line)
+    return int(match[1]) if match else None
+
+
+def is_verdict(line: str) -> bool:
+    """Return True if this line starts torchrun's epilogue."""
+    return _VERDICT.search(line) is not None
+
+
+def ranks_own(lines: Iterable[str]) -> list[str]:
+    """Return the output without torchrun's epilogue, and a line for each rank that was killed.
+
+    A killed rank could not write a message itself. Ranks that torchrun has ended because another
+    one failed get no line. The order of failures is left out, too: a rank that loses its peer may
+    end before torchrun looks, and is then the first on torchrun's list.
+    """
+    kept: list[str] = []
+    closed: set[int] = set()
+    killed: dict[int, str] = {}
+    rank, epilogue = "?", False
+    for line in lines:
+        if (pid := closing_pid(line)) is not None:
+            closed.add(pid)
+        elif (verdict := _VERDICT.search(line)) is not None:
+            epilogue = True
+            _note(killed, closed, rank=verdict[2], pid=int(verdict[3]), status=int(verdict[1]))
+        elif not epilogue:
+            if not re.search(_AGENT + "Unable to shutdown process", line):
+                kept.append(line)
+        elif (named := _FAILED_RANK.search(line)) is not None:
+            rank = named[1]
+        elif (status := _FAILED_STATUS.search(line)) is not None:
+            _note(killed, closed, rank=rank, pid=int(status[2]), status=int(status[1]))
+    return kept + list(killed.values())
+
+
+def _note(killed: dict[int, str], closed: set[int], *, rank: str, pid: int, status: int) -> None:
+    if status < 0 and pid not in closed:
+        killed[pid] = f"rank {rank} (pid {pid}) was killed by {_signal_name(-status)}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

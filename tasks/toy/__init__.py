@@ -1,11 +1,29 @@
 """The embedded default: short tasks with known answers, and a small base model that needs training.
 
 world       the tasks: prompts with a right and a wrong answer
-splits      pre-training corpus and rows of all kinds, fixed by a seed
+splits      pre-training corpus, rows of all kinds and wrong answers, fixed by a seed
 dataset     write the rows as a `dataset` artifact
-pretrain    pre-train a Qwen2 model of about 1M parameters; uses `tokenizer` and `shape`
+pretrain    pre-train a Qwen2 model of about 1M parameters; uses `tokenizer`
 __main__    the child process: `python -m tasks.toy job.json`
 
 Training shows an effect within seconds on two CPU cores: the last part of the corpus has flawed
 answers, so clean data improves the base model.
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+VOCABULARY = 512
+CONTEXT = 512
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": True,
+}
+"""Arguments of `Qwen2Config`, about 918,000 parameters."""

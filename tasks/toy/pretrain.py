@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.core.events import emit
-from tasks.toy.shape import CONTEXT, SHAPE
+from tasks.toy import CONTEXT, SHAPE
 from tasks.toy.splits import corpus
 from tasks.toy.tokenizer import train_tokenizer
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from tasks.toy.shape import VOCABULARY
+from tasks.toy import VOCABULARY
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

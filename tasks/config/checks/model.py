@@ -20,7 +20,7 @@ from tasks.core.hub import hub_config
 from tasks.core.terminal import typed
 from tasks.delivery.examination import base_errors
 from tasks.delivery.plan.identity import folder_identity
-from tasks.toy.shape import CONTEXT, SHAPE
+from tasks.toy import CONTEXT, SHAPE
 from tasks.training.memory.sizes import Sizes, experts_of
 from tasks.training.model.packable import CAPPED, uncapped, why_padded
 from tasks.training.model.router_loss import OBJECTIVES as ROUTED

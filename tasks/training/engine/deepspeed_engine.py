@@ -249,8 +249,6 @@ def start_engine(model: nn.Module, config: dict[str, Any], optim: Optim) -> Any:
     """
     import deepspeed
 
-    if "offload_optimizer" in config["zero_optimization"]:
-        _build_cpu_adam()
     parameters = parameter_groups(model, optim.weight_decay)
     optimizer = None
     if "optimizer" not in config:
@@ -273,15 +271,6 @@ def start_engine(model: nn.Module, config: dict[str, Any], optim: Optim) -> Any:
     # transformers loads models in eval mode, without dropout and activation checkpointing.
     engine.train()
     return engine
-
-
-def _build_cpu_adam() -> None:
-    """Compile DeepSpeed's CPUAdam on one rank of each machine while the others wait."""
-    from deepspeed.ops.op_builder import CPUAdamBuilder
-
-    if int(os.environ["LOCAL_RANK"]) == 0:
-        CPUAdamBuilder().load(verbose=False)
-    dist.barrier()
 
 
 def partitioned_engine(model: nn.Module, config: dict[str, Any]) -> Any:

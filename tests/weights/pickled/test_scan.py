@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from tasks.weights.pickled import scan
 from tasks.weights.pickled.scan import TENSORS, TORCH, TRAINERS, Scanned, Scanner
-from tests.weights.pickled.corpus import cases
-from tests.weights.pickled.making import array, evil, legacy, program, reduce, zipped
+from tests.weights.pickled.corpus import array, cases, evil, legacy, program, reduce, zipped
 
 CASES = {f"{source}: {case}": (file, data) for source, case, file, data in cases()}
 

@@ -38,7 +38,7 @@ from tasks.core.errors import ConfigError, StageProcessError
 from tasks.core.finding import Finding
 from tasks.core.private import open_up
 from tasks.core.terminal import json_text, typed
-from tasks.delivery.texts import probe_texts
+from tasks.delivery.reference import probe_texts
 from tasks.evaluation.evaluation_prompts import computing_dtype_of
 from tasks.evaluation.scoring import ModelRef
 from tasks.process.child import PROJECT

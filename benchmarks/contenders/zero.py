@@ -63,9 +63,8 @@ def make(folder: Path, size: str) -> None:
 
 def convert(folder: Path, out: Path) -> None:
     """Convert the checkpoint our way: plan, validate and execute, as `deliver` does."""
-    from tasks.delivery.plan.planning import prepare
-    from tasks.delivery.plan.work import Request, Target
-    from tasks.delivery.recognise import recognise
+    from tasks.delivery.plan import Request, Target, prepare
+    from tasks.delivery.source import recognise
     from tasks.weights.execute.execute import execute
     from tasks.weights.execute.worker import perform
 

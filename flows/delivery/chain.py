@@ -17,14 +17,13 @@ from typing import Any
 from flows.report.card import delivery_card
 from tasks.audit.run import Report
 from tasks.delivery import examination
-from tasks.delivery.plan.adapters import Weighted, role, weights_of
-from tasks.delivery.plan.comparing import compare_bases, read_rows
-from tasks.delivery.plan.quantization import BaseChoice
-from tasks.delivery.plan.work import Work, describe_plan, megabytes
-from tasks.delivery.publish_output import put
-from tasks.delivery.recognise import Given
-from tasks.delivery.side_files import Tokens
-from tasks.delivery.texts import PROBE_TOKENS, SHORTEST
+from tasks.delivery.base import BaseChoice
+from tasks.delivery.comparing import compare_bases, read_rows
+from tasks.delivery.folders import put
+from tasks.delivery.plan import Work, describe_plan, megabytes
+from tasks.delivery.reference import PROBE_TOKENS, SHORTEST
+from tasks.delivery.source import Given, Weighted, role, weights_of
+from tasks.delivery.stages import Tokens
 from tasks.drift.witness import Witness, find_witness
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.artifact import CARD, remember

@@ -22,7 +22,7 @@ from flows.cli.signals import exit_on_signals
 from flows.delivery.run_delivery import compare, direct, plan, run_in_prefect
 from tasks.core.redaction import without_passwords
 from tasks.core.terminal import to_stderr
-from tasks.delivery.plan.quantization import COMPARE
+from tasks.delivery.base import COMPARE
 from tasks.pipeline.locks import Patience, hold
 from tasks.process.child import PROJECT
 from tasks.process.launch import kill_children_on_abort

@@ -24,22 +24,23 @@ from tasks.config.checks.release import (
 from tasks.config.section import out_of_range
 from tasks.core.errors import ConfigError, PlumblineError, first_and_more
 from tasks.core.terminal import typed
-from tasks.delivery.examination import examine, require_base, require_own_ids
-from tasks.delivery.plan.adapters import given_adapters
-from tasks.delivery.plan.identity import (
+from tasks.delivery.base import (
+    COMPARE,
+    BaseChoice,
+    attention_of,
     base_findings,
     base_missing,
+    choose_base,
     equals_base,
     find_base,
+    undecided,
     value_findings,
 )
-from tasks.delivery.plan.planning import prepare
-from tasks.delivery.plan.quantization import COMPARE, BaseChoice, choose_base, undecided
-from tasks.delivery.plan.work import Request, Target, Work
-from tasks.delivery.publish_output import out_findings
-from tasks.delivery.recognise import ADAPTER_CONFIG, Given
-from tasks.delivery.recorded import attention_of
-from tasks.delivery.side_files import Tokens, find_tokens, side_findings
+from tasks.delivery.examination import examine, require_base, require_own_ids
+from tasks.delivery.folders import out_findings
+from tasks.delivery.plan import Request, Target, Work, prepare
+from tasks.delivery.source import ADAPTER_CONFIG, Given, given_adapters
+from tasks.delivery.stages import Tokens, find_tokens, side_findings
 from tasks.weights.execute.worker import perform
 from tasks.weights.execute.writer import parse_size, require_space
 from tasks.weights.files.dtypes import check_dtype

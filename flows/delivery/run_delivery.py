@@ -29,8 +29,7 @@ from flows.orchestration.flow_run import (
 from tasks.core.errors import ConfigError
 from tasks.core.terminal import plain
 from tasks.delivery import examination
-from tasks.delivery.publish_output import out_findings
-from tasks.delivery.verify_inputs import require_intact
+from tasks.delivery.folders import out_findings, require_intact
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact, Origin, open_artifact
 from tasks.pipeline.locks import Patience

@@ -12,12 +12,11 @@ from flows.chain.context import StageRunner
 from flows.delivery.chain import Delivery
 from tasks.bisect.run import Explainer
 from tasks.config.after_training import Smoke
+from tasks.delivery.base import folder_identity
 from tasks.delivery.examination import examination
-from tasks.delivery.plan.adapters import role, weights_of
-from tasks.delivery.plan.identity import folder_identity
-from tasks.delivery.reference import ReferenceSettings, reference
+from tasks.delivery.reference import ReferenceSettings, probe_texts, reference
+from tasks.delivery.source import role, weights_of
 from tasks.delivery.stages import convert, gather, merge, value_head
-from tasks.delivery.texts import probe_texts
 from tasks.drift.fingerprint import PROFILES, DriftLimit, quantized_profile
 from tasks.evaluation.evaluation_prompts import computing_dtype_of
 from tasks.evaluation.planned import Measuring
@@ -34,7 +33,7 @@ from tasks.weights.quantized.quantize import GGUF
 from tasks.witness.plumbline_witness.prints import FINGERPRINT
 
 _TORCH = ("torch", "transformers", "tokenizers", "safetensors")
-_PLANNED = ("tasks.delivery.stages", "tasks.delivery.plan.planning")
+_PLANNED = ("tasks.delivery.stages", "tasks.delivery.plan")
 _SMOKE = ("tasks.smoke_eval",)
 AUDIT = Stage("audit", "report", ("tasks.delivery.examination",), needs=Needs.NOTHING)
 GATHER_ADAPTER = Stage("gather", "adapter", _PLANNED, ("torch", "safetensors"))

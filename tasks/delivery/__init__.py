@@ -1,10 +1,11 @@
 """deliver: gather, merge, convert and check a checkpoint (SOURCE) that was made elsewhere.
 
-recognise        find out what SOURCE is: an adapter, a full model, shards, a DeepSpeed checkpoint
-examination      audit SOURCE; `handled` lists the errors that do not stop a delivery
-plan/            plan every operation before a byte is written
-stages           hand the plans to the chain's gather, merge and convert
-smoke            measure the reference, and compare the served folder with it
-verify_inputs    compare input artifacts with their manifests, byte for byte
-publish_output   put the served artifact into OUT in one step
+given, adapters = given_adapters(source, [])     source.py: an adapter, a model, shards, DeepSpeed
+base = find_base(given, None, store)             base.py: its base; a wrong one is refused
+reports = examine([given.root], base)            examination.py: audit SOURCE
+choice = choose_base(given, base, merge, store)  the original or the dequantized base, by `evidence`
+work = prepare(Request(given, base, ...))        plan.py: every operation, before a byte is written
+gather, merge, convert                           stages.py: run the plans with the chain's code
+reference                                        reference.py: what the served folder is compared to
+require_intact(inputs, store); put(served, out)  folders.py: inputs as published; OUT in one step
 """

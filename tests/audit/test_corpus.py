@@ -10,9 +10,8 @@ from tasks.audit.check import CHECKS, Severity
 from tasks.audit.run import Report, audit
 from tasks.core.errors import PlumblineError
 from tasks.delivery.examination import examine
-from tasks.delivery.plan.adapters import given_adapters
-from tasks.delivery.plan.planning import prepare
-from tasks.delivery.plan.work import Request, Target
+from tasks.delivery.plan import Request, Target, prepare
+from tasks.delivery.source import given_adapters
 from tasks.weights.execute.worker import perform
 from tests.audit.corpus import Corpus
 from tests.audit.corpus.breaking import as_it_is

@@ -28,7 +28,7 @@ from flows.cli.config import compose_config
 from flows.delivery.run_delivery import plan
 from tasks.audit.run import audit
 from tasks.core.errors import PlumblineError
-from tasks.delivery.verify_inputs import require_intact
+from tasks.delivery.folders import require_intact
 from tasks.pipeline.artifact import Origin, open_artifact, publish, verify
 from tests.audit.making import (
     WRONG_VALUES,

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from flows.cli.config import compose_config
 from flows.delivery.run_delivery import direct, plan
 from tasks.audit.run import audit
-from tasks.delivery.recognise import recognise
-from tasks.delivery.recorded import attention_of
+from tasks.delivery.base import attention_of
+from tasks.delivery.source import recognise
 from tasks.serving.reference.load import load_model
 from tests.delivery.conftest import Done
 from tests.delivery.making import Tensors, differing, merged_by_peft, with_rows

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.delivery.plan.comparing import _losses
-from tasks.delivery.plan.evidence import Held, find_evidence
+from tasks.delivery.comparing import _losses
+from tasks.delivery.evidence import Held, find_evidence
 from tests.delivery.conftest import Done
 from tests.delivery.making import differing, merged_as_trained
 from tests.weights.making import state_of

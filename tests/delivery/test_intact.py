@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.delivery.plan.identity import folder_identity
-from tasks.delivery.side_files import find_tokens
+from tasks.delivery.base import folder_identity
+from tasks.delivery.stages import find_tokens
 from tasks.pipeline.artifact import Origin, publish, staging
 from tasks.rl.reward_model import model_digest
 from tasks.weights.files.header import read_header

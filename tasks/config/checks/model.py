@@ -18,8 +18,8 @@ from tasks.core.errors import ArtifactError
 from tasks.core.finding import Finding
 from tasks.core.hub import hub_config
 from tasks.core.terminal import typed
+from tasks.delivery.base import folder_identity
 from tasks.delivery.examination import base_errors
-from tasks.delivery.plan.identity import folder_identity
 from tasks.toy import CONTEXT, SHAPE
 from tasks.training.memory.sizes import Sizes, experts_of
 from tasks.training.model.packable import CAPPED, uncapped, why_padded

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tasks.core.errors import ConfigError, DataError
-from tasks.delivery.texts import SHORTEST, encode_probes, probe_texts
+from tasks.delivery.reference import SHORTEST, encode_probes, probe_texts
 from tasks.drift.fingerprint import drift
 from tasks.evaluation.evaluation_prompts import read_heldout
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer

@@ -1,4 +1,10 @@
-"""Read the adapters of a delivery: one, as SOURCE, or several with weights.
+"""Recognise SOURCE: an adapter, a full model, shards of ours, or a DeepSpeed checkpoint.
+
+given = recognise(Path("ckpt/checkpoint-500"))
+given.kind        "adapter": what is planned for
+given.line()      "ckpt/checkpoint-500: a PEFT adapter of rank 8 (adapter_model.safetensors)"
+
+Several adapters are given with weights:
 
 adapters=[DIR:0.7,DIR2:0.3]     W + 0.7 s1 B1 A1 + 0.3 s2 B2 A2, rounded once
 adapters=[DIR,DIR2]             weights of 1: each as it was trained
@@ -7,14 +13,80 @@ adapters=[DIR,DIR2]             weights of 1: each as it was trained
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
-from tasks.core.errors import ConfigError, first_and_more
-from tasks.delivery.recognise import Given, recognise
+from tasks.audit import source as audit_source
+from tasks.audit.folder import Folder
+from tasks.audit.run import audit
+from tasks.core.errors import ArtifactError, ConfigError, first_and_more
+from tasks.core.files import meant
+from tasks.core.terminal import typed
+from tasks.delivery.examination import refused
 from tasks.weights.heads import HEAD, detect, read_folder
 from tasks.weights.lora import Adapter, read_adapter
+
+Kind = Literal["adapter", "model", "shards", "deepspeed", "distributed"]
+CONFIG, ADAPTER_CONFIG = audit_source.CONFIG, audit_source.ADAPTER_CONFIG
+_PLANNED: Mapping[audit_source.Kind, Kind] = {
+    audit_source.Kind.ADAPTER: "adapter",
+    audit_source.Kind.MODEL: "model",
+    audit_source.Kind.REWARD: "model",
+    audit_source.Kind.VALUE: "model",
+    audit_source.Kind.SHARDS: "shards",
+    audit_source.Kind.DEEPSPEED: "deepspeed",
+    audit_source.Kind.DISTRIBUTED: "distributed",
+}
+"""Kind of plan for each kind of checkpoint. The plan of a model deals with its head, too."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A recognised SOURCE.
+
+    Attributes:
+        kind: kind of plan.
+        root: its folder.
+        what: description for a person, without the folder.
+        manifest: our manifest; empty if it has none.
+        beside: other files in the folder, which are not used.
+    """
+
+    kind: Kind
+    root: Path
+    what: str
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
+
+    def line(self) -> str:
+        """Return one line: the folder, its description, and the files that are not used."""
+        rest = f"; left alone: {', '.join(self.beside)}" if self.beside else ""
+        return f"{self.root}: {self.what}{rest}"
+
+
+def recognise(root: Path) -> Given:
+    """Recognise a folder from its file names, its documents and the headers of its weights.
+
+    Trainer leaves finished weights beside a folder of DeepSpeed states. Such a folder counts as the
+    finished weights; name the folder of the states (`global_step...`) to deliver those.
+
+    Raises:
+        ConfigError: the folder does not exist or cannot be delivered; with the findings.
+    """
+    try:
+        recognised = audit_source.recognise(Folder(root))
+    except ArtifactError as error:
+        missing = not root.is_dir()
+        message = f"source={root}: no such folder" if missing else error.message
+        hint = typed("source", (missing and meant(root)) or "<folder>")
+        raise ConfigError(message, hint=hint) from error
+    kind = _PLANNED.get(recognised.kind)
+    if kind is None:
+        raise refused([audit(root)])
+    return Given(kind, root, recognised.what, recognised.manifest, recognised.beside)
+
 
 _WEIGHTED = re.compile(r"(?P<folder>.+):(?P<weight>[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?)")
 HINT = "adapters=[<folder>:<weight>,<folder>:<weight>]"

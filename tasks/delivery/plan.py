@@ -1,0 +1,422 @@
+"""Plan all operations of a delivery from headers and configuration, before a byte is written.
+
+    work = prepare(request)
+
+One pass writes the weights in their final dtype and files: gather of a full model, or merge.
+Convert then links the files. For a SOURCE that is a full model, convert is the only pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tasks.core.contract import judge
+from tasks.core.errors import ConfigError, ContractError, first_and_more
+from tasks.delivery.base import base_missing
+from tasks.delivery.source import ADAPTER_CONFIG, CONFIG, Given, Weighted, read_weighted, weights_of
+from tasks.merge import plan_adapters
+from tasks.weights.deepspeed.checkpoint import ZeroCheckpoint, read_zero
+from tasks.weights.distributed import DistributedCheckpoint, read_distributed
+from tasks.weights.execute.worker import Perform
+from tasks.weights.files.documents import read_json
+from tasks.weights.files.dtypes import DTYPE_NAMES, is_float
+from tasks.weights.files.names import parse_peft, rename_all, unwrap
+from tasks.weights.files.reader import WEIGHTS, Checkpoint
+from tasks.weights.files.source import Renamed, Source
+from tasks.weights.gather import plan_full
+from tasks.weights.head_plans import endings, merged_reward, separate
+from tasks.weights.heads import HEAD, Detected, detect, read_folder
+from tasks.weights.lora import Adapter, read_adapter, require_values
+from tasks.weights.lora_config import parse_config
+from tasks.weights.merge import MergeSettings
+from tasks.weights.model import Model, model_facts
+from tasks.weights.plan import Dropped, Op, Plan, as_is, with_output
+from tasks.weights.quantized.config_fields import is_decodable, refusal, without_quantization
+from tasks.weights.quantized.source import PackedCheckpoint, decoding, open_model
+from tasks.weights.rounding import Rounding
+from tasks.weights.shards import Partitions, read_partitions
+from tasks.weights.validate import validate
+
+BASE, ADAPTER, TRAINED, MODEL = "base", "adapter", "trained", WEIGHTS
+"""Names of the inputs in the plans."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Format of the output: torch dtype name, and maximum bytes of tensor data in one file."""
+
+    dtype: str
+    max_shard_bytes: int
+
+    @property
+    def short(self) -> str:
+        """Return the safetensors name of the dtype."""
+        return DTYPE_NAMES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Input of the planning.
+
+    Attributes:
+        given: SOURCE.
+        base: folder of the base; None if there is none.
+        target: format of the output.
+        quantization: 4 bits that the base goes through, as `Op.quantization`; None for none.
+        adapter_config: path of adapter_config.json, for an adapter in shards or in a DeepSpeed
+            checkpoint.
+        perform: sends requests about model classes to the process that has torch.
+        adapters: the adapters, if SOURCE is one or there are several.
+        rounding: `merge.rounding`.
+    """
+
+    given: Given
+    base: Path | None
+    target: Target
+    quantization: Mapping[str, Any] | None
+    adapter_config: Path | None
+    perform: Perform
+    adapters: tuple[Weighted, ...] = ()
+    rounding: Rounding = "unbiased"
+
+
+@dataclass(frozen=True)
+class Work:
+    """The plans of a delivery's stages; None for a stage that is not needed.
+
+    Attributes:
+        model: plan that makes the served tensors; the plan of gather, merge or convert.
+        facts: facts of the served model.
+        opened: inputs of the plans by name.
+        config: config.json of the served model, without dtype.
+        gather: plan from partitions to an adapter or a full model; inputs "trained", "base".
+        merge: plan from base and adapter to a full model; inputs "base", "adapter".
+        head: value head to keep apart; None if there is none.
+        adapter_config: adapter_config.json of an adapter that is gathered.
+    """
+
+    model: Plan
+    facts: Model
+    opened: Mapping[str, Source]
+    config: Mapping[str, Any]
+    gather: Plan | None = None
+    merge: Plan | None = None
+    head: Detected | None = None
+    adapter_config: Path | None = None
+
+    @property
+    def converts(self) -> bool:
+        """Return True if convert makes the served tensors directly from SOURCE."""
+        return self.gather is None and self.merge is None
+
+    @property
+    def is_causal(self) -> bool:
+        """Return True if the served model predicts tokens, also one with a vision tower."""
+        whole = self._is("ForConditionalGeneration") and "text_config" in self.config
+        return whole or self._is("ForCausalLM", "LMHeadModel")
+
+    @property
+    def is_reward(self) -> bool:
+        """Return True if the served model is a reward model."""
+        return self._is("ForSequenceClassification")
+
+    def _is(self, *endings: str) -> bool:
+        names = self.config.get("architectures") or ()
+        return any(str(name).endswith(endings) for name in names)
+
+
+def in_files(plan: Plan, target: Target, source: Source, *, cast: bool = True) -> Plan:
+    """Return the plan with output dtype and files; the files of the input are kept if they fit.
+
+    Args:
+        plan: operations in the order of the input's files.
+        target: format of the output.
+        source: input whose files may be kept.
+        cast: True to set the dtype; False if the operations have it already.
+    """
+    files = source.files if isinstance(source, Checkpoint | PackedCheckpoint) else {}
+    dtype = target.short if cast else None
+    plan = decoding(plan, {BASE: source, MODEL: source})
+    return with_output(plan, dtype=dtype, max_shard_bytes=target.max_shard_bytes, files=files)
+
+
+def require_plain(folder: Path, key: str) -> dict[str, Any]:
+    """Return the config.json of a model; for 4 bits and fp8, that of the decoded model.
+
+    Args:
+        folder: folder of the model.
+        key: setting that names the folder, for the error.
+
+    Raises:
+        ConfigError: the model is quantized in a way that cannot be decoded.
+    """
+    config = read_json(folder / "config.json")
+    refused = refusal(config, folder)
+    if refused is not None:
+        hint = f"{key}={refused.remedy.removeprefix('base=')}"
+        raise ConfigError(f"{key}={folder}: {refused.text}", hint=hint)
+    return without_quantization(config) if is_decodable(config) else config
+
+
+def describe_plan(plan: Plan) -> Iterator[str]:
+    """Yield lines that describe a plan: number and size of its operations, and dropped tensors."""
+    counts: dict[str, list[int]] = {}
+    for op in plan.ops:
+        kind: str = "fold" if op.terms else op.kind
+        counts.setdefault(kind, []).append(op.nbytes)
+    for kind, sizes in counts.items():
+        yield f"{kind} {len(sizes)} tensors, {megabytes(sum(sizes))}"
+    reasons: dict[str, list[str]] = {}
+    for entry in plan.dropped:
+        reasons.setdefault(entry.reason, []).append(entry.source)
+    for reason, names in reasons.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield f"drop {names[0]}{more}: {reason}"
+
+
+def megabytes(count: int) -> str:
+    """`12.3 MB`, `4.56 GB`."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+Trained = Partitions | ZeroCheckpoint | DistributedCheckpoint
+
+
+def gathered_adapter(
+    request: Request, trained: Trained, names: Sequence[str]
+) -> tuple[Plan, Adapter, Path]:
+    """Plan an adapter file. Return the plan, the future adapter, and its adapter_config.json.
+
+    Args:
+        request: the request of the delivery.
+        trained: partitions of all ranks.
+        names: names of the trained parameters.
+
+    Raises:
+        ConfigError: there is no adapter_config.json.
+        ContractError: a trained parameter is not a LoRA weight.
+    """
+    path = request.adapter_config or _above(request, trained, ADAPTER_CONFIG)
+    if path is None or not path.is_file():
+        raise ConfigError(
+            f"source={request.given.root}: an adapter was trained, and there is no "
+            f"{ADAPTER_CONFIG} with its alpha",
+            hint=f"adapter_config=<the {ADAPTER_CONFIG} of that training>",
+        )
+    if any(parse_peft(unwrap(name)) for name in names):  # saved by peft's own names
+        keys = {unwrap(name): name for name in names}
+    else:
+        keys = {key: name for name, key in rename_all(names, adapter=True).items()}
+    view = Renamed(trained, keys)
+    config, findings = parse_config(read_json(path))
+    if isinstance(trained, DistributedCheckpoint) and config.bias != "none":
+        raise ConfigError(
+            f"source={request.given.root}: bias={config.bias}: a distributed checkpoint has all "
+            "parameters and does not tell which biases were trained",
+            hint="save the adapter with model.save_pretrained and deliver that",
+        )
+    ops = tuple(
+        Op(key, tuple(info.shape), info.dtype, f"{TRAINED}:{keys[key]}", info.dtype)
+        for key, info in view.tensors.items()
+    )
+    known = set(names)
+    left = [name for name in trained.tensors if name not in known]
+    dropped = tuple(Dropped(f"{TRAINED}:{name}", "frozen: belongs to the base") for name in left)
+    plan = Plan(ops, dropped)
+    validate(plan, {TRAINED: trained})
+    return plan, Adapter(request.given.root, ADAPTER, config, view, tuple(findings)), path
+
+
+def gathered_model(request: Request, trained: Trained) -> Work:
+    """Plan a full model, in its final dtype and files.
+
+    Raises:
+        ConfigError: no config.json describes the model.
+        ContractError: tensors do not belong to the model, or are missing.
+    """
+    config = _above(request, trained, CONFIG)
+    folder = request.base if config is None else config.parent
+    if folder is None:
+        raise ConfigError(
+            f"source={request.given.root}: there is no {CONFIG} that describes the model",
+            hint="base=<folder of the model that was trained>",
+        )
+    base = open_model(request.base) if request.base is not None else None
+    facts = request.perform(model_facts, request.base or folder, request.target.dtype)
+    live = {unwrap(name): name for name in trained.tensors}
+    known = {*facts.parameters, *(slot.live for slot in facts.slots)}
+    foreign = {unwrap(name) for name in getattr(trained, "buffers", ())} - known
+    source = Renamed(trained, live)
+    tensors = {name: info for name, info in source.tensors.items() if name not in foreign}
+    plan = plan_full(
+        tensors,
+        facts,
+        base=None if base is None else base.tensors,
+        frozen=base is not None,
+        dtype=request.target.short,
+        max_shard_bytes=request.target.max_shard_bytes,
+    )
+    sources: dict[str, Source] = {TRAINED: source}
+    if base is not None and any(op.input == BASE for op in plan.ops):
+        sources[BASE] = base
+    used = {op.key for op in plan.ops if op.input == TRAINED}
+    reasons = {
+        name: "a buffer that the model's class does not have"
+        if name in foreign
+        else f"the same as {facts.ties[name]}"
+        for name in tensors.keys() | foreign
+        if name not in used and (name in foreign or name in facts.ties)
+    }
+    dropped = [entry for entry in plan.dropped if entry.source.partition(":")[0] in sources]
+    dropped += [Dropped(f"{TRAINED}:{name}", why) for name, why in sorted(reasons.items())]
+    plan = replace(plan, dropped=tuple(dropped))
+    validate(plan, sources)
+    return Work(plan, facts, sources, read_json(folder / CONFIG), gather=plan)
+
+
+def _above(request: Request, trained: Trained, name: str) -> Path | None:
+    """Return the path of a file of the trainer: beside the partitions, or one folder above."""
+    folders = dict.fromkeys([trained.root, request.given.root, trained.root.parent])
+    return next((place / name for place in folders if (place / name).is_file()), None)
+
+
+_SHOWN = 100
+
+
+def prepare(request: Request) -> Work:
+    """Plan and validate a delivery.
+
+    Raises:
+        ConfigError, ContractError, ArtifactError: a step failed; with all findings of that step.
+    """
+    given = request.given
+    if given.kind == "model":
+        return _model(request)
+    if given.kind == "adapter":
+        return _adapter(request)
+    trained: Trained
+    if given.kind == "shards":
+        trained = read_partitions(given.root)
+    else:
+        trained = (read_zero if given.kind == "deepspeed" else read_distributed)(given.root)
+    names = [*getattr(trained, "trained", trained.tensors)]
+    if any(".lora_" in name for name in names):
+        gather, adapter, path = gathered_adapter(request, trained, names)
+        work = _merge(request, [(adapter, 1.0)], gather=gather, opened={"trained": trained})
+        return replace(work, adapter_config=path)
+    return gathered_model(request, trained)
+
+
+def _model(request: Request) -> Work:
+    """Plan a full model. A value head is split off; a reward model becomes a class of vLLM."""
+    root, target = request.given.root, request.target
+    config: Any = require_plain(root, "source")
+    detected = detect(read_folder(root))
+    is_policy = detected.head is not None and detected.head.role == "either"
+    if detected.head is not None or detected.findings:
+        parted = separate(detected, dtype=target.dtype, perform=request.perform)
+        plan, sources, config, facts = parted.plan, parted.sources, parted.config, parted.facts
+    else:
+        source = open_model(root)
+        plan, sources = as_is(source, MODEL), {MODEL: source}
+        facts = request.perform(model_facts, root, target.dtype)
+    _refuse(f"{root}: not what its config.json says", [*facts.findings, *_misfits(plan, facts)])
+    plan = in_files(plan, target, sources[MODEL])
+    validate(plan, sources)
+    return Work(plan, facts, sources, config, head=detected if is_policy else None)
+
+
+def _misfits(plan: Plan, facts: Model) -> Iterator[str]:
+    """Yield tensors that do not fit the model; floats are converted, so any float dtype is fine."""
+    planned = {op.name: op for op in plan.ops if op.name not in facts.tied}
+    expected = {tensor.name: tensor for tensor in facts.tensors}
+    for check in judge(facts.tensors, planned):
+        have, want = planned.get(check.name), expected.get(check.name)
+        converted = have and want and have.shape == want.shape and is_float(have.dtype)
+        if not check.ok and not converted:
+            yield f"{check.name}: expected {check.expected}, found {check.found}"
+
+
+def _adapter(request: Request) -> Work:
+    """Plan the merge of adapters from PEFT folders."""
+    if weights_of(request.adapters):
+        return _merge(request, read_weighted(request.adapters))
+    root = request.given.root
+    detected = detect(read_folder(root))
+    adapter = read_adapter(root, beside=detected.folder.beside)
+    if detected.is_of_reward:
+        return _reward(request, adapter)
+    if HEAD not in detected.folder.sources:
+        return _merge(request, [(adapter, 1.0)])
+    detected.require()
+    return _merge(request, [(adapter, 1.0)], head=detected)
+
+
+def _merge(
+    request: Request,
+    adapters: Sequence[tuple[Adapter, float]],
+    *,
+    gather: Plan | None = None,
+    opened: Any = None,
+    head: Detected | None = None,
+) -> Work:
+    """Plan the merge of adapters into the base.
+
+    Args:
+        request: the request of the delivery.
+        adapters: pairs (adapter, weight).
+        gather: plan that makes the adapter from partitions, if there are any.
+        opened: further inputs by name, for `gather`.
+        head: value head to keep apart.
+    """
+    _, base, config, facts, settings = _read_base(request)
+    plan, config = plan_adapters(adapters, base, facts, config, settings)
+    plan = in_files(plan, request.target, base, cast=False)
+    sources = {BASE: base, **{adapter.name: adapter.tensors for adapter, _ in adapters}}
+    validate(plan, sources)
+    return Work(plan, facts, {**sources, **(opened or {})}, config, gather, plan, head)
+
+
+def _reward(request: Request, adapter: Adapter) -> Work:
+    """Plan the merge of a reward model's adapter into a `*ForSequenceClassification`."""
+    folder, base, config, _, settings = _read_base(request)
+    parted = merged_reward(
+        adapter,
+        base,
+        config,
+        settings,
+        dtype=request.target.dtype,
+        endings=endings(request.given.root, folder),
+        perform=request.perform,
+    )
+    plan = in_files(parted.plan, request.target, base, cast=False)
+    validate(plan, parted.sources)
+    require_values([adapter])
+    return Work(plan, parted.facts, parted.sources, parted.config, merge=plan)
+
+
+def _read_base(
+    request: Request,
+) -> tuple[Path, Source, dict[str, Any], Model, MergeSettings]:
+    """Open the base. Returns its folder, tensors, config.json, facts, and how to merge into it."""
+    if request.base is None:
+        raise base_missing(request.given)
+    config = require_plain(request.base, "base")
+    base, through = open_model(request.base), request.quantization
+    facts = request.perform(model_facts, request.base, request.target.dtype)
+    quantized = frozenset(facts.quantized) if through is not None else frozenset()
+    settings = MergeSettings(
+        request.target.short,
+        quantization=through,
+        quantized=quantized,
+        rounding=request.rounding,
+    )
+    return request.base, base, config, facts, settings
+
+
+def _refuse(what: str, findings: Sequence[str]) -> None:
+    if findings:
+        raise ContractError(f"{what}: {first_and_more(findings)}", details=findings[:_SHOWN])

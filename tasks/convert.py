@@ -64,14 +64,8 @@ def convert(
         out: empty staging directory.
         weights: the `weights` artifact.
         trained: the `shards` artifact, for its tokenizer.
-        reference: the output of gather, with the fingerprint that the output is compared with.
         dtype: "bfloat16", "float16" or "float32".
         max_shard_size: largest tensor data of a file: "5GB", "200MiB", or bytes.
-        score: measures fingerprints.
-        profile: drift that is allowed between the served and the trained model.
-        log: progress.
-        perform: derives the contract, in this process or in a warm child process.
-        explain: says after a failed drift check where input and output part.
 
     Returns:
         Report of kind `served`. If all tensors are byte-identical to the input's, the input's drift
@@ -121,21 +115,13 @@ def convert(
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedConversion(Planned):
-    """A planned conversion.
+    """A planned conversion."""
 
-    Attributes:
-        weights: folder of the input; its fingerprint is that of the output if no byte changes.
-        facts: facts of the model.
-        serving: contents of the configuration files.
-        tokenizer: files of the tokenizer, to copy.
-        judged: True to compare the plan with `facts`; False if the planner has done so.
-    """
-
-    weights: Path
-    facts: Model
-    serving: ServingConfig
-    tokenizer: Sequence[Path]
-    judged: bool
+    weights: Path  # folder of the input; its fingerprint is that of the output if no byte changes
+    facts: Model  # facts of the model
+    serving: ServingConfig  # contents of the configuration files
+    tokenizer: Sequence[Path]  # files of the tokenizer, to copy
+    judged: bool  # True to compare the plan with `facts`; False if the planner has done so
 
 
 def convert_planned(out: Path, work: PlannedConversion, *, log: Log) -> StageReport:

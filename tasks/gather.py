@@ -70,10 +70,6 @@ def gather(
         out: empty staging directory.
         trained: the `shards` artifact.
         base: the `base` artifact that was trained.
-        scorer: measures fingerprints.
-        profile: drift that is allowed between the training engine and float32.
-        log: progress.
-        perform: derives the contract, in this process or in a warm child process.
 
     Returns:
         Report of kind `adapter` or `weights`. If the contract fails, nothing is written, and the
@@ -145,14 +141,10 @@ class Live(Measuring):
 
     The same dtype on the same machine gives the same numbers. The fingerprint in float32, which the
     later stages are compared with, is as far from the engine's as the noise of its format explains.
-
-    Attributes:
-        scorer: measures fingerprints.
-        log: progress.
     """
 
-    scorer: Scorer
-    log: Log
+    scorer: Scorer  # measures fingerprints
+    log: Log  # progress
 
     def take(self, model: ModelRef, out: Path) -> tuple[Moved, tuple[Check, ...]]:
         """Take the fingerprint of `model` into `out`. Returns the drift and its verdicts."""
@@ -184,17 +176,13 @@ class Live(Measuring):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedGather(Planned):
-    """A planned gather.
+    """A planned gather."""
 
-    Attributes:
-        adapter_config: PEFT's configuration of the adapter that is gathered; None for a full model.
-        checks: verdicts of the contract; empty if the planner has refused what does not fit.
-        model: the model to measure; None for the output.
-    """
-
+    # PEFT's configuration of the adapter that is gathered; None for a full model
     adapter_config: Path | None
+    # verdicts of the contract; empty if the planner has refused what does not fit
     checks: Sequence[Check] = ()
-    model: ModelRef | None = None
+    model: ModelRef | None = None  # the model to measure; None for the output
 
 
 def gather_planned(out: Path, work: PlannedGather, *, log: Log) -> StageReport:

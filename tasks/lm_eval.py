@@ -76,13 +76,8 @@ def lm_eval(
 
     Args:
         out: empty staging directory; gets `results.json`, the harness's own results of both models.
-        served: folder of the served model, in 16 bits.
-        base: folder of the model before training.
-        tasks: names of tasks, or YAML files.
         files: digests of these files, as `identity` returns them; part of the stage's key.
         limit: rows of each task; None for all.
-        log: gets the harness's output.
-        log_path: file for its whole output.
 
     Returns:
         Report of kind `report`. Its metrics are `lm_eval/<task>/<metric>/` with `before`, `after`

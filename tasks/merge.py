@@ -76,14 +76,9 @@ def merge(
         base_mode: "dequantized" merges into the base as 4-bit training used it, "original" into the
             base on disk; "auto" is "dequantized" if training quantised the base. A base stored in 4
             bits is always "dequantized".
-        score: measures fingerprints.
-        profile: drift that is allowed between the merged and the trained model.
-        log: progress.
         output: `dtype` (torch name) and `max_shard_size` of the stage convert, which then only
             links, and tensors are rounded once. None for training's dtype.
         rounding: rounding of what the adapter changes; see `weights/rounding.py`.
-        perform: computes, in this process or in a warm child process.
-        explain: says after a failed drift check where base + adapter and the merge part.
 
     Returns:
         Report of kind `weights`.
@@ -236,10 +231,7 @@ def plan_adapters(
     """Plan the merge of weighted adapters; their inputs are called as they are.
 
     Args:
-        adapters: pairs (adapter, weight).
         base: the base; its input is "base".
-        facts: facts of the base.
-        config: config.json of the base.
         settings: dtype and quantization.
 
     Returns:

@@ -61,9 +61,6 @@ def prepare_base(
 
     Args:
         out: empty directory.
-        log_path: file for the child process's output.
-        log: progress.
-        on_event: gets the child process's events.
         examine: raises ConfigError for a broken base of the Hub, which no preflight has read;
             returns warnings.
         source: result of `source_identity`, for the notes.
@@ -123,7 +120,6 @@ def prepare_data(
 
     Args:
         out: empty directory.
-        log: progress, and warnings about rows that are left out.
         rows: kind of the rows that the objective trains on; see `tasks/data/kinds.py`.
         source: result of `source_identity`, for the notes.
         answered: True if a prompt needs an answer.
@@ -301,9 +297,7 @@ def _source(data: Data, entry: Mapping[str, Any], *, key: str) -> Source:
     """Return the source of an entry of `data.sources`, or of `data.path` or `data.name`.
 
     Args:
-        data: settings of all sources.
         entry: settings of this source; None where section `data` decides.
-        key: setting that names the file, for errors.
     """
     kind = entry.get("kind") or data.kind
     if kind not in (*FILE_KINDS, HUB):

@@ -84,19 +84,11 @@ def quantize(
 
     Args:
         out: empty staging directory.
-        served: folder of the model in 16 bits.
-        reference: folder with the trained model's fingerprint.
         scheme: `convert.quantize`.
         max_shard_size: largest tensor data of a file: "5GB", "200MiB", or bytes.
-        rows: number of training rows to calibrate on, and to compare the layers on.
         group: numbers of a row that share a scale, in 4 bits.
-        profile: drift that is allowed between the quantised and the trained model.
-        scorer: the transformers child, which also quantises to 8 bits.
-        log: progress.
-        log_path: file for the output of llm-compressor or llama.cpp.
         data: dataset artifact; without one the fingerprint's probes take the place of its rows,
             training and held-out.
-        attn_implementation: attention of the measurements, by transformers' name.
         llama_cpp: folder of llama.cpp, for GGUF; None for its programs on PATH.
 
     Returns:
@@ -194,11 +186,8 @@ def by_llama_cpp(
 
     Args:
         out: empty staging directory.
-        served: folder of the model in 16 bits.
         kind: type of the file, such as "q8_0".
         folder: folder of llama.cpp; None for its programs on PATH.
-        log: progress.
-        log_path: file for the programs' output.
 
     Raises:
         ConfigError: a program was not found.

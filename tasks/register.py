@@ -38,9 +38,6 @@ def register(
     """Sign the served model and write a model version. `candidate` is the version trained last.
 
     Args:
-        registry: the model registry.
-        model: the served model.
-        gate: outcome of the gate. A model that has not passed is neither signed nor promoted.
         private_key: key that signs the folder (`register.sign`); None leaves it unsigned.
         public_key: key that has to have signed it (`register.verify`); None for any or none.
         promote: True to let `champion` name the version, if the gate has passed.

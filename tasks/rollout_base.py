@@ -51,8 +51,6 @@ def rollout_base(
         base: the `base` artifact.
         quantization: value of `Peft.quantization()`.
         dtype: torch name of the dtype of tensors that training does not quantise.
-        perform: computes, in this process or in a warm child process.
-        log: progress.
 
     Returns:
         Report of kind `weights`.
@@ -78,11 +76,9 @@ def write_rollout_base(
     """Write the dequantised base into an existing empty folder, streamed.
 
     Args:
-        work: the folder.
         base: the `base` artifact.
         quantization: value of `Peft.quantization()`.
         dtype: torch name of the dtype of tensors that training does not quantise.
-        perform: computes, in this process or in a warm child process.
 
     Raises:
         ArtifactError: unreadable files, a full disk.

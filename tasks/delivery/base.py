@@ -35,7 +35,6 @@ def find_base(given: Given, base: str | None, store: Path) -> Path | None:
     """Return the folder of the base: the setting, or the base that SOURCE names; None if unknown.
 
     Args:
-        given: SOURCE.
         base: setting `base`; None to find it.
         store: folder of our artifacts, searched for the recorded digest.
 
@@ -134,7 +133,6 @@ def training_record(given: Given, store: Path) -> dict[str, Any] | None:
 
     Args:
         given: SOURCE: our shards, or an artifact whose manifest names them.
-        store: folder of our artifacts.
 
     Raises:
         ArtifactError: the file cannot be read.
@@ -176,21 +174,14 @@ _MEASURE = "merge.base=compare measures how far apart the two are and writes not
 
 @dataclass(frozen=True)
 class BaseChoice:
-    """The base that an adapter is merged into.
+    """The base that an adapter is merged into."""
 
-    Attributes:
-        mode: "original" or "dequantized"; "" if it could not be decided.
-        quantization: quantization of the base in training, as `Op.quantization`; None for none.
-        reason: reason of the decision, for a person.
-        warnings: records that contradict the setting.
-        evidence: records of the trainer.
-    """
-
-    mode: str
+    mode: str  # "original" or "dequantized"; "" if it could not be decided
+    # quantization of the base in training, as `Op.quantization`; None for none
     quantization: dict[str, Any] | None = None
-    reason: str = ""
-    warnings: tuple[str, ...] = ()
-    evidence: tuple[Evidence, ...] = ()
+    reason: str = ""  # reason of the decision, for a person
+    warnings: tuple[str, ...] = ()  # records that contradict the setting
+    evidence: tuple[Evidence, ...] = ()  # records of the trainer
 
     def as_json(self) -> dict[str, str]:
         """Return the decision and its reason for a manifest."""
@@ -203,10 +194,7 @@ def choose_base(
     """Decide into which base the adapter in SOURCE is merged.
 
     Args:
-        given: SOURCE.
-        base: folder of the base model.
         merge: section `merge` of the settings.
-        store: folder of our artifacts, searched for the training.
 
     Raises:
         ConfigError: the setting contradicts what our training recorded or how the base is stored.

@@ -28,17 +28,11 @@ _LONGEST = 1024
 
 @dataclass(frozen=True)
 class Rows:
-    """Token ids of the texts to score.
+    """Token ids of the texts to score."""
 
-    Attributes:
-        prompts: token ids of the context, not scored.
-        replies: token ids of the responses, on which the loss is computed.
-        trained: True if the user passed the texts: they may be training data.
-    """
-
-    prompts: Sequence[Sequence[int]]
-    replies: Sequence[Sequence[int]]
-    trained: bool
+    prompts: Sequence[Sequence[int]]  # token ids of the context, not scored
+    replies: Sequence[Sequence[int]]  # token ids of the responses, on which the loss is computed
+    trained: bool  # True if the user passed the texts: they may be training data
 
     @property
     def whole(self) -> list[list[int]]:
@@ -94,10 +88,7 @@ def compare_bases(
     """Measure both and describe the difference, line by line.
 
     Args:
-        model: the base in full precision, with the adapters.
         quantization: settings of the 4 bits, as `ModelRef.quantization`.
-        rows: texts to score; rows of the training data show the difference best.
-        scorer: the transformers child.
         is_reward: compare rewards instead of next-token probabilities.
     """
     quantized = replace(model, quantization=quantization)

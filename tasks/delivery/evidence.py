@@ -65,18 +65,12 @@ class Held(Enum):
 
 @dataclass(frozen=True)
 class Evidence:
-    """One record that a trainer left.
+    """One record that a trainer left."""
 
-    Attributes:
-        file: the file with the record.
-        text: its settings, as they are written in the file.
-        held: precision of the base during training.
-        quantization: for 4 bits: "type", "double_quant", "compute_dtype", as far as recorded.
-    """
-
-    file: Path
-    text: str
-    held: Held
+    file: Path  # the file with the record
+    text: str  # its settings, as they are written in the file
+    held: Held  # precision of the base during training
+    # for 4 bits: "type", "double_quant", "compute_dtype", as far as recorded
     quantization: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -84,11 +78,7 @@ class Evidence:
 
 
 def find_evidence(root: Path) -> tuple[Evidence, ...]:
-    """Read the trainer's files beside an adapter, and up to two folders up in the same run.
-
-    Args:
-        root: folder of the adapter, or of a DeepSpeed checkpoint.
-    """
+    """Read the trainer's files beside an adapter, and up to two folders up in the same run."""
     witness = find_witness(root)
     if witness is not None and witness.quantization is not None:
         return (_witnessed(witness.folder / "witness.json", witness.quantization),)

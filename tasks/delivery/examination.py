@@ -78,8 +78,6 @@ def handled(finding: Finding, report: Report, *, check_base: bool) -> str:
     """Return the reason why an error does not stop the delivery; "" if it stops it.
 
     Args:
-        finding: the error.
-        report: the audit with this error.
         check_base: True if a wrong base is refused.
     """
     if finding.code in _OF_THE_BASE and not check_base:
@@ -109,8 +107,6 @@ def examine(
     """Audit the folders to deliver: models from headers and documents, adapters with values.
 
     Args:
-        roots: SOURCE, or the folders of several adapters.
-        base: base of adapters or gathered weights; not used for a full model.
         check_base: True to refuse a wrong base.
 
     Raises:
@@ -138,7 +134,6 @@ def base_errors(base: Path, *, whole: bool = False) -> Report:
     """Return the audit of a base, with only the errors that make it unusable as one.
 
     Args:
-        base: its folder.
         whole: True to read the weights, and hash those of a hub cache, above `READ`, too.
     """
     nbytes = sum(file.stat().st_size for file in weight_files(base, "*.safetensors"))
@@ -243,8 +238,6 @@ def examination(out: Path, *, reports: Sequence[Report], log: Any, **_: Any) -> 
 
     Args:
         out: staging directory; gets `findings.json`.
-        reports: audits of the folders to deliver.
-        log: gets the findings in short.
     """
     kinds: Mapping[str, str] = {report.source: report.kind for report in reports}
     findings = as_json(reports)

@@ -30,10 +30,6 @@ def require_intact(folders: Iterable[Path], store: Path) -> None:
     The result is stored with size, times and inode of every file. A file is read again only if one
     of these changed. Restoring a file's mtime does not hide a change, because its ctime differs.
 
-    Args:
-        folders: input folders; those without a manifest of ours are skipped.
-        store: folder of our artifacts; the stage mechanism uses the same stored results.
-
     Raises:
         ArtifactError: files are missing, added or altered; all of them are listed.
     """
@@ -69,7 +65,6 @@ def out_findings(
 
     Args:
         out: the folder; may be absent or empty.
-        inputs: input folders.
         expected: digest of the artifact to deliver; None if it is not known yet.
         overwrite: True if an earlier delivery may be replaced.
     """
@@ -103,8 +98,6 @@ def put(served: Artifact, out: Path, private_key: Path | None = None, card: str 
     copy has the permissions of the user's umask, because another user may serve it.
 
     Args:
-        served: the served artifact.
-        out: the folder to write.
         card: model card of the copy; empty for none.
         private_key: key that signs the copy (`register.sign`); None leaves it unsigned.
 

@@ -59,53 +59,34 @@ class Target:
 
 @dataclass(frozen=True)
 class Request:
-    """Input of the planning.
-
-    Attributes:
-        given: SOURCE.
-        base: folder of the base; None if there is none.
-        target: format of the output.
-        quantization: 4 bits that the base goes through, as `Op.quantization`; None for none.
-        adapter_config: path of adapter_config.json, for an adapter in shards or in a DeepSpeed
-            checkpoint.
-        perform: sends requests about model classes to the process that has torch.
-        adapters: the adapters, if SOURCE is one or there are several.
-        rounding: `merge.rounding`.
-    """
+    """Input of the planning."""
 
     given: Given
-    base: Path | None
-    target: Target
+    base: Path | None  # folder of the base; None if there is none
+    target: Target  # format of the output
+    # 4 bits that the base goes through, as `Op.quantization`; None for none
     quantization: Mapping[str, Any] | None
+    # path of adapter_config.json, for an adapter in shards or in a DeepSpeed checkpoint
     adapter_config: Path | None
-    perform: Perform
-    adapters: tuple[Weighted, ...] = ()
+    perform: Perform  # sends requests about model classes to the process that has torch
+    adapters: tuple[Weighted, ...] = ()  # the adapters, if SOURCE is one or there are several
     rounding: Rounding = "unbiased"
 
 
 @dataclass(frozen=True)
 class Work:
-    """The plans of a delivery's stages; None for a stage that is not needed.
+    """The plans of a delivery's stages; None for a stage that is not needed."""
 
-    Attributes:
-        model: plan that makes the served tensors; the plan of gather, merge or convert.
-        facts: facts of the served model.
-        opened: inputs of the plans by name.
-        config: config.json of the served model, without dtype.
-        gather: plan from partitions to an adapter or a full model; inputs "trained", "base".
-        merge: plan from base and adapter to a full model; inputs "base", "adapter".
-        head: value head to keep apart; None if there is none.
-        adapter_config: adapter_config.json of an adapter that is gathered.
-    """
-
-    model: Plan
+    model: Plan  # plan that makes the served tensors; the plan of gather, merge or convert
     facts: Model
-    opened: Mapping[str, Source]
-    config: Mapping[str, Any]
+    opened: Mapping[str, Source]  # inputs of the plans by name
+    config: Mapping[str, Any]  # config.json of the served model, without dtype
+    # plan from partitions to an adapter or a full model; inputs "trained", "base"
     gather: Plan | None = None
+    # plan from base and adapter to a full model; inputs "base", "adapter"
     merge: Plan | None = None
-    head: Detected | None = None
-    adapter_config: Path | None = None
+    head: Detected | None = None  # value head to keep apart; None if there is none
+    adapter_config: Path | None = None  # adapter_config.json of an adapter that is gathered
 
     @property
     def converts(self) -> bool:
@@ -132,9 +113,6 @@ def in_files(plan: Plan, target: Target, source: Source, *, cast: bool = True) -
     """Return the plan with output dtype and files; the files of the input are kept if they fit.
 
     Args:
-        plan: operations in the order of the input's files.
-        target: format of the output.
-        source: input whose files may be kept.
         cast: True to set the dtype; False if the operations have it already.
     """
     files = source.files if isinstance(source, Checkpoint | PackedCheckpoint) else {}
@@ -145,10 +123,6 @@ def in_files(plan: Plan, target: Target, source: Source, *, cast: bool = True) -
 
 def require_plain(folder: Path, key: str) -> dict[str, Any]:
     """Return the config.json of a model; for 4 bits and fp8, that of the decoded model.
-
-    Args:
-        folder: folder of the model.
-        key: setting that names the folder, for the error.
 
     Raises:
         ConfigError: the model is quantized in a way that cannot be decoded.
@@ -189,11 +163,6 @@ def gathered_adapter(
     request: Request, trained: Trained, names: Sequence[str]
 ) -> tuple[Plan, Adapter, Path]:
     """Plan an adapter file. Return the plan, the future adapter, and its adapter_config.json.
-
-    Args:
-        request: the request of the delivery.
-        trained: partitions of all ranks.
-        names: names of the trained parameters.
 
     Raises:
         ConfigError: there is no adapter_config.json.
@@ -366,11 +335,7 @@ def _merge(
     """Plan the merge of adapters into the base.
 
     Args:
-        request: the request of the delivery.
-        adapters: pairs (adapter, weight).
-        gather: plan that makes the adapter from partitions, if there are any.
         opened: further inputs by name, for `gather`.
-        head: value head to keep apart.
     """
     _, base, config, facts, settings = _read_base(request)
     plan, config = plan_adapters(adapters, base, facts, config, settings)

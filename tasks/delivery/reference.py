@@ -94,9 +94,7 @@ def encode_probes(
     """Return the token ids of the texts with at least `SHORTEST` tokens.
 
     Args:
-        scorer: the transformers child.
         tokenizer: folder of the tokenizer.
-        texts: plain texts.
         limit: maximum number of tokens of a probe.
 
     Raises:

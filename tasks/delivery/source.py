@@ -44,21 +44,13 @@ _PLANNED: Mapping[audit_source.Kind, Kind] = {
 
 @dataclass(frozen=True)
 class Given:
-    """A recognised SOURCE.
-
-    Attributes:
-        kind: kind of plan.
-        root: its folder.
-        what: description for a person, without the folder.
-        manifest: our manifest; empty if it has none.
-        beside: other files in the folder, which are not used.
-    """
+    """A recognised SOURCE."""
 
     kind: Kind
     root: Path
-    what: str
-    manifest: Mapping[str, Any] = field(default_factory=dict)
-    beside: tuple[str, ...] = ()
+    what: str  # description for a person, without the folder
+    manifest: Mapping[str, Any] = field(default_factory=dict)  # our manifest; empty if it has none
+    beside: tuple[str, ...] = ()  # other files in the folder, which are not used
 
     def line(self) -> str:
         """Return one line: the folder, its description, and the files that are not used."""

@@ -41,19 +41,14 @@ _ANY_OF = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokenizer of a delivery, with its generation settings.
+    """The tokenizer of a delivery, with its generation settings."""
 
-    Attributes:
-        folder: folder with the tokenizer's files.
-        facts: the tokenizer as read; None without a tokenizer.json, then it is only copied.
-        generation: generation_config.json; empty if there is none.
-        processors: files of the image processors.
-    """
-
-    folder: Path
+    folder: Path  # folder with the tokenizer's files
+    # the tokenizer as read; None without a tokenizer.json, then it is only copied
     facts: TokenizerFacts | None
+    # generation_config.json; empty if there is none
     generation: Mapping[str, Any] = field(default_factory=dict)
-    processors: tuple[Path, ...] = ()
+    processors: tuple[Path, ...] = ()  # files of the image processors
 
     def identity(self) -> list[list[Any]]:
         """Return name and BLAKE3 hash of each file, which are part of a cache key."""
@@ -101,7 +96,6 @@ def serving_config(work: Work, tokens: Tokens, dtype: str) -> ServingConfig:
     """Return the contents of the served configuration files.
 
     Args:
-        work: the plans, with config.json of the served model.
         tokens: tokenizer and generation settings.
         dtype: torch dtype name of the served model.
     """
@@ -151,15 +145,7 @@ def side_findings(work: Work, tokens: Tokens) -> Iterator[str]:
 def gather(
     out: Path, *, trained: Path, work: Work, log: Any, base: Path | None = None, **_: Any
 ) -> StageReport:
-    """Gather the partitions of all ranks into an adapter folder or a full model.
-
-    Args:
-        out: staging directory.
-        trained: SOURCE.
-        work: the plans.
-        log: gets progress.
-        base: folder of the base, if part of a full model comes from it.
-    """
+    """Gather the partitions of all ranks into an adapter folder or a full model."""
     assert work.gather is not None
     names = {op.input for op in work.gather.ops} | {
         entry.source.partition(":")[0] for entry in work.gather.dropped
@@ -190,13 +176,8 @@ def merge(
     """Merge adapters into their base, in the dtype and files that are served.
 
     Args:
-        out: staging directory.
         adapter: adapter folder: SOURCE, or the output of gather; the first of several.
-        base: folder of the base.
-        work: the plans.
-        log: gets progress.
         weights: weights of the adapters by role; None for one adapter with weight 1.
-        merge_base: choice of the base and its reason, for the manifest.
         measuring: settings of the drift measurement; None measures nothing.
     """
     assert work.merge is not None
@@ -230,14 +211,9 @@ def convert(
     """Make the folder to serve; files that do not change are linked or copied.
 
     Args:
-        out: staging directory.
-        weights: folder of a full model: SOURCE, or the output of gather or merge.
-        work: the plans.
         tokens: tokenizer and generation settings.
         dtype: torch dtype name of the served model.
         max_shard_bytes: maximum tensor data of one file, in bytes.
-        log: gets progress.
-        merge_base: choice of the base and its reason, for the manifest.
         measuring: settings of the drift measurement; None measures nothing.
     """
     plan, sources = work.model, work.opened

@@ -49,8 +49,6 @@ def row_blocks(rows: int, columns: int, elements: int | None = None) -> Iterator
     """Yield (first, end) of every block of rows; a small remainder joins the last block.
 
     Args:
-        rows: number of rows of the tensor.
-        columns: number of columns of the tensor.
         elements: target number of elements in a block; None for `ELEMENTS`. It must depend on
             shapes alone, so that results do not depend on the machine.
     """
@@ -73,7 +71,6 @@ def compute(op: Op, sources: Sources, measured: Measured) -> Iterator[NDArray[np
     Args:
         op: an operation of kind "compute".
         sources: inputs of the plan by name.
-        measured: counts non-finite and changed elements; updated in place.
 
     Raises:
         ArtifactError: a source cannot be read.

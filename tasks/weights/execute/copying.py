@@ -98,10 +98,7 @@ def offload(op: Op, sources: Mapping[str, Source], handle: int, at: int) -> str 
     """Let the kernel copy a tensor whose hash is known. Returns the hash.
 
     Args:
-        op: the operation; only copies can be offloaded.
         sources: inputs of the plan by name.
-        handle: descriptor of the output file.
-        at: offset of the tensor in it.
 
     Returns:
         None if the hash is unknown or the kernel cannot copy; then the bytes have to be read.
@@ -121,8 +118,6 @@ def move(
     Args:
         op: an operation of kind "copy" or "cast".
         sources: inputs of the plan by name.
-        workspace: memory for the blocks.
-        seen: statistics of the values; updated in place.
 
     Yields:
         The next bytes of the output; valid until the next ones are requested.

@@ -68,12 +68,9 @@ def execute(
     """Execute a plan that `validate` has accepted.
 
     Args:
-        plan: one operation per output tensor.
-        sources: inputs by the names that the plan uses.
         out: existing directory; gets the weight files and their index.
         workers: number of threads; None for the number of cores that this process may use.
         stem: start of the file names: "model" or "adapter_model".
-        scan: inspect the values of copied tensors even if their hashes are known.
 
     Raises:
         ArtifactError: an input cannot be read, or an output cannot be written (disk full). Nothing
@@ -141,21 +138,13 @@ class _Stopped(Exception):
 
 @dataclass
 class _Writing:
-    """State of one run.
+    """State of one run."""
 
-    Attributes:
-        sources: inputs of the plan by name.
-        scan: inspect copied values too.
-        outcomes: finished tensors by name.
-        read: bytes of tensor data that this process read; kernel copies are not counted.
-        written: bytes of tensor data that this process wrote.
-    """
-
-    sources: Mapping[str, Source]
-    scan: bool
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
-    read: int = 0
-    written: int = 0
+    sources: Mapping[str, Source]  # inputs of the plan by name
+    scan: bool  # inspect copied values too
+    outcomes: dict[str, Outcome] = field(default_factory=dict)  # finished tensors by name
+    read: int = 0  # bytes of tensor data that this process read; kernel copies are not counted
+    written: int = 0  # bytes of tensor data that this process wrote
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _large: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(_MAX_LARGE))
     _stop: threading.Event = field(default_factory=threading.Event)

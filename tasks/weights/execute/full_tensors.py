@@ -39,9 +39,7 @@ def full_tensor(op: Op, sources: Sources, measured: Measured) -> torch.Tensor:
     """Load the full source tensor in the output's shape, through 4 bits if the plan says so.
 
     Args:
-        op: the operation.
         sources: inputs of the plan by name.
-        measured: gets the quantization error if training quantized the base; updated in place.
     """
     shape = op.read_shape
     wanted = (*shape[:-2], shape[-1], shape[-2]) if op.transpose else shape

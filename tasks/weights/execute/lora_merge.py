@@ -73,8 +73,6 @@ def fold(
         op: an operation that `fold_term` accepts.
         term: the term that `fold_term` returned.
         sources: inputs of the plan by name.
-        workspace: memory for the blocks.
-        measured: counts changed and non-finite elements; updated in place.
 
     Raises:
         ArtifactError: a source cannot be read.

@@ -8,32 +8,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one finished tensor.
-
-    Attributes:
-        name: its key.
-        file: output file that holds it.
-        checksum: BLAKE3 hash of its bytes.
-        nonfinite: number of NaN or infinite elements; also 0 if the values were not read.
-        all_zero: True if every element is zero; None if the values were not inspected.
-        changed: fraction of elements that the adapter changed; None if it has no terms for it.
-        error: squared Frobenius norm of the 4-bit quantization error; None if training did not
-            quantize the tensor.
-        delta: squared Frobenius norm of the adapter's change D; None like `changed`.
-        kept: `<Q - W, D>` of the base W and the written tensor Q: `delta` if all is kept.
-        nearest: the same for the sum rounded to nearest.
-    """
+    """Result of one finished tensor."""
 
     name: str
-    file: str
-    checksum: str
-    nonfinite: int = 0
+    file: str  # output file that holds it
+    checksum: str  # BLAKE3 hash of its bytes
+    nonfinite: int = 0  # number of NaN or infinite elements; also 0 if the values were not read
+    # True if every element is zero; None if the values were not inspected
     all_zero: bool | None = None
+    # fraction of elements that the adapter changed; None if it has no terms for it
     changed: float | None = None
+    # squared Frobenius norm of the 4-bit quantization error; None if training did not quantize
+    # the tensor
     error: float | None = None
+    # squared Frobenius norm of the adapter's change D; None like `changed`
     delta: float | None = None
+    # `<Q - W, D>` of the base W and the written tensor Q: `delta` if all is kept
     kept: float | None = None
-    nearest: float | None = None
+    nearest: float | None = None  # the same for the sum rounded to nearest
 
 
 @dataclass
@@ -50,19 +42,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Executed:
-    """Result of executing a plan.
+    """Result of executing a plan."""
 
-    Attributes:
-        outcomes: one per tensor, in the plan's order.
-        linked: output files that are an input's file, linked or copied as a whole.
-        read: bytes of tensor data that this process read; kernel copies are not counted.
-        written: bytes of tensor data that this process wrote.
-    """
-
-    outcomes: Mapping[str, Outcome]
-    linked: Sequence[str] = ()
-    read: int = 0
-    written: int = 0
+    outcomes: Mapping[str, Outcome]  # one per tensor, in the plan's order
+    linked: Sequence[str] = ()  # output files that are an input's file, linked or copied as a whole
+    read: int = 0  # bytes of tensor data that this process read; kernel copies are not counted
+    written: int = 0  # bytes of tensor data that this process wrote
 
     @property
     def hashes(self) -> dict[tuple[str, str], str]:

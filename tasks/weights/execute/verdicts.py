@@ -70,8 +70,6 @@ def kept_checks(plan: Plan, done: Executed, least: float) -> list[Check]:
     prove it.
 
     Args:
-        plan: the executed plan.
-        done: its result.
         least: share of the update that rounding to nearest has to keep.
     """
     kept, nearest = done.kept, done.nearest_keeps

@@ -42,19 +42,12 @@ class Spec:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """Layout of one output file.
-
-    Attributes:
-        name: file name.
-        head: length prefix and JSON header, padded so that tensors are aligned.
-        infos: absolute offsets of the tensors by name.
-        size: size of the whole file in bytes.
-    """
+    """Layout of one output file."""
 
     name: str
-    head: bytes
-    infos: Mapping[str, TensorInfo]
-    size: int
+    head: bytes  # length prefix and JSON header, padded so that tensors are aligned
+    infos: Mapping[str, TensorInfo]  # absolute offsets of the tensors by name
+    size: int  # size of the whole file in bytes
 
 
 def parse_size(text: str | int) -> int:
@@ -125,9 +118,7 @@ def write_index(
     """Write `<stem>.safetensors.index.json`.
 
     Args:
-        root: folder of the checkpoint.
         specs: all tensors; their sizes add up to `total_size`, in bytes of tensor data.
-        files: file name of every tensor by key.
         stem: start of the file names: "model" or "adapter_model".
     """
     document = {

@@ -74,11 +74,9 @@ class Library:
 
         Args:
             base: rows of a bf16 matrix as 16-bit words, shape (rows, columns).
-            out: result in the same form; overwritten.
             a: shape (rank, columns), contiguous, in fp32 or as 16-bit words of bf16; rank at most
                 `MAX_RANK`.
             b: shape (rows, rank).
-            scale: factor of the product.
             keys: `rounding.row_keys` of the rows, to round without bias; None rounds to nearest.
         """
         folded = Folded()

@@ -194,8 +194,6 @@ def prove_merge(
     Args:
         plan: plan of the merge, from `planned`, `plan_merge` or a merge's manifest.
         sources: inputs of the plan by name.
-        merged: the merged model.
-        tied: keys that a checkpoint may hold or not -> keys that hold the same tensor.
 
     Raises:
         ArtifactError: a file cannot be read.

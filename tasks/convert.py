@@ -27,8 +27,7 @@ from tasks.evaluation.trained_artifact import (
     tokenizer_files,
 )
 from tasks.pipeline.report import StageReport
-from tasks.weights.execute.outcome import Executed
-from tasks.weights.execute.verdicts import values_read
+from tasks.weights.execute.outcome import Executed, values_read
 from tasks.weights.execute.worker import Perform, perform
 from tasks.weights.execute.writer import parse_size
 from tasks.weights.files.documents import read_json

@@ -31,7 +31,7 @@ from tasks.evaluation.planned import Measuring, Planned
 from tasks.evaluation.scoring import ModelRef, Scorer
 from tasks.evaluation.trained_artifact import Trained, write_json
 from tasks.pipeline.report import StageReport
-from tasks.weights.execute.verdicts import gathered
+from tasks.weights.execute.outcome import gathered
 from tasks.weights.execute.worker import Perform, perform
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.names import rename_all

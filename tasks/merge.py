@@ -19,7 +19,7 @@ from tasks.evaluation.planned import Explain, Measuring, Planned
 from tasks.evaluation.scoring import ModelRef, Score
 from tasks.evaluation.trained_artifact import CONFIG, Trained, write_json
 from tasks.pipeline.report import StageReport
-from tasks.weights.execute.verdicts import (
+from tasks.weights.execute.outcome import (
     kept_checks,
     merge_metrics,
     quantization_notes,

@@ -36,7 +36,7 @@ from tasks.pipeline.report import StageReport
 from tasks.pipeline.stage import CONTRACT
 from tasks.process.launch import launch
 from tasks.serving.llama_cpp import find_programs
-from tasks.weights.execute.verdicts import values_read
+from tasks.weights.execute.outcome import values_read
 from tasks.weights.execute.worker import write
 from tasks.weights.execute.writer import parse_size
 from tasks.weights.files.documents import read_json

@@ -14,7 +14,6 @@ from tasks.core.contract import Check
 from tasks.drift.fingerprint import Drift, DriftLimit, Fingerprint, drift, within
 from tasks.drift.verdict import Moved, limit_in, share_checks
 from tasks.evaluation import smoke_checks
-from tasks.evaluation.greedy_ties import Agreement, compare_greedy, engine_noise
 from tasks.evaluation.http_verification import serve_over_http
 from tasks.evaluation.planned import Explain, located
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
@@ -26,6 +25,7 @@ from tasks.evaluation.serve import (
     serve_with_transformers,
     serve_with_vllm,
 )
+from tasks.evaluation.smoke_checks import Agreement, compare_greedy, engine_noise
 from tasks.pipeline.report import StageReport
 from tasks.process.output import Log
 from tasks.serving.vllm.job import VllmChild

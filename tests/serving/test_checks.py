@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tasks.core.errors import ArtifactError
 from tasks.drift.fingerprint import Fingerprint
 from tasks.evaluation import smoke_checks
-from tasks.evaluation.greedy_ties import Agreement, compare_greedy, engine_noise
+from tasks.evaluation.smoke_checks import Agreement, compare_greedy, engine_noise
 from tasks.serving.text import LOOP_REPEATS, LOOP_TOKENS, MAX_BLOCK, is_degenerate
 
 

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from tasks.core.disk import write_refused
 from tasks.core.errors import ArtifactError
-from tasks.weights.execute.compute import compute, matrix_shape
+from tasks.weights.execute.compute import compute, matrix_shape, needs_full_tensor
 from tasks.weights.execute.copying import (
     Seen,
     Workspace,
@@ -39,7 +39,6 @@ from tasks.weights.execute.copying import (
     offload,
     same_as_known,
 )
-from tasks.weights.execute.full_tensors import needs_full_tensor
 from tasks.weights.execute.lora_merge import fold, fold_term, size_of_a
 from tasks.weights.execute.outcome import Executed, Measured, Outcome
 from tasks.weights.execute.writer import ShardFile, Spec, require_space, write_index

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.weights.execute.compute import matrix_shape
+from tasks.weights.execute.compute import full_tensor, matrix_shape
 from tasks.weights.execute.copying import opened
 from tasks.weights.execute.outcome import Measured
 from tasks.weights.files.dtypes import (
@@ -230,7 +230,6 @@ def _as_trained(op: Op, sources: Sources) -> Callable[[int, int], Array]:
     """Return a reader of rows of the base as QLoRA training quantized it, in fp32; needs torch."""
     import torch
 
-    from tasks.weights.execute.full_tensors import full_tensor
     from tasks.weights.quantized.nf4 import RowsAsTrained
 
     how, columns = op.quantization or {}, matrix_shape(op.shape)[1]

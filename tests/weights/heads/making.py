@@ -13,7 +13,7 @@ from torch import nn
 
 from tasks.core.contract import require
 from tasks.weights.execute.execute import execute
-from tasks.weights.execute.verdicts import finite
+from tasks.weights.execute.outcome import finite
 from tasks.weights.head_plans import separate
 from tasks.weights.heads import Detected
 from tasks.weights.validate import validate

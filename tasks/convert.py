@@ -9,15 +9,14 @@ the padding id, the number of rows, the dtype.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tasks.core.contract import Check, judge
 from tasks.drift.fingerprint import DriftLimit
 from tasks.evaluation.evaluation_prompts import computing_dtype_of
-from tasks.evaluation.planned import Explain, Measuring, Planned
+from tasks.evaluation.measuring import Explain, Measuring, stage_report
 from tasks.evaluation.scoring import ModelRef, Score
 from tasks.evaluation.serving_config import ServingConfig, agreement, write_configs
 from tasks.evaluation.trained_artifact import (
@@ -28,16 +27,17 @@ from tasks.evaluation.trained_artifact import (
 )
 from tasks.pipeline.report import StageReport
 from tasks.weights.execute.outcome import Executed, values_read
-from tasks.weights.execute.worker import Perform, perform
+from tasks.weights.execute.worker import Perform, perform, write
 from tasks.weights.execute.writer import parse_size
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES, check_dtype
 from tasks.weights.files.reader import WEIGHTS, read_checkpoint
 from tasks.weights.files.side_files import copy_side_file
+from tasks.weights.files.source import Source
 from tasks.weights.head_plans import reward_config
 from tasks.weights.heads import Normalisation
 from tasks.weights.model import Model, model_facts
-from tasks.weights.plan import as_is, with_output
+from tasks.weights.plan import Plan, as_is, with_output
 from tasks.weights.tokens.tokenizer import TokenizerFacts, read_tokenizer
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
@@ -92,9 +92,10 @@ def convert(
     plan = with_output(
         as_is(source), dtype=DTYPE_NAMES[dtype], max_shard_bytes=limit, files=source.files
     )
-    planned = PlannedConversion(
-        plan=plan,
-        sources={WEIGHTS: source},
+    return write_served(
+        out,
+        plan,
+        {WEIGHTS: source},
         measuring=Measuring(
             score,
             reference,
@@ -108,40 +109,42 @@ def convert(
         serving=serving,
         tokenizer=tokenizer_files(trained / "tokenizer"),
         judged=True,
+        log=log,
     )
-    return convert_planned(out, planned, log=log)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedConversion(Planned):
-    """A planned conversion."""
-
-    weights: Path  # folder of the input; its fingerprint is that of the output if no byte changes
-    facts: Model  # facts of the model
-    serving: ServingConfig  # contents of the configuration files
-    tokenizer: Sequence[Path]  # files of the tokenizer, to copy
-    judged: bool  # True to compare the plan with `facts`; False if the planner has done so
-
-
-def convert_planned(out: Path, work: PlannedConversion, *, log: Log) -> StageReport:
+def write_served(
+    out: Path,
+    plan: Plan,
+    sources: Mapping[str, Source],
+    *,
+    weights: Path,  # folder of the input, whose fingerprint is the output's if no byte changes
+    facts: Model,
+    serving: ServingConfig,
+    tokenizer: Sequence[Path],  # files to copy
+    log: Log,
+    judged: bool = False,  # True to compare the plan with `facts`, if its planner has not done so
+    notes: Mapping[str, Any] | None = None,
+    measuring: Measuring | None = None,
+) -> StageReport:
     """Write the tensors and all other files of a served folder, and check that they agree."""
-    facts, serving, sources = work.facts, work.serving, work.sources
-    done = work.execute(out)
-    log.info("convert: %d tensors, %d files linked", len(work.plan.ops), len(done.linked))
-    for path in work.tokenizer:
+    done = write(plan, sources, out)
+    log.info("convert: %d tensors, %d files linked", len(plan.ops), len(done.linked))
+    for path in tokenizer:
         copy_side_file(path, out / path.name)
     write_configs(out, serving)
-    same = all(
-        sources[op.input].checksum(op.key) == done.checksums[op.name] for op in work.plan.ops
-    )
-    return work.report(
+    same = all(sources[op.input].checksum(op.key) == done.checksums[op.name] for op in plan.ops)
+    checks = _tensor_checks(plan, done, facts) if judged else values_read(plan, done)
+    return stage_report(
         "served",
         out,
+        plan,
         done,
-        [*_tensor_checks(work, done), *agreement(out, serving, facts, work.plan)],
+        [*checks, *agreement(out, serving, facts, plan)],
+        measuring=measuring,
         metrics={"linked": float(len(done.linked))},
-        notes={"linked": sorted(done.linked), "drift_carried_over": same},
-        earlier=work.weights if same else None,
+        notes={"linked": sorted(done.linked), "drift_carried_over": same, **(notes or {})},
+        earlier=weights if same else None,
     )
 
 
@@ -162,12 +165,9 @@ def _config_and_pad(
     return config, None if pad in tokenizer.stops else pad
 
 
-def _tensor_checks(work: PlannedConversion, done: Executed) -> list[Check]:
-    """Return a verdict on each tensor: of the contract, or on its values if that was judged."""
-    values = values_read(work.plan, done)
-    if not work.judged:
-        return values
-    facts, ops = work.facts, {op.name: op for op in work.plan.ops}
+def _tensor_checks(plan: Plan, done: Executed, facts: Model) -> list[Check]:
+    """Return a verdict of the contract on each tensor, and on values that are not finite."""
+    ops = {op.name: op for op in plan.ops}
     # A tied tensor may be stored a second time; then both have to be equal.
     checks = judge(facts.tensors, {name: op for name, op in ops.items() if name not in facts.tied})
     for name, stored in facts.tied.items():
@@ -176,4 +176,4 @@ def _tensor_checks(work: PlannedConversion, done: Executed) -> list[Check]:
             checks.append(
                 Check(name, f"tied: equal to {stored}", "equal" if same else "other", ok=same)
             )
-    return [*checks, *(check for check in values if not check.ok)]
+    return [*checks, *(check for check in values_read(plan, done) if not check.ok)]

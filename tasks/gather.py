@@ -27,12 +27,12 @@ from tasks.drift.verdict import (
     same_arithmetic,
     verdict,
 )
-from tasks.evaluation.planned import Measuring, Planned
+from tasks.evaluation.measuring import Measuring, stage_report
 from tasks.evaluation.scoring import ModelRef, Scorer
 from tasks.evaluation.trained_artifact import Trained, write_json
 from tasks.pipeline.report import StageReport
 from tasks.weights.execute.outcome import gathered
-from tasks.weights.execute.worker import Perform, perform
+from tasks.weights.execute.worker import Perform, perform, write
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.names import rename_all
 from tasks.weights.files.reader import ADAPTER, WEIGHTS, read_checkpoint
@@ -105,9 +105,10 @@ def gather(
         dtype=source.dtype,
         attn_implementation=source.attn_implementation,
     )
-    planned = PlannedGather(
-        plan=plan,
-        sources=sources,
+    return write_gathered(
+        out,
+        plan,
+        sources,
         checks=checks,
         adapter_config=trained / ADAPTER_CONFIG if is_adapter else None,
         # In the dtype of training: the same numbers are expected.
@@ -125,8 +126,8 @@ def gather(
             scorer=scorer,
             log=log,
         ),
+        log=log,
     )
-    return gather_planned(out, planned, log=log)
 
 
 _CAUSE = (
@@ -174,31 +175,37 @@ class Live(Measuring):
         return drift, (verdict(drift, EXACT, live.noise, cause=_CAUSE), check)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedGather(Planned):
-    """A planned gather."""
-
-    # PEFT's configuration of the adapter that is gathered; None for a full model
-    adapter_config: Path | None
-    # verdicts of the contract; empty if the planner has refused what does not fit
-    checks: Sequence[Check] = ()
-    model: ModelRef | None = None  # the model to measure; None for the output
-
-
-def gather_planned(out: Path, work: PlannedGather, *, log: Log) -> StageReport:
+def write_gathered(
+    out: Path,
+    plan: Plan,
+    sources: Mapping[str, Source],
+    *,
+    adapter_config: Path | None,  # PEFT's configuration of the adapter; None for a full model
+    log: Log,
+    checks: Sequence[Check] = (),  # of the contract
+    model: ModelRef | None = None,
+    notes: Mapping[str, Any] | None = None,
+    measuring: Measuring | None = None,
+) -> StageReport:
     """Write the tensors of an adapter or of a full model, and check the values of each."""
-    is_adapter = work.adapter_config is not None
-    log.info("gather: %d tensors", len(work.plan.ops))
-    done = work.execute(out, stem=ADAPTER if is_adapter else WEIGHTS, scan=True)
-    if work.adapter_config is not None:
-        config = read_json(work.adapter_config)
+    log.info("gather: %d tensors", len(plan.ops))
+    done = write(plan, sources, out, WEIGHTS if adapter_config is None else ADAPTER, scan=True)
+    if adapter_config is not None:
+        config = read_json(adapter_config)
         # PEFT writes the target modules in random order.
         if isinstance(config.get("target_modules"), list):
             config["target_modules"] = sorted(config["target_modules"])
         write_json(out / ADAPTER_CONFIG, {**config, "inference_mode": True})
-    kind = "adapter" if is_adapter else "weights"
-    checks = [*work.checks, *gathered(work.plan, done)]
-    return work.report(kind, out, done, checks, model=work.model)
+    return stage_report(
+        "weights" if adapter_config is None else "adapter",
+        out,
+        plan,
+        done,
+        [*checks, *gathered(plan, done)],
+        measuring=measuring,
+        notes=notes,
+        model=model,
+    )
 
 
 def _adapter_plan(parts: Partitions, keys: Mapping[str, str]) -> Plan:

@@ -15,7 +15,7 @@ from typing import Any
 
 from tasks.core.errors import ConfigError
 from tasks.drift.fingerprint import PROFILES, DriftLimit
-from tasks.evaluation.planned import Explain, Measuring, Planned
+from tasks.evaluation.measuring import Explain, Measuring, stage_report
 from tasks.evaluation.scoring import ModelRef, Score
 from tasks.evaluation.trained_artifact import CONFIG, Trained, write_json
 from tasks.pipeline.report import StageReport
@@ -27,17 +27,18 @@ from tasks.weights.execute.outcome import (
     unchanged,
     values_read,
 )
-from tasks.weights.execute.worker import Perform, perform
+from tasks.weights.execute.worker import Perform, perform, write
 from tasks.weights.execute.writer import parse_size
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES, check_dtype
+from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.files.source import Source
 from tasks.weights.head_plans import merged_reward
 from tasks.weights.lora import Adapter, changes, read_adapter, require_values
 from tasks.weights.merge import MergeSettings, merged_config, plan_merge
 from tasks.weights.model import Model, model_facts
 from tasks.weights.plan import Plan, with_output
-from tasks.weights.proof import recomputed_check
+from tasks.weights.proof import recompute, recomputed_check
 from tasks.weights.quantized.config_fields import is_packed, stored
 from tasks.weights.quantized.nf4 import check_quantization
 from tasks.weights.quantized.source import Base, PackedCheckpoint, decoding, read_base
@@ -101,10 +102,10 @@ def merge(
     plan = with_output(plan, dtype=wanted, max_shard_bytes=limit, files=weights.files)
     source.copy_side_files(out, config=False)
     write_json(out / CONFIG, {**config, "dtype": dtype})
-    planned = Planned(
-        plan=plan,
-        sources={BASE_INPUT: weights, ADAPTER_INPUT: read.tensors},
-        perform=perform,
+    return write_merged(
+        out,
+        plan,
+        {BASE_INPUT: weights, ADAPTER_INPUT: read.tensors},
         notes={"merge_base": mode},
         measuring=Measuring(
             score,
@@ -117,23 +118,46 @@ def merge(
             ),
             explain=explain,
         ),
+        perform=perform,
+        log=log,
     )
-    return merge_planned(out, planned, log=log)
 
 
-def merge_planned(out: Path, work: Planned, *, log: Log) -> StageReport:
+def write_merged(
+    out: Path,
+    plan: Plan,
+    sources: Mapping[str, Source],
+    *,
+    log: Log,
+    notes: Mapping[str, Any] | None = None,
+    measuring: Measuring | None = None,
+    perform: Perform = perform,
+) -> StageReport:
     """Write the tensors of a merged model, and recompute sampled rows of each from the inputs."""
-    plan = work.plan
     folded = sum(bool(op.terms) for op in plan.ops)
     log.info("merge: %d of %d tensors change", folded, len(plan.ops))
-    done = work.execute(out)
+    done = perform(write, plan, sources, out)
     if warning := unchanged(done):
         log.warning("merge: %s", warning)
-    limit = work.measuring.limit if work.measuring is not None else PROFILES["standard"]
-    kept = kept_checks(plan, done, limit.kept)
-    checks = [*values_read(plan, done), *kept, recomputed_check(work.recompute(out))]
-    notes = {"plan": plan.as_json(), **rounding_notes(plan, done), **quantization_notes(done)}
-    return work.report("weights", out, done, checks, metrics=merge_metrics(plan, done), notes=notes)
+    limit = measuring.limit if measuring is not None else PROFILES["standard"]
+    recomputed = perform(recompute, plan, sources, read_checkpoint(out))
+    checks = [*values_read(plan, done), *kept_checks(plan, done, limit.kept)]
+    notes = {
+        "plan": plan.as_json(),
+        **rounding_notes(plan, done),
+        **quantization_notes(done),
+        **(notes or {}),
+    }
+    return stage_report(
+        "weights",
+        out,
+        plan,
+        done,
+        [*checks, recomputed_check(recomputed)],
+        measuring=measuring,
+        metrics=merge_metrics(plan, done),
+        notes=notes,
+    )
 
 
 def _cause(mode: str, source: Trained) -> str:

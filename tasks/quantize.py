@@ -28,7 +28,7 @@ from tasks.evaluation.calibration import (
     row_tokens,
 )
 from tasks.evaluation.evaluation_prompts import dtype_of
-from tasks.evaluation.planned import Measuring
+from tasks.evaluation.measuring import Measuring
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.evaluation.trained_artifact import CONFIG, write_json
 from tasks.pipeline.artifact import MANIFEST, SIGNATURE, inventory

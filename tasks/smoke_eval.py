@@ -24,7 +24,7 @@ from tasks.drift.fingerprint import DriftLimit, ScorePrint, score_drift
 from tasks.drift.verdict import print_in, verdict
 from tasks.evaluation import smoke_checks, smoke_prompts
 from tasks.evaluation.evaluation_prompts import computing_dtype_of
-from tasks.evaluation.planned import located
+from tasks.evaluation.measuring import located
 from tasks.evaluation.responses import (
     Measure,
     describe,

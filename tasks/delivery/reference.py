@@ -22,7 +22,7 @@ from tasks.core.errors import ConfigError, DataError
 from tasks.drift.fingerprint import PROFILES, Fingerprint, ScorePrint
 from tasks.drift.verdict import KERNEL, Moved, advice, engine_verdict, print_in
 from tasks.drift.witness import ALTERED
-from tasks.evaluation.planned import Measuring
+from tasks.evaluation.measuring import Measuring
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.report import StageReport
 from tasks.process.output import Log

@@ -13,16 +13,16 @@ from typing import Any
 
 from blake3 import blake3
 
-from tasks.convert import PlannedConversion, convert_planned
+from tasks.convert import write_served
 from tasks.core.contract import Check
 from tasks.core.errors import ConfigError
 from tasks.delivery.plan import ADAPTER, TRAINED, Target, Work, in_files
 from tasks.delivery.source import CONFIG
-from tasks.evaluation.planned import Measuring, Planned
+from tasks.evaluation.measuring import Measuring
 from tasks.evaluation.serving_config import ServingConfig, served_config
 from tasks.evaluation.trained_artifact import GENERATION_CONFIG, write_json
-from tasks.gather import PlannedGather, gather_planned
-from tasks.merge import merge_planned
+from tasks.gather import write_gathered
+from tasks.merge import write_merged
 from tasks.pipeline.report import StageReport
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES
@@ -153,12 +153,13 @@ def gather(
     is_adapter = work.merge is not None
     if not is_adapter:
         write_weights_files(out, work, base or trained)
-    planned = PlannedGather(
-        plan=work.gather,
-        sources={name: work.opened[name] for name in names},
+    return write_gathered(
+        out,
+        work.gather,
+        {name: work.opened[name] for name in names},
         adapter_config=work.adapter_config,
+        log=log,
     )
-    return gather_planned(out, planned, log=log)
 
 
 def merge(
@@ -186,13 +187,14 @@ def merge(
         sources[ADAPTER] = read_adapter(adapter, beside=read_folder(adapter).beside).tensors
     write_weights_files(out, work, base)
     notes = {"merge_base": merge_base, "adapters": weights}
-    planned = Planned(
-        plan=work.merge,
-        sources=sources,
+    return write_merged(
+        out,
+        work.merge,
+        sources,
         notes={name: dict(value) for name, value in notes.items() if value},
         measuring=measuring,
+        log=log,
     )
-    return merge_planned(out, planned, log=log)
 
 
 def convert(
@@ -221,18 +223,18 @@ def convert(
         source = open_model(weights)
         sources = {WEIGHTS: source}
         plan = in_files(as_is(source), Target(dtype, max_shard_bytes), source)
-    planned = PlannedConversion(
-        plan=plan,
-        sources=sources,
+    return write_served(
+        out,
+        plan,
+        sources,
         notes={"merge_base": dict(merge_base)} if merge_base else {},
         measuring=measuring,
         weights=weights,
         facts=work.facts,
         serving=serving_config(work, tokens, dtype),
         tokenizer=tokens.files(),
-        judged=False,
+        log=log,
     )
-    return convert_planned(out, planned, log=log)
 
 
 def value_head(out: Path, *, source: Path, work: Work, log: Any, **_: Any) -> StageReport:

@@ -2,7 +2,7 @@
 
 scoring            measure a model in the transformers child: fingerprints, scores, greedy tokens
 trained_artifact   read the record that training left
-planned            a planned gather, merge or convert; compare its output with the trained model
+measuring          compare the output of gather, merge or convert with the trained model
 serving_config     write config.json and generation_config.json, and check that all files agree
 serve              prompt a served folder in vLLM or transformers
 http_verification  the same with `vllm serve`, which is verified as a running server

@@ -15,7 +15,7 @@ from tasks.drift.fingerprint import Drift, DriftLimit, Fingerprint, drift, withi
 from tasks.drift.verdict import Moved, limit_in, share_checks
 from tasks.evaluation import smoke_checks
 from tasks.evaluation.http_verification import serve_over_http
-from tasks.evaluation.planned import Explain, located
+from tasks.evaluation.measuring import Explain, located
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.evaluation.serve import (
     Question,

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tasks.convert import convert
 from tasks.core.errors import ArtifactError, ConfigError, ContractError
 from tasks.drift.fingerprint import PROFILES
-from tasks.evaluation.planned import Measuring
+from tasks.evaluation.measuring import Measuring
 from tasks.evaluation.scoring import ModelRef
 from tasks.merge import ADAPTER_INPUT, BASE_INPUT, choose_mode
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging

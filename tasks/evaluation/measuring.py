@@ -1,15 +1,10 @@
-"""A planned gather, merge or convert, and how far its output is from the trained model.
-
-A planner decides what to write: the chain's lie in `tasks/gather.py`, `merge.py` and `convert.py`,
-those for checkpoints made elsewhere in `tasks/delivery/`. Both kinds fill the same requests, and
-the same three functions run them.
-"""
+"""How far a written model is from the trained one: the drift that each stage measures."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +25,7 @@ from tasks.evaluation.evaluation_prompts import computing_dtype_of
 from tasks.evaluation.scoring import ModelRef, Score
 from tasks.pipeline.report import StageReport
 from tasks.weights.execute.outcome import Executed
-from tasks.weights.execute.worker import Perform, perform, write
-from tasks.weights.files.reader import WEIGHTS, read_checkpoint
-from tasks.weights.files.source import Source
 from tasks.weights.plan import Plan
-from tasks.weights.proof import Recomputed, recompute
 from tasks.witness.plumbline_witness.prints import BASE
 
 Explain = Callable[[ModelRef, ModelRef, Sequence[Sequence[int]], str], str]
@@ -113,61 +104,35 @@ class Measuring:
         return drift, verdict(drift, limit, cause=self.cause)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """A validated plan of weights, its inputs, and the measurement of its output."""
-
-    plan: Plan
-    sources: Mapping[str, Source]  # inputs of the plan by name
-    perform: Perform = perform  # calls functions that need torch
-    notes: Mapping[str, Any] = field(default_factory=dict)
-    measuring: Measuring | None = None  # None measures nothing
-
-    def execute(self, out: Path, *, stem: str = WEIGHTS, scan: bool = False) -> Executed:
-        """Write the tensors into `out`; `stem` and `scan` as in `execute`."""
-        return self.perform(write, self.plan, self.sources, out, stem, scan)
-
-    def recompute(self, out: Path) -> list[Recomputed]:
-        """Recompute sampled rows of the tensors that were written."""
-        return self.perform(recompute, self.plan, self.sources, read_checkpoint(out))
-
-    def report(
-        self,
-        kind: str,
-        out: Path,
-        done: Executed,
-        checks: Sequence[Check],
-        *,
-        metrics: Mapping[str, float] | None = None,
-        notes: Mapping[str, Any] | None = None,
-        model: ModelRef | None = None,
-        earlier: Path | None = None,
-    ) -> StageReport:
-        """Return the report of the stage; the drift is measured if all checks are met."""
-        all_metrics = {
-            "tensors": float(len(self.plan.ops)),
-            "bytes": float(self.plan.nbytes),
-            "files": float(len({outcome.file for outcome in done.outcomes.values()})),
-            "bytes_read": float(done.read),
-            "bytes_written": float(done.written),
-            **(metrics or {}),
-        }
-        report = StageReport(
-            kind,
-            tuple(checks),
-            all_metrics,
-            {**(notes or {}), **self.notes},
-            hashes=done.hashes,
-        )
-        measuring = self.measuring
-        if measuring is None or not all(check.ok for check in checks):
-            return report
-        if earlier is not None and any((earlier / name).is_file() for name in NAMES):
-            drift, verdicts = measuring.copy(earlier, out, computing_dtype_of(out))
-        else:
-            attention = measuring.attn_implementation
-            model = model or ModelRef(
-                out, dtype=computing_dtype_of(out), attn_implementation=attention
-            )
-            drift, verdicts = measuring.take(model, out)
-        return replace(report, checks=(*checks, *verdicts), drift=drift)
+def stage_report(
+    kind: str,
+    out: Path,
+    plan: Plan,
+    done: Executed,
+    checks: Sequence[Check],
+    *,
+    measuring: Measuring | None,
+    metrics: Mapping[str, float] | None = None,
+    notes: Mapping[str, Any] | None = None,
+    model: ModelRef | None = None,  # the model to measure; None for the output
+    earlier: Path | None = None,  # a folder with the same bytes, whose fingerprint is copied
+) -> StageReport:
+    """Return the report of a stage that wrote weights; drift is measured if all checks are met."""
+    numbers = {
+        "tensors": float(len(plan.ops)),
+        "bytes": float(plan.nbytes),
+        "files": float(len({outcome.file for outcome in done.outcomes.values()})),
+        "bytes_read": float(done.read),
+        "bytes_written": float(done.written),
+        **(metrics or {}),
+    }
+    report = StageReport(kind, tuple(checks), numbers, dict(notes or {}), hashes=done.hashes)
+    if measuring is None or not all(check.ok for check in checks):
+        return report
+    if earlier is not None and any((earlier / name).is_file() for name in NAMES):
+        drift, verdicts = measuring.copy(earlier, out, computing_dtype_of(out))
+    else:
+        attention = measuring.attn_implementation
+        model = model or ModelRef(out, dtype=computing_dtype_of(out), attn_implementation=attention)
+        drift, verdicts = measuring.take(model, out)
+    return replace(report, checks=(*checks, *verdicts), drift=drift)

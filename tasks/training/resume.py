@@ -26,14 +26,6 @@ FREE = (
 """Settings that may differ in a resumed run: they leave the result as it is, up to the order of
 sums. `train.best_metric` may not: values before and after the interruption are compared."""
 
-FORMER = {
-    "online.rl.prompts": "online.rl.rollout_batch_size",
-    "online.rl.samples": "online.rl.num_generations",
-    "online.rl.passes": "online.rl.ppo_epochs",
-    "online.rl.lam": "online.rl.gae_lambda",
-}
-"""Former names of settings in the identities of old checkpoints."""
-
 
 def identity(
     settings: Settings, *, base_digest: str, data: Path, adapter: Path | None = None
@@ -80,8 +72,7 @@ def choose(how: str, root: Path, wanted: Mapping[str, Any]) -> Checkpoint | None
     if path is None:
         return None
     saved = checkpoint.open_checkpoint(path)
-    recorded = {FORMER.get(name, name): value for name, value in saved.identity.items()}
-    differs = _differences(wanted, recorded)
+    differs = _differences(wanted, saved.identity)
     if not differs and how != "auto":
         best = saved.progress.best
         require_ours(path)

@@ -123,7 +123,7 @@ def _train(setting: Setting, kind: str, stage: int) -> tuple[list[float], Number
     began = time.monotonic()
     launch(
         python_child(
-            "torch.distributed.run", *flags, "-m", "tests.training.memory.memory_program",
+            "torch.distributed.run", *flags, "-m", "tests.training.memory_program",
             str(folder / "job.json"),
         ),
         stage="memory",

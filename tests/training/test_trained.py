@@ -122,7 +122,6 @@ SAME: dict[str, tuple[str, float, float | None]] = {
     "patterns_zero3": ("patterns_zero2", 2e-3, None),
     "checkpointed_zero3": ("lora_zero2", 2e-3, None),
     "8bit_zero3": ("8bit_zero2", 0.05, None),
-    # The fused LoRA layers are used without ZeRO-3, peft's own under it.
     "fp32_zero3": ("fp32_zero2", 1e-5, 1e-5),
     "fp32_rows_of_1": ("fp32_zero2", 1e-5, 1e-5),
     "fp32_offload_zero2": ("fp32_zero2", 1e-5, 2e-5),

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -224,3 +225,80 @@ def test_an_end_that_only_the_model_config_names_ends_an_answer(
     examples = load(job_for(data, folder), CONVERSATIONS)
     assert examples.sequence(0, 0)[0][-1] == other
     assert examples.supervised.tolist() == [[2]]
+
+
+TOOLS = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "<|im_end|>\n{% endif %}"
+)
+CALLS = (
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }} "
+    "{{ call.function.arguments | tojson }}</tool_call>{% endfor %}"
+)
+REASONING = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+RESULTS = "{{ m.content }}"
+
+
+def template(
+    *, tools: str = TOOLS, calls: str = CALLS, reasoning: str = REASONING, results: str = RESULTS
+):
+    """Return a ChatML template of these parts."""
+    answer = f"{reasoning}{{{{ m.content }}}}{calls}"
+    return (
+        f"{tools}{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n"
+        f"{{% if m.role == 'tool' %}}{results}{{% else %}}{answer}{{% endif %}}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+SCHEMAS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+MESSAGES = [
+    {"role": "user", "content": "rain?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"type": "function", "function": {"name": "weather", "arguments": {"at": 1}}}
+        ],
+    },
+    {"role": "tool", "content": "no"},
+    {"role": "assistant", "content": "No.", "reasoning_content": "dry"},
+]
+
+
+def encoded(tokenizer, first: int = 0, **parts: str) -> Tokens | Unfit:
+    return encode(tokenizer, Turns(MESSAGES, first, tools=SCHEMAS), template(**parts))
+
+
+def test_calls_reasoning_and_answers_bear_loss_and_results_do_not(tokenizer) -> None:
+    tokens = encoded(tokenizer)
+    assert marked(tokenizer, tokens) == [
+        '<tool_call>weather {"at": 1}</tool_call><|im_end|>',
+        "<think>dry</think>No.<|im_end|>",
+    ]
+    assert isinstance(tokens, Tokens)
+    prompt = np.asarray(tokens.ids)[: int(np.argmax(np.asarray(tokens.bears)))]
+    assert '"name": "weather"' in tokenizer.decode(prompt)
+
+
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        ("tools", "tools"),
+        ("calls", "'tool_calls' of message 2"),
+        ("results", "message 3"),
+        ("reasoning", "'reasoning_content' of message 4"),
+    ],
+)
+def test_a_template_that_leaves_something_out_is_refused(tokenizer, part: str, named: str) -> None:
+    result = encoded(tokenizer, **{part: ""})
+    assert isinstance(result, Unfit)
+    assert named in str(result)
+
+
+def test_reasoning_of_an_answer_that_is_not_trained_may_be_dropped(tokenizer) -> None:
+    """Templates strip the reasoning of earlier turns, as servers do."""
+    earlier = [MESSAGES[0], MESSAGES[3], MESSAGES[0], {"role": "assistant", "content": "Still no."}]
+    dropping = template(reasoning="")
+    assert isinstance(encode(tokenizer, Turns(earlier, 3), dropping), Tokens)
+    assert isinstance(encode(tokenizer, Turns(earlier, 0), dropping), Unfit)

@@ -159,14 +159,6 @@ class TestChoose:
             choose("auto", tmp_path, {**WANTED, "data": "e", "peft.rank": 8})
         assert [line.partition(":")[0] for line in caught.value.details] == ["data", "peft.rank"]
 
-    def test_former_names_of_settings_are_read(self, tmp_path: Path) -> None:
-        made = make(tmp_path, 1, identity={"online.rl.prompts": 8, "online.rl.lam": 0.9})
-        wanted = {"online.rl.rollout_batch_size": 8, "online.rl.gae_lambda": 0.9}
-        chosen = choose(str(made), tmp_path, wanted)
-        assert chosen is not None
-        with pytest.raises(ConfigError, match="gae_lambda"):
-            choose(str(made), tmp_path, {**wanted, "online.rl.gae_lambda": 1})
-
 
 class TestIdentity:
     @pytest.fixture

@@ -25,7 +25,7 @@ from tasks.serving.http_server import HOST, NAME
 from tasks.serving.rollout_servers.remote import RemoteServer
 from tasks.serving.vllm.colocation import Colocation, Sampling, room_for_rank
 from tasks.serving.vllm.job import environment
-from tasks.serving.vllm.server import serve_command
+from tasks.serving.vllm.server import plugin, serve_command
 
 STAGE = "rollout"
 LOG = logging.getLogger("plumbline.rl")
@@ -37,11 +37,6 @@ _OF_RANKS = (
     "DS_ACCELERATOR", "MKL_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )  # fmt: skip
 """Variables of a rank that a server must not inherit: it would take itself for one."""
-
-
-_PLUGINS = """[vllm.general_plugins]
-plumbline = tasks.serving.vllm.lora_ops:prepare_server
-"""
 
 
 def switches(how: Colocation, sampling: Sampling) -> dict[str, str]:
@@ -163,9 +158,7 @@ class StartedServer:
             words += ["--kv-cache-memory-bytes", nbytes, "--gpu-memory-utilization", "0.01"]
             # vLLM 0.32 rewinds the generator of a half-read prompt, which a CPU's cannot do.
             words += ["--no-enable-chunked-prefill", "--enforce-eager"]
-            env["PYTHONPATH"] = os.pathsep.join(
-                filter(None, (str(_plugin(self._log_path)), os.environ.get("PYTHONPATH")))
-            )
+            env |= plugin(self._log_path.parent)
             env["TORCHDYNAMO_DISABLE"] = "1"
         unset = [word for name in _OF_RANKS if name not in env for word in ("-u", name)]
         argv = ["env", *unset, *serve_command(self._how.model), *words]
@@ -180,19 +173,6 @@ class StartedServer:
         return RemoteServer(
             f"http://{HOST}:{port}", key=self._key, has_ended=lambda: child.poll() is not None
         )
-
-
-def _plugin(log_path: Path) -> Path:
-    """Return a folder for PYTHONPATH that names our products for CPUs to vLLM, as its plugins.
-
-    They are those of the engine inside a rank (`lora_ops.py`).
-    """
-    folder = log_path.parent / "vllm-plugins"
-    about = folder / "plumbline_products-1.dist-info"
-    about.mkdir(parents=True, exist_ok=True)
-    (about / "METADATA").write_text("Name: plumbline-products\nVersion: 1\n")
-    (about / "entry_points.txt").write_text(_PLUGINS)
-    return folder
 
 
 def wait_for_all(servers: Sequence[StartedServer], timeout_s: float) -> None:

@@ -19,7 +19,7 @@ VLLM_VERSIONS = ("0.32.",)
 
 
 def prepare_server() -> None:
-    """Prepare a vLLM server on a CPU; its plugin, see `rollout_servers/started.py`."""
+    """Prepare a vLLM server on a CPU; its plugin, see `server.plugin`."""
     # vLLM 0.32's attention uses AMX and does not ask the kernel for it: an illegal instruction
     # where nothing has asked before.
     torch.cpu._init_amx()

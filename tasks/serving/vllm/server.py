@@ -7,6 +7,7 @@ The server listens on loopback only, and ends with the flow; see `tasks/serving/
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -42,6 +43,24 @@ def _is_installed(name: str) -> bool:
     return False
 
 
+_PLUGINS = """[vllm.general_plugins]
+plumbline = tasks.serving.vllm.lora_ops:prepare_server
+"""
+
+
+def plugin(folder: Path) -> dict[str, str]:
+    """Return the variables by which a vLLM server on a CPU finds its plugin (`lora_ops.py`).
+
+    Writes the files that name it into `folder`.
+    """
+    about = folder / "vllm-plugins" / "plumbline_products-1.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    (about / "METADATA").write_text("Name: plumbline-products\nVersion: 1\n")
+    (about / "entry_points.txt").write_text(_PLUGINS)
+    paths = [str(about.parent), os.environ.get("PYTHONPATH")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 @contextmanager
 def running(
     folder: Path,
@@ -72,8 +91,10 @@ def running(
         "--uvicorn-log-level": "warning",
     }
     argv = [*serve_command(folder), *(word for option in options.items() for word in option)]
-    argv += [] if compiles() else ["--enforce-eager"]
     env = environment(settings.kv_cache_gib, settings.threads, sharing=sharing)
+    if not compiles():
+        argv += ["--enforce-eager"]
+        env |= plugin(log_path.parent)
     env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_API_KEY": ""}
     with http_server.running(
         argv, port, timeout_s, stage=STAGE, log=log, log_path=log_path, env=env

@@ -129,7 +129,7 @@ def process_is_as_before() -> Iterator[None]:
 def pytest_runtest_makereport(
     call: pytest.CallInfo[None],
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Of an error of ours pytest shows one line; a child's last words are in the details."""
+    """Show the details of our errors, too: pytest has one line, a child's last words are there."""
     report = yield
     if call.excinfo is not None and isinstance(call.excinfo.value, PlumblineError):
         report.sections.append(("details of the error", call.excinfo.value.report()))

@@ -1,4 +1,4 @@
-"""How far a written model is from the trained one: the drift that each stage measures."""
+"""Drift: the distance of each written model from the trained one, as the stages measure it."""
 
 from __future__ import annotations
 

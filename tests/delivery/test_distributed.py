@@ -43,7 +43,7 @@ def test_a_full_model_is_delivered(
 
 
 def test_an_adapter_is_delivered_as_peft_merges_it(base: Path, here: Here, tmp_path: Path) -> None:
-    """Its frozen base is in the checkpoint, too."""
+    """The checkpoint also has the frozen base."""
     from torch.distributed import checkpoint
 
     source = tmp_path / "checkpoint"

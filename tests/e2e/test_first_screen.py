@@ -46,7 +46,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
 
 
 def test_an_adapter_of_another_trainer_is_delivered_into_vllm(work: Work) -> None:
-    """Which base it was trained on, only the record tells; the engine answers as the trainer."""
+    """The record alone tells the base; the engine answers as the trainer."""
     stages = {stage["name"]: stage for stage in summary_of(work.root / "runs")["stages"]}
     assert list(stages) == ["audit", "reference", "merge", "convert", "smoke_eval"]
     assert stages["reference"]["drift"]["mean_kl"] < 1e-5

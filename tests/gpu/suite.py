@@ -29,7 +29,7 @@ Numbers = Mapping[str, float | str]
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a check computes, and how large.
+    """Device and size of a check.
 
     Attributes:
         device: `cuda` or `cpu`.

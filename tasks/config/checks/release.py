@@ -1,4 +1,4 @@
-"""What follows training: quantised models, the gate, keys, and the servers that have to answer."""
+"""Checks of the steps after training: quantised models, gate, keys, servers that have to answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all rollout engines have in common: their interface, their requests, what they can sample.
+"""Interface and requests of all rollout engines, and the policies that they can sample.
 
 Imports no torch: the preflight asks here whether vLLM can serve a policy. Conditions on the model,
 the number of ranks and the machine are checked there.

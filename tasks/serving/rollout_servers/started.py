@@ -72,7 +72,7 @@ def typed_command(how: Colocation, sampling: Sampling) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a server runs."""
+    """Machine resources of one server."""
 
     gpus: tuple[str, ...] = ()  # values for CUDA_VISIBLE_DEVICES; empty on a CPU
     threads: int = 1  # on a CPU

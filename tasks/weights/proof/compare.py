@@ -265,7 +265,7 @@ def compare(
 
 @dataclass(frozen=True)
 class _Comparison:
-    """How a tensor of a foreign merge is compared; `grid` as of `Merged`."""
+    """Plan for comparing one tensor of a foreign merge; `grid` as of `Merged`."""
 
     expected: Expected
     grid: str

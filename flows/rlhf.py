@@ -3,7 +3,7 @@
     python flows/rlhf.py +exp=qlora                        the whole chain, on the embedded toy
     python flows/rlhf.py +exp=qlora plan=true              print what it would do; start nothing
     python flows/rlhf.py +exp=sft_qlora model.path=/models/x data.path=c.jsonl
-    python flows/rlhf.py +exp=qlora ppo:train.lr=1e-4      an override for one step of the chain
+    python flows/rlhf.py +exp=qlora steps.ppo.train.lr=1e-4    for one step of the chain
     python flows/rlhf.py +exp=grpo --help rl rollout       settings of two sections, with values
     python flows/rlhf.py --multirun +exp=sft_qlora,lora_zero3  several runs, one after the other
 

@@ -1,14 +1,14 @@
-"""Train several models in turn: the steps (SFT, reward model, PPO) of section `chain`.
+"""Train several models in turn: the steps (SFT, reward model, PPO) of setting `steps`.
 
-    chain:
+    steps:
       sft: [train=sft]
       reward: [train=reward, data.train_size=12000]
       ppo: [train=ppo, reward=model]
 
 Every step has a whole configuration: the overrides of the run, then those of the step. On the
-command line, `ppo:train.lr=1e-5` is an override for the step `ppo` alone and is applied last. A
-step starts from the model that the step before it serves. A reward model is not trained further; it
-scores the responses of later steps.
+command line, `steps.ppo.train.lr=1e-5` sets a value for the step `ppo` alone, and
+`steps.ppo.peft=lora` an option; they are applied last. A step starts from the model that the step
+before it serves. A reward model is not trained further; it scores the responses of later steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from flows.cli.arguments import split
 from flows.cli.composed import Composed
-from flows.cli.config import compose_config, vocabulary
+from flows.cli.config import compose_config
 from flows.cli.vocabulary import nearest
 from tasks.core.errors import ConfigError
 
@@ -66,7 +66,7 @@ def chain_steps(composed: Composed, overrides: Sequence[str]) -> list[Step]:
         ConfigError: an override names a step that the chain does not have, or the overrides of a
             step are wrong.
     """
-    chain: dict[str, list[str]] = composed.settings["chain"]
+    chain: dict[str, list[str]] = composed.settings["steps"]
     plain, by_step = split(overrides)
     unknown = sorted(set(by_step) - set(chain))
     if unknown:
@@ -114,7 +114,7 @@ def _require_same_adapter(before: Step, step: Step) -> None:
             f"{there[differs[0]]}; a QLoRA step goes on with the adapter of the step before, whose "
             "merged weights would lose in 4 bits most of what it learned",
             details=[f"peft.{name}" for name in differs],
-            hint=f"the same section peft for both, or {step.name}:peft=lora",
+            hint=f"the same section peft for both, or steps.{step.name}.peft=lora",
         )
 
 
@@ -124,15 +124,11 @@ _MAY_DIFFER = ("dropout",)
 
 def _no_step(name: str, override: str, steps: Sequence[str]) -> ConfigError:
     """Return the error for an override of a step that the chain does not have."""
-    near = " or ".join(f"{step}:{override}" for step in nearest(name, steps, n=1))
-    if vocabulary("rlhf").has(f"{name}.{override.partition('=')[0]}"):
-        near = f"{name}.{override}"  # a colon typed for a dot
-    elif vocabulary("rlhf").has(name):
-        near = f"{name}={override}"  # or for an equals sign
+    near = " or ".join(f"steps.{step}.{override}" for step in nearest(name, steps, n=1))
     known = f"its steps are {', '.join(steps)}" if steps else "+exp=qlora has one"
     return ConfigError(
-        f"{name}:{override}: the chain has no step {name}; {known}",
-        hint=near or f"+exp=qlora ppo:{override}",
+        f"steps.{name}.{override}: the chain has no step {name}; {known}",
+        hint=near or f"+exp=qlora steps.ppo.{override}",
     )
 
 
@@ -142,5 +138,6 @@ def _composed(name: str, overrides: Sequence[str]) -> Composed:
         return compose_config(overrides)
     except ConfigError as error:
         message, details, hint = error.message, error.details, error.hint
-        hint = " or ".join(f"{name}:{each}" for each in hint.split(" or ")) if "=" in hint else hint
+        if "=" in hint:
+            hint = " or ".join(f"steps.{name}.{each}" for each in hint.split(" or "))
         raise ConfigError(f"step {name}: {message}", details=details, hint=hint) from error

@@ -2,7 +2,7 @@
 
 Hydra answers another tool's flag (`--learning_rate 1e-4`) with its usage, and a word without `=`
 with a grammar error. This module reports all such mistakes together, with what to type instead. It
-also separates the overrides of the run from those of single steps (`ppo:train.lr=1e-5`).
+also separates the overrides of the run from those of single steps (`steps.ppo.train.lr=1e-5`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ POSITIONAL: dict[str, tuple[str, ...]] = {"deliver": ("source",)}
 _HYDRA_ONLY = ("--shell-completion", "-sc", "--hydra-help", "--version")
 _SEARCHED = "hydra.searchpath"
 _ASSIGN = ("=", ":", ":=")
-_FOR_STEP = re.compile(r"([a-z][a-z0-9_]*):(?!/)([+~]{0,2}[\w./@]+(=.*)?)", re.DOTALL)
+_FOR_STEP = re.compile(r"steps\.(\w+)\.(.+)", re.DOTALL)
+_COLON = re.compile(r"(\w+):(?!/)([\w./@]+=.*)", re.DOTALL)
+"""The former way to write an override for a step."""
 
 
 @dataclass
@@ -80,11 +82,9 @@ def read(words: Sequence[str], names: Vocabulary) -> Arguments:
                 arguments.flags += [word, *taken]
         else:
             plain.append(word)
-    overrides, arguments.for_steps = apart(plain)
-    if names.program != "rlhf":  # only its runs have steps
-        colons = [word for word in arguments.for_steps if _is_colon(word, names)]
-        problems += [_colon(word) for word in colons]
-        overrides, arguments.for_steps = [word for word in plain if word not in colons], []
+    colons = [word for word in plain if _COLON.fullmatch(word) and not Path(word).exists()]
+    problems += [_colon(word, names) for word in colons]
+    overrides, arguments.for_steps = apart([word for word in plain if word not in colons])
     if arguments.help:
         arguments.topics = [word for word in overrides if names.has(word)]
         overrides = [word for word in overrides if word not in arguments.topics]
@@ -104,7 +104,7 @@ def split(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     plain, for_steps = apart(overrides)
     by_step: dict[str, list[str]] = {}
     for override in for_steps:
-        name, _, own = override.partition(":")
+        _, name, own = override.split(".", 2)
         by_step.setdefault(name, []).append(own)
     return plain, by_step
 
@@ -220,7 +220,7 @@ def _is_named(word: str, names: Vocabulary) -> bool:
 def _existing_path(override: str, names: Vocabulary) -> str:
     """Quote the value of a text setting if it exists as a path, or is a new entry of a folder."""
     key, _, value = override.partition("=")
-    kind = names.type_at(key.rpartition(":")[2].lstrip("+"))
+    kind = names.type_at(_FOR_STEP.sub(r"\2", key).lstrip("+"))
     is_text = kind is str or str in get_args(kind)
     if not is_text or value in ("", "null", "-"):
         return override
@@ -257,15 +257,11 @@ def _no_value(word: str, key: str, rest: list[str], names: Vocabulary) -> Proble
     return Problem(message, hint=names.suggest(key, value) or f"{key}={value}")
 
 
-def _is_colon(word: str, names: Vocabulary) -> bool:
-    """Return True if a word like an override of a step is meant for a setting, not for a file."""
-    return ("=" in word or names.has(word.partition(":")[0])) and not Path(word).exists()
-
-
-def _colon(word: str) -> Problem:
-    key, _, rest = word.partition(":")
+def _colon(word: str, names: Vocabulary) -> Problem:
+    name, _, override = word.partition(":")
+    step = names.program == "rlhf" and not names.has(name)
     message = f"{word}: settings are written key=value, without a colon"
-    return Problem(message, hint=f"{key}.{rest}" if "=" in rest else f"{key}={rest}")
+    return Problem(message, hint=f"{'steps.' if step else ''}{name}.{override}")
 
 
 def _what(word: str) -> str:

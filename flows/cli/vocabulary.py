@@ -169,7 +169,7 @@ class Vocabulary:
             return self.choose(EXPERIMENTS, value)
         step, _, rest = bare.partition(".")
         if rest and not self.has(step) and self.has(rest) and self.program == "rlhf":
-            return f"{step}:{rest}={value}"  # an override for one step of a chain
+            return f"steps.{step}.{rest}={value}"  # an override for one step of a chain
         return " or ".join(self._nearest(parent, leaf, value))
 
     def _nearest(self, parent: str, leaf: str, value: str) -> list[str]:

@@ -35,7 +35,7 @@ class Rlhf:
     tag: str = ""  # free text that tells runs apart
     push: str | None = None  # <owner>/<name> on the Hub, for a model that passed the gate
     seed: int = 0  # of training
-    chain: dict[str, list[str]] = field(default_factory=dict)  # steps, see flows/chain/steps.py
+    steps: dict[str, list[str]] = field(default_factory=dict)  # overrides of each, by its name
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     train: Train = field(default_factory=Train)

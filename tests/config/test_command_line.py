@@ -105,5 +105,5 @@ def test_cfg_job_prints_no_password(
 def test_a_setting_that_is_set_twice_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main("rlhf", Job(), argv=["seed=1", "train.lr=1e-4", "seed=2"]) == 2
     assert "seed is set twice" in capsys.readouterr().err
-    for words in (["seed=1", "seed=1"], ["sft:seed=1", "seed=2"]):
+    for words in (["seed=1", "seed=1"], ["steps.sft.seed=1", "seed=2"]):
         assert repeated(words) == []

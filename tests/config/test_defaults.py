@@ -64,7 +64,8 @@ def test_one_of_the_users_and_one_embedded_is_a_warning(
 
 def test_a_step_of_a_chain_has_a_model_of_its_own() -> None:
     arguments = [
-        "+exp=qlora", "sft:model.path=owner/name", "sft:data.path=c.csv", "ppo:data.name=o/n",
+        "+exp=qlora", "steps.sft.model.path=owner/name", "steps.sft.data.path=c.csv",
+        "steps.ppo.data.name=o/n",
     ]  # fmt: skip
     sft, reward, ppo = chain_steps(compose(arguments), arguments)
     assert kinds(sft.composed) == ("hf", "csv", None)

@@ -41,8 +41,8 @@ def section(link: Step, name: str) -> dict[str, Any]:
 
 def test_overrides_of_a_step_win_over_the_runs_and_the_command_line_over_both() -> None:
     chain = linked(
-        "ppo:rl.iterations=3", "rl.iterations=7", "train.lr=0.1", "sft:train.lr=0.2",
-        "ppo:train.lr=0.3", "ppo:train.lr=0.4",
+        "steps.ppo.rl.iterations=3", "rl.iterations=7", "train.lr=0.1", "steps.sft.train.lr=0.2",
+        "steps.ppo.train.lr=0.3", "steps.ppo.train.lr=0.4",
     )  # fmt: skip
     assert {name: link.objective for name, link in chain.items()} == {
         "sft": "sft", "reward": "reward", "ppo": "ppo",
@@ -57,7 +57,7 @@ def test_the_model_that_each_step_begins_with() -> None:
         (False, False), (False, True), (True, True),
     ]  # fmt: skip
     composed = compose([])
-    composed.settings["chain"] = {"r": ["train=reward"], "a": [], "b": []}
+    composed.settings["steps"] = {"r": ["train=reward"], "a": [], "b": []}
     turned = chain_steps(composed, [])
     assert [(link.rewarded, link.begins_with is not None) for link in turned] == [
         (False, False), (True, False), (True, True),
@@ -65,7 +65,7 @@ def test_the_model_that_each_step_begins_with() -> None:
 
 
 def test_problems_of_several_steps_are_reported_at_once() -> None:
-    chain = linked("sft:train.lr=-1", "ppo:rollout.temperature=-1")
+    chain = linked("steps.sft.train.lr=-1", "steps.ppo.rollout.temperature=-1")
     with pytest.raises(ConfigError) as caught:
         check(list(chain.values()))
     lines = caught.value.details
@@ -95,7 +95,7 @@ def test_a_stage_of_one_step_is_forced(tmp_path: Path) -> None:
     for force, state in (("other", "up to date: "), ("sft", "to run (forced): ")):
         arguments = ["+exp=sft_qlora", runs, f"force=[{force}.prepare_data]"]
         composed = compose(arguments)
-        composed.settings["chain"] = {"sft": [], "other": []}
+        composed.settings["steps"] = {"sft": [], "other": []}
         first, _ = chain_steps(composed, arguments)
         assert dict(forecast(first))["prepare_data"].startswith(state)
 
@@ -150,10 +150,10 @@ def test_a_qlora_step_continues_the_adapter_of_the_step_before() -> None:
 
 
 def test_a_step_with_another_adapter_begins_with_the_merged_model() -> None:
-    inputs = inputs_of("ppo:peft=lora", "ppo:peft.rank=16")
+    inputs = inputs_of("steps.ppo.peft=lora", "steps.ppo.peft.rank=16")
     assert "adapter" not in inputs["ppo.train"]
     assert inputs["ppo.train"]["base"] == "sft.convert"
     with pytest.raises(ConfigError, match="peft.rank=16") as caught:
-        linked("ppo:peft.rank=16")
-    assert "ppo:peft=lora" in caught.value.hint
-    linked("ppo:peft.dropout=0.1")
+        linked("steps.ppo.peft.rank=16")
+    assert "steps.ppo.peft=lora" in caught.value.hint
+    linked("steps.ppo.peft.dropout=0.1")

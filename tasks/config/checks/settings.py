@@ -55,7 +55,7 @@ def problems(context: Context) -> Iterator[Finding]:
     yield from schedule(train)
     yield from raw_texts(settings)
     yield from resume(train["resume"])
-    yield from forced(settings["force"], settings["chain"])
+    yield from forced(settings["force"], settings["steps"])
     yield from offload(train["optimizer"], zero)
     yield from merge_base(settings["merge"]["base"], peft["kind"])
     try:

@@ -26,8 +26,7 @@ from tasks.core.terminal import plain
 from tasks.pipeline.artifact import Artifact
 from tasks.rl.algorithms import described
 from tasks.training.engine.zero_config import deepspeed_config
-from tasks.training.memory.estimate import LIBRARIES
-from tasks.training.memory.sizes import Sizes
+from tasks.training.memory import LIBRARIES, Sizes
 from tasks.weights.quantized.quantize import quantized_size
 
 

@@ -8,5 +8,5 @@ resume, selection        the checkpoint to resume from; best evaluation and earl
 outputs                  the files that rank 0 writes beside the partitions
 tokens/, model/          dataset rows to packed rows; base model, adapter, forward pass
 engine/                  DeepSpeed, checkpoints, partitions
-memory/                  estimated memory of a rank
+memory                   estimated memory of a rank
 """

@@ -110,7 +110,7 @@ def _train(setting: Setting, kind: str, stage: int) -> tuple[list[float], Number
     """Losses of a few steps; and peak memory beside the estimate."""
     from tasks.process.launch import launch, python_child
     from tasks.training.job import TrainJob
-    from tasks.training.memory.estimate import estimate
+    from tasks.training.memory import estimate
 
     base, name = base_of(setting), f"{kind}-zero{stage}-{setting.gpus}"
     folder = setting.folder / name
@@ -135,7 +135,7 @@ def _train(setting: Setting, kind: str, stage: int) -> tuple[list[float], Number
     peak = max(max(rank["peaks"].values()) for rank in memory)
     config = json.loads((base / "config.json").read_text())
     gpu = setting.device == "cuda"
-    expected = estimate(config, settings, setting.gpus, gpu=gpu).total
+    expected = estimate(config, settings, gpu=gpu).total
     if gpu:
         assert 0.75 < expected / peak < 1.25, f"{name}: {expected >> 20} of {peak >> 20} MiB"
     text = f"{expected / 2**30:.1f} of {peak / 2**30:.1f} GiB, {time.monotonic() - began:.0f} s"

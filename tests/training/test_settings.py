@@ -17,11 +17,10 @@ from tasks.config.choices import Scheduler
 from tasks.config.learning import Optim, Resume
 from tasks.core.errors import ConfigError
 from tasks.training.job import Peft, TrainJob, Zero
-from tasks.training.memory.estimate import adapter_weights, estimate
-from tasks.training.memory.sizes import Sizes
+from tasks.training.memory import Sizes, adapter_weights, estimate
 from tasks.training.steps import factor
 from tests.machines import published
-from tests.settings import Batch, Settings
+from tests.settings import Batch, Launch, Settings
 
 QWEN_7B = {
     "hidden_size": 3584,
@@ -79,10 +78,12 @@ def test_the_memory_plan_of_a_published_model() -> None:
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
         with pytest.raises(KeyError):  # better unknown than one of eight experts
             Sizes.of({**QWEN_7B, key: 8})
-    full = [estimate(QWEN_7B, Settings(zero=Zero(s), batch=Batch(4, 16)), 4) for s in range(4)]
-    assert [plan.optimizer for plan in full] == [12 * weights] + [3 * weights] * 3
-    assert [plan.weights for plan in full] == [2 * weights] * 3 + [weights // 2]
-    assert full[1].gradients > full[2].gradients
+    four = {"batch": Batch(4, 16), "launch": Launch(nproc=4), "dtype": "float32"}
+    full = [estimate(QWEN_7B, Settings(zero=Zero(s, bucket_size=0), **four)) for s in range(4)]
+    # Weights, gradients, their copy for the step, two moments: each divided from its stage on.
+    needed = [plan.states + plan.gradients for plan in full]
+    assert needed == [16 * weights, 7 * weights, 4 * weights, 4 * weights]
+    assert [plan.weights for plan in full] == [4 * weights] * 3 + [weights + 4 * 10**9]
 
 
 def test_weights_of_the_recipes_models_are_those_that_transformers_makes() -> None:

@@ -1,13 +1,7 @@
 """Memory of a rank, of the engines beside it, and of the engine that serves the model afterwards.
 
-A rank's memory is the peak over the phases of an iteration:
-
-    generate   the engine samples: its weights and KV cache, beside the trainer's resident states
-    score      policy, reference, critic and reward model score the responses, without gradients
-    train      passes and optimizer steps of policy and critic, one model after the other
-
-A run that does not learn from its own responses has the last phase alone. On a CPU the engine's
-memory stays; on a GPU it sleeps while ranks score and train.
+A run that learns from its own responses has two phases: in `rollout` the engine samples beside the
+resident models; in `train` one model after the other is trained, and the engine of a GPU sleeps.
 """
 
 from __future__ import annotations
@@ -25,31 +19,18 @@ from tasks.config.defaults import ONLINE
 from tasks.core import machine
 from tasks.core.finding import Finding
 from tasks.rl.algorithms import ALGORITHMS
-from tasks.rl.reward_model import ROW_TOKENS
 from tasks.rl.rollout.engine import goes_as_adapter
 from tasks.rl.settings import Online
 from tasks.training.engine.failure import smaller
-from tasks.training.job import Batch, Settings
-from tasks.training.memory.estimate import (
-    ITEM,
-    LIBRARIES,
-    MemoryEstimate,
-    adapter_weights,
-    estimate,
-    on_node,
-    row_bytes,
-)
-from tasks.training.memory.sizes import Sizes
+from tasks.training.job import Settings
+from tasks.training.memory import ITEM, LIBRARIES, Sizes, adapter_weights, estimate
 from tasks.weights.files.documents import read_json
 
 GIB = 2**30
 ASLEEP = GIB
-"""GPU memory of a sleeping engine: CUDA graphs and workspaces. An estimate, not measured: vLLM only
-frees weights and cache (`vllm/device_allocator/cumem.py`)."""
+"""GPU memory of a sleeping engine: CUDA graphs and workspaces. An estimate, not measured."""
 HEADROOM = 8
 """Tokens beyond the longest sequence, as `tasks/serving/vllm/job.py` adds them."""
-BLOCK = {"cpu": 128, "gpu": 16}
-"""Tokens of a KV cache block in vLLM 0.32."""
 GPU_SHARE = 0.92
 """Share of a GPU's memory that vLLM 0.32 takes (`gpu_memory_utilization`)."""
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
@@ -61,25 +42,18 @@ class RankMemory:
 
     Attributes:
         peaks: peak of each phase.
-        least: peak of each phase with the shortest samples.
-        host: bytes of states offloaded from a GPU; not included above.
-        mapped: part of a CPU rank's weights that the ranks of a node share.
+        states: peak with the shortest samples.
+        host: bytes offloaded from a GPU; not included above.
     """
 
     peaks: Mapping[str, int]
-    least: Mapping[str, int]
+    states: int
     host: int = 0
-    mapped: int = 0
 
     @property
     def total(self) -> int:
         """The peak over all phases."""
         return max(self.peaks.values())
-
-    @property
-    def states(self) -> int:
-        """The peak over all phases with the shortest samples."""
-        return max(self.least.values())
 
     def __str__(self) -> str:
         each = ", ".join(f"{name} {in_words(size)}" for name, size in self.peaks.items())
@@ -89,37 +63,30 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Memory of one engine, or of each process if several share a model.
+    """Bytes of one engine, or of each process if several share a model, without libraries.
 
     Attributes:
-        weights: bytes, in the served format.
-        cache: bytes of the KV cache.
-        token: bytes of one token's keys and values.
+        weights: weights in the served format.
+        cache: the KV cache.
+        longest: keys and values of one sequence of `context` tokens.
         context: tokens of the longest sequence.
-        block: tokens of a cache block.
     """
 
     weights: int
     cache: int
-    token: int
+    longest: int
     context: int
-    block: int
 
     @property
     def total(self) -> int:
-        """Bytes without libraries."""
+        """Bytes of weights and cache."""
         return self.weights + self.cache
 
-    @property
-    def longest(self) -> int:
-        """Bytes of the keys and values of one sequence of `context` tokens."""
-        return -(-self.context // self.block) * self.block * self.token
-
     def __str__(self) -> str:
-        together = self.cache // self.longest
         return (
             f"{in_words(self.total)} (weights {in_words(self.weights)}, KV cache "
-            f"{in_words(self.cache)}: {together} sequences of {self.context} tokens)"
+            f"{in_words(self.cache)}: {self.cache // self.longest} sequences of {self.context} "
+            "tokens)"
         )
 
 
@@ -131,30 +98,29 @@ def in_words(size: int) -> str:
 def problems(context: Context) -> Iterator[Finding]:
     """Yield what does not fit into the memory of this machine."""
     rank, settings = context.rank, context.settings
-    train, parameters = settings["train"], context.known.parameters or 0
-    free, gpu = machine.available_memory(), machine.gpu_memory(train["device"])
+    train, free = settings["train"], machine.available_memory()
+    gpu, count = machine.gpu_memory(train["device"]), train["nproc"]
     less = " or ".join(smaller(training_settings(settings)))
-    mapped = rank.mapped if rank else 2 * parameters
-    states, total = (rank.states, rank.total) if rank else (mapped, mapped)
+    if rank is None:  # the dimensions are not known, the size may be
+        size = count * 2 * (context.known.parameters or 0)
+        yield from fits("memory", free, size, size, less) if gpu is None else ()
+        return
     if gpu is None:
-        needs = [on_node(size, mapped, train["nproc"]) for size in (states, total)]
-        yield from fits("memory", free, needs[0], needs[1], less)
-    elif rank is not None:
-        yield from fits("GPU memory", gpu, states + LIBRARIES, total + LIBRARIES, less)
-        host = on_node(rank.host, 0, train["nproc"])
+        states, total = (count * (size + LIBRARIES) for size in (rank.states, rank.total))
+        yield from fits("memory", free, states, total, less)
+    else:
+        yield from fits("GPU memory", gpu, rank.states + LIBRARIES, rank.total + LIBRARIES, less)
+        host = count * (rank.host + LIBRARIES)
         offloaded = "zero.offload_optimizer=none or rollout.offload_trainer=false"
         yield from fits("memory", free, host, host, offloaded)
-    if rank is not None:
-        yield from _engines(context, free, gpu)
+    yield from _engines(context, free, gpu)
 
 
 def fits(what: str, available: int, states: int, total: int, less: str) -> Iterator[Finding]:
     """Compare memory with what is available, in bytes.
 
-    Args:
-        available: free memory, without swap.
-        states: libraries, weights, gradients, optimizer: always needed.
-        total: upper bound, if every sample is `train.max_len` long; a lack of that is a warning.
+    `states` is always needed; `total` only if every sample is as long as allowed, so a lack of that
+    is a warning.
     """
     value = f"{available / GIB:.1f} GiB available"
     if available < states:
@@ -169,7 +135,7 @@ def _engines(context: Context, free: int, gpu: int | None) -> Iterator[Finding]:
     settings, config = context.settings, context.known.config
     rollout, smoke = settings["rollout"], settings["smoke"]
     if context.online and not rollout["urls"]:
-        engine = rollout_memory(config, settings, gpu_bytes=gpu)
+        engine = rollout_memory(config, rollout, settings["model"]["dtype"], gpu_bytes=gpu)
         if gpu is None:
             key, size = "rollout.kv_cache_gib", f"{-(-engine.longest // GIB)}"
         else:
@@ -183,9 +149,8 @@ def _engines(context: Context, free: int, gpu: int | None) -> Iterator[Finding]:
         yield from wrong
         return
     engine = engine_memory(config, settings, gpu_bytes=gpu)
-    if gpu is not None and gpus is not None:
-        more = max(n for n in range(1, gpus + 1) if divides(config, n))
-        override = f"smoke.tensor_parallel={more} or smoke.max_model_len=<tokens>"
+    if gpu is not None:
+        override = "smoke.tensor_parallel=<GPUs> or smoke.max_model_len=<tokens>"
         yield from cache_fits(engine, "GPU memory of smoke_eval", override)
         return
     override = f"smoke.kv_cache_gib={-(-engine.longest // GIB)} or smoke.max_model_len=<tokens>"
@@ -211,21 +176,18 @@ def shareable(
 ) -> Iterator[Finding]:
     """Check that processes can share a model (vLLM 0.32, `verify_with_parallel_config`).
 
-    Args:
-        config: contents of `config.json`.
-        gpus: number of visible GPUs, if each process needs one of its own.
+    `gpus` is the number of visible GPUs if each process needs one of its own.
     """
     if gpus and processes > gpus:
         allowed = f"a GPU for each process, and {gpus} {'is' if gpus == 1 else 'are'} visible"
         yield Finding(key, str(processes), allowed, f"{key}={gpus}")
-    elif processes > 1 and not divides(config, processes):
-        most = max(count for count in range(1, processes) if divides(config, count))
+    elif processes > 1 and not _divides(config, processes):
+        most = max(count for count in range(1, processes) if _divides(config, count))
         allowed = "a number by which vLLM can divide the model's attention heads and its widths"
         yield Finding(key, str(processes), allowed, f"{key}={most}")
 
 
-def divides(config: Mapping[str, Any], processes: int) -> bool:
-    """Return True if vLLM can divide heads, key heads and feed-forward width by a number."""
+def _divides(config: Mapping[str, Any], processes: int) -> bool:
     text = config.get("text_config") or config
     heads = int(text.get("num_attention_heads") or 0)
     keys = int(text.get("num_key_value_heads") or heads)
@@ -237,66 +199,49 @@ def divides(config: Mapping[str, Any], processes: int) -> bool:
 def engine_memory(
     config: Mapping[str, Any], settings: Mapping[str, Any], *, gpu_bytes: int | None
 ) -> EngineMemory:
-    """Return the memory of smoke_eval's engine, per `smoke.tensor_parallel` process.
-
-    Args:
-        config: contents of the base's `config.json`.
-        gpu_bytes: the GPU's memory; None for a CPU.
+    """Return the memory of smoke_eval's engine; `gpu_bytes` is None for a CPU.
 
     Raises:
         KeyError: an architecture that names its dimensions differently.
     """
-    sizes, smoke = Sizes.of(config), settings["smoke"]
-    item = ITEM[engine_dtype(settings)]
-    shared = smoke["tensor_parallel"] if smoke["engine"] != "transformers" else 1
-    weights, token = sizes.weights() * item // shared, _token(sizes, item, shared)
-    text = config.get("text_config") or config
+    smoke, text = settings["smoke"], config.get("text_config") or config
     needed = settings["train"]["max_len"] + smoke["max_new_tokens"] + HEADROOM
     context = smoke["max_model_len"] or min(needed, text.get("max_position_embeddings", needed))
-    block = BLOCK["cpu" if gpu_bytes is None else "gpu"]
-    if smoke["engine"] == "transformers":
-        cache, block = context * token, 1  # transformers takes one prompt at a time
-    elif gpu_bytes is None:
-        cache = smoke["kv_cache_gib"] * GIB
-    else:
-        cache = max(0, int(GPU_SHARE * gpu_bytes) - weights - LIBRARIES)
-    return EngineMemory(weights, cache, token, int(context), block)
+    alone = smoke["engine"] == "transformers"
+    shared = 1 if alone else smoke["tensor_parallel"]
+    gib = smoke["kv_cache_gib"] if gpu_bytes is None else None
+    share = GPU_SHARE * (gpu_bytes or 0)
+    engine = _engine(config, ITEM[engine_dtype(settings)], shared, int(context), gib, share)
+    # transformers takes one prompt at a time.
+    return replace(engine, cache=engine.longest) if alone else engine
 
 
 def rollout_memory(
-    config: Mapping[str, Any], settings: Mapping[str, Any], *, gpu_bytes: int | None
+    config: Mapping[str, Any], rollout: Mapping[str, Any], dtype: str, *, gpu_bytes: int | None
 ) -> EngineMemory:
-    """Return the memory of vLLM beside each rank of an online run; see `engine_memory`.
-
-    On a GPU the engine frees its memory while ranks train.
-    """
-    sizes, rollout = Sizes.of(config), settings["rollout"]
-    item, shared = ITEM[settings["model"]["dtype"]], rollout["tensor_parallel"]
-    weights = sizes.weights() * item // shared
-    if gpu_bytes is None:
-        cache = int(rollout["kv_cache_gib"] * GIB)
-    else:
-        cache = max(0, int(rollout["gpu_memory"] * gpu_bytes) - weights - LIBRARIES)
+    """Return the memory of vLLM beside each rank of an online run; see `engine_memory`."""
     context = rollout["max_prompt_len"] + rollout["max_new_tokens"]
-    block = BLOCK["cpu" if gpu_bytes is None else "gpu"]
-    return EngineMemory(weights, cache, _token(sizes, item, shared), context, block)
+    gib = rollout["kv_cache_gib"] if gpu_bytes is None else None
+    share = rollout["gpu_memory"] * (gpu_bytes or 0)
+    return _engine(config, ITEM[dtype], rollout["tensor_parallel"], context, gib, share)
 
 
-def _token(sizes: Sizes, item: int, shared: int) -> int:
-    """Return the bytes of a token's keys and values in each process that shares a model.
-
-    Each process has at least one whole head: heads are repeated if there are fewer of them than
-    processes (vLLM 0.32, `ModelConfig.get_num_kv_heads`).
-    """
-    heads = max(1, sizes.kv_heads // shared)
-    return sizes.kv_cache(1, item) // sizes.kv_heads * heads
+def _engine(
+    config: Mapping[str, Any], item: int, shared: int, context: int, gib: float | None, share: float
+) -> EngineMemory:
+    """Return the memory of an engine with a cache of `gib`, or on `share` bytes of a GPU."""
+    sizes = Sizes.of(config)
+    weights = sizes.weights() * item // shared
+    cache = int(share) - weights - LIBRARIES if gib is None else int(gib * GIB)
+    # Each process has at least one whole head of the keys and values.
+    token = sizes.kv_cache(1, item) // sizes.kv_heads * max(1, sizes.kv_heads // shared)
+    return EngineMemory(weights, max(0, cache), context * token, context)
 
 
 def memory_of(settings: Mapping[str, Any], *, rewarded: bool = False) -> RankMemory | None:
     """Return the memory of a rank of a run; None if a model's dimensions are not known.
 
-    Args:
-        rewarded: True if an earlier step of the chain trains the reward model, on the same base.
+    `rewarded`: an earlier step of the chain trains the reward model, on the same base.
     """
     known, _ = look_at(settings["model"])
     training = training_settings(settings)
@@ -332,96 +277,62 @@ def rank_memory(
 ) -> RankMemory:
     """Add up the memory of a rank of a run.
 
-    Args:
-        gpu: bytes of each rank's GPU; None on a CPU.
-        reward: contents of the reward model's config.json; None without one.
-
-    Raises:
-        KeyError: an architecture that names its dimensions differently.
+    `gpu` has the bytes of each rank's GPU, None on a CPU; `reward` is the config.json of a reward
+    model. Raises KeyError for an architecture that names its dimensions differently.
     """
-    policy = estimate(config, training, training.world_size, gpu=gpu is not None)
+    on_gpu, item = gpu is not None, ITEM[training.dtype]
+    policy = estimate(config, training, gpu=on_gpu)
     if not training.online:
-        return RankMemory(
-            {"train": policy.total}, {"train": policy.states}, policy.host, policy.mapped
-        )
-    online = Online.of(training.online)
-    models = [policy, *_critic(config, training, online, gpu=gpu is not None)]
-    lasting = sum(model.lasting for model in models)
-    weights, gathered = (sum(getattr(m, name) for m in models) for name in ("weights", "gathered"))
-    states = lasting - weights - gathered
-    away = gpu is not None and online.rollout.offload_trainer  # except in phase `train`
-    resident = weights + (0 if away else states)
-
-    frozen, scoring = _frozen(config, training, online, gpu=gpu is not None, reward=reward)
-    engine = _engine(config, training, online, gpu=gpu)
-    awake = asleep = engine.total if engine else 0
-    if engine and gpu is not None:  # an awake engine has its activations within its share
-        awake, asleep = awake + LIBRARIES, ASLEEP
-    alone = {
-        "generate": resident + frozen + scoring + awake,
-        "score": resident + gathered + max(m.forward for m in models) + frozen + scoring + asleep,
-    }
-    # Models take turns: passes and steps of one, beside the lasting memory of the other.
-    train = lasting + frozen + asleep
-    host = sum(model.host for model in models) + (states if away else 0)
-    if engine and gpu is not None and goes_as_adapter(training):
-        host += engine.weights  # of a sleeping engine; without an adapter the next sync brings them
-    return RankMemory(
-        {**alone, "train": train + max(m.total - m.lasting for m in models)},
-        {**alone, "train": train + max(m.states - m.lasting for m in models)},
-        host,
-        sum(model.mapped for model in models),
-    )
-
-
-def _critic(
-    config: Mapping[str, Any], training: Settings, online: Online, *, gpu: bool
-) -> Iterator[MemoryEstimate]:
-    """Yield the memory of the critic: a second model, or an adapter on the policy's trunk."""
+        least = policy.lasting + policy.gradients
+        return RankMemory({"train": policy.total}, least, policy.host)
+    online, models = Online.of(training.online), [policy]
     if ALGORITHMS[training.objective].critic:
-        model = estimate(config, training, training.world_size, gpu=gpu, critic=True)
-        if online.loop.critic == "shared":
-            weights = adapter_weights(Sizes.of(config), training) * ITEM[training.dtype]
-            model = replace(model, weights=weights, gathered=0, mapped=0)
-        yield model
-
-
-def _frozen(
-    config: Mapping[str, Any],
-    training: Settings,
-    online: Online,
-    *,
-    gpu: bool,
-    reward: Mapping[str, Any] | None,
-) -> tuple[int, int]:
-    """Return the bytes of reference and reward model, and of a pass of the reward model.
-
-    The rollout engine is awake while responses are scored.
-    """
-    loop, size, scoring = online.loop, 0, 0
-    if training.peft.kind == "none" and (loop.kl_coef > 0 or loop.kl_limit is not None):
+        critic = estimate(config, training, gpu=on_gpu, critic=True)
+        if online.loop.critic == "shared":  # an adapter on the policy's trunk
+            critic = replace(critic, weights=adapter_weights(Sizes.of(config), training) * item)
+        models.append(critic)
+    frozen = 0
+    if training.peft.kind == "none" and (
+        online.loop.kl_coef > 0 or online.loop.kl_limit is not None
+    ):
         divided = training.world_size if training.zero.stage == 3 else 1
-        size += Sizes.of(config).weights() * ITEM[training.dtype] // divided
-    if reward is not None:  # in the rank's own process, which is not partitioned
-        sizes, dtype = replace(Sizes.of(reward), tied=True), str(reward.get("dtype") or "bfloat16")
-        item = ITEM.get(dtype, 2)
-        size += sizes.weights() * item
-        row = replace(training, objective="reward", batch=Batch(1, 1, max_len=ROW_TOKENS // 2))
-        scoring = row_bytes(sizes, row, item=item, gpu=gpu, logits=False).forward
-    return size, scoring
+        frozen += Sizes.of(config).weights() * item // divided  # the reference
+    if reward is not None:
+        dtype = str(reward.get("dtype") or "bfloat16")
+        frozen += replace(Sizes.of(reward), tied=True).weights() * ITEM.get(dtype, 2)
+    awake = asleep = host = 0
+    if engine := _beside(config, training, online, gpu=gpu):
+        awake = asleep = engine.total
+        if on_gpu:
+            awake, asleep = awake + LIBRARIES, ASLEEP
+            # Without an adapter the next sync brings all weights.
+            host = engine.weights if goes_as_adapter(training) else 0
+    weights, states = (sum(getattr(m, name) for m in models) for name in ("weights", "states"))
+    host += sum(model.host for model in models)
+    resident = weights + frozen
+    if on_gpu and online.rollout.offload_trainer:
+        host += states
+    else:
+        resident += states
+    lasting = weights + states + frozen + asleep
+    forward = max(model.forward for model in models)
+    peaks = {
+        "rollout": resident + max(awake, asleep + forward),
+        "train": lasting + max(model.gradients + model.activations for model in models),
+    }
+    least = lasting + max(model.gradients for model in models)
+    return RankMemory(peaks, max(peaks["rollout"], least), host)
 
 
-def _engine(
+def _beside(
     config: Mapping[str, Any], training: Settings, online: Online, *, gpu: int | None
 ) -> EngineMemory | None:
     """Return the memory of vLLM beside a rank, a share of servers on its CPU; None without."""
     rollout = online.rollout
-    settings = {"rollout": asdict(rollout), "model": {"dtype": training.dtype}}
-    engine = rollout_memory(config, settings, gpu_bytes=gpu)
+    engine = rollout_memory(config, asdict(rollout), training.dtype, gpu_bytes=gpu)
     if rollout.engine == "vllm":
         return engine
     if gpu is not None or not rollout.servers:
         return None  # servers have GPUs, or machines, of their own
-    share = rollout.servers / training.launch.nproc  # of the servers' memory, for each rank
-    parts = {"weights": int(engine.weights * share), "cache": int(engine.cache * share)}
-    return replace(engine, **parts)
+    share = rollout.servers / training.launch.nproc
+    return replace(engine, weights=int(engine.weights * share), cache=int(engine.cache * share))

@@ -21,7 +21,7 @@ from tasks.core.terminal import typed
 from tasks.delivery.base import folder_identity
 from tasks.delivery.examination import base_errors
 from tasks.toy import CONTEXT, SHAPE
-from tasks.training.memory.sizes import Sizes, experts_of
+from tasks.training.memory import Sizes, experts_of
 from tasks.training.model.packable import CAPPED, uncapped, why_padded
 from tasks.training.model.router_loss import OBJECTIVES as ROUTED
 from tasks.training.model.router_loss import coefficient as router_coefficient

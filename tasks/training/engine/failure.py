@@ -12,7 +12,7 @@ from tasks.core.errors import PlumblineError, TrainingError
 from tasks.core.machine import has_gpu
 from tasks.serving.vllm.job import time_limit
 from tasks.training.job import Settings, TrainJob
-from tasks.training.memory.estimate import estimate
+from tasks.training.memory import estimate
 
 _NO_MEMORY = re.compile(
     r"out of memory|can't allocate memory|not enough memory|bad_alloc|cannot allocate memory"
@@ -77,11 +77,10 @@ def _expected(job: TrainJob) -> str:
     config = json.loads((job.base / "config.json").read_text())
     try:
         gpu = has_gpu(job.settings.launch.device)
-        needed = estimate(config, job.settings, job.settings.world_size, gpu=gpu)
+        needed = estimate(config, job.settings, gpu=gpu)
     except KeyError as error:  # an architecture that names its dimensions differently
         return f"the memory of a rank cannot be estimated: config.json has no {error}"
-    listed = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in needed.parts().items())
-    return f"expected of a rank: {needed.total / 2**30:.2f} GiB ({listed})"
+    return f"expected of a rank: {needed.total / 2**30:.2f} GiB"
 
 
 def out_of_memory_kills() -> int:

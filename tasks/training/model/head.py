@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tasks.training.memory.estimate import PORTION
+from tasks.training.memory import PORTION
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 """Function from hidden states to logits."""

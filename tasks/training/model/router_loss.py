@@ -16,7 +16,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks.training.memory.sizes import experts_of
+from tasks.training.memory import experts_of
 
 if TYPE_CHECKING:
     import torch

@@ -22,7 +22,8 @@ if __name__ == "__main__":
     start("flows.cli.tool", "compare")
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -38,35 +39,27 @@ from tasks.core.finding import Finding
 from tasks.core.terminal import plain
 
 SUMMARY = "summary.json"
-CURVE_PREFIX = "seconds/"
-"""Metrics of time, which the console leaves out."""
 
 
 def job(composed: Composed, words: list[str]) -> int:
     """Run the command. Returns the exit status."""
     settings, problems = composed.settings, list[Finding]()
-    sides = {name: _run(name, settings[name], composed.runs, problems) for name in ("a", "b")}
+    runs = [_run(name, settings[name], composed.runs, problems) for name in ("a", "b")]
     preflight(problems)
-    a, b = (side for side in sides.values() if side is not None)
-    _print(compare(a, b))
+    a, b = (run for run in runs if run is not None)
+    _print([a.summary, b.summary], compare(a, b))
     return 0
 
 
 def _run(key: str, name: str, runs: Path, problems: list[Finding]) -> Collected | None:
     """Return the contents of a run; None after adding a problem."""
     folders = sorted({folder.resolve() for folder in _folders(name, runs)})
-    if len(folders) > 1:
-        typed = " or ".join(f"{key}={folder.name}" for folder in folders[:3])
-        problems.append(Finding(key, name, f"the name of {len(folders)} runs", typed))
-        return None
-    if not folders:
-        known = sorted(path.parent.name for path in runs.glob(f"reports/*/{SUMMARY}"))
-        near = difflib.get_close_matches(name, known, n=1) or known[-1:]
-        what = f"no run that has ended is there, nor has {runs / 'reports'} one of this name"
-        if (runs / "reports" / name).is_dir() or _is_unfinished(Path(name).expanduser()):
-            what = "a run without summary.json: it goes on, or was killed"
-        typed = f"{key}={near[0]}" if near else f"{key}=<folder of a run>, or paths.runs=<folder>"
-        problems.append(Finding(key, name, what, typed))
+    known = sorted(path.parent.name for path in runs.glob(f"reports/*/{SUMMARY}"))
+    if len(folders) != 1:
+        near = [folder.name for folder in folders] or difflib.get_close_matches(name, known, n=1)
+        what = "several runs" if folders else f"no run that has ended, here or in {runs}/reports"
+        hint = " or ".join(f"{key}={run}" for run in near[:3]) or f"{key}=<folder of a run>"
+        problems.append(Finding(key, name, what, hint))
         return None
     try:
         return collect(folders[0])
@@ -94,14 +87,9 @@ def _folders(name: str, runs: Path) -> Iterator[Path]:
                 yield summary.parent
 
 
-def _is_unfinished(folder: Path) -> bool:
-    return (folder / "progress.json").is_file()
-
-
-def _print(comparison: Comparison) -> None:
+def _print(summaries: Sequence[Mapping[str, Any]], comparison: Comparison) -> None:
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    for name, run in (("A", comparison.a), ("B", comparison.b)):
-        summary = run.summary
+    for name, summary in zip("AB", summaries, strict=True):
         label = f"{name}  {summary['run']}  {summary['flow']} {summary['exp'] or ''}"
         console.print(Text(plain(f"{label.rstrip()}  {summary['status']}")))
     rows: list[Sequence[str]] = list(comparison.config)
@@ -111,8 +99,7 @@ def _print(comparison: Comparison) -> None:
     rows = [_evaluation_row(each) for each in comparison.evaluation]
     titles = ("evaluation", "A", "B", "B - A (95 %)", "result")
     _table(console, "evaluation", titles, rows, "not comparable: no results per row")
-    shown = [p for p in comparison.metrics if CURVE_PREFIX not in p.name]
-    rows = [(p.name, number(p.a), number(p.b), signed(p.change)) for p in shown]
+    rows = [(p.name, number(p.a), number(p.b), signed(p.change)) for p in comparison.metrics]
     _table(console, "final metrics", ("metric", "A", "B", "B - A"), rows, "none")
 
 

@@ -18,15 +18,8 @@ from tasks.release.model_card import card, hub_id, license_of
 from tasks.serving.llama_cpp import serve_line
 
 _NOT_OF_THE_MODEL = (
-    "paths.",
-    "tracking.",
-    "register.",
-    "timeouts.",
-    "force=",
-    "out=",
-    "overwrite=",
-    "push=",
-)
+    "paths.", "tracking.", "register.", "timeouts.", "force=", "out=", "overwrite=", "push=",
+)  # fmt: skip
 """Overrides that do not change the model."""
 _ROLES = ("base", "dataset", "shards", "adapter", "weights")
 """Kinds of artifacts whose digests the card lists."""
@@ -35,11 +28,7 @@ _ROLES = ("base", "dataset", "shards", "adapter", "weights")
 def chain_card(
     results: Sequence[StageResult], served: Artifact, settings: Mapping[str, Any], command: str
 ) -> str:
-    """Return the card of a model that was trained.
-
-    Args:
-        command: what started the run; empty if unknown.
-    """
+    """Return the card of a model that was trained by a command; "" if that is unknown."""
     model, data, train = settings["model"], settings["data"], settings["train"]
     names = [data["name"]] if data["kind"] == "hub" else []
     names += [each["path"] for each in data["sources"] if each["kind"] == "hub"]
@@ -66,12 +55,7 @@ def chain_card(
 def delivery_card(
     results: Sequence[StageResult], served: Artifact, source: Path, base: Path | None, command: str
 ) -> str:
-    """Return the card of a checkpoint that was made elsewhere.
-
-    Args:
-        base: folder of the base; None if none was needed.
-        command: what started the delivery; empty if unknown.
-    """
+    """Return the card of a checkpoint that was made elsewhere; arguments as for `chain_card`."""
     header = {
         "library_name": "transformers",
         "license": license_of(str(base or source)),
@@ -125,9 +109,8 @@ def _evaluation(results: Sequence[StageResult]) -> Iterator[str]:
     numbers = measured(metrics, {})
     names = [n for n in NUMBERS if n.startswith(("eval.", "quantize.")) and n in numbers]
     names += [n for n in numbers if n.startswith(LM_EVAL)]
-    names = [
-        n for n in names if not n.endswith(("_s", ".samples", ".left_out"))
-    ]  # not of the model
+    of_the_run = ("_s", ".samples", ".left_out")
+    names = [n for n in names if not n.endswith(of_the_run)]
     if names:
         yield "| measure | before | after | 95 % interval |"
         yield "|---|---|---|---|"

@@ -1,4 +1,4 @@
-"""Read what a run has left in its folder and in its artifacts, for the report.
+"""Read the files of a run and of its artifacts, for the report and for `plumbline compare`.
 
 A file that is missing or unreadable leaves its section empty; nothing here raises for it. All
 texts are `plain`, since names, samples and errors can come from a checkpoint.
@@ -19,11 +19,8 @@ from typing import Any
 from flows.monitoring.run_record import PROGRESS, STEPS
 from tasks.core.terminal import plain
 
-SAMPLES_SHOWN = 12
-TEXT_SHOWN = 1200
-"""Most characters of a prompt or a response."""
-CHECKS_SHOWN = 500
-"""Most passed checks on the page; failed ones are shown without a limit."""
+SAMPLES_SHOWN, TEXT_SHOWN = 12, 1200
+"""Most samples, and most characters of a prompt or a response."""
 _TRAINING = re.compile(r"(.*\.)?train")
 
 Curves = dict[str, list[tuple[int, float]]]
@@ -32,15 +29,7 @@ Curves = dict[str, list[tuple[int, float]]]
 
 @dataclass
 class Handoff:
-    """Drift of one hand-off and its limit.
-
-    Attributes:
-        measure: "mean KL" or "mean difference" of scores.
-        unit: unit of both numbers.
-        value: the drift.
-        limit: the largest drift that is allowed.
-        ok: False if the hand-off was refused.
-    """
+    """Drift of one hand-off, as `handoff` in summary.json; `ok` is False if it was refused."""
 
     measure: str
     unit: str
@@ -49,7 +38,7 @@ class Handoff:
     ok: bool = True
 
     @classmethod
-    def read(cls, entry: Mapping[str, Any]) -> Handoff | None:
+    def read(cls, entry: Mapping[str, Any] | None) -> Handoff | None:
         """Return the hand-off of an entry in the summary; None if it has none."""
         names = ("measure", "unit", "value", "limit", "ok")
         return cls(**{name: entry[name] for name in names}) if entry else None
@@ -62,12 +51,9 @@ class Stage:
     Attributes:
         name: name of the stage, without its step.
         step: the step it belongs to; empty if the run has a single step.
-        seconds: wall-clock time; None if it is not known.
         state: "ran", "reused" or "failed".
         started: seconds from the start of the run; None if it is not known.
         checks: number of checks.
-        artifact: path or name of what it published; empty if it published nothing.
-        drift: drift of its hand-off; None if it measured none.
     """
 
     name: str
@@ -78,6 +64,11 @@ class Stage:
     checks: int = 0
     artifact: str = ""
     drift: Handoff | None = None
+
+    @property
+    def full_name(self) -> str:
+        """`<step>.<stage>`; without a step, the stage."""
+        return f"{self.step}.{self.name}".lstrip(".")
 
 
 @dataclass
@@ -91,7 +82,7 @@ class Collected:
         lengths: (largest length of a bin, training rows) by the name of the training stage, and
             `train.max_len`.
         samples: prompt, expected text, responses before and after training.
-        checks: all checks: stage, name, expected, found, ok; failed ones first.
+        failed: failed checks: stage, name, expected, found.
         versions: versions of libraries, from the manifests.
         config: the configuration as YAML.
     """
@@ -101,57 +92,33 @@ class Collected:
     curves: dict[str, Curves] = field(default_factory=dict)
     lengths: dict[str, tuple[list[tuple[int, int]], int]] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
-    checks: list[dict[str, Any]] = field(default_factory=list)
+    failed: list[dict[str, Any]] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     config: str = ""
 
-    @property
-    def hidden_checks(self) -> int:
-        """Number of passed checks that the page leaves out."""
-        return max(sum(stage.checks for stage in self.stages) - len(self.checks), 0)
-
 
 def collect(folder: Path) -> Collected:
-    """Return the contents of the report of a run.
-
-    Args:
-        folder: `<paths.runs>/reports/<run>`.
+    """Return the contents of the report of a run, `<paths.runs>/reports/<run>`.
 
     Raises:
         OSError: there is no summary.json.
         ValueError: summary.json is damaged.
     """
-    summary = cleaned(json.loads((folder / "summary.json").read_text()))
-    progress = _document(folder / PROGRESS)
-    collected = Collected(summary)
+    collected = Collected(cleaned(json.loads((folder / "summary.json").read_text())))
     with suppress(OSError):
         collected.config = plain((folder / "config.yaml").read_text())
-    for entry in summary["stages"]:
+    versions: dict[str, str] = {}
+    for entry in collected.summary["stages"]:
         artifact = Path(entry["artifact"])
-        checks = _checks(artifact)
-        stage = _stage(entry)
-        collected.stages.append(stage)
-        collected.checks += [{"stage": entry["name"], **check} for check in checks]
+        collected.stages.append(_stage(entry))
+        collected.failed += _failed_checks(entry["name"], artifact)
         manifest = _document(artifact / "manifest.json")
-        collected.versions |= manifest.get("versions", {})
+        versions |= manifest.get("versions", {})
         if _TRAINING.fullmatch(entry["name"]):
-            source = _trained_by(folder, entry) if entry["reused"] else folder
-            curves = _recorded(source, entry["name"]) or _losses(artifact)
-            if curves:
-                collected.curves[entry["name"]] = curves
-            with suppress(KeyError, TypeError, ValueError):  # online, or of an older release
-                bins = manifest["notes"]["data"]["train"]["lengths"]
-                limit = manifest["config"]["settings"]["batch"]["max_len"]
-                if bins:
-                    listed = [(int(end), int(rows)) for end, rows in bins]
-                    collected.lengths[entry["name"]] = (listed, int(limit))
+            _add_training(collected, folder, entry, manifest)
         collected.samples = _samples(artifact / "generations.jsonl") or collected.samples
-    _add_progress(collected, progress)
-    collected.versions = {
-        name: version for name, version in sorted(collected.versions.items()) if version != "absent"
-    }
-    passed = [check for check in collected.checks if check["ok"]][:CHECKS_SHOWN]
-    collected.checks = [check for check in collected.checks if not check["ok"]] + passed
+    _add_progress(collected, _document(folder / PROGRESS))
+    collected.versions = {k: v for k, v in sorted(versions.items()) if v != "absent"}
     return collected
 
 
@@ -169,36 +136,47 @@ def cleaned(value: Any) -> Any:
 def _stage(entry: Mapping[str, Any]) -> Stage:
     step, _, name = entry["name"].rpartition(".")
     state = "reused" if entry["reused"] else "ran"
-    stage = Stage(name, step, entry["seconds"], state, checks=entry["tensors_checked"])
-    stage.artifact = entry["artifact"]
-    stage.drift = Handoff.read(entry.get("handoff") or {})  # an older release wrote none
-    return stage
+    drift = Handoff.read(entry.get("handoff"))
+    checks, artifact = entry["tensors_checked"], entry["artifact"]
+    return Stage(name, step, entry["seconds"], state, None, checks, artifact, drift)
+
+
+def _failed_checks(stage: str, artifact: Path) -> Iterator[dict[str, Any]]:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        for check in json.loads((artifact / "contract.json").read_text()):
+            if not check["ok"]:
+                yield {"stage": stage, **cleaned(check)}
+
+
+def _add_training(
+    collected: Collected, folder: Path, entry: Mapping[str, Any], manifest: Mapping[str, Any]
+) -> None:
+    """Add the curves of a training, and the lengths of its rows."""
+    name, artifact = entry["name"], Path(entry["artifact"])
+    source = _trained_by(folder, entry) if entry["reused"] else folder
+    curves = _recorded(source, name) or _losses(artifact)
+    if curves:
+        collected.curves[name] = curves
+    with suppress(KeyError, TypeError, ValueError):  # online training has no such rows
+        bins = manifest["notes"]["data"]["train"]["lengths"]
+        limit = manifest["config"]["settings"]["batch"]["max_len"]
+        if bins:
+            collected.lengths[name] = [(int(end), int(rows)) for end, rows in bins], int(limit)
 
 
 def _add_progress(collected: Collected, progress: Mapping[str, Any]) -> None:
     """Add when each stage began, and the stage that failed, which the summary does not name."""
-    known = [f"{stage.step}.{stage.name}".lstrip(".") for stage in collected.stages]
+    stages = {stage.full_name: stage for stage in collected.stages}
     for entry in progress.get("stages", []):
-        began = entry["started"] - progress["started"]
-        if entry["name"] in known:
-            stage = collected.stages[known.index(entry["name"])]
-        elif entry["failed"]:
+        stage = stages.get(entry["name"])
+        if stage is None and entry["failed"]:
             step, _, name = entry["name"].rpartition(".")
             stage = Stage(name, step, entry["seconds"], "failed")
             refused = collected.summary.get("refused") or {}
-            stage.drift = Handoff.read(refused if refused.get("stage") == entry["name"] else {})
+            stage.drift = Handoff.read(refused if refused.get("stage") == entry["name"] else None)
             collected.stages.append(stage)
-        else:
-            continue
-        stage.started = max(began, 0.0)
-
-
-def _checks(artifact: Path) -> list[dict[str, Any]]:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        verdicts = json.loads((artifact / "contract.json").read_text())
-        names = ("name", "expected", "found", "ok")
-        return [cleaned({name: verdict[name] for name in names}) for verdict in verdicts]
-    return []
+        if stage is not None:
+            stage.started = max(entry["started"] - progress["started"], 0.0)
 
 
 def _trained_by(folder: Path, entry: Mapping[str, Any]) -> Path:
@@ -213,7 +191,7 @@ def _trained_by(folder: Path, entry: Mapping[str, Any]) -> Path:
 def _recorded(folder: Path, stage: str) -> Curves:
     """Return the curves that a run recorded of a training stage."""
     curves: dict[str, dict[int, float]] = {}
-    for event in _lines(folder / STEPS):
+    for event in read_lines(folder / STEPS):
         if event.get("stage") != stage or not isinstance(event.get("step"), int):
             continue
         prefix = "eval/" if event["event"] == "eval" else ""
@@ -224,27 +202,19 @@ def _recorded(folder: Path, stage: str) -> Curves:
 
 
 def _losses(artifact: Path) -> Curves:
-    """Return the loss of each step, and the validations, from what training published."""
-    trained = _document(artifact / "train.json")
-    curves: Curves = {}
-    for step, loss in enumerate(trained.get("losses", []), 1):
-        if isfinite(loss):
-            curves.setdefault("loss", []).append((step, loss))
-    for evaluation in trained.get("evaluations", []):
-        for name, value in evaluation.items():
-            if name != "step" and isfinite(value):
-                curves.setdefault(f"eval/{name}", []).append((int(evaluation["step"]), value))
-    return curves
+    """Return the loss of each step from what training published."""
+    losses = enumerate(_document(artifact / "train.json").get("losses", []), 1)
+    points = [(step, loss) for step, loss in losses if isfinite(loss)]
+    return {"loss": points} if points else {}
 
 
 def _samples(path: Path) -> list[dict[str, Any]]:
     """Return the first responses before and after training, those that differ first."""
     samples = []
-    for row in islice(_lines(path), 10 * SAMPLES_SHOWN):
+    for row in islice(read_lines(path), 10 * SAMPLES_SHOWN):
         if "before" not in row or "after" not in row:
             continue
-        turns = row.get("messages") or []
-        prompt = "\n".join(str(turn.get("content", "")) for turn in turns)
+        prompt = "\n".join(str(turn.get("content", "")) for turn in row.get("messages") or [])
         texts = {"prompt": prompt, **{key: row.get(key) for key in ("expected", "before", "after")}}
         sample = {key: plain(str(text or ""))[:TEXT_SHOWN] for key, text in texts.items()}
         samples.append({**sample, "changed": row["before"] != row["after"]})
@@ -258,8 +228,9 @@ def _document(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with suppress(OSError), path.open(errors="replace") as file:
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of JSON lines; none of a missing file."""
+    with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             with suppress(ValueError):  # half a line of a run that was killed
                 row = json.loads(line)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
-from flows.report.collect import Collected, Stage
+from flows.report.collect import Collected, Curves
 from flows.report.figures import PLOTTED
 from flows.report.results import (
     EXACT,
@@ -20,26 +20,17 @@ from flows.report.results import (
     SAMPLED,
     Interval,
     Results,
-    Scores,
-    full_name,
     paired,
     results,
     unpaired,
 )
 
-ABSENT = "(not set)"
-_MEASURES = (EXACT, SAMPLED, OWN, REWARD, PAIRS)
+_ABSENT = "(not set)"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One number of both runs.
-
-    Attributes:
-        name: name of the number.
-        a: its value in the first run; None if that run does not have it.
-        b: its value in the second run.
-    """
+    """One number of both runs; None where a run does not have it."""
 
     name: str
     a: float | None
@@ -68,40 +59,33 @@ class Evaluated(Pair):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences of two runs.
+    """Differences of two runs; `config` has key, value in a, value in b where they differ."""
 
-    Attributes:
-        a: contents of the first run.
-        b: contents of the second run.
-        config: key, value in a, value in b; keys that differ only.
-        drift: drift of each hand-off.
-        evaluation: measures of the evaluation.
-        metrics: numbers of the summary, and last values of the curves.
-    """
-
-    a: Collected
-    b: Collected
-    config: list[tuple[str, str, str]] = field(default_factory=list)
-    drift: list[Pair] = field(default_factory=list)
-    evaluation: list[Evaluated] = field(default_factory=list)
-    metrics: list[Pair] = field(default_factory=list)
+    config: list[tuple[str, str, str]]
+    drift: list[Pair]
+    evaluation: list[Evaluated]
+    metrics: list[Pair]
 
 
 def compare(a: Collected, b: Collected) -> Comparison:
     """Return the differences of two runs."""
-    comparison = Comparison(a, b, config=_config(a.config, b.config))
-    drifts = [{_drift_name(s): s.drift.value for s in run.stages if s.drift} for run in (a, b)]
-    comparison.drift.extend(_pairs(*drifts))
-    for name, first, second in _matched(results(a), results(b)):
-        comparison.evaluation.extend(_evaluated(name, first, second))
-    comparison.metrics.extend(_pairs(_numbers(a.summary), _numbers(b.summary)))
-    for name, first, second in _matched(a.curves, b.curves):
-        last = [
-            {f"{name} {k}": v[-1][1] for k, v in (each or {}).items() if v and k in PLOTTED}
-            for each in (first, second)
-        ]
-        comparison.metrics.extend(_pairs(*last))
-    return comparison
+    return Comparison(
+        config=_config(a.config, b.config),
+        drift=list(_pairs(_drifts(a), _drifts(b))),
+        evaluation=[
+            row
+            for name, first, second in _matched(results(a), results(b))
+            for row in _evaluated(name, first or {}, second or {})
+        ],
+        metrics=[
+            *_pairs(_numbers(a.summary), _numbers(b.summary)),
+            *(
+                pair
+                for name, first, second in _matched(a.curves, b.curves)
+                for pair in _pairs(_last(name, first or {}), _last(name, second or {}))
+            ),
+        ],
+    )
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, str]:
@@ -113,14 +97,9 @@ def flatten(value: Any, prefix: str = "") -> dict[str, str]:
     return {prefix.rstrip("."): text}
 
 
-def _numbers(summary: Mapping[str, Any]) -> dict[str, float | None]:
-    scores = {f"eval/{name}": value for name, value in summary["eval"].items()}
-    return {"seconds": summary["seconds"], **scores}
-
-
 def _config(a: str, b: str) -> list[tuple[str, str, str]]:
     first, second = (flatten(_yaml(text)) for text in (a, b))
-    rows = [(k, first.get(k, ABSENT), second.get(k, ABSENT)) for k in sorted({*first, *second})]
+    rows = [(k, first.get(k, _ABSENT), second.get(k, _ABSENT)) for k in sorted({*first, *second})]
     return [row for row in rows if row[1] != row[2] and row[0]]
 
 
@@ -130,16 +109,25 @@ def _yaml(text: str) -> Any:
     return {}
 
 
+def _numbers(summary: Mapping[str, Any]) -> dict[str, float | None]:
+    scores = {f"eval/{name}": value for name, value in summary["eval"].items()}
+    return {"seconds": summary["seconds"], **scores}
+
+
+def _drifts(run: Collected) -> dict[str, float | None]:
+    return {f"{s.full_name} {s.drift.measure}": s.drift.value for s in run.stages if s.drift}
+
+
+def _last(stage: str, curves: Curves) -> dict[str, float | None]:
+    """Return the last values of the curves that are plotted."""
+    return {f"{stage} {k}": points[-1][1] for k, points in curves.items() if k in PLOTTED}
+
+
 def _pairs(a: Mapping[str, float | None], b: Mapping[str, float | None]) -> Iterator[Pair]:
     for name in dict.fromkeys([*a, *b]):
         pair = Pair(name, a.get(name), b.get(name))
         if pair.a is not None or pair.b is not None:
             yield pair
-
-
-def _drift_name(stage: Stage) -> str:
-    assert stage.drift is not None
-    return f"{full_name(stage)} {stage.drift.measure}"
 
 
 def _matched(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -153,35 +141,27 @@ def _matched(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, 
 
 
 def _evaluated(
-    stage: str, a: Mapping[str, Results] | None, b: Mapping[str, Results] | None
+    stage: str, a: Mapping[str, Results], b: Mapping[str, Results]
 ) -> Iterator[Evaluated]:
-    for measure in _MEASURES:
-        of_a, of_b = ((each or {}).get(measure, Results()) for each in (a, b))
-        first, second = of_a.after, of_b.after
+    for measure in (EXACT, SAMPLED, OWN, REWARD, PAIRS):
+        of_a, of_b = a.get(measure, Results()), b.get(measure, Results())
+        first, second = list(of_a.after.values()), list(of_b.after.values())
         if not first and not second:
             continue
-        name = f"{stage}: {measure}"
-        mean_a, mean_b = _mean(first), _mean(second)
+        means = [sum(values) / len(values) if values else None for values in (first, second)]
+        interval, method, verdict = None, "", ""
         if not first or not second:
-            missing = "B" if first else "A"
-            reason = f"not comparable: {missing} has no results per row"
-            yield Evaluated(name, mean_a, mean_b, None, "", reason)
-            continue
-        if of_a.scale != of_b.scale:
-            judge = "reward models" if measure == REWARD else "versions of eval.function"
-            reason = f"not comparable: two {judge} gave the numbers"
-            yield Evaluated(name, mean_a, mean_b, None, "", reason)
-            continue
-        if first.keys() == second.keys():
-            interval = paired(list(first.values()), [second[key] for key in first])
+            verdict = f"not comparable: {'B' if first else 'A'} has no results per row"
+        elif of_a.scale != of_b.scale:
+            judges = "reward models" if measure == REWARD else "versions of eval.function"
+            verdict = f"not comparable: two {judges} gave the numbers"
+        elif of_a.after.keys() == of_b.after.keys():
+            interval = paired(first, [of_b.after[key] for key in of_a.after])
             method = f"paired, {len(first)} rows"
         else:
-            interval = unpaired(list(first.values()), list(second.values()))
+            interval = unpaired(first, second)
             method = f"unpaired, {len(first)} and {len(second)} rows: they are not the same"
-        better = "B is better" if interval.value > 0 else "A is better"
-        verdict = better if interval.is_significant else "no significant difference"
-        yield Evaluated(name, mean_a, mean_b, interval, method, verdict)
-
-
-def _mean(scores: Scores) -> float | None:
-    return sum(scores.values()) / len(scores) if scores else None
+        if interval is not None:
+            better = "B is better" if interval.value > 0 else "A is better"
+            verdict = better if interval.is_significant else "no significant difference"
+        yield Evaluated(f"{stage}: {measure}", means[0], means[1], interval, method, verdict)

@@ -6,213 +6,155 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import StringIO
-from itertools import accumulate
-from statistics import median
 from typing import Any
 
 from flows.report.collect import Curves
 
-INK, GRID, LINE, SECOND = "#010203", "#040506", "#070809", "#0a0b0c"
-_COLOURS = {INK: "currentColor", GRID: "var(--grid)", LINE: "var(--line)", SECOND: "var(--second)"}
+_INK, _GRID, _LINE, _SECOND = "#010203", "#040506", "#070809", "#0a0b0c"
+_VARIABLES = {
+    _INK: "currentColor", _GRID: "var(--grid)", _LINE: "var(--line)", _SECOND: "var(--second)",
+}  # fmt: skip
 _UNUSED_ID = re.compile(
     r' id="(?:figure|axes|patch|matplotlib|text|line2d|xtick|ytick|legend)[^"]*"'
 )
-
 _BINS = 24
+_FEW = 40
+"""Most points of a curve that are marked."""
 
-
-@dataclass(frozen=True)
-class Plot:
-    """One plot of the report.
-
-    Attributes:
-        validation: name of the curve of the validations; empty if there is none.
-    """
-
-    title: str
-    unit: str
-    metric: str
-    validation: str = ""
-
-
-PLOTS = (
-    Plot("Loss", "loss", "loss", "eval/loss"),
-    Plot("Reward", "mean reward", "reward", "eval/reward"),
-    Plot("KL from the model before", "nats per token", "kl", "eval/kl"),
-    Plot("Response length", "tokens", "length", "eval/length"),
-    Plot("Train-inference mismatch", "mean |log-prob difference|", "mismatch/mean_abs"),
-    Plot("Accuracy", "fraction of pairs", "accuracy", "eval/accuracy"),
-    Plot("Truncated responses", "fraction", "truncated", "eval/truncated"),
-    Plot("Learning rate", "learning rate", "lr"),
+_PLOTS = (
+    # title, unit, metric; its validations are under `eval/`
+    ("Loss", "loss", "loss"),
+    ("Reward", "mean reward", "reward"),
+    ("KL from the model before", "nats per token", "kl"),
+    ("Response length", "tokens", "length"),
+    ("Train-inference mismatch", "mean |log-prob difference|", "mismatch/mean_abs"),
+    ("Accuracy", "fraction of pairs", "accuracy"),
+    ("Truncated responses", "fraction", "truncated"),
+    ("Learning rate", "learning rate", "lr"),
 )
-PLOTTED = {name for plot in PLOTS for name in (plot.metric, plot.validation) if name}
+PLOTTED = {name for *_, metric in _PLOTS for name in (metric, f"eval/{metric}")}
 """Names of the curves that have a plot."""
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """One plot with its points.
+class Figure:
+    """A titled picture."""
 
-    Attributes:
-        svg: the picture; empty without matplotlib.
-    """
-
-    plot: Plot
-    points: Sequence[tuple[int, float]]
-    validation: Sequence[tuple[int, float]]
+    title: str
     svg: str
 
 
-def draw(stage: str, curves: Curves) -> list[Drawn]:
-    """Return the plots of a training stage; without pictures if matplotlib is not installed."""
-    drawn = []
-    for plot in PLOTS:
-        points, validation = curves.get(plot.metric, []), curves.get(plot.validation, [])
-        if len(points) > 1 or len(validation) > 1:
-            svg = _svg(plot, points, validation, f"{stage}/{plot.metric}")
-            drawn.append(Drawn(plot, points, validation, svg))
-    return drawn
+def draw(stage: str, curves: Curves) -> list[Figure]:
+    """Return the plots of a training stage; a single point is no curve."""
+    figures = []
+    for title, unit, metric in _PLOTS:
+        points, validation = curves.get(metric, []), curves.get(f"eval/{metric}", [])
+        if max(len(points), len(validation)) > 1:
+            x_label = "optimizer step" if metric in ("loss", "lr") else "step"
+
+            def lines(
+                axes: Any, points: Any = points, validation: Any = validation,
+                labels: tuple[str, str] = (x_label, unit),
+            ) -> None:  # fmt: skip
+                _curves(axes, points, validation, *labels)
+
+            label = f"{title} by step"
+            figures.append(Figure(title, _picture(label, f"{stage}/{metric}", lines)))
+    return figures
 
 
-@dataclass(frozen=True)
-class Histogram:
-    """Values before and after training.
+def _curves(axes: Any, points: Any, validation: Any, x_label: str, y_label: str) -> None:
+    from matplotlib.ticker import MaxNLocator
 
-    Attributes:
-        before: values before training; may be empty.
-    """
+    for pairs, colour, label, marker, style in (
+        (points, _LINE, "training", ".", "-"), (validation, _SECOND, "validation", "o", "--"),
+    ):  # fmt: skip
+        if pairs:
+            steps, values = zip(*pairs, strict=True)
+            axes.plot(
+                steps, values, color=colour, label=label, linestyle=style, linewidth=1.5,
+                marker=marker if len(pairs) <= _FEW else "", markersize=5,
+            )  # fmt: skip
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    if points and validation:
+        axes.legend()
+    if not any(value for _, value in [*points, *validation]):
+        axes.set_ylim(0, 1)  # matplotlib would centre it, and show fractions below zero
 
-    stage: str
-    title: str
-    unit: str
-    before: Sequence[float]
-    after: Sequence[float]
 
-    @property
-    def svg(self) -> str:
-        """Return the picture; empty without matplotlib."""
-        return _picture(self.title, f"{self.stage}/{self.title}", self._draw)
+def histogram(
+    stage: str, title: str, unit: str, before: Sequence[float], after: Sequence[float]
+) -> Figure:
+    """Return the histogram of values before and after training; `before` may be empty."""
+    values = [*before, *after]
+    low, high = min(values), max(values)
+    are_counts = all(value == int(value) for value in values) and high - low < _BINS
+    bins = int(high - low) + 1 if are_counts else _BINS
+    edges = (low - 0.5, high + 0.5) if are_counts or low == high else (low, high)
 
-    def _draw(self, axes: Any) -> None:
-        values = [*self.before, *self.after]
-        low, high = min(values), max(values)
-        whole = all(value == int(value) for value in values) and high - low < _BINS
-        count = int(high - low) + 1 if whole else _BINS
-        edges = [low - 0.5, high + 0.5] if whole or low == high else [low, high]
-        for numbers, colour, label, dashes in (
-            (self.before, SECOND, "before", "--"),
-            (self.after, LINE, "after", "-"),
-        ):
+    def bars(axes: Any) -> None:
+        for numbers, colour, label, style in (
+            (before, _SECOND, "before", "--"), (after, _LINE, "after", "-"),
+        ):  # fmt: skip
             if numbers:
                 axes.hist(
-                    numbers, bins=count, range=edges, histtype="step", color=colour, label=label,
-                    linewidth=1.5, linestyle=dashes,
+                    numbers, bins=bins, range=edges, histtype="step", color=colour, label=label,
+                    linewidth=1.5, linestyle=style,
                 )  # fmt: skip
-        axes.set_xlabel(self.unit)
+        axes.set_xlabel(unit)
         axes.set_ylabel("responses")
-        if self.before:
+        if before:
             axes.legend()
 
-    def rows(self) -> list[tuple[str, float, float, float]]:
-        """Return (when, least, median, most): what is shown without matplotlib."""
-        both = (("before", self.before), ("after", self.after))
-        return [(when, min(v), median(v), max(v)) for when, v in both if v]
+    return Figure(title, _picture(title, f"{stage}/{title}", bars))
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Lengths of the training rows, in tokens, before any is cut.
+def row_lengths(stage: str, bins: Sequence[tuple[int, int]], max_len: int) -> Figure:
+    """Return the lengths of the training rows, as (largest length, rows), with `train.max_len`."""
 
-    Attributes:
-        max_len: `train.max_len`.
-    """
-
-    stage: str
-    bins: Sequence[tuple[int, int]]
-    max_len: int
-
-    title = "Length of training rows"
-    unit = "tokens"
-
-    @property
-    def svg(self) -> str:
-        """Return the picture; empty without matplotlib."""
-        return _picture(self.title, f"{self.stage}/{self.title}", self._draw)
-
-    def _draw(self, axes: Any) -> None:
+    def bars(axes: Any) -> None:
         from matplotlib.ticker import FuncFormatter, NullFormatter
 
-        ends = [end for end, _ in self.bins]
+        ends = [end for end, _ in bins]
         starts = [max(1, ends[0] - 1), *ends[:-1]]
         widths = [end - start or 1 for start, end in zip(starts, ends, strict=True)]
-        rows = [count for _, count in self.bins]
-        axes.bar(starts, rows, widths, align="edge", color=LINE)
-        limit = f"train.max_len={self.max_len}"
-        axes.axvline(self.max_len, color=SECOND, linestyle="--", linewidth=1.5, label=limit)
+        axes.bar(starts, [rows for _, rows in bins], widths, align="edge", color=_LINE)
+        limit = f"train.max_len={max_len}"
+        axes.axvline(max_len, color=_SECOND, linestyle="--", linewidth=1.5, label=limit)
         axes.set_axisbelow(True)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.set_xlabel(self.unit)
+        axes.set_xlabel("tokens")
         axes.set_ylabel("rows")
         axes.legend()
 
-    def rows(self) -> list[tuple[str, int]]:
-        """Return (share of the rows, tokens that none of them exceeds)."""
-        total, quantiles = sum(count for _, count in self.bins), []
-        for share in (0.5, 0.9, 0.99, 1.0):
-            sums = accumulate(count for _, count in self.bins)
-            end = next(e for (e, _), s in zip(self.bins, sums, strict=True) if s >= share * total)
-            quantiles.append((f"{share:.0%}", end))
-        return quantiles
-
-
-def _svg(plot: Plot, points: Any, validation: Any, salt: str) -> str:
-    def lines(axes: Any) -> None:
-        from matplotlib.ticker import MaxNLocator
-
-        for pairs, colour, label, marker, dashes in (
-            (points, LINE, "training", "." if len(points) <= 40 else "", "-"),
-            (validation, SECOND, "validation", "o" if len(validation) <= 40 else "", "--"),
-        ):
-            if pairs:
-                steps, values = zip(*pairs, strict=True)
-                how: Any = {"color": colour, "label": label, "marker": marker, "linestyle": dashes}
-                axes.plot(steps, values, linewidth=1.5, markersize=5, **how)
-        axes.set_xlabel("optimizer step" if plot.metric in ("loss", "lr") else "step")
-        axes.set_ylabel(plot.unit)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        if points and validation:
-            axes.legend()
-        if {value for _, value in [*points, *validation]} == {0.0}:
-            axes.set_ylim(0, 1)  # matplotlib would centre it, and show fractions below zero
-
-    return _picture(f"{plot.title} by step", salt, lines)
+    title = "Length of training rows"
+    return Figure(title, _picture(title, f"{stage}/{title}", bars))
 
 
 def _picture(label: str, salt: str, draw_on: Callable[[Any], None]) -> str:
-    """Return one pair of axes as SVG; empty without matplotlib."""
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError:
-        return ""
-    style = {
-        "svg.hashsalt": salt, "svg.fonttype": "none", "font.size": 9, "text.color": INK,
-        "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "axes.edgecolor": GRID,
-        "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "grid.color": GRID,
+    """Return one pair of axes as SVG."""
+    from matplotlib import figure, rc_context
+
+    style: dict[Any, Any] = {
+        "svg.hashsalt": salt, "svg.fonttype": "none", "font.size": 9, "text.color": _INK,
+        "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "axes.edgecolor": _GRID,
+        "axes.labelcolor": _INK, "xtick.color": _INK, "ytick.color": _INK, "grid.color": _GRID,
         "legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False,
     }  # fmt: skip
-    with rc_context(style):  # type: ignore[arg-type]
-        figure = Figure(figsize=(4.4, 2.7), layout="constrained")
-        axes = figure.add_subplot()
+    with rc_context(style):
+        drawn = figure.Figure(figsize=(4.4, 2.7), layout="constrained")
+        axes = drawn.add_subplot()
         draw_on(axes)
         axes.grid(linewidth=0.6)
         file = StringIO()
         metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(file, format="svg", transparent=True, metadata=metadata)
+        drawn.savefig(file, format="svg", transparent=True, metadata=metadata)
     text = file.getvalue()
     text = _UNUSED_ID.sub("", text[text.index("<svg") :])
-    for colour, variable in _COLOURS.items():
+    for colour, variable in _VARIABLES.items():
         text = text.replace(colour, variable)
     return text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)

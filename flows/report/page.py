@@ -2,14 +2,11 @@
 
     write_report(runs, "20261123-220458-629c4133", log)      # again, for a run of last week
 
-The page loads nothing from a network. Its one script sorts and filters tables; a content security
-policy with the script's hash keeps a browser from running any other.
+The page loads nothing from a network and has no script.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +17,7 @@ from typing import Any
 from flows.orchestration.evaluation import harness_names
 from flows.orchestration.summary import truncation_lines
 from flows.report.collect import Collected, Stage, collect
-from flows.report.figures import Histogram, Lengths, draw
+from flows.report.figures import Figure, draw, histogram, row_lengths
 from flows.report.results import (
     EXACT,
     OWN,
@@ -29,52 +26,25 @@ from flows.report.results import (
     SAMPLED,
     Interval,
     Results,
-    full_name,
-    lengths,
+    response_lengths,
     results,
 )
 from tasks.config.checks.memory import in_words
 from tasks.serving.llama_cpp import serve_line
 
 REPORT = "report.html"
-TEMPLATE = "report.html.jinja"
-SCRIPT = """
-for (const box of document.querySelectorAll('input[data-filter]')) {
-  box.addEventListener('input', () => {
-    const words = box.value.toLowerCase();
-    for (const row of document.querySelectorAll('#' + box.dataset.filter + ' tbody tr'))
-      row.hidden = !row.textContent.toLowerCase().includes(words);
-  });
-}
-for (const button of document.querySelectorAll('th button')) {
-  button.addEventListener('click', () => {
-    const head = button.parentElement, table = head.closest('table'), body = table.tBodies[0];
-    const up = head.getAttribute('aria-sort') !== 'ascending';
-    for (const each of head.parentElement.children) each.removeAttribute('aria-sort');
-    head.setAttribute('aria-sort', up ? 'ascending' : 'descending');
-    const key = row => row.cells[head.cellIndex].dataset.value
-      ?? row.cells[head.cellIndex].textContent.trim();
-    const order = (a, b) => key(a).localeCompare(key(b), 'en', {numeric: true});
-    [...body.rows].sort((a, b) => up ? order(a, b) : order(b, a)).forEach(r => body.append(r));
-  });
-}
-"""
+_PERCENT = (EXACT, PAIRS, SAMPLED)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One row of the evaluation: a measure before and after training.
-
-    Attributes:
-        percent: True for a fraction, which is shown in percent.
-        interval: the change with its 95 % interval; None if there are no results per row.
-    """
+    """One row of the evaluation; `interval` is None without results per row."""
 
     name: str
     before: float
     after: float
-    percent: bool = False
-    interval: Interval | None = None
+    percent: bool
+    interval: Interval | None
 
     def shown(self, value: float) -> str:
         """Return a value as text."""
@@ -97,63 +67,43 @@ class Measured:
         return f"{100 * value:+.1f} points" if self.percent else f"{value:+.4f}"
 
 
-@dataclass(frozen=True)
-class Responses:
-    """Responses of one smoke test."""
-
-    histograms: list[Histogram]
-    count: int
-    cut: int
-
-
 def write_report(runs: Path, run_id: str, log: Any) -> Path | None:
-    """Write the report of a run; a failure to do so is one warning and never ends a run.
+    """Write the report of a run and return its path.
 
-    Returns:
-        Path of the page; None if it could not be written.
+    A failure to do so is one warning and never ends a run: None is returned.
     """
     path = runs / "reports" / run_id / REPORT
     try:
         path.write_text(page(collect(path.parent)), encoding="utf-8")
-    except Exception as error:  # a full disk, a damaged file, a library that is not installed
+    except Exception as error:  # a full disk, a damaged file
         log.warning("no %s: %s: %s", path, type(error).__name__, error)
         return None
     return path
 
 
-def page(collected: Collected) -> str:
+def page(run: Collected) -> str:
     """Return the report as HTML."""
-    summary = collected.summary
-    plots = {stage: draw(stage, curves) for stage, curves in collected.curves.items()}
-    return _render(
-        TEMPLATE,
-        run=collected,
-        summary=summary,
-        serve=_serve_lines(summary.get("served")),
-        pages={name: url for name, url in summary.get("pages", {}).items() if _is_web(url)},
-        steps=_steps(collected.stages),
-        measured=_measured(summary["eval"], results(collected)),
-        responses=responses_of(collected),
-        memory={k: v for k, v in summary.get("memory", {}).items() if "peak" in v},
-        plots={stage: drawn for stage, drawn in plots.items() if drawn},
-        row_lengths={stage: Lengths(stage, *each) for stage, each in collected.lengths.items()},
-        has_pictures=all(plot.svg for drawn in plots.values() for plot in drawn),
-        truncated=[line for entry in summary["stages"] for line in truncation_lines(entry)],
-        timeline=_timeline(collected.stages),
-        failed_checks=sum(not check["ok"] for check in collected.checks),
-    )
-
-
-def _render(template: str, **values: Any) -> str:
     from jinja2 import Environment, FileSystemLoader
     from markupsafe import Markup
 
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": number, "duration": duration, "size": in_words}
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    return environment.get_template(template).render(
-        **values, Markup=Markup, script=Markup(SCRIPT), script_hash=f"'sha256-{digest}'"
+    summary, by_row = run.summary, results(run)
+    links = summary.get("pages", {}).items()
+    return environment.get_template(f"{REPORT}.jinja").render(
+        Markup=Markup,
+        run=run,
+        summary=summary,
+        serve=_serve_lines(summary.get("served")),
+        pages={name: url for name, url in links if url.startswith(("http://", "https://"))},
+        steps=[(step, list(stages)) for step, stages in groupby(run.stages, lambda s: s.step)],
+        measured=_measured(summary["eval"], by_row),
+        plots=plots_of(run),
+        truncated=[line for entry in summary["stages"] for line in truncation_lines(entry)],
+        responses=responses_of(run, by_row),
+        memory={k: v for k, v in summary.get("memory", {}).items() if "peak" in v},
+        timeline=_timeline(run.stages),
     )
 
 
@@ -182,19 +132,9 @@ def duration(seconds: float | None) -> str:
 
 
 def _serve_lines(served: str | None) -> str:
-    """Return what to type to serve a folder; empty if there is none."""
     if not served:
         return ""
     return f"{serve_line(Path(served))}\n{shlex.join(['plumbline', 'serve', served])}"
-
-
-def _is_web(url: str) -> bool:
-    return url.startswith(("http://", "https://"))
-
-
-def _steps(stages: list[Stage]) -> list[tuple[str, list[Stage]]]:
-    """Return the stages by the step that they belong to, in order."""
-    return [(step, list(each)) for step, each in groupby(stages, key=lambda stage: stage.step)]
 
 
 def _measured(
@@ -203,50 +143,63 @@ def _measured(
     rate = PAIRS if "pairs" in values else EXACT
     last = [measures for stage, measures in by_row.items() if stage.endswith("smoke_eval")][-1:]
     rows = (
-        (rate, "before", "after", True),
-        (OWN, "function_before", "function_after", False),
-        ("evaluation loss", "loss_before", "loss_after", False),
-        ("evaluation reward", "reward_before", "reward_after", False),
-        (SAMPLED, "drawn_before", "drawn_after", True),
-        (REWARD, "scored_before", "scored_after", False),
-        ("held-out loss, 16 bits to quantised", "quantized_loss_before", "quantized_loss_after",
-         False),
-        (f"{rate}, 16 bits to quantised", "after", "quantized", True),
-        *((name, f"{name}_before", f"{name}_after", False) for name in harness_names(values)),
-    )  # fmt: skip
+        (rate, "before", "after"),
+        (OWN, "function_before", "function_after"),
+        ("evaluation loss", "loss_before", "loss_after"),
+        ("evaluation reward", "reward_before", "reward_after"),
+        (SAMPLED, "drawn_before", "drawn_after"),
+        (REWARD, "scored_before", "scored_after"),
+        ("held-out loss, 16 bits to quantised", "quantized_loss_before", "quantized_loss_after"),
+        (f"{rate}, 16 bits to quantised", "after", "quantized"),
+        *((name, f"{name}_before", f"{name}_after") for name in harness_names(values)),
+    )
     measured = []
-    for name, first, second, percent in rows:
+    for name, first, second in rows:
         before, after = values.get(first), values.get(second)
         if before is not None and after is not None:
             rows_of = last[0].get(name) if last else None
-            change = rows_of.change() if rows_of else None
-            measured.append(Measured(name, before, after, percent, change))
+            interval = rows_of.change() if rows_of else None
+            percent = name.partition(",")[0] in _PERCENT
+            measured.append(Measured(name, before, after, percent, interval))
     return measured
 
 
-def responses_of(run: Collected) -> dict[str, Responses]:
-    """Return the responses of each smoke test of a language model, by the stage's name."""
-    by_row, responses = results(run), {}
+def plots_of(run: Collected) -> dict[str, list[Figure]]:
+    """Return the pictures of each training stage: its curves, then the lengths of its rows."""
+    plots = {stage: draw(stage, curves) for stage, curves in run.curves.items()}
+    for stage, (bins, limit) in run.lengths.items():
+        plots.setdefault(stage, []).append(row_lengths(stage, bins, limit))
+    return {stage: figures for stage, figures in plots.items() if figures}
+
+
+def responses_of(
+    run: Collected, by_row: Mapping[str, Mapping[str, Results]]
+) -> dict[str, tuple[list[Figure], int, int]]:
+    """Return histograms, number of greedy responses, and of those cut, by smoke test."""
+    responses = {}
     for stage in run.stages:
-        name = full_name(stage)
-        before, after, cut = lengths(Path(stage.artifact))
+        name = stage.full_name
+        before, after, cut = response_lengths(Path(stage.artifact))
         if name in by_row and after:
-            drawn = [Histogram(name, "Length of greedy responses", "tokens", before, after)]
+            figures = []
             if rewards := by_row[name].get(REWARD):
                 values = list(rewards.before.values()), list(rewards.after.values())
-                drawn.insert(0, Histogram(name, "Reward of sampled responses", "reward", *values))
-            responses[name] = Responses(drawn, len(after), cut)
+                figures.append(histogram(name, "Reward of sampled responses", "reward", *values))
+            figures.append(histogram(name, "Length of greedy responses", "tokens", before, after))
+            responses[name] = figures, len(after), cut
     return responses
 
 
 def _timeline(stages: list[Stage]) -> list[tuple[Stage, float, float]]:
     """Return (stage, start, width) in percent of the run; empty if no times are recorded."""
-    timed = [s for s in stages if s.started is not None and s.seconds is not None]
-    total = max(((s.started or 0) + (s.seconds or 0) for s in timed), default=0.0)
-    if not total:
-        return []
-    scale = 100 / total
+    timed = [
+        (stage, stage.started, stage.seconds)
+        for stage in stages
+        if stage.started is not None and stage.seconds is not None
+    ]
+    total = max((start + seconds for _, start, seconds in timed), default=0.0)
     return [
-        (s, round(scale * (s.started or 0), 2), round(max(scale * (s.seconds or 0), 0.3), 2))
-        for s in timed
+        (stage, round(100 * start / total, 2), round(max(100 * seconds / total, 0.3), 2))
+        for stage, start, seconds in timed
+        if total
     ]

@@ -1,4 +1,4 @@
-"""Read results of the evaluation row by row, before and after training, from what a run left.
+"""Read results of the evaluation row by row, and compare them by the bootstrap.
 
     results(collected)["smoke_eval"]["exact match"].change()     # Interval(0.61, 0.54, 0.67)
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from flows.report.collect import Collected, Stage
+from flows.report.collect import Collected, read_lines
 from tasks.serving.text import matches
 
 RESAMPLES = 10_000
@@ -25,17 +25,13 @@ SEED = 20_261_124
 LEVEL = 0.95
 _AT_ONCE = 4_000_000
 """Most random indices in memory at once."""
+EXACT, SAMPLED, PAIRS = "exact match", "sampled exact match", "pairs in the right order"
+REWARD, OWN = "sampled reward (std)", "eval.function"
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Difference of two means with its bootstrap interval.
-
-    Attributes:
-        value: mean of the second set minus mean of the first.
-        low: lower end of the 95 % interval.
-        high: upper end.
-    """
+    """Mean of the second set minus mean of the first, with its 95 % bootstrap interval."""
 
     value: float
     low: float
@@ -50,11 +46,7 @@ class Interval:
 def paired(
     first: Sequence[float], second: Sequence[float], *, resamples: int = RESAMPLES, seed: int = SEED
 ) -> Interval:
-    """Return the difference of the means over the same rows.
-
-    Args:
-        first: results of the first model, one per row.
-        second: results of the second model on the same rows, in the same order.
+    """Return the difference of the means over the same rows, in the same order.
 
     Raises:
         ValueError: there are no rows, or not as many in both.
@@ -67,15 +59,7 @@ def paired(
 def unpaired(
     first: Sequence[float], second: Sequence[float], *, resamples: int = RESAMPLES, seed: int = SEED
 ) -> Interval:
-    """Return the difference of the means of two independent sets of rows.
-
-    Args:
-        first: results of the first model, one per row.
-        second: results of the second model on other rows.
-
-    Raises:
-        ValueError: one of the sets is empty.
-    """
+    """Return the difference of the means of two sets of other rows. Raises as `paired`."""
     a, b = np.array(first, dtype=float), np.array(second, dtype=float)
     generator = np.random.default_rng(seed)
     means = _means(b, resamples, generator) - _means(a, resamples, generator)
@@ -99,28 +83,19 @@ def _interval(value: float, means: np.ndarray) -> Interval:
     return Interval(value, low, high)
 
 
-Scores = dict[str, float]
-"""Result of each row by its key."""
-EXACT, SAMPLED, PAIRS = "exact match", "sampled exact match", "pairs in the right order"
-REWARD, OWN = "sampled reward (std)", "eval.function"
-
-
 @dataclass
 class Results:
-    """Results of one measure; higher is better.
+    """Result of each row by its key, before and after training; higher is better.
 
-    Attributes:
-        before: result of each row before training; empty if that was not measured.
-        after: result of each row after it.
-        scale: identity of what gave the results; those of two scales cannot be compared.
+    `scale` identifies what gave the results; those of two scales cannot be compared.
     """
 
-    before: Scores = field(default_factory=dict)
-    after: Scores = field(default_factory=dict)
+    before: dict[str, float] = field(default_factory=dict)
+    after: dict[str, float] = field(default_factory=dict)
     scale: str = ""
 
     def change(self) -> Interval | None:
-        """Return the mean change with its 95 % interval; None if it is not known row by row."""
+        """Return the mean change with its interval; None if it is not known row by row."""
         if not self.after or self.before.keys() != self.after.keys():
             return None
         return paired(list(self.before.values()), list(self.after.values()))
@@ -133,16 +108,11 @@ def results(run: Collected) -> dict[str, dict[str, Results]]:
         if stage.name.startswith("smoke") and stage.state != "failed":
             folder = Path(stage.artifact)
             measures = {**_responses(folder), PAIRS: _ordered(folder, _heldout(run, stage.step))}
-            measured[full_name(stage)] = {k: v for k, v in measures.items() if v.after}
+            measured[stage.full_name] = {k: v for k, v in measures.items() if v.after}
     return measured
 
 
-def full_name(stage: Stage) -> str:
-    """Return `<step>.<stage>`; without a step, the stage."""
-    return f"{stage.step}.{stage.name}".lstrip(".")
-
-
-def lengths(folder: Path) -> tuple[list[float], list[float], int]:
+def response_lengths(folder: Path) -> tuple[list[float], list[float], int]:
     """Return the lengths of greedy responses in tokens, and how many did not stop."""
     rows = [row for row in read_lines(folder / "generations.jsonl") if "stopped" in row]
     before, after = (
@@ -152,67 +122,59 @@ def lengths(folder: Path) -> tuple[list[float], list[float], int]:
     return before, after, sum(not row["stopped"] for row in rows)
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines, up to a damaged one; none of a missing file."""
-    with suppress(OSError, ValueError), path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            row = json.loads(line)
-            if isinstance(row, dict):
-                yield row
-
-
 def _responses(folder: Path) -> dict[str, Results]:
     """Return exact matches of greedy and sampled responses, the user's numbers, and rewards."""
-    drawn = {row.get("id"): row for row in read_lines(folder / "drawn.jsonl")}
-    scorer, function = _scorers(folder)
-    measures = {
-        EXACT: Results(),
-        SAMPLED: Results(),
-        OWN: Results(scale=function),
-        REWARD: Results(scale=scorer),
-    }
+    sampled = {row.get("id"): row for row in read_lines(folder / "drawn.jsonl")}
+    manifest = _manifest(folder)
+    function = str((manifest.get("config", {}).get("function") or {}).get("digest", ""))
+    reward = str(manifest.get("inputs", {}).get("reward", ""))
+    scales = {EXACT: "", SAMPLED: "", OWN: function, REWARD: reward}
+    measures = {name: Results(scale=scale) for name, scale in scales.items()}
     seen: Counter[str] = Counter()
     for row in read_lines(folder / "generations.jsonl"):
-        key = json.dumps([row.get("id"), row.get("messages"), row.get("expected")], sort_keys=True)
-        seen[key] += 1
-        key = f"{key} {seen[key]}"
-        sampled = drawn.get(row.get("id"), {})
+        text = json.dumps([row.get("id"), row.get("messages"), row.get("expected")], sort_keys=True)
+        seen[text] += 1
         for when in ("before", "after"):
-            for name, value in (
-                (REWARD, sampled.get(f"reward_{when}")),
-                (OWN, row.get(f"function_{when}")),
-            ):
-                if isinstance(value, int | float):
-                    getattr(measures[name], when)[key] = float(value)
-            for name, texts in ((EXACT, row), (SAMPLED, sampled)):
-                if row.get("expected") is not None and isinstance(texts.get(when), str):
-                    right = float(matches(texts[when], str(row["expected"])))
-                    getattr(measures[name], when)[key] = right
+            for name, value in _values(row, sampled.get(row.get("id"), {}), when):
+                getattr(measures[name], when)[f"{text} {seen[text]}"] = value
     return measures
 
 
-def _scorers(folder: Path) -> tuple[str, str]:
-    """Return the digests of the reward model and of the user's function; empty without one."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
+def _values(
+    greedy: Mapping[str, Any], sampled: Mapping[str, Any], when: str
+) -> list[tuple[str, float]]:
+    """Return the results of one row by measure."""
+    numbers = [(REWARD, sampled.get(f"reward_{when}")), (OWN, greedy.get(f"function_{when}"))]
+    values = [(name, float(value)) for name, value in numbers if isinstance(value, int | float)]
+    expected = greedy.get("expected")
+    for name, row in ((EXACT, greedy), (SAMPLED, sampled)):
+        if expected is not None and isinstance(row.get(when), str):
+            values.append((name, float(matches(row[when], str(expected)))))
+    return values
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
         manifest = json.loads((folder / "manifest.json").read_text())
-        function = manifest["config"].get("function") or {}
-        return str(manifest["inputs"].get("reward", "")), str(function.get("digest", ""))
-    return "", ""
+        return manifest if isinstance(manifest, dict) else {}
+    return {}
 
 
 def _ordered(folder: Path, heldout: str) -> Results:
     """Return which pairs a reward model puts in the right order; the rows are known by number."""
     rows = [r for r in read_lines(folder / "pairs.jsonl") if {"chosen", "rejected"} <= set(r)]
-    keys = [f"{heldout} {len(rows)} {number}" for number in range(len(rows))]
-    right = [float(row["chosen"] > row["rejected"]) for row in rows]
-    return Results(after=dict(zip(keys, right, strict=True)))
+    return Results(
+        after={
+            f"{heldout} {len(rows)} {number}": float(row["chosen"] > row["rejected"])
+            for number, row in enumerate(rows)
+        }
+    )
 
 
 def _heldout(run: Collected, step: str) -> str:
     """Return the digest of the evaluation rows of a step; the dataset's path if it is gone."""
     folders = [s.artifact for s in run.stages if (s.step, s.name) == (step, "prepare_data")]
     for folder in folders:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            manifest = json.loads((Path(folder) / "manifest.json").read_text())
-            return str(manifest["files"]["heldout.jsonl"]["blake3"])
+        with suppress(KeyError, TypeError):
+            return str(_manifest(Path(folder))["files"]["heldout.jsonl"]["blake3"])
     return folders[0] if folders else run.summary.get("run", "")

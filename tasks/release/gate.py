@@ -10,6 +10,7 @@ known before the run starts, from its objective and `convert.quantize`.
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,11 +24,12 @@ from tasks.tracking.mlflow_registry import Version
 
 @dataclass(frozen=True)
 class Number:
-    """A number that a condition can name.
+    """A number that a condition can name, by the keys of its metrics.
 
     Attributes:
         base: the same metric of the model before training; empty if it is not measured.
         count: metric with the number of rows, if the number is a share of them.
+        error: metric with its standard error.
         kinds: kinds of runs that measure it, see `run_kinds`; empty for all.
     """
 
@@ -133,17 +135,11 @@ def measured(
     return {name: float(value) for name, value in values.items() if math.isfinite(value)}
 
 
-def _metric(name: str) -> str:
-    """Return the beginning of the metrics of a number `lm_eval.<task>.<metric>`."""
-    task, _, metric = name.removeprefix(LM_EVAL).partition(".")
-    return f"lm_eval/{task}/{metric}"
-
-
 def interval(name: str, value: float, metrics: Mapping[str, float]) -> tuple[float, float] | None:
     """Return the 95 % interval of a number; None if its spread was not measured."""
     number = NUMBERS.get(name)
-    if name.startswith(LM_EVAL):
-        number = Number("", error=f"{_metric(name)}/error")
+    if name.startswith(LM_EVAL):  # lm_eval.<task>.<metric>
+        number = Number("", error="/".join(("lm_eval", *name.split(".", 2)[1:], "error")))
     if number is None:
         return None
     if count := metrics.get(f"quantized/{number.count}", metrics.get(number.count, 0.0)):
@@ -163,14 +159,7 @@ EXAMPLES = '">= 0.8", ">= base + 0.1", ">= champion - 0.01", "<= champion * 1.05
 
 @dataclass(frozen=True)
 class Condition:
-    """One condition: a number and its limit.
-
-    Attributes:
-        op: ">=", "<=", ">" or "<".
-        to: "champion", "base", or empty for an absolute limit.
-        sign: "+", "-" or "*".
-        by: the limit, or the second operand of `sign`.
-    """
+    """A number and its limit: absolute (`by`), or `by` added to or multiplied with that of `to`."""
 
     name: str
     op: str
@@ -185,33 +174,22 @@ class Condition:
         return f"{self.name} {self.op} {self.to}{more}"
 
     def limit(self, to: float) -> float:
-        """Return the limit in the unit of the number.
-
-        Args:
-            to: the number of the champion or the base; 0 for an absolute limit.
-        """
-        return (
-            to * self.by if self.sign == "*" else to + (-self.by if self.sign == "-" else self.by)
-        )
+        """Return the limit, from the number of the champion or the base; 0 if it is absolute."""
+        if self.sign == "*":
+            return to * self.by
+        return to - self.by if self.sign == "-" else to + self.by
 
     def holds(self, value: float, limit: float) -> bool:
         """Return True if a value meets a limit; 0.7 - 0.5 is at least 0.2 here."""
-        difference = round(value - limit, 9)
-        if self.op in (">", "<"):
-            return difference > 0 if self.op == ">" else difference < 0
-        return difference >= 0 if self.op == ">=" else difference <= 0
+        return bool(_COMPARE[self.op](round(value - limit, 9), 0))
+
+
+_COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Row of the gate's table.
-
-    Attributes:
-        value: the measured number; None if it was not measured.
-        limit: the limit; None if there is nothing to compare with.
-        low: lower end of the 95 % interval of the value; None if it is not known.
-        ok: True if the condition holds.
-    """
+    """Row of the gate's table; what is not known is None. `low` and `high` are a 95 % interval."""
 
     condition: str
     value: float | None
@@ -236,34 +214,22 @@ class Gate:
 
 
 def parse(name: str, text: str) -> Condition:
-    """Read a condition.
-
-    Args:
-        text: such as ">= champion - 0.01".
-
-    Raises:
-        ValueError: the text is no condition.
-    """
+    """Read a condition such as ">= champion - 0.01". Raises ValueError if it is none."""
     match = _CONDITION.fullmatch(str(text))
     if match is None:
         raise ValueError(f"{str(text)!r} is no condition")
-    if match["to"]:
-        return Condition(
-            name, match["op"], match["to"], match["sign"] or "+", float(match["by"] or 0)
-        )
-    return Condition(name, match["op"], by=float(match["limit"]))
+    if not match["to"]:
+        return Condition(name, match["op"], by=float(match["limit"]))
+    by = float(match["by"] or 0)
+    return Condition(name, match["op"], match["to"], match["sign"] or "+", by)
 
 
 def conditions(
     stated: Mapping[str, str], min_eval_gain: float | None, kinds: set[str]
 ) -> list[Condition]:
-    """Return the conditions of section `gate`.
+    """Return the conditions of section `gate`. Raises ValueError if a text is no condition.
 
-    Args:
-        min_eval_gain: least rise of exact match in percentage points; None for no condition.
-
-    Raises:
-        ValueError: a text is no condition.
+    `min_eval_gain` is the least rise of exact match in percentage points; None for no condition.
     """
     parsed = [parse(name, text) for name, text in stated.items()]
     if min_eval_gain is not None:
@@ -290,10 +256,9 @@ def judge(
 
 def _reason(verdict: Verdict) -> str:
     value = "not measured" if verdict.value is None else f"{verdict.value:.6g}"
-    asked = "" if verdict.limit is None else f", and the limit is {verdict.limit:.6g}"
-    known = verdict.value is None or verdict.verdict == "failed"
-    words = "" if known else f" ({verdict.verdict})"
-    return f"{verdict.condition}: {value}{asked}{words}"
+    limit = "" if verdict.limit is None else f", and the limit is {verdict.limit:.6g}"
+    more = "" if verdict.verdict in ("failed", "not measured") else f" ({verdict.verdict})"
+    return f"{verdict.condition}: {value}{limit}{more}"
 
 
 def _verdict(
@@ -308,12 +273,12 @@ def _verdict(
     if value is None:
         return Verdict(text, None, None, None, None, ok=False, verdict="not measured")
     low, high = interval(name, value, metrics) or (None, None)
+    if condition.to == "champion" and champion is None:
+        return Verdict(text, value, None, low, high, ok=True, verdict="ok, no champion yet")
     to: float | None = 0.0
     problem = ""
     if condition.to == "base":
         to, problem = numbers.get(f"base:{name}"), "not measured of the base"
-    elif condition.to == "champion" and champion is None:
-        return Verdict(text, value, None, low, high, ok=True, verdict="ok, no champion yet")
     elif condition.to == "champion" and champion is not None:
         to, problem = champion.numbers.get(name), f"{champion.name} has no such number"
         if to is not None and name.startswith("eval.") and champion.rows != rows:

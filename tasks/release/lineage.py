@@ -20,11 +20,8 @@ class Ancestor:
     Attributes:
         role: role in which the artifact below it was made from it; empty for the model itself.
         depth: number of artifacts between it and the model.
-        digest: its digest.
-        path: its folder; None if it is not in the store any more.
-        kind: kind of artifact; empty without a folder.
-        stage: stage that made it, likewise.
-        created: time at which it was published, in ISO 8601, likewise.
+        path: its folder; None if it is not in the store any more, and kind, stage and time of
+            publication are empty.
         rows: hashes of its files of rows, by name; of a dataset only.
         repeated: True if its own ancestors are listed further up.
     """
@@ -41,10 +38,7 @@ class Ancestor:
 
 
 def lineage(folder: Path, store: Path) -> list[Ancestor]:
-    """Return a model and everything that it was made from, depth first.
-
-    Args:
-        store: folder of artifacts, `<paths.runs>/artifacts`.
+    """Return a model and everything in the store that it was made from, depth first.
 
     Raises:
         ArtifactError: the folder has no manifest.

@@ -27,17 +27,16 @@ _ADAPTER_TAGS = ("lora", "qlora", "adapter", "peft")
 
 
 def write_card(folder: Path, text: str) -> bool:
-    """Write the card of a served folder, and list it in the manifest.
+    """Write the card of a served folder, and list it in the manifest; returns if that changed it.
 
     A folder that is signed already is left as it is.
-
-    Returns:
-        True if the folder has changed.
     """
     document = read_manifest(folder)
     data = text.encode()
     function = hash_of(next(iter(document["files"].values()), {}))
-    entry = {"size": len(data), function: _hash(function, data)}
+    digest = HASHES[function]()
+    digest.update(data)
+    entry = {"size": len(data), function: str(digest.hexdigest())}
     if is_signed(folder) or document.get("card") == entry:
         return False
     listed = json.dumps({**document, "card": entry}, indent=1, sort_keys=True) + "\n"
@@ -50,26 +49,18 @@ def write_card(folder: Path, text: str) -> bool:
     return True
 
 
-def _hash(function: str, data: bytes) -> str:
-    digest = HASHES[function]()
-    digest.update(data)
-    return str(digest.hexdigest())
-
-
 def card(header: Mapping[str, Any], title: str, sections: Mapping[str, Sequence[str]]) -> str:
-    """Return a card.
-
-    Args:
-        header: fields of the YAML header; empty ones are left out.
-        sections: lines by heading; sections without lines are left out.
-    """
-    fields = {name: value for name, value in header.items() if value}
+    """Return a card with a YAML header and sections of lines; empty ones are left out."""
     lines = [f"# {title}", ""]
     for heading, content in sections.items():
         if content:
             lines += [f"## {heading}", "", *content, ""]
-    front = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
-    return plain(f"{_FENCE}{front}{_FENCE}\n" + "\n".join(lines))
+    return plain(f"{_front(header)}\n" + "\n".join(lines))
+
+
+def _front(header: Mapping[str, Any]) -> str:
+    fields = {name: value for name, value in header.items() if value}
+    return f"{_FENCE}{yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)}{_FENCE}"
 
 
 def beside(text: str, existing: Path) -> str:
@@ -99,9 +90,7 @@ def _as_model(text: str) -> str:
         "base_model": hub_id(base) if isinstance(base, str) else "",
         "tags": [t for t in tags if t not in _ADAPTER_TAGS and t.split(":")[0] != "base_model"],
     }
-    fields = {name: value for name, value in header.items() if value}
-    front = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
-    return f"{_FENCE}{front}{_FENCE}{text.split(_FENCE, 2)[2]}"
+    return _front(header) + text.split(_FENCE, 2)[2]
 
 
 def _header(text: str) -> dict[str, Any]:

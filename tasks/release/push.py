@@ -25,11 +25,7 @@ LOGIN = "export HF_TOKEN=<a token that may write>, or hf auth login"
 
 
 def owner_problem(repo: str) -> str:
-    """Ask the Hub who owns the token. Returns why it cannot write to `repo`; empty if it can.
-
-    Args:
-        repo: `<owner>/<name>`.
-    """
+    """Ask the Hub who owns the token. Returns why it cannot write to `repo`; empty if it can."""
     from httpx2 import HTTPError
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError
@@ -51,11 +47,9 @@ def owner_problem(repo: str) -> str:
 
 
 def push(served: Artifact, repo: str) -> dict[str, str]:
-    """Push a served folder. A repository that does not exist is made, for its owner's eyes only.
+    """Push a served folder, after every byte was compared with its manifest.
 
-    Args:
-        served: the folder; every byte is compared with its manifest first.
-        repo: `<owner>/<name>`.
+    A repository that does not exist is made, for its owner's eyes only.
 
     Raises:
         ArtifactError: the folder is not what was published.
@@ -86,27 +80,26 @@ def push(served: Artifact, repo: str) -> dict[str, str]:
 
 def differences(folder: Path, arrived: Iterable[Any]) -> Iterator[str]:
     """Yield a line for each file in which the Hub's copy differs from a folder."""
-    local = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    local = {path.relative_to(folder).as_posix(): path for path in paths}
     remote = {each.path: each for each in arrived if hasattr(each, "blob_id")}
-    for name in sorted(local.keys() - remote.keys()):
-        yield f"{name}: not in the repository"
-    for name in sorted(remote.keys() - local.keys() - {KEPT}):
-        yield f"{name}: in the repository alone"
-    for name in sorted(local.keys() & remote.keys()):
-        file, copy = local[name], remote[name]
-        same = copy.size == file.stat().st_size
-        if same and copy.lfs is not None:
-            with file.open("rb") as content:
-                same = hashlib.file_digest(content, "sha256").hexdigest() == copy.lfs.sha256
-        elif same:  # git's name of a small file
-            data = file.read_bytes()
-            same = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() == copy.blob_id
-        if not same:
+    for name in sorted((local.keys() | remote.keys()) - {KEPT}):
+        if name not in remote:
+            yield f"{name}: not in the repository"
+        elif name not in local:
+            yield f"{name}: in the repository alone"
+        elif not _is_copy(local[name], remote[name]):
             yield f"{name}: other bytes than those of the folder"
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.rglob("*") if path.is_file())
+def _is_copy(file: Path, copy: Any) -> bool:
+    size = file.stat().st_size
+    if copy.lfs is not None:
+        with file.open("rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+        return bool((size, digest) == (copy.size, copy.lfs.sha256))
+    blob = b"blob %d\0" % size + file.read_bytes()  # git's name of a small file
+    return bool((size, hashlib.sha1(blob).hexdigest()) == (copy.size, copy.blob_id))
 
 
 def _not_pushed(message: str, details: Iterable[str] = ()) -> TrackingError:

@@ -67,7 +67,7 @@ def responses(*rows: tuple[str, str, str]) -> dict[str, str]:
     return {"generations.jsonl": lines(greedy), "drawn.jsonl": lines(sampled)}
 
 
-def recorded(runs: Path, *, tensor: str = "model.norm.weight", response: str = " k") -> Path:
+def recorded(runs: Path, *, response: str = " k") -> Path:
     """Write a completed run of three stages. Returns its folder."""
     results: list[StageResult] = []
 
@@ -82,7 +82,7 @@ def recorded(runs: Path, *, tensor: str = "model.norm.weight", response: str = "
         results.append(StageResult(name, artifact, False, 1.5, checks, numbers, {}))
 
     with record_at(runs, NAME) as record:
-        good = Check(tensor, "BF16 [128]", "BF16 [128]", ok=True)
+        good = Check("model.norm.weight", "BF16 [128]", "BF16 [128]", ok=True)
         run("train", publish(runs, "shards", {}, good), good)
         moved = verdict(DRIFT, PROFILES["standard"])
         run("merge", publish(runs, "weights", {}, good, moved), good, moved, drift=DRIFT)

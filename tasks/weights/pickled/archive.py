@@ -18,11 +18,14 @@ from typing import BinaryIO
 
 from tasks.core.errors import ArtifactError
 
+LOCAL_MAGIC = b"PK\x03\x04"
 _LOCAL = struct.Struct("<4s5H3L2H")
 _END = b"PK\x05\x06"
-_SHOWN = 3
+_DESCRIBED, _ENCRYPTED = 8, 1
+_WIDE = (1 << 32) - 1
+"""Sizes and offsets from here on are written in 8 bytes."""
 _MAX_ARCHIVES = 100_000
-MAX_DIRECTORY = 64 << 20
+_MAX_DIRECTORY = 64 << 20
 """Limit in bytes: an entry of torch takes 60 to 80, and there is one per tensor."""
 _AGAIN = "load it with the torch that wrote it and save it again: torch.save(state, path)"
 
@@ -54,15 +57,10 @@ class Archive:
             raise ArtifactError(f"{self.path}: not written by torch.save: no record {name}")
         if record.nbytes > limit:
             raise ArtifactError(f"{self.path}: {name} has {record.nbytes} bytes, allowed: {limit}")
-        try:
-            with self.path.open("rb") as file:
-                file.seek(record.start)
-                data = file.read(record.nbytes)
-        except OSError as error:
-            raise ArtifactError(f"{self.path}: cannot be read: {error.strerror}") from error
-        if len(data) < record.nbytes:
-            raise ArtifactError(f"{self.path}: truncated: {name} ends after {len(data)} bytes")
-        if record.crc32 and zlib.crc32(data) != record.crc32:
+        with _opened(self.path) as file:
+            file.seek(record.start)
+            data = file.read(record.nbytes)
+        if len(data) < record.nbytes or (record.crc32 and zlib.crc32(data) != record.crc32):
             raise ArtifactError(f"{self.path}: {name} does not match its checksum")
         return data
 
@@ -77,13 +75,13 @@ def read_archive(path: Path, start: int = 0, end: int | None = None) -> Archive:
     with _opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         if end is None:
-            _require_zip(path, file, size)
+            _require_zip(path, file)
         elif end > size:
             raise ArtifactError(f"{path}: truncated: a shard ends at byte {end}")
-        base, records = _records(path, file, size if end is None else end)
+        base, archive = _archive_until(path, file, size if end is None else end)
     if base != start:
         raise ArtifactError(f"{path}: a zip file of torch.save begins at byte {base}, not {start}")
-    return Archive(path, records)
+    return archive
 
 
 def read_archives(path: Path) -> list[Archive]:
@@ -94,14 +92,23 @@ def read_archives(path: Path) -> list[Archive]:
     """
     archives: list[Archive] = []
     with _opened(path) as file:
+        _require_zip(path, file)
         end = os.fstat(file.fileno()).st_size
-        _require_zip(path, file, end)
-        while end or not archives:
-            if len(archives) >= _MAX_ARCHIVES:
-                raise ArtifactError(f"{path}: more than {_MAX_ARCHIVES} zip files in one")
-            end, records = _records(path, file, end)
-            archives.append(Archive(path, records))
+        while end and len(archives) < _MAX_ARCHIVES:
+            end, archive = _archive_until(path, file, end)
+            archives.append(archive)
+    if end:
+        raise ArtifactError(f"{path}: more than {_MAX_ARCHIVES} zip files in one")
     return archives
+
+
+def is_zip(file: BinaryIO) -> bool:
+    """Return True if a zip file with entries ends at the end of a file, whatever is before it."""
+    try:
+        with zipfile.ZipFile(_Until(file, file.seek(0, io.SEEK_END))) as opened:
+            return bool(opened.infolist())
+    except (struct.error, ValueError, zipfile.BadZipFile, NotImplementedError):
+        return False
 
 
 @contextmanager
@@ -112,17 +119,17 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (struct.error, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
-        raise ArtifactError(f"{path}: not a readable zip file: {error}") from error
+        raise ArtifactError(f"{path}: truncated, or not written by torch.save: {error}") from error
 
 
-def _require_zip(path: Path, file: BinaryIO, size: int) -> None:
+def _require_zip(path: Path, file: BinaryIO) -> None:
     magic = file.read(4)
     if magic[:1] == b"\x80":
         raise ArtifactError(
             f"{path}: a bare pickle: torch's format before 1.6, or another program's", hint=_AGAIN
         )
-    if magic != b"PK\x03\x04":
-        raise ArtifactError(f"{path}: not written by torch.save: {size} bytes, not a zip file")
+    if magic != LOCAL_MAGIC:
+        raise ValueError("not a zip file")
 
 
 class _Until(io.RawIOBase):
@@ -143,7 +150,7 @@ class _Until(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         room = max(0, self._end - self._at)
         count = room if size < 0 else min(size, room)
-        if count > MAX_DIRECTORY:
+        if count > _MAX_DIRECTORY:
             raise zipfile.BadZipFile(f"a directory of {count} bytes")
         self._file.seek(self._at)
         data = self._file.read(count)
@@ -151,59 +158,48 @@ class _Until(io.RawIOBase):
         return data
 
 
-def _records(path: Path, file: BinaryIO, end: int) -> tuple[int, dict[str, Record]]:
-    """Return the offset of the zip file that ends at `end`, and its records."""
-    file.seek(max(0, end - 22))
-    tail = file.read(22)
-    if tail[:4] != _END or tail[20:] != b"\0\0":
-        raise ArtifactError(f"{path}: truncated, or other data follows the zip file's end")
-    with zipfile.ZipFile(_Until(file, end)) as opened:
+def _archive_until(path: Path, file: BinaryIO, end: int) -> tuple[int, Archive]:
+    """Return the offset of the zip file that ends at `end`, and its table."""
+    tail = _Until(file, end)
+    tail.seek(max(0, end - 22))
+    last = tail.read(22)
+    if last[:4] != _END or last[20:] != b"\0\0":
+        raise ValueError("other data follows the zip file's end")
+    with zipfile.ZipFile(tail) as opened:
         entries, directory = opened.infolist(), opened.start_dir
     records: dict[str, Record] = {}
-    prefixes, headers, ends = set(), {directory}, set()
+    folders, begins, ends = set(), {directory}, set()
     for entry in entries:
-        prefix, _, rest = entry.filename.partition("/")
-        prefixes.add(prefix)
-        if rest in records:
-            raise ArtifactError(f"{path}: record {entry.filename} appears twice")
-        if entry.compress_type or entry.flag_bits & 1 or entry.compress_size != entry.file_size:
-            raise ArtifactError(
-                f"{path}: record {entry.filename} is compressed or encrypted, which torch never "
-                "does",
-                hint=_AGAIN,
-            )
-        start = _data_start(path, file, entry)
-        records[rest] = Record(start, entry.file_size, entry.CRC)
-        headers.add(entry.header_offset)
-        ends.add(_end(path, file, records[rest], entry))
-    if len(prefixes) != 1:
-        some = ", ".join(sorted(prefixes)[:_SHOWN]) or "none"
-        raise ArtifactError(f"{path}: not written by torch.save: {len(prefixes)} folders: {some}")
-    base = min(headers)
+        folder, _, name = entry.filename.partition("/")
+        folders.add(folder)
+        if name in records:
+            raise ValueError(f"record {entry.filename} appears twice")
+        packed = entry.compress_type or entry.compress_size != entry.file_size
+        if packed or entry.flag_bits & _ENCRYPTED:
+            raise ValueError(f"record {entry.filename} is compressed or encrypted")
+        records[name] = Record(_data_start(file, entry), entry.file_size, entry.CRC)
+        begins.add(entry.header_offset)
+        ends.add(_end(records[name], entry))
+    if len(folders) != 1:
+        raise ValueError(f"{len(folders)} folders of records")
+    base = min(begins)
     # No gaps allowed: so an altered length cannot move a record by a few bytes.
-    if headers != ends | {base}:
-        raise ArtifactError(f"{path}: records overlap, or leave gaps between them")
-    return base, records
+    if begins != ends | {base}:
+        raise ValueError("records overlap, or leave gaps between them")
+    return base, Archive(path, records)
 
 
-def _data_start(path: Path, file: BinaryIO, entry: zipfile.ZipInfo) -> int:
+def _data_start(file: BinaryIO, entry: zipfile.ZipInfo) -> int:
     file.seek(entry.header_offset)
-    local = _LOCAL.unpack(file.read(_LOCAL.size))
-    written = file.read(local[9]).decode()
-    if local[0] != b"PK\x03\x04" or written != entry.orig_filename or local[3]:
-        raise ArtifactError(f"{path}: record {entry.filename} is not where the directory says")
-    return entry.header_offset + _LOCAL.size + int(local[9]) + int(local[10])
+    magic, *_, name_size, extra_size = _LOCAL.unpack(file.read(_LOCAL.size))
+    if magic != LOCAL_MAGIC or file.read(name_size).decode() != entry.orig_filename:
+        raise ValueError(f"record {entry.filename} is not where the directory says")
+    return entry.header_offset + _LOCAL.size + int(name_size) + int(extra_size)
 
 
-def _end(path: Path, file: BinaryIO, record: Record, entry: zipfile.ZipInfo) -> int:
-    """Return the offset at which the next record has to begin."""
-    end = record.start + record.nbytes
-    if not entry.flag_bits & 8:
-        return end
-    file.seek(end)
-    descriptor = file.read(24)
-    if descriptor[:4] != b"PK\x07\x08":
-        raise ArtifactError(f"{path}: record {entry.filename} does not end where it should")
-    # Signature, checksum and two sizes: of 4 bytes each, or of 8 if they need it.
-    wide = descriptor[8:24] == struct.pack("<2Q", record.nbytes, record.nbytes)
-    return end + (24 if wide else 16)
+def _end(record: Record, entry: zipfile.ZipInfo) -> int:
+    """Return the offset at which the next record has to begin, after checksum and sizes."""
+    if not entry.flag_bits & _DESCRIBED:
+        return record.start + record.nbytes
+    is_wide = max(record.nbytes, entry.header_offset) >= _WIDE
+    return record.start + record.nbytes + (24 if is_wide else 16)

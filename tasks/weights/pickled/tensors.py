@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tasks.weights.files.names import without_wrappers
 from tasks.weights.files.reader import index_of, survey, weight_files
 from tasks.weights.files.source import Extent, FullTensor, FullTensors
 from tasks.weights.pickled.archive import Archive, read_archive
-from tasks.weights.pickled.unpickler import MAX_NAME, Foreign, Global, PickleError, run
+from tasks.weights.pickled.unpickler import Foreign, Global, PickleError, run
 
 MODEL = "pytorch_model.bin"
 """File name of a pickled model in transformers; the index of several files is named after it."""
@@ -125,38 +126,31 @@ def read_tensors(archive: Archive) -> TorchFile:
     if "byteorder" in archive.records and archive.read("byteorder", 64) != b"little":
         raise ArtifactError(f"{path}: written on a big-endian machine")
     try:
-        content = run(data, persistent=_Storages(archive), reduce=_reduce)
+        content = run(data, persistent=partial(_storage, archive), reduce=_reduce)
     except PickleError as error:
         raise ArtifactError(f"{path}: not a usable torch file: {error}") from error
     return TorchFile(path, content, archive)
 
 
-class _Storages:
-    """Map persistent ids `("storage", class, record, device, number of elements)` to storages."""
-
-    def __init__(self, archive: Archive) -> None:
-        self._archive = archive
-
-    def __call__(self, identity: Any) -> Storage | Foreign:
-        if not (isinstance(identity, tuple) and len(identity) == 5 and identity[0] == "storage"):
-            raise PickleError("a persistent id that is not a storage")
-        _, kind, key, _, count = identity
-        if not (isinstance(kind, Global) and isinstance(key, str) and _is_size(count)):
-            raise PickleError("a storage without class, record or size")
-        if len(key) > MAX_NAME:
-            raise PickleError(f"a storage whose name has {len(key)} characters")
-        record = self._archive.records.get(f"data/{key}")
-        if record is None:
-            raise PickleError(f"storage {key} has no record")
-        dtype = None
-        if kind.name != "UntypedStorage":
-            dtype = DTYPES.get(kind.name.removesuffix("Storage").lower())
-            if dtype is None or kind.module != "torch":  # complex or quantised: not weights
-                return Foreign(kind.path)
-        nbytes = count * (ITEM_BITS[dtype] // 8 if dtype else 1)
-        if nbytes != record.nbytes:
-            raise PickleError(f"storage {key} needs {nbytes} bytes, its record has {record.nbytes}")
-        return Storage(f"data/{key}", dtype, nbytes)
+def _storage(archive: Archive, identity: Any) -> Storage | Foreign:
+    """Return the storage of `("storage", class, record, device, number of elements)`."""
+    if not (isinstance(identity, tuple) and len(identity) == 5 and identity[0] == "storage"):
+        raise PickleError("a persistent id that is not a storage")
+    _, kind, key, _, count = identity
+    if not (isinstance(kind, Global) and isinstance(key, str) and _is_size(count)):
+        raise PickleError("a storage without class, record or size")
+    record = archive.records.get(f"data/{key}")
+    if record is None:
+        raise PickleError(f"storage {key:.100} has no record")
+    dtype = None
+    if kind.name != "UntypedStorage":
+        dtype = DTYPES.get(kind.name.removesuffix("Storage").lower())
+        if dtype is None or kind.module != "torch":  # complex or quantised: not weights
+            return Foreign(kind.path)
+    nbytes = count * (ITEM_BITS[dtype] // 8 if dtype else 1)
+    if nbytes != record.nbytes:
+        raise PickleError(f"storage {key} needs {nbytes} bytes, its record has {record.nbytes}")
+    return Storage(f"data/{key}", dtype, nbytes)
 
 
 def _reduce(target: Global, args: tuple[Any, ...]) -> Any:

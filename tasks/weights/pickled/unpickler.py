@@ -21,11 +21,7 @@ from typing import Any
 
 MAX_STEPS = 20_000_000
 """Maximum number of instructions; the states of a model of 100,000 tensors have 10 million."""
-_MAX_LONG = 64
-_NUMBER = b"0123456789+-. \tinfNIaA"
-"""First characters of a number in text; C's unpickler accepts more after them than `int` does."""
-MAX_NAME = 4096
-"""Maximum number of characters of a key, a module name or a class name."""
+_MAX_NAME = 4096
 _MAX_KEY_BITS = 60
 
 
@@ -38,11 +34,7 @@ class DamagedError(PickleError):
 
 
 class TruncatedError(DamagedError):
-    """The data ends within the pickle.
-
-    Attributes:
-        end: offset up to which the next instruction reads, as far as that is known.
-    """
+    """The data ends within the pickle, before offset `end`."""
 
     def __init__(self, message: str, end: int) -> None:
         super().__init__(message)
@@ -75,47 +67,10 @@ class Foreign:
     state: Any = None
 
 
-def named(module: Any, name: Any) -> Global:
-    """Return the name of a class, with Python 2's modules under their new names.
-
-    Raises:
-        UnresolvedError: the name is the result of a call, or too long.
-        DamagedError: it cannot be a name.
-    """
-    if isinstance(module, Foreign) or isinstance(name, Foreign):
-        raise UnresolvedError("a name that is built while the file is loaded")
-    if not (isinstance(module, str) and isinstance(name, str)):
-        raise DamagedError("a class without a name")
-    if max(len(module), len(name)) > MAX_NAME:
-        if not f"{module}.{name}".replace(".", "_").isidentifier():
-            raise DamagedError("a long text where a class's name should be")
-        raise UnresolvedError(f"a class's name of {max(len(module), len(name))} characters")
-    module, name = NAME_MAPPING.get((module, name), (module, name))
-    return Global(IMPORT_MAPPING.get(module, module), name)
+Reduce = Callable[[Global, tuple[Any, ...]], Any]
 
 
-def key_of(key: Any) -> Any:
-    """Return a key, or a placeholder equal to no other if hashing or comparing it could take long.
-
-    Python hashes text with a secret seed, but integers without one: a pickle could contain millions
-    of integers above 60 bits with the same hash, and a dictionary of them would take hours.
-    """
-    if isinstance(key, str | bytes):
-        if len(key) > MAX_NAME:
-            raise UnresolvedError(f"a key of {len(key)} characters")
-        return key
-    if isinstance(key, int) and key.bit_length() > _MAX_KEY_BITS:
-        return Foreign("key")
-    plain = key is None or isinstance(key, int | float | Foreign)  # placeholders equal no other
-    return key if plain else Foreign("key")
-
-
-def run(
-    data: bytes,
-    *,
-    persistent: Callable[[Any], Any],
-    reduce: Callable[[Global, tuple[Any, ...]], Any],
-) -> Any:
+def run(data: bytes, *, persistent: Callable[[Any], Any], reduce: Reduce) -> Any:
     """Return the value that a pickle builds; `persistent` and `reduce` as of `Walker`.
 
     Raises:
@@ -128,8 +83,29 @@ def run(
     return walker.stack[0]
 
 
-def _placeholder(target: Global, args: tuple[Any, ...]) -> Foreign:
-    return Foreign(target.path, args)
+def _name(module: Any, name: Any) -> Global:
+    """Return the name of a class, with Python 2's modules under their new names."""
+    if isinstance(module, Foreign) or isinstance(name, Foreign):
+        raise UnresolvedError("a name that is built while the file is loaded")
+    if not (isinstance(module, str) and isinstance(name, str)):
+        raise DamagedError("a class without a name")
+    if max(len(module), len(name)) > _MAX_NAME:
+        if not f"{module}.{name}".replace(".", "_").isidentifier():
+            raise DamagedError("a long text where a class's name should be")
+        raise UnresolvedError(f"a class's name of {max(len(module), len(name))} characters")
+    module, name = NAME_MAPPING.get((module, name), (module, name))
+    return Global(IMPORT_MAPPING.get(module, module), name)
+
+
+def _key(key: Any) -> Any:
+    """Return a key, or a placeholder equal to no other if hashing or comparing it could take long.
+
+    Python hashes text with a secret seed, but integers without one: a pickle could contain millions
+    of integers above 60 bits with the same hash, and a dictionary of them would take hours.
+    """
+    plain = key is None or isinstance(key, str | bytes | int | float | Foreign)
+    is_large = isinstance(key, int) and key.bit_length() > _MAX_KEY_BITS
+    return key if plain and not is_large else Foreign("key")
 
 
 _Unpickler: Any = pickle._Unpickler  # has no annotations of what a subclass needs
@@ -146,7 +122,7 @@ class Walker(_Unpickler):
 
     Attributes:
         at: offset of the next byte.
-        names: offset by name of each class or function that the pickle has named so far.
+        names: the classes and functions that the pickle has named so far.
         calls: number of calls so far: of functions, of classes, and of `__setstate__`.
         steps: number of instructions so far.
         blobs: the byte strings so far.
@@ -158,22 +134,17 @@ class Walker(_Unpickler):
         at: int = 0,
         *,
         persistent: Callable[[Any], Any] = lambda _: Foreign("a persistent id"),
-        reduce: Callable[[Global, tuple[Any, ...]], Any] = _placeholder,
+        reduce: Reduce = lambda target, args: Foreign(target.path, args),
     ) -> None:
         super().__init__(BytesIO())
         self.data, self.at = data, at
-        self.names: dict[Global, int] = {}
+        self.names: set[Global] = set()
         self.blobs: list[bytes] = []
         self.calls = self.steps = self.proto = self._frame_end = 0
         self.persistent_load, self._reduce = persistent, reduce
         self.stack: list[Any] = []
         self.metastack: list[list[Any]] = []
         self.append = self.stack.append
-
-    @property
-    def top(self) -> Any:
-        """Value on top of the stack; None if there is none."""
-        return self.stack[-1] if self.stack else None
 
     def walk(self, most: int) -> None:
         """Follow the pickle up to its end; what it did until then is here in any case.
@@ -245,52 +216,35 @@ class Walker(_Unpickler):
         except UnicodeDecodeError:  # depends on the reader's `encoding`
             return Foreign("builtins.str")
 
-    # Numbers in text, of which C's unpickler reads more than Python's
+    # Numbers in text: C's unpickler ends them at a zero byte, and reads forms that `int` does not.
 
-    def _number(self, read: Callable[[str], Any]) -> None:
-        line = self.readline()[:-1].split(b"\0")[0]
-        if not line or line[0] not in _NUMBER:
-            raise DamagedError(f"a number that is none at byte {self.at}")
+    def _number(self, read: Callable[[bytes], Any]) -> None:
         try:
-            self.append(read(line.rstrip(b"L").decode()))
+            self.append(read(self.readline()[:-1].split(b"\0")[0]))
         except ValueError:
             self.append(Foreign("a number"))
 
     def load_int(self) -> None:
-        if self.data[self.at : self.at + 3] in (b"00\n", b"01\n"):
-            self.append(self.readline() == b"01\n")
-        else:
-            self.load_long()
+        booleans = {b"00": False, b"01": True}
+        self._number(lambda text: booleans[text] if text in booleans else int(text.decode(), 0))
 
     def load_long(self) -> None:
-        self._number(lambda text: int(text, 0))
+        self._number(lambda text: int(text.rstrip(b"L").decode(), 0))
 
     def load_float(self) -> None:
         self._number(float)
 
-    def load_long4(self) -> None:
-        (size,) = struct.unpack("<i", self.read(4))
-        raw = self.read(max(size, 0))
-        is_short = 0 <= size <= _MAX_LONG
-        self.append(int.from_bytes(raw, "little", signed=True) if is_short else Foreign("a number"))
-
-    def _index(self) -> int:
-        return int(self.readline().split(b"\0")[0])
-
     def load_get(self) -> None:
-        self.append(self.memo[self._index()])
+        self.append(self.memo[int(self.readline().split(b"\0")[0])])
 
     def load_put(self) -> None:
-        index = self._index()
-        if index < 0:
-            raise DamagedError(f"a negative index at byte {self.at}")
-        self.memo[index] = self.stack[-1]
+        self.memo[int(self.readline().split(b"\0")[0])] = self.stack[-1]
 
     # Names and calls
 
     def find_class(self, module: Any, name: Any) -> Global:
-        target = named(module, name)
-        self.names.setdefault(target, self.at)
+        target = _name(module, name)
+        self.names.add(target)
         return target
 
     def load_stack_global(self) -> None:
@@ -308,8 +262,7 @@ class Walker(_Unpickler):
         if isinstance(target, Global) and isinstance(args, tuple):
             self.append(self._reduce(target, args))
         else:
-            kind = "call with other arguments" if isinstance(target, Global) else "call of a call"
-            self.append(Foreign(kind))
+            self.append(Foreign("a call of a call, or with other arguments"))
 
     def load_reduce(self) -> None:
         args, target = self.stack.pop(), self.stack.pop()
@@ -367,25 +320,20 @@ class Walker(_Unpickler):
         if isinstance(target, list):
             target.extend(items)
         else:
-            self._drop(target)
+            self._leave_out(target)
 
     def _fill(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        if isinstance(target, list):
-            raise UnresolvedError(f"replaces items of a list at byte {self.at}")
-        if len(items) % 2 and not isinstance(target, Foreign | Global):
-            raise DamagedError(f"a key without a value at byte {self.at}")
         if isinstance(target, dict):
-            target.update(
-                (key_of(key), value) for key, value in zip(*[iter(items)] * 2, strict=True)
-            )
+            pairs = zip(items[::2], items[1::2], strict=True)
+            target.update((_key(key), value) for key, value in pairs)
         else:
-            self._drop(target)
+            self._leave_out(target)
 
-    def _drop(self, target: Any) -> None:
+    def _leave_out(self, target: Any) -> None:
         """Leave out what goes into a foreign container."""
-        if isinstance(target, Global):
-            raise UnresolvedError(f"calls a method of {target.path} at byte {self.at}")
+        if isinstance(target, Global | list):
+            raise UnresolvedError(f"calls a method of a class or a list at byte {self.at}")
         if not isinstance(target, Foreign):
             raise DamagedError(f"fills a {type(target).__name__} at byte {self.at}")
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import gzip
-import lzma
 import pickle
 import random
 import struct
 import tracemalloc
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tasks.weights.pickled import scan
 from tasks.weights.pickled.scan import TENSORS, TORCH, TRAINERS, Scanned, Scanner
-from tests.weights.pickled.corpus import array, cases, evil, legacy, program, reduce, zipped
+from tests.weights.pickled.corpus import array, cases, legacy, program, reduce, zipped
 
 CASES = {f"{source}: {case}": (file, data) for source, case, file, data in cases()}
 
@@ -115,8 +111,6 @@ HARMLESS: list[tuple[str, bytes]] = [
     ("x.safetensors", b"\x80\x02\0\0\0\0\0\0" + b"{}".ljust(0x280)),
     ("x.npy", array(bytes(range(80)), "<i8")), ("x.txt", b"x^2 + y^2\n"), ("x.txt", b"BZhello"),
     ("x.csv", b"column 1, column 2, " * 300 + b"\n1\n"),
-    ("x.zip", zipped({"a.txt": b"cold\nand\nwet."}, zipfile.ZIP_DEFLATED)),
-    ("x.json.gz", gzip.compress(b'{"a": 1}' * 99, mtime=0)),
     ("x.pkl", pickle.dumps([1, "x", 2.5])),
     ("x.pt", legacy(b"\x80\x02}.") + pickle.dumps([]) + b"\x80\x02\0\0\0\0\0\0" * 9),
 ]  # fmt: skip
@@ -151,29 +145,17 @@ BOMBS = [
 ]  # fmt: skip
 
 
-def test_bombs_allocate_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scan, "MAX_BYTES", 1 << 20)
-    packed = [gzip.compress(bytes(8 << 20)), lzma.compress(bytes(8 << 20))]
-    for data in (*BOMBS, *packed):
+def test_bombs_allocate_nothing(tmp_path: Path) -> None:
+    for data in BOMBS:
         tracemalloc.start()
-        result = scanned(tmp_path / "x.pkl", data)
+        scanned(tmp_path / "x.pkl", data)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert peak < (8 << 20 if data in packed else 2 << 20), data[:20]
-        assert data not in packed or "1048576" in result.unreadable[0]
+        assert peak < 2 << 20, data[:20]
 
 
-def test_data_beyond_what_is_read_is_unreadable_only_if_it_exists(tmp_path, monkeypatch) -> None:
+def test_code_beyond_what_is_read_is_unreadable(tmp_path, monkeypatch) -> None:
     data = program(b"".join(b"X\x03\0\0\0abc0" for _ in range(30_000)), reduce("os", "system", "x"))
     assert hostile(scanned(tmp_path / "x.bin", data)) == {"os.system"}
     monkeypatch.setattr(scan, "MAX_BYTES", 1 << 17)
     assert scanned(tmp_path / "x.bin", data).unreadable
-    for claimed, unreadable in ((1 << 18, True), (1 << 30, False)):
-        data = b"B" + struct.pack("<I", claimed) + bytes(1 << 18) + b"0cos\nsystem\n(S'id'\ntR."
-        assert bool(scanned(tmp_path / "x.bin", data).unreadable) is unreadable
-
-
-def test_a_link_is_scanned(tmp_path: Path) -> None:
-    (tmp_path / "blob").write_bytes(evil())
-    (tmp_path / "x.bin").symlink_to("blob")
-    assert hostile(scanned(tmp_path / "x.bin")) == {"os.system"}

@@ -13,37 +13,27 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.weights.execute.writer import Spec, shard_file
 from tasks.weights.files.documents import read_json
-from tasks.weights.files.dtypes import NUMPY, cast, widened
-from tasks.weights.files.header import Header, TensorInfo, read_header
 from tasks.weights.files.reader import weight_files
 from tasks.weights.tokens.vocabulary import resized_config
+
+if TYPE_CHECKING:
+    import torch
 
 _TABLES = (
     "embed_tokens.weight", "lm_head.weight", "lm_head.bias", "wte.weight", "embed_in.weight",
     "embed_out.weight", "word_embeddings.weight",
 )  # fmt: skip
 """Ends of tensor names that have one row for each token."""
-_BLOCK = 1 << 24
 _INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
 class Grown:
-    """Result of `grow`.
-
-    Attributes:
-        ids: ids of the new tokens, in the order given.
-        before: rows of the embedding before.
-        after: rows of the embedding now.
-    """
+    """Ids of the new tokens in the order given, and rows of the embedding before and after."""
 
     ids: tuple[int, ...]
     before: int
@@ -60,7 +50,8 @@ def grow(folder: Path, tokens: Sequence[str], *, multiple: int = 1) -> Grown:
 
     Raises:
         ConfigError: the tokenizer already has one of the tokens.
-        ArtifactError: no embedding has `vocab_size` rows, or its dtype is not F32, F16 or BF16.
+        ArtifactError: no embedding has `vocab_size` rows, or its dtype is not a float of 16 or 32
+            bits.
     """
     config = read_json(folder / "config.json")
     before = int((config.get("text_config") or config)["vocab_size"])
@@ -68,8 +59,7 @@ def grow(folder: Path, tokens: Sequence[str], *, multiple: int = 1) -> Grown:
     after = max(before, -(-(max(ids) + 1) // multiple) * multiple)
     if after > before:
         _into_tables(folder, before, after)
-        text = json.dumps(resized_config(config, after), indent=2, sort_keys=True)
-        _replace(folder / "config.json", (text + "\n").encode())
+        _write_json(folder / "config.json", resized_config(config, after))
     return Grown(ids, before, after)
 
 
@@ -96,67 +86,50 @@ def _into_tokenizer(folder: Path, tokens: Sequence[str]) -> tuple[int, ...]:
 
 
 def _into_tables(folder: Path, before: int, after: int) -> None:
+    """Add rows to every table, one file after the other."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
     added, has_table = 0, False
     for path in weight_files(folder, "*.safetensors"):
-        header = read_header(path)
-        tables = {
-            name
-            for name, info in header.tensors.items()
-            if name.endswith(_TABLES) and info.shape[0] == before
-        }
-        if tables:
-            added += _rewrite(path, header, tables, after)
-            has_table = True
+        with safe_open(path, framework="pt") as file:
+            tables = [name for name in file.keys() if name.endswith(_TABLES)]  # noqa: SIM118
+            tables = [name for name in tables if file.get_slice(name).get_shape()[0] == before]
+            if not tables:
+                continue
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata()
+        for name in tables:
+            rows = _grown(name, tensors[name], after)
+            added += rows.nbytes - tensors[name].nbytes
+            tensors[name] = rows
+        work = path.with_name(f".{path.name}.tmp")
+        save_file(tensors, work, metadata=metadata)
+        work.replace(path)
+        has_table = True
     if not has_table:
         raise ArtifactError(f"{folder}: no embedding of vocab_size={before} rows to add tokens to")
-    index = folder / _INDEX
-    if index.is_file():
-        document = read_json(index)
-        document.setdefault("metadata", {})
-        document["metadata"]["total_size"] = document["metadata"].get("total_size", 0) + added
-        _replace(index, (json.dumps(document, indent=2, sort_keys=True) + "\n").encode())
+    if (folder / _INDEX).is_file():
+        document = read_json(folder / _INDEX)
+        metadata = document.setdefault("metadata", {})
+        metadata["total_size"] = metadata.get("total_size", 0) + added
+        _write_json(folder / _INDEX, document)
 
 
-def _rewrite(path: Path, header: Header, tables: set[str], after: int) -> int:
-    """Rewrite one file with longer tables. Return the number of tensor bytes added."""
-    specs = [
-        Spec(name, (after, *info.shape[1:]) if name in tables else info.shape, info.dtype)
-        for name, info in header.tensors.items()
-    ]
-    file = shard_file(path.name, specs)
-    work = path.with_name(f".{path.name}.tmp")
-    data = np.memmap(path, np.uint8, "r")
-    with work.open("wb") as out:
-        out.write(file.head)
-        for spec in specs:
-            info = header.tensors[spec.name]
-            out.seek(file.infos[spec.name].start)
-            for at in range(info.start, info.end, _BLOCK):
-                out.write(data[at : min(at + _BLOCK, info.end)].tobytes())
-            if spec.name in tables:
-                out.write(_mean_row(data, info, spec.name) * (after - info.shape[0]))
-        out.truncate(file.size)
-    work.replace(path)
-    return sum(spec.nbytes - header.tensors[spec.name].nbytes for spec in specs)
+def _grown(name: str, table: torch.Tensor, rows: int) -> torch.Tensor:
+    """Append the mean row, computed in fp64, until the table has `rows`."""
+    import torch
 
-
-def _mean_row(data: NDArray[np.uint8], info: TensorInfo, name: str) -> bytes:
-    """Return the mean row as bytes in the tensor's dtype, computed in fp64 and rounded once."""
-    if info.dtype not in NUMPY:
+    if table.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ArtifactError(
-            f"{name}: tokens can be added to BF16, F16 and F32 tables, not to {info.dtype}"
+            f"{name}: tokens can be added to BF16, F16 and F32 tables, not to {table.dtype}"
         )
-    rows = data[info.start : info.end].reshape(info.shape[0], -1)
-    total: Any = 0.0
-    for at in range(0, len(rows), 4096):
-        block = rows[at : at + 4096]
-        numbers = widened(np.array(block).reshape(-1), info.dtype).reshape(len(block), -1)
-        total += numbers.astype(np.float64).sum(axis=0)
-    mean = np.asarray(total / len(rows), np.float32)
-    return cast(mean.reshape(-1).view(np.uint8), "F32", info.dtype).tobytes()
+    total = torch.stack([block.double().sum(dim=0) for block in table.split(4096)]).sum(dim=0)
+    mean = (total / len(table)).float().to(table.dtype)
+    return torch.cat([table, mean.expand(rows - len(table), *table.shape[1:])])
 
 
-def _replace(path: Path, content: bytes) -> None:
+def _write_json(path: Path, document: Any) -> None:
     work = path.with_name(f".{path.name}.tmp")
-    work.write_bytes(content)
+    work.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
     work.replace(path)

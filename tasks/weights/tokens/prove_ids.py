@@ -31,8 +31,6 @@ TEXTS = (
 )  # fmt: skip
 """Digits, runs of blanks, newlines, tabs, accents, scripts, emoji, code, a leading blank."""
 _LEADING = (" a leading blank", "  two of them")
-_BPE_AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")  # built into the merges
-_BPE_OPTIONS = ("dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
 _MOST_SPECIAL = 64
 _WAIT_S = 300.0
 _ONLY = ("PATH", "LD_LIBRARY_PATH", "LANG", "HOME", "TMPDIR")
@@ -97,12 +95,7 @@ def misread(folder: Path) -> str:
 def misread_as(folder: Path, pipeline: Mapping[str, Any]) -> str:
     """Return as `misread` does, without transformers, for a class that builds this pipeline.
 
-    Args:
-        folder: folder with a tokenizer.json.
-        pipeline: `normalizer`, `pre_tokenizer`, and `model` without vocabulary and merges.
-
-    Raises:
-        ArtifactError: the comparison itself failed.
+    `pipeline` has `normalizer`, `pre_tokenizer`, and `model` without vocabulary and merges.
     """
     return _asked(folder.absolute(), (), json.dumps(pipeline))
 
@@ -169,55 +162,32 @@ def _compare_built(folder: Path, pipeline: Mapping[str, Any]) -> str:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception:
         return ""  # every loader stops, and says so
-    encode = plain_encoder(tokenizer)
     special = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
-    truth = {text: encode(text) for text in texts_of(special)}
-    written = tokenizer.normalizer and json.loads(tokenizer.normalizer.__getstate__())
-    step = _with_charsmap(pipeline["normalizer"], _charsmap(written))
-    steps = {"normalizer": step, "pre_tokenizer": pipeline["pre_tokenizer"]}
-    model, options = tokenizer.model, pipeline["model"]
-    if options.get("unk_token"):
-        options = {**options, "unk_token": getattr(model, "unk_token", None)}
-    if type(model).__name__ == options["type"] == "BPE" and all(
-        (getattr(model, name) or "") == (options.get(name) or "") for name in _BPE_AFFIXES
-    ):
-        _set_steps(tokenizer, steps, options)  # 150,000 tokens take a second to build
-    else:
-        tokenizer = _rebuilt(folder, steps, options)
-    return difference(truth.__getitem__, plain_encoder(tokenizer), truth)
-
-
-def _set_steps(tokenizer: Any, steps: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Give a tokenizer other steps, and its BPE model other options."""
-    from tokenizers import Tokenizer
-
-    model = tokenizer.model
-    empty = {**options, "vocab": {}, "merges": []}
-    made = Tokenizer.from_str(json.dumps({"added_tokens": [], **steps, "model": empty}))
-    for name in _BPE_OPTIONS:
-        setattr(model, name, getattr(made.model, name))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = made.normalizer, made.pre_tokenizer
-
-
-def _rebuilt(folder: Path, steps: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """Return a tokenizer of another model or other steps, with the file's vocabulary."""
-    from tokenizers import Tokenizer
-
     document = json.loads((folder / "tokenizer.json").read_bytes())
-    model = document["model"]
+    model, options = document["model"], dict(pipeline["model"])
+    if options.get("unk_token"):
+        options["unk_token"] = model.get("unk_token")
     vocabulary = model["vocab"]
     if options["type"] != "Unigram" and isinstance(vocabulary, list):
         vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
-    built = {**options, "vocab": vocabulary}
-    if built["type"] == "BPE":
-        built["merges"] = model.get("merges", [])
-    return Tokenizer.from_str(json.dumps({**document, **steps, "model": built}))
+    options["vocab"] = vocabulary
+    if options["type"] == "BPE":
+        options["merges"] = model.get("merges", [])
+    charsmap = _charsmap(document["normalizer"])
+    built = {
+        "normalizer": _with_charsmap(pipeline["normalizer"], charsmap),
+        "pre_tokenizer": pipeline["pre_tokenizer"],
+        "model": options,
+    }
+    other = Tokenizer.from_str(json.dumps({**document, **built}))
+    return difference(plain_encoder(tokenizer), plain_encoder(other), texts_of(special))
 
 
 def _charsmap(step: Any) -> str | None:
+    """Return the table of characters of a file's normalizer, which pipelines do not name."""
     steps = step.get("normalizers", [step]) if isinstance(step, dict) else []
-    return next((part["precompiled_charsmap"] for part in steps if part["type"] == "Precompiled"),
-                None)  # fmt: skip
+    tables = [part["precompiled_charsmap"] for part in steps if part["type"] == "Precompiled"]
+    return tables[0] if tables else None
 
 
 def _with_charsmap(step: Any, charsmap: str | None) -> Any:

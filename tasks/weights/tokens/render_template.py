@@ -22,8 +22,7 @@ MAX_CHARACTERS = 1 << 20
 """Longest template, and longest text after a response; published templates have about 30 kB."""
 _WAIT_S = 60.0
 """Seconds to wait for a child on a busy machine, on which processor time passes slowly."""
-_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG")
-"""Environment of the child; the others can hold secrets."""
+_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG")  # the others can hold secrets
 _ANSWER = "plumbline-answer-text"
 _ANY = (
     ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
@@ -42,13 +41,7 @@ class TemplateLimitError(TemplateError):
 def after_answer(template: str, tokens: Mapping[str, str]) -> str:
     """Return the text that a template writes after an assistant's response.
 
-    Args:
-        template: source text of the template.
-        tokens: values of `bos_token` and `eos_token`.
-
-    Raises:
-        TemplateError: it does not render, or drops the response.
-        TemplateLimitError: it exceeds a limit.
+    Raises TemplateError as `rendered`, or if the template drops the response.
     """
     messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
     (text,) = rendered(template, tokens, [messages])
@@ -65,20 +58,19 @@ def rendered(
     *,
     prompt: bool = False,
 ) -> list[str]:
-    """Return conversations as a template writes them.
+    """Return conversations as a template writes them; with `prompt`, up to the response.
 
     Args:
-        template: source text of the template.
         tokens: values of `bos_token` and `eos_token`.
-        conversations: lists of messages.
-        prompt: True to add the generation prompt.
 
     Raises:
         TemplateError: it does not render.
         TemplateLimitError: it exceeds a limit.
     """
-    job = {"tokens": dict(tokens), "conversations": conversations, "prompt": prompt}
-    reply = _reply(template, json.dumps(job, sort_keys=True))
+    if len(template) > MAX_CHARACTERS:
+        raise TemplateLimitError(f"{len(template)} characters, at most {MAX_CHARACTERS} are read")
+    job = {"template": template, "tokens": dict(tokens), "conversations": conversations}
+    reply = _reply(json.dumps({**job, "prompt": prompt}, sort_keys=True))
     if "limit" in reply:
         raise TemplateLimitError(reply["limit"])
     if "error" in reply:
@@ -87,14 +79,11 @@ def rendered(
 
 
 @lru_cache(maxsize=16)
-def _reply(template: str, job: str) -> dict[str, Any]:
-    if len(template) > MAX_CHARACTERS:
-        return {"limit": f"{len(template)} characters, at most {MAX_CHARACTERS} are read"}
-    request = json.dumps({"template": template, **json.loads(job)})
+def _reply(job: str) -> dict[str, Any]:
     try:
         done = subprocess.run(
             [sys.executable, "-I", __file__],
-            input=request.encode(), capture_output=True, timeout=_WAIT_S, check=False,
+            input=job.encode(), capture_output=True, timeout=_WAIT_S, check=False,
             env={name: os.environ[name] for name in _VARIABLES if name in os.environ},
         )  # fmt: skip
     except subprocess.TimeoutExpired:

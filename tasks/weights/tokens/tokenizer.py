@@ -22,25 +22,18 @@ from tasks.weights.tokens.render_template import (
     rendered,
 )
 
+_ROLES = ("pad_token", "eos_token", "bos_token", "unk_token")
+
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """Ids and template of a tokenizer.
+    """Ids and template of a tokenizer."""
 
-    Attributes:
-        rows: highest id + 1: the smallest number of rows of a fitting embedding.
-        eos: id of the tokenizer's EOS token.
-        pad: id of its padding token; None if it has none.
-        end_of_turn: id of the special token that the chat template writes after a response; None
-            if it writes no special token there.
-        template: the chat template; "" if there is none.
-    """
-
-    rows: int
+    rows: int  # highest id + 1: the smallest number of rows of a fitting embedding
     eos: int
     pad: int | None
-    end_of_turn: int | None
-    template: str
+    end_of_turn: int | None  # special token that the chat template writes after a response
+    template: str  # "" if there is none
 
     @property
     def stops(self) -> list[int]:
@@ -57,7 +50,33 @@ def read_tokenizer(folder: Path) -> TokenizerFacts:
             template that does not render.
     """
     with _wrong_types_named(folder):
-        return _read(folder)
+        document = read_json(folder / "tokenizer.json")
+        ids, template, turn = _ids(folder, document), template_of(folder), ""
+        special = _special(folder, ids, ("eos_token", "pad_token"))
+        if "eos_token" not in special:
+            raise ArtifactError(f"{folder}: the tokenizer names no eos_token")
+        if template:
+            ending = _after_answer(folder, template)
+            texts = [str(t["content"]) for t in _added(document) if t.get("special")]
+            turn = max((text for text in texts if ending.startswith(text)), key=len, default="")
+        return TokenizerFacts(
+            rows=max(ids.values()) + 1,
+            eos=special["eos_token"][1],
+            pad=special["pad_token"][1] if "pad_token" in special else None,
+            end_of_turn=ids[turn] if turn else None,
+            template=template,
+        )
+
+
+def token_ids(folder: Path) -> tuple[dict[str, tuple[str, int]], int]:
+    """Return text and id of the special tokens by role, and the highest id of the tokenizer.
+
+    Raises:
+        ArtifactError: a file cannot be read, or a special token has no id.
+    """
+    with _wrong_types_named(folder):
+        ids = _ids(folder, read_json(folder / "tokenizer.json"))
+        return _special(folder, ids, _ROLES), max(ids.values())
 
 
 @contextmanager
@@ -72,34 +91,33 @@ def _wrong_types_named(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _read(folder: Path) -> TokenizerFacts:
-    document = read_json(folder / "tokenizer.json")
-    settings = read_json(folder / "tokenizer_config.json")
-    added = _added(document)
-    eos = _token_id(folder, settings, document, "eos_token")
-    if eos is None:
-        raise ArtifactError(f"{folder}: the tokenizer names no eos_token")
-    template = _template(folder, settings)
-    special = [str(t["content"]) for t in document.get("added_tokens", []) if t.get("special")]
-    ending = _after_answer(folder, template, settings) if template else ""
-    turn = [token for token in special if ending.startswith(token)]
-    return TokenizerFacts(
-        rows=_highest_id(folder, document) + 1,
-        eos=eos,
-        pad=_token_id(folder, settings, document, "pad_token"),
-        end_of_turn=added[max(turn, key=len)] if turn else None,
-        template=template,
-    )
+def _ids(folder: Path, document: Mapping[str, Any]) -> dict[str, int]:
+    """Return the id of every token of tokenizer.json."""
+    vocabulary = (document.get("model") or {}).get("vocab")
+    if not isinstance(vocabulary, dict | list):
+        raise ArtifactError(f"{folder}/tokenizer.json: no vocabulary")
+    if isinstance(vocabulary, list):  # (piece, score) of Unigram models
+        vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
+    return vocabulary | {str(token["content"]): int(token["id"]) for token in _added(document)}
 
 
-def token_ids(folder: Path) -> tuple[dict[str, tuple[str, int]], int]:
-    """Return text and id of the special tokens by role, and the highest id of the tokenizer.
+def _added(document: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    added: Sequence[Mapping[str, Any]] = document.get("added_tokens", [])
+    return added
 
-    Raises:
-        ArtifactError: a file cannot be read, or a special token has no id.
-    """
-    with _wrong_types_named(folder):
-        return _token_ids(folder)
+
+def _special(
+    folder: Path, ids: Mapping[str, int], roles: Sequence[str]
+) -> dict[str, tuple[str, int]]:
+    """Return text and id of the special tokens by role."""
+    settings, special = _settings(folder), {}
+    for role in roles:
+        token = _text(settings.get(role))
+        if token is not None:
+            if token not in ids:
+                raise ArtifactError(f"{folder}: {role} {token!r} has no id in tokenizer.json")
+            special[role] = (token, ids[token])
+    return special
 
 
 def control_tokens(read: Callable[[str], Mapping[str, Any]]) -> tuple[str, ...]:
@@ -116,7 +134,7 @@ def control_tokens(read: Callable[[str], Mapping[str, Any]]) -> tuple[str, ...]:
         added += [{"id": i, **token} for i, token in listed.items() if isinstance(token, dict)]
     configs = [read(name) for name in ("config.json", "generation_config.json")]
     ends = {str(i) for config in configs for i in _list(config, "eos_token_id")}
-    named = [settings.get(f"{role}_token") for role in ("bos", "eos", "pad", "unk")]
+    named = [settings.get(role) for role in _ROLES]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         named += _list(settings, key)
     named += [
@@ -134,97 +152,9 @@ def _list(document: Mapping[str, Any], key: str) -> list[Any]:
     return list(value) if isinstance(value, list) else [value]
 
 
-def _token_ids(folder: Path) -> tuple[dict[str, tuple[str, int]], int]:
-    document = read_json(folder / "tokenizer.json")
-    path = folder / "tokenizer_config.json"
-    settings = read_json(path) if path.is_file() else {}
-    special = {}
-    for role in ("pad_token", "eos_token", "bos_token", "unk_token"):
-        token = _token_id(folder, settings, document, role)
-        if token is not None:
-            special[role] = (str(_text(settings.get(role))), token)
-    return special, _highest_id(folder, document)
-
-
-def _added(document: Mapping[str, Any]) -> dict[str, int]:
-    return {str(t["content"]): int(t["id"]) for t in document.get("added_tokens", [])}
-
-
-def _highest_id(folder: Path, document: Mapping[str, Any]) -> int:
-    vocabulary = (document.get("model") or {}).get("vocab")
-    if not isinstance(vocabulary, dict | list):
-        raise ArtifactError(f"{folder}/tokenizer.json: no vocabulary")
-    # Unigram models have a list of (piece, score).
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    return max(map(int, [*ids, *_added(document).values()]))
-
-
-def _token_id(
-    folder: Path, settings: Mapping[str, Any], document: Mapping[str, Any], role: str
-) -> int | None:
-    token = _text(settings.get(role))
-    if token is None:
-        return None
-    vocabulary = (document.get("model") or {}).get("vocab")
-    plain = vocabulary.get(token) if isinstance(vocabulary, dict) else None
-    token_id = _added(document).get(token, plain)
-    if token_id is None:
-        raise ArtifactError(f"{folder}: {role} {token!r} has no id in tokenizer.json")
-    return int(token_id)
-
-
 def _text(token: Any) -> str | None:
     # A special token is stored as a string, or as an object with the token's properties.
     return token.get("content") if isinstance(token, dict) else token
-
-
-def _template(folder: Path, settings: Mapping[str, Any]) -> str:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return read_text(path, MAX_CHARACTERS)
-    inline = settings.get("chat_template") or ""
-    if isinstance(inline, list):  # several templates, each with a name
-        inline = {named["name"]: named["template"] for named in inline}.get("default", "")
-    return str(inline)
-
-
-def _after_answer(folder: Path, template: str, settings: Mapping[str, Any]) -> str:
-    """Return the text that the template writes after an assistant's response."""
-    try:
-        return after_answer(template, _tokens(settings))
-    except TemplateError as error:
-        raise ArtifactError(
-            f"{template_file(folder)}: {error}",
-            hint="correct the chat template, or copy that of the model's first release",
-        ) from error
-
-
-def _tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    return {role: _text(settings.get(role)) or "" for role in ("bos_token", "eos_token")}
-
-
-def prompts_of(
-    folder: Path,
-    conversations: Sequence[Sequence[Mapping[str, str]]],
-    template: str | None = None,
-) -> list[str]:
-    """Return conversations with the generation prompt, as the chat template writes them.
-
-    Args:
-        folder: tokenizer folder.
-        conversations: lists of messages.
-        template: source text; None: that of the folder.
-
-    Raises:
-        TemplateError: it does not render.
-    """
-    text = template_of(folder) if template is None else template
-    return rendered(text, _tokens(_settings(folder)), conversations, prompt=True)
-
-
-def template_of(folder: Path) -> str:
-    """Return the chat template of a tokenizer folder; "" if it has none."""
-    return _template(folder, _settings(folder))
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -232,8 +162,47 @@ def _settings(folder: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def template_file(folder: Path) -> Path:
-    """Return the file that holds the chat template of a tokenizer folder."""
+def template_of(folder: Path) -> str:
+    """Return the chat template of a tokenizer folder; "" if it has none."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return read_text(path, MAX_CHARACTERS)
+    inline = _settings(folder).get("chat_template") or ""
+    if isinstance(inline, list):  # several templates, each with a name
+        inline = {named["name"]: named["template"] for named in inline}.get("default", "")
+    return str(inline)
+
+
+def prompts_of(
+    folder: Path,
+    conversations: Sequence[Sequence[Mapping[str, str]]],
+    template: str | None = None,
+) -> list[str]:
+    """Return lists of messages with the generation prompt, as a chat template writes them.
+
+    `template` is its text; None: that of the folder. Raises TemplateError if it does not render.
+    """
+    text = template_of(folder) if template is None else template
+    return rendered(text, _ends(folder), conversations, prompt=True)
+
+
+def _ends(folder: Path) -> dict[str, str]:
+    """Return the texts of BOS and EOS, which templates use."""
+    settings = _settings(folder)
+    return {role: _text(settings.get(role)) or "" for role in ("bos_token", "eos_token")}
+
+
+def _after_answer(folder: Path, template: str) -> str:
+    try:
+        return after_answer(template, _ends(folder))
+    except TemplateError as error:
+        raise ArtifactError(
+            f"{_template_file(folder)}: {error}",
+            hint="correct the chat template, or copy that of the model's first release",
+        ) from error
+
+
+def _template_file(folder: Path) -> Path:
     path = folder / "chat_template.jinja"
     return path if path.is_file() else folder / "tokenizer_config.json"
 
@@ -242,15 +211,13 @@ def require_bounded_template(folder: Path) -> None:
     """Refuse a chat template whose rendering takes too much time or memory.
 
     Other faults of a template are left to those who use it: a base may be trained without one.
-
-    Raises:
-        ArtifactError: names the file of the template.
+    Raises ArtifactError, which names the file of the template.
     """
     try:
         after_answer(template_of(folder), {"bos_token": "", "eos_token": ""})
     except TemplateLimitError as error:
         raise ArtifactError(
-            f"{template_file(folder)}: {error}",
+            f"{_template_file(folder)}: {error}",
             hint="a template that does this serves no model: remove it, or take another model",
         ) from error
     except TemplateError:

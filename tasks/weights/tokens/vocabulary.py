@@ -24,23 +24,14 @@ SAVE_WHOLE = (
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Vocabulary sizes of a model that a plan writes.
+    """Vocabulary sizes of a model that a plan writes."""
 
-    Attributes:
-        tokenizer: highest token id + 1.
-        rows: rows of the input embedding.
-        head_rows: rows of the output embedding; None if it is tied or absent.
-        base_rows: rows of the base's input embedding; None if there is no base.
-        config: `vocab_size` of config.json; None if it has none.
-        special: ids used to stop and to pad, by a name for messages.
-    """
-
-    tokenizer: int
-    rows: int
-    head_rows: int | None = None
-    base_rows: int | None = None
-    config: int | None = None
-    special: Mapping[str, int] = field(default_factory=dict)
+    tokenizer: int  # highest token id + 1
+    rows: int  # of the input embedding
+    head_rows: int | None = None  # of the output embedding; None if it is tied or absent
+    base_rows: int | None = None  # of the base's input embedding
+    config: int | None = None  # `vocab_size` of config.json
+    special: Mapping[str, int] = field(default_factory=dict)  # ids that stop and pad, by name
 
     def __str__(self) -> str:
         sizes = {
@@ -56,15 +47,10 @@ class Vocabulary:
         """Yield the disagreements. Ignores `config`, which `resized_config` corrects."""
         kept = self.base_rows is not None and self.rows == self.base_rows
         if self.tokenizer > self.rows:
-            why = (
-                f"the adapter contains no larger one: {SAVE_WHOLE}"
-                if kept
-                else "some ids have no row"
-            )
-            yield (
-                f"the tokenizer has {self.tokenizer} ids, the embedding {self.rows} rows; {why} "
-                f"({self})"
-            )
+            larger = f"the adapter contains no larger one: {SAVE_WHOLE}"
+            why = larger if kept else "some ids have no row"
+            text = f"the tokenizer has {self.tokenizer} ids, the embedding {self.rows} rows"
+            yield f"{text}; {why} ({self})"
         if self.head_rows is not None and self.head_rows != self.rows:
             yield (
                 f"the input embedding has {self.rows} rows, the output embedding {self.head_rows}: "
@@ -82,14 +68,7 @@ def vocabulary_of(
     config: Mapping[str, Any],
     base: Shapes | None = None,
 ) -> Vocabulary:
-    """Return the vocabulary sizes of a model that a plan writes.
-
-    Args:
-        shapes: shapes of the output's tensors, by key.
-        facts: facts of the model.
-        tokenizer: facts of the tokenizer that will be served with it.
-        config: content of config.json.
-        base: shapes of the base's tensors, by key; None if there is no base.
+    """Return the vocabulary sizes of a model, from the shapes of its tensors and its base's by key.
 
     Raises:
         ContractError: the output has no input embedding.

@@ -34,15 +34,10 @@ class Asked:
     """A server that is compared with a reference; each name is asked once.
 
     Args:
-        server: the server.
         model: the name that should be the trained model.
         base: name of its base on the same server; None if there is none.
-        reference: the trained model.
         profile: "strict", "standard" or "relaxed", or the limits themselves.
         positions: most positions of a probe that are measured where each costs a request.
-
-    Raises:
-        ConfigError: no such profile.
     """
 
     def __init__(
@@ -113,6 +108,12 @@ class Asked:
         seen = (format_of(self.reference.trained, each) for each in list(self._aligned.values()))
         return next((dtype for dtype in seen if dtype), "bfloat16")
 
+    def _noise_of(self, dtype: str) -> float | None:
+        """Return the noise of a format for this model (nats); None if it was not measured."""
+        trained = self.reference.trained
+        noise = trained.formats.get(dtype)
+        return None if noise is None else noise.typical_kl(routed=trained.routed)
+
     @cached_property
     def limit(self) -> DriftLimit:
         """The profile's limits, widened by the measured noise of the server's format."""
@@ -125,10 +126,9 @@ class Asked:
         A 16-bit trainer's own noise is in both of its prints. It would pull the dose towards one
         half, by the share that it has in their difference.
         """
-        trained = self.reference.trained
-        if trained.arithmetic == "float32" or trained.arithmetic not in trained.formats:
-            return 0.0
-        return COARSEST * trained.formats[trained.arithmetic].typical_kl(routed=trained.routed)
+        dtype = self.reference.trained.arithmetic
+        noise = None if dtype == "float32" else self._noise_of(dtype)
+        return COARSEST * (noise or 0.0)
 
     def distance(self, model: str) -> Distance:
         """Return the distance of a name from the trained model."""
@@ -158,10 +158,9 @@ class Asked:
         if base is None:
             return None
         measured = adapter_share(trained, base, served.logprobs, served.measured)
-        noise = trained.formats.get(self.format)
-        if measured is None or noise is None:
-            return measured
-        usual = noise.typical_kl(routed=trained.routed) / measured.signal
+        if measured is None:
+            return None
+        usual = (self._noise_of(self.format) or 0.0) / measured.signal
         left = max(0.0, measured.remainder - usual)
         return replace(measured, remainder=left)  # without the noise of a correct server
 
@@ -176,11 +175,8 @@ class Asked:
         The noise of a format leans towards the adapter's direction: measured on a real model, by up
         to a quarter of their ratio (as standard deviations).
         """
-        trained = self.reference.trained
-        noise, least = trained.formats.get(self.format), WIDEST if trained.routed else TOLERANCE
-        if noise is None:
-            return least
-        ratio = noise.typical_kl(routed=trained.routed) / measured.signal
+        least = WIDEST if self.reference.trained.routed else TOLERANCE
+        ratio = (self._noise_of(self.format) or 0.0) / measured.signal
         return max(least, LEAN * math.sqrt(ratio))
 
     def is_whole(self, measured: Share | None) -> bool:

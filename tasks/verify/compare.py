@@ -32,53 +32,27 @@ _JSON = 2e-5
 
 @dataclass(frozen=True)
 class Aligned:
-    """A server's answers by position and id of a fingerprint, shapes (N, K) and (N,).
+    """A server's answers by position and id of a fingerprint, shapes (N, K) and (N,)."""
 
-    Attributes:
-        logprobs: at the fingerprint's ids; NaN where the server returned none.
-        extra_mass: probability of the returned ids that the fingerprint does not have.
-        floor: log-probability that no id outside of the server's list exceeds.
-        top1: the server's most likely id; -1 if it returned the sequence's own next token alone, or
-            nothing.
-        measured: True at the positions that the server answered.
-    """
-
-    logprobs: NDArray[Any]
-    extra_mass: NDArray[Any]
-    floor: NDArray[Any]
-    top1: NDArray[np.int64]
-    measured: NDArray[np.bool_]
+    logprobs: NDArray[Any]  # at the fingerprint's ids; NaN where the server returned none
+    extra_mass: NDArray[Any]  # probability of the ids that the fingerprint does not have
+    floor: NDArray[Any]  # log-probability that no id outside of the server's list exceeds
+    top1: NDArray[np.int64]  # the most likely id; -1 if it is not known
+    measured: NDArray[np.bool_]  # the server answered
 
 
 @dataclass(frozen=True)
 class Distance:
-    """Distance of a server from a fingerprint.
+    """Lower bound of KL(reference || server) at the positions of a fingerprint, in nats."""
 
-    Attributes:
-        mean_kl: mean over positions of a lower bound of KL(reference || server), in nats.
-        p95_kl: its 95th percentile.
-        max_kl: its maximum.
-        top1_agreement: share of distinct contexts in which the top tokens agree, ties included; NaN
-            if the server returned no alternatives.
-        kl: by position, shape (N,); NaN where nothing was measured.
-        mass: share of the reference's probability mass at the ids that the server returned.
-        first_kl: mean over the first positions of all probes, where no token looks back.
-        growth: mean over the last third of each probe, divided by that over its first third.
-    """
-
+    kl: NDArray[Any]  # by position, shape (N,); NaN where nothing was measured
     mean_kl: float
     p95_kl: float
     max_kl: float
-    top1_agreement: float
-    kl: NDArray[Any]
-    mass: float
-    first_kl: float
-    growth: float
-
-    @property
-    def positions(self) -> int:
-        """Number of measured positions."""
-        return int((~np.isnan(self.kl)).sum())
+    top1_agreement: float  # over distinct contexts, ties included; NaN without alternatives
+    mass: float  # the reference's probability mass at the ids that the server returned
+    first_kl: float  # mean over the first positions of all probes, where no token looks back
+    growth: float  # mean over the last third of each probe, divided by that over its first third
 
     def exceeds(self, limit: DriftLimit) -> bool:
         """Return True if a limit is exceeded."""

@@ -39,23 +39,14 @@ EXIT_STATUS: Mapping[Outcome, int] = {"verified": 0, "fault": 1, "unverified": 2
 
 @dataclass(frozen=True)
 class Report:
-    """Result of one verification.
+    """Result of one verification."""
 
-    Attributes:
-        url: address of the server, without a password.
-        server: its dialect and version.
-        model: name of the model that was checked.
-        base: name of its base on the server; None without an adapter.
-        source: folder of the reference.
-        reference: one line about the reference.
-    """
-
-    url: str
-    server: str
+    url: str  # without a password
+    server: str  # dialect and version
     model: str
-    base: str | None
-    source: str
-    reference: str
+    base: str | None  # its name on the server; None without an adapter
+    source: str  # folder of the reference
+    reference: str  # one line about it
     profile: str
     checks: tuple[Row, ...]
     seconds: float
@@ -102,12 +93,10 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return the report for programs."""
-        names = ("url", "server", "model", "base", "source", "reference", "profile")
         return {
             "verdict": self.outcome,
             "line": self.line,
-            **{name: getattr(self, name) for name in names},
-            "seconds": round(self.seconds, 3),
+            **vars(self),
             "causes": [cause.code for cause in self.causes],
             "unproven": list(self.unproven),
             "checks": [_as_json(check) for check in self.checks],
@@ -187,27 +176,21 @@ def choose(
         if name is not None and name not in by_name
     ]
     if model is None:
-        loaded = [entry.name for entry in served if _is(entry.root, source)]
+        roots = {entry.name: Path(entry.root or ".") for entry in served}
+        loaded = [
+            name
+            for name, root in roots.items()
+            if root.is_absolute() and root.resolve() == source.resolve()
+        ]
         candidates = loaded or list(by_name)
         if len(candidates) == 1:
             model = candidates[0]
         else:
-            problems.append(
-                f"model: the server has several models: {names} -> name=<the one of {source}>"
-                if served
-                else "model: the server names no model -> name=<its name on the server>"
-            )
+            problems.append(f"model: the server has {names} -> name=<the one of {source}>")
     if problems or model is None:
         raise ConfigError("the model to verify is not clear", details=problems)
     parent = by_name[model].parent
     return Target(model, base or (parent if parent in by_name else None))
-
-
-def _is(root: str | None, source: Path) -> bool:
-    """Return True if a server loaded its model from a folder of this machine."""
-    return (
-        root is not None and Path(root).is_absolute() and Path(root).resolve() == source.resolve()
-    )
 
 
 def verify(

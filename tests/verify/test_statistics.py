@@ -78,7 +78,7 @@ def test_positions_that_were_not_measured_are_left_out() -> None:
     ]
     aligned = align(reference, few)
     measured = distance(reference, aligned, STANDARD)
-    assert measured.positions == 12 * 7
+    assert (~np.isnan(measured.kl)).sum() == 12 * 7
     assert measured.mean_kl < 1e-6
     assert measured.top1_agreement == 1.0
     nan = np.float32("nan")

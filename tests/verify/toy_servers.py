@@ -15,7 +15,7 @@ from tests.verify import toy_model as toy
 
 NAMES = ["a", "b", "c", "d", "<user>", "<system>", "<assistant>", "<eos>"]
 MODELS = {"base": 0, "tuned": 1, "other": 2}
-VLLM = ("prompt_logprobs", "logprobs", "echo", "ids", "return_token_ids")
+VLLM = ("prompt_logprobs", "logprobs", "ids", "return_token_ids")
 """Fields of a request that vLLM answers, and "ids" for texts of tokens that are their ids."""
 
 
@@ -143,16 +143,14 @@ class OpenAI:
 
     def _logprobs(self, body: Any, prompt: list[int], ids: list[int], model: int) -> Any:
         name = "token_id:{}" if "ids" in self.fields else "<{}>"
-        whole = [*prompt, *ids]
-        first = 0 if body.get("echo") and "echo" in self.fields else len(prompt)
+        whole, first = [*prompt, *ids], len(prompt)
         tops = [
-            toy.tops(whole[:at], body["logprobs"], whole[at], model) if at else None
+            toy.tops(whole[:at], body["logprobs"], whole[at], model)
             for at in range(first, len(whole))
         ]
         return {
-            "tokens": [name.format(own) for own in whole[first:]],
-            "token_logprobs": [t and t[own] for t, own in zip(tops, whole[first:], strict=True)],
-            "top_logprobs": [t and {name.format(i): v for i, v in t.items()} for t in tops],
+            "tokens": [name.format(own) for own in ids],
+            "top_logprobs": [{name.format(i): v for i, v in top.items()} for top in tops],
         }
 
     @staticmethod
@@ -185,11 +183,6 @@ def llama_cpp() -> dict[str, Answer]:
         stop = "eos" if toy.EOS in made else "limit"
         answer = {"content": toy.text(made), "stop_type": stop, "tokens_evaluated": len(ids)}
         answer["tokens"] = made if body.get("return_tokens") else []
-        if body.get("stream"):
-            return iter([
-                *({"content": toy.text([t]), "tokens": [t], "stop": False} for t in made),
-                {**answer, "content": "", "tokens": [], "stop": True},
-            ])  # fmt: skip
         if body.get("n_probs"):
             tops = toy.tops(ids, body["n_probs"], None, model)
             listed = [{"id": i, "token": "?", "bytes": [], "logprob": v} for i, v in tops.items()]

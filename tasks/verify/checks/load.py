@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tasks.core.report import Cause, Row
 from tasks.verify.asked import Asked
 from tasks.verify.compare import change, changes, exceeds
 from tasks.verify.servers.client import parallel
-from tasks.verify.servers.server import Generated, Scores, UnsupportedError
+from tasks.verify.servers.server import Entry, Generated, Scores, UnsupportedError
 
 CROWD = 32
 """Requests at the same time."""
@@ -38,24 +39,17 @@ _TIE = 0.5
 
 def batching(asked: Asked) -> Row:
     """Score the same sequences alone and in a crowd."""
-    model, limit = asked.model, asked.limit
     sequences = _beginnings(asked, 2 if asked.is_slow else 8)
-    alone = asked.score(model, sequences, workers=1)
+    alone = asked.score(asked.model, sequences, workers=1)
     copies = -(-CROWD // len(sequences))
-    moved = changes(alone * copies, asked.score(model, sequences * copies, workers=CROWD))
-    if not moved.size:
-        return Row("batching", "unknown", "the server returned no log-probabilities")
-    measured, limits = {"mean_kl": float(moved.mean())}, {"mean_kl": limit.mean_kl}
-    if exceeds(moved, limit):
-        text = f"beside {CROWD - 1} other requests the answers move by {moved.mean():.2e} nats"
-        return Row("batching", "fault", text, measured, _cause("batch-variance"), limits)
-    text = f"alone and beside {CROWD - 1} other requests: {moved.mean():.1e} nats apart"
-    return Row("batching", "ok", text, measured, limit=limits)
+    crowd = asked.score(asked.model, sequences * copies, workers=CROWD)
+    text = f"alone and beside {CROWD - 1} other requests"
+    return _judged(asked, "batching", "batch-variance", changes(alone * copies, crowd), text)
 
 
 def prefix_cache(asked: Asked) -> Row:
     """Ask for the next token after prompts that the server has not seen, and ask again."""
-    name, server, model, limit = "prefix-cache", asked.server, asked.model, asked.limit
+    server, model = asked.server, asked.model
     length = min(_CACHED, (asked.length(model) or _CACHED) - 2)
     prompts = [_shuffled(asked, length) for _ in range(_PROMPTS)]
     first, again = (server.next(model, prompts, workers=1) for _ in range(2))
@@ -65,16 +59,8 @@ def prefix_cache(asked: Asked) -> Row:
         pairs += zip((scores[-1] for scores in scored), again, strict=True)
     except UnsupportedError:
         pass
-    values = np.array([change(a, b) for a, b in pairs if min(len(a.ids), len(b.ids)) > 1])
-    if not values.size:
-        return Row(name, "unknown", "the server returned no log-probabilities")
-    measured = {"mean_kl": float(values.mean()), "tokens": length}
-    limits = {"mean_kl": limit.mean_kl}
-    if exceeds(values, limit):
-        text = f"a prompt that was seen before is answered {values.mean():.2e} nats apart"
-        return Row(name, "fault", text, measured, _cause(name), limits)
-    text = f"prompts of {length} tokens asked again: {values.mean():.1e} nats apart"
-    return Row(name, "ok", text, measured, limit=limits)
+    text = f"prompts of {length} tokens asked again"
+    return _judged(asked, "prefix-cache", "prefix-cache", _changes(pairs), text, tokens=length)
 
 
 def long_prompts(asked: Asked) -> Row:
@@ -82,7 +68,7 @@ def long_prompts(asked: Asked) -> Row:
 
     vLLM issue 48271: both disagree there, so that probes of that length prove nothing.
     """
-    name, server, model, limit = "long-prompts", asked.server, asked.model, asked.limit
+    name, server, model = "long-prompts", asked.server, asked.model
     size = min(_LONG, (asked.length(model) or _LONG) - 2)
     if size < _FROM + _LONG_POSITIONS:
         return Row(name, "unknown", f"the server takes {size + 2} tokens only")
@@ -91,55 +77,56 @@ def long_prompts(asked: Asked) -> Row:
     (scored,) = server.score(model, [sequence])
     generated = server.next(model, [sequence[: at + 1] for at in places], workers=1)
     pairs = [(scored[at], entry) for at, entry in zip(places, generated, strict=True)]
-    values = np.array([change(a, b) for a, b in pairs if min(len(a.ids), len(b.ids)) > 1])
-    if not values.size:
-        return Row(name, "unknown", "the server returned one token for each position")
-    other = sum(bool(a.ids[0] != b.ids[0]) for a, b in pairs)
-    measured = {"mean_kl": float(values.mean()), "positions": len(places), "other_top": other}
-    limits = {"mean_kl": limit.mean_kl}
-    if exceeds(values, limit):
-        text = (
-            f"prompt log-probabilities and generation are {values.mean():.2e} nats apart between "
-            f"{_FROM} and {size} tokens"
-        )
-        return Row(name, "fault", text, measured, _cause(name), limits)
-    text = f"prompts of {_FROM} to {size} tokens: {values.mean():.1e} nats apart"
+    text = f"prompt log-probabilities and generation between {_FROM} and {size} tokens"
+    return _judged(asked, name, name, _changes(pairs), text, positions=len(places))
+
+
+def _changes(pairs: Sequence[tuple[Entry, Entry]]) -> NDArray[np.float64]:
+    """Return the change of each pair of which both sides list several ids."""
+    return np.array([change(a, b) for a, b in pairs if min(len(a.ids), len(b.ids)) > 1])
+
+
+def _judged(
+    asked: Asked, name: str, cause: str, moved: NDArray[np.float64], text: str, **measured: float
+) -> Row:
+    """Return the verdict on positions that should have the same answers."""
+    if not moved.size:
+        return Row(name, "unknown", "the server returned no log-probabilities to compare")
+    limits = {"mean_kl": asked.limit.mean_kl}
+    measured = {"mean_kl": float(moved.mean()), **measured}
+    text = f"{text}: {moved.mean():.1e} nats apart"
+    if exceeds(moved, asked.limit):
+        return Row(name, "fault", text, measured, _cause(cause), limits)
     return Row(name, "ok", text, measured, limit=limits)
 
 
 def streaming(asked: Asked) -> Row:
     """Compare greedy responses that are streamed with those that are not."""
+    name, unclear = "streaming", 0
     prompts = [ids[: max(1, len(ids) // 2)] for ids in _beginnings(asked, _PROMPTS)]
-    untold, tokens = 0, 0
+    measured = {"prompts": len(prompts)}
     for prompt in prompts:
         whole = _greedy(asked, asked.model, prompt)
         streamed = _greedy(asked, asked.model, prompt, stream=True)
         differs = _parted(asked, asked.model, prompt, whole, streamed)
-        tokens += len(whole.ids or ())
         if differs and _greedy(asked, asked.model, prompt) != whole:
             differs = None  # the server does not repeat itself either
         if differs:
             text = f"not streamed {whole.text[:40]!r}, streamed {streamed.text[:40]!r}"
-            measured = {"prompts": len(prompts)}
-            return Row("streaming", "fault", text, measured, _cause("streaming"))
-        untold += differs is None
-    measured = {"prompts": len(prompts), "tokens": tokens}
-    if untold:
-        reason = f"greedy responses to {untold} of {len(prompts)} prompts are not repeatable"
-        return Row("streaming", "unknown", reason, measured)
-    text = f"{len(prompts)} responses are the same, streamed and not"
-    return Row("streaming", "ok", text, measured)
+            return Row(name, "fault", text, measured, _cause(name))
+        unclear += differs is None
+    if unclear:
+        reason = f"greedy responses to {unclear} of {len(prompts)} prompts are not repeatable"
+        return Row(name, "unknown", reason, measured)
+    return Row(name, "ok", f"{len(prompts)} responses are the same, streamed and not", measured)
 
 
 def leak(asked: Asked) -> Row:
     """Ask base and adapters by turns, 1, 8 and 32 at a time; each has to answer as it did alone."""
-    limit, served = asked.limit, asked.server.models()
-    bases = [entry.name for entry in served if entry.parent is None]
-    parents = {entry.name: entry.parent for entry in served}
+    limit, parents = asked.limit, {entry.name: entry.parent for entry in asked.server.models()}
     parent = parents.get(asked.model) or asked.base
-    others = [entry.name for entry in served if entry.name not in (asked.model, parent)]
-    names = [*([parent] if parent else []), asked.model, *others[:_OTHERS]]
-    names = list(dict.fromkeys(names))
+    others = [name for name in parents if name not in (asked.model, parent)]
+    names = list(dict.fromkeys([*([parent] if parent else []), asked.model, *others[:_OTHERS]]))
     if len(names) < 2:
         return Row("leak", "unknown", "the server has no second model to mix it up with")
     sequences = _beginnings(asked, 1 if asked.is_slow else 4)
@@ -149,26 +136,24 @@ def leak(asked: Asked) -> Row:
     if apart <= limit.mean_kl:
         reason = f"models of this server answer alike ({apart:.1e} nats): a leak is invisible"
         return Row("leak", "unknown", reason, measured)
-    limits, worst = {f"kl_{crowd}": limit.mean_kl for crowd in CROWDS}, 0.0
+    limits, worst = {}, 0.0
     for crowd in CROWDS:
         mixed = _interleaved(asked, names, sequences, crowd)
         moved = {name: _mean(alone[name], mixed[name]) for name in names}
-        measured[f"kl_{crowd}"] = max(moved.values())
+        measured[f"kl_{crowd}"], limits[f"kl_{crowd}"] = max(moved.values()), limit.mean_kl
         worst = max(worst, *moved.values())
         for name in names:
             if exceeds(changes(alone[name], mixed[name]), limit):
                 nearest = min(names, key=lambda other: _mean(alone[other], mixed[name]))
-                like = f", nearest to {nearest}" if nearest != name else ""
                 text = (
                     f"{name} answers {moved[name]:.2e} nats apart from itself beside requests for "
-                    f"{_rest(name, names)}, {crowd} at a time{like}"
+                    f"other models, {crowd} at a time, nearest to {nearest}"
                 )
-                reached = {key: limit for key, limit in limits.items() if key in measured}
-                return Row("leak", "fault", text, measured, _mixed(asked, name in bases), reached)
+                return Row("leak", "fault", text, measured, _mixed(asked, parents, name), limits)
     other = _decoded(asked, names, sequences[0][: _LENGTH // 2])
     if other is not None:
-        text = f"{other} generates other tokens beside requests for {_rest(other, names)}"
-        return Row("leak", "fault", text, measured, _mixed(asked, other in bases), limits)
+        text = f"{other} generates other tokens beside requests for other models"
+        return Row("leak", "fault", text, measured, _mixed(asked, parents, other), limits)
     text = f"{', '.join(names)} by turns, up to {CROWD} at a time: {worst:.1e} nats apart"
     return Row("leak", "ok", text, measured, limit=limits)
 
@@ -217,8 +202,8 @@ def _parted(
     except UnsupportedError:
         return None
     known: dict[int, Any] = dict(zip(entry.ids.tolist(), entry.logprobs.tolist(), strict=True))
-    low = [known.get(made.ids[at], -np.inf) for made in (before, after) if made.ids]
-    return bool(max(known.values()) - min(low) > _TIE)
+    low = min(known.get(ids[at], -np.inf) for ids in (before.ids, after.ids))
+    return bool(max(known.values()) - low > _TIE)
 
 
 def _greedy(asked: Asked, model: str, prompt: Sequence[int], *, stream: bool = False) -> Generated:
@@ -245,12 +230,8 @@ def _mean(before: Sequence[Scores], after: Sequence[Scores]) -> float:
     return float(values.mean()) if values.size else 0.0
 
 
-def _rest(name: str, names: Sequence[str]) -> str:
-    return ", ".join(other for other in names if other != name)
-
-
-def _mixed(asked: Asked, is_base: bool) -> tuple[Cause, ...]:
-    (cause,) = _cause("lora-leak" if is_base else "adapters-mixed")
+def _mixed(asked: Asked, parents: Mapping[str, str | None], name: str) -> tuple[Cause, ...]:
+    (cause,) = _cause("adapters-mixed" if parents.get(name) else "lora-leak")
     if asked.server.kind != "llama.cpp":
         return (cause,)
     hint = (

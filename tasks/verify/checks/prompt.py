@@ -4,103 +4,100 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
-from unicodedata import normalize
 
 from tasks.core.report import Cause, Row
 from tasks.verify.asked import Asked
 from tasks.verify.reference import Probe, Reference
 from tasks.verify.servers.server import Prompt, ServerError, UnsupportedError
-from tasks.weights.tokens import prove_ids
 from tasks.witness.plumbline_witness.probes import LIMIT
 
 _WINDOW = 6
 _FEWEST, _FEWEST_CUT = 3, 8
 """Tokens that have to agree after an insertion, so that it is one."""
+_LIKELY = math.log(0.5)
+_FORCED = 100.0
+"""Bias that makes a token certain: the most that APIs take."""
+_LONGEST = 4096
+"""Tokens of the prompt that looks for silent cuts."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """First difference of two token sequences.
+    """First difference of two token sequences, and a few tokens of both from there on."""
 
-    Attributes:
-        kind: "bos-twice", "bos-added", "bos-missing", "inserted", "removed",
-            "generation-prompt-missing", "generation-prompt-longer" or "other".
-        position: first token that differs.
-        trained: tokens of the training from there on, a few of them.
-        served: tokens of the server from there on.
-    """
-
-    kind: str
+    kind: str  # a key of `_CAUSES`, "inserted", "removed" or "other"
     position: int
     trained: tuple[int, ...]
     served: tuple[int, ...]
 
     def details(self) -> dict[str, float | str]:
         """Return position and tokens for a report."""
-        served = str(self.served)
-        return {"position": self.position, "trained": str(self.trained), "served": served}
+        return {name: value if name == "position" else str(value)
+                for name, value in asdict(self).items() if name != "kind"}  # fmt: skip
 
 
 def template(asked: Asked) -> Row:
     """Compare the server's rendering of the conversations with the training's."""
-    name, server, model = "template", asked.server, asked.model
     chats = [probe for probe in asked.reference.tokenised if probe.messages]
     if not chats:
-        return Row(name, "unknown", "the reference has no conversations")
-    bos = _bos(asked)
+        return Row("template", "unknown", "the reference has no conversations")
+    try:
+        return _conversations(asked, chats)
+    except ServerError as error:
+        if error.code != "request":
+            raise
+        reason = f"the server refuses a conversation: {error.message}"
+        return Row("template", "fault", reason, causes=(_cause("template"),))
+
+
+def _conversations(asked: Asked, chats: Sequence[Probe]) -> Row:
     differing: list[tuple[Probe, Difference]] = []
     try:
         for probe in chats:
-            rendered = server.render(model, probe.messages or (), probe.tools)
-            ids = _ids(asked, probe)
-            differs = difference(ids, rendered, cut=len(ids) >= LIMIT, bos=bos)
+            rendered = asked.server.render(asked.model, probe.messages or (), probe.tools)
+            differs = _difference(asked, _ids(asked, probe), rendered)
             if differs is not None:
                 differing.append((probe, differs))
     except UnsupportedError:
         return _lengths(asked, chats)
-    except ServerError as error:
-        return _refused(error)
     measured: dict[str, float | str] = {"conversations": len(chats), "differing": len(differing)}
     if not differing:
-        return Row(name, "ok", f"{len(chats)} conversations, the same tokens", measured)
+        return Row("template", "ok", f"{len(chats)} conversations, the same tokens", measured)
     probe, first = differing[0]
     text = (
         f"{len(differing)} of {len(chats)} conversations differ; number {probe.number} at token "
         f"{first.position}: {_shown(asked, first)}"
     )
     causes = _template_causes(asked, differing)
-    return Row(name, "fault", text, measured | first.details(), causes)
+    return Row("template", "fault", text, measured | first.details(), causes)
 
 
 def tokens(asked: Asked) -> Row:
     """Compare the server's tokens of the public texts with the training's."""
     name, server = "tokens", asked.server
     texts = [
-        probe
+        (probe, probe.text)
         for probe in asked.reference.tokenised
         if probe.kind in ("text", "prompt") and probe.text is not None
     ]
     if not texts:
         return Row(name, "unknown", "the reference has no texts; a witness has them")
-    bos = _bos(asked)
-    for probe in texts:
-        split = server.tokenize(asked.model, probe.text or "")
-        differs = difference(probe.ids, split, cut=len(probe.ids) >= LIMIT, bos=bos)
+    for probe, text in texts:
+        differs = _difference(asked, probe.ids, server.tokenize(asked.model, text))
         if differs is not None:
-            text = (
-                f"{probe.kind} {probe.number} differs at token {differs.position}: "
-                f"{_shown(asked, differs)}"
-            )
+            place = f"{probe.kind} {probe.number} differs at token {differs.position}"
             code = differs.kind if differs.kind.startswith("bos-") else "tokenizer"
-            return Row(name, "fault", text, differs.details(), (_cause(code),))
-    measured = {"texts": len(texts)}
-    if reason := _misread(asked):
-        return Row(name, "fault", reason, measured, (_cause("tokenizer-misread"),))
-    return Row(name, "ok", f"{len(texts)} texts, the same tokens", measured)
+            line = f"{place}: {_shown(asked, differs)}"
+            return Row(name, "fault", line, differs.details(), (_cause(code),))
+    return Row(name, "ok", f"{len(texts)} texts, the same tokens", {"texts": len(texts)})
+
+
+def _difference(asked: Asked, ids: Sequence[int], served: Sequence[int]) -> Difference | None:
+    bos = asked.reference.token_settings("tokenizer").get("bos_token_id")
+    return difference(ids, served, cut=len(ids) >= LIMIT, bos=bos)
 
 
 def difference(
@@ -163,35 +160,26 @@ def _lengths(asked: Asked, chats: Sequence[Probe]) -> Row:
     """Compare numbers of tokens, where a server tells no ids: a difference is a fault."""
     for probe in chats:
         ids = _ids(asked, probe)
-        try:
-            length = asked.server.generate(asked.model, probe.messages or (), 1)[0].prompt_length
-        except ServerError as error:
-            return _refused(error)
+        length = asked.server.generate(asked.model, probe.messages or (), 1)[0].prompt_length
         if length is None:
             reason = "the server does not tell the tokens of a conversation"
             return Row("template", "unknown", reason)
         if length < len(ids) or (length > len(ids) and len(ids) < LIMIT):
-            text = (
-                f"conversation {probe.number} has {length} tokens, and had {len(ids)} in training"
-            )
+            text = f"conversation {probe.number} has {length} tokens, {len(ids)} in training"
             measured = {"served": float(length), "trained": float(len(ids))}
             return Row("template", "fault", text, measured, (_cause("template"),))
     reason = f"{len(chats)} conversations have as many tokens as in training; not told which"
     return Row("template", "unknown", reason)
 
 
-def _refused(error: ServerError) -> Row:
-    if error.code != "request" or isinstance(error, UnsupportedError):
-        raise error
-    reason = f"the server refuses a conversation: {error.message}"
-    return Row("template", "fault", reason, causes=(_cause("template"),))
-
-
 def _template_causes(
     asked: Asked, differing: Sequence[tuple[Probe, Difference]]
 ) -> tuple[Cause, ...]:
-    if _has_other_tokenizer(asked):
-        return (_cause("tokenizer"),)
+    try:
+        if any(cause.code == "tokenizer" for cause in tokens(asked).causes):
+            return (_cause("tokenizer"),)
+    except UnsupportedError:
+        pass
     kinds = {differs.kind for _, differs in differing}
     if all((probe.messages or ({},))[0].get("role") != "system" for probe, _ in differing):
         if kinds == {"inserted"}:
@@ -201,112 +189,17 @@ def _template_causes(
     return tuple(_cause(kind) for kind in sorted(kinds) if kind in _CAUSES) or (_cause("template"),)
 
 
-def _has_other_tokenizer(asked: Asked) -> bool:
-    try:
-        return any(cause.code == "tokenizer" for cause in tokens(asked).causes)
-    except UnsupportedError:
-        return False
-
-
-def _misread(asked: Asked) -> str:
-    """Return how the server's ids differ from tokenizer.json, which training may have misread."""
-    path = asked.reference.folder / "tokenizer.json"
-    if not path.is_file() or find_spec("tokenizers") is None:
-        return ""
-    from tokenizers import Tokenizer
-
-    texts: Sequence[str] = prove_ids.TEXTS
-    if asked.server.kind == "llama.cpp":  # GGUF has no normaliser
-        texts = [normalize("NFC", text) for text in texts]
-    reason = prove_ids.difference(
-        prove_ids.plain_encoder(Tokenizer.from_file(str(path))),
-        lambda text: asked.server.tokenize(asked.model, text, special=False),
-        texts,
-    )
-    return f"by the server {reason}" if reason else ""
-
-
-def _bos(asked: Asked) -> int | None:
-    facts = asked.reference.facts.get("tokens") or {}
-    value = (facts.get("tokenizer") or {}).get("bos_token_id")
-    return value if isinstance(value, int) else None
-
-
 def _shown(asked: Asked, differs: Difference) -> str:
     """Return both sides around a difference, as text where the reference has a tokenizer."""
-    sides = [("training", differs.trained), ("server", differs.served)]
+    sides = {"training": list(differs.trained), "server": list(differs.served)}
     path = asked.reference.folder / "tokenizer.json"
-    if path.is_file() and find_spec("tokenizers") is not None:
-        return ", ".join(f"{side} {_text(path, ids)!r}" for side, ids in sides)
-    return ", ".join(f"{side} {list(ids)}" for side, ids in sides)
-
-
-def _text(path: Path, ids: Sequence[int]) -> str:
+    if not path.is_file() or find_spec("tokenizers") is None:
+        return ", ".join(f"{side} {ids}" for side, ids in sides.items())
     from tokenizers import Tokenizer
 
-    decoded: str = Tokenizer.from_file(str(path)).decode(list(ids), skip_special_tokens=False)
-    return decoded
-
-
-def _cause(code: str) -> Cause:
-    return Cause(code, *_CAUSES[code])
-
-
-_TEMPLATE = "vllm serve --chat-template <chat_template.jinja of the training>"
-_CAUSES = {
-    "tokenizer": (
-        "the server has the tokenizer of another model",
-        "vllm serve --tokenizer <the folder of the training's tokenizer>",
-    ),
-    "tokenizer-misread": (
-        "the server's tokenizer class does not read tokenizer.json as it is",
-        "set tokenizer_class to PreTrainedTokenizerFast in tokenizer_config.json of the served "
-        "folder",
-    ),
-    "template": ("the server renders conversations with another chat template", _TEMPLATE),
-    "bos-twice": (
-        "BOS comes twice: the template has it, and the tokenizer adds it again",
-        "remove bos_token from the chat template, or set add_bos_token=false in "
-        "tokenizer_config.json",
-    ),
-    "bos-added": (
-        "the server begins with BOS, the training did not",
-        "set add_bos_token=false in tokenizer_config.json of the served folder",
-    ),
-    "bos-missing": (
-        "the training began with BOS, the server does not",
-        "set add_bos_token=true in tokenizer_config.json of the served folder",
-    ),
-    "system-prompt-added": (
-        "the server adds a default system prompt",
-        "serve the training's chat template, or send the same system prompt in training",
-    ),
-    "system-prompt-missing": (
-        "the training had a default system prompt, the server has none",
-        _TEMPLATE,
-    ),
-    "generation-prompt-missing": (
-        "the server ends the prompt without the beginning of the assistant's turn",
-        "send add_generation_prompt=true, or serve the training's chat template",
-    ),
-    "generation-prompt-longer": (
-        "the server's prompt goes on where the training's ended, e.g. with <think>",
-        "serve the training's chat template; check --default-chat-template-kwargs",
-    ),
-}
-"""Text and hint by code."""
-
-
-_LIKELY = math.log(0.5)
-_FORCED = 100.0
-"""Bias that makes a token certain: the most that APIs take."""
-_LONGEST = 4096
-"""Tokens of the prompt that looks for silent cuts."""
-_SHORT = Cause(
-    "context-short",
-    "the server's context is shorter than what was trained",
-    "vllm serve --max-model-len <the training's length>",
-)
+    decode = Tokenizer.from_file(str(path)).decode
+    texts = {side: decode(ids, skip_special_tokens=False) for side, ids in sides.items()}
+    return ", ".join(f"{side} {text!r}" for side, text in texts.items())
 
 
 def eos(asked: Asked) -> Row:
@@ -321,12 +214,12 @@ def eos(asked: Asked) -> Row:
         return Row("eos", "unknown", "the reference names no EOS")
     likely = _likely_ends(reference, ends)
     wanted = sorted({token for _, token in likely}) or [ends[0]]
+    chat = next((probe for probe in reference.probes if probe.messages), None)
+    messages = (chat.messages if chat else None) or ({"role": "user", "content": "Hello"},)
     seen: set[int] = set()
     for token in wanted:
         prompts = [prefix for prefix, end in likely if end == token][:2]
-        chat = next((probe for probe in reference.probes if probe.messages), None)
         any_prompt = prompts[0] if prompts else (chat or reference.probes[0]).ids
-        messages = (chat.messages if chat else None) or ({"role": "user", "content": "Hello"},)
         bias = {"logit_bias": {str(token): _FORCED}}
         tries: list[tuple[Prompt, Mapping[str, Any]]] = [(prompt, {}) for prompt in prompts]
         tries += [(any_prompt, bias), (messages, bias)]
@@ -334,13 +227,7 @@ def eos(asked: Asked) -> Row:
             stopped = _stops(asked, prompt, token, options)
             if stopped is False:
                 text = f"the server generates on after token {token}, which ends a turn"
-                cause = Cause(
-                    "eos-missing",
-                    "an EOS of the training is none on the server",
-                    "add the token to eos_token_id in generation_config.json of the served folder, "
-                    "and serve again",
-                )
-                return Row("eos", "fault", text, {"token": token}, (cause,))
+                return Row("eos", "fault", text, {"token": token}, (_cause("eos-missing"),))
             if stopped:
                 seen.add(token)
                 if options:
@@ -380,7 +267,14 @@ def context(asked: Asked) -> Row:
         measured["served"] = length
         if length < trained:
             text = f"the server takes {length} tokens, a row of the training data has {trained}"
-            return Row("context", "fault", text, measured, (_SHORT,), {"served": float(trained)})
+            return Row(
+                "context",
+                "fault",
+                text,
+                measured,
+                (_cause("context-short"),),
+                {"served": float(trained)},
+            )
     size = max(trained, 512)
     size = min(size, _LONGEST, length - 1 if length else size)
     joined = [token for ids in reference.sequences for token in ids]
@@ -392,7 +286,7 @@ def context(asked: Asked) -> Row:
             raise
         if size <= trained:
             text = f"a prompt of {size} tokens is refused: {error.message}"
-            return Row("context", "fault", text, measured, (_SHORT,))
+            return Row("context", "fault", text, measured, (_cause("context-short"),))
         return Row("context", "ok", f"a prompt of {size} tokens is refused, not cut", measured)
     used = len(made.prompt_ids) if made.prompt_ids is not None else made.prompt_length
     if used is None:
@@ -400,12 +294,9 @@ def context(asked: Asked) -> Row:
     measured |= {"sent": size, "used": used}
     if used < size:
         text = f"of a prompt of {size} tokens the server used {used}"
-        cause = Cause(
-            "context-cut",
-            "the server drops a part of long prompts without a word",
-            "a longer context on the server: llama-server -c, or no truncate_prompt_tokens",
+        return Row(
+            "context", "fault", text, measured, (_cause("context-cut"),), {"used": float(size)}
         )
-        return Row("context", "fault", text, measured, (cause,), {"used": float(size)})
     return Row("context", "ok", f"a prompt of {size} tokens was used whole", measured)
 
 
@@ -414,3 +305,60 @@ def _likely_ends(reference: Reference, ends: Sequence[int]) -> list[tuple[tuple[
     trained = reference.trained
     places = zip(reference.prefixes, trained.top1.tolist(), trained.logprobs.max(1), strict=True)
     return [(ids, token) for ids, token, best in places if token in ends and best > _LIKELY]
+
+
+def _cause(code: str) -> Cause:
+    return Cause(code, *_CAUSES[code])
+
+
+_TEMPLATE = "vllm serve --chat-template <chat_template.jinja of the training>"
+_CAUSES = {
+    "tokenizer": (
+        "the server has the tokenizer of another model",
+        "vllm serve --tokenizer <the folder of the training's tokenizer>",
+    ),
+    "template": ("the server renders conversations with another chat template", _TEMPLATE),
+    "bos-twice": (
+        "BOS comes twice: the template has it, and the tokenizer adds it again",
+        "remove bos_token from the chat template, or set add_bos_token=false in "
+        "tokenizer_config.json",
+    ),
+    "bos-added": (
+        "the server begins with BOS, the training did not",
+        "set add_bos_token=false in tokenizer_config.json of the served folder",
+    ),
+    "bos-missing": (
+        "the training began with BOS, the server does not",
+        "set add_bos_token=true in tokenizer_config.json of the served folder",
+    ),
+    "system-prompt-added": (
+        "the server adds a default system prompt",
+        "serve the training's chat template, or send the same system prompt in training",
+    ),
+    "system-prompt-missing": (
+        "the training had a default system prompt, the server has none",
+        _TEMPLATE,
+    ),
+    "generation-prompt-missing": (
+        "the server ends the prompt without the beginning of the assistant's turn",
+        "send add_generation_prompt=true, or serve the training's chat template",
+    ),
+    "generation-prompt-longer": (
+        "the server's prompt goes on where the training's ended, e.g. with <think>",
+        "serve the training's chat template; check --default-chat-template-kwargs",
+    ),
+    "eos-missing": (
+        "an EOS of the training is none on the server",
+        "add the token to eos_token_id in generation_config.json of the served folder, and serve "
+        "again",
+    ),
+    "context-short": (
+        "the server's context is shorter than what was trained",
+        "vllm serve --max-model-len <the training's length>",
+    ),
+    "context-cut": (
+        "the server drops a part of long prompts without a word",
+        "a longer context on the server: llama-server -c, or no truncate_prompt_tokens",
+    ),
+}
+"""Text and hint by code."""

@@ -178,7 +178,7 @@ def expected(
 
 def expected_settings(reference: Reference) -> Settings:
     """Return the settings of the recorded generation configuration, as vLLM reads it."""
-    recorded = (reference.facts.get("tokens") or {}).get("generation_config") or {}
+    recorded = reference.token_settings("generation_config")
 
     def number(name: str, default: float) -> float:
         value = recorded.get(name)

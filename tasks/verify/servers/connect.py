@@ -14,11 +14,6 @@ from tasks.verify.servers.sglang import SglangServer
 
 KINDS = ("vllm", "sglang", "llama.cpp", "openai")
 """Dialects that `kind` names; None finds out."""
-_UNSUPPORTED = {
-    # What its answer to a path has: what to do instead.
-    "/info model_id": ("TGI", "serve the folder by vLLM to verify it: vllm serve <folder>"),
-    "/api/version version": ("Ollama", "serve the GGUF by llama-server to verify it"),
-}
 
 
 def connect(
@@ -48,40 +43,30 @@ def connect(
     if kind is not None and kind not in KINDS:
         raise ConfigError(f"kind={kind} is no kind of server", hint=f"one of {', '.join(KINDS)}")
     client = Client(url, key=key, timeout_s=timeout_s, workers=workers, ca=ca)
-    try:
-        return _connected(client, kind, model)
-    except BaseException:
-        client.close()
-        raise
-
-
-def _connected(client: Client, kind: str | None, model: str | None) -> Server:
     listed = client.optional("/v1/models")
     cards = listed.get("data") if isinstance(listed, Mapping) else None
     first = cards[0] if isinstance(cards, list) and cards else {}
-    if kind == "vllm" or (kind is None and _text(first, "owned_by") == "vllm"):
-        version = _text(client.optional("/version"), "version")
-        return VllmServer(client, kind="vllm", version=version, model=model)
+    if kind == "vllm" or (kind is None and _field(first, "owned_by") == "vllm"):
+        version = _field(client.optional("/version"), "version")
+        return VllmServer(client, kind="vllm", version=str(version), model=model)
     if kind in (None, "llama.cpp"):
         props = client.optional("/props")
-        if _has(props, "default_generation_settings"):
+        if _field(props, "default_generation_settings"):
             return LlamaCppServer(client, props)
     if kind in (None, "sglang"):
         facts = client.optional("/get_model_info") or client.optional("/model_info")
-        if _has(facts, "model_path"):
+        if _field(facts, "model_path"):
             served = client.optional("/get_server_info") or client.optional("/server_info")
-            version = _text(served, "version")
-            return SglangServer(client, kind="sglang", version=version, model=model)
+            version = _field(served, "version")
+            return SglangServer(client, kind="sglang", version=str(version), model=model)
     if kind in ("llama.cpp", "sglang"):
         raise ServerError(
             f"{client.url} is no server of kind {kind}", hint="kind= is not needed", code="response"
         )
-    if kind is None:
-        for asked, (name, hint) in _UNSUPPORTED.items():
-            path, field = asked.split()
-            if _has(client.optional(path), field):
-                reason = f"{client.url} is {name}, which verify does not ask"
-                raise ServerError(reason, hint=hint, code="response")
+    if kind is None and _field(client.optional("/api/version"), "version"):
+        reason = f"{client.url} is Ollama, which verify does not ask"
+        hint = "serve the GGUF by llama-server to verify it"
+        raise ServerError(reason, hint=hint, code="response")
     if not isinstance(cards, list):
         raise ServerError(
             f"{client.url} answers, but no /v1/models is there",
@@ -91,10 +76,5 @@ def _connected(client: Client, kind: str | None, model: str | None) -> Server:
     return OpenAiServer(client, model=model)
 
 
-def _has(answer: Any, key: str) -> bool:
-    return isinstance(answer, Mapping) and key in answer
-
-
-def _text(answer: Any, key: str) -> str:
-    value = answer.get(key, "") if isinstance(answer, Mapping) else ""
-    return value if isinstance(value, str) else ""
+def _field(answer: Any, key: str) -> Any:
+    return answer.get(key, "") if isinstance(answer, Mapping) else ""

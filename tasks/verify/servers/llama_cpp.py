@@ -21,6 +21,7 @@ from tasks.verify.servers.server import (
     UnsupportedError,
     chat_fields,
     entry,
+    is_chat,
 )
 
 _TOP = 100
@@ -32,21 +33,18 @@ _FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
 
 
 class LlamaCppServer(Server):
-    """A server of llama.cpp.
+    """A server of llama.cpp; `props` is the answer of `/props`.
 
     Its model's name is what a client gets: with the adapters of the command line at their default
     scales. With adapters there are two kinds of names more, which `lora` of each request selects:
     the adapters' file names without ending, and the base as `<model>@base`.
-    `props` is the answer of `/props`.
     """
 
     def __init__(self, client: Client, props: Mapping[str, Any]) -> None:
         self.client, self.url = client, client.url
         self.kind, self.version = "llama.cpp", str(props.get("build_info", ""))
         length = (props.get("default_generation_settings") or {}).get("n_ctx")
-        self._length = length if isinstance(length, int) else None
-        self._path = str(props.get("model_path", "")) or None
-        self._models, self._lora = self._names()
+        self._models, self._lora = self._names(str(props.get("model_path", "")) or None, length)
         # Log-probabilities are those before biases. A token that is a whole letter is forced: after
         # a part of a letter the server waits for the rest, and returns none.
         letter = self.tokenize(self._models[0].name, "a", special=False)[-1]
@@ -69,7 +67,7 @@ class LlamaCppServer(Server):
         body |= {} if cache else {"cache_prompt": False}
 
         def ask(prefix: Sequence[int]) -> Entry:
-            answer = self._completion(model, list(prefix), body)
+            answer = self._completion(model, prefix, body)
             listed = answer.get("completion_probabilities") or [{}]
             tops = listed[0].get("top_logprobs") or ()
             return entry({int(top["id"]): top["logprob"] for top in tops})
@@ -91,74 +89,59 @@ class LlamaCppServer(Server):
     def generate(
         self, model: str, prompt: Prompt, count: int, n: int = 1, stream: bool = False, **more: Any
     ) -> list[Generated]:
+        if stream:
+            raise UnsupportedError(f"{self.url} does not stream tokens that are parts of a letter")
 
         def respond(_: int) -> Generated:
-            if len(prompt) > 0 and isinstance(prompt[0], Mapping):
-                fields = {"messages": list(prompt), "max_tokens": count}
-                return self._chat({**fields, **self._selected(model), **more})
+            if is_chat(prompt):
+                return self._chat(model, {"messages": list(prompt), "max_tokens": count, **more})
             body = {"n_predict": count, "return_tokens": True, **more}
-            return (self._streamed if stream else self._whole)(model, prompt, body)
+            return _generated(self._completion(model, prompt, body))
 
         return parallel(respond, range(n), self.client.workers)
 
-    def _chat(self, body: Mapping[str, Any]) -> Generated:
+    def _chat(self, model: str, body: Mapping[str, Any]) -> Generated:
         # Log-probabilities are asked for because they name the ids.
-        answer = self.client.post("/v1/chat/completions", {**body, "logprobs": True})
+        body = {**body, **self._selected(model), "logprobs": True}
+        answer = self.client.post("/v1/chat/completions", body)
         choice = answer["choices"][0]
-        told = (choice.get("logprobs") or {}).get("content")
+        tokens = (choice.get("logprobs") or {}).get("content")
         return Generated(
-            ids=tuple(int(token["id"]) for token in told) if told else None,
+            ids=tuple(int(token["id"]) for token in tokens) if tokens else None,
             text=str((choice.get("message") or {}).get("content") or ""),
             finish=str(choice.get("finish_reason") or ""),
             prompt_length=(answer.get("usage") or {}).get("prompt_tokens"),
         )
 
-    def _whole(self, model: str, ids: Prompt, body: Mapping[str, Any]) -> Generated:
-        return _generated(self._completion(model, ids, body))
-
-    def _streamed(self, model: str, ids: Prompt, body: Mapping[str, Any]) -> Generated:
-        text, tokens = "", list[int]()
-        last: Mapping[str, Any] = {}
-        request = {"prompt": list(ids), **body, **self._selected(model), "stream": True}
-        for part in self.client.events("/completion", request):
-            text += part.get("content", "")
-            tokens += part.get("tokens") or []
-            last = part
-        if len(tokens) < last.get("tokens_predicted", 0):
-            raise UnsupportedError(f"{self.url} does not stream tokens that are parts of a letter")
-        return _generated({**last, "content": text, "tokens": tokens})
-
     def _completion(self, model: str, ids: Prompt, body: Mapping[str, Any]) -> Any:
         request = {"prompt": list(ids), **body, **self._selected(model)}
-        answer = self.client.post("/completion", request)
-        if not isinstance(answer, dict):
-            raise ServerError(f"{self.url}/completion: no response", code="response")
-        return answer
+        return self.client.post("/completion", request)
 
     def _selected(self, model: str) -> dict[str, Any]:
         """Return the field that selects the adapters of a request."""
         if model not in self._lora:
             names = f"it serves {', '.join(self._lora)}"
-            raise ServerError(f"{self.url} serves no model {model!r}; {names}", code="model")
+            raise ServerError(f"{self.url} serves no model {model!r}; {names}", code="missing")
         scales = self._lora[model]
         return {} if scales is None else {"lora": scales}
 
-    def _names(self) -> tuple[tuple[ServedModel, ...], dict[str, list[dict[str, Any]] | None]]:
+    def _names(
+        self, path: str | None, length: int | None
+    ) -> tuple[tuple[ServedModel, ...], dict[str, list[dict[str, Any]] | None]]:
         """Return the models, and the scales of all adapters for each name."""
         cards = self.client.get("/v1/models").get("data") or [{}]
         name = str(cards[0].get("id") or "default")
-        models = [ServedModel(name, None, self._path, self._length)]
+        models = [ServedModel(name, None, path, length)]
         lora: dict[str, list[dict[str, Any]] | None] = {name: None}
-        adapters = self.client.optional("/lora-adapters")
-        adapters = adapters if isinstance(adapters, list) else []
+        adapters = self.client.optional("/lora-adapters") or []
         if adapters:
             base = name + _WITHOUT
-            models.append(ServedModel(base, None, self._path, self._length))
+            models.append(ServedModel(base, None, path, length))
             lora[base] = [{"id": adapter["id"], "scale": 0.0} for adapter in adapters]
         for chosen in adapters:
-            path = PurePath(str(chosen["path"]))
-            models.append(ServedModel(path.stem, name + _WITHOUT, str(path), self._length))
-            lora[path.stem] = [
+            file = PurePath(str(chosen["path"]))
+            models.append(ServedModel(file.stem, name + _WITHOUT, str(file), length))
+            lora[file.stem] = [
                 {"id": adapter["id"], "scale": float(adapter["id"] == chosen["id"])}
                 for adapter in adapters
             ]
@@ -166,11 +149,10 @@ class LlamaCppServer(Server):
 
 
 def _generated(answer: Mapping[str, Any]) -> Generated:
-    stop = str(answer.get("stop_type", ""))
-    tokens, length = answer.get("tokens"), answer.get("tokens_evaluated")
+    stop, tokens = str(answer.get("stop_type", "")), answer.get("tokens")
     return Generated(
         ids=tuple(tokens) if tokens else None,
         text=str(answer.get("content", "")),
         finish=_FINISH.get(stop, stop),
-        prompt_length=length if isinstance(length, int) else None,
+        prompt_length=answer.get("tokens_evaluated"),
     )

@@ -27,8 +27,8 @@ _NO_LOGPROB = 1e-3
 class ServerError(PlumblineError):
     """A server does not answer, refuses, or answers with something unreadable.
 
-    Codes: "unreachable", "login", "model" (no such model), "missing" (no such path), "busy" (429 or
-    503 to the end), "length" (longer than the context), "request" (any other refusal), "response"
+    Codes: "unreachable", "login", "missing" (no such path or model), "busy" (429 or 503 to the
+    end), "length" (longer than the context), "request" (any other refusal), "response"
     (unreadable).
     """
 
@@ -55,37 +55,21 @@ most likely ids and that token."""
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A name that a server answers to.
-
-    Attributes:
-        name: to be sent as `model`.
-        parent: name of the base, if this is an adapter and the server says so.
-        root: path or repository that the server loaded; None if it does not say.
-        max_length: tokens of prompt and response together; None if the server does not say.
-    """
+    """A name that a server answers to; None stands for what the server does not say."""
 
     name: str
-    parent: str | None = None
-    root: str | None = None
-    max_length: int | None = None
+    parent: str | None = None  # name of the base of an adapter
+    root: str | None = None  # path or repository that the server loaded
+    max_length: int | None = None  # tokens of prompt and response together
 
 
 @dataclass(frozen=True)
 class Generated:
-    """One response.
+    """One response; None stands for what the server does not say."""
 
-    Attributes:
-        ids: tokens of the response; None if the server returns text only. A final EOS is included
-            by some servers and left out by others.
-        text: the response as text, untrusted.
-        finish: reason, "stop" (the end of the turn), "length" or the server's own word.
-        prompt_ids: tokens of the prompt as the server saw them; None if it does not say.
-        prompt_length: their number; None if the server does not say.
-    """
-
-    ids: tuple[int, ...] | None
-    text: str
-    finish: str
+    ids: tuple[int, ...] | None  # a final EOS is included by some servers only
+    text: str  # untrusted
+    finish: str  # "stop" (the end of the turn), "length" or the server's own word
     prompt_ids: tuple[int, ...] | None = None
     prompt_length: int | None = None
 
@@ -95,15 +79,10 @@ class Server(Protocol):
 
     Every method raises ServerError if the server does not answer or refuses, and UnsupportedError,
     without a request, for what the API cannot do.
-
-    Attributes:
-        url: address without password, final slash and `/v1`, for people.
-        kind: dialect, a key of `tasks.verify.servers.connect.KINDS`.
-        version: as the server says; "" if it does not.
     """
 
-    url: str
-    kind: str
+    url: str  # without password, final slash and `/v1`
+    kind: str  # dialect, one of `tasks.verify.servers.connect.KINDS`
     version: str
 
     def models(self) -> Sequence[ServedModel]:
@@ -129,10 +108,10 @@ class Server(Protocol):
     def generate(
         self, model: str, prompt: Prompt, count: int, n: int = 1, stream: bool = False, **more: Any
     ) -> list[Generated]:
-        """Return n responses of at most `count` tokens.
+        """Return n responses of at most `count` tokens; one that is streamed is joined.
 
         `more` has names of vLLM (`temperature`, `top_p`, `seed`, `logit_bias`). What is left
-        out is not sent, so that the server's own defaults hold. A stream is joined.
+        out is not sent, so that the server's own defaults hold.
         """
 
 
@@ -146,13 +125,10 @@ def entry(values: Mapping[int, float | None]) -> Entry:
     try:
         logprobs = np.fromiter(pairs.values(), np.float64, len(pairs))
     except (TypeError, ValueError):
-        raise ServerError(
-            "the server's log-probabilities are not numbers", code="response"
-        ) from None
+        logprobs = np.array([np.nan])
     if np.isnan(logprobs).any() or (logprobs > _NO_LOGPROB).any():
         raise ServerError(
             "the server returns values that are not log-probabilities",
-            details=[f"the largest is {logprobs.max():.4g}"],
             hint="vllm serve --logprobs-mode raw_logprobs",
             code="response",
         )
@@ -192,6 +168,11 @@ def score(
     return scored
 
 
+def is_chat(prompt: Prompt) -> bool:
+    """Return True if a prompt is a conversation."""
+    return len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
 def chat_fields(messages: Sequence[Message], tools: Tools) -> dict[str, Any]:
     """Return the fields of a chat request, in which the arguments of calls are JSON text."""
     turns = [dict(message) for message in messages]
@@ -203,5 +184,4 @@ def chat_fields(messages: Sequence[Message], tools: Tools) -> dict[str, Any]:
 
 def _as_text(call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    function = {**call["function"], "arguments": arguments}
-    return {"id": "call", **call, "function": function}
+    return {"id": "call", **call, "function": {**call["function"], "arguments": arguments}}

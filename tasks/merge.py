@@ -22,7 +22,6 @@ from tasks.pipeline.report import StageReport
 from tasks.weights.execute.outcome import (
     kept_checks,
     merge_metrics,
-    quantization_notes,
     rounding_notes,
     unchanged,
     values_read,
@@ -145,7 +144,6 @@ def write_merged(
     notes = {
         "plan": plan.as_json(),
         **rounding_notes(plan, done),
-        **quantization_notes(done),
         **(notes or {}),
     }
     return stage_report(

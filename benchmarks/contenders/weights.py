@@ -78,7 +78,7 @@ def gather(shards: Path, out: Path) -> None:
 
 def plan(base: Path, adapter: Path) -> None:
     """Plan and validate a merge, and lay out its files, without writing any."""
-    from tasks.weights.plan import lay_out
+    from tasks.weights.execute.writer import lay_out
     from tasks.weights.validate import validate
 
     made, sources = _planned(base, adapter)
@@ -107,7 +107,7 @@ def _make(kind: str, plan: Any, sources: Mapping[str, Any], out: Path, **setting
         validate(plan, sources)
         done = execute(plan, sources, work, **settings)
         publish(work, out, Origin(kind, "bench", out.name), done.hashes)
-    _say({"read": done.read, "written": done.written, "linked": len(done.linked)})
+    _say({"written": done.written, "linked": len(done.linked)})
 
 
 def _say(document: Mapping[str, Any]) -> None:

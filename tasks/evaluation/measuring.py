@@ -121,8 +121,7 @@ def stage_report(
     numbers = {
         "tensors": float(len(plan.ops)),
         "bytes": float(plan.nbytes),
-        "files": float(len({outcome.file for outcome in done.outcomes.values()})),
-        "bytes_read": float(done.read),
+        "files": float(len({written.file for written in done.tensors.values()})),
         "bytes_written": float(done.written),
         **(metrics or {}),
     }

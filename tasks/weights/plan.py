@@ -11,17 +11,13 @@ runs it; its JSON goes into the manifest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby
 from math import prod
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from tasks.core.errors import ArtifactError
-from tasks.weights.execute.writer import ShardFile, Spec, plan_shards, shard_file, shard_names
 from tasks.weights.files.dtypes import ITEM_BITS, is_float
-from tasks.weights.files.header import Header, read_header
 from tasks.weights.files.reader import WEIGHTS
 from tasks.weights.files.source import Source
 from tasks.weights.rounding import GRIDS
@@ -276,6 +272,40 @@ class Plan:
         }
 
 
+ROWS = 16
+"""Minimum number of rows in a block; block sizes are multiples of it."""
+ELEMENTS = 1 << 18
+"""Target number of elements in a block: 1 MB in fp32, so it stays in the cache until hashed."""
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return a shape as (rows, columns): leading axes are flattened, a vector is one column."""
+    if len(shape) < 2:
+        return (shape[0] if shape else 1, 1)
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows, shape[-1]
+
+
+def row_blocks(rows: int, columns: int, elements: int | None = None) -> Iterator[tuple[int, int]]:
+    """Yield (first, end) of every block of rows; a small remainder joins the last block.
+
+    Args:
+        elements: target number of elements in a block; None for `ELEMENTS`. It must depend on
+            shapes alone, so that results do not depend on the machine.
+    """
+    target = ELEMENTS if elements is None else elements
+    step = max(ROWS, target // max(1, columns) // ROWS * ROWS)
+    first = 0
+    while first < rows:
+        end = first + step
+        if rows - end < ROWS:
+            end = rows
+        yield first, end
+        first = end
+
+
 def as_is(source: Source, name: str = WEIGHTS) -> Plan:
     """Return the plan that copies every tensor of a source, which the plan calls `name`."""
     return Plan(
@@ -312,75 +342,3 @@ def with_output(
     )
     shards = tuple(len(of) for _, of in groups) if same else None
     return replace(plan, ops=ops, max_shard_bytes=max_shard_bytes, shards=shards)
-
-
-@dataclass(frozen=True)
-class OutFile:
-    """One output file.
-
-    Attributes:
-        file: its name, header and offsets.
-        ops: the operations that fill it.
-        link: the input file with exactly these tensors, unchanged; None if the file has to be
-            written. It depends on plan and inputs alone, so it is the same in every run.
-    """
-
-    file: ShardFile
-    ops: tuple[Op, ...]
-    link: Path | None = None
-
-    @property
-    def name(self) -> str:
-        """Name of the file."""
-        return self.file.name
-
-
-def lay_out(plan: Plan, sources: Mapping[str, Source], *, stem: str = WEIGHTS) -> list[OutFile]:
-    """Return the output files of a plan, in order."""
-    shards: list[Sequence[Op]]
-    if plan.shards is not None:
-        edges = accumulate(plan.shards, initial=0)
-        shards = [plan.ops[low:high] for low, high in pairwise(edges)]
-    else:
-        ops = {op.name: op for op in plan.ops}
-        specs = [Spec(op.name, op.shape, op.dtype) for op in plan.ops]
-        filled = plan_shards(specs, plan.max_shard_bytes)
-        shards = [[ops[spec.name] for spec in shard] for shard in filled]
-    headers: dict[Path, Header | None] = {}
-    files = []
-    for name, shard in zip(shard_names(len(shards), stem), shards, strict=True):
-        file = shard_file(name, [Spec(op.name, op.shape, op.dtype) for op in shard])
-        files.append(OutFile(file, tuple(shard), _same_file(shard, sources, headers)))
-    return files
-
-
-def _same_file(
-    ops: Sequence[Op], sources: Mapping[str, Source], headers: dict[Path, Header | None]
-) -> Path | None:
-    """Return the input file with exactly these tensors, unchanged and with known hashes."""
-    paths: set[Path] = set()
-    for op in ops:
-        source = sources[op.input]
-        extents = source.extents(op.key)
-        plain = op.kind == "copy" and op.name == op.key and op.start == 0 and len(extents) == 1
-        if not plain or source.checksum(op.key) is None or extents[0].nbytes != op.nbytes:
-            return None
-        paths.add(extents[0].path)
-    if len(paths) != 1:
-        return None
-    (path,) = paths
-    if path not in headers:
-        headers[path] = _header(path)
-    header = headers[path]
-    if header is None or {op.name: op.shape for op in ops} != {
-        name: info.shape for name, info in header.tensors.items()
-    }:
-        return None
-    return path
-
-
-def _header(path: Path) -> Header | None:
-    try:
-        return read_header(path) if path.suffix == ".safetensors" else None
-    except ArtifactError:
-        return None  # not a safetensors file in spite of its name; its tensors are copied

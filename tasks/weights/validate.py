@@ -14,11 +14,22 @@ from pathlib import Path
 
 from tasks.core.contract import TensorLike, describe
 from tasks.core.errors import ContractError, first_and_more
-from tasks.weights.execute.compute import matrix_shape
 from tasks.weights.execute.writer import require_space
 from tasks.weights.files.dtypes import ITEM_BITS, is_float
 from tasks.weights.files.source import Source, find
-from tasks.weights.plan import Add, Dora, LowRank, Op, Plan, Rows, Shape, Term, as_slice, operands
+from tasks.weights.plan import (
+    Add,
+    Dora,
+    LowRank,
+    Op,
+    Plan,
+    Rows,
+    Shape,
+    Term,
+    as_slice,
+    matrix_shape,
+    operands,
+)
 
 _SHOWN = 50
 _FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}

@@ -22,7 +22,6 @@ from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.lora import read_adapter
 from tasks.weights.proof import recompute, recomputed_check
-from tasks.weights.quantized.nf4 import as_trained
 from tests.weights.families.making import merged_as_trained, merged_by_peft
 from tests.weights.making import NF4, failed, measure_here, merged, state_of
 from tests.weights.plans import plan_of
@@ -55,15 +54,6 @@ def test_qlora_merges_into_the_base_that_training_saw(
     assert report.notes["merge_base"] == "dequantized"
     assert report.drift is not None
     assert report.drift.mean_kl <= STANDARD.mean_kl
-    error = report.notes["quantization_error"]
-    assert error["max"] == max(error["by_tensor"].values()) >= error["overall"] > 0
-    name = "model.layers.1.mlp.down_proj.weight"
-    key = f"base_model.model.{name.removesuffix('.weight')}"
-    lora = load_file(qlora_adapter / "adapter_model.safetensors")
-    change = 2.0 * lora[f"{key}.lora_B.weight"].float() @ lora[f"{key}.lora_A.weight"].float()
-    weight = state_of(qwen.path)[name]
-    lost = float((weight.float() - as_trained(weight, NF4).float()).norm() / change.norm())
-    assert error["by_tensor"][name] == pytest.approx(lost, 1e-5)
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
 
     (second := tmp_path / "original").mkdir()  # into the original base it is another model

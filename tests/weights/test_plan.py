@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.core.errors import ArtifactError, ContractError
-from tasks.weights.execute.writer import Spec
+from tasks.weights.execute.writer import Spec, lay_out
 from tasks.weights.files.reader import Checkpoint
-from tasks.weights.plan import Add, Dora, Dropped, LowRank, Op, Plan, Rows, Term, lay_out
+from tasks.weights.plan import Add, Dora, Dropped, LowRank, Op, Plan, Rows, Term
 from tasks.weights.shards import Slice, coverage, rank_file, read_partitions
 from tasks.weights.validate import plan_findings, validate
 from tests.weights.making import Spread, alter_ranks, write_shards

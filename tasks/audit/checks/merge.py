@@ -26,8 +26,16 @@ from tasks.weights.files.dtypes import rounded
 from tasks.weights.files.names import EXPERT, PEFT_PREFIX
 from tasks.weights.files.source import Reader
 from tasks.weights.pairing import renamed_keys
-from tasks.weights.proof import Planned, Proof, State, Verdict, planned, prove_merge
-from tasks.weights.proof.expected import Expected, comparable
+from tasks.weights.proof import (
+    Planned,
+    Proof,
+    State,
+    Verdict,
+    blocks,
+    comparable,
+    planned,
+    prove_merge,
+)
 
 _FAULTS = {
     # State of a tensor, and what it means
@@ -136,7 +144,7 @@ def merge_base(source: Source) -> Iterator[Fault]:
     proof = source.once(_proof)
     if not isinstance(proof, Proof):
         return
-    packed = [verdict for verdict in proof.dequantized if verdict.touched]
+    packed = [verdict for verdict in proof.verdicts if verdict.dequantized and verdict.touched]
     plain = [
         verdict
         for verdict in proof.verdicts
@@ -347,8 +355,7 @@ def rounds_away(source: Source) -> Iterator[Fault]:
         for op in made.plan.ops:
             if not op.terms or comparable(op, made.sources):
                 continue
-            expected = Expected(op, made.sources)
-            for block in expected.blocks(expected.sampled_rows()):
+            for block in blocks(op, made.sources, sampled=True):
                 update += float(np.vdot(block.change, block.change))
                 for dtype in kept:
                     gained = rounded(block.base + block.change, dtype) - block.base

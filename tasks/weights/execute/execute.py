@@ -1,15 +1,15 @@
 """Execute a plan: write every output tensor from its source straight to its final offset.
 
     done = execute(plan, {"base": base, "adapter": adapter}, out)
-    done.checksums["lm_head.weight"]
+    done.tensors["lm_head.weight"].checksum
 
 Workers are threads: reading, hashing, arithmetic and writing all release the interpreter's lock.
 Memory is bounded by the number of blocks and workers, whatever the model's size. Results do not
 depend on the number of workers: see `compute.py`.
 
-Data that no operation changes never passes through Python: whole files are linked or copied
-(`copying.py`), byte ranges are copied by the kernel, and hashes come from the input's manifest.
-Without a manifest the data has to be read for its hash, and is written from the same buffer.
+Data that no operation changes never passes through Python: whole files are linked or copied, byte
+ranges are copied by the kernel, and hashes come from the input's manifest. Without a manifest the
+data has to be read for its hash, and is written from the same buffer.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -29,30 +29,26 @@ from numpy.typing import NDArray
 
 from tasks.core.disk import write_refused
 from tasks.core.errors import ArtifactError
-from tasks.weights.execute.compute import compute, matrix_shape, needs_full_tensor
-from tasks.weights.execute.copying import (
-    Seen,
-    Workspace,
-    known_hash,
-    link_or_copy,
-    move,
-    offload,
-    same_as_known,
-)
+from tasks.core.files import copy_file
+from tasks.weights.execute.compute import compute, needs_full_tensor, opened, source_bytes
 from tasks.weights.execute.lora_merge import fold, fold_term, size_of_a
-from tasks.weights.execute.outcome import Executed, Measured, Outcome
-from tasks.weights.execute.writer import ShardFile, Spec, require_space, write_index
-from tasks.weights.files.dtypes import casts
+from tasks.weights.execute.outcome import Executed, Written
+from tasks.weights.execute.writer import ShardFile, lay_out, require_space, write_index
+from tasks.weights.files import dtypes as bits
+from tasks.weights.files.documents import artifact_name
+from tasks.weights.files.dtypes import cast, casts, torch_dtype
 from tasks.weights.files.header import TensorInfo
 from tasks.weights.files.reader import WEIGHTS
 from tasks.weights.files.source import Source, info_of, write_at
-from tasks.weights.plan import Op, OutFile, Plan, lay_out, operands
+from tasks.weights.plan import Op, Plan, operands
 
 MAX_WORKERS = 16
 LARGE = 32 << 20
 """Memory in bytes from which on a tensor counts as large."""
 _MAX_LARGE = 2
 """Number of workers that may handle a large tensor at the same time."""
+BLOCK = 1 << 20
+"""Bytes per block of copied tensors: a multiple of every item size, small enough for the cache."""
 
 
 def execute(
@@ -70,178 +66,189 @@ def execute(
         out: existing directory; gets the weight files and their index.
         workers: number of threads; None for the number of cores that this process may use.
         stem: start of the file names: "model" or "adapter_model".
+        scan: read values of tensors too whose hashes are known.
 
     Raises:
         ArtifactError: an input cannot be read, or an output cannot be written (disk full). Nothing
             is left of the files.
     """
     files = lay_out(plan, sources, stem=stem)
-    require_space(out, sum(file.file.size for file in files if file.link is None))
-    writing = _Writing(sources, scan)
+    require_space(out, sum(each.file.size for each in files if each.link is None))
+    workers = workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+    tensors: dict[str, Written] = {}
+    targets: list[_Target] = []
     try:
         with contextlib.ExitStack() as handles:
-            jobs = [job for file in files for job in writing.begin(out / file.name, file, handles)]
-            writing.to_end(jobs, workers or min(MAX_WORKERS, len(os.sched_getaffinity(0))))
+            for each in files:
+                path = out / each.file.name
+                if each.link is not None:
+                    link_or_copy(each.link, path)
+                    for op in each.ops:
+                        known = str(_known_hash(op, sources))
+                        tensors[op.name] = Written(path.name, known, copied=True)
+                    continue
+                handle = _claimed(path, each.file)
+                handles.callback(os.close, handle)
+                infos = each.file.infos
+                targets += [_Target(op, handle, path, infos[op.name]) for op in each.ops]
+            tensors |= _write_all(targets, sources, workers, scan)
         if len(files) > 1:
-            places = {op.name: file.name for file in files for op in file.ops}
-            specs = [Spec(op.name, op.shape, op.dtype) for op in plan.ops]
             with _refused(out):
-                write_index(out, specs, places, stem)
+                write_index(out, files, stem)
     except BaseException:
-        for file in files:
-            (out / file.name).unlink(missing_ok=True)
+        for each in files:
+            (out / each.file.name).unlink(missing_ok=True)
         raise
-    ordered = {op.name: writing.outcomes[op.name] for op in plan.ops}
-    linked = [file.name for file in files if file.link is not None]
-    return Executed(ordered, linked, writing.read, writing.written)
+    linked = [each.file.name for each in files if each.link is not None]
+    nbytes = sum(op.nbytes for op in plan.ops if not tensors[op.name].copied)
+    return Executed({op.name: tensors[op.name] for op in plan.ops}, linked, nbytes)
 
 
-class Sink:
-    """Write one output tensor to its offset, piece by piece.
+@dataclass(frozen=True)
+class _Target:
+    """One tensor to write: its operation, and its place in an open file."""
 
-    Attributes:
-        handle: descriptor of the open file.
-        path: path of the file.
-        info: position of the tensor in the file.
-    """
-
-    def __init__(self, handle: int, path: Path, info: TensorInfo) -> None:
-        self.handle, self.path, self.info = handle, path, info
-        self._hash = blake3()
-        self._at = info.start
-
-    def write(self, raw: NDArray[np.uint8]) -> None:
-        """Append the next bytes of the tensor. Raises ArtifactError if the disk is full."""
-        write_at(self.handle, memoryview(raw), self._at, self.path)
-        self._hash.update(raw)
-        self._at += raw.size
-
-    def start_flush(self) -> None:
-        """Ask the kernel to start writing the tensor to disk, so that the final flush is short.
-
-        The advice says that the pages are no longer needed; the kernel then writes dirty ones out.
-        """
-        os.posix_fadvise(self.handle, self.info.start, self.info.nbytes, os.POSIX_FADV_DONTNEED)
-
-    def checksum(self) -> str:
-        """Return the BLAKE3 hash of the full tensor. Raises ArtifactError if bytes are missing."""
-        if self._at != self.info.end:
-            done = self._at - self.info.start
-            raise ArtifactError(f"{self.path}: {done} of {self.info.nbytes} bytes were written")
-        return self._hash.hexdigest()
+    op: Op
+    handle: int
+    path: Path
+    info: TensorInfo
 
 
 class _Stopped(Exception):
     """Another tensor has failed, or the user has interrupted the run."""
 
 
-@dataclass
-class _Writing:
-    """State of one run."""
+def _write_all(
+    targets: Sequence[_Target], sources: Mapping[str, Source], workers: int, scan: bool
+) -> dict[str, Written]:
+    """Write all tensors with threads; the first error stops every one of them."""
+    large, stop = threading.Semaphore(_MAX_LARGE), threading.Event()
 
-    sources: Mapping[str, Source]  # inputs of the plan by name
-    scan: bool  # inspect copied values too
-    outcomes: dict[str, Outcome] = field(default_factory=dict)  # finished tensors by name
-    read: int = 0  # bytes of tensor data that this process read; kernel copies are not counted
-    written: int = 0  # bytes of tensor data that this process wrote
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _large: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(_MAX_LARGE))
-    _stop: threading.Event = field(default_factory=threading.Event)
-    _of_thread: threading.local = field(default_factory=threading.local)
+    def write(target: _Target) -> tuple[str, Written]:
+        is_large = _memory(target.op, sources) > LARGE
+        with large if is_large else contextlib.nullcontext():
+            return target.op.name, _write(target, sources, stop, scan)
 
-    def begin(
-        self, path: Path, file: OutFile, handles: contextlib.ExitStack
-    ) -> Iterator[tuple[Op, Sink]]:
-        """Link a file, or claim its space and yield the tensors to write into it."""
-        if file.link is not None:
-            link_or_copy(file.link, path)
-            for op in file.ops:
-                known = str(known_hash(op, self.sources))
-                self.outcomes[op.name] = Outcome(op.name, path.name, known, all_zero=None)
-            return
-        handle = _claimed(path, file.file)
-        handles.callback(os.close, handle)
-        for op in file.ops:
-            yield op, Sink(handle, path, file.file.infos[op.name])
+    # The largest first, so that no thread starts a large one at the end.
+    ordered = sorted(targets, key=lambda target: -target.op.nbytes)
+    needs_torch = any(_needs_torch(target.op, sources) for target in targets)
+    with (
+        _single_threaded_torch() if needs_torch else contextlib.nullcontext(),
+        ThreadPoolExecutor(workers, thread_name_prefix="weights") as pool,
+    ):
+        try:
+            futures = [pool.submit(write, target) for target in ordered]
+            return dict(future.result() for future in as_completed(futures))
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
-    def to_end(self, jobs: Sequence[tuple[Op, Sink]], workers: int) -> None:
-        """Write all tensors, the largest first, so that no thread starts a large one at the end."""
-        ordered = sorted(jobs, key=lambda job: -job[0].nbytes)
-        needs_torch = any(_needs_torch(op, self.sources) for op, _ in ordered)
-        with (
-            _single_threaded_torch() if needs_torch else contextlib.nullcontext(),
-            ThreadPoolExecutor(workers, thread_name_prefix="weights") as pool,
-        ):
-            try:
-                futures = [pool.submit(self._write, op, sink) for op, sink in ordered]
-                finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
-                for future in finished:
-                    future.result()
-            except BaseException:
-                self._stop.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
 
-    def _write(self, op: Op, sink: Sink) -> None:
-        large = _memory(op, self.sources) > LARGE
-        with self._large if large else contextlib.nullcontext():
-            outcome, read, written = (
-                self._computed(op, sink) if op.kind == "compute" else self._moved(op, sink)
-            )
-        with self._lock:
-            self.outcomes[op.name] = outcome
-            self.read, self.written = self.read + read, self.written + written
-
-    def _moved(self, op: Op, sink: Sink) -> tuple[Outcome, int, int]:
-        moved = None if self.scan else self._offloaded(op, sink)
-        if moved is not None:
-            sink.start_flush()
-            return moved, 0, 0
-        seen = Seen()
-        self._fill(sink, move(op, self.sources, self._workspace, seen))
-        checksum = same_as_known(op, self.sources, sink.checksum())
-        outcome = Outcome(op.name, sink.path.name, checksum, seen.nonfinite, seen.all_zero)
-        return outcome, seen.read, op.nbytes
-
-    def _offloaded(self, op: Op, sink: Sink) -> Outcome | None:
-        known = offload(op, self.sources, sink.handle, sink.info.start)
-        return None if known is None else Outcome(op.name, sink.path.name, known)
-
-    def _computed(self, op: Op, sink: Sink) -> tuple[Outcome, int, int]:
-        measured, term = Measured(), fold_term(op, self.sources)
-        if term is not None:
-            blocks = fold(op, term, self.sources, self._workspace, measured)
-        else:
-            blocks = compute(op, self.sources, measured)
-        self._fill(sink, blocks)
-        rows, columns = matrix_shape(op.shape)
-        outcome = Outcome(
-            op.name,
-            sink.path.name,
-            sink.checksum(),
-            nonfinite=measured.nonfinite,
-            changed=measured.changed / (rows * columns) if op.terms else None,
-            error=measured.error if op.terms else None,
-            delta=measured.delta if op.terms else None,
-            kept=measured.kept if op.terms else None,
-            nearest=measured.nearest if op.terms else None,
-        )
-        return outcome, op.nbytes, op.nbytes
-
-    def _fill(self, sink: Sink, blocks: Iterable[NDArray[np.uint8]]) -> None:
-        for raw in blocks:
-            if self._stop.is_set():
+def _write(
+    target: _Target, sources: Mapping[str, Source], stop: threading.Event, scan: bool
+) -> Written:
+    """Write one tensor. Raises ArtifactError if an input differs from its manifest."""
+    op, handle, at, end = target.op, target.handle, target.info.start, target.info.end
+    written = Written(target.path.name)
+    known = _known_hash(op, sources) if op.kind == "copy" else None
+    if known is not None and not scan:
+        with opened(op, sources) as reader:
+            written.copied = reader.copy_to(handle, at)
+    if written.copied and known is not None:
+        written.checksum = known
+    else:
+        checksum = blake3()
+        for raw in _computed(op, sources, written):
+            if stop.is_set():
                 raise _Stopped
-            sink.write(raw)
-        sink.start_flush()
+            write_at(handle, memoryview(raw), at, target.path)
+            checksum.update(raw)
+            at += raw.size
+        if at != end:
+            raise ArtifactError(f"{target.path}: {op.name}: {end - at} bytes are missing")
+        written.checksum = checksum.hexdigest()
+        if known not in (None, written.checksum):
+            raise ArtifactError(f"{op.source}: its bytes do not match the hash in its manifest")
+    # The kernel starts to write the tensor to disk now, so that the final flush is short.
+    os.posix_fadvise(handle, target.info.start, target.info.nbytes, os.POSIX_FADV_DONTNEED)
+    return written
 
-    @property
-    def _workspace(self) -> Workspace:
-        """Memory of this thread."""
-        if not hasattr(self._of_thread, "workspace"):
-            self._of_thread.workspace = Workspace()
-        workspace: Workspace = self._of_thread.workspace
-        return workspace
+
+def _computed(
+    op: Op, sources: Mapping[str, Source], written: Written
+) -> Iterator[NDArray[np.uint8]]:
+    """Return the blocks of a tensor, and count what is in them."""
+    if op.kind != "compute":
+        return _moved(op, sources, written)
+    if (term := fold_term(op, sources)) is not None:
+        return fold(op, term, sources, written)
+    return compute(op, sources, written)
+
+
+def _moved(op: Op, sources: Mapping[str, Source], written: Written) -> Iterator[NDArray[np.uint8]]:
+    """Yield the blocks of a tensor that is copied or cast; valid until the next is requested."""
+    zero = True
+    with opened(op, sources) as reader:
+        buffer: NDArray[np.uint8] = np.empty(min(BLOCK, reader.nbytes), np.uint8)
+        for at in range(0, reader.nbytes, BLOCK):
+            raw = buffer[: min(BLOCK, reader.nbytes - at)]
+            reader.into(raw, at)
+            if op.kind == "cast":
+                raw = _cast(raw, op)
+            written.nonfinite += bits.nonfinite(raw, op.dtype)
+            zero = zero and bits.all_zero(raw, op.dtype)
+            yield raw
+    written.all_zero = zero
+
+
+def _cast(raw: NDArray[np.uint8], op: Op) -> NDArray[np.uint8]:
+    if casts(op.source_dtype, op.dtype):
+        return cast(raw, op.source_dtype, op.dtype)
+    import torch
+
+    values = torch.from_numpy(raw).view(torch_dtype(op.source_dtype)).to(torch_dtype(op.dtype))
+    cast_bytes: NDArray[np.uint8] = values.view(torch.uint8).numpy()
+    return cast_bytes
+
+
+def _known_hash(op: Op, sources: Mapping[str, Source]) -> str | None:
+    """Return the source tensor's hash; None if unknown, or if `op` reads only a part of it."""
+    source = sources[op.input]
+    nbytes = sum(extent.nbytes for extent in source.extents(op.key))
+    return source.checksum(op.key) if source_bytes(op) == nbytes else None
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give `target` the bytes of a file: a hard link within one store of artifacts, else a copy.
+
+    A hard link shares its bytes with the source for good, so the source must be a published
+    artifact, and both become read-only. A copy shares them until one side is written, if the file
+    system can do that (btrfs, XFS).
+
+    Raises:
+        ArtifactError: `target` cannot be written.
+    """
+    real = source.resolve()  # link to the file itself, not to a symbolic link
+    target.unlink(missing_ok=True)
+    with _refused(target):
+        if _in_one_store(real, target):
+            with contextlib.suppress(OSError):  # a file system without hard links
+                os.link(real, target)
+                target.chmod(target.stat().st_mode & 0o444)
+                return
+        copy_file(real, target)
+
+
+def _in_one_store(source: Path, target: Path) -> bool:
+    """Return True if `source` is a published artifact of the store that `target` is made in.
+
+    A store is `<paths.runs>/artifacts`, with a folder `<kind>/<key>` for each artifact.
+    """
+    folder, store = source.parent, target.resolve().parent.parent.parent
+    if store.name != "artifacts" or folder.parent.parent != store:
+        return False
+    return artifact_name(folder) == (folder.parent.name, folder.name)
 
 
 def _needs_torch(op: Op, sources: Mapping[str, Source]) -> bool:

@@ -10,25 +10,44 @@ import json
 import re
 import shutil
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from tasks.core.disk import SPACE_HINT
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.weights.files.dtypes import ITEM_BITS
-from tasks.weights.files.header import TensorInfo
+from tasks.weights.files.header import Header, TensorInfo, read_header
 from tasks.weights.files.reader import WEIGHTS
+from tasks.weights.files.source import Source
+from tasks.weights.plan import Op, Plan
 
 _ALIGN = 8
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
+class Planned(Protocol):
+    """A tensor to be written: name, shape, dtype (safetensors name) and size in bytes."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+AnyPlanned = TypeVar("AnyPlanned", bound=Planned)
+
+
 @dataclass(frozen=True)
 class Spec:
-    """Name, shape and dtype (safetensors name) of a tensor to be written."""
+    """A tensor to be written that no operation of a plan makes."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,6 +69,15 @@ class ShardFile:
     size: int  # size of the whole file in bytes
 
 
+@dataclass(frozen=True)
+class OutFile:
+    """One output file and the operations that fill it."""
+
+    file: ShardFile
+    ops: Sequence[Op]
+    link: Path | None = None  # the input file with exactly these tensors, unchanged; else None
+
+
 def parse_size(text: str | int) -> int:
     """Parse a size in bytes: "5GB" -> 5_000_000_000. Also B, KB, MB, KiB, MiB, GiB, plain numbers.
 
@@ -66,19 +94,60 @@ def parse_size(text: str | int) -> int:
     return size
 
 
-def plan_shards(specs: Sequence[Spec], max_bytes: int | None) -> list[list[Spec]]:
+def lay_out(plan: Plan, sources: Mapping[str, Source], *, stem: str = WEIGHTS) -> list[OutFile]:
+    """Return the output files of a plan, in order."""
+    shards: list[Sequence[Op]]
+    if plan.shards is not None:
+        edges = accumulate(plan.shards, initial=0)
+        shards = [plan.ops[low:high] for low, high in pairwise(edges)]
+    else:
+        shards = [*plan_shards(plan.ops, plan.max_shard_bytes)]
+    names = shard_names(len(shards), stem)
+    return [
+        OutFile(shard_file(name, shard), shard, _same_file(shard, sources))
+        for name, shard in zip(names, shards, strict=True)
+    ]
+
+
+def _same_file(ops: Sequence[Op], sources: Mapping[str, Source]) -> Path | None:
+    """Return the input file with exactly these tensors, unchanged and with known hashes."""
+    paths: set[Path] = set()
+    for op in ops:
+        source = sources[op.input]
+        extents = source.extents(op.key)
+        plain = op.kind == "copy" and op.name == op.key and op.start == 0 and len(extents) == 1
+        if not plain or source.checksum(op.key) is None or extents[0].nbytes != op.nbytes:
+            return None
+        paths.add(extents[0].path)
+    path = paths.pop() if len(paths) == 1 else None
+    header = _header(path) if path is not None and path.suffix == ".safetensors" else None
+    if header is None or {op.name: op.shape for op in ops} != {
+        name: info.shape for name, info in header.tensors.items()
+    }:
+        return None
+    return path
+
+
+def _header(path: Path) -> Header | None:
+    try:
+        return read_header(path)
+    except ArtifactError:
+        return None  # not a safetensors file in spite of its name; its tensors are copied
+
+
+def plan_shards(tensors: Sequence[AnyPlanned], max_bytes: int | None) -> list[list[AnyPlanned]]:
     """Split tensors into shards of at most `max_bytes` of tensor data, keeping their order.
 
     A tensor larger than the limit gets its own shard. None means one shard.
     """
-    shards: list[list[Spec]] = [[]]
+    shards: list[list[AnyPlanned]] = [[]]
     filled = 0
-    for spec in specs:
-        if shards[-1] and max_bytes is not None and filled + spec.nbytes > max_bytes:
+    for tensor in tensors:
+        if shards[-1] and max_bytes is not None and filled + tensor.nbytes > max_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append(spec)
-        filled += spec.nbytes
+        shards[-1].append(tensor)
+        filled += tensor.nbytes
     return shards
 
 
@@ -89,41 +158,34 @@ def shard_names(count: int, stem: str = WEIGHTS) -> list[str]:
     return [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
-def shard_file(name: str, specs: Sequence[Spec]) -> ShardFile:
-    """Return header and offsets of a file that contains the tensors `specs`."""
+def shard_file(name: str, tensors: Sequence[Planned]) -> ShardFile:
+    """Return header and offsets of a file that contains the tensors."""
     # Wider dtypes first: with an 8-byte aligned start every tensor is then aligned to its dtype.
-    ordered = sorted(specs, key=lambda spec: -ITEM_BITS[spec.dtype])
+    ordered = sorted(tensors, key=lambda tensor: -ITEM_BITS[tensor.dtype])
+    ends = list(accumulate((tensor.nbytes for tensor in ordered), initial=0))
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for spec in ordered:
-        entries[spec.name] = {
-            "dtype": spec.dtype,
-            "shape": list(spec.shape),
-            "data_offsets": [at, at + spec.nbytes],
+    for tensor, places in zip(ordered, pairwise(ends), strict=True):
+        entries[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": list(places),
         }
-        at += spec.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGN)
     start = 8 + len(text)
-    infos = {}
-    for spec in ordered:
-        first, last = entries[spec.name]["data_offsets"]
-        infos[spec.name] = TensorInfo(spec.shape, spec.dtype, start + first, start + last)
-    return ShardFile(name, struct.pack("<Q", len(text)) + text, infos, start + at)
+    infos = {
+        tensor.name: TensorInfo(tensor.shape, tensor.dtype, start + first, start + last)
+        for tensor, (first, last) in zip(ordered, pairwise(ends), strict=True)
+    }
+    return ShardFile(name, struct.pack("<Q", len(text)) + text, infos, start + ends[-1])
 
 
-def write_index(
-    root: Path, specs: Iterable[Spec], files: Mapping[str, str], stem: str = WEIGHTS
-) -> None:
-    """Write `<stem>.safetensors.index.json`.
-
-    Args:
-        specs: all tensors; their sizes add up to `total_size`, in bytes of tensor data.
-        stem: start of the file names: "model" or "adapter_model".
-    """
+def write_index(root: Path, files: Sequence[OutFile], stem: str = WEIGHTS) -> None:
+    """Write `<stem>.safetensors.index.json`; `stem` is "model" or "adapter_model"."""
+    places = {op.name: each.file.name for each in files for op in each.ops}
     document = {
-        "metadata": {"total_size": sum(spec.nbytes for spec in specs)},
-        "weight_map": dict(sorted(files.items())),
+        "metadata": {"total_size": sum(op.nbytes for each in files for op in each.ops)},
+        "weight_map": dict(sorted(places.items())),
     }
     path = root / f"{stem}.safetensors.index.json"
     path.write_text(json.dumps(document, indent=2) + "\n")

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tasks.core.errors import ArtifactError
-from tasks.weights.execute import compute, copying
+from tasks.weights import plan as plans
+from tasks.weights.execute import execute as executing
 from tasks.weights.execute.execute import execute
 from tasks.weights.execute.outcome import Executed
 from tasks.weights.execute.writer import Spec, plan_shards, shard_file, shard_names
@@ -68,7 +69,7 @@ def test_every_kind_of_operation_bit_for_bit(inputs, out) -> None:
         raw = file.read_bytes()
         for name, info in read_header(file).tensors.items():
             assert done.checksums[name] == blake3(raw[info.start : info.end]).hexdigest()
-            assert done.outcomes[name].file == file.name
+            assert done.tensors[name].file == file.name
 
 
 @pytest.mark.parametrize("shard", [None, 40_000, 1])
@@ -76,8 +77,8 @@ def test_workers_and_blocks_change_no_byte(inputs, tmp_path, monkeypatch, shard)
     """Blocks begin and end within experts; for blocks of one row BLAS uses another routine."""
     sums = []
     for workers, elements in ((1, 1 << 20), (5, 4096), (2, 300), (1, 1)):
-        monkeypatch.setattr(compute, "ELEMENTS", elements)
-        monkeypatch.setattr(copying, "BLOCK", 16 * elements)
+        monkeypatch.setattr(plans, "ELEMENTS", elements)
+        monkeypatch.setattr(executing, "BLOCK", 16 * elements)
         out = tmp_path / f"{workers} {elements}"
         out.mkdir()
         done = _run(make_plan(max_shard_bytes=shard), inputs, out, workers=workers)
@@ -132,8 +133,9 @@ def test_values_are_inspected_while_they_are_copied(out, tmp_path) -> None:
     ops = [copied(name, tensor) for name, tensor in stored.items()]
     ops[3] = replace(ops[3], dtype="F16")
     done = _run(Plan(tuple(ops)), {"base": read_checkpoint(tmp_path / "plain")}, out)
-    assert done.nonfinite == {"bad": 2, "big": 9}
-    zero = {name: outcome.all_zero for name, outcome in done.outcomes.items()}
+    bad = {name: each.nonfinite for name, each in done.tensors.items() if each.nonfinite}
+    assert bad == {"bad": 2, "big": 9}
+    zero = {name: each.all_zero for name, each in done.tensors.items()}
     assert zero == {"bad": False, "zero": True, "minus": True, "big": False}
 
 

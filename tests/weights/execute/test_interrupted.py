@@ -15,8 +15,8 @@ from tasks.pipeline.artifact import Origin, open_artifact, publish, staging, swe
 from tasks.weights.execute import writer
 from tasks.weights.execute.execute import execute
 from tasks.weights.execute.outcome import Executed
+from tasks.weights.execute.writer import lay_out
 from tasks.weights.files.reader import Checkpoint, read_checkpoint
-from tasks.weights.plan import lay_out
 from tests.weights.plans import make_inputs, make_plan
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -74,7 +74,7 @@ def test_an_input_that_was_linked_is_never_written_to(inputs, tmp_path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     sources = {**inputs, "base": read_checkpoint(folder)}
-    files = [file.name for file in lay_out(make_plan(), sources)]
+    files = [each.file.name for each in lay_out(make_plan(), sources)]
     os.link(victim, out / files[0])
     execute(make_plan(), sources, out)
     assert victim.read_bytes() == before
@@ -129,7 +129,7 @@ sys.path.insert(0, sys.argv[1])
 import torch
 from tasks.pipeline.artifact import Origin, publish, staging
 from tasks.weights.execute.execute import execute
-from tasks.weights.plan import lay_out
+from tasks.weights.execute.writer import lay_out
 from tasks.weights.files.reader import read_checkpoint
 from tests.weights.plans import make_plan
 

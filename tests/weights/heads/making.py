@@ -167,7 +167,8 @@ def serve(detected: Detected, out: Path) -> None:
     assert parted.facts.findings == ()
     validate(parted.plan, parted.sources, out=out)
     done = execute(parted.plan, parted.sources, out)
-    require([finite(name, outcome) for name, outcome in done.outcomes.items()], stage="convert")
+    checks = [finite(name, written.nonfinite) for name, written in done.tensors.items()]
+    require(checks, stage="convert")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (detected.folder.root / name).is_file():
             shutil.copyfile(detected.folder.root / name, out / name)

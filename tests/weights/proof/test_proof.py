@@ -215,4 +215,5 @@ def test_a_merge_of_ours_is_proven_by_its_plan(qwen, qlora_adapter, qlora_run, t
         plans[mode] = plan_of(json.loads(json.dumps(report.notes["plan"])))
         proof = prove_merge(plans[mode], sources, read_checkpoint(out))
         assert proof.ok, proof.faults
-        assert len(proof.dequantized) == (14 if mode == "dequantized" else 0)
+        count = sum(verdict.dequantized for verdict in proof.verdicts)
+        assert count == (14 if mode == "dequantized" else 0)

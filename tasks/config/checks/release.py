@@ -1,4 +1,4 @@
-"""Checks of the steps after training: quantised models, gate, keys, servers that have to answer."""
+"""Problems that would show after training: quantised models, the gate, keys, servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from tasks.config.checks.context import Context, installed
 from tasks.config.checks.online import function
 from tasks.core.finding import Finding
-from tasks.core.redaction import HIDDEN, redact
+from tasks.core.redaction import redact
 from tasks.drift.fingerprint import EXPERTS
 from tasks.lm_eval import is_file, task_name
 from tasks.pipeline.signature import password_bytes, public_part
@@ -35,8 +35,7 @@ GGUF_READ = (
 GROUPS = (128, 64, 32)
 """Group sizes of 4 bits that vLLM has kernels for, on GPUs (Marlin) and CPUs."""
 CURVES = ("secp256r1", "secp384r1", "secp521r1")
-MAKE = "openssl ecparam -name prime256v1 -genkey -noout -out key.pem"
-EXPORT = "openssl ec -in key.pem -pubout -out key.pub"
+_INSECURE = ("MLFLOW_TRACKING_INSECURE_TLS", "PREFECT_API_TLS_INSECURE_SKIP_VERIFY")
 LIMIT_S = 5.0
 FRESH_S = 30.0
 """An answer counts for all steps of a run and for its plan, not for the next run of a sweep."""
@@ -55,7 +54,6 @@ def problems(context: Context) -> Iterator[Finding]:
     yield from signing(settings["register"])
     yield from reachable(settings["tracking"]["uri"])
     yield from prefect_reachable()
-    yield from public(settings["tracking"])
     yield from hub(settings["push"])
 
 
@@ -78,57 +76,43 @@ def quantizing(
     scheme, text = convert["quantize"], config.get("text_config") or config
     if scheme == "none":
         return
-
-    def refused(value: str, allowed: str, override: str = "convert.quantize=none") -> Finding:
-        return Finding("convert.quantize", f"{scheme} {value}", allowed, override)
-
-    family, plain = text.get("model_type"), "language models of plain linear layers are quantised"
-    if is_reward:
-        yield refused("of a reward model", plain)
-    if experts := next((f"{key} {text[key]}" for key in EXPERTS if text.get(key)), None):
-        yield refused(f"of a mixture of experts ({experts})", plain)
-    if family in ("gpt2", "openai-gpt"):  # whose linear layers are `Conv1D` in transformers
-        yield refused(f"of {family}, whose layers are convolutions", plain)
-    if engine == "none":
-        allowed = "a quantised model is measured before it is handed on"
-        yield refused("without a smoke test", allowed, "smoke.engine=vllm")
+    family, missing, readable, override = text.get("model_type"), [], True, "convert.quantize=none"
     if scheme.startswith(GGUF):
         programs = find_programs(convert["llama_cpp"])
         needed = {CONVERTER: programs.converter, SERVER: programs.server}
         if scheme.removeprefix(GGUF) not in CONVERTED:
             needed[QUANTIZER] = programs.quantizer
-        if missing := [name for name, path in needed.items() if path is None]:
-            where = convert["llama_cpp"] or "PATH"
-            allowed, override = "users install llama.cpp", "convert.llama_cpp=<its folder, built>"
-            yield refused(f"without {', '.join(missing)} in {where}", allowed, override)
-        if family and family not in GGUF_READ:
-            yield refused(f"of {family}", f"transformers reads GGUF of {', '.join(GGUF_READ)}")
-    elif scheme == "w4a16":
-        yield from _in_4_bits(text, convert["group_size"], environment, refused)
+        missing = [name for name, path in needed.items() if path is None]
+        readable = not family or family in GGUF_READ
+    experts = any(text.get(key) for key in EXPERTS)
+    for wrong, allowed, instead in (
+        (is_reward, "a reward model is served in 16 bits", override),
+        (experts, "experts are not quantised, only plain linear layers", override),
+        (family in ("gpt2", "openai-gpt"), f"{family} has convolutions as layers", override),
+        (engine == "none", "a quantised model is measured first", "smoke.engine=vllm"),
+        (missing, f"needs llama.cpp: {', '.join(missing)}", "convert.llama_cpp=<its folder>"),
+        (not readable, f"transformers reads GGUF of {', '.join(GGUF_READ)}", override),
+        (
+            scheme == "w4a16" and not environment.is_file(),
+            f"needs llm-compressor in {environment.parents[1]}",
+            "make setup-quantize",
+        ),
+    ):
+        if wrong:
+            yield Finding("convert.quantize", scheme, allowed, instead)
+    if scheme == "w4a16":
+        yield from _groups(text, convert["group_size"])
 
 
-def _in_4_bits(
-    text: Mapping[str, Any], group: int, environment: Path, refused: Callable[..., Finding]
-) -> Iterator[Finding]:
-    if not environment.is_file():
-        allowed = f"it is in an environment of its own, {environment.parents[1]}"
-        yield refused("without llm-compressor", allowed, "make setup-quantize")
-    if group not in GROUPS:
-        known = f"vLLM has kernels for {', '.join(map(str, GROUPS))}"
-        yield refused(f"in groups of {group}", known, "convert.group_size=128")
-        return
-    heads = text.get("num_attention_heads") or 1
-    widths = {
-        "hidden_size": text.get("hidden_size"),
-        "intermediate_size": text.get("intermediate_size"),
-        "num_attention_heads * head_dim": heads * (text.get("head_dim") or 0),
-    }
-    for name, width in widths.items():
-        if width and width % group:
-            smaller = next((size for size in GROUPS if width % size == 0), None)
-            override = f"convert.group_size={smaller}" if smaller else "convert.quantize=w8a8"
-            allowed = f"a multiple of convert.group_size={group}"
-            yield refused(f"of {name} {width}", allowed, override)
+def _groups(text: Mapping[str, Any], group: int) -> Iterator[Finding]:
+    """Check that the rows of all layers divide into groups of 4-bit weights."""
+    heads, size = text.get("num_attention_heads") or 1, text.get("head_dim") or 0
+    widths = [text.get("hidden_size"), text.get("intermediate_size"), heads * size]
+    fits = [number for number in GROUPS if not any((width or 0) % number for width in widths)]
+    if group not in fits:
+        instead = f"convert.group_size={fits[0]}" if fits else "convert.quantize=w8a8"
+        allowed = f"one of {', '.join(map(str, GROUPS))} that divides the widths of all layers"
+        yield Finding("convert.group_size", str(group), allowed, instead)
 
 
 def conditions(settings: Mapping[str, Any]) -> Iterator[Finding]:
@@ -145,11 +129,10 @@ def conditions(settings: Mapping[str, Any]) -> Iterator[Finding]:
             override = advice or "eval.lm_eval=[<task>]"
             yield Finding(key, "no such task", f"{LM_EVAL}<task>.<metric>", override)
         elif not harness and name not in names:
-            leaf = name.replace("/", ".").rpartition(".")[2]
-            same = [known for known in names if known.rpartition(".")[2] == leaf][:3]
-            near = same or difflib.get_close_matches(name.replace("/", "."), names, n=3) or names
-            allowed = "a number that this run measures"
-            yield Finding(key, "not measured", allowed, " or ".join(near))
+            dotted = name.replace("/", ".")
+            same = [known for known in names if known.endswith(f".{dotted.rpartition('.')[2]}")]
+            near = same[:3] or difflib.get_close_matches(dotted, names, n=3) or names
+            yield Finding(key, "not measured", "a number of this run", " or ".join(near))
         else:
             try:
                 to = parse(name, text).to
@@ -170,9 +153,8 @@ def lm_eval_tasks(tasks: list[str]) -> Iterator[Finding]:
         try:
             task_name(task)
         except (OSError, ValueError) as error:
-            allowed = "a task in YAML, as lm-evaluation-harness reads it"
             override = "eval.lm_eval=[<file>.yaml]"
-            yield Finding("eval.lm_eval", f"{task}: {error}", allowed, override)
+            yield Finding("eval.lm_eval", f"{task}: {error}", "a task in YAML", override)
 
 
 def signing(register: Mapping[str, Any]) -> Iterator[Finding]:
@@ -195,8 +177,8 @@ def private_key(key: str, value: str) -> Iterator[Finding]:
     """Yield why a file cannot sign."""
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    path = Path(value).expanduser()
-    yield from _unusable(key, path, lambda pem: load_pem_private_key(pem, password_bytes()), MAKE)
+    path, make = Path(value).expanduser(), "openssl ecparam -name prime256v1 -genkey -noout"
+    yield from _unusable(key, path, lambda pem: load_pem_private_key(pem, password_bytes()), make)
     if path.is_file() and (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
         allowed = "a private key is readable by its owner alone"
         yield Finding(key, f"{value} has mode {mode:04o}", allowed, f"chmod 600 {value}")
@@ -206,7 +188,8 @@ def public_key(key: str, value: str) -> Iterator[Finding]:
     """Yield why signatures cannot be checked with a file."""
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
-    yield from _unusable(key, Path(value).expanduser(), load_pem_public_key, EXPORT)
+    export = "openssl ec -in key.pem -pubout -out key.pub"
+    yield from _unusable(key, Path(value).expanduser(), load_pem_public_key, export)
 
 
 def _unusable(
@@ -228,67 +211,53 @@ def _unusable(
 
 def reachable(uri: str | None) -> Iterator[Finding]:
     """Yield a finding if the server of `tracking.uri` does not answer; SQLite needs none."""
-    if uri is not None and urlsplit(uri).scheme in ("http", "https"):
-        names = ("USERNAME", "PASSWORD", "TOKEN", "INSECURE_TLS", "AUTH", "AWS_SIGV4")
-        user, word, token, insecure, *signed = (
-            os.environ.get(f"MLFLOW_TRACKING_{n}") for n in names
-        )
-        reason = _why_silent(
-            f"{uri.rstrip('/')}/api/2.0/mlflow/experiments/get-by-name?experiment_name=Default",
-            auth=(user, word) if user and word else None,
-            headers={"Authorization": f"Bearer {token}"} if token else {},
-            verify=(insecure or "").lower() not in ("true", "1"),
-        )
-        if reason and not (any(signed) and "login" in reason):  # only MLflow's client can sign
-            allowed = f"{reason}; metrics of this run would have no place to go"
-            override = "tracking.uri=sqlite:////<path>/mlflow.db, or make up"
-            yield Finding("tracking.uri", redact(uri), allowed, override)
+    if uri is None or urlsplit(uri).scheme not in ("http", "https"):
+        return
+    user, word, token = (
+        os.environ.get(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD", "TOKEN")
+    )
+    page = "api/2.0/mlflow/experiments/get-by-name?experiment_name=Default"
+    if reason := _why_silent(f"{uri.rstrip('/')}/{page}", user, word, token):
+        allowed = f"{reason}; metrics of this run would have no place to go"
+        override = "tracking.uri=sqlite:////<path>/mlflow.db, or make up"
+        yield Finding("tracking.uri", redact(uri), allowed, override)
 
 
 def prefect_reachable() -> Iterator[Finding]:
     """Yield a finding if the Prefect server of `PREFECT_API_URL` does not answer."""
     if not (url := os.environ.get("PREFECT_API_URL")):
         return
-    login, key = (os.environ.get(f"PREFECT_API_{name}") for name in ("AUTH_STRING", "KEY"))
+    login, token = (os.environ.get(f"PREFECT_API_{name}") for name in ("AUTH_STRING", "KEY"))
     user, _, word = (login or "").partition(":")
-    insecure = os.environ.get("PREFECT_API_TLS_INSECURE_SKIP_VERIFY", "")
-    reason = _why_silent(
-        f"{url.rstrip('/')}/admin/version",
-        auth=(user, word) if login else None,
-        headers={"Authorization": f"Bearer {key}"} if key and not login else {},
-        verify=insecure.lower() not in ("true", "1"),
-    )
-    if reason:
+    if reason := _why_silent(f"{url.rstrip('/')}/admin/version", user, word, token):
         allowed = f"{reason}; this run would not be recorded there"
         override = "unset PREFECT_API_URL (a server of its own), or PREFECT_API_AUTH_STRING"
         yield Finding("PREFECT_API_URL", redact(url), allowed, override)
 
 
-def _why_silent(url: str, **options: Any) -> str:
+def _why_silent(url: str, user: str | None, word: str | None, token: str | None) -> str:
     """Return why no server answers at a URL; empty if one does. Answers are kept for seconds."""
     asked, reason = _known.get(url, (0.0, ""))
     if asked and time.monotonic() - asked < FRESH_S:
         return reason
     import httpx
 
+    auth, headers = None, {}
+    if user and word:
+        auth = (user, word)
+    elif token:
+        headers = {"Authorization": f"Bearer {token}"}
+    insecure = any((os.environ.get(name) or "").lower() in ("true", "1") for name in _INSECURE)
     try:
-        status = httpx.get(url, timeout=LIMIT_S, **options).status_code
+        answer = httpx.get(url, timeout=LIMIT_S, auth=auth, headers=headers, verify=not insecure)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         reason = f"no answer within {LIMIT_S:g} s ({error or type(error).__name__})"
     else:
+        status = answer.status_code
         refused = "it refuses the login" if status in (401, 403) else ""
         reason = refused or (f"it answers with status {status}" if status >= 500 else "")
     _known[url] = time.monotonic(), reason
     return reason
-
-
-def public(tracking: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding for each name that MLflow's pages show and that contains a secret."""
-    for key in {"experiment", "model_name"} & tracking.keys():
-        shown = redact(tracking[key])
-        if HIDDEN in shown:
-            allowed = "a name without a token or a password, because every page shows it"
-            yield Finding(f"tracking.{key}", shown, allowed, f"tracking.{key}=plumbline")
 
 
 def hub(repo: str | None, engine: str = "") -> Iterator[Finding]:
@@ -297,22 +266,15 @@ def hub(repo: str | None, engine: str = "") -> Iterator[Finding]:
         return
     from huggingface_hub import get_token
     from huggingface_hub.constants import is_offline_mode
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-    try:
-        validate_repo_id(repo)
-        named = repo.count("/") == 1
-    except HFValidationError:
-        named = False
-    if not named:
-        yield Finding("push", redact(repo), "<owner>/<name> on the Hub", "push=me/my-model")
-    elif engine == "none":
-        proven = "only what an engine has loaded and measured is pushed"
-        yield Finding("push", f"{repo} with smoke.engine=none", proven, "smoke.engine=vllm")
-    elif is_offline_mode():
-        yield Finding("push", repo, "HF_HUB_OFFLINE forbids it", "unset HF_HUB_OFFLINE")
-    elif get_token() is None:
-        yield Finding("push", repo, "there is no token of the Hub", LOGIN)
-    elif reason := owner_problem(repo):
-        yield Finding("push", repo, reason, LOGIN)
+    for wrong, allowed, override in (
+        (repo.count("/") != 1, "<owner>/<name> on the Hub", "push=me/my-model"),
+        (engine == "none", "only what an engine has measured is pushed", "smoke.engine=vllm"),
+        (is_offline_mode(), "HF_HUB_OFFLINE forbids it", "unset HF_HUB_OFFLINE"),
+        (get_token() is None, "there is no token of the Hub", LOGIN),
+    ):
+        if wrong:
+            yield Finding("push", redact(repo), allowed, override)
+            return
+    if reason := owner_problem(repo):
+        yield Finding("push", redact(repo), reason, LOGIN)

@@ -155,21 +155,6 @@ class TimeLimitError(PlumblineError):
         )
 
 
-class Coded(str):
-    """A line of an error's details that has a code of its own.
-
-    Args:
-        code: kind of the problem; see `PlumblineError`.
-    """
-
-    code: str
-
-    def __new__(cls, text: str, code: str = "") -> Coded:
-        line = super().__new__(cls, text)
-        line.code = code
-        return line
-
-
 def first_and_more(findings: Sequence[str]) -> str:
     """Return one line for several findings: the first one, and the number of the others.
 

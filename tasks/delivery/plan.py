@@ -18,7 +18,6 @@ from tasks.core.errors import ConfigError, ContractError, first_and_more
 from tasks.delivery.base import base_missing
 from tasks.delivery.source import ADAPTER_CONFIG, CONFIG, Given, Weighted, read_weighted, weights_of
 from tasks.merge import plan_adapters
-from tasks.weights.deepspeed.checkpoint import ZeroCheckpoint, read_zero
 from tasks.weights.distributed import DistributedCheckpoint, read_distributed
 from tasks.weights.execute.worker import Perform
 from tasks.weights.files.documents import read_json
@@ -39,6 +38,7 @@ from tasks.weights.quantized.source import PackedCheckpoint, decoding, open_mode
 from tasks.weights.rounding import Rounding
 from tasks.weights.shards import Partitions, read_partitions
 from tasks.weights.validate import validate
+from tasks.weights.zero import ZeroCheckpoint, read_zero
 
 BASE, ADAPTER, TRAINED, MODEL = "base", "adapter", "trained", WEIGHTS
 """Names of the inputs in the plans."""

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from tasks.core.contract import Expected, judge, require
-from tasks.core.errors import ArtifactError, Coded, ContractError, StageProcessError
+from tasks.core.errors import ContractError, StageProcessError
 from tasks.weights.files.header import TensorInfo
 
 
@@ -45,7 +45,3 @@ def test_errors_survive_pickling_with_their_own_fields() -> None:
     error = pickle.loads(pickle.dumps(StageProcessError("train", -9, ["one", "two", ""], "exit")))
     assert (error.stage, error.returncode, error.reason) == ("train", -9, "exit")
     assert error.details == ("one", "two", "")
-    coded = ArtifactError("x: broken", details=[Coded("y: absent", "A"), "z"], code="B")
-    back = pickle.loads(pickle.dumps(coded))
-    assert (back.code, back.details) == ("B", ("y: absent", "z"))
-    assert [getattr(line, "code", "") for line in back.details] == ["A", ""]

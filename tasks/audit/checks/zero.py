@@ -7,11 +7,10 @@ from collections.abc import Iterable, Iterator
 from tasks.audit.check import ERROR, INFO, Fault, also, check, some
 from tasks.audit.folder import by_number
 from tasks.audit.source import Kind, Source, command
-from tasks.core.errors import ArtifactError, Coded
-from tasks.weights.deepspeed.checkpoint import ZeroCheckpoint, read_zero
-from tasks.weights.deepspeed.layout import find_layout
+from tasks.core.errors import ArtifactError
 from tasks.weights.distributed import DistributedCheckpoint, read_distributed
 from tasks.weights.shards import Partitions, read_partitions
+from tasks.weights.zero import ZeroCheckpoint, find_step, read_zero
 
 _HEAD, _STATES = "DeepSpeed", "_model_states.pt"
 
@@ -60,10 +59,9 @@ def unusable(source: Source) -> Iterator[Fault]:
     read = source.once(_read)
     if isinstance(read, list):
         for message in read:
-            code = getattr(message, "code", "")
             text = message.replace(f"{source.folder.root}/", "")
             text = text.removeprefix(f"{source.folder.root}: ")
-            yield Fault(f"{code}: {text}" if code else text, "the files of all ranks of one step")
+            yield Fault(text, "the files of all ranks of one step")
 
 
 @also("NOTHING_HERE")
@@ -91,7 +89,7 @@ def beside(source: Source) -> Iterator[Fault]:
     broken = not source.tensors or any(not tensor.numel for tensor in source.tensors.values())
     rest = ": the saved weights are broken, these may be intact" if broken else ""
     try:
-        step = find_layout(source.folder.root).root
+        step = find_step(source.folder.root)
     except ArtifactError:
         fix = ""
     else:
@@ -115,9 +113,7 @@ def _read(
         if source.kind is Kind.DEEPSPEED and not _below(source):
             return read_zero(source.folder.root)
     except ArtifactError as error:
-        # An error with a code of its own is about the folder; its details are names of steps.
-        own = error.code or not error.details
-        return [Coded(error.message, error.code)] if own else list(error.details)
+        return list(error.details) or [error.message]
     return None
 
 

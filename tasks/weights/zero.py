@@ -1,0 +1,570 @@
+"""Read DeepSpeed's own checkpoints (ZeRO stages 0 to 3, universal) without DeepSpeed.
+
+    checkpoint = read_zero(folder)                 # what `save_checkpoint` wrote, or one step of it
+    checkpoint.tensors["lm_head.weight"].shape     # by live name, as byte ranges of the files
+
+Nothing is unpickled and no tensor is loaded: the plan is made from the files' tables.
+
+ZeRO-1 and 2 flatten a parameter group, pad it and cut it into equal partitions, one per rank: a
+parameter lies in one or two neighbouring partitions, sometimes more. ZeRO-3 partitions each
+parameter: every rank holds `ceil(numel / ranks)` elements of it, the last ones padded, at the same
+offset of its own flat groups. Reference: DeepSpeed's `runtime/zero/stage_1_and_2.py`,
+`runtime/zero/stage3.py`, `utils/zero_to_fp32.py`. ZeRO: https://arxiv.org/abs/1910.02054.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasks.core.errors import ArtifactError, first_and_more
+from tasks.weights.files.dtypes import ITEM_BITS, casts, is_float, widened
+from tasks.weights.files.reader import weight_files
+from tasks.weights.files.source import Extent, FullTensor, FullTensors, Reader, part
+from tasks.weights.pickled.tensors import TensorRef, TorchFile, is_shape, read_torch_file
+from tasks.weights.pickled.unpickler import Foreign
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_FILE = re.compile(
+    r"(?:[a-z0-9]+_)?(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+(?:_\d+)?)_"
+    r"(?P<kind>model|optim)_states\.pt"
+)
+_FOREIGN = re.compile(r"layer_|expp_rank|.*expert|.*_model_states\.pt|.*optim_states\.pt")
+_LATEST = ("latest", "latest_universal")
+_SAMPLE = 32
+"""Number of elements compared at each end of a tensor."""
+_STEP, _TINY = 2.0**-7, 1e-6
+"""Relative and absolute tolerance. bf16 rounds by at most 2**-9 and fp16 by less; a wrong tensor
+differs by its own size."""
+_SHOWN = 50
+_OTHER = "tensor, pipeline or expert parallel training: convert the checkpoint with its trainer"
+
+
+@dataclass(frozen=True)
+class ZeroCheckpoint(FullTensors):
+    """An opened checkpoint: all tensors by live name.
+
+    Trained parameters are in fp32, frozen ones and buffers in the dtype that training used.
+    """
+
+    root: Path  # folder of the step
+    stage: int  # 0 (no ZeRO) to 3; 2 for a universal checkpoint of stage 1 or 2
+    world_size: int
+    step: int | None
+    trained: tuple[str, ...]
+    buffers: frozenset[str]
+    tied: Mapping[str, str]  # name -> name in `tensors` that holds the same tensor
+
+
+def read_zero(folder: Path) -> ZeroCheckpoint:
+    """Open a checkpoint of ZeRO-0 to 3 or a universal one; only the files' tables are read.
+
+    `folder` is that which `save_checkpoint` wrote to, or that of one step in it.
+
+    Raises:
+        ArtifactError: ranks are missing, files are of several steps, sizes do not add up,
+            parameters have no data or no elements, or training used another kind of parallelism.
+            Lists every finding.
+    """
+    root = find_step(folder)
+    findings: list[str] = []
+    model, optim = _files(root, findings)
+    is_universal = (root / "zero").is_dir()
+    models = _read_all(model, _read_model, findings)
+    ranks = [] if is_universal else _read_all(optim, _read_optim, findings)
+    if not findings:
+        checkpoint = _assemble(root, models, ranks, is_universal, findings)
+        if not findings:
+            return checkpoint
+    raise ArtifactError(
+        f"{root}: not a complete checkpoint: {first_and_more(findings)}",
+        details=findings[:_SHOWN],
+        hint="use the checkpoint that this one was converted from"
+        if is_universal
+        else "copy the files of every rank of one step into the folder, or use another step",
+    )
+
+
+# The files of a step
+
+
+def find_step(folder: Path) -> Path:
+    """Return the folder of a step: `folder`, the one that `latest` names, or the only one.
+
+    Raises:
+        ArtifactError: there is no step, or several and `latest` names none.
+    """
+    if weight_files(folder, "*_model_states.pt"):
+        return folder
+    steps = sorted({path.parent.name for path in weight_files(folder, "*/*_model_states.pt")})
+    for name in _LATEST:
+        if (folder / name).is_file():
+            tag = (folder / name).read_text(errors="replace")[:256].strip()
+            if tag in steps:
+                return folder / tag
+            raise ArtifactError(
+                f"{folder}: {name} names {tag!r}, which has no *_model_states.pt; steps that have: "
+                f"{', '.join(steps) or 'none'}",
+                hint="name the step's folder itself",
+            )
+    if not steps:
+        raise ArtifactError(f"{folder}: no DeepSpeed checkpoint: no *_model_states.pt")
+    if len(steps) > 1:
+        raise ArtifactError(
+            f"{folder}: several steps and no file `latest`: {', '.join(steps)}",
+            hint="name the step's folder itself",
+        )
+    return folder / steps[0]
+
+
+def _files(root: Path, findings: list[str]) -> tuple[dict[int, Path], dict[int, Path]]:
+    """Return the files of the model's and of the optimizer's states by rank."""
+    files: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
+    for path in weight_files(root, "*.pt"):
+        match = _FILE.fullmatch(path.name)
+        if match is None or match["mp"].strip("0"):
+            if match or _FOREIGN.match(path.name):
+                findings.append(f"{path.name}: not the name of a rank's states, or {_OTHER}")
+            continue
+        of_kind, rank = files[match["kind"]], int(match["rank"] or 0)
+        if rank in of_kind:
+            findings.append(f"{path.name}: rank {rank} has another file, {of_kind[rank].name}")
+        of_kind[rank] = path
+    return files["model"], files["optim"]
+
+
+# The states of one rank
+
+
+@dataclass(frozen=True)
+class _Model:
+    """Contents of a `*model_states.pt`; numbers are None if they are not stored."""
+
+    file: TorchFile
+    is_partition: bool  # one of ZeRO-3's, with placeholders for parameters
+    module: Mapping[str, TensorRef]  # the state dict
+    buffers: frozenset[str]
+    groups: tuple[Shapes, ...] | None  # trained, in the order of the flat groups; None without ZeRO
+    frozen: Shapes  # empty if frozen parameters were not saved
+    fragments: Mapping[str, TensorRef]  # frozen: this rank's partition under ZeRO-3, else full
+    shared: Mapping[str, str]  # name -> name of the parameter that holds the same tensor
+    step: int | None
+    world_size: int | None
+
+
+@dataclass(frozen=True)
+class _Optim:
+    """Contents of a `*optim_states.pt`: this rank's part of the fp32 weights."""
+
+    file: TorchFile
+    stage: int
+    partitions: int  # of each group
+    flat: tuple[TensorRef, ...]  # one 1-D tensor per group
+    paddings: tuple[Sequence[Any], ...] | None  # after each parameter of each group, in elements
+    step: bytes | None  # of the inner optimizer, to compare
+
+
+def _read_all(
+    files: Mapping[int, Path], read: Callable[[Path], Any], findings: list[str]
+) -> list[Any]:
+    states = []
+    for rank in sorted(files):
+        try:
+            states.append(read(files[rank]))
+        except ArtifactError as error:
+            findings.append(error.message)
+    return states
+
+
+def _read_model(path: Path) -> _Model:
+    file = read_torch_file(path)
+    raw = _dict(path, "the file", file.content)
+    is_parallel = _count(raw.get("mp_world_size")) not in (None, 1)
+    if is_parallel or raw.get("autoep_layers") or not isinstance(raw.get("module"), dict):
+        raise ArtifactError(f"{path}: not DeepSpeed's states of a module, or {_OTHER}")
+    groups, buffers = raw.get("param_shapes"), raw.get("buffer_names") or []
+    if not isinstance(groups, list | None) or not isinstance(buffers, list):
+        raise ArtifactError(f"{path}: param_shapes or buffer_names is no list")
+    # References to one long group: a few bytes in the file could expand to any amount of memory.
+    if len(set(map(id, groups or ()))) < len(groups or ()):
+        raise ArtifactError(f"{path}: param_shapes holds one group twice")
+    return _Model(
+        file=replace(file, content=None),  # frees the rest of the content
+        is_partition="zero_pp_rank" in path.name,
+        module={
+            name: value
+            for name, value in raw["module"].items()
+            if isinstance(name, str) and isinstance(value, TensorRef)
+        },
+        buffers=frozenset(name for name in buffers if isinstance(name, str)),
+        groups=None
+        if groups is None
+        else tuple(_shapes(path, "param_shapes", group) for group in groups),
+        frozen=_shapes(path, "frozen_param_shapes", raw.get("frozen_param_shapes")),
+        fragments=_dict(
+            path, "frozen_param_fragments", raw.get("frozen_param_fragments"), _is_tensor
+        ),
+        shared=_dict(path, "shared_params", raw.get("shared_params"), _is_name),
+        step=_count(raw.get("global_steps")),
+        world_size=_count(raw.get("dp_world_size")),
+    )
+
+
+def _read_optim(path: Path) -> _Optim:
+    file = read_torch_file(path)
+    raw = _dict(path, "the file", file.content).get("optimizer_state_dict")
+    raw = _dict(path, "optimizer_state_dict", raw)
+    # BF16_Optimizer partitions like ZeRO-1 and does not store a stage.
+    stage = _count(raw["zero_stage"]) if "zero_stage" in raw else 1
+    counts = raw.get("partition_count")
+    parts = {_count(n) for n in counts} if isinstance(counts, list) else {_count(counts)}
+    partitions = parts.pop()
+    if stage not in (1, 2, 3) or parts or partitions is None:
+        raise ArtifactError(
+            f"{path}: zero_stage {stage}, partition_count is not one number: not a ZeRO "
+            f"checkpoint, or {_OTHER}"
+        )
+    flat = raw.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
+    if not isinstance(flat, list) or not all(map(_is_tensor, flat)):
+        raise ArtifactError(f"{path}: holds no fp32 weights: offloaded to NVMe, or stripped")
+    paddings = raw.get("param_alignment_paddings")
+    return _Optim(
+        file=replace(file, content=None),
+        stage=stage,
+        partitions=partitions,
+        flat=tuple(flat),
+        # Not copied: a list of references to one long list would become as many long lists.
+        paddings=tuple(group if isinstance(group, list | tuple) else () for group in paddings)
+        if isinstance(paddings, list)
+        else None,
+        step=_step(file, raw.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")),
+    )
+
+
+def _dict(
+    path: Path, field: str, value: Any, is_entry: Callable[[Any], bool] | None = None
+) -> dict[Any, Any]:
+    """Return a dictionary; with `is_entry` it may be absent, has names and such entries."""
+    if is_entry is not None and not value:
+        return {}
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{path}: {field} is a {type(value).__name__}, not DeepSpeed's states")
+    for name, entry in value.items():
+        if is_entry is not None and not (isinstance(name, str) and is_entry(entry)):
+            raise ArtifactError(f"{path}: {field}: an unexpected entry {name!a:.200}")
+    return value
+
+
+def _shapes(path: Path, field: str, value: Any) -> Shapes:
+    return {name: tuple(shape) for name, shape in _dict(path, field, value, is_shape).items()}
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, TensorRef)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _count(value: Any) -> int | None:
+    """Return an integer; an enumeration member is pickled as its class and its value."""
+    if isinstance(value, Foreign) and len(value.args) == 1:
+        value = value.args[0]
+    return value if type(value) is int else None
+
+
+def _step(file: TorchFile, inner: Any) -> bytes | None:
+    """Return the first step count in an optimizer's state, in whichever form it is stored."""
+    state = inner.get("state") if isinstance(inner, dict) else inner
+    entries = list(state.values()) if isinstance(state, dict) else state
+    for entry in entries if isinstance(entries, list) else ():
+        step = entry.get("step") if isinstance(entry, dict) else None
+        if isinstance(step, TensorRef) and step.numel == 1:
+            with Reader([file.extent(step)]) as reader:
+                return reader.read().tobytes()
+        if isinstance(step, int | float):
+            return str(step).encode()
+    return None
+
+
+def _rank_findings(
+    models: Sequence[_Model], ranks: Sequence[_Optim], is_universal: bool
+) -> Iterator[str]:
+    """Yield one line for everything that is wrong with the set of files."""
+    first = models[0]
+    if first.groups is None:
+        if ranks:
+            yield "parts of a ZeRO optimizer beside a model without ZeRO"
+        return
+    if not ranks and not is_universal:
+        yield f"no *_optim_states.pt: the fp32 weights of all {first.world_size} ranks are absent"
+        return
+    kinds = {(rank.stage, rank.partitions) for rank in ranks}
+    split = {model.is_partition for model in models}
+    if len(kinds) > 1 or len(split) > 1 or (ranks and (ranks[0].stage == 3) not in split):
+        yield f"files of several checkpoints: (stage, ranks) of the optimizer {sorted(kinds)}"
+        return
+    world = ranks[0].partitions if ranks else first.world_size or len(models)
+    due = [("optim", ranks)] * (not is_universal) + [("model", models)] * first.is_partition
+    for kind, states in due:
+        numbers = {int(re.findall(r"rank_(\d+)", state.file.path.name)[0]) for state in states}
+        missing = next((rank for rank in range(world) if rank not in numbers), None)
+        if missing is not None:
+            yield f"{kind} states of {len(numbers)} ranks of {world}, absent: {missing}"
+        for rank in sorted(numbers):
+            if rank >= world:
+                yield f"{kind} states of rank {rank}: there are only {world} ranks"
+    if len({model.step for model in models}) > 1:
+        yield "ranks' files of more than one step: an overwritten checkpoint"
+    # A rank that holds only padding has no optimizer state and therefore no step.
+    if len({rank.step for rank in ranks} - {None}) > 1:
+        yield "ranks' files of more than one optimizer step: an overwritten checkpoint"
+    if any(model.groups != first.groups or model.frozen != first.frozen for model in models):
+        yield "ranks disagree on the parameters' shapes"
+
+
+# The tensors
+
+
+def _assemble(
+    root: Path,
+    models: Sequence[_Model],
+    ranks: Sequence[_Optim],
+    is_universal: bool,
+    findings: list[str],
+) -> ZeroCheckpoint:
+    first = models[0]
+    findings += _rank_findings(models, ranks, is_universal)
+    groups = first.groups or ()
+    names = [name for group in groups for name in group]
+    findings += [f"{n}: in two parameter groups" for n, c in Counter(names).items() if c > 1]
+    if findings:
+        return ZeroCheckpoint({}, root, 0, 0, None, (), frozenset(), {})
+    tied = _aliases(first, set(names))
+    if is_universal:
+        tensors = _universal(root / "zero", first, findings)
+    else:
+        tensors = _trained(groups, ranks, findings) if ranks else {}
+    if not first.is_partition:
+        findings += _disagreements(first, tensors)
+    tensors |= _untrained(models, set(names) | set(tied), findings)
+    findings += [
+        f"{name}: has no elements, shape {list(tensor.shape)}"
+        for name, tensor in tensors.items()
+        if not prod(tensor.shape) and name not in first.buffers
+    ]
+    if not tensors and not findings:
+        findings.append("no tensor at all")
+    return ZeroCheckpoint(
+        root=root,
+        stage=3 if first.is_partition else ranks[0].stage if ranks else 2 if names else 0,
+        world_size=ranks[0].partitions if ranks else first.world_size or 1,
+        step=first.step,
+        tensors={name: tensors[name] for name in first.module if name in tensors} | tensors,
+        trained=tuple(names),
+        buffers=frozenset(first.buffers & set(tensors)),
+        tied={alias: name for alias, name in tied.items() if name in tensors},
+    )
+
+
+def _aliases(state: _Model, trained: set[str]) -> dict[str, str]:
+    """Return names of tied tensors -> name of the tensor that is stored.
+
+    DeepSpeed lists them; without ZeRO they are recognised by their shared storage.
+    """
+    tied = {alias: name for alias, name in state.shared.items() if alias not in trained}
+    if state.groups is None:
+        holders: dict[object, str] = {}
+        for name, ref in state.module.items():
+            holder = holders.setdefault(ref, name)
+            if holder != name:
+                tied[name] = holder
+    return tied
+
+
+def _trained(
+    groups: Sequence[Shapes], ranks: Sequence[_Optim], findings: list[str]
+) -> dict[str, FullTensor]:
+    """Return the trained parameters, in fp32, in the order of training's groups."""
+    dtypes = {ref.dtype for rank in ranks for ref in rank.flat}
+    if len(dtypes) != 1 or not is_float(dtype := next(iter(dtypes))):
+        findings.append(f"flat groups of {', '.join(sorted(dtypes))}, not of one float dtype")
+        return {}
+    locate = _by_parameter if ranks[0].stage == 3 else _by_group
+    located = locate(groups, ranks, ITEM_BITS[dtype] // 8, findings)
+    shapes = {name: shape for group in groups for name, shape in group.items()}
+    return {
+        name: FullTensor(shapes[name], dtype, tuple(extents)) for name, extents in located.items()
+    }
+
+
+def _by_group(
+    groups: Sequence[Shapes], ranks: Sequence[_Optim], item: int, findings: list[str]
+) -> dict[str, list[Extent]]:
+    """Find each parameter in the concatenation of its group over all ranks."""
+    counts = {len(rank.flat) for rank in ranks}
+    if counts != {len(groups)}:
+        findings.append(f"{len(groups)} parameter groups, but flat groups: {sorted(counts)}")
+        return {}
+    located: dict[str, list[Extent]] = {}
+    for index, shapes in enumerate(groups):
+        flat = [rank.file.extent(rank.flat[index]) for rank in ranks]
+        pads: Sequence[Any] = [0] * len(shapes)
+        if ranks[0].paddings is not None:
+            pads = ranks[0].paddings[index] if index < len(ranks[0].paddings) else []
+        if len(pads) != len(shapes) or not all(type(n) is int and n >= 0 for n in pads):
+            findings.append(f"group {index}: {len(pads)} paddings for {len(shapes)} parameters")
+            continue
+        sizes = [prod(shape) for shape in shapes.values()]
+        starts = [0, *accumulate(size + pad for size, pad in zip(sizes, pads, strict=True))]
+        # The group is padded to a multiple of twice the number of ranks.
+        end, unit, have = starts[-1], 2 * len(ranks), sum(rank.flat[index].numel for rank in ranks)
+        if end > have or -(-end // unit) != -(-have // unit):
+            findings.append(f"group {index}: parameters need {end} elements, the ranks hold {have}")
+            continue
+        for name, start, size in zip(shapes, starts, sizes, strict=False):
+            located[name] = part(flat, start * item, size * item)
+    return located
+
+
+def _by_parameter(
+    groups: Sequence[Shapes], ranks: Sequence[_Optim], item: int, findings: list[str]
+) -> dict[str, list[Extent]]:
+    """Find each parameter's partitions at the same offset of every rank's concatenated groups."""
+    sizes = {name: prod(shape) for group in groups for name, shape in group.items()}
+    shares = {name: -(-size // len(ranks)) for name, size in sizes.items()}
+    need = sum(shares.values())
+    sums = [sum(ref.numel for ref in rank.flat) for rank in ranks]
+    wrong = [number for number, count in enumerate(sums) if count != need]
+    findings += [f"rank {n}: parameters need {need} elements, it has {sums[n]}" for n in wrong]
+    if wrong:
+        return {}
+    flats = [[rank.file.extent(ref) for ref in rank.flat] for rank in ranks]
+    starts = accumulate(shares.values(), initial=0)
+    located: dict[str, list[Extent]] = {}
+    for (name, share), start in zip(shares.items(), starts, strict=False):
+        located[name] = []
+        for number, flat in enumerate(flats):
+            own = _own(sizes[name], share, number)
+            located[name] += part(flat, start * item, own * item)
+    return located
+
+
+def _own(numel: int, share: int, rank: int) -> int:
+    """Return the number of a parameter's elements in a rank's partition, without padding."""
+    return max(0, min(share, numel - rank * share))
+
+
+def _universal(zero: Path, first: _Model, findings: list[str]) -> dict[str, FullTensor]:
+    """Find the trained parameters of a universal checkpoint: `zero/<parameter>/fp32.pt`.
+
+    `ds_to_universal.py` writes `{"param": tensor}` for ZeRO-1 and 2. For ZeRO-3 it writes the bare
+    flat tensor, whose shape is in the model states that were copied beside it.
+    """
+    shapes = {name: shape for group in first.groups or () for name, shape in group.items()}
+    files = {path.parent.name: path for path in weight_files(zero, "*/fp32.pt")}
+    known = {*shapes, *first.module, *first.frozen, *first.shared}
+    findings += [f"zero/{name}: not a parameter of the model" for name in sorted({*files} - known)]
+    tensors = {}
+    for name, shape in shapes.items():
+        if name not in files:
+            findings.append(f"{name}: no zero/{name}/fp32.pt")
+            continue
+        try:
+            file = read_torch_file(files[name])
+            ref = file.content.get("param") if isinstance(file.content, dict) else file.content
+            if not isinstance(ref, TensorRef) or ref.shape not in (shape, (prod(shape),)):
+                have = list(ref.shape) if isinstance(ref, TensorRef) else "no tensor"
+                findings.append(f"{files[name]}: {have}, the model's is {list(shape)}")
+            elif not is_float(ref.dtype):
+                findings.append(f"{files[name]}: {ref.dtype} is not a float dtype")
+            else:
+                tensors[name] = FullTensor(shape, ref.dtype, (file.extent(ref),))
+        except ArtifactError as error:
+            findings.append(error.message)
+    return tensors
+
+
+def _untrained(
+    models: Sequence[_Model], known: set[str], findings: list[str]
+) -> dict[str, FullTensor]:
+    """Return frozen parameters and buffers: the tensors whose names are not in `known`."""
+    first = models[0]
+    rest = [name for name in {**first.module, **first.fragments} if name not in known]
+    tensors = {}
+    if first.is_partition:
+        findings += [
+            f"{name}: a parameter of the model, but no rank holds data of it"
+            for name in rest
+            if name not in first.buffers and name not in first.frozen
+        ]
+        rest = [name for name in rest if name in first.buffers]
+        tensors = _frozen_fragments(models, findings)
+    for name in rest:  # ZeRO-1 does not list frozen parameters, but its module contains them
+        ref = first.fragments.get(name) or first.module[name]
+        try:
+            extents = (first.file.extent(ref),) if ref.numel else ()
+            tensors[name] = FullTensor(ref.shape, ref.dtype, extents)
+        except ArtifactError as error:
+            findings.append(f"{name}: {error.message}")
+    return tensors
+
+
+def _frozen_fragments(models: Sequence[_Model], findings: list[str]) -> dict[str, FullTensor]:
+    """Return the frozen parameters of ZeRO-3, of which each rank holds a partition."""
+    tensors = {}
+    for name, shape in models[0].frozen.items():
+        numel, share = prod(shape), -(-prod(shape) // len(models))
+        refs = [model.fragments[name] for model in models if name in model.fragments]
+        if [ref.numel for ref in refs] != [share] * len(models) or len({r.dtype for r in refs}) > 1:
+            findings.append(f"{name}: frozen, {numel} elements; not a partition of it on each rank")
+            continue
+        extents = [
+            model.file.extent(ref, 0, own)
+            for number, (model, ref) in enumerate(zip(models, refs, strict=True))
+            if (own := _own(numel, share, number))
+        ]
+        tensors[name] = FullTensor(shape, refs[0].dtype, tuple(extents))
+    return tensors
+
+
+def _disagreements(state: _Model, weights: Mapping[str, FullTensor]) -> Iterator[str]:
+    """Yield one line for every trained weight whose fp32 values differ from the module's.
+
+    Below ZeRO-3 a checkpoint holds each weight twice: as a full tensor in 16 bits, and partitioned
+    in fp32. A few elements of every tensor are compared, since sizes alone cannot reveal a wrong
+    order: DeepSpeed 0.19.8's own `ds_to_universal.py` mixes up the parameters of a run with
+    `round_robin_gradients`, and its output loads without an error.
+    """
+    for name, tensor in weights.items():
+        ref = state.module.get(name)
+        if ref is None:
+            yield f"{name}: trained, but not in the module"
+        elif ref.shape != tensor.shape or not ref.contiguous:
+            yield f"{name}: shape {list(tensor.shape)}, in the module {list(ref.shape)}"
+        elif ref.numel and casts(ref.dtype, "F32") and casts(tensor.dtype, "F32"):
+            # Closed after each tensor: a universal checkpoint has one file per parameter.
+            with Reader(tensor.extents) as trained, Reader([state.file.extent(ref)]) as module:
+                fp32, stored = _ends(trained, tensor.dtype), _ends(module, ref.dtype)
+            # NaN and infinity are ignored: other checks report values that are not finite.
+            with np.errstate(invalid="ignore"):
+                if (np.abs(fp32 - stored) > _STEP * np.abs(fp32) + _TINY).any():
+                    yield f"{name}: its fp32 values are not those of the module"
+
+
+def _ends(reader: Reader, dtype: str) -> NDArray[Any]:
+    """Return the first and the last elements of a tensor as fp32."""
+    nbytes = min(reader.nbytes, _SAMPLE * ITEM_BITS[dtype] // 8)
+    ends = [reader.read(at, nbytes) for at in (0, reader.nbytes - nbytes)]
+    return widened(np.concatenate(ends), dtype)

@@ -85,18 +85,23 @@ def read_distributed(folder: Path) -> DistributedCheckpoint:
     return DistributedCheckpoint(tensors, root, len(shapes) - len(names))
 
 
+Sizes = tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class _Entry:
     """A tensor in the table: its shape, dtype, shards `(offsets, sizes)`, and its path."""
 
-    shape: tuple[int, ...]
+    shape: Sizes
     dtype: str
-    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    chunks: tuple[tuple[Sizes, Sizes], ...]
     path: tuple[Any, ...]
 
 
-Item = tuple[str, tuple[int, ...], str, int, int]
+Item = tuple[str, Sizes, str, int, int]
 """Key, offsets of the shard, name of the file, its first byte and its length there."""
+Shards = dict[Sizes, tuple[TensorRef, Extent]]
+"""Shards of a tensor by their offsets."""
 
 
 def _table(path: Path) -> tuple[dict[str, _Entry], list[Item]]:
@@ -182,30 +187,23 @@ def _of_model(root: Path, shapes: Mapping[str, _Entry]) -> dict[str, str]:
     return places[models[0]]
 
 
-Shards = dict[tuple[int, ...], tuple[TensorRef, Extent]]
-"""Shards of a tensor by their offsets."""
-
-
 def _shards(root: Path, items: Sequence[Item], findings: list[str]) -> dict[str, Shards]:
     """Return the shards by key and offsets, from the headers of the zip files that hold them."""
     shards: dict[str, Shards] = {}
-    lost: set[str] = set()
+    lost: dict[str, str] = {}
     for key, offsets, name, start, length in items:
-        path = root / name
         if name in lost:
             continue
-        if Path(name).name != name or not path.is_file():
-            lost.add(name)
-            findings.append(f"{name}: there is no such file")
-            continue
         try:
-            file = read_tensors(read_archive(path, start, start + length))
+            if Path(name).name != name:
+                raise ArtifactError(f"{name}: not a plain file name")
+            file = read_tensors(read_archive(root / name, start, start + length))
             if not isinstance(file.content, TensorRef):
-                raise ArtifactError(f"{path}: no tensor at byte {start}")
+                raise ArtifactError(f"{name}: no tensor at byte {start}")
             shards.setdefault(key, {})[offsets] = file.content, file.extent(file.content)
         except ArtifactError as error:
-            lost.add(name)
-            findings.append(error.message)
+            lost[name] = error.message
+    findings += lost.values()
     return shards
 
 

@@ -118,7 +118,7 @@ def train(
         job,
         resume,
         to_universal=lambda saved, universal: run(
-            python_child("tasks.training.engine.universal", str(saved), str(universal))
+            python_child("tasks.training.engine.saving", str(saved), str(universal))
         ),
     )
     if begun.step:

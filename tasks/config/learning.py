@@ -136,7 +136,6 @@ class Checkpoints(Section):
 
     save_steps: Natural = 50  # steps between checkpoints; 0: none
     max_ckpt_num: Natural = 3  # checkpoints that are kept, beside best and last; 0: all
-    max_ckpt_gb: Positive | None = None  # GB (10^9 bytes) of all of them; null: no limit
 
 
 @dataclass(frozen=True)

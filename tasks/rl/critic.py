@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from tasks.rl.settings import Loop
-from tasks.training.engine.checkpoint import PARTITIONS
 from tasks.training.engine.deepspeed_engine import Ranks, start_engine
+from tasks.training.engine.partitions import PARTITIONS
 from tasks.training.job import Optim, TrainJob
 from tasks.training.model.adapter import ADAPTER, load_into, lora_config
 from tasks.training.model.build import DTYPES, load_model, partitioned

@@ -209,8 +209,7 @@ class OnlineTrainer:
             return {k: v for k, v in self.progress.evaluations[-1].items() if k != "step"}
         path = setup.job.checkpoints / checkpoint.name_of(best.step)
         with self._states_on_device():
-            saving.load_weights(setup.engine, path, setup.ranks)
-            saving.load_others(setup.others, path)
+            saving.load(setup.engine, path, setup.others)
         self.rollout_engine.sync_weights()
         return self.evaluate("best")
 

@@ -130,7 +130,7 @@ def set_up(
     if disable_dropout(engine.module, *critics) and ranks.first:
         LOG.warning("dropout is off: its noise would be in every ratio of new to old policy")
     setup = Setup(engine, critic, None, ranks, job, online, chosen)
-    progress = restore(engine, job, ranks, setup.others)
+    progress = restore(engine, job, setup.others)
     require_same(engine, trial.to(ranks.device))
     if setup.has_reference and job.settings.peft.kind == "none":
         setup = replace(setup, copy=_frozen_copy(job, ranks, config, tokenizer))

@@ -171,5 +171,5 @@ class Trainer:
         if best is None:
             return {k: v for k, v in self.progress.evaluations[-1].items() if k != "step"}
         path = self.job.checkpoints / checkpoint.name_of(best.step)
-        saving.load_weights(self.passes.engine, path, self.passes.ranks)
+        saving.load(self.passes.engine, path)
         return self.evaluate("best")

@@ -11,9 +11,16 @@ from typing import Any
 
 from tasks.core.errors import TrainingError
 from tasks.drift.fingerprint import Fingerprint, ScorePrint
-from tasks.training.engine.checkpoint import PARTITIONS, SHARDS, Progress
+from tasks.training.engine.checkpoint import Progress
 from tasks.training.engine.deepspeed_engine import Ranks
-from tasks.training.engine.partitions import describe, not_finite, own_partitions, write_partitions
+from tasks.training.engine.partitions import (
+    PARTITIONS,
+    SHARDS,
+    describe,
+    not_finite,
+    own_partitions,
+    write_partitions,
+)
 from tasks.training.job import TrainJob
 from tasks.training.passes import HeldOutScores
 from tasks.training.tokens.rows import holds_texts

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.core.errors import ArtifactError, ConfigError, first_and_more
+from tasks.core.errors import ArtifactError, ConfigError
 from tasks.training.engine import checkpoint
 from tasks.training.engine.checkpoint import Checkpoint, Progress
 from tasks.training.job import Settings, TrainJob
@@ -17,27 +17,20 @@ from tasks.weights.pickled.scan import TENSORS, Scanner
 
 FREE = (
     "launch", "evaluate.eval_steps", "evaluate.early_stop_patience", "evaluate.keep", "log_every",
-    "save_steps", "max_ckpt_num", "max_ckpt_gb", "probes", "batch.micro_batch_size",
-    "gradient_checkpointing", "gradient_checkpointing_reentrant", "zero.bucket_size",
-    "zero.overlap_comm", "trust_remote_code",
-    "online.rollout.servers", "online.rollout.urls", "online.rollout.threads",
+    "save_steps", "max_ckpt_num", "probes", "batch.micro_batch_size", "gradient_checkpointing",
+    "gradient_checkpointing_reentrant", "zero.bucket_size", "zero.overlap_comm",
+    "trust_remote_code", "online.rollout.servers", "online.rollout.urls", "online.rollout.threads",
     "online.rollout.sync_dir",
 )  # fmt: skip
 """Settings that may differ in a resumed run: they leave the result as it is, up to the order of
 sums. `train.best_metric` may not: values before and after the interruption are compared."""
+_AGAIN = "train.resume=never starts from the beginning"
 
 
 def identity(
     settings: Settings, *, base_digest: str, data: Path, adapter: Path | None = None
 ) -> dict[str, Any]:
-    """Return everything that determines a run's result, by dotted name.
-
-    Args:
-        settings: of the run; those in `FREE` are left out.
-        base_digest: digest of the base model.
-        data: dataset artifact.
-        adapter: PEFT folder that training continues, if any.
-    """
+    """Return everything that determines a run's result, by dotted name."""
     parts: dict[str, Any] = {"base": base_digest, "data": _folder_digest(data)}
     if adapter is not None:
         parts["adapter"] = _folder_digest(adapter)
@@ -49,45 +42,6 @@ def identity(
     return parts
 
 
-def choose(how: str, root: Path, wanted: Mapping[str, Any]) -> Checkpoint | None:
-    """Return the checkpoint to resume from, or None to start from the beginning.
-
-    Args:
-        how: `train.resume`. `auto` takes the newest checkpoint under `root`, if any; `never` takes
-            none; anything else is the path of a checkpoint, or of a folder whose newest is taken.
-            DeepSpeed unpickles it, so such a checkpoint is scanned for code first, and every byte
-            is compared with the list in its `state.json`.
-        root: folder of this run's checkpoints.
-        wanted: `identity` of the run.
-
-    Raises:
-        ConfigError: the path has no checkpoint, or the checkpoint is of a run with other settings
-            or inputs; the error lists them.
-        ArtifactError: loading the checkpoint at the path would run code, or its files are not
-            those that were written.
-    """
-    if how == "never":
-        return None
-    path = checkpoint.last_good(root) if how == "auto" else _required(Path(how).expanduser())
-    if path is None:
-        return None
-    saved = checkpoint.open_checkpoint(path)
-    differs = _differences(wanted, saved.identity)
-    if not differs and how != "auto":
-        best = saved.progress.best
-        require_ours(path)
-        if best is not None and (other := path.with_name(checkpoint.name_of(best.step))).is_dir():
-            require_ours(other)
-    if differs:
-        raise ConfigError(
-            f"{path} is a checkpoint of another run: {len(differs)} settings differ, "
-            f"first {differs[0]}",
-            details=differs,
-            hint="train.resume=never starts from the beginning; or restore these settings",
-        )
-    return saved
-
-
 def begin(
     job: TrainJob, how: str, *, to_universal: Callable[[Path, Path], object]
 ) -> tuple[TrainJob, Progress]:
@@ -95,27 +49,29 @@ def begin(
 
     Args:
         job: settings and paths of the run.
-        how: see `choose`.
-        to_universal: converts the engines of a checkpoint (first folder) to universal ones.
-            Called only if the number of ranks has changed.
+        how: `train.resume`, see `choose`.
+        to_universal: converts a checkpoint (first folder) to universal form; called only if the
+            number of ranks has changed.
 
     Returns:
         The job with the checkpoint to resume from, if any, and the progress at that point.
 
     Raises:
-        ConfigError: as `choose`; `train.keep=best` and the best checkpoint is missing; or the
-            optimizer state cannot be converted to another number of ranks.
+        ConfigError: as `choose`; or the run needs states that cannot be brought along.
     """
     saved = choose(how, job.checkpoints, job.identity)
     if saved is None:
         checkpoint.forget_after(job.checkpoints, 0)
         return job, Progress()
+    # Without ZeRO every rank has the whole optimizer state, so their number does not matter.
+    settings = job.settings
+    moved = saved.world_size != settings.world_size and settings.zero.stage > 0
+    if moved:
+        _require_convertible(saved, settings)
     _bring_best(saved, job)
     checkpoint.forget_after(job.checkpoints, saved.progress.step)
     job = replace(job, resume=saved.path)
-    # Without ZeRO every rank has the whole optimizer state, so their number does not matter.
-    if saved.world_size != job.settings.world_size and job.settings.zero.stage:
-        _require_convertible(saved, job.settings)
+    if moved:
         universal = job.checkpoints / "universal"
         shutil.rmtree(universal, ignore_errors=True)
         to_universal(saved.path, universal)
@@ -123,15 +79,88 @@ def begin(
     return job, saved.progress
 
 
-def _require_convertible(saved: Checkpoint, settings: Settings) -> None:
-    """Refuse optimizers other than AdamW: DeepSpeed's converter knows only its two moments."""
-    if settings.optim.optimizer != "adamw":
+def choose(how: str, root: Path, wanted: Mapping[str, Any]) -> Checkpoint | None:
+    """Return the checkpoint to resume from, or None to start from the beginning.
+
+    Args:
+        how: `auto` takes the newest checkpoint under `root`, if any; `never` takes none; anything
+            else is the path of a checkpoint, or of a folder whose newest is taken. DeepSpeed
+            unpickles it, so such a checkpoint is scanned for code first.
+        root: folder of this run's checkpoints.
+        wanted: `identity` of the run.
+
+    Raises:
+        ConfigError: the path has no checkpoint, or the checkpoint is of a run with other settings
+            or inputs; the error lists them.
+        ArtifactError: loading the checkpoint at the path would run code.
+    """
+    if how == "never":
+        return None
+    path = checkpoint.last_good(root) if how == "auto" else _required(Path(how).expanduser())
+    if path is None:
+        return None
+    saved = checkpoint.open_checkpoint(path)
+    names = sorted(set(wanted) | set(saved.identity))
+    differs = [
+        f"{name}: this run has {_shown(wanted.get(name))}, "
+        f"the checkpoint {_shown(saved.identity.get(name))}"
+        for name in names
+        if wanted.get(name) != saved.identity.get(name)
+    ]
+    if differs:
         raise ConfigError(
-            f"{saved.path} was written by {saved.world_size} ranks, and the states of "
-            f"train.optimizer={settings.optim.optimizer} cannot be converted to "
-            f"{settings.world_size}",
-            hint=f"resume with {saved.world_size} ranks (train.nproc, train.nodes), or start from "
-            "the beginning: train.resume=never",
+            f"{path} is a checkpoint of another run: {len(differs)} settings differ, "
+            f"first {differs[0]}",
+            details=differs,
+            hint=f"{_AGAIN}; or restore these settings",
+        )
+    if how != "auto":
+        require_harmless(path)
+        if best := saved.progress.best:
+            require_harmless(path.with_name(checkpoint.name_of(best.step)))
+    return saved
+
+
+def newest(path: Path) -> Path | None:
+    """Return `path` if it is a checkpoint, else the newest checkpoint in it, or None."""
+    return path if (path / checkpoint.STATE).is_file() else checkpoint.last_good(path)
+
+
+def require_harmless(folder: Path) -> None:
+    """Check that a checkpoint runs no code when it is unpickled.
+
+    Raises:
+        ArtifactError: a file names a function or class that our checkpoints do not have, or cannot
+            be scanned; or an entry is a link.
+    """
+    scanner = Scanner()
+    for path in sorted(folder.rglob("*")):
+        problems = ["is a link"] if path.is_symlink() else []
+        if path.is_file() and not problems:
+            scanned = scanner.scan(path)
+            problems = [f"runs {name!a}" for name in sorted(scanned.names - TENSORS)]
+            problems += scanned.unreadable
+        if problems:
+            raise ArtifactError(
+                f"train.resume: {path} is not from a checkpoint of this project: {problems[0]}",
+                details=problems,
+                hint=f"name a checkpoint of a run of your own; {_AGAIN}",
+            )
+
+
+def _require_convertible(saved: Checkpoint, settings: Settings) -> None:
+    """Refuse states that DeepSpeed's converter does not bring to another number of ranks."""
+    optimizer, best = settings.optim.optimizer, saved.progress.best
+    problem = ""
+    if optimizer != "adamw":
+        problem = f"the states of train.optimizer={optimizer} cannot be converted"
+    elif settings.evaluate.keep == "best" and best and best.step != saved.progress.step:
+        problem = "the best checkpoint so far, which train.keep=best needs, is not converted"
+    if problem:
+        raise ConfigError(
+            f"{saved.path} was written by {saved.world_size} ranks, this run has "
+            f"{settings.world_size}: {problem}",
+            hint=f"resume with {saved.world_size} ranks (train.nproc, train.nodes); {_AGAIN}",
         )
 
 
@@ -145,17 +174,12 @@ def _bring_best(saved: Checkpoint, job: TrainJob) -> None:
         work = checkpoint.work_folder(job.checkpoints, best.step)
         shutil.rmtree(work, ignore_errors=True)
         shutil.copytree(source, work)
-        checkpoint.publish(work)
+        checkpoint.reveal(work)
     elif job.settings.evaluate.keep == "best":
         raise ConfigError(
             f"train.keep=best, and the best checkpoint so far does not exist: {source}",
-            hint="train.keep=last, or train.resume=never",
+            hint=f"train.keep=last; {_AGAIN}",
         )
-
-
-def newest(path: Path) -> Path | None:
-    """Return `path` if it is a checkpoint, else the newest checkpoint in it, or None."""
-    return path if (path / checkpoint.STATE).is_file() else checkpoint.last_good(path)
 
 
 def _required(path: Path) -> Path:
@@ -167,47 +191,6 @@ def _required(path: Path) -> Path:
             hint="name a folder step-????????, or train.resume=auto or never",
         )
     return chosen.resolve()
-
-
-def require_ours(folder: Path) -> None:
-    """Check that a checkpoint runs no code when it is unpickled, and is as it was written.
-
-    Raises:
-        ArtifactError: a file names a function or class that our checkpoints do not have, cannot be
-            scanned, or is not the one that `state.json` lists; or an entry is a link.
-    """
-    scanner = Scanner()
-    for path in sorted(folder.rglob("*")):
-        problems = ["is a link"] if path.is_symlink() else []
-        if path.is_file() and not problems:
-            scanned = scanner.scan(path)
-            problems = [f"runs {name!a}" for name in sorted(scanned.names - TENSORS)]
-            problems += scanned.unreadable
-        if problems:
-            raise ArtifactError(
-                f"train.resume: {path} is not from a checkpoint of this project: {problems[0]}",
-                details=problems,
-                hint=_OWN,
-            )
-    if problems := checkpoint.differences(folder):
-        raise ArtifactError(
-            f"train.resume: {folder} is not as it was written: {first_and_more(problems)}",
-            details=problems,
-            hint=f"{_OWN}; train.resume=auto takes the newest one of this run in paths.runs",
-        )
-
-
-_OWN = "name a checkpoint of a run of your own, or train.resume=never"
-
-
-def _differences(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """Return one line per setting that differs; a missing setting counts as None."""
-    names = sorted(set(wanted) | set(saved))
-    return [
-        f"{name}: this run has {_shown(wanted.get(name))}, the checkpoint {_shown(saved.get(name))}"
-        for name in names
-        if wanted.get(name) != saved.get(name)
-    ]
 
 
 def _shown(value: Any) -> str:

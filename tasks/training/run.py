@@ -46,7 +46,7 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     )
     model = load_model(job, ranks, config, tokenizer=tokenizer, head=chosen.head)
     engine = start_engine(model, config, settings.optim)
-    progress = restore(engine, job, ranks)  # ZeRO-3 loads only into an engine not yet used
+    progress = restore(engine, job)  # ZeRO-3 loads only into an engine not yet used
     require_same(engine, trial_row(heldout).to(ranks.device))
     router = coefficient(model_of(engine.module).config.to_dict(), settings.router_aux_loss_coef)
     passes = Passes(engine, ranks, chosen, router)

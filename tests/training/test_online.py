@@ -15,7 +15,7 @@ from tasks.core.errors import (
 from tasks.drift.fingerprint import Fingerprint
 from tasks.rl.loop import CURSOR, MISMATCH
 from tasks.training.engine import checkpoint
-from tasks.training.engine.universal import convert
+from tasks.training.engine.saving import convert
 from tasks.training.job import Zero
 from tasks.witness.plumbline_witness.prints import FINGERPRINT
 from tests.settings import Batch, Launch, Optim, Settings

@@ -12,7 +12,7 @@ import torch
 
 from tasks.core.errors import StageProcessError
 from tasks.training.engine.checkpoint import complete
-from tasks.training.engine.universal import convert
+from tasks.training.engine.saving import convert
 from tasks.training.job import TrainJob
 from tests.training.jobs import DEFAULT, HALF, RESUMES, Trained
 from tests.training.places import (

@@ -119,18 +119,14 @@ def _disk(context: Context) -> Iterator[Finding]:
     """Estimate the bytes of weights and checkpoints.
 
     Trained, merged and served weights have 2 bytes per parameter, and a third more. A checkpoint of
-    full fine-tuning has the weights twice in 16 bits, fp32 weights and two moments; the best and
+    full fine-tuning has the weights in 16 bits, in fp32, and two moments; the best and
     the newest one may exist beside those that the limits count.
     """
     settings, parameters = context.settings, context.known.parameters or 0
     train = settings["train"]
     needed = (8 + (settings["convert"]["quantize"] != "none")) * parameters + GIB // 2
     if settings["peft"]["kind"] == "none" and train["save_steps"]:
-        each = 16 * parameters
-        kept = (train["max_ckpt_num"] or 4) * each
-        if train["max_ckpt_gb"] is not None:
-            kept = min(kept, int(train["max_ckpt_gb"] * 10**9))
-        needed += kept + 2 * each
+        needed += ((train["max_ckpt_num"] or 4) + 2) * 14 * parameters
     free = free_bytes(context.runs)
     if free < needed:
         available = f"{free / GIB:.1f} GiB free under {context.runs}"

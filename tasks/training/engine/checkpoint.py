@@ -2,9 +2,7 @@
 
     step-00000050/
         engine/         DeepSpeed's checkpoint: fp32 weights, optimizer states, loss scale
-        shards/         every rank's partitions of the trained tensors, as in the `shards` artifact
-        partitions.json
-        state.json      progress and identity of the run, size and hash of every other file
+        state.json      progress and identity of the run
 
 A checkpoint is written into a folder whose name begins with a dot. One rename makes it visible once
 everything is on disk, so existence means complete. Older checkpoints are deleted only after that.
@@ -14,20 +12,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-from blake3 import blake3
 
 from tasks.core.disk import flush, flush_tree
 
 STATE = "state.json"
 ENGINE = "engine"
-SHARDS = "shards"
-PARTITIONS = "partitions.json"
-GB = 10**9
 
 
 @dataclass
@@ -77,14 +69,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint.
-
-    Attributes:
-        path: its folder.
-        world_size: number of ranks that wrote it.
-        identity: settings and inputs of the run, by dotted name.
-        progress: progress of the run at that point.
-    """
+    """A complete checkpoint: its folder, the number of ranks that wrote it, identity, progress."""
 
     path: Path
     world_size: int
@@ -104,8 +89,7 @@ def complete(root: Path) -> list[Path]:
 
 def last_good(root: Path) -> Path | None:
     """Return the newest complete checkpoint under `root`, or None."""
-    folders = complete(root)
-    return folders[-1] if folders else None
+    return max(complete(root), default=None)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -115,69 +99,20 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, document["world_size"], document["identity"], progress)
 
 
-def file_names(folder: Path) -> list[str]:
-    """Return the relative paths of all files of a checkpoint but `state.json`, sorted."""
-    files = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return sorted(name for name in files if name != STATE)
-
-
-def hash_files(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return size and BLAKE3 of files of a checkpoint, by relative path."""
-    return {
-        name: {
-            "size": (folder / name).stat().st_size,
-            "blake3": blake3(max_threads=blake3.AUTO).update_mmap(folder / name).hexdigest(),
-        }
-        for name in names
-    }
-
-
-def differences(folder: Path) -> list[str]:
-    """Compare a checkpoint with the list in its `state.json`; every byte is read.
-
-    Returns:
-        One text per difference; empty if the files are those that were written.
-    """
-    listed = json.loads((folder / STATE).read_text()).get("files")
-    if not isinstance(listed, dict):
-        return [f"{STATE} lists no files: an older version or another program wrote it"]
-    present = hash_files(folder, file_names(folder))
-    problems = [f"{name}: not in {STATE}" for name in present.keys() - listed.keys()]
-    problems += [f"{name}: missing" for name in listed.keys() - present.keys()]
-    problems += [
-        f"{name}: other bytes than those that were written"
-        for name in present.keys() & listed.keys()
-        if present[name] != listed[name]
-    ]
-    return sorted(problems)
-
-
-def describe(
-    work: Path,
-    *,
-    world_size: int,
-    identity: dict[str, Any],
-    progress: Progress,
-    files: dict[str, dict[str, Any]],
-) -> None:
-    """Write `state.json`, the last file of a checkpoint; `files` as `hash_files` returns it."""
-    document = {
-        "format": 1,
-        "files": files,
-        "world_size": world_size,
-        "identity": identity,
-        "progress": asdict(progress),
-    }
-    (work / STATE).write_text(json.dumps(document) + "\n")
-
-
 def work_folder(root: Path, step: int) -> Path:
     """Return the hidden folder in which the checkpoint of a step is written."""
     return root / f".{name_of(step)}.tmp"
 
 
-def publish(work: Path) -> Path:
-    """Make a written checkpoint visible, replacing one of the same step; return its folder."""
+def publish(work: Path, *, world_size: int, identity: dict[str, Any], progress: Progress) -> Path:
+    """Write `state.json` and make the checkpoint visible; return its folder."""
+    document = {"world_size": world_size, "identity": identity, "progress": asdict(progress)}
+    (work / STATE).write_text(json.dumps(document) + "\n")
+    return reveal(work)
+
+
+def reveal(work: Path) -> Path:
+    """Make a complete checkpoint visible, replacing one of the same step; return its folder."""
     final = work.with_name(work.name.removeprefix(".").removesuffix(".tmp"))
     flush_tree(work)
     shutil.rmtree(final, ignore_errors=True)
@@ -186,26 +121,16 @@ def publish(work: Path) -> Path:
     return final
 
 
-def prune(root: Path, *, keep: set[int], most: int, most_gb: float | None) -> None:
-    """Delete the oldest checkpoints until at most `most` of at most `most_gb` GB are left.
+def prune(root: Path, *, keep: set[int], most: int) -> None:
+    """Delete the oldest checkpoints until at most `most` are left; 0 keeps all.
 
-    Args:
-        root: folder of the checkpoints.
-        keep: steps whose checkpoints are never deleted; nor is the newest one.
-        most: number of checkpoints to keep; 0 for any number.
-        most_gb: decimal gigabytes to keep; None for any size.
+    The newest one and those of the steps in `keep` are never deleted.
     """
     folders = complete(root)
-    sizes = {path: folder_bytes(path) for path in folders}
     kept = {name_of(step) for step in keep} | {path.name for path in folders[-1:]}
-    for path in folders:
-        few = not most or len(sizes) <= most
-        small = most_gb is None or sum(sizes.values()) <= most_gb * GB
-        if few and small:
-            return
-        if path.name not in kept:
-            del sizes[path]
-            shutil.rmtree(path)
+    surplus = len(folders) - most if most else 0
+    for path in [path for path in folders if path.name not in kept][: max(0, surplus)]:
+        shutil.rmtree(path)
 
 
 def forget_after(root: Path, step: int) -> None:
@@ -220,8 +145,3 @@ def sweep(root: Path) -> None:
     """Delete unfinished checkpoints."""
     for path in root.glob(".step-????????.tmp"):
         shutil.rmtree(path)
-
-
-def folder_bytes(folder: Path) -> int:
-    """Return the size of all files below `folder`, in bytes."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""Partitions of the trained tensors: each rank writes its own, and any rank can read them all.
+"""Partitions of the trained tensors: each rank writes its own.
 
 Nothing is gathered. Under ZeRO-3 a rank writes the partition that DeepSpeed gave it (`ds_tensor`,
 without padding). Below stage 3 every rank has a full replica and writes an equal part of it, so
@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+SHARDS = "shards"
+PARTITIONS = "partitions.json"
+"""Folder of all ranks' files in an artifact, and the index of the trained tensors beside it."""
 SAFETENSORS_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
@@ -101,40 +103,3 @@ def describe(model: nn.Module, *, world_size: int, zero_stage: int, mode: str) -
         "dtype": ",".join(sorted(dtypes)),
         "parameters": {name: {"shape": list(full_shape(p))} for name, p in parameters.items()},
     }
-
-
-class _Piece(NamedTuple):
-    start: int
-    end: int
-    path: Path
-
-
-class SavedPartitions:
-    """Partitions that any number of ranks wrote to a folder, read on demand.
-
-    Args:
-        folder: folder of `rank-*.safetensors`, as `write_partitions` writes them.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._pieces: dict[str, list[_Piece]] = {}
-        for path in sorted(folder.glob("rank-*.safetensors")):
-            with safe_open(path, "pt") as file:
-                where = json.loads(file.metadata()["partitions"])
-            for name, at in where.items():
-                self._pieces.setdefault(name, []).append(_Piece(at["start"], at["end"], path))
-
-    def whole(self, name: str) -> torch.Tensor:
-        """Return the full tensor, flattened."""
-        return self.part(name, 0, max(piece.end for piece in self._pieces[name]))
-
-    def part(self, name: str, start: int, end: int) -> torch.Tensor:
-        """Return elements [start, end) of a flattened tensor, or those of them that were saved."""
-        parts = []
-        for piece in sorted(self._pieces[name]):
-            low, high = max(start, piece.start), min(end, piece.end)
-            if low < high:
-                with safe_open(piece.path, "pt") as file:
-                    stored = file.get_slice(name)
-                    parts.append(stored[low - piece.start : high - piece.start])
-        return torch.cat(parts)

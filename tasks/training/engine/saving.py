@@ -1,142 +1,118 @@
-"""Save and restore checkpoints: the engines' states, and partitions of the trained tensors."""
+"""Save and restore checkpoints: DeepSpeed's `save_checkpoint` and `load_checkpoint` in our folders.
+
+The module is also a command, `python -m ...engine.saving CHECKPOINT OUT`: it converts a checkpoint
+for another number of ranks. DeepSpeed's converter joins the partitions of all ranks into full
+tensors (fp32 weights, both moments), in a process of its own so that no rank waits for it.
+"""
 
 from __future__ import annotations
 
-import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from tasks.core.disk import flush_tree
 from tasks.core.errors import TrainingError
 from tasks.training.engine import checkpoint
-from tasks.training.engine.checkpoint import ENGINE, SHARDS, Progress
+from tasks.training.engine.checkpoint import ENGINE, Progress
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.engine.failure import another_rank_failed
-from tasks.training.engine.partitions import (
-    SavedPartitions,
-    not_finite,
-    own_partitions,
-    trainable,
-    write_partitions,
-)
+from tasks.training.engine.partitions import trainable
 from tasks.training.job import TrainJob
-from tasks.training.outputs import write_partition_index
 
-LOG = logging.getLogger(__name__)
 Others = Mapping[str, Callable[[], AbstractContextManager[Any]]]
-"""Engines beside the policy's, by the name of their folder in a checkpoint."""
+"""Engines beside the policy's, by the name of their folder in a checkpoint. Each is used within its
+context, in which the parameters that it trains require gradients."""
+_NONE: Others = MappingProxyType({})
 
 
 class Saver:
-    """Writes the checkpoints of a run. All ranks make the same calls.
+    """Writes the checkpoints of a run. All ranks make the same calls."""
 
-    Args:
-        engine: the DeepSpeed engine that the run trains.
-        job: settings and paths of the run.
-        ranks: the process group.
-        others: further engines (a critic), by folder name. Each is used within its context, in
-            which the parameters that it trains require gradients.
-    """
-
-    def __init__(
-        self, engine: Any, job: TrainJob, ranks: Ranks, others: Others = MappingProxyType({})
-    ) -> None:
+    def __init__(self, engine: Any, job: TrainJob, ranks: Ranks, others: Others = _NONE) -> None:
         self._engine, self._job, self._ranks, self._others = engine, job, ranks, others
 
     def save(self, progress: Progress) -> None:
         """Write a checkpoint of the current step, and delete old ones.
 
-        Args:
-            progress: progress of the run.
-
         Raises:
             TrainingError: a weight is not finite (raised on every rank), or a file could not be
                 written (raised on that rank; torchrun ends the others). Older checkpoints stay.
         """
-        job, ranks, model = self._job, self._ranks, self._engine.module
-        partitions = own_partitions(model, rank=ranks.rank, world_size=ranks.world_size)
-        _require_finite(not_finite(partitions), job, ranks, progress.step)
+        job, ranks = self._job, self._ranks
+        self._require_finite(progress.step)
         work = checkpoint.work_folder(job.checkpoints, progress.step)
-        with _as_training_error(work, ranks):
+        try:
             if ranks.first:
                 checkpoint.sweep(job.checkpoints)
                 work.mkdir()
             ranks.barrier()
-            self._save_engines(work)
-            if ranks.first:
-                write_partition_index(job, model, work / checkpoint.PARTITIONS)
-            write_partitions(
-                partitions, work / SHARDS, rank=ranks.rank, world_size=ranks.world_size
-            )
-            ranks.barrier()  # a file has another name until it is complete
+            self._save(self._engine, work, ENGINE)
+            for name, context in self._others.items():
+                with context() as engine:
+                    self._save(engine, work, name)
             flush_tree(work)  # on each rank: one node cannot flush the pages of another
-            # Not each rank's own list: on a network disk one may not see yet what another wrote.
-            listed = ranks.all_objects(checkpoint.file_names(work))
-            names = sorted({name for seen in listed for name in seen})
-            share = names[ranks.rank :: ranks.world_size]
-            hashed = ranks.all_objects(checkpoint.hash_files(work, share))
+            ranks.barrier()
             if ranks.first:
-                checkpoint.describe(
-                    work,
-                    world_size=ranks.world_size,
-                    identity=dict(job.identity),
-                    progress=progress,
-                    files={name: entry for part in hashed for name, entry in part.items()},
+                identity = dict(job.identity)
+                checkpoint.publish(
+                    work, world_size=ranks.world_size, identity=identity, progress=progress
                 )
-                checkpoint.publish(work)
+        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError
+            if another_rank_failed(error):
+                raise
+            raise _not_written(error, work, ranks) from error
         if ranks.first:
-            _prune(job, progress)
+            keep = {progress.best.step} if progress.best else set()
+            checkpoint.prune(job.checkpoints, keep=keep, most=job.settings.max_ckpt_num)
         ranks.barrier()
 
-    def _save_engines(self, work: Path) -> None:
-        """Let DeepSpeed write the states of all engines."""
-        how = {
-            "save_latest": False,
-            "exclude_frozen_parameters": self._job.settings.peft.kind != "none",
-        }
-        self._engine.save_checkpoint(str(work), tag=ENGINE, **how)
-        for name, context in self._others.items():
-            with context() as extra:
-                extra.save_checkpoint(str(work), tag=name, **how)
+    def _save(self, engine: Any, work: Path, tag: str) -> None:
+        adapter = self._job.settings.peft.kind != "none"
+        engine.save_checkpoint(
+            str(work), tag=tag, save_latest=False, exclude_frozen_parameters=adapter
+        )
+
+    def _require_finite(self, step: int) -> None:
+        parameters = trainable(self._engine.module)
+        own = {name: getattr(p, "ds_tensor", p) for name, p in parameters.items()}
+        mine = [name for name, tensor in own.items() if not torch.isfinite(tensor).all()]
+        broken = sorted({name for names in self._ranks.all_objects(mine) for name in names})
+        if broken:
+            good = checkpoint.last_good(self._job.checkpoints)
+            raise TrainingError(
+                f"after step {step} {len(broken)} trained tensors are not finite, first "
+                f"{broken[0]}; last good checkpoint: {good or 'none yet'}",
+                details=broken[:20],
+                hint=f"train.lr={self._job.settings.optim.lr / 10:g}",
+            )
 
 
-@contextmanager
-def _as_training_error(work: Path, ranks: Ranks) -> Iterator[None]:
-    """Raise a TrainingError if a file cannot be written; pass on the failure of another rank."""
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError
-        if another_rank_failed(error):
-            raise
-        raise _not_written(error, work, ranks) from error
-
-
-def restore(
-    engine: Any, job: TrainJob, ranks: Ranks, others: Others = MappingProxyType({})
-) -> Progress:
+def restore(engine: Any, job: TrainJob, others: Others = _NONE) -> Progress:
     """Load the checkpoint `job.resume` into new engines, and return the progress stored in it.
 
     Without a checkpoint the engines stay as they are and the progress is that of a new run.
-    Arguments are those of `Saver`.
-
-    Raises:
-        TrainingError: the loaded weights differ from the saved ones.
     """
     if job.resume is None:
         return Progress()
-    saved = checkpoint.open_checkpoint(job.resume)
-    folder = job.universal or job.resume
+    load(engine, job.universal or job.resume, others)
+    if job.universal:  # later checkpoints of this run have DeepSpeed's usual form
+        engine._config.load_universal_checkpoint = False
+    return checkpoint.open_checkpoint(job.resume).progress
+
+
+def load(engine: Any, folder: Path, others: Others = _NONE) -> None:
+    """Load a checkpoint's states into all engines."""
     _load(engine, folder, ENGINE)
-    load_others(others, folder)
-    _require_same_weights(engine, job.resume, ranks)
-    return saved.progress
+    for name, context in others.items():
+        with context() as other:
+            _load(other, folder, name)
 
 
 def _load(engine: Any, folder: Path, tag: str) -> None:
@@ -147,69 +123,34 @@ def _load(engine: Any, folder: Path, tag: str) -> None:
         raise TrainingError(f"DeepSpeed could not read the checkpoint {folder / tag}")
 
 
-def load_weights(engine: Any, path: Path, ranks: Ranks) -> None:
-    """Load the trained weights of a checkpoint into the model, but no optimizer state."""
-    from deepspeed import zero
-
-    saved = SavedPartitions(path / SHARDS)
-    for name, parameter in trainable(engine.module).items():
-        with zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
-            if not hasattr(parameter, "ds_id") or ranks.first:
-                parameter.copy_(saved.whole(name).view_as(parameter))
-
-
-def load_others(others: Others, path: Path) -> None:
-    """Load a checkpoint's states into the engines beside the main one."""
-    for name, context in others.items():
-        with context() as extra:
-            _load(extra, path, name)
-
-
-def _require_same_weights(engine: Any, path: Path, ranks: Ranks) -> None:
-    saved = SavedPartitions(path / SHARDS)
-    partitions = own_partitions(engine.module, rank=ranks.rank, world_size=ranks.world_size)
-    differ = [
-        name
-        for name, part in partitions.items()
-        if not torch.equal(saved.part(name, part.start, part.end), part.data)
-    ]
-    if differ:
-        raise TrainingError(
-            f"{path}: {len(differ)} of {len(partitions)} tensors came back changed, first "
-            f"{differ[0]}",
-            details=differ[:20],
-            hint="train.resume=never; please report it, with the versions of torch and deepspeed",
-        )
-
-
-def _require_finite(mine: list[str], job: TrainJob, ranks: Ranks, step: int) -> None:
-    broken = sorted({name for names in ranks.all_objects(mine) for name in names})
-    if broken:
-        good = checkpoint.last_good(job.checkpoints)
-        raise TrainingError(
-            f"after step {step} {len(broken)} trained tensors are not finite, first {broken[0]}; "
-            f"last good checkpoint: {good or 'none yet'}",
-            details=broken[:20],
-            hint=f"train.lr={job.settings.optim.lr / 10:g}",
-        )
-
-
 def _not_written(error: Exception, work: Path, ranks: Ranks) -> TrainingError:
     good = checkpoint.last_good(work.parent)
-    size = f", {checkpoint.folder_bytes(good) / 1e9:.2f} GB" if good else ""
     free = shutil.disk_usage(work.parent).free / 1e9
     return TrainingError(
         f"rank {ranks.rank} could not write the checkpoint {work.parent}: {error}",
-        details=[f"last good checkpoint: {good or 'none yet'}{size}", f"free there: {free:.2f} GB"],
+        details=[f"last good checkpoint: {good or 'none yet'}", f"free there: {free:.2f} GB"],
         hint="free some space, or save less: train.max_ckpt_num=1, train.save_steps=<more>",
     )
 
 
-def _prune(job: TrainJob, progress: Progress) -> None:
-    best = progress.best
-    checkpoint.prune(
-        job.checkpoints,
-        keep=set() if best is None else {best.step},
-        most=job.settings.max_ckpt_num,
-        most_gb=job.settings.max_ckpt_gb,
-    )
+def convert(folder: Path, out: Path) -> None:
+    """Write each engine of a checkpoint in DeepSpeed's universal form, to a folder of its name."""
+    from deepspeed.checkpoint.ds_to_universal import main as to_universal
+
+    for engine in sorted(path for path in folder.iterdir() if path.is_dir()):
+        to_universal(
+            SimpleNamespace(
+                input_folder=str(engine),
+                output_folder=str(out / engine.name),
+                num_extract_workers=1,
+                num_merge_workers=1,
+                keep_temp_folder=False,
+                strict=True,
+                # Without tensor parallelism a checkpoint does not say how to join its parts.
+                inject_missing_state=True,
+            )
+        )
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))

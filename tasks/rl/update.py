@@ -21,7 +21,7 @@ from tasks.training.engine import checkpoint
 from tasks.training.loop import MAX_SKIPPED
 from tasks.training.losses import Loss
 from tasks.training.model.packed_model import TokenOutputs
-from tasks.training.steps import Accumulator, begin_random, set_lr
+from tasks.training.steps import accumulate, begin_random, set_lr, take
 from tasks.training.tokens.order import deal
 
 Rows = list[list[int]]
@@ -189,7 +189,7 @@ class Learner:
 
     def __init__(self, setup: Setup, engine: Any, *, whose: str, hint: str) -> None:
         self._engine, self._job, self._whose, self._hint = engine, setup.job, whose, hint
-        self._accumulator = Accumulator(engine, setup.ranks, setup.job)
+        self._ranks = setup.ranks
         self._skipped = 0
 
     def accumulate(
@@ -198,14 +198,12 @@ class Learner:
         """Run this rank's forward and backward passes of optimizer step `number`.
 
         Returns means over the minibatch and all ranks, `loss` among them. Raises TrainingError on
-        every rank if a loss or a gradient is not finite.
+        every rank if a loss is not finite.
         """
-        metrics, bad_gradient = self._accumulator.passes(rows, loss_of)
+        metrics, _ = accumulate(self._engine, self._ranks, rows, loss_of)
         for name, value in sorted(metrics.items()):
             if not math.isfinite(value):
                 raise self._error(number, f"{name} is {value}")
-        if bad_gradient:
-            raise self._error(number, "gradient is not finite")
         return metrics
 
     def step(self, number: int) -> dict[str, float]:
@@ -214,10 +212,9 @@ class Learner:
         In fp16 `skipped` is 1 if the gradient overflowed; the step then has no norm. Raises
         TrainingError after `MAX_SKIPPED` skipped steps in a row.
         """
-        self._engine.step()
-        skipped = not self._engine.was_step_applied()
         half = self._job.settings.dtype == "float16"
-        if skipped and not half:
+        norm, skipped = take(self._engine, half=half)
+        if math.isnan(norm) and not skipped:
             raise self._error(number, "gradient is not finite")
         self._skipped = self._skipped + 1 if skipped else 0
         if self._skipped >= MAX_SKIPPED:
@@ -226,7 +223,7 @@ class Learner:
             raise error
         metrics = {"skipped": float(skipped)} if half else {}
         if not skipped:
-            metrics["grad_norm"] = float(self._engine.get_global_grad_norm() or 0.0)
+            metrics["grad_norm"] = norm
         return metrics
 
     def _error(self, number: int, what: str) -> TrainingError:

@@ -16,7 +16,7 @@ from tasks.training.job import TrainJob
 from tasks.training.losses import Loss
 from tasks.training.passes import Passes, Sums
 from tasks.training.selection import best_to_load, due, evaluate_if_due, has_stopped
-from tasks.training.steps import Accumulator, begin_random, not_finite, set_lr
+from tasks.training.steps import accumulate, begin_random, not_finite, set_lr, take
 from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.order import Counts, Dealt, Order
 
@@ -64,23 +64,21 @@ class Trainer:
             emit("plan", steps=order.steps, epochs=epochs, taken=progress.step)
         if progress.before is None:
             progress.before = self.evaluate("before")
-        accumulator = Accumulator(self.passes.engine, ranks, self.job)
         saver = saving.Saver(self.passes.engine, self.job, ranks)
         while progress.step < order.steps and not has_stopped(progress, settings.evaluate):
-            self._note(self.step(progress.step + 1, order, accumulator), last=order.steps)
+            self._note(self.step(progress.step + 1, order), last=order.steps)
             if evaluate_if_due(progress, settings, order.steps, self.evaluate):
                 saver.save(progress)
-        accumulator.close()
         return self._leave()
 
-    def step(self, step: int, order: Order, accumulator: Accumulator) -> dict[str, float]:
+    def step(self, step: int, order: Order) -> dict[str, float]:
         """Take step number `step`, counted from 1; return its metrics by name.
 
         `skipped` is 1 if fp16 overflowed and no weight changed.
 
         Raises:
-            TrainingError: loss or gradient is not finite. Raised on every rank before a weight
-                changes; names the step, and the rows whose loss is not finite.
+            TrainingError: loss or gradient is not finite. Raised on every rank; names the step, and
+                the rows whose loss is not finite.
         """
         begin, settings, passes = time.perf_counter(), self.job.settings, self.passes
         begin_random(settings.seed, step=step, rank=passes.ranks.rank)
@@ -94,21 +92,14 @@ class Trainer:
                 return loss
             return Loss(loss.value * 0, {name: x * 0 for name, x in loss.measures.items()})
 
-        measures, broken = accumulator.passes(todo.rows, loss_of)
-        problem = ""
-        if not math.isfinite(measures["loss"]):
-            problem = f"loss is {measures['loss']}"
-        elif broken:
-            problem = "gradient is not finite"
-        skipped = False
+        measures, losses = accumulate(passes.engine, passes.ranks, todo.rows, loss_of)
+        problem = "" if math.isfinite(measures["loss"]) else f"loss is {measures['loss']}"
+        norm, skipped = 0.0, False
         if not problem:
-            passes.engine.step()
-            skipped = not passes.engine.was_step_applied()
-            if skipped and settings.dtype != "float16":
-                problem = "gradient is not finite"
+            norm, skipped = take(passes.engine, half=settings.dtype == "float16")
+            problem = "gradient is not finite" if math.isnan(norm) and not skipped else ""
         if problem:
             names = [[self.examples.names[i] for i in row.chosen] for row in todo.rows]
-            losses = [float(loss) for loss in accumulator.losses]
             what = f"{problem} in step {step}"
             raise not_finite(what, names, losses, ranks=passes.ranks, job=self.job)
         seconds = time.perf_counter() - begin
@@ -116,7 +107,7 @@ class Trainer:
             "step": step,
             **passes.objective.means(measures),
             "lr": lr,
-            "grad_norm": float(passes.engine.get_global_grad_norm() or 0.0),
+            "grad_norm": norm,
             "tokens_per_s": todo.counts.tokens / seconds,
             "step_s": seconds,
             "epoch": order.epoch_at(step),

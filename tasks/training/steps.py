@@ -1,4 +1,4 @@
-"""Parts of an optimizer step, for training on data and online RL: `Accumulator`, `set_lr`, seeds.
+"""Parts of an optimizer step, for training on data and online RL.
 
 A step depends on weights, optimizer state, seed and step number alone.
 """
@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,102 +17,58 @@ import torch
 from tasks.core.errors import TrainingError
 from tasks.training.engine import checkpoint
 from tasks.training.engine.deepspeed_engine import Ranks
-from tasks.training.engine.partitions import trainable
 from tasks.training.job import Optim, TrainJob
 from tasks.training.losses import Loss
 from tasks.training.passes import Sums
 
-BROKEN = "gradients_not_finite"
 _BELOW_ONE = math.nextafter(1.0, 0.0)
 """Largest last rate of `polynomial`: transformers refuses one that is not below the peak."""
 Row = TypeVar("Row")
 """A row as `loss_of` takes it."""
 
 
-class Accumulated(NamedTuple):
-    """Loss and metrics of one optimizer step, summed over all rows and ranks.
-
-    Attributes:
-        measures: `loss` and the metrics of the objective.
-        broken: True if a gradient is not finite. DeepSpeed looks at gradients itself, in
-            `engine.step()`, for 16-bit weights and under ZeRO-3; it is always False then.
-    """
-
-    measures: dict[str, float]
-    broken: bool
-
-
-class Accumulator:
-    """Accumulates the gradients of optimizer steps on one engine.
+def accumulate(
+    engine: Any, ranks: Ranks, rows: Sequence[Row], loss_of: Callable[[Row], Loss]
+) -> tuple[dict[str, float], list[float]]:
+    """Run forward and backward of this rank's rows of a step. The caller calls `engine.step()`.
 
     Args:
-        engine: the DeepSpeed engine; it trains the parameters that require gradients now.
+        engine: the DeepSpeed engine.
         ranks: the process group.
-        job: settings of the run.
+        rows: the rows; the same number of rows on every rank.
+        loss_of: returns a row's part of the loss of the whole step.
 
-    Attributes:
-        losses: the loss of each row of the last step.
+    Returns:
+        `loss` and the metrics of the objective, summed over all rows and ranks; and the loss of
+        each row of this rank.
     """
-
-    def __init__(self, engine: Any, ranks: Ranks, job: TrainJob) -> None:
-        self._engine = engine
-        self._ranks = ranks
-        settings = job.settings
-        watched = settings.dtype == "float32" and settings.zero.stage < 3
-        self._watch = Watch(engine.module) if watched else None
-        self.losses: list[torch.Tensor] = []
-
-    def close(self) -> None:
-        """Remove the gradient hooks from the model."""
-        if self._watch is not None:
-            self._watch.close()
-
-    def passes(self, rows: Sequence[Row], loss_of: Callable[[Row], Loss]) -> Accumulated:
-        """Run forward and backward of this rank's rows. The caller calls `engine.step()`.
-
-        Args:
-            rows: the rows; the same number of rows on every rank.
-            loss_of: returns a row's part of the loss of the whole step.
-        """
-        # DeepSpeed divides by accumulation steps and averages over ranks; the loss already is a
-        # part of the whole step's. Ranks that share a row have its whole loss, and each the
-        # gradient of its own tokens.
-        undo = len(rows) * self._ranks.world_size
-        sums = Sums(self._ranks)
-        self.losses = []
-        for place, chosen in enumerate(rows):
-            if place:
-                self._engine.step()  # counts the row before; changes no weight
-            loss = loss_of(chosen)
-            self._engine.backward(loss.value * undo)
-            self.losses.append(loss.value.detach())
-            sums.add({"loss": loss.value, **loss.measures}, counted=self._ranks.leads)
-            if self._watch is not None:
-                sums.add({BROKEN: self._watch.broken()})
-        measures = sums.total()
-        return Accumulated(measures, bool(measures.pop(BROKEN, 0.0)))
+    # DeepSpeed divides by accumulation steps and averages over ranks; the loss already is a part of
+    # the whole step's. Ranks that share a row have its whole loss, and each the gradient of its own
+    # tokens.
+    undo = len(rows) * ranks.world_size
+    sums, losses = Sums(ranks), []
+    for place, chosen in enumerate(rows):
+        if place:
+            engine.step()  # counts the row before; changes no weight
+        loss = loss_of(chosen)
+        engine.backward(loss.value * undo)
+        losses.append(loss.value.detach())
+        sums.add({"loss": loss.value, **loss.measures}, counted=ranks.leads)
+    return sums.total(), [float(loss) for loss in losses]
 
 
-class Watch:
-    """Checks each gradient in a hook of the backward pass, before DeepSpeed reduces it."""
+def take(engine: Any, *, half: bool) -> tuple[float, bool]:
+    """Let DeepSpeed update the weights; return the gradient's norm before clipping.
 
-    def __init__(self, model: Any) -> None:
-        self._seen: list[torch.Tensor] = []
-        self._handles = [each.register_hook(self._look) for each in trainable(model).values()]
-
-    def _look(self, gradient: torch.Tensor) -> None:
-        self._seen.append(~torch.isfinite(gradient).all())
-
-    def broken(self) -> torch.Tensor:
-        """Return the number of gradients since the last call that are not finite."""
-        flags = torch.stack(self._seen)
-        self._seen.clear()
-        return flags.sum().float()
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
+    The second result is True if fp16 overflowed and no weight changed. The norm is NaN if the
+    gradient is not finite; DeepSpeed reports -1 or has skipped the step.
+    """
+    engine.step()
+    skipped = not engine.was_step_applied()
+    norm = float(engine.get_global_grad_norm() or 0.0)
+    if half and skipped:
+        return norm, True
+    return (math.nan if skipped or not 0 <= norm < math.inf else norm), False
 
 
 def not_finite(
@@ -123,14 +79,10 @@ def not_finite(
     ranks: Ranks,
     job: TrainJob,
 ) -> TrainingError:
-    """Return the error of a step, the same on every rank. All ranks take part.
+    """Return the error of a step, the same on every rank, which all take part.
 
-    Args:
-        what: the problem, for example "loss is nan in step 3".
-        samples: names of the samples in each row of this rank.
-        losses: losses of these rows.
-        ranks: the process group.
-        job: settings and paths of the run.
+    `what` is the problem, such as "loss is nan in step 3"; `samples` are the names in each row of
+    this rank, and `losses` the losses of these rows.
     """
     mine = [
         f"rank {ranks.rank}, row {number} (samples {', '.join(names[:8])}"

@@ -35,7 +35,6 @@ from tasks.training.losses import objective
 from tasks.training.model import probe
 from tasks.training.model.packed_model import TokenOutputs, accept_packed_rows, require_same
 from tasks.training.passes import Passes, Sums, heldout_scores
-from tasks.training.steps import Watch
 from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.order import Counts
 from tasks.training.tokens.packing import trial_row
@@ -125,12 +124,10 @@ def test_losses_and_gradients(name: str, frozen: bool, elsewhere: None) -> None:
         require_same(engine, trial_row(examples).to(device))
         passes, counts = Passes(engine, ranks(device), chosen), Counts.of(examples)
         baseline = passes.baseline(examples, passes.heldout(examples, Batch(2, 4, max_len=64)))
-        watch, sums = Watch(model), Sums(ranks(device))
+        sums = Sums(ranks(device))
         loss = passes.loss(examples, range(4), counts=counts, baseline=baseline)
         loss.value.backward()
         sums.add({"loss": loss.value, **loss.measures})
-        sums.add({"broken": watch.broken()})
-        watch.close()
         gradients = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
         return float(loss.value), gradients, sums.total()
 

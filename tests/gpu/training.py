@@ -146,8 +146,7 @@ def _longest(setting: Setting) -> Path:
     """Tokenised samples of `LENGTHS` tokens each, all of which but the first bear loss."""
     import random
 
-    from tasks.training.tokens.examples import Example, Tokens
-    from tests.training.datasets import write_examples
+    from tasks.training.tokens.examples import Example, Tokens, save_examples
 
     path, length = setting.folder / "longest", LENGTHS[setting.tiny]
     if not path.exists():
@@ -157,7 +156,7 @@ def _longest(setting: Setting) -> Path:
             Example(f"e{i}", (Tokens([draw.randrange(259) for _ in range(length)], bears),))
             for i in range(64)
         ]
-        write_examples(path, made, roles=("text",))
+        save_examples(path, made)
     return path
 
 

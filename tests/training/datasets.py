@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from tasks.training.job import TrainJob
 from tasks.training.model.build import load_tokenizer
 from tasks.training.tokens.data import load_split
-from tasks.training.tokens.examples import Example, Examples, Writer, describe
+from tasks.training.tokens.examples import Examples
 from tests.settings import Batch, Settings
 
 Row = dict[str, Any]
@@ -27,6 +27,9 @@ class SingleRank:
 
     def all_objects(self, value: Any) -> list[Any]:
         return [value]
+
+    def on_first(self, work: Any) -> Any:
+        return work()
 
     def barrier(self) -> None:
         pass
@@ -50,14 +53,6 @@ def write(folder: Path, rows: list[Row], split: str = "train") -> Path:
     path = folder / f"{split}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def write_examples(folder: Path, examples: Iterable[Example], *, roles: Sequence[str]) -> None:
-    """Write `examples` into an existing empty folder."""
-    with Writer(folder, roles=roles) as writer:
-        for example in examples:
-            writer.add(example)
-    describe(folder, roles=roles, values=writer.values or (), notes={})
 
 
 def job_for(folder: Path, base: Path, **changes: Any) -> TrainJob:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from tasks.training.engine.deepspeed_engine import start_engine
 from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import Zero
+from tasks.training.steps import take
 from tests.settings import Batch, Optim, Settings
 
 PASSES = 16
@@ -57,7 +59,7 @@ def add_up(ranks: Any, stage: int) -> list[float]:
 
 
 def train_single_tensor(ranks: Any, stage: int) -> list[float]:
-    """Train 15 elements for three steps; return the losses and the norm of the first gradient."""
+    """Train 15 elements; return losses, the first norm, and 1 if a bad gradient is noticed."""
     batch = Batch(micro_batch_size=1, global_batch_size=ranks.world_size)
     settings = Settings(dtype="bfloat16", zero=Zero(stage), batch=batch)
     torch.manual_seed(0)
@@ -73,8 +75,11 @@ def train_single_tensor(ranks: Any, stage: int) -> list[float]:
         engine.step()
         losses.append(float(loss.detach()))
         norms.append(float(engine.get_global_grad_norm()))
+    loss = engine(row).float().square().sum()
+    engine.backward(loss + torch.sqrt(loss * 0.0))  # finite, with a gradient that is not
+    broken, _ = take(engine, half=False)
     engine.destroy()
-    return [losses[0], losses[-1], norms[0]]
+    return [losses[0], losses[-1], norms[0], float(math.isnan(broken))]
 
 
 def set_lr(engine: Any, lr: float) -> None:

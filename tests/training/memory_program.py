@@ -57,7 +57,7 @@ class Peaks:
 def take_steps(engine: Any, job: TrainJob, ranks: Ranks) -> list[float]:
     """Take the steps of a job on its tokenised data; return their losses."""
     chosen = objective(job.settings.objective, vars(job.settings.loss))
-    examples = open_examples(job.data)
+    examples = open_examples(job.data, ("text",))
     order = Order(examples, job.settings.batch, seed=job.settings.seed, world_size=ranks.world_size)
     losses = []
     for step in range(1, order.steps + 1):

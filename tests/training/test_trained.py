@@ -110,7 +110,7 @@ def test_truncated_rows_are_reported_and_ranks_tokenise_as_one(
     alone = load(replace(job, tokens=tmp_path), ("text",))
     assert alone.lengths.max() == CUT_AT
     (entry,) = tmp_path.iterdir()
-    notes = read_json(entry / "examples.json")["notes"]
+    notes = read_json(entry / "notes.json")
     assert notes["truncated"] == sum(len(word) == 6 for word in words) > 0
     by_ranks = job.token_folder / entry.name
     for path in entry.iterdir():
@@ -248,8 +248,9 @@ def test_gradients_are_summed_in_fp32_and_biases_do_not_decay(trained: Trained) 
     assert [[weight, bias] for _, weight, bias in sums] == [[0.75, 1.0]] * 4
     for measures in single:
         assert measures == pytest.approx(single[0], rel=1e-6)
-    before, after, norm = single[0]
+    before, after, norm, noticed = single[0]
     assert after < before
+    assert noticed == 1.0
     assert norm > 0.1  # reported under every stage
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -42,13 +42,8 @@ class Ranks:
     ) -> None:
         """Join the process group that torchrun, or `RANKS_FILE`, describes in the environment.
 
-        Args:
-            timeout_s: longest wait within one collective, in seconds.
-            device: `train.device`: auto, cpu or cuda.
-            sequence_parallel: number of neighbouring ranks that share each row.
-
-        Raises:
-            ConfigError: as `choose_device`.
+        `sequence_parallel` is the number of neighbouring ranks that share each row. Raises
+        ConfigError as `choose_device`.
         """
         self.device = choose_device(device, int(os.environ["LOCAL_RANK"]))
         cuda = self.device.type == "cuda"
@@ -74,12 +69,12 @@ class Ranks:
         )
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self._timeout = timedelta(seconds=timeout_s)
-        self._group: dist.ProcessGroup | None = None
         self.sequence_parallel = sequence_parallel
         self.sequence_group: dist.ProcessGroup | None = None
         if sequence_parallel > 1:
-            self.sequence_group, _ = dist.new_subgroups(sequence_parallel, timeout=self._timeout)
+            self.sequence_group, _ = dist.new_subgroups(
+                sequence_parallel, timeout=timedelta(seconds=timeout_s)
+            )
 
     @property
     def gpu(self) -> bool:
@@ -131,7 +126,7 @@ class Ranks:
     def all_objects(self, value: T) -> list[T]:
         """Return the values of all ranks, in order of rank."""
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value)
         return values
 
     def on_first(self, work: Callable[[], T]) -> T:
@@ -157,7 +152,7 @@ class Ranks:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        dist.barrier(group=self._group)
+        dist.barrier()
 
     def leave(self) -> None:
         """Leave the process group."""
@@ -165,39 +160,28 @@ class Ranks:
 
 
 def require_same_versions(ranks: Ranks) -> None:
-    """Compare the versions of libraries and the digest of this project's code over all ranks.
+    """Compare versions of libraries and the digest of this project's code over all ranks.
 
     A node with other versions would train another model without an error.
 
     Raises:
-        TrainingError: versions differ; raised on every rank, with rank and version.
+        TrainingError: versions differ; raised on every rank.
     """
-    versions = ranks.all_objects({name: _version(name) for name in _PACKAGES} | {"tasks": _code()})
-    differences = [
-        f"rank {rank}: {name} is {own}, on rank 0 {versions[0][name]}"
-        for rank, of_rank in enumerate(versions)
-        for name, own in of_rank.items()
-        if own != versions[0][name]
-    ]
-    if differences:
-        raise TrainingError(
-            f"the nodes do not run the same program: {differences[0]}",
-            details=differences,
-            hint="install the same lock on every node: make setup",
-        )
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
+    own = [f"{name} {version(name)}" for name in _PACKAGES] + [f"tasks {_code()}"]
+    ours, *others = ranks.all_objects(own)
+    for rank, theirs in enumerate(others, 1):
+        if theirs != ours:
+            here, there = (", ".join(set(a) - set(b)) for a, b in ((ours, theirs), (theirs, ours)))
+            raise TrainingError(
+                f"the nodes do not run the same program: rank 0 has {here}, rank {rank} {there}",
+                hint="install the same lock on every node: make setup",
+            )
 
 
 def _code() -> str:
     tasks, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
     for path in sorted(tasks.rglob("*.py")):
-        digest.update(str(path.relative_to(tasks)).encode() + b"\0" + path.read_bytes() + b"\0")
+        digest.update(str(path.relative_to(tasks)).encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from tasks.core.errors import PlumblineError, TrainingError
@@ -21,21 +19,23 @@ _NO_MEMORY = re.compile(
     re.I,
 )
 _TIMED_OUT = re.compile(r"timed out", re.I)
+_PEER = re.compile(r"gloo|nccl|connection (closed|reset)|broken pipe|socket", re.I)
 WATCHDOG = "Watchdog caught collective operation timeout"
 """NCCL ends the process with this line, and raises nothing."""
 MARGIN_S = 300.0
 """Seconds beside rollouts, for scoring and syncing."""
-_PEER = re.compile(r"gloo|nccl|connection (closed|reset)|broken pipe|socket", re.I)
 
 
 def explain(error: Exception, job: TrainJob, rank: int) -> PlumblineError | None:
     """Return an error with a hint for the user, or None if only a traceback explains it."""
     if isinstance(error, PlumblineError):
         return error
+    text = str(error)
+    line = (text.strip() or type(error).__name__).splitlines()[0][:300]
     if ran_out_of_memory(error):
-        return out_of_memory(f"rank {rank} ran out of memory: {_first_line(error)}", job)
-    if timed_out(error):
-        return waited(f"rank {rank}", _first_line(error), job)
+        return out_of_memory(f"rank {rank} ran out of memory: {line}", job)
+    if isinstance(error, RuntimeError) and _TIMED_OUT.search(text) and _PEER.search(text):
+        return waited(f"rank {rank}", line, job)
     return None
 
 
@@ -44,12 +44,6 @@ def ran_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
     )
-
-
-def timed_out(error: BaseException) -> bool:
-    """Return True if a collective ran into its timeout."""
-    text = str(error)
-    return isinstance(error, RuntimeError) and bool(_TIMED_OUT.search(text) and _PEER.search(text))
 
 
 def another_rank_failed(error: BaseException) -> bool:
@@ -69,18 +63,13 @@ def out_of_memory(what: str, job: TrainJob) -> TrainingError:
         what: the first line of the message.
         job: the run that failed.
     """
-    hint = " or ".join(smaller(job.settings))
-    return TrainingError(what, details=[_expected(job)], hint=hint)
-
-
-def _expected(job: TrainJob) -> str:
     config = json.loads((job.base / "config.json").read_text())
     try:
-        gpu = has_gpu(job.settings.launch.device)
-        needed = estimate(config, job.settings, gpu=gpu)
+        needed = estimate(config, job.settings, gpu=has_gpu(job.settings.launch.device)).total
+        expected = f"expected of a rank: {needed / 2**30:.2f} GiB"
     except KeyError as error:  # an architecture that names its dimensions differently
-        return f"the memory of a rank cannot be estimated: config.json has no {error}"
-    return f"expected of a rank: {needed.total / 2**30:.2f} GiB"
+        expected = f"the memory of a rank cannot be estimated: config.json has no {error}"
+    return TrainingError(what, details=[expected], hint=" or ".join(smaller(job.settings)))
 
 
 def out_of_memory_kills() -> int:
@@ -127,27 +116,8 @@ def collective_timeout_s(job: TrainJob) -> float:
 
 def waited(who: str, line: str, job: TrainJob) -> TrainingError:
     """Return the error for a collective that ran into its timeout; `line` is the library's."""
-    stopped = sorted(_stopped_siblings())
-    which = f": rank {', '.join(map(str, stopped))} is stopped" if stopped else ""
     return TrainingError(
-        f"{who} waited {collective_timeout_s(job):g} s for the other ranks{which}",
+        f"{who} waited {collective_timeout_s(job):g} s for the other ranks",
         details=[line],
         hint="train.collective_timeout_s=<more> if a step or a checkpoint takes that long",
     )
-
-
-def _stopped_siblings() -> Iterator[int]:
-    """Yield the ranks of this machine that a signal has stopped, as the kernel reports them."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-            environment = (folder / "environ").read_bytes() if state in "Tt" else b""
-        except OSError:  # it has ended, or is another user's
-            continue
-        match = re.search(rb"(?:^|\0)RANK=(\d+)", environment)
-        if match and int(parent) == os.getppid():
-            yield int(match[1])
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -10,37 +10,34 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
 
 from tasks.core.disk import flush_tree
 from tasks.core.errors import ConfigError, DataError
 from tasks.core.events import emit
-from tasks.pipeline.artifact import hash_of
 from tasks.pipeline.source_closure import source_digest
 from tasks.serving.prompts import stop_ids
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
 from tasks.training.tokens.chat import Encoder, TextEncoder, Unfit
 from tasks.training.tokens.examples import (
+    VALUES,
     Example,
     Examples,
-    Tokens,
-    Writer,
-    describe,
-    join_parts,
-    notes_of,
+    join_examples,
     open_examples,
+    save_examples,
 )
-from tasks.training.tokens.rows import Draft, Drafts, holds_texts
+from tasks.training.tokens.rows import Drafts
 from tasks.training.tokens.truncation import SPLIT, Rule, Tally, refuse_truncated
 
 TRAIN = "train"
-ABANDONED_S = 86_400
+NOTES = "notes.json"
 CHUNK = 128
 """Rows tokenised in one call."""
 
@@ -67,188 +64,132 @@ def load_split(
             training rows would be truncated.
     """
     path, batch = job.data / f"{split}.jsonl", job.settings.batch
-    texts = holds_texts(path)
-    if batch.on_overlong == SPLIT and not texts:
+    drafts = Drafts(path, roles=roles, mask=job.settings.mask, seed=job.settings.seed)
+    if batch.on_overlong == SPLIT and not drafts.texts:
         raise ConfigError(
             f"train.on_overlong={SPLIT} is for raw texts, and {path} holds none: a piece of a "
             "conversation has no prompt",
             hint="train.on_overlong=truncate or refuse",
         )
-    if not texts and not tokenizer.chat_template:
+    if not drafts.texts and not tokenizer.chat_template:
         raise DataError(
             f"the tokenizer of {job.side_files} has no chat template to render them",
             hint="data.chat_template=<Jinja file>",
         )
     ends = stop_ids(job.side_files, tokenizer.eos_token_id)
-    recipe = {
-        "code": source_digest([__name__]),
-        "data": split_digest(path),
-        "tokenizer": tokenizer_digest(tokenizer),
-        "ends": ends,
-        "roles": roles,
-        "mask": job.settings.mask,
-        "max_len": batch.max_len,
-        "on_overlong": batch.on_overlong,
-        "seed": job.settings.seed if len(roles) > 1 else None,
-    }
-    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-    folder = job.token_folder / digest[:24]
-    cached = ranks.all_objects(ranks.first and folder.is_dir())[0]
+    folder = job.token_folder / ranks.on_first(
+        lambda: _digest(
+            source_digest([__name__]), drafts.digest(), tokenizer_digest(tokenizer), ends, roles,
+            job.settings.mask, batch.max_len, batch.on_overlong,
+            job.settings.seed if len(roles) > 1 else None,
+        )
+    )  # fmt: skip
+    cached = ranks.on_first(folder.is_dir)
     if not cached:
-        drafts = Drafts(path, roles=roles, mask=job.settings.mask, seed=job.settings.seed)
-        rule = Rule(batch.max_len, batch.on_overlong)
-        encoder = TextEncoder(tokenizer) if texts else Encoder(tokenizer, frozenset(ends))
-        share = _Share(drafts, encoder.encode, rule, roles)
-        _make(folder, share, ranks, source=path.name)
-        drafts.close()
-    notes = notes_of(folder)
+        encoder = TextEncoder(tokenizer) if drafts.texts else Encoder(tokenizer, frozenset(ends))
+        share = _Share(drafts, encoder, Rule(batch.max_len, batch.on_overlong))
+        _tokenise(folder, share, ranks, staged=job.checkpoints / f"tokens-{split}")
+    drafts.close()
+    notes = json.loads((folder / NOTES).read_text())
     if ranks.first:
         emit("data", split=split, cached=cached, **notes)
     if split == TRAIN:  # truncated evaluation rows teach nothing wrong
         refuse_truncated(
-            notes, source=path.name, max_len=batch.max_len, most=job.max_truncated, texts=texts
-        )
-    return open_examples(folder)
-
-
-class _Part(NamedTuple):
-    """Result of one rank: names of its examples' values, an account of its rows, an error."""
-
-    values: tuple[str, ...] | None
-    tally: Tally
-    error: DataError | None = None
+            notes, source=path.name, max_len=batch.max_len, most=job.max_truncated,
+            texts=drafts.texts,
+        )  # fmt: skip
+    return open_examples(folder, roles)
 
 
 @dataclass(frozen=True)
 class _Share:
-    """Tokenises a range of rows and writes them as examples."""
+    """Tokenises rows, one chunk in memory at a time."""
 
     drafts: Drafts
-    encode: Callable[[Sequence[Any]], list[Tokens | Unfit]]
+    encoder: Any
     rule: Rule
-    roles: tuple[str, ...]
 
-    def write(self, folder: Path, numbers: range) -> _Part:
-        """Tokenise these rows into an empty folder, with one chunk in memory at a time."""
-        tally = Tally()
-        with Writer(folder, roles=self.roles) as writer:
-            for start in range(0, len(numbers), CHUNK):
-                drafts = [self.drafts[n] for n in numbers[start : start + CHUNK]]
-                for example in self._examples(drafts, tally):
-                    writer.add(example)
-        return _Part(writer.values, tally)
-
-    def _examples(self, drafts: list[Draft], tally: Tally) -> Iterator[Example]:
-        wanted = [turns for draft in drafts for turns in draft.conversations]
-        encoded = iter(self.encode(wanted))
-        for draft in drafts:
-            sequences = [next(encoded) for _ in draft.conversations]
-            tally.without_loss += draft.without_loss
-            wrong = draft.problem or next((str(s) for s in sequences if isinstance(s, Unfit)), "")
-            if wrong:
-                tally.read += 1
-                tally.refuse(draft.name, wrong)
-                continue
-            tokens = tuple(s for s in sequences if not isinstance(s, Unfit))
-            yield from self.rule.examples(Example(draft.name, tokens, draft.values), tally)
+    def examples(self, numbers: range, tally: Tally) -> Iterator[Example]:
+        for start in range(0, len(numbers), CHUNK):
+            drafts = [self.drafts.draft(n) for n in numbers[start : start + CHUNK]]
+            encoded = iter(self.encoder.encode([c for d in drafts for c in d.conversations]))
+            for draft in drafts:
+                sequences = [next(encoded) for _ in draft.conversations]
+                tally.without_loss += draft.without_loss
+                wrong = draft.problem or next(
+                    (str(s) for s in sequences if isinstance(s, Unfit)), ""
+                )
+                if wrong:
+                    tally.unreadable += 1
+                    tally.refuse(draft.name, wrong)
+                    continue
+                tokens = tuple(s for s in sequences if not isinstance(s, Unfit))
+                yield from self.rule.examples(Example(draft.name, tokens, draft.values), tally)
 
 
-def _make(folder: Path, share: _Share, ranks: Ranks, *, source: str) -> None:
+def _tokenise(folder: Path, share: _Share, ranks: Ranks, *, staged: Path) -> None:
     """Tokenise a split on all ranks, each a range of neighbouring rows, and publish it."""
-    staged = Path(ranks.all_objects(str(_stage(folder)) if ranks.first else "")[0])
+    if ranks.first:
+        shutil.rmtree(staged, ignore_errors=True)
+        (staged / "whole").mkdir(parents=True)
+    ranks.barrier()
     total, world = len(share.drafts), ranks.world_size
     begin, end = (total * part // world for part in (ranks.rank, ranks.rank + 1))
-    folders = [staged / f"part-{rank:05}" for rank in range(world)]
-    parts = ranks.all_objects(_guarded(share, folders[ranks.rank], range(begin, end)))
-    tally = sum((part.tally for part in parts), Tally())
+    parts = [staged / f"part-{rank:05}" for rank in range(world)]
+    # Errors are exchanged, since the other ranks wait.
+    tally, error = Tally(), None
     try:
-        _raise_first([part.error for part in parts])
-        tally.raise_if_unusable(source)
-        values = _values([part.values for part in parts], source)
-    except DataError:
-        if ranks.first:
-            shutil.rmtree(staged, ignore_errors=True)
-        raise
-    if ranks.first:
+        parts[ranks.rank].mkdir()
+        save_examples(parts[ranks.rank], share.examples(range(begin, end), tally))
+    except DataError as wrong:
+        error = wrong
+    except OSError as wrong:
+        error = DataError(
+            f"{staged}: tokenised data cannot be written: {wrong.strerror or wrong}",
+            hint="free space there, or paths.runs=<another disk>",
+        )
+    tallies, errors = zip(*ranks.all_objects((tally, error)), strict=True)
+    tally, source = sum(tallies, Tally()), share.drafts.path.name
+    problem = next(filter(None, errors), None) or tally.problem(source)
+    if problem is None and ranks.first:
         whole = staged / "whole"
-        whole.mkdir()
-        join_parts(whole, folders)
-        describe(whole, roles=share.roles, values=values, notes=tally.counts())
+        join_examples(whole, parts)
+        problem = _mixed_values(np.load(whole / "values.npy", mmap_mode="r"), source)
+        (whole / NOTES).write_text(json.dumps(tally.counts(share.rule.max_len)) + "\n")
         flush_tree(whole)
-        try:
-            whole.rename(folder)
-        except OSError:  # another run has published the same bytes meanwhile
-            if not folder.is_dir():
-                raise
+        if problem is None:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                whole.rename(folder)
+            except OSError:  # another run has published the same bytes meanwhile
+                if not folder.is_dir():
+                    raise
+    problem = ranks.all_objects(problem)[0]
+    if ranks.first:
         shutil.rmtree(staged, ignore_errors=True)
-    ranks.barrier()
+    if problem is not None:
+        raise problem
 
 
-def _stage(folder: Path) -> Path:
-    """Make an empty folder beside `folder`; remove those that killed runs left, after a day."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for left in folder.parent.glob(".*"):
-        if left.stat().st_mtime < time.time() - ABANDONED_S:
-            shutil.rmtree(left, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-
-
-def _guarded(share: _Share, folder: Path, numbers: range) -> _Part:
-    """Tokenise a rank's rows. Errors are returned, since the other ranks wait for the result."""
-    try:
-        folder.mkdir()
-        return share.write(folder, numbers)
-    except DataError as error:
-        return _Part(None, Tally(), error)
-    except ValueError as error:  # rows with other values than those before them
-        wrong = DataError(f"{folder.name}: {error}", hint="data.margin_key: for all rows, or none")
-        return _Part(None, Tally(), wrong)
-    except OSError as error:
-        text = f"{folder}: tokenised data cannot be written: {error.strerror or error}"
-        wrong = DataError(text, hint="free space there, or paths.runs=<another disk>")
-        return _Part(None, Tally(), wrong)
-
-
-def _raise_first(errors: Sequence[DataError | None]) -> None:
-    for error in errors:
-        if error is not None:
-            raise error
-
-
-def _values(parts: Sequence[tuple[str, ...] | None], source: str) -> tuple[str, ...]:
-    """Return the names of the examples' values, which have to be the same on every rank."""
-    several = {names for names in parts if names is not None}
-    if len(several) > 1:
-        named = [", ".join(names) or "none" for names in sorted(several)]
-        raise DataError(f"{source}: some rows carry {named[0]}, others {named[1]}",
-                        hint="data.margin_key=<column>, or null for all rows")  # fmt: skip
-    return several.pop() if several else ()
+def _mixed_values(values: np.ndarray[Any, Any], source: str) -> DataError | None:
+    """Return the error if some examples have a number that others lack."""
+    for name, column in zip(VALUES, np.isnan(values).T, strict=True):
+        if column.any() and not column.all():
+            return DataError(
+                f"{source}: {int((~column).sum())} of {len(column)} rows have a {name}",
+                hint="data.margin_key=<column> for all rows, or null",
+            )
+    return None
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
     """Return a digest of everything that determines a tokenizer's output."""
-    if tokenizer.is_fast:
-        core = tokenizer.backend_tokenizer.to_str()
-    else:
-        core = json.dumps([tokenizer.get_vocab(), tokenizer.init_kwargs], sort_keys=True,
-                          default=str)  # fmt: skip
-    parts = [type(tokenizer).__name__, core, str(tokenizer.chat_template),
-             json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)]  # fmt: skip
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    fast = tokenizer.is_fast
+    core = tokenizer.backend_tokenizer.to_str() if fast else tokenizer.get_vocab()
+    more = (tokenizer.chat_template, tokenizer.special_tokens_map, tokenizer.init_kwargs)
+    return _digest(type(tokenizer).__name__, core, *more[: 2 if fast else 3])
 
 
-def split_digest(path: Path) -> str:
-    """Return the SHA-256 of a split's file, from the artifact's manifest if there is one.
-
-    Raises:
-        DataError: the file or its manifest cannot be read.
-    """
-    manifest = path.parent / "manifest.json"
-    try:
-        if manifest.is_file():
-            entry = json.loads(manifest.read_text())["files"][path.name]
-            return str(entry[hash_of(entry)])
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+def _digest(*parts: Any) -> str:
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]

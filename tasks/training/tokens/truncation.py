@@ -14,8 +14,7 @@ of the training rows an error. Pairs whose answers have the same tokens are left
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -36,26 +35,22 @@ class Tally:
     """Account of the samples; `+` adds the accounts of several ranks.
 
     Attributes:
-        read: samples read.
         kept: samples used; each piece of a text counts.
         truncated: samples used of which tokens were cut off.
         ends_cut: answers that lost their end.
         tokens_cut: tokens cut off.
-        long: tokens of the longest sequence of each sample above the limit, except texts cut into
-            pieces.
-        lengths: number of samples by the tokens of their longest sequence before it is cut, in
-            four bins an octave (`rounded`).
         in_pieces: texts cut into pieces.
         refused: samples left out because they are too long.
         equal: pairs left out because both answers have the same tokens.
         without_loss: answers of conversations that `train.mask` leaves out of the loss.
         fatal: samples that cannot be used and may not be left out.
-        only_long: True if all fatal samples are merely too long.
+        too_long: those of them that are merely too long.
+        lengths: tokens of the longest sequence of each sample that could be tokenised, uncut.
+        unreadable: number of all others.
         left_out: the first samples left out, with reasons.
         wrong: the first fatal samples, with reasons.
     """
 
-    read: int = 0
     kept: int = 0
     truncated: int = 0
     ends_cut: int = 0
@@ -65,102 +60,136 @@ class Tally:
     equal: int = 0
     without_loss: int = 0
     fatal: int = 0
-    only_long: bool = True
-    long: list[int] = field(default_factory=list)
-    lengths: Counter[int] = field(default_factory=Counter)
+    too_long: int = 0
+    unreadable: int = 0
+    lengths: list[int] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
     def __add__(self, other: Tally) -> Tally:
         """Return the sum of both accounts."""
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        sums["only_long"] = self.only_long and other.only_long
         return Tally(**{**sums, **{n: sums[n][:SHOWN] for n in ("left_out", "wrong")}})
 
-    def counts(self) -> dict[str, Any]:
-        """Return the fields of the event "data".
+    @property
+    def read(self) -> int:
+        """Number of all samples."""
+        return len(self.lengths) + self.unreadable
 
-        `fits_99` and `fits_all` are the limits that would truncate at most 1 % and none of the
-        samples; 0 if the present limit does.
-        """
-        names = (
-            "read", "kept", "truncated", "ends_cut", "tokens_cut", "in_pieces", "refused", "equal",
-            "without_loss",
-        )  # fmt: skip
-        lengths = sorted(self.long, reverse=True)
-        spared = math.floor(WARNED * self.read)
-        return {
-            **{name: getattr(self, name) for name in names},
-            "fits_99": lengths[spared] if len(lengths) > spared else 0,
-            "fits_all": lengths[0] if lengths else 0,
-            "lengths": sorted(self.lengths.items()),
-            "left_out": self.left_out,
-        }
-
-    def add(self, length: int) -> None:
-        """Count a sample with the tokens of its longest sequence."""
-        self.read += 1
-        self.lengths[rounded(length)] += 1
+    def refuse(self, name: str, why: str) -> None:
+        """Record a sample that cannot be used and may not be left out."""
+        self.fatal += 1
+        if len(self.wrong) < SHOWN:
+            self.wrong.append(f"{name}: {why}")
 
     def leave_out(self, name: str, why: str) -> None:
         """Record a sample that is left out."""
         if len(self.left_out) < SHOWN:
             self.left_out.append(f"{name}: {why}")
 
-    def refuse(self, name: str, why: str, *, long: bool = False) -> None:
-        """Record a sample that cannot be used and may not be left out.
+    def counts(self, max_len: int) -> dict[str, Any]:
+        """Return the fields of the event "data".
 
-        Args:
-            name: id of the sample.
-            why: the reason.
-            long: True if the sample is merely too long.
+        `fits_99` and `fits_all` are the limits that would truncate at most 1 % and none of the
+        samples; 0 if `max_len` does. `lengths` counts samples in four bins per octave.
         """
-        self.fatal += 1
-        self.only_long = self.only_long and long
-        if len(self.wrong) < SHOWN:
-            self.wrong.append(f"{name}: {why}")
+        names = (
+            "read", "kept", "truncated", "ends_cut", "tokens_cut", "in_pieces", "refused", "equal",
+            "without_loss",
+        )  # fmt: skip
+        lengths = np.maximum(np.array(self.lengths, np.int64), 1)
+        long = np.sort(lengths[lengths > max_len])[::-1].tolist() if not self.in_pieces else []
+        spared = math.floor(WARNED * self.read)
+        ends = np.floor(2 ** (np.ceil(4 * np.log2(lengths)) / 4)).astype(int)
+        bins, amounts = np.unique(ends, return_counts=True)
+        return {
+            **{name: getattr(self, name) for name in names},
+            "fits_99": long[spared] if len(long) > spared else 0,
+            "fits_all": long[0] if long else 0,
+            "lengths": list(zip(bins.tolist(), amounts.tolist(), strict=True)),
+            "left_out": self.left_out,
+        }
 
-    def raise_if_unusable(self, source: str) -> None:
-        """Refuse fatal samples, and a split without any sample left.
-
-        Args:
-            source: file name of the split.
-
-        Raises:
-            DataError: with the names of the samples.
-        """
+    def problem(self, source: str) -> DataError | None:
+        """Return the error for fatal samples, or a split without any sample; None if it is fine."""
+        longest = max(self.lengths, default=0)
         if self.fatal:
             rest = self.fatal - len(self.wrong)
-            longest = max(self.long, default=0)
-            raise DataError(
+            return DataError(
                 f"{source}: {self.fatal} samples cannot be used, first {self.wrong[0]}",
                 details=[*self.wrong, *([f"... and {rest} more"] if rest else [])],
                 hint=f"train.max_len={longest} truncates none; train.on_overlong=refuse leaves "
                 "them out"
-                if self.only_long
+                if self.too_long == self.fatal
                 else "data.chat_template=... or correct the samples",
             )
         if not self.kept:
             counts = f"{self.refused} too long, {self.equal} pairs of equal answers"
-            keeps = f"train.max_len={max(self.long)}" if self.long else "train.max_len=<more>"
-            raise DataError(
+            return DataError(
                 f"{source}: none of {self.read} samples is left: {counts}",
                 details=self.left_out,
-                hint=f"{keeps}, or other data",
+                hint=f"train.max_len={longest}, or other data",
             )
+        return None
 
 
-def rounded(length: int) -> int:
-    """Return the end of a length's bin: 2^(k/4), rounded down, for the least possible k."""
-    return int(2 ** (math.ceil(4 * math.log2(max(length, 1))) / 4))
+@dataclass(frozen=True)
+class Rule:
+    """Limit of a sequence's length (`train.max_len`), and `train.on_overlong`."""
+
+    max_len: int
+    on_overlong: str
+
+    def examples(self, example: Example, tally: Tally) -> list[Example]:
+        """Return the example, truncated if necessary, its pieces, or nothing; count it."""
+        longest = max(len(s.ids) for s in example.sequences)
+        tally.lengths.append(longest)
+        if self.on_overlong == SPLIT and longest > self.max_len:
+            cut = [
+                example._replace(name=f"{example.name}+{number}", sequences=(piece,))
+                for number, piece in enumerate(pieces(example.sequences[0], self.max_len))
+            ]
+            tally.in_pieces += 1
+            tally.kept += len(cut)
+            return cut
+        if why := self._too_long(example):
+            if self.on_overlong == "refuse":
+                tally.refused += 1
+                tally.leave_out(example.name, why)
+            else:
+                tally.too_long += 1
+                tally.refuse(example.name, why)
+            return []
+        over = [max(0, len(s.ids) - self.max_len) for s in example.sequences]
+        sequences = tuple(
+            Tokens(s.ids[: self.max_len], s.bears[: self.max_len]) for s in example.sequences
+        )
+        first, *others = (np.asarray(s.ids) for s in sequences)
+        if others and all(np.array_equal(first, ids) for ids in others):
+            tally.equal += 1
+            after = f" after truncation to {self.max_len}" if any(over) else ""
+            tally.leave_out(example.name, f"both answers have the same tokens{after}")
+            return []
+        tally.kept += 1
+        tally.truncated += any(over)
+        tally.ends_cut += sum(tokens > 0 for tokens in over)
+        tally.tokens_cut += sum(over)
+        return [example._replace(sequences=sequences)]
+
+    def _too_long(self, example: Example) -> str:
+        for sequence in example.sequences:
+            tokens, prompt = len(sequence.ids), int(np.argmax(sequence.bears))
+            if prompt >= self.max_len:
+                return f"prompt of {prompt} tokens leaves no room in {self.max_len}"
+            if tokens > self.max_len and self.on_overlong == "refuse":
+                return f"{tokens} tokens, train.max_len is {self.max_len}"
+        return ""
 
 
 def truncation(counts: Mapping[str, Any], *, max_len: int) -> str:
     """Return a warning about samples that are too long, above `WARNED`, and answers without loss.
 
-    Args:
-        counts: result of `Tally.counts`.
-        max_len: the limit.
+    `counts` is a result of `Tally.counts`; the text is empty if there is nothing to say.
     """
     read, lines = counts["read"], []
     if counts["truncated"] > WARNED * read:
@@ -175,21 +204,18 @@ def truncation(counts: Mapping[str, Any], *, max_len: int) -> str:
         )
     if lines:
         lines.append(_keeps(counts))
-    return "; ".join([*lines, *unlearned(counts)])
-
-
-def unlearned(counts: Mapping[str, Any]) -> list[str]:
-    """Return a line about the answers that bear no loss; none if all do."""
-    if not counts["without_loss"]:
-        return []
-    which = "before the last of a conversation bear no loss; train.mask=every_answer trains on them"
-    return [f"{counts['without_loss']} answers {which}"]
+    if counts["without_loss"]:
+        lines.append(
+            f"{counts['without_loss']} answers before the last of a conversation bear no loss; "
+            "train.mask=every_answer trains on them"
+        )
+    return "; ".join(lines)
 
 
 def refuse_truncated(
     counts: Mapping[str, Any], *, source: str, max_len: int, most: float, texts: bool
 ) -> None:
-    """Refuse training rows if too many of them are truncated.
+    """Refuse training rows if more than `most` of them (`data.max_truncated`) are truncated.
 
     Args:
         counts: result of `Tally.counts`.
@@ -199,7 +225,7 @@ def refuse_truncated(
         texts: True if the rows are raw texts, which can be cut into pieces instead.
 
     Raises:
-        DataError: more than `most` of the rows are truncated.
+        DataError: too many rows are truncated.
     """
     read, cut = counts["read"], counts["truncated"]
     if cut <= most * read:
@@ -225,69 +251,3 @@ def _keeps(counts: Mapping[str, Any]) -> str:
     if not most or most == every:
         return f"train.max_len={every} keeps all rows whole"
     return f"train.max_len={most} keeps 99 % of the rows whole, train.max_len={every} all"
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Limit of a sequence's length (`train.max_len`), and `train.on_overlong`."""
-
-    max_len: int
-    on_overlong: str
-
-    def examples(self, example: Example, tally: Tally) -> list[Example]:
-        """Return the example, its pieces or nothing, and count it in `tally`."""
-        (whole, *rest) = example.sequences
-        if self.on_overlong != SPLIT or rest or len(whole.ids) <= self.max_len:
-            used = self.apply(example, tally)
-            return [] if used is None else [used]
-        cut = [
-            example._replace(name=f"{example.name}+{number}", sequences=(piece,))
-            for number, piece in enumerate(pieces(whole, self.max_len))
-        ]
-        tally.add(len(whole.ids))
-        tally.in_pieces += 1
-        tally.kept += len(cut)
-        return cut
-
-    def apply(self, example: Example, tally: Tally) -> Example | None:
-        """Return the example, truncated if necessary, or None; count it in `tally`."""
-        longest = max(len(s.ids) for s in example.sequences)
-        tally.add(longest)
-        if longest > self.max_len:
-            tally.long.append(longest)
-        why = self._too_long(example)
-        if why:
-            if self.on_overlong == "refuse":
-                tally.refused += 1
-                tally.leave_out(example.name, why)
-            else:
-                tally.refuse(example.name, why, long=True)
-            return None
-        cut = [len(s.ids) > self.max_len for s in example.sequences]
-        sequences = tuple(
-            Tokens(s.ids[: self.max_len], s.bears[: self.max_len]) for s in example.sequences
-        )
-        if len(sequences) > 1 and _same(sequences):
-            tally.equal += 1
-            after = f" after truncation to {self.max_len}" if any(cut) else ""
-            tally.leave_out(example.name, f"both answers have the same tokens{after}")
-            return None
-        tally.kept += 1
-        tally.truncated += any(cut)
-        tally.ends_cut += sum(cut)
-        tally.tokens_cut += sum(max(0, len(s.ids) - self.max_len) for s in example.sequences)
-        return example._replace(sequences=sequences)
-
-    def _too_long(self, example: Example) -> str:
-        for sequence in example.sequences:
-            tokens, prompt = len(sequence.ids), int(np.argmax(sequence.bears))
-            if prompt >= self.max_len:
-                return f"prompt of {prompt} tokens leaves no room in {self.max_len}"
-            if tokens > self.max_len and self.on_overlong == "refuse":
-                return f"{tokens} tokens, train.max_len is {self.max_len}"
-        return ""
-
-
-def _same(sequences: Sequence[Tokens]) -> bool:
-    first = sequences[0].ids
-    return all(np.array_equal(first, sequence.ids) for sequence in sequences[1:])

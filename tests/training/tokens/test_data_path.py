@@ -92,7 +92,7 @@ class TestRows:
         with pytest.raises(DataError, match="3 samples.*first s3") as caught:
             load(job_for(tmp_path, base), PAIRS)
         assert [line.partition(":")[0] for line in caught.value.details] == ["s3", "s7", "s9"]
-        assert not list((tmp_path / "tokens").iterdir())
+        assert not list(tmp_path.rglob("*.npy"))
 
     def test_mostly_truncated_training_rows_are_refused(
         self, base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -13,22 +13,23 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 from tasks.core.errors import DataError
+from tasks.data.columns import wrong_columns
 from tasks.data.control import WAYS, Control
-from tasks.data.kinds import CONVERSATIONS, Kind, side_id
+from tasks.data.kinds import CONVERSATIONS, PROMPTS, Kind, Payload, content_id, side_id
 from tasks.data.messages import Unusable
-from tasks.data.reading import Good, Reading, Split
 from tasks.data.sources import ALL_EXHAUSTED, MixedRow, Source, mix, wrong_probabilities
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 TRAIN, HELD_OUT = "train", "heldout"
 SHOWN = 20
+MOST_COLUMNS_NOTED = 50
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,116 @@ class Options:
     control: Control = field(default_factory=Control)
 
 
+class Good(NamedTuple):
+    """A usable row: hashes of its contents and of what decides its side, the row, repeated or not.
+
+    The hashes are `kinds.content_id` and `kinds.side_id`; `again`: its source was read before.
+    """
+
+    identity: str
+    side: str
+    payload: Payload
+    again: bool
+
+
+@dataclass
+class Split:
+    """One output file, and the counts of its rows; `name` is `TRAIN` or `HELD_OUT`."""
+
+    name: str
+    file: IO[str]
+    read: int = 0
+    kept: int = 0
+    refused: int = 0
+    overlapping: int = 0
+    seen: dict[str, int] = field(default_factory=dict)
+    sides: set[str] = field(default_factory=set)
+
+    def write(self, good: Good) -> None:
+        """Append one row; a repeated row gets a numbered id.
+
+        The file is ASCII, so a Unicode line separator in a text cannot start a new line.
+        """
+        repeat = self.seen.get(good.identity, 0)
+        self.seen[good.identity] = repeat + 1
+        self.sides.add(good.side)
+        row_id = f"{good.identity}-{repeat}" if repeat else good.identity
+        payload = _tested(good.payload) if self.name == HELD_OUT else good.payload
+        self.file.write(json.dumps({"id": row_id, **payload}) + "\n")
+        self.kept += 1
+
+    def counts(self) -> dict[str, int]:
+        """Return the counts. The stage `train` cuts long rows later; it has the tokenizer."""
+        return {n: getattr(self, n) for n in ("read", "kept", "refused", "overlapping")}
+
+
+@dataclass
+class Reading:
+    """Rows of one source: checked one by one, and counted.
+
+    Attributes:
+        source: the source.
+        options: settings of the dataset.
+        names: names of its columns.
+        fitted: True if a row had the columns that its kind needs.
+        rows: number of rows read.
+        refused: number of rows that cannot be used.
+        repeated: number of rows that were read again, in a mixture.
+        controlled: places of rows with a control token outside answers.
+    """
+
+    source: Source
+    options: Options
+    names: set[str] = field(default_factory=set)
+    fitted: bool = False
+    rows: int = 0
+    refused: int = 0
+    repeated: int = 0
+    controlled: list[str] = field(default_factory=list)
+
+    def look(self, mixed: MixedRow) -> Good:
+        """Check one row. Raises Unusable with the reason."""
+        kind, values = self.options.kind, mixed.row.values
+        self.rows += 1
+        self.repeated += mixed.again
+        if len(self.names) < MOST_COLUMNS_NOTED:
+            self.names.update(values)
+        columns = self.source.columns.among(values)
+        self.fitted = self.fitted or kind.fit(values, columns)
+        try:
+            if mixed.row.problem:
+                raise Unusable(mixed.row.problem)
+            payload, warning = self.options.control.apply(kind.read(values, columns))
+            if self.options.answered and "answer" not in payload:
+                raise Unusable("no answer, and reward.function=exact_match compares with it")
+        except Unusable:
+            self.refused += not mixed.again
+            raise
+        if warning and not mixed.again:
+            self.controlled.append(f"{mixed.row.place}: {warning}")
+        identity, side = content_id(payload), side_id(payload)
+        return Good(identity, side, payload, mixed.again)
+
+    def require_columns(self) -> None:
+        """Raise DataError if no row of the source had the columns that its kind needs."""
+        if self.names and not self.fitted:
+            wanted = self.options.kind.asked(self.source.columns)
+            raise wrong_columns(self.names, wanted, self.source.name)
+
+    def unused(self) -> set[str]:
+        """Return the names of columns that are not used."""
+        kind, columns = self.options.kind, self.source.columns
+        if kind is PROMPTS:  # rewards may use all of them
+            return set()
+        sharegpt = columns.among(self.names - {columns.messages})  # a source may have both shapes
+        return self.names - kind.used(columns) - kind.used(sharegpt)
+
+    def counts(self) -> dict[str, Any]:
+        """Return the counts of the source for `dataset.json`."""
+        counts = {n: getattr(self, n) for n in ("rows", "refused", "repeated")}
+        return {"name": self.source.name, **counts}
+
+
 @dataclass
 class BadRows:
     """Rows that cannot be used: their number, and the reasons of the first `SHOWN`."""
@@ -75,16 +186,6 @@ class BadRows:
         rest = self.total - len(self.shown)
         return [*self.shown, f"... and {rest} more"] if rest else list(self.shown)
 
-    def raise_if_any(self, *, read: int) -> None:
-        """Raise one `DataError` that lists the bad rows among `read` rows."""
-        if not self.total:
-            return
-        raise DataError(
-            f"{self.total} of {read} rows cannot be used, first {self.shown[0]}",
-            details=self.lines(),
-            hint="fix the rows, or leave them out and count them: data.on_bad_line=skip",
-        )
-
 
 def build_dataset(
     out: Path, *, train: Sequence[Source], held_out: Source | None, options: Options, log: Log
@@ -101,45 +202,51 @@ def build_dataset(
     Raises:
         DataError: bad rows, wrong columns, or an empty split.
     """
-    _check_options(options, train)
+    if wrong := wrong_probabilities([source.probability for source in train]):
+        hint = "probability: 0.7 and 0.3, or none for any source"
+        raise DataError(f"data.sources: {wrong}", hint=hint)
     bad_rows = BadRows()
-    how = (options.kind, options.answered, options.control)
-    readings = [Reading(source, *how) for source in train]
-    apart = Reading(held_out, *how) if held_out is not None else None
+    readings = [Reading(source, options) for source in train]
+    apart = [Reading(held_out, options)] if held_out is not None else []
     with ExitStack() as stack:
-        splits = {
-            name: Split(
-                stack.enter_context(
-                    (out / f"{name}.jsonl").open("w", encoding="ascii", newline="\n")
-                )
-            )
-            for name in (TRAIN, HELD_OUT)
-        }
-        if apart is not None:
-            rows_apart = (MixedRow(0, row, again=False) for row in apart.source.rows())
-            for good in _good(rows_apart, [apart], splits[HELD_OUT], bad_rows):
-                splits[HELD_OUT].write(_tested(good))
+        splits = {}
+        for name in (TRAIN, HELD_OUT):
+            file = (out / f"{name}.jsonl").open("w", encoding="ascii", newline="\n")
+            splits[name] = Split(name, stack.enter_context(file))
+        for reading in apart:
+            rows_apart = (MixedRow(0, row, again=False) for row in reading.source.rows())
+            for good in _good(rows_apart, apart, splits[HELD_OUT], bad_rows):
+                splits[HELD_OUT].write(good)
         rows = itertools.islice(
             mix(train, seed=options.seed, stopping=options.stopping), options.max_samples
         )
-        fraction = 0.0 if apart is not None else options.eval_fraction
+        fraction = 0.0 if apart else options.eval_fraction
         goods = _good(rows, readings, splits[TRAIN], bad_rows)
         _divide(goods, splits, lambda side: _position(side, options.seed) < fraction)
-    everything = [*readings, *([apart] if apart is not None else [])]
+    everything = [*readings, *apart]
     for reading in everything:
         reading.require_columns()
-    if options.on_bad_line == "fail":
-        bad_rows.raise_if_any(read=sum(reading.rows for reading in everything))
-    if apart is None and not splits[HELD_OUT].kept:
+    if options.on_bad_line == "fail" and bad_rows.total:
+        raise DataError(
+            f"{bad_rows.total} of {sum(reading.rows for reading in everything)} rows cannot be "
+            f"used, first {bad_rows.shown[0]}",
+            details=bad_rows.lines(),
+            hint="fix the rows, or leave them out and count them: data.on_bad_line=skip",
+        )
+    if not apart and not splits[HELD_OUT].kept:
         _move_one(out, splits, seed=options.seed)
-    names = ", ".join(source.name for source in train)
-    _refuse_empty(splits, (names, held_out.name if held_out is not None else names), bad_rows)
+    _refuse_empty(splits.values(), [reading.source.name for reading in everything], bad_rows)
     unused = sorted(set.intersection(*(reading.unused() for reading in everything)))
-    _log_counts(bad_rows, unused, log)
-    controlled = [reading for reading in everything if reading.controlled]
-    if controlled:
-        count, first = sum(r.controlled for r in controlled), controlled[0].first_controlled
-        log.warning("rows with control tokens: %d, first %s; %s", count, first, WAYS)
+    if bad_rows.total:
+        log.warning("%d rows refused, counted and left out:", bad_rows.total)
+        for line in bad_rows.lines():
+            log.warning("  %s", line)
+    if unused:
+        log.info("columns that are not used: %s", ", ".join(unused))
+    if controlled := [place for reading in everything for place in reading.controlled]:
+        log.warning(
+            "rows with control tokens: %d, first %s; %s", len(controlled), controlled[0], WAYS
+        )
     return {
         "format": 1,
         "rows": options.kind.name,
@@ -176,19 +283,18 @@ def _divide(
             train.read -= 1
             if not good.again:  # a source that is read again adds no second held-out row
                 heldout.read += 1
-                heldout.write(_tested(good))
+                heldout.write(good)
         elif good.side in heldout.sides:
             train.overlapping += 1
         else:
             train.write(good)
 
 
-def _tested(good: Good) -> Good:
+def _tested(payload: Payload) -> Payload:
     """Return a held-out row; a pair gets `messages`, so that the served model can be evaluated."""
-    payload = good.payload
     if "chosen" not in payload:
-        return good
-    return good._replace(payload={"messages": [*payload["prompt"], *payload["chosen"]], **payload})
+        return payload
+    return {"messages": [*payload["prompt"], *payload["chosen"]], **payload}
 
 
 def _position(identity: str, seed: int) -> float:
@@ -208,11 +314,10 @@ def _move_one(out: Path, splits: dict[str, Split], *, seed: int) -> None:
     for line in path.read_text(encoding="ascii").splitlines(keepends=True):
         payload = json.loads(line)
         identity = payload.pop("id")
-        good = Good(identity, side_id(payload), payload, again=False)
-        if good.side != nearest:
+        if side_id(payload) != nearest:
             stay.append(line)
         else:
-            moved.append(json.dumps({"id": identity, **_tested(good).payload}) + "\n")
+            moved.append(json.dumps({"id": identity, **_tested(payload)}) + "\n")
     path.write_text("".join(stay), encoding="ascii", newline="\n")
     held_path = out / f"{HELD_OUT}.jsonl"
     held_path.write_text("".join(moved), encoding="ascii", newline="\n")
@@ -221,48 +326,19 @@ def _move_one(out: Path, splits: dict[str, Split], *, seed: int) -> None:
         split.kept += change
 
 
-def _check_options(options: Options, train: Sequence[Source]) -> None:
-    if not 0.0 < options.eval_fraction < 1.0:
-        raise DataError(
-            f"data.eval_fraction={options.eval_fraction} is not between 0 and 1",
-            hint="data.eval_fraction=0.05, or data.eval_path=<file>",
-        )
-    if options.max_samples is not None and options.max_samples < 1:
-        raise DataError(
-            f"data.max_samples={options.max_samples} keeps nothing", hint="data.max_samples=null"
-        )
-    if options.on_bad_line not in ("fail", "skip"):
-        raise DataError(
-            f"data.on_bad_line={options.on_bad_line} is not known",
-            hint="data.on_bad_line=fail or skip",
-        )
-    wrong = wrong_probabilities([source.probability for source in train])
-    if wrong:
-        raise DataError(
-            f"data.sources: {wrong}", hint="probability: 0.7 and 0.3, or none for any source"
-        )
-
-
-def _refuse_empty(splits: dict[str, Split], sources: tuple[str, str], bad_rows: BadRows) -> None:
+def _refuse_empty(splits: Iterable[Split], sources: Sequence[str], bad_rows: BadRows) -> None:
     """Raise DataError if a split has no rows."""
-    for (name, split), source in zip(splits.items(), sources, strict=True):
+    for split in splits:
         if split.kept:
             continue
         counts = f"{split.read} rows read, {split.refused} refused"
         if split.overlapping:
             counts += f", {split.overlapping} also held out"
         hint = "data.path=<file with rows>"
-        if name == HELD_OUT:
+        if split.name == HELD_OUT:
             hint = "data.eval_path=<file with rows>, or at least two different conversations"
         raise DataError(
-            f"{source}: the {name} split is empty: {counts}", details=bad_rows.lines(), hint=hint
+            f"{', '.join(sources)}: the {split.name} split is empty: {counts}",
+            details=bad_rows.lines(),
+            hint=hint,
         )
-
-
-def _log_counts(bad_rows: BadRows, unused: list[str], log: Log) -> None:
-    if bad_rows.total:
-        log.warning("%d rows refused, counted and left out:", bad_rows.total)
-        for line in bad_rows.lines():
-            log.warning("  %s", line)
-    if unused:
-        log.info("columns that are not used: %s", ", ".join(unused))

@@ -1,4 +1,4 @@
-"""Kinds of rows in a dataset artifact, and the objectives that train on them.
+"""Kinds of rows in a dataset artifact: how a row of the user becomes one, and who trains on it.
 
     conversations   {"id", "messages", "tools"?}
     texts           {"id", "text"}
@@ -7,22 +7,38 @@
     prompts         {"id", "messages", "answer"?, "columns", "tools"?}
 
 Held-out pairs also have `messages`, the prompt with the chosen answer, to evaluate the served
-model.
+model. The answers of a pair are texts beside a prompt, messages beside a prompt, or whole
+conversations that begin with the prompt (UltraFeedback, HH); the prompt then ends before the first
+message that differs. The answer of a prompt for online training is for rewards and evaluation; the
+model does not see it. Null and blank text count as no answer, because a CSV file cannot leave a
+cell out. All other columns of prompts are passed on to rewards.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tasks.config.defaults import ONLINE
-from tasks.data.asked import asked
 from tasks.data.columns import Columns
-from tasks.data.messages import TOOLS, Message, Unusable, column_text, conversation, tools_of
-from tasks.data.pairs import labelled, preference
+from tasks.data.messages import (
+    TOOLS,
+    Message,
+    Unusable,
+    column_text,
+    conversation,
+    messages_of,
+    require_turns,
+    sound,
+    system_message,
+    tools_of,
+    transcript,
+)
+from tasks.data.readers import kind_of
 
 Payload = dict[str, Any]
 
@@ -77,6 +93,199 @@ def document(values: Mapping[str, Any], columns: Columns) -> Payload:
     if not text.strip():
         raise Unusable(f"{columns.text!r} is empty: there is nothing to learn")
     return {"text": text}
+
+
+def asked(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+    """Return `{"messages", "answer"?, "columns", "tools"?}`; an answer is the last message, too.
+
+    Raises:
+        Unusable: a column is missing, has a wrong type or cannot be written as JSON, or roles are
+            out of order.
+    """
+    messages, used = _asked_prompt(values, columns)
+    answer = None
+    if messages[-1]["role"] == "assistant":
+        last = messages.pop()
+        answer = None if last.get("tool_calls") else last["content"]
+    if not messages or messages[-1]["role"] not in ("user", "tool"):
+        raise Unusable("there is no user's message to answer")
+    if columns.answer is not None and columns.answer in values:
+        used.add(columns.answer)
+        if _has_text(values[columns.answer]):
+            answer = _as_text(values[columns.answer], columns.answer)
+    row: dict[str, Any] = {"messages": messages}
+    if answer is not None:
+        row["messages"] = [*messages, {"role": "assistant", "content": answer}]
+        row["answer"] = answer
+    row |= tools_of(values)
+    used.update(TOOLS)
+    row["columns"] = {key: _plain(key, value) for key, value in values.items() if key not in used}
+    return row
+
+
+def _asked_prompt(values: Mapping[str, Any], columns: Columns) -> tuple[list[Message], set[str]]:
+    """Return the messages, and the columns that they come from."""
+    if columns.messages is not None and columns.messages in values:
+        messages = messages_of(values[columns.messages], columns.messages)
+        require_turns(messages)
+        return messages, {columns.messages}
+    if columns.prompt not in values:
+        either = f"no {columns.messages!r}, " if columns.messages is not None else ""
+        raise Unusable(f"{either}no {columns.prompt!r}")
+    raw, used = values[columns.prompt], {columns.prompt}
+    if isinstance(raw, list):
+        messages = messages_of(raw, columns.prompt)
+    else:
+        text = column_text(values, columns.prompt)
+        messages = [*system_message(values, columns), {"role": "user", "content": text}]
+        used |= {columns.system} if columns.system is not None else set()
+    require_turns(messages)
+    if columns.response in values:
+        used.add(columns.response)
+        if _has_text(values[columns.response]):
+            answer = column_text(values, columns.response)
+            messages = [*messages, {"role": "assistant", "content": answer}]
+    return messages, used
+
+
+def _has_text(value: object) -> bool:
+    return value is not None and not (isinstance(value, str) and not value.strip())
+
+
+def _as_text(value: object, key: str) -> str:
+    """Return an answer as text; a number is a usual answer."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise Unusable(f"{key!r} must be text or a number, found {kind_of(value)}")
+    return sound(value, repr(key)) if isinstance(value, str) else str(value)
+
+
+def _plain(key: str, value: Any) -> Any:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise Unusable(f"{key!r} cannot be passed on to a reward: {error}") from error
+    return value
+
+
+_FLAGS = {"true": True, "false": False, "1": True, "0": False}
+
+
+def preference(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+    """Return `{"prompt", "chosen", "rejected", "margin"?}`: lists of messages, and a number.
+
+    Raises:
+        Unusable: a column is missing or has a wrong type, the answers are equal or empty, roles are
+            out of order, or the margin is not a finite number.
+    """
+    missing = [name for name in (columns.chosen, columns.rejected) if name not in values]
+    if missing:
+        raise Unusable("no " + ", no ".join(repr(name) for name in missing))
+    prompt = _prompt_of(values, columns)
+    chosen = _answer(values, columns.chosen, prompt)
+    rejected = _answer(values, columns.rejected, prompt)
+    if chosen == rejected:
+        raise Unusable(f"{columns.chosen!r} and {columns.rejected!r} are equal: nothing to prefer")
+    if prompt is None:
+        cut = _parting(chosen, rejected)
+        prompt, chosen, rejected = chosen[:cut], chosen[cut:], rejected[cut:]
+    if prompt and prompt[0]["role"] != "system":
+        prompt = [*system_message(values, columns), *prompt]
+    for name, turns in ((columns.chosen, chosen), (columns.rejected, rejected)):
+        _require_answer(prompt, turns, name)
+    row: dict[str, Any] = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    row |= tools_of(values)
+    if columns.margin is not None:
+        row["margin"] = _number(values, columns.margin)
+    return row
+
+
+def labelled(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+    """Return `{"messages", "desirable"}`: a conversation, and the label of its last answer.
+
+    Raises:
+        Unusable: the conversation cannot be used, or the label is neither true nor false.
+    """
+    if columns.label not in values:
+        raise Unusable(f"no {columns.label!r}, the column of the label")
+    raw = values[columns.label]
+    flag = _FLAGS.get(str(raw).lower()) if isinstance(raw, bool | int | str) else None
+    if flag is None:
+        shown = repr(raw) if isinstance(raw, str | int | float) else kind_of(raw)
+        raise Unusable(f"{columns.label!r} must be true or false, found {shown[:40]}")
+    return {"messages": conversation(values, columns), "desirable": flag, **tools_of(values)}
+
+
+def _prompt_of(values: Mapping[str, Any], columns: Columns) -> list[Message] | None:
+    """Return the messages before the answers; None if the answers contain the prompt."""
+    if columns.prompt not in values:
+        key = columns.messages or ""
+        if isinstance(values[columns.chosen], Mapping) and key in values:
+            return messages_of(values[key], key)  # ShareGPT's pairs
+        return None
+    raw = values[columns.prompt]
+    if isinstance(raw, str):
+        text = column_text(values, columns.prompt)
+        return transcript(text) or [{"role": "user", "content": text}]
+    return messages_of(raw, columns.prompt)
+
+
+def _answer(values: Mapping[str, Any], key: str, prompt: list[Message] | None) -> list[Message]:
+    """Return the messages after `prompt`; the whole conversation if the prompt is not known."""
+    raw = values[key]
+    if isinstance(raw, str):
+        text = column_text(values, key)
+        turns = transcript(text)
+        if turns is None and prompt is None:
+            raise Unusable(f"{key!r} is a text, and there is no prompt to go with it")
+        messages = turns or [{"role": "assistant", "content": text}]
+    else:
+        messages = messages_of([raw] if isinstance(raw, Mapping) else raw, key)
+    if prompt is None or messages[0]["role"] == "assistant":
+        return messages
+    # A conversation beside its prompt. A system message may stand in only one of the two.
+    for start in (prompt, prompt[1:] if prompt[0]["role"] == "system" else prompt):
+        if start and messages[: len(start)] == start:
+            return messages[len(start) :]
+    raise Unusable(f"{key!r} is a conversation that does not begin with the row's prompt")
+
+
+def _parting(chosen: list[Message], rejected: list[Message]) -> int:
+    """Return the number of common messages, after which both conversations have an answer."""
+    same, shorter = 0, min(len(chosen), len(rejected))
+    while same < shorter and chosen[same] == rejected[same]:
+        same += 1
+    if same == shorter:  # the shorter one ends here: split before its last answer
+        same = shorter - 1
+    if same < 1 or chosen[same]["role"] != "assistant" or rejected[same]["role"] != "assistant":
+        at = f"message {same + 1}"
+        raise Unusable(f"the two conversations differ first at {at}, which is not an answer")
+    return same
+
+
+def _require_answer(prompt: list[Message], turns: list[Message], key: str) -> None:
+    if not turns:
+        raise Unusable(f"{key!r} has no answer after the prompt")
+    require_turns([*prompt, *turns])
+    if turns[0]["role"] != "assistant" or turns[-1]["role"] != "assistant":
+        raise Unusable(f"{key!r} must begin and end with an answer after the prompt")
+    answers = [m for m in turns if m["role"] == "assistant"]
+    if not all(m.get("tool_calls") or m["content"].strip() for m in answers):
+        raise Unusable(f"{key!r} is empty: there is no answer to learn")
+
+
+def _number(values: Mapping[str, Any], key: str) -> float:
+    """Return the margin as a number; a CSV file has it as text."""
+    if key not in values:
+        raise Unusable(f"no {key!r}, the column of the margin")
+    raw = values[key]
+    try:
+        number = float(raw) if isinstance(raw, int | float | str) else math.nan
+    except ValueError:
+        number = math.nan
+    if isinstance(raw, bool) or not math.isfinite(number):
+        shown = repr(raw)[:40] if isinstance(raw, str | float) else kind_of(raw)
+        raise Unusable(f"{key!r} must be a finite number, found {shown}")
+    return number
 
 
 CONVERSATIONS = Kind(

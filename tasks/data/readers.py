@@ -1,8 +1,8 @@
-"""Read rows from JSON Lines, CSV, Parquet or a `datasets` id.
+"""Read rows from JSON Lines, CSV, Parquet or a `datasets` id, with one row in memory.
 
-Each reader is a generator that holds one row (Parquet: one batch) in memory. A line that cannot be
-read (broken JSON, bytes that are not UTF-8) is a `Row` with a problem, so the caller sees every
-line.
+A line that cannot be read (broken JSON, bytes that are not UTF-8) is a `Row` with a problem, so the
+caller sees every line. JSON is not read by `datasets`, which would give all rows the keys of all
+others, with null.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ from __future__ import annotations
 import csv
 import difflib
 import json
-import re
 import shlex
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -39,28 +36,20 @@ class Row:
 
 
 def read_rows(kind: str, source: str, *, split: str = "train") -> Iterator[Row]:
-    """Return an iterator over the rows of a source.
-
-    Args:
-        kind: "jsonl", "csv", "parquet" or "hub".
-        source: path of the file, or the `datasets` id.
-        split: split of the `datasets` id.
+    """Yield the rows of a file, or of a split of a `datasets` id (kind `hub`).
 
     Raises:
-        DataError: the kind is unknown, or the file or id cannot be read.
+        DataError: the file or id cannot be read.
     """
     if kind == HUB:
-        return _hub_rows(source, split=split)
+        yield from _hub_rows(source, split=split)
+        return
     readers = {"jsonl": _jsonl_rows, "csv": _csv_rows, "parquet": _parquet_rows}
-    if kind not in readers:
-        raise DataError(
-            f"data.kind={kind} is not known",
-            hint=f"data.kind is one of toy, {', '.join([*FILE_KINDS, HUB])}",
-        )
     file = existing_file(source)
-    if kind != "parquet":
-        _refuse_utf16(file)
-    return _guarded(readers[kind](file), source)
+    try:
+        yield from readers[kind](file)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror or error}") from error
 
 
 def existing_file(path: str | Path, *, key: str = "data.path") -> Path:
@@ -89,35 +78,11 @@ def existing_file(path: str | Path, *, key: str = "data.path") -> Path:
     )
 
 
-def _guarded(rows: Iterator[Row], path: str) -> Iterator[Row]:
-    """Yield the rows; turn an OSError into a DataError."""
-    try:
-        yield from rows
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-
-
-def _refuse_utf16(path: Path) -> None:
-    """Raise DataError for a file in UTF-16 or UTF-32, as PowerShell and Excel write it."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(64)
-    except OSError:  # reported by `_guarded`
-        return
-    marked = start.startswith((b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff"))
-    halves = {start[0::2].strip(b"\0"), start[1::2].strip(b"\0")}  # ASCII in UTF-16 without a mark
-    if not marked and (len(start) < 4 or b"" not in halves or halves == {b""}):
-        return
-    wide = start.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff"))
-    plain = "UTF-16LE" if start[1:2] == b"\0" else "UTF-16BE"
-    name = "UTF-32" if wide else "UTF-16" if marked else plain
-    raise DataError(f"{path}: {name}, not UTF-8", hint=_iconv(name, path))
-
-
-def _iconv(name: str, path: Path) -> str:
-    """Return the command that makes a copy of a file in UTF-8."""
-    new = path.with_name(f"{path.stem}.utf8{path.suffix}")
-    return f"iconv -f {name} -t UTF-8 {shlex.quote(str(path))} > {shlex.quote(str(new))}"
+def kind_of(value: object) -> str:
+    """Return the JSON type of a value, for messages."""
+    names = {bool: "true or false", int: "a number", float: "a number", str: "text",
+             list: "a list", dict: "an object", type(None): "null"}  # fmt: skip
+    return names.get(type(value), type(value).__name__)
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
@@ -128,8 +93,18 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
         file.seek(0)
         for number, raw in enumerate(file, start=1):
             line = raw.removeprefix(_BOM) if number == 1 else raw
-            if line.strip():
-                yield _json_row(f"{path.name}:{number}", line, path)
+            if not line.strip():
+                continue
+            values, problem = {}, ""
+            try:
+                values = json.loads(line.decode().rstrip("\r\n"), object_pairs_hook=once)
+            except UnicodeDecodeError as error:
+                problem = _not_utf8(error, path)
+            except json.JSONDecodeError as error:
+                problem = f"invalid JSON: {error.msg} at column {error.colno}"
+            except (ValueError, RecursionError) as error:
+                problem = f"invalid JSON: {error}"
+            yield _row(f"{path.name}:{number}", values, problem)
 
 
 def _json_array(path: Path) -> Iterator[Row]:
@@ -141,85 +116,42 @@ def _json_array(path: Path) -> Iterator[Row]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: invalid JSON: {error}") from error
     for number, values in enumerate(rows, start=1):
-        place = f"{path.name}:row {number}"
-        wrong = f"a JSON object is needed, found {kind_of(values)}"
-        yield Row(place, values) if isinstance(values, dict) else Row(place, {}, wrong)
+        yield _row(f"{path.name}:row {number}", values)
 
 
-def _json_row(place: str, line: bytes, path: Path) -> Row:
-    try:
-        text = line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return Row(place, {}, _not_utf8(error, path))
-    try:
-        values = json.loads(text.rstrip("\r\n"), object_pairs_hook=once)
-    except json.JSONDecodeError as error:
-        return Row(place, {}, f"invalid JSON: {error.msg} at column {error.colno}")
-    except (ValueError, RecursionError) as error:
-        return Row(place, {}, f"invalid JSON: {error}")
+def _row(place: str, values: Any, problem: str = "") -> Row:
     if not isinstance(values, dict):
         return Row(place, {}, f"a JSON object is needed, found {kind_of(values)}")
-    return Row(place, values)
+    return Row(place, values, problem)
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:
-    undecodable: list[str] = []
-    previous_limit = csv.field_size_limit(LONGEST_FIELD)
+    csv.field_size_limit(LONGEST_FIELD)
     try:
-        with path.open("rb") as file:
-            separator = _separator(file.readline())
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            # Excel separates by `;` or tabs; one of them alone in the header is the separator.
+            first = file.readline()
+            marks = [mark for mark in ",;\t" if mark in first]
             file.seek(0)
-            reader = csv.reader(_decoded(file, path, undecodable), strict=True, delimiter=separator)
-            header: list[str] | None = None
-            last = 0
-            while True:
-                try:
-                    fields = next(reader)
-                except StopIteration:
-                    return
-                except csv.Error as error:
-                    fields, problem = [], f"invalid CSV: {error}"
-                else:
-                    problem = undecodable[0] if undecodable else ""
+            separator = marks[0] if len(marks) == 1 else ","
+            reader = csv.reader(file, strict=True, delimiter=separator)
+            header = next(reader, [])
+            if not header or len(set(header)) < len(header):
+                twice = next((name for name in header if header.count(name) > 1), "")
+                problem = f"column {twice!r} occurs twice" if header else "it is empty"
+                raise DataError(f"{path}: line 1 is no header: {problem}")
+            last = reader.line_num
+            for fields in reader:
                 place, last = f"{path.name}:{last + 1}", reader.line_num
-                undecodable.clear()
-                if header is None:
-                    header = _csv_header(path, fields, problem)
-                elif problem:
-                    yield Row(place, {}, problem)
-                elif len(fields) != len(header) and fields:
+                if len(fields) == len(header):
+                    yield Row(place, dict(zip(header, fields, strict=True)))
+                elif fields:
                     problem = f"{len(fields)} fields, the header has {len(header)}"
                     yield Row(place, {}, problem)
-                elif fields:
-                    yield Row(place, dict(zip(header, fields, strict=True)))
-    finally:
-        csv.field_size_limit(previous_limit)
-
-
-def _separator(header: bytes) -> str:
-    """Return `;` or a tab if it alone separates the header, as in Excel's files; else a comma."""
-    separators = [mark for mark in ",;\t" if mark.encode() in header]
-    return separators[0] if len(separators) == 1 else ","
-
-
-def _csv_header(path: Path, fields: list[str], problem: str) -> list[str]:
-    doubled = sorted({name for name in fields if fields.count(name) > 1})
-    if doubled:
-        problem = f"column {doubled[0]!r} occurs twice"
-    if problem or not fields:
-        raise DataError(f"{path}: line 1 is no header: {problem or 'it is empty'}")
-    return fields
-
-
-def _decoded(file: Any, path: Path, undecodable: list[str]) -> Iterator[str]:
-    """Yield lines as text. Add a problem to `undecodable` for a line that is not UTF-8."""
-    for number, raw in enumerate(file, start=1):
-        line = raw.removeprefix(_BOM) if number == 1 else raw
-        try:
-            yield line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            undecodable.append(_not_utf8(error, path, f" of line {number}"))
-            yield line.decode("utf-8", errors="replace")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: {_not_utf8(error, path)}") from error
+    except csv.Error as error:
+        raise DataError(f"{path}:{reader.line_num}: invalid CSV: {error}") from error
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
@@ -227,9 +159,8 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     from pyarrow import parquet
 
     try:
-        source = parquet.ParquetFile(path)
         number = 0
-        for batch in source.iter_batches(batch_size=1024):
+        for batch in parquet.ParquetFile(path).iter_batches(batch_size=1024):
             for values in batch.to_pylist():
                 number += 1
                 yield Row(f"{path.name}:row {number}", values)
@@ -251,29 +182,11 @@ def _hub_rows(name: str, *, split: str) -> Iterator[Row]:
         yield Row(f"{name}[{split}]:row {number}", dict(values))
 
 
-def _not_utf8(error: UnicodeDecodeError, path: Path, line: str = "") -> str:
-    """Return the byte that is not UTF-8, and the command if the whole file has another encoding."""
-    encoding = _encoding(path)
-    command = f": {_iconv(encoding, path)}" if encoding else ""
-    at = f"0x{error.object[error.start]:02x} at position {error.start + 1}"
-    return f"not UTF-8: byte {at}{line}{command}"
-
-
-@lru_cache(maxsize=8)
-def _encoding(path: Path) -> str:
-    """Return the encoding of a file with a byte that is not UTF-8; "" if other lines are UTF-8."""
+def _not_utf8(error: UnicodeDecodeError, path: Path) -> str:
+    """Return the byte that is not UTF-8, and a command that converts the file."""
     with path.open("rb") as file:
-        beginning = file.read(1 << 20)
-    for line in beginning.splitlines():
-        with suppress(UnicodeDecodeError):
-            if not line.isascii() and line.decode("utf-8-sig"):
-                return ""
-    # Other scripts have long runs of such bytes; Western texts have single letters.
-    return "<its encoding>" if re.search(rb"[\x80-\xff]{3}", beginning) else "CP1252"
-
-
-def kind_of(value: object) -> str:
-    """Return the JSON type of a value, for messages."""
-    names = {bool: "true or false", int: "a number", float: "a number", str: "text",
-             list: "a list", dict: "an object", type(None): "null"}  # fmt: skip
-    return names.get(type(value), type(value).__name__)
+        wide = file.read(2) in (b"\xff\xfe", b"\xfe\xff")  # as PowerShell and Excel write it
+    encoding = "UTF-16" if wide else "CP1252"
+    new = path.with_name(f"{path.stem}.utf8{path.suffix}")
+    command = f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > {shlex.quote(str(new))}"
+    return f"not UTF-8: byte 0x{error.object[error.start]:02x}; if it is {encoding}: {command}"

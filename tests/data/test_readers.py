@@ -35,7 +35,7 @@ def test_jsonl_reports_each_bad_line_with_its_number(tmp_path: Path) -> None:
     assert rows == [
         Row("x.jsonl:1", {"a": 1}),
         Row("x.jsonl:3", {}, "invalid JSON: Expecting value at column 7"),
-        Row("x.jsonl:4", {}, f"not UTF-8: byte 0xff at position 8: {_iconv(path)}"),
+        Row("x.jsonl:4", {}, f"not UTF-8: byte 0xff; if it is CP1252: {_iconv(path)}"),
         Row("x.jsonl:5", {}, "a JSON object is needed, found a list"),
         Row("x.jsonl:6", {"b": 2}),
     ]
@@ -61,20 +61,21 @@ def test_a_json_file_may_be_one_array(tmp_path: Path) -> None:
 
 
 def test_csv_keeps_quoted_newlines_and_reports_the_first_line_of_a_record(tmp_path: Path) -> None:
-    text = b'prompt,response\nhi,"two\nlines"\nonly one\na,b,c\nx,\xff\n"open,z\n'
+    text = b'prompt,response\nhi,"two\nlines"\nonly one\na,b,c\n'
     path = _write(tmp_path / "x.csv", text)
     assert list(read_rows("csv", path)) == [
         Row("x.csv:2", {"prompt": "hi", "response": "two\nlines"}),
         Row("x.csv:4", {}, "1 fields, the header has 2"),
         Row("x.csv:5", {}, "3 fields, the header has 2"),
-        Row("x.csv:6", {}, f"not UTF-8: byte 0xff at position 3 of line 6: {_iconv(path)}"),
-        Row("x.csv:7", {}, "invalid CSV: unexpected end of data"),
     ]
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     for kind, name, content, named in (
         ("csv", "x.csv", b"a,a\n1,2\n", "'a'"),
+        ("csv", "y.csv", b"a,b\nx,\xff\n", "iconv -f CP1252"),
+        ("csv", "z.csv", "a,b\nx,y\n".encode("utf-16"), "iconv -f UTF-16"),
+        ("csv", "u.csv", b'a,b\n"open,z\n', r"u\.csv:"),
         ("parquet", "x.parquet", b"not parquet at all", "x.parquet"),
         ("jsonl", "z.json", b'[{"a": 1},\n', r"z\.json"),
     ):
@@ -131,11 +132,7 @@ def test_any_bytes_give_one_row_a_line_that_is_not_blank(
     path.write_bytes(content)
     text = content.removeprefix(b"\xef\xbb\xbf")
     lines = [n for n, line in enumerate(text.split(b"\n"), start=1) if line.strip()]
-    try:
-        places = [int(row.place.partition(":")[2]) for row in read_rows("jsonl", str(path))]
-    except DataError:  # UTF-16 has no lines of UTF-8
-        assert content[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in content
-        return
+    places = [int(row.place.partition(":")[2]) for row in read_rows("jsonl", str(path))]
     assert places == lines
 
 

@@ -8,17 +8,18 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.data.asked import asked
 from tasks.data.columns import Columns, wrong_columns
 from tasks.data.kinds import (
     CONVERSATIONS,
     PAIRS,
+    asked,
     content_id,
     document,
+    labelled,
+    preference,
     side_id,
 )
 from tasks.data.messages import Unusable, conversation, transcript
-from tasks.data.pairs import labelled, preference
 
 USER = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "hello"}

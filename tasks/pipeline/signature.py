@@ -1,7 +1,7 @@
 """Signatures of served models: OpenSSF Model Signing with a key pair, without any network.
 
     sign(folder, Path("key.pem"))            writes model.sig
-    faults(folder, Path("key.pub"))          every difference from what was signed
+    signature_problem(folder, Path("key.pub"))   the difference from what was signed
 
 `model.sig` is a Sigstore bundle that lists the SHA-256 of every other file of the folder. The
 package `model-signing` (`make setup-sign`) writes and checks it, and so does its own command
@@ -10,19 +10,15 @@ package `model-signing` (`make setup-sign`) writes and checks it, and so does it
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tasks.core.disk import flush
-from tasks.core.errors import ArtifactError, first_and_more
+from tasks.core.errors import ArtifactError
 from tasks.core.terminal import typed
 from tasks.pipeline.artifact import MANIFEST, SIGNATURE, Artifact, open_artifact, verify
 from tasks.weights.files.documents import read_json
@@ -35,26 +31,6 @@ _SIGN_HERE = (
     "register.sign=<private key>; or, where that key is: model_signing sign key FOLDER "
     f"--private_key key.pem --signature FOLDER/{SIGNATURE}"
 )
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One way in which a folder differs from what was signed.
-
-    Attributes:
-        code: code of the finding.
-        file: the file, relative to the folder.
-        found: its state.
-        expected: what was signed, or what a signature looks like.
-    """
-
-    code: str
-    file: str
-    found: str
-    expected: str
-
-    def __str__(self) -> str:
-        return f"{self.code}: {self.file}: {self.found}"
 
 
 def key_file(value: str | None) -> Path | None:
@@ -110,18 +86,12 @@ def require_signed(folder: Path, public_key: Path) -> None:
     """Check that a folder is, byte for byte, what the owner of a key signed.
 
     Raises:
-        ArtifactError: it is not; the details name the code and the file of every difference.
+        ArtifactError: it is not; the message names the files that differ.
     """
-    problems = [str(fault) for fault in faults(folder, public_key)]
-    if problems:
-        raise ArtifactError(
-            f"{folder} is not what was signed: {first_and_more(problems)}",
-            details=problems,
-            hint=_SIGN_HERE
-            if not is_signed(folder)
-            else f"restore it from its origin; if its files are right, rm {folder / SIGNATURE} and "
-            "sign it again",
-        )
+    if problem := signature_problem(folder, public_key):
+        restore = "restore it from its origin; if its files are right, rm {} and sign it again"
+        hint = restore.format(folder / SIGNATURE) if is_signed(folder) else _SIGN_HERE
+        raise ArtifactError(f"{folder}: SIGNATURE_WRONG: {problem}", hint=hint)
 
 
 def require_published(folder: Path, digest: str | None, public_key: Path | None = None) -> Artifact:
@@ -158,77 +128,24 @@ def require_published(folder: Path, digest: str | None, public_key: Path | None 
     return artifact
 
 
-def faults(folder: Path, public_key: Path) -> list[Fault]:
-    """Compare a folder with its signature; every byte is read.
-
-    Returns:
-        The differences, sorted by file; empty if there are none.
-    """
-    if not is_signed(folder):
-        return [Fault("SIGNATURE_MISSING", SIGNATURE, "no such file", "a signature by this key")]
-    entries = list(folder.rglob("*"))
-    links = [path.relative_to(folder).as_posix() for path in entries if path.is_symlink()]
-    if links:
-        expected = "the files that were signed"
-        return [Fault("SIGNED_ADDED", name, "a link", expected) for name in sorted(links)]
-    try:
-        return _compare(folder, public_key)
-    except (ArtifactError, *_CANNOT_READ) as error:
-        reason = error.message if isinstance(error, ArtifactError) else f"{type(error).__name__}"
-        return [
-            Fault("SIGNATURE_UNREADABLE", SIGNATURE, reason, "a signature of OpenSSF Model Signing")
-        ]
-
-
-def _compare(folder: Path, public_key: Path) -> list[Fault]:
+def signature_problem(folder: Path, public_key: Path) -> str:
+    """Compare every byte of a folder with its signature. Returns the difference, or nothing."""
     from cryptography.exceptions import InvalidSignature
     from model_signing import hashing, verifying
 
-    bundle = read_json(folder / SIGNATURE)  # bounded, before the package reads it
+    if not is_signed(folder):
+        return f"no {SIGNATURE}"
+    hashed = hashing.Config().set_ignored_paths(paths=[SIGNATURE], ignore_git_paths=False)
     config = verifying.Config().use_elliptic_key_verifier(public_key=public_key)
     try:
+        read_json(folder / SIGNATURE)  # bounded, before the package reads it
         with redirect_stdout(sys.stderr):  # the package prints its warnings
-            config.verify(folder, folder / SIGNATURE)
-        is_same = True
+            config.set_hashing_config(hashed).verify(folder, folder / SIGNATURE)
     except InvalidSignature:
-        return [_by_another("the signature does not belong to its content")]
-    except ValueError as error:
-        if str(error).startswith("Key mismatch"):
-            return [_by_another("signed by another key")]
-        if not str(error).startswith("Signature mismatch"):
-            raise
-        is_same = False
-    # The signature holds, so its statement can be trusted: name the files that differ.
-    statement = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
-    signed = {each["name"]: each for each in statement["predicate"]["resources"]}
-    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    present.discard(SIGNATURE)
-    digests: dict[str, str] = {}
-    if not is_same:
-        (function,) = {each["algorithm"] for each in signed.values()}
-        hasher = hashing.Config().use_file_serialization(hashing_algorithm=function)
-        files = [folder / name for name in present & signed.keys()]
-        listed = hasher.hash(folder, files_to_hash=files).resource_descriptors()
-        digests = {each.identifier: each.digest.digest_hex for each in listed}
-    return sorted(_differences(signed, present, digests), key=lambda fault: fault.file)
-
-
-def _differences(
-    signed: Mapping[str, Any], present: set[str], digests: Mapping[str, str]
-) -> Iterator[Fault]:
-    """Yield a fault for each file; `digests` has those to compare, by name."""
-    for name in present - signed.keys():  # also those that the package ignores, such as .git
-        yield Fault("SIGNED_ADDED", name, "not in the signature", "the files that were signed")
-    for name, entry in signed.items():
-        expected = f"{entry['algorithm']} {entry['digest']}"
-        if name not in present:
-            yield Fault("SIGNED_REMOVED", name, "missing", expected)
-        elif digests.get(name, entry["digest"]) != entry["digest"]:
-            yield Fault("SIGNED_CHANGED", name, "other bytes than those that were signed", expected)
-
-
-def _by_another(reason: str) -> Fault:
-    return Fault("SIGNED_BY_ANOTHER", SIGNATURE, reason, "a signature by this key")
+        return f"{SIGNATURE} was altered"
+    except (ArtifactError, *_CANNOT_READ) as error:
+        return str(error) or f"{SIGNATURE} cannot be read"
+    return ""
 
 
 def password_bytes() -> bytes | None:

@@ -194,12 +194,9 @@ def test_each_way_to_break_it_has_a_code_and_names_the_file(
     edit_json(signed / "config.json", rms_norm_eps=1e-5)
     (signed / "generation_config.json").write_text("{}")
     report = audit(signed, public_key=keys[1])
-    files = {
-        each.found.partition(":")[0]: each.file
-        for each in report.findings
-        if each.code == "SIGNATURE_WRONG"
-    }
-    assert files == {"SIGNED_CHANGED": "config.json", "SIGNED_ADDED": "generation_config.json"}
+    (wrong,) = (each for each in report.findings if each.code == "SIGNATURE_WRONG")
+    assert "config.json" in wrong.found
+    assert "generation_config.json" in wrong.found
     assert not report.ok
     (signed / "config.json").unlink()
     assert added_by(signed, keys[1])["SIGNATURE_WRONG"] == "error"

@@ -14,7 +14,7 @@ from tasks.audit.folder import by_number
 from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Kind, Source, command
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import MANIFEST, SIGNATURE, open_artifact
-from tasks.pipeline.signature import faults
+from tasks.pipeline.signature import signature_problem
 from tasks.weights.files.reader import index_of, is_hidden
 from tasks.weights.files.side_files import PROCESSORS
 from tasks.weights.shards import PARTITIONS
@@ -196,8 +196,8 @@ def manifest_differs(source: Source) -> Iterator[Fault]:
 def signature_wrong(source: Source) -> Iterator[Fault]:
     """A signature (OpenSSF Model Signing) that is missing, or does not fit the files or the key."""
     if source.public_key is not None:
-        for fault in faults(source.folder.root, source.public_key)[:_MOST]:
-            yield Fault(f"{fault.code}: {fault.found}", fault.expected, file=fault.file)
+        if problem := signature_problem(source.folder.root, source.public_key):
+            yield Fault(problem, "the files that this key signed", file=SIGNATURE)
 
 
 @check(

@@ -37,8 +37,7 @@ from tasks.core.finding import Finding
 from tasks.core.redaction import redact
 from tasks.core.terminal import plain, to_stderr
 from tasks.pipeline.locks import Patience, hold
-from tasks.pipeline.removal import hide, remove
-from tasks.pipeline.retention import Plan, plan
+from tasks.pipeline.retention import Plan, plan, remove
 from tasks.process.child import PROJECT
 from tasks.tracking.mlflow_server import Server
 from tasks.tracking.outbox import RefusedError, UnreachableError
@@ -72,13 +71,9 @@ def prune_folder(
         if planned.items:
             say("nothing was removed; add yes=true")
         return planned
-    with hold(composed.runs, Patience(settings["paths"]["wait_s"], on_wait), alone=True) as held:
+    with hold(composed.runs, Patience(settings["paths"]["wait_s"], on_wait), alone=True):
         planned = _planned(composed)
-        hidden = hide(planned.items)
-        for record in planned.records:
-            record.unlink(missing_ok=True)
-        held.clear()
-    remove(hidden)  # a run may start meanwhile: it finds none of these
+        remove(planned)
     _print(planned, say)
     return planned
 

@@ -20,9 +20,9 @@ from prefect.runtime import flow_run
 from flows.audit import examine, repaired
 from flows.cli.composed import Composed
 from flows.cli.tool import read
-from flows.orchestration.deployment import in_deployment
 from flows.orchestration.flow_body import reported
 from flows.orchestration.flow_run import provenance, tracker_of
+from flows.orchestration.prefect_tasks import in_deployment
 from flows.prune import prune_folder
 from flows.verify import ask, show
 from tasks.audit.check import Severity

@@ -32,7 +32,8 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.cli.composed import Composed
-from flows.monitoring.run_history import RunState, StageState, history
+from flows.monitoring.run_history import RunState, history
+from flows.monitoring.run_record import StageState
 from tasks.core.errors import ConfigError
 from tasks.core.terminal import plain
 

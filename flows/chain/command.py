@@ -49,7 +49,7 @@ def _job(composed: Composed, overrides: list[str]) -> int:
     if meeting and not meeting.leads:
         return run_follower(composed, meeting, urls_of(steps))
     patience = Patience(composed.settings["paths"]["wait_s"], to_stderr)
-    with hold(composed.runs, patience) as held, kill_children_on_abort():
+    with hold(composed.runs, patience), kill_children_on_abort():
 
         def body() -> dict[str, Any]:
             from flows.chain.run_chain import Prepared, run_chain
@@ -57,7 +57,7 @@ def _job(composed: Composed, overrides: list[str]) -> int:
             typed = without_passwords(overrides)
             return run_chain(Prepared(composed, steps, typed), checked=True)
 
-        return exit_status(start("flows.rlhf:rlhf", composed, overrides, held, body), composed.runs)
+        return exit_status(start("flows.rlhf:rlhf", composed, overrides, body), composed.runs)
 
 
 def urls_of(steps: Sequence[Step]) -> dict[str, str]:

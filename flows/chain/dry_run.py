@@ -66,7 +66,6 @@ class DryRun:
         after: Mapping[str, Artifact] | None = None,
     ) -> StageResult:
         """Note the state of one stage. Returns its artifact, without digest if it has to run."""
-        stage.require_covers(function)
         artifact = Artifact(stage.kind, self.store / stage.kind, "")
         state = "to run"
         if all(given.digest for given in inputs.values()):

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from flows.orchestration.evaluation import evaluation, evaluation_lines, step_of
@@ -44,9 +43,12 @@ def register_served(
             _log_gate(flow_run, gate)
             unsigned = last["register"]["verify"] is not None and not is_signed(served.path)
             if gate.passed or not unsigned:
-                write_version = partial(_write_version, flow_run, served, gate, registry, last)
                 inputs = {"served": served, **read}
-                flow_run.summary.gate |= flow_run.host.last("register", write_version, inputs)
+                flow_run.summary.gate |= flow_run.host.call(
+                    "register",
+                    lambda log: _write_version(flow_run, served, gate, registry, last),
+                    inputs,
+                )
     except TrackingError as error:  # the model is complete: only the register has to be repeated
         flow_run.summary.unregistered = f"{error.message} -> {error.hint}"
         return
@@ -63,8 +65,9 @@ def push_served(flow_run: FlowRun, served: Artifact) -> None:
         return
     try:
         with flow_run.record.stage("push"):
-            work = partial(push, served, repo)
-            flow_run.summary.pushed = flow_run.host.last("push", work, {"served": served})
+            flow_run.summary.pushed = flow_run.host.call(
+                "push", lambda log: push(served, repo), {"served": served}
+            )
     except TrackingError as error:
         flow_run.summary.unpushed = "; ".join([error.message, *error.details, error.hint])
 

@@ -20,8 +20,7 @@ from flows.chain.context import Delivered
 from flows.chain.register import register_served
 from flows.chain.steps import Step, chain_steps, compose
 from flows.cli.composed import Composed
-from flows.cli.plan import check, forecast, render
-from flows.orchestration.deployment import hold_runs
+from flows.cli.plan import check, render
 from flows.orchestration.devices import reserve
 from flows.orchestration.flow_run import FlowRun, tracker_of
 from flows.orchestration.prefect_tasks import in_prefect
@@ -81,14 +80,11 @@ def run_chain(prepared: Prepared, *, checked: bool = False) -> dict[str, Any]:
         return {"status": "planned", "plan": text}
     if not checked:
         check(steps)
-    wait_s = composed.settings["paths"]["wait_s"]
-    with hold_runs(composed.runs, wait_s) as patience, kill_children_on_abort():
+    with in_prefect("rlhf", composed) as host, kill_children_on_abort():
         exp = experiment_of(overrides)
         tracker = tracker_of(composed)
-        host = in_prefect("rlhf", patience)
-        stages = sum(len(forecast(step)) for step in steps)
         flow_run = FlowRun.begin(
-            "rlhf", composed, host, tracker=tracker, exp=exp, overrides=overrides, stages=stages
+            "rlhf", composed, host, tracker=tracker, exp=exp, overrides=overrides
         )
         flow_run.summary.defaults = [line for step in steps for line in defaults_of(step)]
         flow_run.summary.memory = {

@@ -7,10 +7,8 @@ runs a Prefect flow, as `flows/rlhf.py` does.
 
 from __future__ import annotations
 
-import io
 import logging
 import os
-import sys
 import uuid
 from typing import Any
 
@@ -46,9 +44,8 @@ def _job(composed: Composed, overrides: list[str]) -> int:
     if composed.settings["plan"]:
         return 0
     patience = Patience(composed.settings["paths"]["wait_s"], to_stderr)
-    with hold(composed.runs, patience) as held, kill_children_on_abort():
+    with hold(composed.runs, patience), kill_children_on_abort():
         if planned.delivery.engine is None:
-            held.share()
             typed = without_passwords(overrides)
             summary = direct(planned, _log(), uuid.uuid4().hex, typed)
             return completed(composed.runs, summary)
@@ -57,22 +54,15 @@ def _job(composed: Composed, overrides: list[str]) -> int:
         def body() -> dict[str, Any]:
             return run_in_prefect(planned, without_passwords(overrides))
 
-        state = start("flows.deliver:deliver", composed, overrides, held, body)
+        state = start("flows.deliver:deliver", composed, overrides, body)
         return exit_status(state, composed.runs)
-
-
-class _StandardError(io.TextIOBase):
-    """Standard error of the moment: a live line on the terminal redirects it."""
-
-    def write(self, text: str) -> int:
-        return sys.stderr.write(text)
 
 
 def _log() -> logging.Logger:
     """Return a logger to standard error; without Prefect nothing else configures logging."""
     log = logging.getLogger("plumbline.deliver")
     if not log.handlers:
-        handler = logging.StreamHandler(_StandardError())
+        handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s | %(message)s", "%H:%M:%S"))
         log.addHandler(handler)
         log.setLevel(os.environ.get("PLUMBLINE_LOG_LEVEL", "INFO"))

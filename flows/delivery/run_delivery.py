@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from flows.cli.config import compose_config
 from flows.delivery.chain import Delivery
 from flows.delivery.prepare import prepare_delivery
 from flows.delivery.stages import DeliveryStages
-from flows.orchestration.deployment import hold_runs
 from flows.orchestration.flow_run import (
     FlowRun,
     Host,
@@ -115,17 +114,17 @@ def prepare(overrides: list[str]) -> Planned:
 
 def run_in_prefect(planned: Planned, overrides: list[str]) -> dict[str, Any]:
     """Run a delivery within a Prefect flow run. Returns the summary."""
-    composed = planned.composed
+    from prefect import get_run_logger
+
     from flows.orchestration.prefect_tasks import in_prefect
 
-    host = in_prefect("deliver")
+    composed = planned.composed
     if composed.settings["plan"]:
         text = planned.text()
-        host.log.info("%s", text)
+        get_run_logger().info("%s", text)
         return {"status": "planned", "plan": text}
-    wait_s = composed.settings["paths"]["wait_s"]
-    with hold_runs(composed.runs, wait_s) as patience, kill_children_on_abort():
-        return _run(planned, replace(host, patience=patience), tracker_of(composed), overrides)
+    with in_prefect("deliver", composed) as host, kill_children_on_abort():
+        return _run(planned, host, tracker_of(composed), overrides)
 
 
 def direct(
@@ -153,9 +152,8 @@ def _run(
 ) -> dict[str, Any]:
     delivery = planned.delivery
     flow_run = FlowRun.begin(
-        "deliver", planned.composed, host, tracker=tracker, overrides=overrides,
-        stages=len(planned.forecast),
-    )  # fmt: skip
+        "deliver", planned.composed, host, tracker=tracker, overrides=overrides
+    )
     title = f"deliver {delivery.given.root.name}"
     return flow_run.run(title, lambda run: _run_stages(run, delivery))
 

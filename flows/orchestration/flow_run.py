@@ -1,7 +1,8 @@
 """One run of a flow: its logs, its tracked run, and a summary that is written however it ends.
 
-    flow_run = FlowRun.begin("rlhf", composed, in_prefect("rlhf"), tracker=tracker)
-    flow_run.run(title, stages)      # calls `stages(flow_run)`
+    with in_prefect("rlhf", composed) as host:
+        flow_run = FlowRun.begin("rlhf", composed, host, tracker=tracker)
+        flow_run.run(title, stages)      # calls `stages(flow_run)`
 
 A flow runs in a `Host`: Prefect, or this process alone.
 """
@@ -24,7 +25,6 @@ from flows.cli.composed import Composed
 from flows.monitoring.run_record import RunRecord
 from flows.orchestration.devices import reserve
 from flows.orchestration.evaluation import evaluation
-from flows.orchestration.progress import Screen
 from flows.orchestration.summary import Summary, stage_entry
 from flows.report.page import REPORT, write_report
 from flows.servers.services import mlflow_page
@@ -34,7 +34,7 @@ from tasks.core.redaction import redact, redact_error
 from tasks.evaluation.scoring import REQUEST_S, ReferenceScorer
 from tasks.pipeline.artifact import Artifact, sweep
 from tasks.pipeline.locks import FOREVER, Patience
-from tasks.pipeline.report import FlowTracker, StageResult
+from tasks.pipeline.report import FlowTracker
 from tasks.pipeline.stage import REFERENCE_LOG, Call, Mechanism
 from tasks.process.child import PROJECT
 from tasks.tracking.tracker import Tracker
@@ -47,8 +47,7 @@ class Host:
     Attributes:
         run_id: id of the flow run, Prefect's or a random one.
         log: logger of the flow.
-        call: calls the work of a stage.
-        last: calls what follows the last stage: (name, its work, artifacts that it reads by role).
+        call: calls the work of a stage, or of what follows the last one.
         show: shows the table of checks (Markdown) at the end of a flow.
         tags: tags of the tracked run.
         patience: how long to wait for other runs.
@@ -59,7 +58,6 @@ class Host:
     run_id: str
     log: Any
     call: Call
-    last: Callable[[str, Callable[[], Any], Mapping[str, Artifact]], Any]
     show: Callable[[str], object]
     tags: Mapping[str, str] = field(default_factory=dict)
     patience: Patience = FOREVER
@@ -70,15 +68,10 @@ class Host:
 def in_this_process(run_id: str, log: Any, patience: Patience = FOREVER) -> Host:
     """Return a host without Prefect: stages are called directly."""
 
-    def call(
-        name: str, work: Callable[[Any], StageResult], inputs: Mapping[str, Artifact]
-    ) -> StageResult:
+    def call(name: str, work: Callable[[Any], Any], inputs: Mapping[str, Artifact]) -> Any:
         return work(log)
 
-    def last(name: str, work: Callable[[], Any], inputs: Mapping[str, Artifact]) -> Any:
-        return work()
-
-    return Host(run_id, log, call, last, show=lambda table: None, patience=patience)
+    return Host(run_id, log, call, show=lambda table: None, patience=patience)
 
 
 def tracker_of(composed: Composed) -> Tracker:
@@ -87,8 +80,8 @@ def tracker_of(composed: Composed) -> Tracker:
     events = (
         composed.runs / "tensorboard" if composed.settings["tracking"].get("tensorboard") else None
     )
-    outbox = composed.runs / "mlflow" / "outbox"
-    return Tracker(composed.tracking_uri, experiment, composed.tracking_root, outbox, events)
+    reports = composed.runs / "reports"
+    return Tracker(composed.tracking_uri, experiment, composed.tracking_root, reports, events)
 
 
 def provenance() -> dict[str, str]:
@@ -106,11 +99,6 @@ def provenance() -> dict[str, str]:
     return tags
 
 
-def _to_all(observers: Sequence[Callable[[Any], None]], event: dict[str, Any]) -> None:
-    for see in observers:
-        see(event)
-
-
 @dataclass
 class FlowRun:
     """One run of a flow.
@@ -122,7 +110,6 @@ class FlowRun:
         summary: the summary; the code that runs the stages adds to it.
         run_id: name of the run's folders under `<paths.runs>/logs` and `reports`.
         record: what the run does, on disk while it goes on.
-        screen: what the run does, on a terminal.
         started: start time (`time.monotonic`).
         tags: further tags of the tracked run.
     """
@@ -133,7 +120,6 @@ class FlowRun:
     summary: Summary
     run_id: str
     record: RunRecord
-    screen: Screen
     started: float = field(default_factory=time.monotonic)
     tags: dict[str, str] = field(default_factory=dict)
 
@@ -147,7 +133,6 @@ class FlowRun:
         tracker: FlowTracker,
         exp: str | None = None,
         overrides: Sequence[str] = (),
-        stages: int = 0,
     ) -> FlowRun:
         """Create the folder for logs, and remove the staging folders of dead runs.
 
@@ -159,19 +144,22 @@ class FlowRun:
         logs = composed.runs / "logs" / run_id
         logs.mkdir(parents=True)
         sweep(store)
-        force = frozenset(composed.settings["force"])
-        about = {"flow": flow, "exp": exp}
-        screen = Screen(stages)
-        folder, call = composed.runs / "reports" / run_id, screen.showing(host.call)
-        record = RunRecord(folder, about, call)
-        mechanism = Mechanism(store, logs, tracker, record.call, force, host.patience)
-        mechanism.timeouts = composed.settings["timeouts"]
-        mechanism.devices = partial(reserve, composed, patience=host.patience)
-        mechanism.on_event = partial(_to_all, (record.on_event, screen.on_event))
+        record = RunRecord(composed.runs / "reports" / run_id, flow, exp, host.call)
+        mechanism = Mechanism(
+            store,
+            logs,
+            tracker,
+            record.call,
+            frozenset(composed.settings["force"]),
+            host.patience,
+            devices=partial(reserve, composed, patience=host.patience),
+            on_event=record.on_event,
+            timeouts=composed.settings["timeouts"],
+        )
         summary = Summary("running", flow, exp, 0.0, run=run_id)
         if overrides:
             summary.command = f"python flows/{flow}.py {shlex.join(overrides)}"
-        return cls(composed, host, mechanism, summary, run_id, record, screen)
+        return cls(composed, host, mechanism, summary, run_id, record)
 
     def scorer(self, threads: int | None) -> ReferenceScorer:
         """Return the scorer of the run's stages; no request ends before the limit of its stage.
@@ -197,7 +185,7 @@ class FlowRun:
         Returns:
             The summary.
         """
-        with self.record, self.screen:
+        with self.record:
             return self._run(title, stages)
 
     def _run(self, title: str, stages: Callable[[FlowRun], None]) -> dict[str, Any]:

@@ -6,23 +6,25 @@ manifests decide about reuse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger, task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 from prefect.states import Completed
 from prefect.utilities.urls import url_for
 
+from flows.cli.composed import Composed
 from flows.orchestration.flow_run import Host
 from flows.servers.prefect_server import is_embedded
 from tasks.core.redaction import redact, redact_error
 from tasks.pipeline.artifact import Artifact
-from tasks.pipeline.locks import FOREVER, Patience
+from tasks.pipeline.locks import Patience, hold
 from tasks.pipeline.report import StageResult
 
 
@@ -49,48 +51,57 @@ class PrefectTasks:
         self._states: dict[Path, Any] = {}  # of task runs by the artifact that they made
 
     def __call__(
-        self, name: str, work: Callable[[Any], StageResult], inputs: Mapping[str, Artifact]
-    ) -> StageResult:
-        """Run one stage.
-
-        Args:
-            work: work of the stage; gets the logger of its task run.
-        """
-        state = self._run(name, work, inputs)
-        result: StageResult = state.result()
-        self._states[result.artifact.path] = state
+        self, name: str, work: Callable[[Any], Any], inputs: Mapping[str, Artifact]
+    ) -> Any:
+        """Run one stage, or the last step of a flow, which makes no artifact."""
+        made = [self._states[a.path] for a in inputs.values() if a.path in self._states]
+        state = stage.with_options(name=name)(work, wait_for=made, return_state=True)
+        result = state.result()
+        if isinstance(result, StageResult):
+            self._states[result.artifact.path] = state
         return result
 
-    def last(self, name: str, work: Callable[[], Any], inputs: Mapping[str, Artifact]) -> Any:
-        """Run the last step of a flow, which makes no artifact. Returns its result."""
-        return self._run(name, lambda _: work(), inputs).result()
 
-    def _run(self, name: str, work: Callable[[Any], Any], inputs: Mapping[str, Artifact]) -> Any:
-        made = [self._states[a.path] for a in inputs.values() if a.path in self._states]
-        return stage.with_options(name=name)(work, wait_for=made, return_state=True)
+def in_deployment() -> bool:
+    """Return True within a flow run that a worker started for a deployment."""
+    return _has_deployment(str(flow_run.id))
 
 
-def in_prefect(name: str, patience: Patience = FOREVER) -> Host:
-    """Return the host of the current Prefect flow run."""
+@cache
+def _has_deployment(flow_run_id: str) -> bool:
+    """Ask once: every question is a request to the server."""
+    return deployment.id is not None
 
-    def record(what: str, create: Callable[[], object]) -> None:
+
+@contextmanager
+def in_prefect(name: str, composed: Composed) -> Iterator[Host]:
+    """Enter the folder of runs, and yield the host of the current Prefect flow run.
+
+    A run of a deployment waits for others as long as it takes.
+
+    Raises:
+        BusyError: another process has the folder alone, still after `paths.wait_s` seconds.
+    """
+    log, run_id = get_run_logger(), str(flow_run.id)
+
+    def record(create: Callable[[], object]) -> None:
         try:
             create()
         except Exception as error:
-            get_run_logger().warning("Prefect has not recorded %s: %s", what, error)
+            log.warning("Prefect has not recorded an artifact: %s", error)
 
     def show(table: str) -> None:
-        create = partial(create_markdown_artifact, redact(table), key=f"{name}-checks")
-        record("the table of checks", partial(create, description="checks"))
+        key = f"{name}-checks"
+        record(partial(create_markdown_artifact, redact(table), key=key, description="checks"))
 
     def link(text: str, url: str) -> None:
-        url = redact(url)
-        create = partial(create_link_artifact, url, text, key=f"{name}-mlflow")
-        record(f"the link to {url}", partial(create, description=f"[{text}]({url})"))
+        key, about = f"{name}-mlflow", f"[{text}]({redact(url)})"
+        record(partial(create_link_artifact, redact(url), text, key=key, description=about))
 
-    run_id = str(flow_run.id)
-    tags = {"prefect.flow_run_id": run_id}
-    tasks = PrefectTasks()
+    wait_s = None if in_deployment() else composed.settings["paths"]["wait_s"]
+    patience = Patience(wait_s, log.info)
     # The server of one run alone has no pages, and is gone when the run has ended.
     page = "" if is_embedded() else url_for("flow-run", obj_id=run_id) or ""
-    return Host(run_id, get_run_logger(), tasks, tasks.last, show, tags, patience, page, link)
+    tags = {"prefect.flow_run_id": run_id}
+    with hold(composed.runs, patience):
+        yield Host(run_id, log, PrefectTasks(), show, tags, patience, page, link)

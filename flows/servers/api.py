@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import time
-import urllib.error
-import urllib.request
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,17 +12,10 @@ from tasks.core.errors import PlumblineError
 BUSY = 503  # status of Prefect's server while another of its writers has locked SQLite
 BUSY_PATIENCE_S = 5.0
 ANSWER_S = 10.0
-READS = ("GET", "HEAD")
 
 
 class RefusedError(PlumblineError):
-    """A server refused a request.
-
-    Attributes:
-        status: HTTP status.
-    """
-
-    status = 0
+    """A server refused a request."""
 
 
 @dataclass
@@ -35,7 +24,7 @@ class Api:
 
     Attributes:
         url: URL that every path is appended to.
-        auth: authentication string of a Prefect server; empty for a server without one.
+        auth: authentication string of a Prefect server, `user:password`; empty for none.
     """
 
     url: str
@@ -45,7 +34,7 @@ class Api:
     def answers(self, path: str = "/health") -> bool:
         """Return True if a GET request succeeds."""
         try:
-            return self.call("GET", path) is not None
+            return self.get(path) is not None
         except PlumblineError:
             return False
 
@@ -71,55 +60,39 @@ class Api:
             PlumblineError: the server does not answer.
         """
         deadline = time.monotonic() + BUSY_PATIENCE_S
-        while True:
-            try:
-                return self._send(method, path, body, self._csrf)
-            except RefusedError as error:
-                details = " ".join(error.details)
-                if error.status == 403 and "CSRF" in details and method not in READS:
-                    if time.monotonic() > deadline:
-                        raise
-                    self._renew_csrf_token()
-                elif error.status == 404:
-                    return None
-                elif error.status != BUSY or time.monotonic() > deadline:
-                    raise
-                else:
-                    time.sleep(0.2)
-
-    def _renew_csrf_token(self) -> None:
-        """Ask Prefect for the token that it wants to see in every request that changes a thing."""
-        client = str(uuid.uuid4())
-        token = self._send("GET", f"/csrf-token?client={client}", None, {})["token"]
-        self._csrf = {"Prefect-Csrf-Token": token, "Prefect-Csrf-Client": client}
-
-    def _send(self, method: str, path: str, body: Any, headers: dict[str, str]) -> Any:
-        url = self.url + path
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(url, data, dict(headers), method=method)
-        if data is not None:
-            request.add_header("Content-Type", "application/json")
-        if self.auth:
-            request.add_header("Authorization", basic_auth(self.auth))
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback: no proxy
+        answer = self._send(method, path, body)
+        if answer.status_code == 403 and "CSRF" in answer.text:
+            # Prefect wants to see this token in every request that changes a thing.
+            client = str(uuid.uuid4())
+            token = self.get(f"/csrf-token?client={client}")["token"]
+            self._csrf = {"Prefect-Csrf-Token": token, "Prefect-Csrf-Client": client}
+            answer = self._send(method, path, body)
+        while answer.status_code == BUSY and time.monotonic() < deadline:
+            time.sleep(0.2)
+            answer = self._send(method, path, body)
+        if answer.status_code == 404:
+            return None
+        if answer.is_error:
+            what = f"{method} {self.url}{path}: status {answer.status_code}"
+            raise RefusedError(what, details=[answer.text[:300]])
         try:
-            with direct.open(request, timeout=ANSWER_S) as answer:
-                text = answer.read().decode()
-        except urllib.error.HTTPError as error:
-            refused = RefusedError(
-                f"{method} {url}: {error}", details=[error.read().decode(errors="replace")[:300]]
-            )
-            refused.status = error.code
-            raise refused from error
-        except OSError as error:
-            reason = getattr(error, "reason", error)
-            raise PlumblineError(f"no answer from {url}: {reason}") from error
-        try:
-            return json.loads(text or "null")
+            return answer.json() if answer.content else None
         except ValueError:
-            return text
+            return answer.text
 
+    def _send(self, method: str, path: str, body: Any) -> Any:
+        import httpx
 
-def basic_auth(auth: str) -> str:
-    """Return the header `Authorization` for Prefect's authentication string."""
-    return f"Basic {base64.b64encode(auth.encode()).decode()}"
+        user, _, password = self.auth.partition(":")
+        try:
+            return httpx.request(
+                method,
+                self.url + path,
+                json=body,
+                headers=self._csrf,
+                auth=(user, password) if self.auth else None,
+                timeout=ANSWER_S,
+                trust_env=False,  # loopback: no proxy
+            )
+        except httpx.HTTPError as error:
+            raise PlumblineError(f"no answer from {self.url}: {error}") from error

@@ -23,25 +23,16 @@ from pathlib import Path
 
 from flows.cli.bootstrap import offer, prefect_settings, stay_off_proxies
 from flows.servers.api import Api
-from flows.servers.records import bury_the_dead, settle
+from flows.servers.records import settle
 from flows.servers.services import AUTH, URL, running_server
 from tasks.core.errors import PlumblineError
-from tasks.pipeline.locks import Hold
 from tasks.process.child import PROJECT, Child
 
 START_S = 300.0
 """Time limit of the start. It takes seconds on a quiet machine and minutes on a busy one."""
-START_ATTEMPTS = 3
 SETTLE_S = 10.0
 POLL_S = 0.15
 GRACE_S = 3.0
-
-DATABASE_SETTINGS = (
-    "PREFECT_SERVER_DATABASE_CONNECTION_URL",
-    "PREFECT_API_DATABASE_CONNECTION_URL",
-    "PREFECT_SERVER_DATABASE_HOST",
-)
-"""Variables with which the user chooses another database for the embedded server."""
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +40,8 @@ _running: dict[Path, tuple[Child, Api]] = {}
 
 
 @contextlib.contextmanager
-def prefect_server(
-    runs: Path, held: Hold, meanwhile: Callable[[], None] | None = None
-) -> Iterator[str]:
-    """Provide a Prefect API for the flow runs of the block; yields its URL.
+def prefect_server(runs: Path, meanwhile: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Provide a Prefect API for the flow runs of the block.
 
     If the user has set `PREFECT_API_URL`, that server is used and nothing is started; likewise the
     server that `make up` runs for this folder. Otherwise a server with SQLite under
@@ -61,9 +50,6 @@ def prefect_server(
     task run of the block's flow runs is recorded. The server lives until this process is gone,
     since Prefect still sends logs and events at exit.
 
-    If no other process is in the folder, runs that the database lists as running are marked as
-    crashed. Other runs may enter the folder when the server is there.
-
     Args:
         runs: `paths.runs`.
         meanwhile: called while the server starts, for other work that takes seconds.
@@ -71,22 +57,19 @@ def prefect_server(
     Raises:
         PlumblineError: the server did not start.
     """
-    if URL not in os.environ and (settings := running_server(runs.absolute())):
-        os.environ |= settings
+    if URL not in os.environ:
+        os.environ |= running_server(runs.absolute())
+    if URL in os.environ:
         _refresh_settings()
-    users_url = os.environ.get(URL)
-    if users_url and all(users_url != api.url for _, api in _running.values()):
-        held.share()
-        yield users_url
+        yield
         return
-    api = _running_or_new(runs.absolute(), meanwhile, alone=held.alone)
-    held.share()
+    api = _started(runs.absolute(), meanwhile)
     os.environ |= {URL: api.url, AUTH: api.auth}
     _refresh_settings()
     logging.getLogger("prefect.flow_runs").addFilter(_no_link_to_a_page)
     entered = datetime.now(UTC).isoformat()
     try:
-        yield api.url
+        yield
     finally:
         _wait_for_records(api, entered)
         for name in (URL, AUTH):  # the next run of a sweep is not given this server by its user
@@ -98,93 +81,60 @@ def is_embedded() -> bool:
     return any(os.environ.get(URL) == api.url for _, api in _running.values())
 
 
-def _running_or_new(runs: Path, meanwhile: Callable[[], None] | None, *, alone: bool) -> Api:
-    known = _running.get(runs)
-    if known is not None and known[0].poll() is None:
-        return known[1]
+def _started(runs: Path, meanwhile: Callable[[], None]) -> Api:
+    """Return the server of this process, which is started if it does not run."""
+    if runs in _running and _running[runs][0].poll() is None:
+        return _running[runs][1]
     offer(prefect_settings(runs))
     offer({"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "true"})
     stay_off_proxies()
-    home = Path(os.environ["PREFECT_HOME"])
+    home, log_path = Path(os.environ["PREFECT_HOME"]), runs / "logs" / "prefect-server.log"
     home.mkdir(parents=True, exist_ok=True)
-    log_path = runs / "logs" / "prefect-server.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
     # Two servers that create the tables of one new database at once both fail.
     with (home / ".starting").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _running[runs] = _start(log_path, meanwhile)
-    api = _running[runs][1]
-    ours = home == runs / "prefect" and not any(name in os.environ for name in DATABASE_SETTINGS)
-    if ours and alone:
-        bury_the_dead(api)  # no other server uses this database
+        child, api = _launch(log_path)
+        try:
+            importlib.import_module("prefect.main")
+            meanwhile()
+            _wait_until_healthy(child, api, log_path)
+        except BaseException:
+            child.end()
+            raise
+    _running[runs] = (child, api)
     return api
 
 
 def _launch(log_path: Path) -> tuple[Child, Api]:
     auth = f"plumbline:{secrets.token_urlsafe(32)}"  # other users of this machine have no access
-    port = _free_port()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    uvicorn = [sys.executable, "-m", "uvicorn", "--app-dir", str(PROJECT)]  # not the user's folder
+    app = ["--factory", "prefect.server.api.server:create_app"]
+    place = ["--host", "127.0.0.1", "--port", str(port), "--log-level", "error"]
+    env = {
+        "PREFECT__SERVER_EPHEMERAL": "1",  # as of Prefect's own temporary server
+        "PREFECT_UI_ENABLED": "false",
+        "PREFECT_SERVER_API_AUTH_STRING": auth,
+    }
     with log_path.open("ab") as output:
-        child = Child(
-            [
-                *(
-                    sys.executable,
-                    "-m",
-                    "uvicorn",
-                    "--app-dir",
-                    str(PROJECT),
-                ),  # not the user's folder
-                *("--factory", "prefect.server.api.server:create_app"),
-                *("--host", "127.0.0.1", "--port", str(port), "--log-level", "error"),
-            ],
-            env={
-                "PREFECT__SERVER_EPHEMERAL": "1",  # as of Prefect's own temporary server
-                "PREFECT_UI_ENABLED": "false",
-                "PREFECT_SERVER_API_AUTH_STRING": auth,
-            },
-            output=output,
-            grace_s=GRACE_S,
-        )
+        child = Child([*uvicorn, *app, *place], env=env, output=output, grace_s=GRACE_S)
     return child, Api(f"http://127.0.0.1:{port}/api", auth)
 
 
-def _start(log_path: Path, meanwhile: Callable[[], None] | None) -> tuple[Child, Api]:
+def _wait_until_healthy(child: Child, api: Api, log_path: Path) -> None:
+    """Wait until the server answers. Raises PlumblineError if it has ended or time is up."""
     deadline = time.monotonic() + START_S
-    for _ in range(START_ATTEMPTS):  # another process may take the free port before the server
-        child, api = _launch(log_path)
-        try:
-            importlib.import_module("prefect.main")
-            if meanwhile is not None:
-                meanwhile()
-            if _healthy(child, api, deadline):
-                return child, api
-        except BaseException:
-            child.end()
-            raise
-        child.end()
-    last = log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
-    late = time.monotonic() >= deadline
-    what = f"did not start within {START_S:g} s" if late else f"ended {START_ATTEMPTS} times"
-    raise PlumblineError(
-        f"the embedded Prefect server {what}, see {log_path}",
-        details=last,
-        hint="set PREFECT_API_URL to use a server of your own",
-    )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _healthy(child: Child, api: Api, deadline: float) -> bool:
-    """Wait until the server answers; False if it ended or time is up."""
-    while child.poll() is None and time.monotonic() < deadline:
-        if api.answers():
-            return True
+    while not api.answers():
+        if child.poll() is not None or time.monotonic() > deadline:
+            raise PlumblineError(
+                f"the embedded Prefect server did not start, see {log_path}",
+                details=log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-20:],
+                hint="set PREFECT_API_URL to use a server of your own",
+            )
         time.sleep(POLL_S)
-    return False
 
 
 def _no_link_to_a_page(record: logging.LogRecord) -> bool:
@@ -203,13 +153,11 @@ def _wait_for_records(api: Api, since: str) -> None:
     """Let Prefect's threads send their events, then wait until the server has recorded them."""
     from prefect.events.worker import EventsWorker
 
-    if not api.answers():  # the result of the flow matters more than its records
-        log.warning("the embedded Prefect server does not answer any more")
-        return
-    EventsWorker.drain_all(timeout=SETTLE_S)
     try:
+        if api.answers():
+            EventsWorker.drain_all(timeout=SETTLE_S)
         complete = settle(api, since, SETTLE_S)
-    except PlumblineError as error:
+    except PlumblineError as error:  # the result of the flow matters more than its records
         log.warning("the embedded Prefect server does not answer any more: %s", error)
         return
     if not complete:

@@ -29,17 +29,17 @@ def settle(api: Api, since: str, limit_s: float) -> bool:
     """
     deadline = time.monotonic() + limit_s
     ended = {"start_time": {"after_": since}, "state": {"type": {"any_": sorted(FINAL)}}}
-    ended_runs = [run["id"] for run in api.post("/flow_runs/filter", {"flow_runs": ended})]
-    if not ended_runs:
-        return True
+    ids = [run["id"] for run in api.post("/flow_runs/filter", {"flow_runs": ended})]
+    wanted = {"flow_runs": {"id": {"any_": ids}}, "limit": PAGE}
     before: dict[str, str] | None = None
-    while time.monotonic() < deadline:
-        states = _task_run_states(api, ended_runs)
+    while ids and time.monotonic() < deadline:
+        runs = api.post("/task_runs/filter", wanted)
+        states = {run["id"]: run["state_type"] for run in runs}
         if states == before and set(states.values()) <= FINAL:
             return True
         before = states
         time.sleep(POLL_S)
-    return False
+    return not ids
 
 
 def bury_the_dead(api: Api, *, of_deployments: bool = False) -> int:
@@ -57,22 +57,9 @@ def bury_the_dead(api: Api, *, of_deployments: bool = False) -> int:
     crashed = {"type": "CRASHED", "name": "Crashed", "message": "its process is gone"}
     started = {**unfinished, "deployment_id": {"is_null_": False}} if of_deployments else unfinished
     dead = [run["id"] for run in api.post("/flow_runs/filter", {"flow_runs": started})]
-    tasks: dict[str, Any] = {"task_runs": unfinished}
-    if of_deployments:
-        tasks["flow_runs"] = {"id": {"any_": dead}}
+    tasks: dict[str, Any] = {"task_runs": unfinished, "flow_runs": {"id": {"any_": dead}}}
     dead_tasks = [run["id"] for run in api.post("/task_runs/filter", tasks)]
     for kind, ids in (("flow_runs", dead), ("task_runs", dead_tasks)):
         for each in ids:
             api.post(f"/{kind}/{each}/set_state", {"state": crashed, "force": True})
     return len(dead)
-
-
-def _task_run_states(api: Api, flow_run_ids: list[str]) -> dict[str, str]:
-    """Return the state type of every task run of these flow runs, by task run id."""
-    states: dict[str, str] = {}
-    wanted = {"flow_runs": {"id": {"any_": flow_run_ids}}, "limit": PAGE, "sort": "ID_DESC"}
-    while True:
-        page = api.post("/task_runs/filter", {**wanted, "offset": len(states)})
-        states |= {run["id"]: run["state_type"] for run in page}
-        if len(page) < PAGE:
-            return states

@@ -2,8 +2,6 @@
 
 services       start and stop the Prefect server, the MLflow server and a worker
 daemon         background processes that outlive their command
-databases      SQLite, or a database that the user names
-deployments    the work pool without job variables; the deployments of infra/prefect.yaml
 automations    the webhook for failed runs
 backup.sh      copies records and artifacts while the servers work
 """

@@ -6,7 +6,6 @@ process even if another one gets the same id later, so `stop` never ends a forei
 
 from __future__ import annotations
 
-import contextlib
 import json
 import socket
 import subprocess
@@ -48,17 +47,16 @@ def start(daemon: Daemon, home: Path, cwd: Path) -> Record:
     """Start a daemon if it does not run yet, without waiting until it is ready.
 
     Raises:
-        BusyError: another process listens on the port, or the daemon runs on another port.
+        BusyError: another process listens on the port.
     """
     if (record := record_of(daemon.name, home)) is not None:
-        if record.port != daemon.port:
-            raise BusyError(
-                f"{daemon.name} runs already, on port {record.port} instead of {daemon.port}",
-                hint="make down, then make up with the ports you want",
-            )
         return record
-    if daemon.port is not None:
-        _require_free(daemon.name, daemon.port)
+    if daemon.port is not None and not port_is_free(daemon.port):
+        raise BusyError(
+            f"port {daemon.port} for {daemon.name} is taken",
+            hint="stop the process that listens there, or take another port: "
+            f"make up {daemon.name.upper()}_PORT={daemon.port + 1}",
+        )
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     with log_path(daemon.name, home).open("ab") as log:
         child = subprocess.Popen(
@@ -84,15 +82,12 @@ def wait_ready(daemon: Daemon, home: Path) -> None:
     """
     deadline = time.monotonic() + daemon.start_s
     while not daemon.ready():
-        ended = record_of(daemon.name, home) is None
-        if ended or time.monotonic() > deadline:
+        if record_of(daemon.name, home) is None or time.monotonic() > deadline:
             stop(daemon.name, home)
             log = log_path(daemon.name, home)
-            late = f"was not ready within {daemon.start_s:.0f} s"
             raise PlumblineError(
-                f"{daemon.name} {'ended before it was ready' if ended else late}",
+                f"{daemon.name} did not start, see {log}",
                 details=log.read_text(errors="replace").splitlines()[-TAIL_LINES:],
-                hint=f"the whole log is {log}",
             )
         time.sleep(0.2)
 
@@ -107,14 +102,12 @@ def stop(name: str, home: Path, *, grace_s: float = 15.0) -> bool:
     process = record.process() if record else None
     if process is not None:
         family = [process, *process.children(recursive=True)]
-        _terminate(process)
-        _, alive = psutil.wait_procs(family, timeout=grace_s)
-        for member in alive:
-            _terminate(member)
-        _, alive = psutil.wait_procs(alive, timeout=grace_s if alive else 0)
-        for member in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()
+        for signalled, send in (([process], "terminate"), (family, "terminate"), (family, "kill")):
+            for member in signalled:
+                if member.is_running():  # also False for another process with its id
+                    getattr(member, send)()
+            if not psutil.wait_procs(family, timeout=grace_s)[1]:
+                break
     record_path(name, home).unlink(missing_ok=True)
     return process is not None
 
@@ -128,19 +121,6 @@ def port_is_free(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def _terminate(process: psutil.Process) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.terminate()
-
-
-def _require_free(name: str, port: int) -> None:
-    if not port_is_free(port):
-        raise BusyError(
-            f"port {port} for {name} is taken by a process that `make up` did not start",
-            hint=f"stop that process, or take another port: make up {name.upper()}_PORT={port + 1}",
-        )
 
 
 def log_path(name: str, home: Path) -> Path:

@@ -3,15 +3,20 @@
     python -m infra.servers.services up|deploy|down|status
 
 Records, logs and the login are in `<runs>/services`. Environment variables: PLUMBLINE_RUNS (default
-runs), PREFECT_PORT (default 4200), MLFLOW_PORT (default 5000); databases: databases.py.
+runs), PREFECT_PORT (default 4200), MLFLOW_PORT (default 5000), and the databases of both servers
+(default SQLite under the folder of runs): PREFECT_API_DATABASE_CONNECTION_URL,
+MLFLOW_BACKEND_STORE_URI. Each database is passed to its own server and to no other process.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import secrets
+import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,16 +38,20 @@ from flows.servers.services import (
     services_of,
     write_client_settings,
 )
-from infra.servers import databases
-from infra.servers.automations import apply
 from infra.servers.daemon import Daemon, start, stop, wait_ready
-from infra.servers.deployments import POOL, PROJECT, make_pool, register, tool
-from tasks.core.errors import PlumblineError
+from tasks.core.errors import BusyError, PlumblineError
 from tasks.core.private import stay_private
+from tasks.pipeline.locks import hold
 
+PROJECT = Path(__file__).resolve().parents[2]
 # Started in this order and stopped in reverse, so that the worker always has its server.
 NAMES = ("prefect", "mlflow", "worker")
 PORTS = {"prefect": 4200, "mlflow": 5000}
+POOL = "plumbline"
+PREFECT_DATABASE, MLFLOW_DATABASE = (
+    "PREFECT_API_DATABASE_CONNECTION_URL",
+    "MLFLOW_BACKEND_STORE_URI",
+)
 LEASES = "prefect.server.concurrency.lease_storage.filesystem"
 # Grace period: a worker with a running flow ends only after the flow, which then gets SIGTERM.
 STOP_S = 12.0
@@ -50,13 +59,7 @@ STOP_S = 12.0
 
 @dataclass(frozen=True)
 class Services:
-    """Folder and ports of the services.
-
-    Attributes:
-        runs: absolute path of the folder for all files.
-        prefect_port: loopback port of the Prefect API and UI.
-        mlflow_port: loopback port of the MLflow server.
-    """
+    """Folder of all files (an absolute path), and the loopback ports of the servers."""
 
     runs: Path
     prefect_port: int = PORTS["prefect"]
@@ -84,7 +87,9 @@ class Services:
 
     def environment(self) -> dict[str, str]:
         """Return the environment of Prefect's clients: that of this process and our server."""
-        return databases.without_databases(os.environ) | {
+        databases = (PREFECT_DATABASE, MLFLOW_DATABASE)
+        inherited = {name: value for name, value in os.environ.items() if name not in databases}
+        return inherited | {
             "PLUMBLINE_PROJECT": str(PROJECT),
             "PLUMBLINE_RUNS": str(self.runs),
             URL: self.prefect.url,
@@ -92,62 +97,51 @@ class Services:
             "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
         }
 
-    def daemons(self) -> tuple[Daemon, ...]:
+    def daemons(self) -> tuple[Daemon, Daemon, Daemon]:
         """Return the three processes, in the order in which they start."""
         return self._prefect(), self._mlflow(), self._worker()
 
     def _prefect(self) -> Daemon:
         port = self.prefect_port
-        pages = ",".join(f"http://{host}:{port}" for host in (LOOPBACK, "localhost"))
         server = {
             "PREFECT_SERVER_API_AUTH_STRING": self.auth,
             "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
-            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": pages,
+            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(
+                f"http://{host}:{port}" for host in (LOOPBACK, "localhost")
+            ),
             "PREFECT_UI_API_URL": self.prefect.url,  # otherwise the pages use port 4200
             # On disk, so that a slot of a killed run is freed after a restart of the server, too.
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": LEASES,
-            **databases.own_database("prefect"),
         }
-        return Daemon(
-            "prefect",
-            [tool("prefect"), "server", "start", "--host", LOOPBACK, "--port", str(port)],
-            self.environment() | server,
-            self.prefect.answers,
-            port=port,
-        )
+        if PREFECT_DATABASE in os.environ:
+            server[PREFECT_DATABASE] = os.environ[PREFECT_DATABASE]
+        argv = [tool("prefect"), "server", "start", "--host", LOOPBACK, "--port", str(port)]
+        env = self.environment() | server
+        return Daemon("prefect", argv, env, self.prefect.answers, port=port)
 
     def _mlflow(self) -> Daemon:
         store, port = self.runs / "mlflow", self.mlflow_port
-        # The database of runs without a server (flows/cli/config.py), so that all share a history.
-        sqlite = {databases.VARIABLES["mlflow"][0]: f"sqlite:///{store / 'mlflow.db'}"}
+        # The database of runs without a server (flows/cli/composed.py): all share a history.
+        database = os.environ.get(MLFLOW_DATABASE) or f"sqlite:///{store / 'mlflow.db'}"
         hosts = [f"{LOOPBACK}:{port}", f"localhost:{port}"]
-        return Daemon(
-            "mlflow",
-            [tool("mlflow"), "server", "--host", LOOPBACK, "--port", str(port)]
-            + ["--workers", "1", "--artifacts-destination", str(store / "artifacts")]
-            + ["--allowed-hosts", ",".join(hosts)]
-            + ["--cors-allowed-origins", ",".join(f"http://{host}" for host in hosts)],
-            # Jobs are for GenAI scorers, which need nine more processes and 1.4 GB.
-            # A URL with a password does not belong into a command line.
-            self.environment()
-            | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-            | (databases.own_database("mlflow") or sqlite),
-            self.mlflow.answers,
-            port=port,
-        )
+        argv = [tool("mlflow"), "server", "--host", LOOPBACK, "--port", str(port)]
+        argv += ["--workers", "1", "--artifacts-destination", str(store / "artifacts")]
+        argv += ["--allowed-hosts", ",".join(hosts)]
+        argv += ["--cors-allowed-origins", ",".join(f"http://{host}" for host in hosts)]
+        # Jobs are for GenAI scorers, which need nine more processes and 1.4 GB.
+        # A URL with a password does not belong into a command line.
+        server = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", MLFLOW_DATABASE: database}
+        env = self.environment() | server
+        return Daemon("mlflow", argv, env, self.mlflow.answers, port=port)
 
     def _worker(self) -> Daemon:
-        return Daemon(
-            "worker",
-            [tool("prefect"), "worker", "start", "--pool", POOL]
-            + ["--type", "process", "--limit", "1"],
-            self._tracking() | self.environment(),
-            self.worker_is_online,
-        )
+        argv = [tool("prefect"), "worker", "start", "--pool", POOL, "--type", "process"]
+        env = self._tracking() | self.environment()
+        return Daemon("worker", [*argv, "--limit", "1"], env, self.worker_is_online)
 
     def _tracking(self) -> dict[str, str]:
         """Return the setting that sends runs to MLflow's server, unless SQLite has its records."""
-        return {TRACKING: self.mlflow.url} if databases.url_of("mlflow") else {}
+        return {TRACKING: self.mlflow.url} if os.environ.get(MLFLOW_DATABASE) else {}
 
     def worker_is_online(self) -> bool:
         """Return True if the worker polls the pool; workers of an earlier `up` do not count."""
@@ -170,51 +164,75 @@ class Services:
                 if name not in before:
                     stop(name, self.home, grace_s=STOP_S)
             raise
-        lines = [
-            self._line(name, "runs already" if name in before else "started") for name in NAMES
-        ]
-        return [*lines, *self._pages()]
+        return self.status()
 
     def _start(self) -> None:
-        if record_of("prefect", self.home) is None:
-            self._write_login()
-            databases.remember(self.home)
-        elif not self.auth:
-            raise PlumblineError(
-                f"the Prefect server that runs has no login in {self.home / CLIENT_SETTINGS}",
-                hint="make down, then make up",
-            )
+        self.home.mkdir(parents=True, exist_ok=True)
+        self.home.chmod(0o700)
+        # The login's string is made once for a folder of runs.
+        auth = self.auth or f"plumbline:{secrets.token_urlsafe(32)}"
+        write_client_settings(self.home, {URL: self.prefect.url, AUTH: auth, **self._tracking()})
         *servers, worker = self.daemons()
         for daemon in servers:  # at the same time, since both import for seconds
             start(daemon, self.home, PROJECT)
         for daemon in servers:
             wait_ready(daemon, self.home)
-        make_pool(self.prefect)
+        self._make_pool()
         if record_of("worker", self.home) is None:
             bury_the_dead(self.prefect, of_deployments=True)  # they would hold the only slot
+            with contextlib.suppress(BusyError), hold(self.runs, alone=True):
+                bury_the_dead(self.prefect)  # no run of a terminal goes on
         start(worker, self.home, PROJECT)
         wait_ready(worker, self.home)
 
-    def _write_login(self) -> None:
-        """Write the login of the Prefect server; its string is made once for a folder of runs."""
-        self.home.mkdir(parents=True, exist_ok=True)
-        self.home.chmod(0o700)
-        auth = self.auth or f"plumbline:{secrets.token_urlsafe(32)}"
-        write_client_settings(self.home, {URL: self.prefect.url, AUTH: auth, **self._tracking()})
+    def _make_pool(self) -> None:
+        """Create or update the work pool: one run at a time on this machine.
+
+        Its template has no job variables. Prefect's own one has `command`, `env` and `working_dir`,
+        with which a flow run of any deployment could run any command.
+        """
+        template = json.loads(Path(__file__).with_name("work_pool.json").read_text())
+        settings = {"base_job_template": template, "concurrency_limit": 1}
+        if self.prefect.get(f"/work_pools/{POOL}") is None:
+            self.prefect.post("/work_pools/", {"name": POOL, "type": "process", **settings})
+        else:
+            self.prefect.call("PATCH", f"/work_pools/{POOL}", settings)
 
     def deploy(self) -> list[str]:
-        """Register the deployments of infra/prefect.yaml with the running server.
+        """Register the deployments of infra/prefect.yaml, and the alarm, with the running server.
 
         Returns:
-            One line for each deployment and the alarm, and the command that starts a run.
+            Lines about the alarm, and about how to start a run.
 
         Raises:
-            PlumblineError: there is no server, or Prefect refused a deployment.
+            PlumblineError: there is no server, or Prefect refused.
         """
         if record_of("prefect", self.home) is None or not self.prefect.answers():
             raise PlumblineError(f"no Prefect server at {self.prefect.url}", hint="make up")
-        lines = register(self.prefect, self.home, self.environment())
-        return [*lines[:-1], apply(self.prefect), lines[-1]]
+        words = ["--no-prompt", "deploy", "--all", "--prefect-file", "infra/prefect.yaml"]
+        self._run(tool("prefect"), *words)
+        alarm = self._run(sys.executable, "-m", "infra.servers.automations")
+        login = shlex.quote(str(self.home / CLIENT_SETTINGS))
+        run = f"{shlex.quote(tool('prefect'))} deployment run rlhf/rlhf-qlora"
+        return [*alarm, f"start    . {login} && {run} -p 'overrides=[\"+exp=qlora\"]'"]
+
+    def _run(self, *argv: str) -> list[str]:
+        """Run a command that talks to our server. Returns the lines of its output."""
+        done = subprocess.run(
+            argv,
+            cwd=PROJECT,
+            env=self.environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise PlumblineError(
+                f"{shlex.join(argv)} ended with status {done.returncode}",
+                details=(done.stdout + done.stderr).splitlines()[-20:],
+            )
+        return done.stdout.splitlines()
 
     def down(self) -> list[str]:
         """Stop what `up` has started. Returns one line for each service, and for ended runs."""
@@ -230,34 +248,23 @@ class Services:
 
     def status(self) -> list[str]:
         """Return one line for each service, and their pages if they run."""
-        running = {name for name in NAMES if record_of(name, self.home)}
-        lines = [
-            self._line(name, "runs" if name in running else "is not running") for name in NAMES
-        ]
-        return [*lines, *(self._pages() if len(running) == len(NAMES) else [])]
-
-    def _pages(self) -> list[str]:
-        page = self.prefect.url.replace("/api", "/runs")
-        return [
-            f"login    {AUTH} in {self.home / CLIENT_SETTINGS}",
-            f"pages    {page}  {runs_page(self.mlflow)}",
-        ]
-
-    def _line(self, name: str, state: str) -> str:
-        record = record_of(name, self.home)
-        places = {"prefect": self.prefect.url.removesuffix("/api"), "mlflow": self.mlflow.url}
-        where = f"pid {record.pid}  {places.get(name, f'pool {POOL}')}" if record else ""
-        return f"{name:8} {state:14} {where}".rstrip()
+        places = {"prefect": self.prefect.url, "mlflow": self.mlflow.url, "worker": f"pool {POOL}"}
+        lines, running = [], 0
+        for name in NAMES:
+            record = record_of(name, self.home)
+            running += record is not None
+            where = f"runs, pid {record.pid}  {places[name]}" if record else "is not running"
+            lines.append(f"{name:8} {where}")
+        if running == len(NAMES):
+            page = self.prefect.url.replace("/api", "/runs")
+            lines.append(f"login    {AUTH} in {self.home / CLIENT_SETTINGS}")
+            lines.append(f"pages    {page}  {runs_page(self.mlflow)}")
+        return lines
 
 
-def _port(variable: str, name: str, home: Path) -> int:
-    """Return the port of the variable, or that of the running service, or the default."""
-    record = record_of(name, home)
-    usual = record.port if record and record.port else PORTS[name]
-    text = os.environ.get(variable) or str(usual)
-    if not text.isdecimal() or not 0 < int(text) < 65536:
-        raise PlumblineError(f"{variable}={text} is not a port", hint=f"{variable}={PORTS[name]}")
-    return int(text)
+def tool(name: str) -> str:
+    """Return the path of a command in this Python's environment; PATH may have another one."""
+    return str(Path(sys.executable).with_name(name))
 
 
 def services_of_environment() -> Services:
@@ -269,8 +276,19 @@ def services_of_environment() -> Services:
     runs = Path(os.environ.get("PLUMBLINE_RUNS") or PROJECT / "runs").resolve()
     os.environ.pop(URL, None)  # these commands use our server only
     bootstrap(PROJECT, runs)
-    home = runs / "services"
-    return Services(runs, *(_port(f"{name.upper()}_PORT", name, home) for name in PORTS))
+    return Services(runs, _port("prefect", runs), _port("mlflow", runs))
+
+
+def _port(name: str, runs: Path) -> int:
+    """Return the port of the running service, or that of its variable, or the default."""
+    record = record_of(name, services_of(runs))
+    if record and record.port:
+        return record.port
+    variable = f"{name.upper()}_PORT"
+    text = os.environ.get(variable) or str(PORTS[name])
+    if not text.isdecimal():
+        raise PlumblineError(f"{variable}={text} is not a port", hint=f"{variable}={PORTS[name]}")
+    return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

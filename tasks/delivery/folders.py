@@ -16,8 +16,8 @@ from tasks.core.errors import ArtifactError, first_and_more
 from tasks.core.files import copy_file
 from tasks.core.private import open_up
 from tasks.pipeline.artifact import SIGNATURE, Artifact, intact, open_artifact
+from tasks.pipeline.locks import staging
 from tasks.pipeline.signature import sign
-from tasks.pipeline.staging import staging
 from tasks.release.model_card import write_card
 from tasks.weights.files.documents import MANIFEST, read_manifest
 

@@ -1,6 +1,6 @@
 """Artifacts: directories that one stage publishes and the next one reads.
 
-    with staging(final) as work:      # a hidden folder beside `final`; see `staging.py`
+    with staging(final) as work:      # a hidden folder beside `final`; see `locks.py`
         ...write files into work...
         publish(work, final, origin)
 
@@ -27,8 +27,8 @@ from blake3 import blake3
 from tasks.core.disk import file_stats, flush, flush_tree, write_refused
 from tasks.core.errors import ArtifactError
 from tasks.core.redaction import redacted
-from tasks.pipeline.staging import staging as staging
-from tasks.pipeline.staging import sweep as sweep
+from tasks.pipeline.locks import staging as staging
+from tasks.pipeline.locks import sweep as sweep
 from tasks.weights.files.documents import manifest_problem, read_json
 from tasks.weights.files.header import Header, read_header
 

@@ -8,14 +8,15 @@ point in time. Kept, whatever their age, are:
 * what a run that failed or was killed has used, for three days;
 * everything that a kept artifact was made from.
 
-Not touched: the databases and files of MLflow and Prefect, the outbox, reports of runs, logs of
-servers. `removal.py` removes what is in a plan.
+Not touched: the databases and files of MLflow and Prefect, reports of runs, logs of servers.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -26,35 +27,41 @@ import yaml
 from tasks.core.errors import ArtifactError
 from tasks.core.redaction import redact
 from tasks.pipeline.artifact import MANIFEST, read_manifest
-from tasks.pipeline.removal import Item, half_removed, items_of
-from tasks.pipeline.staging import abandoned
+from tasks.pipeline.locks import abandoned
 
 REGISTERED, RECENT, RESUMABLE = "registered", "recent", "resumable"
 UNREADABLE = "manifest unreadable"
 DAY_S = 86400.0
-KEPT_S = 3 * 24 * 3600.0
+KEPT_S = 3 * DAY_S
 """Seconds for which an interrupted run may go on."""
 _RUN = re.compile(r"(\d{8}-\d{6})-\w+")
 _NAMED = re.compile(r"\bartifacts/([a-z_]+/[0-9a-f]{20})\b")
+_PLACES = ("artifacts/*", "checkpoints", "logs", "cache/tokens")
+"""Folders, relative to that of the runs, whose entries are removed."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A published artifact.
-
-    Attributes:
-        path: its folder.
-        kind: kind of artifact.
-        digest: its digest.
-        inputs: digests of its inputs by role.
-        used: last use, in seconds since the epoch.
-    """
+    """A published artifact: its folder, kind, digest, digests of its inputs by role, last use."""
 
     path: Path
     kind: str
     digest: str
     inputs: Mapping[str, str]
     used: float
+
+
+@dataclass(frozen=True)
+class Item:
+    """A folder to remove: its sort, such as "served" or "checkpoints", its last use, its bytes.
+
+    A file with several links counts in the first item that has it.
+    """
+
+    what: str
+    path: Path
+    used: float
+    freed: int
 
 
 @dataclass(frozen=True)
@@ -65,13 +72,107 @@ class Plan:
         items: folders to remove; what was made from others comes first.
         kept: reason by artifact: registered, resumable, recent or manifest unreadable.
         checkpoints: checkpoint folders of unfinished trainings, which stay.
-        records: files in `artifacts/.seen` of which no artifact is left.
     """
 
     items: tuple[Item, ...]
     kept: Mapping[Path, str]
     checkpoints: tuple[Path, ...]
-    records: tuple[Path, ...]
+
+
+def plan(
+    runs: Path,
+    registered: Iterable[tuple[str, str]],
+    tracking_uri: str,
+    *,
+    now: float,
+    keep: int | None = None,
+    days: float | None = None,
+    unfinished: bool = False,
+) -> Plan:
+    """Decide what to remove. Writes nothing.
+
+    Args:
+        runs: `paths.runs`.
+        registered: path and digest of every registered version.
+        tracking_uri: MLflow that listed them. A model that a run has registered elsewhere is kept;
+            empty if no MLflow was asked.
+        now: the current time, in seconds since the epoch.
+        keep: see `since`.
+        days: see `since`.
+        unfinished: True to remove old folders that only an unfinished run needs, too.
+
+    Raises:
+        ArtifactError: the manifest of a registered model cannot be read, so that nobody knows what
+            it was made from.
+    """
+    starts = dict(_starts(runs))
+    limit = since(starts.values(), now, keep, days)
+    stored, broken = stored_in(runs / "artifacts")
+    training, old = _checkpoints(runs, limit, unfinished)
+    roots = dict.fromkeys(_registered(stored, broken, registered), REGISTERED)
+    for reason, texts in (
+        (REGISTERED, _registered_elsewhere(runs, tracking_uri)),
+        (RESUMABLE, (_text(folder / "job.json") for folder in training)),
+    ):
+        for text in texts:
+            for match in _NAMED.finditer(text):
+                roots.setdefault(runs / "artifacts" / match[1], reason)
+    resumable = limit if unfinished else min([limit, *_interrupted(runs, starts, now)])
+    for each in stored:
+        if each.used >= resumable:
+            roots.setdefault(each.path, RECENT if each.used >= limit else RESUMABLE)
+    kept = needed(stored, roots) | dict.fromkeys(broken, UNREADABLE)
+    gone = sorted((each for each in stored if each.path not in kept), key=lambda each: -each.used)
+    left = abandoned(path for place in _PLACES for path in sorted(runs.glob(f"{place}/.*.tmp")))
+    logs = ((runs / "logs" / name, start) for name, start in sorted(starts.items()))
+    tokens = ((path, _mtime(path)) for path in sorted((runs / "cache" / "tokens").glob("[!.]*")))
+    items = _items(
+        [
+            *(("interrupted", path, _mtime(path)) for path in left),
+            *(("checkpoints", path, used) for path, used in old),
+            *((each.kind, each.path, each.used) for each in gone),
+            *(("logs", path, used) for path, used in logs if used < limit and path.is_dir()),
+            *(("tokens", path, used) for path, used in tokens if used < limit),
+        ]
+    )
+    return Plan(items, kept, tuple(training))
+
+
+def remove(planned: Plan) -> None:
+    """Remove the folders of a plan, while no other process uses the folder of runs.
+
+    Each is renamed first, so that a kill leaves no half artifact; the next prune removes the rest.
+
+    Raises:
+        ArtifactError: a folder cannot be removed. The others are.
+    """
+    problems: list[str] = []
+    for item in planned.items:
+        hidden = item.path.with_name(f".{item.path.name.strip('.')}.{os.getpid()}.tmp")
+        try:
+            item.path.rename(hidden)
+            shutil.rmtree(hidden)
+        except OSError as error:
+            problems.append(f"{item.path}: {error.strerror}")
+    if problems:
+        raise ArtifactError(f"cannot remove {problems[0]}", details=problems)
+
+
+def since(starts: Iterable[float], now: float, keep: int | None, days: float | None) -> float:
+    """Return the time since which everything is kept, in seconds since the epoch.
+
+    Args:
+        starts: start of each run.
+        keep: number of the newest runs to keep; None for no such limit.
+        days: everything of so many days is kept; None for no such limit.
+    """
+    limits = [now]
+    if keep:
+        newest = sorted(starts, reverse=True)[:keep]
+        limits.append(newest[-1] if len(newest) == keep else 0.0)
+    if days is not None:
+        limits.append(now - days * DAY_S)
+    return min(limits)
 
 
 def needed(stored: Sequence[Stored], roots: Mapping[Path, str]) -> dict[Path, str]:
@@ -97,102 +198,6 @@ def needed(stored: Sequence[Stored], roots: Mapping[Path, str]) -> dict[Path, st
     return reasons
 
 
-def since(starts: Iterable[float], now: float, keep: int | None, days: float | None) -> float:
-    """Return the time since which everything is kept, in seconds since the epoch.
-
-    Args:
-        starts: start of each run.
-        keep: number of the newest runs to keep; None for no such limit.
-        days: everything of so many days is kept; None for no such limit.
-    """
-    limits = [now]
-    if keep:
-        newest = sorted(starts, reverse=True)[:keep]
-        limits.append(newest[-1] if len(newest) == keep else 0.0)
-    if days is not None:
-        limits.append(now - days * DAY_S)
-    return min(limits)
-
-
-def plan(
-    runs: Path,
-    registered: Iterable[tuple[str, str]],
-    tracking_uri: str,
-    *,
-    now: float,
-    keep: int | None = None,
-    days: float | None = None,
-    unfinished: bool = False,
-) -> Plan:
-    """Decide what to remove. Writes nothing.
-
-    Args:
-        runs: `paths.runs`.
-        tracking_uri: MLflow that listed them. A model that a run has registered elsewhere is kept;
-            empty if no MLflow was asked.
-        now: the current time, in seconds since the epoch.
-        keep: see `since`.
-        days: see `since`.
-        unfinished: True to remove old folders that only an unfinished run needs, too.
-
-    Raises:
-        ArtifactError: the manifest of a registered model cannot be read, so that nobody knows what
-            it was made from.
-    """
-    starts = dict(_starts(runs))
-    limit = since(starts.values(), now, keep, days)
-    stored, broken = stored_in(runs / "artifacts")
-    staying, old = _checkpoints(runs, limit, unfinished)
-    roots: dict[Path, str] = {}
-    for path in _registered(stored, broken, list(registered)):
-        roots.setdefault(path, REGISTERED)
-    for reason, texts in (
-        (REGISTERED, _registered_elsewhere(runs, tracking_uri)),
-        (RESUMABLE, (_text(folder / "job.json") for folder in staying)),
-        (RECENT, _texts(runs, (name for name, start in starts.items() if start >= limit))),
-    ):
-        for text in texts:
-            for match in _NAMED.finditer(text):
-                roots.setdefault(runs / "artifacts" / match[1], reason)
-    may_go_on = min(limit, *(() if unfinished else _interrupted(runs, starts, now)), now)
-    for each in stored:
-        if each.used >= may_go_on:
-            roots.setdefault(each.path, RECENT if each.used >= limit else RESUMABLE)
-    kept = needed(stored, roots) | dict.fromkeys(broken, UNREADABLE)
-    gone = sorted((each for each in stored if each.path not in kept), key=lambda each: -each.used)
-    items = items_of(
-        [
-            *(("interrupted prune", path, _mtime(path)) for path in half_removed(runs)),
-            *(("staging", path, _mtime(path)) for path in abandoned(runs / "artifacts")),
-            *(("checkpoints", path, used) for path, used in old),
-            *((each.kind, each.path, each.used) for each in gone),
-            *_entries(runs / "logs", "logs", limit, starts),
-            *_entries(runs / "cache" / "tokens", "tokens", limit),
-        ]
-    )
-    digests = {each.digest for each in stored if each.path in kept}
-    seen = (runs / "artifacts" / ".seen").glob("*.json")
-    records = tuple(path for path in seen if path.stem not in digests)
-    return Plan(items, kept, tuple(staying), records if not broken else ())
-
-
-def _registered(
-    stored: Sequence[Stored], broken: Sequence[Path], versions: Sequence[tuple[str, str]]
-) -> Iterator[Path]:
-    """Yield the artifacts of registered versions, by path or digest: a folder may have moved."""
-    paths = {Path(path).resolve() for path, _ in versions if path}
-    digests = {digest for _, digest in versions if digest}
-    if unclear := [path for path in broken if path.resolve() in paths]:
-        raise ArtifactError(
-            f"{unclear[0]}: a registered model, and its manifest cannot be read",
-            details=[*map(str, unclear)],
-            hint="restore the folder, or delete the version in MLflow",
-        )
-    for each in stored:
-        if each.path.resolve() in paths or each.digest in digests:
-            yield each.path
-
-
 def stored_in(store: Path) -> tuple[list[Stored], list[Path]]:
     """Return the artifacts, and the folders whose manifest cannot be read."""
     stored, broken = [], []
@@ -202,14 +207,42 @@ def stored_in(store: Path) -> tuple[list[Stored], list[Path]]:
         except ArtifactError:
             broken.append(path)
             continue
-        used = _last_use(path, store / ".seen" / f"{document['digest']}.json")
+        record = store / ".seen" / f"{document['digest']}.json"  # `intact` touches it
+        used = max(_mtime(file) for file in (record, path / MANIFEST) if file.is_file())
         stored.append(Stored(path, document["kind"], document["digest"], document["inputs"], used))
     return stored, broken
 
 
-def _last_use(path: Path, record: Path) -> float:
-    """Return when a run has made or reused an artifact; `intact` touches its record."""
-    return max(_mtime(file) for file in (record, path / MANIFEST) if file.is_file())
+def _registered(
+    stored: Sequence[Stored], broken: Sequence[Path], registered: Iterable[tuple[str, str]]
+) -> Iterator[Path]:
+    """Yield the artifacts of registered versions, by path or digest: a folder may have moved."""
+    versions = list(registered)
+    paths = {Path(path).resolve() for path, _ in versions if path}
+    digests = {digest for _, digest in versions if digest}
+    if unclear := [path for path in broken if path.resolve() in paths]:
+        raise ArtifactError(
+            f"{unclear[0]}: a registered model, and its manifest cannot be read",
+            hint="restore the folder, or delete the version in MLflow",
+        )
+    for each in stored:
+        if each.path.resolve() in paths or each.digest in digests:
+            yield each.path
+
+
+def _registered_elsewhere(runs: Path, uri: str) -> Iterator[str]:
+    """Yield the summaries of runs that registered a model with another MLflow server."""
+    default = f"sqlite:///{runs / 'mlflow' / 'mlflow.db'}"
+    for folder in sorted((runs / "reports").glob("[!.]*")):
+        summary = _text(folder / "summary.json")
+        try:
+            if not (json.loads(summary or "{}").get("gate") or {}).get("version"):
+                continue
+            recorded = yaml.safe_load(_text(folder / "config.yaml"))["tracking"]["uri"] or default
+        except (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
+            recorded = ""  # damaged: its model may be registered anywhere
+        if recorded != redact(uri):
+            yield summary
 
 
 def _starts(runs: Path) -> Iterator[tuple[str, float]]:
@@ -229,56 +262,36 @@ def _interrupted(runs: Path, starts: Mapping[str, float], now: float) -> Iterato
                 yield start
 
 
-def _text(path: Path) -> str:
-    return path.read_text(errors="replace") if path.is_file() else ""
-
-
-def _texts(runs: Path, names: Iterable[str]) -> Iterator[str]:
-    for name in names:
-        yield _text(runs / "reports" / name / "summary.json")
-        yield _text(runs / "reports" / name / "config.yaml")
-
-
-def _mtime(path: Path) -> float:
-    return path.lstat().st_mtime
-
-
-def _registered_elsewhere(runs: Path, uri: str) -> Iterator[str]:
-    """Yield the summaries of runs that registered a model with another MLflow server."""
-    default = f"sqlite:///{runs / 'mlflow' / 'mlflow.db'}"
-    for folder in sorted((runs / "reports").glob("[!.]*")):
-        summary, config = _texts(runs, [folder.name])
-        try:
-            if not (json.loads(summary or "{}").get("gate") or {}).get("version"):
-                continue
-            recorded = (yaml.safe_load(config) or {})["tracking"]["uri"] or default
-        except (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
-            recorded = ""  # damaged: its model may be registered anywhere
-        if recorded != redact(uri):
-            yield summary
-
-
 def _checkpoints(
     runs: Path, limit: float, unfinished: bool
 ) -> tuple[list[Path], list[tuple[Path, float]]]:
     """Return the folders that an unfinished training needs, and the old ones of the others."""
-    staying, old = [], []
+    training, old = [], []
     for folder in sorted((runs / "checkpoints").glob("[!.]*")):
         used = max(_mtime(path) for path in (folder, *folder.iterdir()))
         finished = (runs / "artifacts" / "shards" / folder.name / MANIFEST).is_file()
         resumable = not finished and any(folder.glob("step-????????"))
         if resumable and (used >= limit or not unfinished):
-            staying.append(folder)
+            training.append(folder)
         elif used < limit:
             old.append((folder, used))
-    return staying, old
+    return training, old
 
 
-def _entries(
-    root: Path, what: str, limit: float, times: Mapping[str, float] | None = None
-) -> Iterator[tuple[str, Path, float]]:
-    """Yield the old folders in `root`; `times` has the times of those that may go."""
-    for path in sorted(root.glob("[!.]*")):
-        used = _mtime(path) if times is None else times.get(path.name, limit)
-        if used < limit and path.is_dir():
-            yield what, path, used
+def _items(folders: Iterable[tuple[str, Path, float]]) -> tuple[Item, ...]:
+    """Return the items of folders, each given as sort, path and last use."""
+    counted: set[int] = set()
+    items = []
+    for what, path, used in folders:
+        sizes = {file.lstat().st_ino: file.lstat().st_size for file in path.rglob("*")}
+        items.append(Item(what, path, used, sum(sizes[n] for n in sizes.keys() - counted)))
+        counted |= sizes.keys()
+    return tuple(items)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.is_file() else ""
+
+
+def _mtime(path: Path) -> float:
+    return path.lstat().st_mtime

@@ -27,10 +27,9 @@ from tasks.core.contract import Check, require
 from tasks.core.disk import disk_full_named
 from tasks.core.errors import ArtifactError, PlumblineError, StageProcessError
 from tasks.pipeline.artifact import Artifact, Origin, intact, open_artifact, publish, remember
-from tasks.pipeline.locks import FOREVER, Needs, Patience, reuse_or_own, share
+from tasks.pipeline.locks import FOREVER, Needs, Patience, staging
 from tasks.pipeline.report import FlowTracker, StageRecord, StageReport, StageResult
-from tasks.pipeline.source_closure import PACKAGES, source_digest
-from tasks.pipeline.staging import staging
+from tasks.pipeline.source_digest import source_digest
 from tasks.process.deadline import deadline
 
 CONTRACT = "contract.json"
@@ -48,8 +47,8 @@ Observe = Callable[
 ]
 """(record of the stage, its log) -> a context whose value receives the child's events."""
 
-Call = Callable[[str, Callable[[Any], StageResult], Mapping[str, Artifact]], StageResult]
-"""(name of the stage, its work, its inputs by role) -> the result; calls `work(log)`."""
+Call = Callable[[str, Callable[[Any], Any], Mapping[str, Artifact]], Any]
+"""(name of the stage, its work, its inputs by role) -> the result of `work(log)`."""
 
 
 @dataclass(frozen=True)
@@ -59,25 +58,14 @@ class Stage:
     Attributes:
         name: name of the stage, such as "merge".
         kind: kind of artifact it publishes.
-        code: modules that the stage starts from. Their source and that of all modules that they
-            import is part of the key.
         stack: distributions whose versions are part of the key.
-        without: packages that `code` names but this stage never runs.
         needs: devices that it computes on, which other runs must not use meanwhile.
     """
 
     name: str
     kind: str
-    code: tuple[str, ...]
     stack: tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
     needs: Needs = Needs.DEVICE
-
-    def require_covers(self, function: Callable[..., Any]) -> None:
-        """Raise PlumblineError if the stage's key does not cover the module of `function`."""
-        starts_in = function.__module__
-        if starts_in.startswith(PACKAGES) and starts_in not in self.code:
-            raise PlumblineError(f"{self.name} runs {starts_in}; its code names {self.code}")
 
     def versions(self) -> dict[str, str]:
         """Return the installed version of each distribution of `stack`, or "absent"."""
@@ -90,7 +78,7 @@ class Stage:
             self.kind,
             dict(config),
             {role: artifact.digest for role, artifact in inputs.items()},
-            source_digest(self.code, without=self.without),
+            source_digest(),
             self.versions(),
         ]
         text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
@@ -169,10 +157,8 @@ class Mechanism:
                 not have come to it.
 
         Raises:
-            PlumblineError: the stage's key does not cover the module of `function`, or the stage
-                failed.
+            PlumblineError: the stage failed.
         """
-        stage.require_covers(function)
         final = self.store / stage.kind / stage.key(plain(config), inputs)
         origin = Origin(
             kind=stage.kind,
@@ -187,24 +173,25 @@ class Mechanism:
 
         def work(log: Any) -> StageResult:
             started = time.monotonic()
+            reuse = partial(self._reused, name, final, stage, log)
             with self._stage_named(name), self.tracker.stage(name, origin) as run:
-                forced = {name, stage.name} & self.force
-                find = None if forced else partial(self._reusable, final, stage, log)
-                reused = reuse_or_own(final, find, self.patience)
-                if reused is not None:
-                    result = _recall(name, reused)
-                    log.info("%s: reusing %s", name, final)
-                else:
-                    arguments = {role: artifact.path for role, artifact in inputs.items()}
-                    arguments |= {**config, **(context or {}), "log": log}
+                arguments = {role: artifact.path for role, artifact in inputs.items()}
+                arguments |= {**config, **(context or {}), "log": log}
+
+                def make(out: Path) -> StageResult:
                     limit = f"{stage.name}_s"
                     with (
                         self.devices(stage.needs),
                         self._observed(observe, run, arguments),
                         deadline(name, f"timeouts.{limit}", self.timeouts.get(limit)),
+                        disk_full_named(final),
                     ):
-                        result = self._execute(name, function, final, origin, arguments, run)
-                    share(final, self.patience)
+                        return self._execute(name, function, out, final, origin, arguments, run)
+
+                if {name, stage.name} & self.force:
+                    result = self._made(final, make, lambda: None)
+                else:
+                    result = reuse() or self._made(final, make, reuse)
                 result = replace(result, seconds=round(time.monotonic() - started, 2))
                 run.finish(result.artifact, result.metrics, reused=result.reused)
             return result
@@ -239,7 +226,20 @@ class Mechanism:
             arguments["on_event"] = lambda event: [see(event) for see in (self.on_event, shown)]
             yield
 
-    def _reusable(self, final: Path, stage: Stage, log: Any) -> Artifact | None:
+    def _made(
+        self,
+        final: Path,
+        make: Callable[[Path], StageResult],
+        reuse: Callable[[], StageResult | None],
+    ) -> StageResult:
+        """Make an artifact, or return what another run has made of it while this one waited."""
+        before = _inode(final)
+        with staging(final, self.patience) as out:
+            theirs = reuse() if _inode(final) != before else None
+            return theirs or make(out)
+
+    def _reused(self, name: str, final: Path, stage: Stage, log: Any) -> StageResult | None:
+        """Return the result of an earlier run; None if there is none, or it was altered."""
         if not final.exists():
             return None
         try:
@@ -247,42 +247,44 @@ class Mechanism:
             problems = intact(artifact, self.store / ".seen")
         except ArtifactError as error:
             problems = [error.message, *error.details]
-        if not problems:
-            return artifact
-        log.warning("%s: %s was altered, making it again: %s", stage.name, final, problems[0])
-        return None
+        if problems:
+            log.warning("%s: %s was altered, making it again: %s", stage.name, final, problems[0])
+            return None
+        log.info("%s: reusing %s", name, final)
+        notes = artifact.notes
+        verdicts = json.loads((final / CONTRACT).read_text())
+        checks = tuple(map(Check.read, verdicts))
+        return StageResult(name, artifact, True, 0.0, checks, notes["drift"], notes["metrics"])
 
     def _execute(
         self,
         name: str,
         function: Callable[..., StageReport],
+        out: Path,
         final: Path,
         origin: Origin,
         arguments: dict[str, Any],
         run: StageRecord,
     ) -> StageResult:
-        with disk_full_named(final), staging(final) as work:
-            report = function(work, **arguments)
-            if report.kind != origin.kind:
-                raise PlumblineError(f"{origin.stage} made {report.kind}, not {origin.kind}")
-            verdicts = [check.as_dict() for check in report.checks]
-            (work / CONTRACT).write_text(json.dumps(verdicts, indent=1) + "\n")
-            run.contract(verdicts)
-            require(report.checks, stage=origin.stage)
-            drift = asdict(report.drift) if report.drift else None
-            metrics = {key: float(value) for key, value in report.metrics.items()}
-            notes = {**report.notes, "drift": drift, "metrics": metrics}
-            run.details({"drift": drift, **report.notes})
-            artifact = publish(work, final, replace(origin, notes=notes), report.hashes)
-            remember(artifact, self.store / ".seen")
+        report = function(out, **arguments)
+        if report.kind != origin.kind:
+            raise PlumblineError(f"{origin.stage} made {report.kind}, not {origin.kind}")
+        verdicts = [check.as_dict() for check in report.checks]
+        (out / CONTRACT).write_text(json.dumps(verdicts, indent=1) + "\n")
+        run.contract(verdicts)
+        require(report.checks, stage=origin.stage)
+        drift = asdict(report.drift) if report.drift else None
+        metrics = {key: float(value) for key, value in report.metrics.items()}
+        notes = {**report.notes, "drift": drift, "metrics": metrics}
+        run.details({"drift": drift, **report.notes})
+        artifact = publish(out, final, replace(origin, notes=notes), report.hashes)
+        remember(artifact, self.store / ".seen")
         return StageResult(name, artifact, False, 0.0, tuple(report.checks), drift, metrics)
 
 
-def _recall(name: str, artifact: Artifact) -> StageResult:
-    notes = artifact.notes
-    verdicts = json.loads((artifact.path / CONTRACT).read_text())
-    checks = tuple(map(Check.read, verdicts))
-    return StageResult(name, artifact, True, 0.0, checks, notes["drift"], notes["metrics"])
+def _inode(path: Path) -> int:
+    """Return the inode of an artifact's folder, another one after each publication; 0 for none."""
+    return path.stat().st_ino if path.exists() else 0
 
 
 def plain(config: Mapping[str, Any]) -> dict[str, Any]:

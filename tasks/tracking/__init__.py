@@ -1,6 +1,6 @@
-"""Record flows and stages in MLflow and TensorBoard; a server that is gone delays records only.
+"""Record flows and stages in MLflow and TensorBoard; a server that is gone never stops a run.
 
-tracker       records of flows; `stage_run` those of one stage
-outbox        keeps records on disk, in order, and delivers them once; `journal` is its file
-mlflow_server sends them; with `mlflow_registry` the only code that knows MLflow
+tracker       records of flows and of their stages
+outbox        the thread that sends them
+mlflow_server the only code that knows MLflow, with `mlflow_registry`
 """

@@ -11,23 +11,22 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from importlib.metadata import version
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from tasks.core.disk import has_no_space
 from tasks.pipeline.report import Registered, RegisteredModel
-from tasks.tracking.journal import Record
 from tasks.tracking.mlflow_registry import (
     CHAMPION,
     Version,
     list_versions,
     register_version,
 )
-from tasks.tracking.outbox import RefusedError, UnreachableError, errors_of_mlflow
+from tasks.tracking.outbox import Record, RefusedError, UnreachableError, errors_of_mlflow
 
 RECORD = "plumbline.record"
 """Tag with our id of a run, by which a run is found that MLflow created but did not confirm."""
@@ -49,9 +48,9 @@ class Server:
     def __init__(self, uri: str, artifact_root: Path | None) -> None:
         for name, value in REQUESTS.items():
             os.environ.setdefault(name, value)
-        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
-        for name in ("alembic", "mlflow.pyfunc"):
+        for name in ("mlflow.store.db.utils", "alembic", "mlflow.pyfunc"):
             logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger("mlflow.system_metrics").setLevel(logging.ERROR)
         self.uri, self._artifact_root = uri, artifact_root
         self._experiments: dict[str, str] = {}
 
@@ -77,7 +76,7 @@ class Server:
         if self._artifact_root is not None and has_no_space(self._artifact_root):
             raise UnreachableError("the disk is full")
 
-    def send(self, records: list[Record], runs: dict[str, str], folder: Path) -> None:
+    def send(self, records: list[Record], runs: dict[str, str]) -> None:
         """Send the records of one run; see `tasks.tracking.outbox.Send`.
 
         Raises:
@@ -99,12 +98,19 @@ class Server:
                 self._log(run_id, tags=first["tags"])
             elif first["do"] == "input":
                 self._input(run_id, first)
+            elif first["do"] == "text":
+                self._client.log_text(run_id, first["text"], first["path"])
             elif first["do"] == "file":
-                parent = str(PurePosixPath(first["path"]).parent)
-                place = None if parent == "." else parent
-                self._client.log_artifact(run_id, str(folder / first["file"]), place)
+                self._client.log_artifact(run_id, first["file"])
             else:
                 self._client.set_terminated(run_id, first["status"], end_time=first["at"])
+
+    def sample_system(self, run_id: str) -> None:
+        """Let MLflow record the use of CPU, memory, network and GPUs until the run has ended."""
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+        if os.environ.get("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "true").lower() != "false":
+            SystemMetricsMonitor(run_id, tracking_uri=self.uri).start()
 
     def _start(self, record: Record, runs: Mapping[str, str]) -> str:
         """Create a run with its parameters and tags, or find it; return its id."""
@@ -218,27 +224,6 @@ class Server:
                 model_id=logged.model_id,
             )  # fmt: skip
         return int(created.version)
-
-
-def system_sampler() -> Callable[[], dict[str, float]]:
-    """Return a function that measures CPU, memory, network and GPUs, as MLflow names them."""
-    from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
-    from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
-    from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
-
-    monitors = [CPUMonitor(), NetworkMonitor()]
-    with contextlib.suppress(ImportError, RuntimeError):  # no GPU
-        monitors.append(GPUMonitor())
-
-    def sample() -> dict[str, float]:
-        values: dict[str, float] = {}
-        for monitor in monitors:
-            monitor.collect_metrics()
-            values |= {f"system/{k}": float(v) for k, v in monitor.aggregate_metrics().items()}
-            monitor.clear_metrics()
-        return values
-
-    return sample
 
 
 def _save_pyfunc(folder: Path, model: RegisteredModel, logged: Any) -> None:

@@ -1,8 +1,8 @@
-"""Deliver what a flow records in MLflow from a thread, so that the flow never waits for it.
+"""Send what a flow records to MLflow from a thread, so that the flow never waits for it.
 
-A record that MLflow has not confirmed is sent again, if need be by the next flow that uses the
-folder. Sending twice changes nothing: MLflow drops a metric with the same step, time and value, and
-runs are found again by a tag.
+Records wait in memory. What MLflow has not confirmed is sent again while the flow lives. Sending
+twice changes nothing: MLflow drops a metric with the same step, time and value, and runs are found
+again by a tag.
 """
 
 from __future__ import annotations
@@ -10,26 +10,29 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tasks.core.redaction import redact
-from tasks.tracking.journal import Journal, Record, left_behind, new_journal
 
 log = logging.getLogger(__name__)
 
+MOST_VALUES = 500
+"""Metrics of one request; MLflow allows 1000."""
 POLL_S = 2.0
 """Seconds between two deliveries: metrics of several steps are one request."""
 PAUSE_S = 5.0
 """Seconds after a failed delivery."""
 
-Send = Callable[[list[Record], dict[str, str], Path], None]
-"""(records of one run, MLflow's ids by ours, folder of the journal) -> nothing. Adds new ids."""
+Record = dict[str, Any]
+Send = Callable[[list[Record], dict[str, str]], None]
+"""(records of one run, MLflow's ids by ours) -> nothing. Adds new ids."""
 
 
 class UnreachableError(Exception):
-    """MLflow does not answer: the records stay in the journal."""
+    """MLflow does not answer: the records wait."""
 
 
 class RefusedError(Exception):
@@ -37,86 +40,63 @@ class RefusedError(Exception):
 
 
 class Outbox:
-    """Journal of one flow, and the thread that delivers it and those of dead flows.
+    """Records of one flow, and the thread that sends them.
 
     Args:
-        server: the server without its password, for messages and for the next flow.
+        server: the server without its password, for messages.
+        reports: folder in which the flow leaves its numbers in any case.
     """
 
-    def __init__(self, folder: Path, server: str, send: Send) -> None:
-        self._server, self._send = server, send
-        self._left = list(left_behind(folder, server))
-        self._journal = new_journal(folder, server)
+    def __init__(self, server: str, send: Send, reports: Path) -> None:
+        self._server, self._send, self._reports = server, send, reports
+        self._fresh: deque[Record] = deque()
+        self._waiting: deque[Record] = deque()  # of the thread alone
+        self.runs: dict[str, str] = {}
+        """MLflow's ids of runs by ours."""
+        self.problem = ""
+        """Why the last delivery failed; empty if it did not."""
+        self._refused = self._put = self._sent = 0
         self._changed = threading.Condition()
         self._is_asked = self._is_closing = False
         self._begun = self._ended = 0
-        self.problem = ""
-        """Why the last delivery failed; empty if it did not."""
-        self._is_full = False
         self._thread = threading.Thread(target=self._work, name="mlflow outbox", daemon=True)
         self._thread.start()
 
     def put(self, **record: Any) -> None:
-        """Add a record. Never raises: a run is worth more than its metrics."""
-        with self._no_space():
-            self._journal.append(record)
-
-    def put_file(self, run: str, name: str, write: Callable[[Path], object]) -> None:
-        """Add a file to upload."""
-        with self._no_space():
-            path = self._journal.new_file(Path(name).name)
-            write(path)
-            if path.is_file():
-                file = str(path.relative_to(self._journal.folder))
-                self._journal.append({"do": "file", "run": run, "path": name, "file": file})
-
-    @contextlib.contextmanager
-    def _no_space(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if not self._is_full:
-                log.warning("records for MLflow are lost: %s: %s", self._journal.folder, error)
-            self._is_full = True
-
-    def run_id(self, run: str) -> str:
-        """Return MLflow's id of a run; empty if MLflow has not got the run yet."""
-        return self._journal.runs.get(run, "")
+        """Add a record."""
+        self._put += 1
+        self._fresh.append(record)
 
     def wait(self, limit_s: float) -> bool:
         """Wait until one delivery has been tried. Returns True if MLflow has all earlier records.
 
         After `close` it does not wait: the summary of a failed flow asks then.
         """
-        end = self._journal.size()  # another thread samples the machine's load meanwhile
         with self._changed:
+            put = self._put
             if not self._is_closing:
                 wanted, self._is_asked = self._begun + 1, True
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._ended >= wanted, limit_s)
-        return not self.problem and self._journal.sent >= end
+        return self._sent >= put
 
     def report(self) -> str:
         """Return a line about what MLflow has not recorded; empty if it has everything."""
-        if self.problem:
+        if self._sent < self._put:
             return (
-                f"MLflow at {self._server} does not answer ({self.problem}): "
-                f"{self._journal.waiting()} records wait in {self._journal.folder}; the next run "
-                "with the same paths.runs and tracking.uri delivers them"
+                f"MLflow at {self._server} has not got {self._put - self._sent} records "
+                f"({self.problem or 'it is too slow'}); the numbers are in {self._reports}"
             )
-        if self._journal.refused:
-            return f"MLflow has refused {self._journal.refused} records; see the log of the run"
-        return "records for MLflow were lost: the disk is full" if self._is_full else ""
+        return f"MLflow has refused {self._refused} records" if self._refused else ""
 
     def close(self, limit_s: float) -> None:
-        """Deliver what is left, and end the thread."""
-        was_down = bool(self.problem)
+        """Send what is left, and end the thread."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
         self._thread.join(limit_s)
-        if self.problem and not was_down:
-            log.warning("%s", self.report())
+        if report := self.report():
+            log.warning("%s", report)
 
     def _work(self) -> None:
         is_last = False
@@ -126,51 +106,47 @@ class Outbox:
                 self._changed.wait_for(lambda: self._is_asked or self._is_closing, pause)
                 is_last, self._is_asked = self._is_closing, False
                 self._begun += 1
-            self._deliver_all()
+            try:
+                self._deliver()
+                self.problem = ""
+            except Exception as error:  # the thread must live as long as the flow
+                if not self.problem:
+                    what = "MLflow at %s does not answer (%s). The run goes on, and sends it later"
+                    log.warning(what, self._server, _reason(error))
+                self.problem = _reason(error)
             with self._changed:
                 self._ended += 1
                 self._changed.notify_all()
-        for journal in (self._journal, *self._left):
-            journal.close()
 
-    def _deliver_all(self) -> None:
-        try:
-            self._deliver(self._journal)
-        except Exception as error:  # a full disk, too: the thread must live as long as the flow
-            reason = _reason(error)
-            if not self.problem:
-                log.warning(
-                    "MLflow at %s does not answer (%s). The run goes on; its records are kept in "
-                    "%s and delivered when the server is back, or by the next run",
-                    self._server, reason, self._journal.folder,
-                )  # fmt: skip
-            self.problem = reason
-            return
-        if self.problem:
-            log.warning("MLflow at %s answers again; all records are delivered", self._server)
-        self.problem = ""
-        while self._left:
+    def _deliver(self) -> None:
+        while batch := self._batch():
             try:
-                self._deliver(self._left[0])
-            except Exception:  # it waits for the next flow
-                return
-            self._left.pop(0).close()
-
-    def _deliver(self, journal: Journal) -> None:
-        for batch, end in journal.batches():
-            try:
-                if batch[0]["do"] != "open":
-                    self._send(batch, journal.runs, journal.folder)
+                self._send(batch, self.runs)
             except RefusedError as error:
-                if not journal.refused:
-                    log.warning("MLflow refuses a record, which is left out: %s", error)
-                journal.refused += len(batch)
-            journal.delivered(end)
+                log.warning("MLflow refuses a record, which is left out: %s", error)
+                self._refused += len(batch)
+            for _ in batch:
+                self._waiting.popleft()
+            self._sent += len(batch)
+
+    def _batch(self) -> list[Record]:
+        """Return the oldest record, with the metrics of the same run that follow its metrics."""
+        while self._fresh:
+            self._waiting.append(self._fresh.popleft())
+        batch: list[Record] = []
+        values = 0
+        for record in self._waiting:
+            same = batch and record["do"] == "metrics" and record["run"] == batch[-1]["run"]
+            values += len(record.get("values", ()))
+            if batch and (not same or batch[-1]["do"] != "metrics" or values > MOST_VALUES):
+                break
+            batch.append(record)
+        return batch
 
 
 def _reason(error: BaseException) -> str:
     """Return an error in one line: that of the database, without the SQL that SQLAlchemy adds."""
-    lines = str(error).splitlines() or [type(error).__name__]
+    lines = redact(str(error)).splitlines() or [type(error).__name__]
     return next((line for line in lines if "Error) " in line), lines[0])
 
 
@@ -186,11 +162,10 @@ def errors_of_mlflow() -> Iterator[None]:
     except (UnreachableError, RefusedError):
         raise
     except Exception as error:
-        status = _status(error)
-        text = redact(str(error)).strip().splitlines() or [type(error).__name__]
+        status, reason = _status(error), _reason(error)[:300]
         if status is None or status >= 500 or status in _LATER:
-            raise UnreachableError(_cause(text[0], status)) from None
-        raise RefusedError(text[0][:300]) from None
+            raise UnreachableError(reason) from None
+        raise RefusedError(reason) from None
 
 
 def _status(error: Exception) -> int | None:
@@ -202,21 +177,3 @@ def _status(error: Exception) -> int | None:
         return int(response.status_code)
     outside = isinstance(error, OSError) or type(error).__module__.startswith("sqlalchemy")
     return None if outside else 400
-
-
-def _cause(text: str, status: int | None) -> str:
-    """Return the cause in a few words; texts of MLflow and requests quote it inside of theirs."""
-    for cause, words in (
-        ("refused", "nothing listens there"),
-        ("timed out", "no answer in time"),
-        ("timeout", "no answer in time"),
-        ("resolve", "there is no host of that name"),
-        ("aborted", "it has closed the connection"),
-        ("reset", "it has closed the connection"),
-        ("disk is full", "the disk is full"),
-    ):
-        if cause in text.lower():
-            return words
-    if status in _LATER:
-        return f"status {status}: {text[:120]}"
-    return text[:200]

@@ -1,49 +1,41 @@
-"""Record flows and stages in MLflow, through a journal on disk (`journal.py`, `outbox.py`).
+"""Record flows and stages in MLflow, and metrics in TensorBoard's event files.
 
 The flow opens one parent run and one child run per stage, and closes all of them. Recording never
-raises and never waits for a server: a run goes on if MLflow is gone, and the next run delivers what
-is left.
+raises and never waits for a server (`outbox.py`): a run goes on if MLflow is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
-import threading
+import json
+import math
+import re
+import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import PlumblineError, TrackingError
 from tasks.core.redaction import redact, redacted
-from tasks.pipeline.artifact import Origin
+from tasks.drift.verdict import NAMES as PRINTS
+from tasks.pipeline.artifact import MANIFEST, Artifact, Origin
 from tasks.pipeline.report import Registered, RegisteredModel
-from tasks.tracking.event_files import EventFile
-from tasks.tracking.journal import now
 from tasks.tracking.mlflow_registry import CHAMPION, Version
-from tasks.tracking.mlflow_server import Server, system_sampler
+from tasks.tracking.mlflow_server import Server
 from tasks.tracking.outbox import Outbox, RefusedError, UnreachableError
-from tasks.tracking.stage_run import StageRun as StageRun
-from tasks.tracking.stage_run import flatten as flatten
 
+_NAME = re.compile(r"[^A-Za-z0-9_\-./: ]+")
+_VALUE_LIMIT = 500
+_DIGEST_LIMIT = 36
+"""Longest digest of a dataset in MLflow."""
 _NOTE_LIMIT = 8000
 """Longest text of a tag in characters; MLflow would cut it in the middle of a word."""
 _DELIVER_S = 60.0
 """Time limit of a delivery if a server answers. If it does not, one attempt is made."""
-SAMPLE_S = 10.0
-"""Seconds between two samples of the machine's load."""
 _INTERRUPTED_S = 5.0
 """The same after Ctrl-C or SIGTERM, when a process has seconds left."""
-
-
-def _note(text: str) -> str:
-    """Cut a description to the length of a tag, at the end of a line."""
-    if len(text) <= _NOTE_LIMIT:
-        return text
-    more = "\n\n... and more, in the artifacts of this run\n"
-    return text[: _NOTE_LIMIT - len(more)].rpartition("\n")[0] + more
+_FLUSH_EVERY_S = 2.0
 
 
 class Tracker:
@@ -52,16 +44,20 @@ class Tracker:
     Args:
         experiment: name of the experiment; created if it does not exist.
         artifact_root: folder for logged files if `uri` is a database; None for a server.
-        outbox: folder for records that MLflow has not got yet.
+        reports: folder in which flows leave their numbers in any case, for messages.
         event_files: folder for TensorBoard's event files, by run and stage; None for none.
     """
 
     def __init__(
-        self, uri: str, experiment: str, artifact_root: Path | None, outbox: Path,
+        self,
+        uri: str,
+        experiment: str,
+        artifact_root: Path | None,
+        reports: Path,
         event_files: Path | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.uri, self._experiment = uri, experiment
-        self._folder, self._event_files = outbox, event_files
+        self._reports, self._event_files = reports, event_files
         self._server = Server(uri, artifact_root)
         self._outbox: Any = None  # an Outbox while `flow` runs
         self._id = ""
@@ -75,8 +71,7 @@ class Tracker:
     @property
     def run_id(self) -> str:
         """MLflow's id of the parent run; empty if MLflow has not got it yet."""
-        run_id: str = self._outbox.run_id(self._id) if self._outbox else ""
-        return run_id
+        return str(self._outbox.runs.get(self._id, "")) if self._outbox else ""
 
     @property
     def page(self) -> str:
@@ -88,17 +83,16 @@ class Tracker:
     def flow(
         self, name: str, config: Mapping[str, Any], text: str, tags: Mapping[str, str]
     ) -> Iterator[str]:
-        """Open the parent run while the block runs; it ends as FAILED or KILLED if that raises.
-
-        What dead flows have left in the outbox is delivered, and their runs end as KILLED.
-        """
-        self._outbox = Outbox(self._folder, redact(self.uri), self._server.send)
+        """Open the parent run while the block runs; it ends as FAILED or KILLED if that raises."""
+        self._outbox = Outbox(redact(self.uri), self._server.send, self._reports)
         limit_s = _DELIVER_S
         try:
             self._id = self._start(name, flatten(config), tags)
             StageRun(self._outbox, self._id).text("config.yaml", text)
-            with self._closing(self._id), self._sampled():
+            with self._closing(self._id):
                 self._outbox.wait(limit_s)
+                if self.run_id:
+                    self._server.sample_system(self.run_id)
                 yield self.run_id
         except Exception:
             raise
@@ -115,16 +109,12 @@ class Tracker:
         tags = {"stage": name, **inputs}
         local_id = self._start(name, flatten(origin.config), tags, parent=self._id)
         folder = self._event_files
-        event_file = EventFile(folder / (self.run_id or self._id) / name) if folder else None
-        with self._closing(local_id):
-            run = StageRun(self._outbox, local_id, event_file, self._datasets)
+        events = folder / (self.run_id or self._id) / name if folder else None
+        run = StageRun(self._outbox, local_id, events, self._datasets)
+        with self._closing(local_id), contextlib.closing(run):
             for digest in origin.inputs.values():
                 run.read(digest, "training" if origin.kind == "shards" else "evaluation")
-            try:
-                yield run
-            finally:
-                if event_file is not None:
-                    event_file.close()
+            yield run
 
     def log_parent(
         self, metrics: Mapping[str, float], files: Mapping[str, str], description: str = ""
@@ -141,8 +131,7 @@ class Tracker:
     def settle(self) -> str:
         """Deliver what waits. Returns a line about what MLflow has not recorded, or nothing."""
         self._outbox.wait(_DELIVER_S)
-        report: str = self._outbox.report()
-        return report
+        return str(self._outbox.report())
 
     def register(self, model: RegisteredModel, *, promote: bool = False) -> Registered:
         """Register a served folder as a model version. The version trained last is `candidate`.
@@ -183,41 +172,21 @@ class Tracker:
         except RefusedError as error:
             raise PlumblineError(f"MLflow refuses to register the model: {error}") from None
 
-    @contextlib.contextmanager
-    def _sampled(self) -> Iterator[None]:
-        """Record the use of CPU, memory, network and GPUs of this machine while the block runs."""
-        end = threading.Event()
-
-        def work() -> None:
-            with contextlib.suppress(Exception):  # a sensor is not worth a run
-                sample = system_sampler()
-                sample()  # the next one counts from here
-                pause = 1.0
-                for step in itertools.count():
-                    if end.wait(pause):
-                        return
-                    pause, values = SAMPLE_S, sample()
-                    self._outbox.put(do="metrics", run=self._id, values=values, step=step, at=now())
-
-        thread = threading.Thread(target=work, name="system metrics", daemon=True)
-        if os.environ.get("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "true").lower() != "false":
-            thread.start()
-        try:
-            yield
-        finally:
-            end.set()
-            if thread.is_alive():
-                thread.join(1.0)
-
     def _start(
         self, name: str, params: Mapping[str, str], tags: Mapping[str, str], parent: str = ""
     ) -> str:
         """Record the start of a run, and return our id of it."""
         local_id = uuid.uuid4().hex
         self._outbox.put(
-            do="start", run=local_id, parent=parent, name=redact(name),
-            experiment=self._experiment, params=params, tags=redacted(dict(tags)), at=now(),
-        )  # fmt: skip
+            do="start",
+            run=local_id,
+            parent=parent,
+            name=redact(name),
+            experiment=self._experiment,
+            params=params,
+            tags=redacted(dict(tags)),
+            at=now(),
+        )
         return local_id
 
     @contextlib.contextmanager
@@ -231,3 +200,152 @@ class Tracker:
             raise
         finally:
             self._outbox.put(do="end", run=local_id, status=status, at=now())
+
+
+class StageRun:
+    """MLflow run of one stage, a `StageRecord`.
+
+    Args:
+        events: folder of TensorBoard's event file; None for none.
+        datasets: what MLflow shows of the datasets of the flow, by digest.
+    """
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        local_id: str,
+        events: Path | None = None,
+        datasets: dict[str, dict[str, str]] | None = None,
+    ) -> None:
+        self._outbox, self._id, self._events = outbox, local_id, events
+        self._datasets = {} if datasets is None else datasets
+        self._tables: dict[str, list[Mapping[str, Any]]] = {}
+        self._writer: Any = None
+        self._flushed = time.monotonic()
+
+    @property
+    def run_id(self) -> str:
+        """MLflow's id of the run; empty if MLflow has not got it yet."""
+        return self._outbox.runs.get(self._id, "")
+
+    def metrics(self, values: Mapping[str, float], step: int = 0, at: int | None = None) -> None:
+        """Log numbers of a step, at a time in milliseconds; NaN is left out."""
+        at = now() if at is None else at
+        numbers = {
+            _NAME.sub("_", name): float(value)
+            for name, value in values.items()
+            if value is not None and not math.isnan(float(value))
+        }
+        if not numbers:
+            return
+        self._outbox.put(do="metrics", run=self._id, values=numbers, step=step, at=at)
+        if self._events is not None:
+            if self._writer is None:
+                from tensorboard.summary import Writer
+
+                self._writer = Writer(str(self._events))
+            for name, number in numbers.items():
+                self._writer.add_scalar(name, number, step, wall_time=at / 1000)
+            if time.monotonic() - self._flushed > _FLUSH_EVERY_S:
+                self._writer.flush()
+                self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        """Close the event file."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add rows to a table, which is logged when the stage ends."""
+        self._tables.setdefault(name, []).extend(rows)
+
+    def text(self, name: str, text: str) -> None:
+        """Log a small text file."""
+        self._outbox.put(do="text", run=self._id, path=name, text=redact(text))
+
+    def tags(self, tags: Mapping[str, object]) -> None:
+        """Set tags."""
+        texts = {key: redact(str(value)) for key, value in tags.items()}
+        self._outbox.put(do="tags", run=self._id, tags=texts)
+
+    def read(self, digest: str, context: str) -> None:
+        """Log a dataset of this flow as an input; other digests are none.
+
+        Args:
+            context: what it is read for, "training" or "evaluation".
+        """
+        if digest in self._datasets:
+            dataset = self._datasets[digest]
+            self._outbox.put(do="input", run=self._id, context=context, **dataset)
+
+    def contract(self, verdicts: list[dict[str, Any]]) -> None:
+        """Log the checks, failed or not: name, expected, found, verdict."""
+        self.text("contract.json", json.dumps(verdicts, indent=1))
+        failed = sum(not verdict["ok"] for verdict in verdicts)
+        self.metrics({"contract/checked": len(verdicts), "contract/failed": failed})
+
+    def details(self, notes: Mapping[str, Any]) -> None:
+        """Log the notes of the stage, its drift among them."""
+        self.text("notes.json", json.dumps(notes, indent=1, default=str))
+
+    def finish(self, artifact: Artifact, metrics: Mapping[str, float], *, reused: bool) -> None:
+        """Log metrics, drift, path, digest, manifest and fingerprint of the artifact."""
+        self.metrics(metrics)
+        drift = artifact.notes.get("drift") or {}
+        self.metrics({f"drift/{name}": value for name, value in drift.items()})
+        for name, rows in self._tables.items():
+            columns = list(dict.fromkeys(key for row in rows for key in row))
+            data = [[row.get(column) for column in columns] for row in rows]
+            # The format of MLflow's `log_table`, which would import pandas for one call.
+            self.text(f"{name}.json", json.dumps({"columns": columns, "data": data}, indent=2))
+            tag = [{"path": f"{name}.json", "type": "table"}]
+            self.tags({"mlflow.loggedArtifacts": json.dumps(tag)})
+        if artifact.kind == "dataset":
+            self._datasets[artifact.digest] = dataset_record(artifact)
+            self.read(artifact.digest, "training")
+        self.tags({"artifact": artifact.path, "digest": artifact.digest, "reused": reused})
+        for name in (MANIFEST, "contract.json", *PRINTS):
+            if (artifact.path / name).is_file():
+                self._outbox.put(do="file", run=self._id, file=str(artifact.path / name))
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return a nested configuration as MLflow parameters: `train.lr` -> "0.0002".
+
+    Passwords in URLs are left out.
+    """
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{name}.")
+        else:
+            flat[_NAME.sub("_", name)] = redact(str(value))[:_VALUE_LIMIT]
+    return flat
+
+
+def dataset_record(artifact: Artifact) -> dict[str, str]:
+    """Return what MLflow shows of a dataset: name, digest, place and rows."""
+    document = artifact.manifest()
+    config, splits = document["config"], document["notes"].get("splits", {})
+    paths = [source.get("path") for source in config.get("sources") or [config]]
+    names = [Path(path).name for path in paths if path] or [str(config.get("kind", "dataset"))]
+    return {
+        "name": redact("+".join(names))[:_VALUE_LIMIT],
+        "digest": artifact.digest[:_DIGEST_LIMIT],
+        "source": json.dumps({"uri": str(artifact.path), "digest": artifact.digest}),
+        "profile": json.dumps({f"{split}_rows": n.get("kept") for split, n in splits.items()}),
+    }
+
+
+def now() -> int:
+    """Return the time in milliseconds, as MLflow counts it."""
+    return int(time.time() * 1000)
+
+
+def _note(text: str) -> str:
+    """Cut a description to the length of a tag, at the end of a line."""
+    if len(text) <= _NOTE_LIMIT:
+        return text
+    more = "\n\n... and more, in the artifacts of this run\n"
+    return text[: _NOTE_LIMIT - len(more)].rpartition("\n")[0] + more

@@ -134,7 +134,7 @@ def test_a_stage_reserves_every_gpu_that_it_uses(monkeypatch: pytest.MonkeyPatch
         (sampled, chain_stages.REINFORCE.needs, 8),
         (shared, Needs.RANKS, 2),
     ):
-        uuids = [f"plumbline-{gpu.uuid}" for gpu in machine.gpus()[:count]]
+        uuids = [gpu.uuid for gpu in machine.gpus()[:count]]
         assert devices.names(composed, needs) == uuids, needs
 
 

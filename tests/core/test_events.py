@@ -56,7 +56,7 @@ def tracked(tracker: Tracker, lines: Sequence[str], replayed: Sequence[object] =
 def test_a_resumed_run_has_the_curves_of_an_undisturbed_one(tmp_path: Path) -> None:
     """Killed after step 7, with a checkpoint of step 4: steps 5 to 7 are taken twice."""
     database = f"sqlite:///{tmp_path}/mlflow.db"
-    tracker = Tracker(database, "e", tmp_path / "files", tmp_path / "outbox")
+    tracker = Tracker(database, "e", tmp_path / "files", tmp_path / "reports")
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
     whole = tracked(tracker, ranks(tmp_path / "whole", 1, 12))

@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
     make(runs, "served", "c", weights=make(runs, "weights", "d"))
     store = runs / "mlflow"
     store.mkdir()
-    tracker = Tracker(f"sqlite:///{store}/mlflow.db", "e", store / "artifacts", store / "outbox")
+    tracker = Tracker(f"sqlite:///{store}/mlflow.db", "e", store / "artifacts", store / "reports")
     with tracker.flow("test", {}, "", {}):
         model = RegisteredModel("plumbline", ours, "2026-03-01T10:00:00+00:00")
         assert tracker.register(model).version == "models:/plumbline/1"

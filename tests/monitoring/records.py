@@ -23,10 +23,9 @@ def result(name: str, *, reused: bool = False) -> StageResult:
     return StageResult(name, Artifact("base", Path("/x"), ""), reused, 0.0, (), None, {})
 
 
-def record_at(runs: Path, name: str = "20261123-140000-0a1b2c3d", **about: Any) -> RunRecord:
+def record_at(runs: Path, name: str = "20261123-140000-0a1b2c3d", flow: str = "rlhf") -> RunRecord:
     """Return the record of a run whose stages are called directly."""
-    about = {"flow": "rlhf", "exp": "qlora", **about}
-    return RunRecord(runs / "reports" / name, about, lambda stage, work, inputs: work(None))
+    return RunRecord(runs / "reports" / name, flow, "qlora", lambda stage, work, inputs: work(None))
 
 
 def ended(runs: Path, name: str, status: str, *, flow: str = "rlhf", error: str = "") -> None:

@@ -6,7 +6,10 @@ import logging
 import shutil
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +21,7 @@ from tasks.process.launch import launch
 from tasks.tracking.tracker import Tracker
 
 LOG = logging.getLogger("tests.stage")
-STAGE = Stage("write", "weights", code=("tasks.core.errors",), stack=("torch", "not-installed"))
+STAGE = Stage("write", "weights", stack=("torch", "not-installed"))
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +31,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def mechanism(tmp_path: Path, database: str) -> Mechanism:
-    tracker = Tracker(database, tmp_path.name, tmp_path / "mlflow", tmp_path / "outbox")
+    tracker = Tracker(database, tmp_path.name, tmp_path / "mlflow", tmp_path / "reports")
     return Mechanism(
         tmp_path / "artifacts", tmp_path / "logs", tracker, lambda _, work, __: work(LOG)
     )
@@ -62,6 +65,28 @@ def test_the_same_inputs_and_configuration_are_run_once(mechanism: Mechanism) ->
     assert [r.artifact for r in again] == [r.artifact for r in first]
     assert again[0].checks == first[0].checks
     assert again[0].metrics == {"n": 3.0}
+
+
+def test_what_another_run_has_made_meanwhile_is_reused(mechanism: Mechanism) -> None:
+    """The second run wants the artifact while the first one makes it, and waits."""
+    ready, theirs = threading.Event(), []
+
+    def slow(out: Path, **arguments: Any) -> StageReport:
+        ready.set()
+        time.sleep(1)
+        return write(out, **arguments)
+
+    def second() -> None:
+        ready.wait()
+        theirs.append(mechanism.run(STAGE, write, inputs={}, config={"text": "one"}))
+
+    thread = threading.Thread(target=second)
+    with mechanism.tracker.flow("test", {}, "", {}):
+        thread.start()
+        ours = mechanism.run(STAGE, slow, inputs={}, config={"text": "one"})
+        thread.join()
+    assert [ours.reused, theirs[0].reused] == [False, True]
+    assert theirs[0].artifact == ours.artifact
 
 
 def test_what_changed_or_is_damaged_or_forced_runs_again(mechanism: Mechanism) -> None:
@@ -130,10 +155,15 @@ def runs_of(mechanism: Mechanism) -> list:
     return client.search_runs([mechanism.tracker.experiment_id])
 
 
-def test_the_key_follows_configuration_inputs_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_follows_configuration_versions_and_sources(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert STAGE.key({"a": 1}, {}) == STAGE.key({"a": 1}, {})
     assert STAGE.key({"a": 1}, {}) != STAGE.key({"a": 2}, {})
     assert STAGE.versions()["not-installed"] == "absent"
     before = STAGE.key({}, {})
     monkeypatch.setattr("tasks.pipeline.stage._version", lambda _: "9.9")
+    assert STAGE.key({}, {}) != before
+    monkeypatch.undo()
+    monkeypatch.setattr("tasks.pipeline.stage.source_digest", lambda: "other sources")
     assert STAGE.key({}, {}) != before

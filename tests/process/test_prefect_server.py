@@ -16,11 +16,10 @@ import sys, time
 from pathlib import Path
 from flows.cli.bootstrap import bootstrap
 from flows.servers.prefect_server import _running, prefect_server
-from tasks.pipeline.locks import hold
 
 runs = Path(sys.argv[1])
 bootstrap(runs.parent, runs)
-with hold(runs) as held, prefect_server(runs, held):
+with prefect_server(runs):
     for child, api in _running.values():
         print("server", child.pid, api.url, api.auth, "is up", flush=True)
     time.sleep(600)

@@ -37,7 +37,7 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data, base = make(runs, "dataset", "d"), make(runs, "base", "b")
     store = runs / "mlflow"
     store.mkdir()
-    tracker = Tracker(f"sqlite:///{store}/mlflow.db", "e", store / "artifacts", store / "outbox")
+    tracker = Tracker(f"sqlite:///{store}/mlflow.db", "e", store / "artifacts", store / "reports")
     with tracker.flow("test", {}, "", {}):
         for day, key in enumerate("12", 1):
             shards = make(runs, "shards", f"a{key}", base=base, data=data)

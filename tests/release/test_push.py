@@ -17,7 +17,7 @@ from flows.delivery.run_delivery import Untracked
 from flows.orchestration.flow_run import FlowRun, in_this_process
 from tasks.core.errors import ArtifactError, TrackingError
 from tasks.pipeline.artifact import Artifact, Origin, publish
-from tasks.pipeline.staging import staging
+from tasks.pipeline.locks import staging
 from tasks.release.model_card import card, write_card
 from tasks.release.push import differences, push
 from tests.answering import answering

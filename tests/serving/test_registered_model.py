@@ -25,7 +25,7 @@ def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tracker
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)  # MLflow sets it, too, and leaves it
     mlflow.set_tracking_uri(uri)
-    yield Tracker(uri, "plumbline", tmp_path / "files", tmp_path / "outbox")
+    yield Tracker(uri, "plumbline", tmp_path / "files", tmp_path / "reports")
     mlflow.set_tracking_uri(None)
 
 

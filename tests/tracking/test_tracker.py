@@ -23,7 +23,7 @@ from tasks.tracking.tracker import Tracker, flatten
 @pytest.fixture(scope="module")
 def tracker(tmp_path_factory: pytest.TempPathFactory) -> Tracker:
     root = tmp_path_factory.mktemp("mlflow")
-    return Tracker(f"sqlite:///{root}/mlflow.db", "plumbline", root / "artifacts", root / "outbox")
+    return Tracker(f"sqlite:///{root}/mlflow.db", "plumbline", root / "artifacts", root / "reports")
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_an_online_stage_leaves_its_samples(tmp_path: Path) -> None:
         origin = Origin(kind="shards", stage="train", key="k")
         artifact: Artifact = publish(work, tmp_path / "shards", origin)
     tracker = Tracker(
-        f"sqlite:///{tmp_path}/mlflow.db", "plumbline", tmp_path / "logged", tmp_path / "outbox"
+        f"sqlite:///{tmp_path}/mlflow.db", "plumbline", tmp_path / "logged", tmp_path / "reports"
     )
     with tracker.flow("f", {}, "", {}), tracker.stage("train", origin) as run:
         told = Progress(run, _Silent())

@@ -11,7 +11,7 @@ import pytest
 
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import Origin, publish
-from tasks.pipeline.staging import staging
+from tasks.pipeline.locks import staging
 from tasks.verify.reference import Probe, read_reference
 from tests.verify.synthetic import world, write_witness
 

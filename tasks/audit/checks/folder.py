@@ -195,9 +195,9 @@ def manifest_differs(source: Source) -> Iterator[Fault]:
 )  # fmt: skip
 def signature_wrong(source: Source) -> Iterator[Fault]:
     """A signature (OpenSSF Model Signing) that is missing, or does not fit the files or the key."""
-    if source.public_key is not None:
-        if problem := signature_problem(source.folder.root, source.public_key):
-            yield Fault(problem, "the files that this key signed", file=SIGNATURE)
+    key = source.public_key
+    if key is not None and (problem := signature_problem(source.folder.root, key)):
+        yield Fault(problem, "the files that this key signed", file=SIGNATURE)
 
 
 @check(

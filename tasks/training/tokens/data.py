@@ -20,7 +20,7 @@ import numpy as np
 from tasks.core.disk import flush_tree
 from tasks.core.errors import ConfigError, DataError
 from tasks.core.events import emit
-from tasks.pipeline.source_closure import source_digest
+from tasks.pipeline.source_digest import source_digest
 from tasks.serving.prompts import stop_ids
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
@@ -79,7 +79,7 @@ def load_split(
     ends = stop_ids(job.side_files, tokenizer.eos_token_id)
     folder = job.token_folder / ranks.on_first(
         lambda: _digest(
-            source_digest([__name__]), drafts.digest(), tokenizer_digest(tokenizer), ends, roles,
+            source_digest(), drafts.digest(), tokenizer_digest(tokenizer), ends, roles,
             job.settings.mask, batch.max_len, batch.on_overlong,
             job.settings.seed if len(roles) > 1 else None,
         )

@@ -14,14 +14,3 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Run the services, with the deployments of infra/prefect.yaml."""
     with deployed(tmp_path_factory.mktemp("site")) as site:
         yield site
-
-
-@pytest.fixture(scope="module")
-def busy_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """Services of their own: tests of `site` count the errors in the server's log."""
-    site = Site.at(tmp_path_factory.mktemp("busy"))
-    try:
-        site.require("up")
-        yield site
-    finally:
-        site.command("down")

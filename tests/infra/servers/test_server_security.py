@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flows.servers.api import Api, basic_auth
+from flows.servers.api import Api
 from flows.servers.services import client_settings
 from tests.infra.servers.site import JUDGE_LOGIN, Site
 
@@ -28,6 +28,10 @@ def status(port: int, method: str, path: str, body: Any = None, **headers: str) 
         return connection.getresponse().status
     finally:
         connection.close()
+
+
+def basic_auth(auth: str) -> str:
+    return f"Basic {b64encode(auth.encode()).decode()}"
 
 
 def own_page(site: Site) -> dict[str, str]:

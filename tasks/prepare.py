@@ -27,11 +27,12 @@ from tasks.core.hub import hub_config
 from tasks.data.build import Options, build_dataset
 from tasks.data.columns import Columns
 from tasks.data.control import KEEP, Control
-from tasks.data.kinds import CONVERSATIONS, KINDS, TEXTS, kind_for, names_texts
+from tasks.data.kinds import CONVERSATIONS, KINDS, PROMPTS, TEXTS, kind_for, names_texts
 from tasks.data.readers import FILE_KINDS, HUB, existing_file, read_rows
 from tasks.data.sources import Source
 from tasks.pipeline.report import StageReport
 from tasks.process.launch import launch, python_child
+from tasks.rl.rewards import EXACT_MATCH
 from tasks.toy.dataset import write_dataset
 from tasks.toy.tokenizer import SPECIAL_TOKENS
 from tasks.weights.files.documents import optional_json
@@ -201,14 +202,17 @@ def source_identity(
     return identity
 
 
-def control_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `prepare_data` about control tokens; none for rows without them."""
-    data = settings["data"]
+def data_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `prepare_data` for the settings of a run."""
+    data = {k: v for k, v in settings["data"].items() if k != "max_truncated"}
     kind = kind_for(settings["train"]["objective"], texts=names_texts(data))
-    if data["kind"] == TOY or kind is TEXTS or data["control_tokens"] == KEEP:
-        return {}
-    only_last = settings["train"]["mask"] == "last_answer"
-    return {"model_tokens": _control_tokens_of(settings["model"]), "last_answer": only_last}
+    arguments = {**data, "rows": kind.name, "source": source_identity(**data)}
+    if not (data["kind"] == TOY or kind is TEXTS or data["control_tokens"] == KEEP):
+        arguments["model_tokens"] = _control_tokens_of(settings["model"])
+        arguments["last_answer"] = settings["train"]["mask"] == "last_answer"
+    if kind is PROMPTS and settings["reward"]["function"] == EXACT_MATCH:
+        arguments["answered"] = True  # a missing answer is reported here, not by a rank
+    return arguments
 
 
 def _control_tokens_of(model: Mapping[str, Any]) -> tuple[str, ...]:

@@ -38,10 +38,9 @@ from tasks.merge import merge
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.signature import key_file
 from tasks.pipeline.stage import Stage
-from tasks.prepare import control_settings, prepare_base, prepare_data, source_identity
+from tasks.prepare import data_settings, prepare_base, prepare_data, source_identity
 from tasks.quantize import quantize
 from tasks.rl.reward_model import model_digest
-from tasks.rl.rewards import EXACT_MATCH
 from tasks.smoke_eval import PromptKind, smoke_eval
 from tasks.weights.quantized.quantize import GGUF
 
@@ -87,12 +86,7 @@ class Chain(ChainRun):
 
     def prepare_data(self) -> Artifact:
         """Run the stage prepare_data, which needs nothing of earlier steps."""
-        data = {k: v for k, v in self.settings["data"].items() if k != "max_truncated"}
-        config = {**data, "rows": self.rows.name, "source": source_identity(**data)}
-        config |= control_settings(self.settings)
-        if self.rows is PROMPTS and self.settings["reward"]["function"] == EXACT_MATCH:
-            config["answered"] = True  # a missing answer is reported here, not by a rank
-        return self._run(DATA, prepare_data, config=config)
+        return self._run(DATA, prepare_data, config=data_settings(self.settings))
 
     def _gather(self, trained: Artifact, base: Artifact) -> Artifact:
         full = self.settings["peft"]["kind"] == "none"

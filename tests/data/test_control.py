@@ -11,8 +11,7 @@ import pytest
 
 from flows.cli.config import compose_config
 from tasks.core.errors import DataError
-from tasks.data.kinds import kind_for
-from tasks.prepare import control_settings, prepare_data
+from tasks.prepare import data_settings, prepare_data
 
 LOG = logging.getLogger("tests.control")
 END = "<|im_end|>"
@@ -60,9 +59,7 @@ def _other(value: Any, number: int) -> Any:
 
 def _prepared(settings: dict[str, Any], out: Path) -> str:
     out.mkdir()
-    section = {k: v for k, v in settings["data"].items() if k != "max_truncated"}
-    rows = kind_for(settings["train"]["objective"]).name
-    prepare_data(out, log=LOG, rows=rows, **section, **control_settings(settings))
+    prepare_data(out, log=LOG, **data_settings(settings))
     return "".join((out / f"{name}.jsonl").read_text() for name in ("train", "heldout"))
 
 

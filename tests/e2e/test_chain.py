@@ -18,6 +18,7 @@ import mlflow
 import pytest
 from huggingface_hub import ModelCard
 
+from tasks.config.checks.inputs import PEEK
 from tasks.drift.fingerprint import PROFILES, Fingerprint
 from tasks.pipeline.artifact import open_artifact, verify
 from tests.commands import command, environment
@@ -206,9 +207,10 @@ def test_after_kill_9_in_training_the_same_command_ends_in_the_same_bytes(
     chain: Run, rlhf: Callable[..., Run], tmp_path: Path
 ) -> None:
     """The flow is killed after the checkpoint of step 4 of 8; its torchrun and ranks end too."""
-    runs = tmp_path / "runs"
-    for kind in ("base", "dataset"):
-        shutil.copytree(chain.runs / "artifacts" / kind, runs / "artifacts" / kind)
+    runs = Path(shutil.copytree(chain.runs, tmp_path / "runs", symlinks=True))
+    shutil.rmtree(runs / "checkpoints", ignore_errors=True)
+    for kind in ("shards", "adapter", "weights", "served", "report"):
+        shutil.rmtree(runs / "artifacts" / kind)
     words = (*SHORT, "smoke=transformers")
     checkpoint = runs / "checkpoints" / chain.artifact("train").name / "step-00000004"
     with subprocess.Popen(
@@ -259,12 +261,12 @@ def test_a_broken_row_that_the_preflight_does_not_read_is_named(
     chain: Run, rlhf: Callable[..., Run], tmp_path: Path
 ) -> None:
     turns = [{"role": "user", "content": "say yes"}, {"role": "assistant", "content": "yes"}]
-    lines = [json.dumps({"messages": turns})] * 50
-    lines[40] = '{"messages": [{"role": "user"'
+    lines = [json.dumps({"messages": turns})] * (PEEK + 50)
+    lines[PEEK + 40] = '{"messages": [{"role": "user"'
     (tmp_path / "chats.jsonl").write_text("\n".join(lines) + "\n")
     done = rlhf(chain.runs, *SHORT, "data=jsonl", f"data.path={tmp_path}/chats.jsonl")
     assert done.code == 1, done.output
-    assert "chats.jsonl:41" in done.output
+    assert f"chats.jsonl:{PEEK + 41}" in done.output
     assert (done.summary["status"], done.summary["stages"]) == ("failed", [])
     assert not list(chain.runs.glob("artifacts/*/.*.tmp")), "a staging folder was left"
     assert client(chain).get_run(done.summary["mlflow_run_id"]).info.status == "FAILED"

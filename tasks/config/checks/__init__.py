@@ -1,6 +1,7 @@
 """Checks of a configuration: everything that would cost a run minutes, or be wrong in silence.
 
     settings    settings that contradict each other, whatever the model; data files
+    inputs      the user's files: an audit of the base, the first rows as prepare_data reads them
     model       the base model's folder, and what the objective needs of it
     peft        the adapter's modules in the model, and QLoRA's 4-bit base
     online      sections `rl`, `rollout` and `reward`, and servers of rollouts
@@ -9,8 +10,8 @@
     release     quantised models, conditions of the gate, keys, servers that have to answer
 
 Each module has a function `problems`; none imports torch. `findings` calls all of them, and
-`preflight` raises one error with every problem. What pydantic, prepare_data, prepare_base or a
-library refuses within seconds is not checked here.
+`preflight` raises one error with every problem. What pydantic or a library refuses within seconds
+is not checked here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.config import Rlhf
-from tasks.config.checks import machine, memory, model, online, peft, release, settings
+from tasks.config.checks import inputs, machine, memory, model, online, peft, release, settings
 from tasks.config.checks.context import Context, installed
 from tasks.config.checks.memory import RankMemory
 from tasks.config.section import out_of_range
@@ -29,7 +30,7 @@ from tasks.core.finding import Finding
 
 __all__ = ["findings", "installed", "preflight"]
 
-_CHECKS = (settings, model, peft, online, machine, memory, release)
+_CHECKS = (settings, inputs, model, peft, online, machine, memory, release)
 
 
 def findings(

@@ -39,7 +39,7 @@ from tasks.core.finding import Finding
 from tasks.core.private import open_up
 from tasks.core.terminal import json_text, typed
 from tasks.delivery.reference import probe_texts
-from tasks.evaluation.evaluation_prompts import computing_dtype_of
+from tasks.evaluation.model_folder import computing_dtype_of
 from tasks.evaluation.scoring import ModelRef
 from tasks.process.child import PROJECT
 from tasks.process.launch import kill_children_on_abort

@@ -30,7 +30,7 @@ from flows.cli.composed import Composed
 from flows.cli.registry import named, verified
 from tasks.core import machine
 from tasks.core.terminal import plain
-from tasks.evaluation.evaluation_prompts import computing_dtype_of, dtype_of
+from tasks.evaluation.model_folder import computing_dtype_of, dtype_of
 from tasks.process.child import PROJECT
 from tasks.serving import llama_cpp
 from tasks.serving.llama_cpp import gguf_file

@@ -15,16 +15,16 @@ from typing import Any
 
 from tasks.core.contract import Check, judge
 from tasks.drift.fingerprint import DriftLimit
-from tasks.evaluation.evaluation_prompts import computing_dtype_of
 from tasks.evaluation.measuring import Explain, Measuring, stage_report
-from tasks.evaluation.scoring import ModelRef, Score
-from tasks.evaluation.serving_config import ServingConfig, agreement, write_configs
-from tasks.evaluation.trained_artifact import (
+from tasks.evaluation.model_folder import (
     CONFIG,
     GENERATION_CONFIG,
     Trained,
+    computing_dtype_of,
     tokenizer_files,
 )
+from tasks.evaluation.scoring import ModelRef, Score
+from tasks.evaluation.serving_config import ServingConfig, agreement, write_configs
 from tasks.pipeline.report import StageReport
 from tasks.weights.execute.outcome import Executed, values_read
 from tasks.weights.execute.worker import Perform, perform, write

@@ -18,7 +18,6 @@ from tasks.core.contract import Check, Expected, TensorLike, judge
 from tasks.drift.fingerprint import EXACT, DriftLimit, Fingerprint, ScorePrint
 from tasks.drift.verdict import (
     Moved,
-    advice,
     engine_verdict,
     limit_of_scores,
     load_print,
@@ -28,8 +27,8 @@ from tasks.drift.verdict import (
     verdict,
 )
 from tasks.evaluation.measuring import Measuring, stage_report
-from tasks.evaluation.scoring import ModelRef, Scorer
-from tasks.evaluation.trained_artifact import Trained, write_json
+from tasks.evaluation.model_folder import Trained, write_json
+from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.report import StageReport
 from tasks.weights.execute.outcome import gathered
 from tasks.weights.execute.worker import Perform, perform, write
@@ -59,7 +58,7 @@ def gather(
     *,
     trained: Path,
     base: Path,
-    scorer: Scorer,
+    scorer: ReferenceScorer,
     profile: DriftLimit,
     log: Log,
     perform: Perform = perform,
@@ -124,7 +123,6 @@ def gather(
             profile,
             source.attn_implementation,
             scorer=scorer,
-            log=log,
         ),
         log=log,
     )
@@ -144,8 +142,7 @@ class Live(Measuring):
     later stages are compared with, is as far from the engine's as the noise of its format explains.
     """
 
-    scorer: Scorer  # measures fingerprints
-    log: Log  # progress
+    scorer: ReferenceScorer  # measures fingerprints
 
     def take(self, model: ModelRef, out: Path) -> tuple[Moved, tuple[Check, ...]]:
         """Take the fingerprint of `model` into `out`. Returns the drift and its verdicts."""
@@ -167,8 +164,6 @@ class Live(Measuring):
             )
             own = Fingerprint.load(own_path)
         apart, check = engine_verdict(exact, live, self.limit, own)
-        if advised := advice(exact):
-            self.log.info("gather: %s", advised)
         if not same_arithmetic(live, own):
             return apart, (check,)
         drift = moved(live, own)

@@ -16,8 +16,8 @@ from typing import Any
 from tasks.core.errors import ConfigError
 from tasks.drift.fingerprint import PROFILES, DriftLimit
 from tasks.evaluation.measuring import Explain, Measuring, stage_report
+from tasks.evaluation.model_folder import CONFIG, Trained, write_json
 from tasks.evaluation.scoring import ModelRef, Score
-from tasks.evaluation.trained_artifact import CONFIG, Trained, write_json
 from tasks.pipeline.report import StageReport
 from tasks.weights.execute.outcome import (
     kept_checks,

@@ -27,10 +27,9 @@ from tasks.evaluation.calibration import (
     provenance,
     row_tokens,
 )
-from tasks.evaluation.evaluation_prompts import dtype_of
 from tasks.evaluation.measuring import Measuring
+from tasks.evaluation.model_folder import CONFIG, dtype_of, write_json
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
-from tasks.evaluation.trained_artifact import CONFIG, write_json
 from tasks.pipeline.artifact import MANIFEST, SIGNATURE, inventory
 from tasks.pipeline.report import StageReport
 from tasks.pipeline.stage import CONTRACT

@@ -15,16 +15,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
 
 from tasks.config.after_training import Smoke
 from tasks.core.contract import Z_95, Check
 from tasks.core.errors import ConfigError
 from tasks.drift.fingerprint import DriftLimit, ScorePrint, score_drift
 from tasks.drift.verdict import print_in, verdict
-from tasks.evaluation import smoke_checks, smoke_prompts
-from tasks.evaluation.evaluation_prompts import computing_dtype_of
+from tasks.evaluation import checks
 from tasks.evaluation.measuring import located
+from tasks.evaluation.model_folder import computing_dtype_of
+from tasks.evaluation.prompts import PromptKind, read_pairs, read_question
 from tasks.evaluation.responses import (
     Measure,
     describe,
@@ -35,14 +35,8 @@ from tasks.evaluation.responses import (
     read_sampled,
 )
 from tasks.evaluation.scoring import ModelRef
-from tasks.evaluation.smoke import (
-    ENGINES,
-    Measured,
-    Tools,
-    measure,
-    reward_outputs,
-    write_report,
-)
+from tasks.evaluation.serve import score_with_vllm
+from tasks.evaluation.smoke import ENGINES, Measured, Tools, measure, write_report
 from tasks.pipeline.report import StageReport
 from tasks.pipeline.signature import is_signed, require_signed
 from tasks.process.output import Log
@@ -50,8 +44,6 @@ from tasks.serving.reference.rewards import normalised
 from tasks.weights.files.documents import read_json
 from tasks.weights.heads import normalisation_from
 from tasks.witness.plumbline_witness.prints import FINGERPRINT, SCORES
-
-PromptKind = Literal["chat", "texts", "pairs", "probes"]
 
 
 def smoke_eval(
@@ -78,17 +70,14 @@ def smoke_eval(
 
     A folder with stray weight files is not loaded; its report has this one verdict.
 
-    Raises:
-        ConfigError: there is no such engine.
-        DataError: no held-out row can be used.
-        StageProcessError: the engine did not start or crashed.
-        RewardError: `function` raised, hung, or did not return a finite number for each response.
+    Raises DataError if no held-out row can be used, StageProcessError if the engine did not start
+    or crashed, and RewardError if `function` failed.
     """
     if settings.engine not in ENGINES:
         raise ConfigError(f"smoke.engine={settings.engine} is none of {', '.join(ENGINES)}")
     if tools.public_key is not None and is_signed(served):
         require_signed(served, tools.public_key)
-    strays = smoke_checks.no_strays(smoke_checks.stray_weights(served))
+    strays = checks.stray_weights(served)
     if not strays.ok:
         return StageReport("report", checks=(strays,))
     dtype = dtype or computing_dtype_of(served)
@@ -97,28 +86,23 @@ def smoke_eval(
         pairs = []
         if prompts == "pairs":
             assert data is not None
-            pairs = smoke_prompts.pairs(served, data, settings, tools.scorer)
+            pairs = read_pairs(served, data, settings, tools.scorer)
         report = _reward_model(out, strays, model, reference, pairs, settings, profile, tools, log)
         return beside_16_bits(report, max_eval_drop) if quantized else report
-    fingerprint = reference / FINGERPRINT
-    if prompts == "probes":
-        question = smoke_prompts.probes(model, fingerprint)
-    else:
-        assert base is not None
-        assert data is not None
-        read = smoke_prompts.conversations if prompts == "chat" else smoke_prompts.raw_texts
-        before = replace(model, path=base)
-        question = read(model, before, fingerprint, data, settings, tools.scorer)
+    before = None if base is None else replace(model, path=base)
+    question = read_question(
+        prompts, model, before, reference / FINGERPRINT, data, settings, tools.scorer
+    )
     question = replace(question, temperature=temperature)
     measured = measure(question, settings, profile, tools, log, out)
-    checks = [strays, *measured.checks, *question.checks]
+    verdicts = [strays, *measured.checks, *question.checks]
     metrics: dict[str, float] = {}
     if prompts != "probes":
         metrics |= numbers(measured)
     if prompts == "texts":
         read_continuations(out, measured, tools.scorer)
     if prompts == "chat":
-        checks += _response_checks(measured, settings)
+        verdicts += _response_checks(measured, settings)
         metrics |= read_answers(out, measured, tools, log, function)
     if temperature is not None:
         metrics |= read_sampled(out, measured, tools.scorer, reward)
@@ -126,21 +110,21 @@ def smoke_eval(
         "smoke_eval: %smean KL %.2e in %s",
         describe(metrics), measured.drift.mean_kl, settings.engine,
     )  # fmt: skip
-    report = write_report(out, settings, checks, metrics, measured.drift, measured.notes)
+    report = write_report(out, settings, verdicts, metrics, measured.drift, measured.notes)
     return beside_16_bits(report, max_eval_drop) if quantized else report
 
 
 def _response_checks(measured: Measured, settings: Smoke) -> list[Check]:
     """Check responses to conversations: the engine's rendering, stops and loops."""
     served, (before, after) = measured.served, measured.both()
-    checks = [
-        smoke_checks.stop_check(after.stopped, settings.min_stop_rate),
-        smoke_checks.degenerate_check(after.tokens, settings.max_degenerate_rate, before.tokens),
+    verdicts = [
+        checks.stop_check(after.stopped, settings.min_stop_rate),
+        checks.degenerate_check(after.tokens, settings.max_degenerate_rate, before.tokens),
     ]
     if served.rendered_differently is None:
-        return checks
+        return verdicts
     total = len(measured.question.prompts.tokens)
-    return [smoke_checks.template_check(served.rendered_differently, total), *checks]
+    return [checks.template_check(served.rendered_differently, total), *verdicts]
 
 
 def _reward_model(
@@ -158,7 +142,13 @@ def _reward_model(
     trained = ScorePrint.load(reference / SCORES)
     count = len(trained.probes)
     texts = [*map(list, trained.probes), *(ids for pair in pairs for ids in pair)]
-    scores = reward_outputs(model, texts, settings, tools, log, out)
+    if settings.engine == "transformers":
+        scores = tools.scorer.rewards(model, texts, raw=True)
+    else:
+        child, log_path = tools.vllm, tools.log_path
+        scores = score_with_vllm(
+            model, texts, settings, child=child, out=out, log=log, log_path=log_path
+        )
     own, name = scores[:count], "drift of the engine's scores from the trained model's"
     if not pairs:  # the reference of a delivery is normalised by the model's files
         config = model.path / "config.json"
@@ -183,7 +173,7 @@ def beside_16_bits(report: StageReport, most: float | None) -> StageReport:
     Its metrics are below `quantized/`: `quantized/eval/before` is the exact match in 16 bits.
     """
     metrics = {f"quantized/{name}": value for name, value in report.metrics.items()}
-    checks = report.checks
+    verdicts = report.checks
     if most is not None and "eval/error" in report.metrics:
         before, after = (100 * report.metrics[f"eval/{when}"] for when in ("before", "after"))
         error = 100 * Z_95 * report.metrics["eval/error"]
@@ -194,5 +184,5 @@ def beside_16_bits(report: StageReport, most: float | None) -> StageReport:
             ok=round(before - after - error, 6) <= most,
             hint="convert.quantize=none, or convert.max_eval_drop=<points>",
         )
-        checks = (*checks, check)
-    return replace(report, checks=checks, metrics=metrics)
+        verdicts = (*verdicts, check)
+    return replace(report, checks=verdicts, metrics=metrics)

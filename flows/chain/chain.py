@@ -30,6 +30,7 @@ from tasks.config.after_training import Smoke, engine_dtype
 from tasks.convert import convert
 from tasks.data.kinds import PROMPTS, TEXTS
 from tasks.delivery.examination import require_sound
+from tasks.evaluation.prompts import PromptKind
 from tasks.evaluation.responses import Measure
 from tasks.evaluation.smoke import Tools
 from tasks.gather import gather
@@ -41,7 +42,7 @@ from tasks.pipeline.stage import Stage
 from tasks.prepare import data_settings, prepare_base, prepare_data, source_identity
 from tasks.quantize import quantize
 from tasks.rl.reward_model import model_digest
-from tasks.smoke_eval import PromptKind, smoke_eval
+from tasks.smoke_eval import smoke_eval
 from tasks.weights.quantized.quantize import GGUF
 
 

@@ -18,8 +18,8 @@ from tasks.delivery.reference import ReferenceSettings, probe_texts, reference
 from tasks.delivery.source import role, weights_of
 from tasks.delivery.stages import convert, gather, merge, value_head
 from tasks.drift.fingerprint import PROFILES, DriftLimit, quantized_profile
-from tasks.evaluation.evaluation_prompts import computing_dtype_of
 from tasks.evaluation.measuring import Measuring
+from tasks.evaluation.model_folder import computing_dtype_of
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.evaluation.smoke import Tools
 from tasks.pipeline.artifact import Artifact

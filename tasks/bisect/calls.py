@@ -43,13 +43,9 @@ def _collect(module: Any, name: str, listed: dict[str, Any]) -> None:
     children = [] if _is_adapted(module) else list(module.named_children())
     own = next(module.parameters(recurse=False), None) is not None
     if own or not children:
-        listed[_plain(name)] = module
+        listed[unwrap(name.removeprefix(PEFT_PREFIX))] = module
     for child, below in children:
         _collect(below, f"{name}.{child}" if name else child, listed)
-
-
-def _plain(name: str) -> str:
-    return unwrap(name.removeprefix(PEFT_PREFIX))
 
 
 def _is_adapted(module: Any) -> bool:
@@ -133,12 +129,7 @@ zeros has no meaningful relative distance."""
 
 @dataclass(frozen=True)
 class Call:
-    """Tensors of one call of a module, in order.
-
-    Attributes:
-        inputs: tensors among its arguments.
-        outputs: tensors that it returned.
-    """
+    """Tensors among a module's arguments, and those that it returned, in order."""
 
     inputs: Sequence[torch.Tensor]
     outputs: Sequence[torch.Tensor]
@@ -150,18 +141,12 @@ Recording = dict[str, list[Call]]
 
 @dataclass
 class Distance:
-    """Distance of two sets of rows; a row is one position's vector.
+    """Distance of two sets of rows; a row is one position's vector."""
 
-    Attributes:
-        squares: sum of the squared relative distances of all rows.
-        rows: number of rows.
-        largest: largest relative distance of a row.
-        strange: differences that are no distance: shapes, numbers of calls, not finite.
-    """
-
-    squares: float = 0.0
+    squares: float = 0.0  # sum of the squared relative distances of all rows
     rows: int = 0
-    largest: float = 0.0
+    largest: float = 0.0  # relative distance of a row
+    # differences that are no distance: shapes, numbers of calls, not finite
     strange: set[str] = field(default_factory=set)
 
     @property
@@ -206,13 +191,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def record(model: Any, places: Mapping[str, Any], ids: torch.Tensor) -> Recording:
-    """Run a model on one probe and record the calls of its modules.
-
-    Args:
-        ids: token ids of the probe, shape (1, T).
-        nudge: relative size of random changes of all recorded values that are passed on. The
-            distances are then this model's own noise.
-    """
+    """Run a model on one probe, ids of shape (1, T), and record the calls of its modules."""
     recording: Recording = {}
     open_calls: dict[str, list[list[torch.Tensor]]] = defaultdict(list)
     copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
@@ -248,8 +227,8 @@ def replay(
 ) -> None:
     """Run a model on one probe with recorded inputs and outputs, and add up the distances.
 
-    Args:
-        ids: token ids of the probe, shape (1, T).
+    `nudge` is the relative size of random changes of all values that are passed on: the distances
+    are then this model's own noise.
     """
     generator = torch.Generator().manual_seed(0)
     counts: dict[str, int] = defaultdict(int)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -20,8 +20,8 @@ from tasks.bisect.calls import (
     replay,
     weights_of,
 )
-from tasks.bisect.report import AUDIT, Divergence
-from tasks.bisect.tensors import Cause, TensorGap, cause_of, compare
+from tasks.bisect.report import Divergence, TensorGap
+from tasks.bisect.tensors import cause_of, compare
 from tasks.serving.reference.load import input_device
 from tasks.serving.reference.measure import other_sums
 
@@ -35,35 +35,22 @@ OTHERS = 1 << 30
 
 @dataclass(frozen=True)
 class Compared:
-    """Comparison of two models.
+    """Comparison of two models."""
 
-    Attributes:
-        order: names of all modules, in the order of execution.
-        divergences: differing modules, in that order.
-        gaps: comparisons of all weights, by module.
-        exact: True if all outputs are equal bit for bit.
-        largest: largest distance of a module's output in units of the noise, and its name.
-        roundings: formats that explain differences of weights.
-        notes: modules that only one of the two has.
-    """
-
-    order: list[str]
-    divergences: list[Divergence]
-    gaps: Mapping[str, list[TensorGap]]
-    exact: bool
+    order: list[str]  # names of all modules, in the order of execution
+    divergences: list[Divergence]  # in that order
+    gaps: Mapping[str, list[TensorGap]]  # comparisons of all weights, by module
+    exact: bool  # all outputs are equal bit for bit
+    # largest distance of a module's output in units of the noise, and its name
     largest: tuple[float, str]
-    roundings: list[str]
-    notes: list[str]
+    roundings: list[str]  # formats that explain differences of weights
 
 
 @dataclass
 class Pair:
-    """Two loaded models and their modules.
+    """Two loaded models of transformers, in eval mode, and their modules.
 
-    Attributes:
-        a: the first model by transformers, in eval mode.
-        b: the second model.
-        quantised: True if one of the two declares quantised weights.
+    `quantised` says that one of the two declares quantised weights.
     """
 
     a: Any
@@ -72,6 +59,7 @@ class Pair:
 
     def __post_init__(self) -> None:
         self.in_a, self.in_b = places(self.a), places(self.b)
+        self._called: list[str] = []
 
     @property
     def missing(self) -> list[str]:
@@ -94,7 +82,7 @@ class Pair:
         explained = [self._explained(row) for row in rows[:EXPLAINED]] + rows[EXPLAINED:]
         roundings = sorted({gap.rounding for each in gaps.values() for gap in each if gap.rounding})
         exact = all(not d.largest and not d.strange for d in distances.values())
-        return Compared(order, explained, gaps, exact, judge.largest, roundings, self.missing)
+        return Compared(order, explained, gaps, exact, judge.largest, roundings)
 
     def _weight_gaps(self, name: str) -> Iterator[TensorGap]:
         a, b = weights_of(self.in_a[name]), weights_of(self.in_b[name])
@@ -104,7 +92,7 @@ class Pair:
             for key in a.keys() ^ b.keys():
                 side = "a" if key in a else "b"
                 shape = tuple((a if key in a else b)[key].shape)
-                yield TensorGap(f"{name}.{key}", shape, ("", ""), problem=f"only in {side}")
+                yield TensorGap(f"{name}.{key}", shape, problem=f"only in {side}")
 
     def _measure(
         self, probes: Sequence[Sequence[int]], recordings: Sequence[Recording] | None
@@ -112,8 +100,7 @@ class Pair:
         """Return the distances by module and part, and both models' own noise."""
         distances: Distances = {}
         noises: tuple[Distances, Distances] = {}, {}
-        nudge = max(_precision(self.a), _precision(self.b))
-        self._called: list[str] = []
+        nudge = max(torch.finfo(model.dtype).eps for model in (self.a, self.b))
         for number, probe in enumerate(probes):
             ids = [torch.tensor([list(probe)], device=input_device(m)) for m in (self.a, self.b)]
             own = record(self.a, self.in_a, ids[0])
@@ -138,24 +125,21 @@ class Pair:
         if row.where != "weights":
             return row
         a, b = weights_of(self.in_a[row.module]), weights_of(self.in_b[row.module])
-        key = row.tensors[0]["name"].removeprefix(f"{row.module}.")
-        cause = Cause(row.tensors[0]["problem"], AUDIT)
-        if key in a and key in b:
-            gap = TensorGap(**row.tensors[0])
-            cause = cause_of(gap, a[key], b[key], self._others(row.module, key))
-        return Divergence(**{**asdict(row), "cause": cause.text, "hint": cause.hint})
+        gap = row.tensors[0]
+        key = gap.name.removeprefix(f"{row.module}.")
+        others = self._others(row.module, key, gap.shape)
+        cause, hint = cause_of(gap, a.get(key), b.get(key), others)
+        return replace(row, cause=cause, hint=hint)
 
-    def _others(self, module: str, key: str) -> Weights:
+    def _others(self, module: str, key: str, shape: tuple[int, ...]) -> Weights:
         """Return a's other tensors of the same shape, for a look at mixed-up names."""
-        shape = weights_of(self.in_a[module])[key].shape
         listed: Weights = {}
-        if len(shape) < 2:  # vectors of norms are too much alike
-            return listed
-        room = OTHERS
+        room = OTHERS if len(shape) > 1 else 0  # vectors of norms are too much alike
         for name, place in self.in_a.items():
             for own, tensor in place.named_parameters(recurse=False):
-                room -= tensor.numel() if tensor.shape == shape else 0
-                if room > 0 and tensor.shape == shape and (name, own) != (module, key):
+                same = tensor.shape == shape and (name, own) != (module, key)
+                room -= tensor.numel() if same else 0
+                if room > 0 and same:
                     listed[f"{name}.{own}"] = tensor.detach()
         return listed
 
@@ -171,7 +155,7 @@ class _Judge:
         quantised: bool,
     ) -> None:
         self._gaps, self._distances, self._noise = gaps, distances, noise
-        self._kinds = _by_kind(distances) if quantised else {}
+        self._usual = _by_kind(distances) if quantised else {}
         self.largest = (0.0, "")
         self._differing = tuple(
             f"{name}." for name, each in gaps.items() if any(gap.different for gap in each)
@@ -182,19 +166,13 @@ class _Judge:
         if name.startswith(self._differing):
             return  # inside a module whose own weights differ, as an expert's activation
         gaps = self._gaps.get(name, [])
-        distance, noise = self._numbers(name, "input")
         if self._beyond(name, "input"):
-            yield self._row(name, "input", distance, noise, [])
-        distance, noise = self._numbers(name, "output")
+            yield self._row(name, "input", "input")
         different = [gap for gap in gaps if gap.different]
         if different:
-            yield self._row(name, "weights", distance, noise, different)
+            yield self._row(name, "weights", "output", different)
         elif self._beyond(name, "output", explained=max([0.0, *(gap.relative for gap in gaps)])):
-            yield self._row(name, "output", distance, noise, [])
-
-    def _numbers(self, name: str, part: Part) -> tuple[float, float]:
-        here = self._distances.get((name, part), Distance())
-        return here.mean or here.largest, self._noise.get((name, part), Distance()).mean
+            yield self._row(name, "output", "output")
 
     def _beyond(self, name: str, part: Part, explained: float = 0.0) -> bool:
         """Return True if a distance is beyond noise, and beyond what rounded weights explain."""
@@ -203,7 +181,7 @@ class _Judge:
             return False
         if here.strange:
             return not noise.strange
-        usual = self._kinds.get((_kind(name), part), 0.0)
+        usual = self._usual.get((_kind(name), part), 0.0)
         ratio = max(
             here.mean / max(noise.mean, explained, usual),
             here.largest / max(noise.largest, explained * 2, usual * 4),
@@ -212,13 +190,11 @@ class _Judge:
             self.largest = ratio, name
         return ratio > FACTOR
 
-    def _row(
-        self, name: str, where: str, distance: float, noise: float, gaps: list[TensorGap]
-    ) -> Divergence:
-        part: Part = "input" if where == "input" else "output"
-        strange = sorted(self._distances.get((name, part), Distance()).strange)
-        cause = "; ".join(strange)
-        return Divergence(name, where, distance, noise, [asdict(gap) for gap in gaps], cause)
+    def _row(self, name: str, where: str, part: Part, gaps: Sequence[TensorGap] = ()) -> Divergence:
+        here = self._distances.get((name, part), Distance())
+        noise = self._noise.get((name, part), Distance()).mean
+        cause = "; ".join(sorted(here.strange))
+        return Divergence(name, where, here.mean or here.largest, noise, list(gaps), cause)
 
 
 def _kind(name: str) -> str:
@@ -244,8 +220,3 @@ def _larger(first: Distances, second: Distances, *, least: float) -> Distances:
         strange = set().union(*(side.strange for side in sides))
         joined[key] = Distance(mean**2, 1, largest, strange)
     return joined
-
-
-def _precision(model: Any) -> float:
-    """Return the relative step of the dtype that a model computes in."""
-    return float(torch.finfo(model.dtype).eps)

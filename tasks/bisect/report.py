@@ -10,8 +10,7 @@ from tasks.core.terminal import plain
 
 SHOWN = 10
 """Rows of a table."""
-AUDIT = "audit b against a"
-"""Replaced by the command, with the folders (`run.py`)."""
+AUDIT = "read every byte of b: python flows/audit.py source=<b> base=<a> values=true"
 REDO = "make b's folder again from its source: python flows/deliver.py <source> out=<folder>"
 
 VERDICTS = {
@@ -22,27 +21,49 @@ VERDICTS = {
     "differs": "they part",
     "refused": "they cannot be compared",
 }
+_WHERE = {
+    "weights": "its weights",
+    "output": "same weights, other output",
+    "input": "the code before it: attention, rotary embedding, residual",
+}
+
+
+@dataclass(frozen=True)
+class TensorGap:
+    """Comparison of one tensor of a with that of b."""
+
+    name: str
+    shape: tuple[int, ...]  # in a
+    max_difference: float = 0.0  # absolute
+    relative: float = 0.0  # length of the difference relative to that of a's tensor
+    share: float = 0.0  # share of the elements that differ
+    rounding: str = ""  # format that explains all differences; "" if none does
+    problem: str = ""  # why the two cannot be compared; "" if they can
+
+    @property
+    def different(self) -> bool:
+        """True if the two differ, and rounding does not explain it."""
+        return bool(self.problem) or (self.share > 0 and not self.rounding)
+
+    @property
+    def line(self) -> str:
+        """The comparison for a person."""
+        text = self.problem or (
+            f"max difference {self.max_difference:.3g}, {self.relative:.2%} of its length, "
+            f"{self.share:.1%} of the elements"
+        )
+        return f"{self.name} {list(self.shape)}: {text}"
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """A module in which the two models part.
-
-    Attributes:
-        module: name of the module.
-        where: `weights`, `output` (same input, other output) or `input` (the code before it).
-        distance: relative distance of its output, or input, from a's; 0 if no probe reaches it.
-        noise: the same between two runs of one model.
-        tensors: comparisons of its tensors that differ.
-        cause: the likely cause.
-        hint: what to type.
-    """
+    """A module in which the two models part."""
 
     module: str
-    where: str
-    distance: float
-    noise: float
-    tensors: list[dict[str, Any]] = field(default_factory=list)
+    where: str  # a key of `_WHERE`: "output" is same input, other output
+    distance: float  # relative, of its output, or input, from a's; 0 if no probe reaches it
+    noise: float  # the same between two runs of one model
+    tensors: list[TensorGap] = field(default_factory=list)  # those that differ
     cause: str = ""
     hint: str = ""
 
@@ -54,59 +75,29 @@ class Divergence:
             yield f"  {name}: {self.distance:.2%} off, noise {self.noise:.2%}"
         elif self.where == "weights":
             yield "  no probe shows it: an expert or a token that the probes do not use"
-        for gap in self.tensors:
-            name = f"{gap['name']} {gap['shape']}"
-            if gap["problem"]:
-                yield f"  {name}: {gap['problem']}"
-            else:
-                yield (
-                    f"  {name}: max difference {gap['max_difference']:.3g}, "
-                    f"{gap['relative']:.2%} of its length, {gap['share']:.1%} of the elements"
-                )
+        yield from (f"  {gap.line}" for gap in self.tensors)
         if self.cause:
             yield f"  likely cause: {self.cause}"
         if self.hint:
             yield f"  -> {self.hint}"
 
 
-_WHERE = {
-    "weights": "its weights",
-    "output": "same weights, other output",
-    "input": "the code before it: attention, rotary embedding, residual",
-}
-
-
 @dataclass(frozen=True)
 class Report:
-    """The result of a bisection.
-
-    Attributes:
-        a: the first model, as text.
-        b: the second model.
-        verdict: a key of `VERDICTS`.
-        reason: one sentence for the verdict.
-        modules: number of compared modules.
-        agreeing: number of modules, in order, before the first difference.
-        divergences: modules in which they part, in the order of execution.
-        drift: drift of b from a as `fingerprint.Drift`, or of their scores; None if not measured.
-        limit: what the drift exceeds, in words; "" if it is within the profile.
-        config: differing keys of config.json.
-        notes: facts that change no verdict.
-        engine: engine of b.
-    """
+    """The result of a bisection."""
 
     a: str
     b: str
-    verdict: str
+    verdict: str  # a key of `VERDICTS`
     reason: str = ""
-    modules: int = 0
-    agreeing: int = 0
-    divergences: list[Divergence] = field(default_factory=list)
-    drift: Mapping[str, float] | None = None
-    limit: str = ""
-    config: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    engine: str = "transformers"
+    modules: int = 0  # number of compared modules
+    agreeing: int = 0  # modules, in order of execution, before the first difference
+    divergences: list[Divergence] = field(default_factory=list)  # in the order of execution
+    drift: Mapping[str, float] | None = None  # of b from a, or of their scores
+    limit: str = ""  # what the drift exceeds; "" if it is within the profile
+    config: list[str] = field(default_factory=list)  # differing keys of config.json
+    notes: list[str] = field(default_factory=list)  # modules that only one of the two has
+    engine: str = "transformers"  # of b
 
     @property
     def exit_status(self) -> int:
@@ -117,13 +108,6 @@ class Report:
         """Return the report as plain JSON, with `first` as the first divergence."""
         first = asdict(self.divergences[0]) if self.divergences else None
         return {**asdict(self), "first": first, "exit_status": self.exit_status}
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Report:
-        """Return the report of a document that `as_json` made."""
-        fields = {k: v for k, v in document.items() if k not in ("first", "exit_status")}
-        rows = [Divergence(**row) for row in fields.pop("divergences")]
-        return cls(**fields, divergences=rows)
 
     def text(self) -> str:
         """Return the report as text for the terminal."""
@@ -149,14 +133,9 @@ class Report:
         if self.divergences:
             yield f"modules that agree before it: {self.agreeing} of {self.modules}"
             yield from (f"  {line}" for line in self.divergences[0].lines())
-            rest = self.divergences[1 : 1 + SHOWN]
-            if rest:
-                yield f"further modules that differ: {len(self.divergences) - 1}"
-                yield from (f"  {row.module}: {_short(row)}" for row in rest)
+            if rest := self.divergences[1:]:
+                yield f"further modules that differ: {len(rest)}"
+                yield from (f"  {row.module}: {row.where}; {row.cause}" for row in rest[:SHOWN])
         if self.config:
             yield "config.json differs:"
             yield from (f"  {line}" for line in self.config[:SHOWN])
-
-
-def _short(row: Divergence) -> str:
-    return f"{row.where}, {row.distance:.2%} off" + (f"; {row.cause}" if row.cause else "")

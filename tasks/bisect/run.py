@@ -1,9 +1,4 @@
-"""Bisect two models in a child process.
-
-    report = bisect(ModelRef(a), ModelRef(b), Options(texts=[...]), log=log, log_path=path)
-
-`Explainer` does it for a stage whose drift gate has failed.
-"""
+"""Bisect two models in a child process; `Explainer` does it for a stage whose drift gate failed."""
 
 from __future__ import annotations
 
@@ -11,26 +6,22 @@ import json
 import logging
 import signal
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tasks.bisect.report import AUDIT, Report
+from tasks.bisect.folders import compare_folders, probes_of
+from tasks.bisect.report import Report
 from tasks.config.after_training import Smoke
 from tasks.core.errors import ConfigError
 from tasks.core.machine import available_memory, has_gpu
-from tasks.core.terminal import typed
-from tasks.evaluation.evaluation_prompts import dtype_of
-from tasks.evaluation.scoring import ENV, ModelRef, ReferenceScorer
-from tasks.process.launch import launch, python_child
+from tasks.evaluation.model_folder import dtype_of
+from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.process.output import Log
 from tasks.serving.vllm.job import CALLS, HEADROOM, Job, run_vllm
 from tasks.weights.files.reader import weight_files
 
-STAGE = "bisect"
 TIMEOUT_S = 1800.0
-"""Default time limit, in seconds."""
 EXPLAIN_S = 300.0
 """Time limit of a bisection that a failed gate starts."""
 SHARE = 0.8
@@ -41,25 +32,15 @@ EARLIER = "; so the drift is older: what this stage was given is not the model t
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of a bisection.
-
-    Attributes:
-        texts: texts to measure on.
-        limit: maximum number of tokens of a text.
-        profile: drift profile; below its limits nothing counts as a difference.
-        engine: engine of b: `transformers` or `vllm`.
-        threads: CPU threads; None leaves the choice to torch.
-        timeout_s: time limit in seconds.
-        ids: token ids of the probes, in place of texts.
-    """
+    """Settings of a bisection."""
 
     texts: Sequence[str] = ()
-    limit: int = 32
-    profile: str = "strict"
-    engine: str = "transformers"
-    threads: int | None = None
+    limit: int = 32  # most tokens of a text
+    ids: Sequence[Sequence[int]] = ()  # token ids of the probes, in place of texts
+    profile: str = "strict"  # below its limits nothing counts as a difference
+    engine: str = "transformers"  # of b: "transformers" or "vllm"
+    threads: int | None = None  # CPU threads; None leaves the choice to torch
     timeout_s: float = TIMEOUT_S
-    ids: Sequence[Sequence[int]] = field(default_factory=tuple)
 
 
 def bisect(a: ModelRef, b: ModelRef, options: Options, *, log: Log, log_path: Path) -> Report:
@@ -70,37 +51,15 @@ def bisect(a: ModelRef, b: ModelRef, options: Options, *, log: Log, log_path: Pa
         StageProcessError: the child crashed, or was too slow.
     """
     _require_memory(a, b)
-    ends = time.monotonic() + options.timeout_s
-    with tempfile.TemporaryDirectory(prefix="plumbline-bisect-") as name:
-        folder = Path(name)
+    scorer = ReferenceScorer(
+        log=log, log_path=log_path, threads=options.threads, timeout_s=options.timeout_s
+    )
+    with tempfile.TemporaryDirectory(prefix="plumbline-bisect-") as folder, scorer:
         calls = None
         if options.engine == "vllm":
-            options = _encoded(a, options, log, log_path)
-            calls = str(_record_in_vllm(b, options, folder / "vllm", log, log_path))
-        sides = {"a": a.as_request(), "b": b.as_request()}
-        job = {**asdict(options), **sides, "calls": calls, "out": str(folder / "report")}
-        (folder / "job.json").write_text(json.dumps(job))
-        launch(
-            python_child("tasks.bisect.child", str(folder / "job.json")),
-            stage=STAGE,
-            log=log,
-            log_path=log_path,
-            env=ENV,
-            timeout_s=max(1.0, ends - time.monotonic()),
-        )
-        report = Report.from_json(json.loads((folder / "report").read_text()))
-    look = f"python flows/audit.py {typed('source', b.path)} {typed('base', a.path)} values=true"
-    rows = [replace(row, hint=row.hint.replace(AUDIT, look)) for row in report.divergences]
-    return replace(report, divergences=rows)
-
-
-def _encoded(a: ModelRef, options: Options, log: Log, log_path: Path) -> Options:
-    """Return the options with the token ids of their texts."""
-    if options.ids:
-        return options
-    with ReferenceScorer(log=log, log_path=log_path, timeout_s=options.timeout_s) as scorer:
-        ids = scorer.encode_texts(a.path, options.texts, limit=options.limit)
-    return replace(options, ids=[probe for probe in ids if len(probe) > 1])
+            options = replace(options, ids=scorer.perform(probes_of, a, b, options))
+            calls = _record_in_vllm(b, options, Path(folder) / "vllm", log, log_path)
+        return scorer.perform(compare_folders, a, b, options, calls)
 
 
 def _record_in_vllm(b: ModelRef, options: Options, out: Path, log: Log, log_path: Path) -> Path:
@@ -139,14 +98,9 @@ def _nbytes(model: ModelRef) -> float:
 
 @dataclass(frozen=True)
 class Explainer:
-    """Say in one line where two models part, after a failed drift check. Never raises an error.
+    """Say in one line where two models part, after a failed drift check. Never raises an error."""
 
-    Attributes:
-        folder: folder for `bisect.json`, the report, and `bisect.log`.
-        threads: CPU threads; None leaves the choice to torch.
-    """
-
-    folder: Path
+    folder: Path  # gets `bisect.json`, the report, and `bisect.log`
     threads: int | None = None
 
     def __call__(

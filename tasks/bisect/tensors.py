@@ -13,12 +13,11 @@ another order, an adapter on one side only. `cause_of` returns the first that fi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tasks.bisect.report import AUDIT, REDO
+from tasks.bisect.report import AUDIT, REDO, TensorGap
 
 CHUNK = 1 << 24
 """Numbers that are compared at once."""
@@ -50,54 +49,13 @@ ROWS = 2048
 """Rows that it is measured on."""
 
 
-@dataclass(frozen=True)
-class TensorGap:
-    """Comparison of one tensor of a with that of b.
-
-    Attributes:
-        name: name of the tensor.
-        shape: its shape in a.
-        dtypes: its dtypes in a and b, by torch's names.
-        max_difference: largest absolute difference.
-        relative: length of the difference relative to that of a's tensor.
-        share: share of the elements that differ.
-        rounding: format that explains all differences; "" if none does.
-        problem: why the two cannot be compared; "" if they can.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtypes: tuple[str, str]
-    max_difference: float = 0.0
-    relative: float = 0.0
-    share: float = 0.0
-    rounding: str = ""
-    problem: str = ""
-
-    @property
-    def equal(self) -> bool:
-        """True if all elements are equal."""
-        return not self.problem and self.share == 0
-
-    @property
-    def different(self) -> bool:
-        """True if rounding does not explain the difference."""
-        return not self.equal and not self.rounding
-
-
 def compare(name: str, a: torch.Tensor, b: torch.Tensor) -> TensorGap:
-    """Compare two tensors of any floating dtype.
-
-    Args:
-        a: the first tensor.
-        b: the second tensor.
-    """
+    """Compare two tensors of any floating dtype."""
     shape = tuple(a.shape)
-    dtypes = str(a.dtype).removeprefix("torch."), str(b.dtype).removeprefix("torch.")
     if a.shape != b.shape:
-        return TensorGap(name, shape, dtypes, problem=f"shape {list(a.shape)}, not {list(b.shape)}")
+        return TensorGap(name, shape, problem=f"shape {list(a.shape)}, not {list(b.shape)}")
     if a.dtype == b.dtype and torch.equal(a, b):
-        return TensorGap(name, shape, dtypes)
+        return TensorGap(name, shape)
     largest = squares = lengths = 0.0
     differing = strange = 0
     for part_a, part_b in _chunks(a, b):
@@ -108,13 +66,12 @@ def compare(name: str, a: torch.Tensor, b: torch.Tensor) -> TensorGap:
         largest = max(largest, float(gap.max()) if gap.numel() else 0.0)
         squares += float(gap.square().sum())
         lengths += float(part_a.square().sum())
+    if not differing:
+        return TensorGap(name, shape)
     relative = float("inf") if lengths == 0 else (squares / lengths) ** 0.5
-    share = differing / max(a.numel(), 1)
     problem = f"{strange} elements of b are NaN or infinite" if strange else ""
-    rounding = "" if strange or not differing else _format(a, b)
-    return TensorGap(
-        name, shape, dtypes, largest, 0.0 if not differing else relative, share, rounding, problem
-    )
+    rounding = "" if strange else _format(a, b)
+    return TensorGap(name, shape, largest, relative, differing / a.numel(), rounding, problem)
 
 
 def _chunks(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -233,10 +190,8 @@ def _fits(
 ) -> bool:
     """Return True if the differences look like rounding to a format.
 
-    Args:
-        block: elements that share a scale; 0 for a row.
-        scaled: True for a format with scales, whose errors must fill the steps evenly.
-        whole: False to check the size of the errors alone.
+    `block` elements share a scale, 0 for a row. The errors of a `scaled` format fill the steps
+    evenly. Without `whole`, the size of the errors alone is checked.
     """
     if block:
         a, b = a.reshape(-1, block), b.reshape(-1, block)
@@ -272,78 +227,60 @@ SILENT_KEYS = frozenset(
 """Keys of config.json that change no hidden state."""
 
 
-@dataclass(frozen=True)
-class Cause:
-    """A likely cause.
-
-    Attributes:
-        text: the cause, as a clause.
-        hint: what to type or to do.
-    """
-
-    text: str
-    hint: str = ""
+Cause = tuple[str, str]
+"""A likely cause, as a clause, and what to type."""
 
 
 def cause_of(
-    gap: TensorGap, a: torch.Tensor, b: torch.Tensor, others: Mapping[str, torch.Tensor]
+    gap: TensorGap,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    others: Mapping[str, torch.Tensor],
 ) -> Cause:
     """Return the likely cause of a difference; b's values are looked for in `others` of a, too."""
-    if gap.problem:
-        return Cause(gap.problem, AUDIT)
+    if gap.problem or a is None or b is None:
+        return gap.problem, AUDIT
     a, b = a.detach().float(), b.detach().to(a.device).float()
-    for cause in _causes(gap, a, b, others):
-        return cause
-    return Cause("other values", AUDIT)
+    return next(_causes(gap, a, b, others))
 
 
 def _causes(
     gap: TensorGap, a: torch.Tensor, b: torch.Tensor, others: Mapping[str, torch.Tensor]
 ) -> Iterator[Cause]:
     if not b.any():
-        yield Cause("b's tensor is zero: it was never written, or never loaded", REDO)
+        yield "b's tensor is zero: it was never written, or never loaded", REDO
     if not a.any():
-        yield Cause("a's tensor is zero, b's is not", AUDIT)
+        yield "a's tensor is zero, b's is not", AUDIT
     if b.dim() == 2 and b.shape[0] == b.shape[1] and _close(a.T, b):
-        yield Cause("b's tensor is a's, transposed", REDO)
+        yield "b's tensor is a's, transposed", REDO
     scale = float((a * b).sum() / a.square().sum().clamp_min(1e-30))
     if scale and abs(scale - 1) > CLOSE and _close(a * scale, b):
         hint = "an adapter's scale (lora_alpha / r, rsLoRA), or a quantisation scale: " + AUDIT
-        yield Cause(f"b's tensor is a's times {scale:.4g}", hint)
+        yield f"b's tensor is a's times {scale:.4g}", hint
     for name, other in others.items():
         if other.shape == b.shape and _close(other.to(b.device).float(), b):
-            yield Cause(f"b's tensor is a's {name}: names are mixed up", REDO)
+            yield f"b's tensor is a's {name}: names are mixed up", REDO
     if a.dim() >= 2 and a.numel() <= LARGEST:
-        yield from _of_matrix(a, b)
+        blocks = (8, 16, 32, 64, 128, 256, *([1] if len(a) <= 4096 else []))
+        if size := next((size for size in blocks if _is_reordered(a, b, size)), 0):
+            text = (
+                f"b's rows are a's in another order, in blocks of {size}: heads are swapped, or "
+                "the layout of a fused layer or of the rotary halves is another one"
+            )
+            yield text, REDO
+        if a.dim() == 2 and (rank := _rank(b - a)):
+            text = f"the difference has rank {rank}: an adapter is in one of the two alone"
+            yield text, "merge it: python flows/deliver.py <adapter> base=<folder> out=<folder>"
     similarity = float((a * b).sum() / (a.norm() * b.norm()).clamp_min(1e-30))
     if abs(similarity) < 0.3 and a.numel() > 16:
-        text = "b's tensor is unrelated to a's: that of another checkpoint, or a fresh one"
-        yield Cause(text, REDO)
+        yield "b's tensor is unrelated to a's: that of another checkpoint, or a fresh one", REDO
     if gap.share < 0.5 and a.dim() >= 2:
         rows = (a != b).flatten(1).any(1).nonzero().flatten()
         if len(rows) < len(a) / 2:
-            yield Cause(f"{len(rows)} of {len(a)} rows differ, from row {int(rows[0])} on", AUDIT)
+            yield f"{len(rows)} of {len(a)} rows differ, from row {int(rows[0])} on", AUDIT
     if similarity > 0.9:
-        yield Cause("b was trained further, or is another step of the same training", AUDIT)
-
-
-def _of_matrix(a: torch.Tensor, b: torch.Tensor) -> Iterator[Cause]:
-    blocks = next((n for n in (8, 16, 32, 64, 128, 256) if _is_reordered(a, b, n)), 0)
-    if blocks:
-        yield Cause(
-            f"b's rows are a's in another order, in blocks of {blocks}: heads are swapped, or the "
-            "layout of a fused layer is another one",
-            REDO,
-        )
-    elif len(a) <= 4096 and _rows_reordered(a, b):
-        text = "b's rows are a's in another order: the rotary layout (halves, interleaved) differs"
-        yield Cause(text, REDO)
-    rank = _rank(b - a) if a.dim() == 2 else 0
-    if rank:
-        text = (
-            f"the difference has rank {rank}: an adapter is in one of the two and not in the other"
-        )
-        yield Cause(text, "merge it: python flows/deliver.py <adapter> base=<folder> out=<folder>")
+        yield "b was trained further, or is another step of the same training", AUDIT
+    yield "other values", AUDIT
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -355,11 +292,6 @@ def _is_reordered(a: torch.Tensor, b: torch.Tensor, size: int) -> bool:
     if len(a) % size or len(a) == size:
         return False
     keys = [_keys(t.reshape(len(a) // size, -1)) for t in (a, b)]
-    return keys[0] != keys[1] and sorted(keys[0]) == sorted(keys[1])
-
-
-def _rows_reordered(a: torch.Tensor, b: torch.Tensor) -> bool:
-    keys = [_keys(t.reshape(len(a), -1)) for t in (a, b)]
     return keys[0] != keys[1] and sorted(keys[0]) == sorted(keys[1])
 
 
@@ -384,11 +316,7 @@ def _rank(difference: torch.Tensor) -> int:
 
 
 def config_changes(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return a line for every key of config.json that differs and may change a hidden state.
-
-    Args:
-        a: configuration of a, with the defaults of its class.
-    """
+    """Return a line for every key of two configurations that differs and may change an output."""
     lines: list[str] = []
     for key in sorted({*a, *b} - SILENT_KEYS):
         first, second = a.get(key), b.get(key)

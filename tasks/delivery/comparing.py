@@ -17,7 +17,7 @@ import numpy as np
 from tasks.core.errors import ConfigError, DataError
 from tasks.delivery.reference import SHORTEST, encode_probes, probe_texts
 from tasks.drift.fingerprint import drift
-from tasks.evaluation.evaluation_prompts import read_heldout
+from tasks.evaluation.prompts import read_heldout
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 
 _CLEAR = 2.0

@@ -18,7 +18,7 @@ from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Kind
 from tasks.core.contract import Check
 from tasks.core.errors import ConfigError, first_and_more
 from tasks.core.terminal import typed
-from tasks.evaluation.trained_artifact import write_json
+from tasks.evaluation.model_folder import write_json
 from tasks.pipeline.report import StageReport
 from tasks.weights.files.reader import weight_files
 from tasks.weights.heads import WRAPPER

@@ -20,7 +20,7 @@ from typing import Any
 from tasks.core.contract import Check
 from tasks.core.errors import ConfigError, DataError
 from tasks.drift.fingerprint import PROFILES, Fingerprint, ScorePrint
-from tasks.drift.verdict import KERNEL, Moved, advice, engine_verdict, print_in
+from tasks.drift.verdict import KERNEL, Moved, engine_verdict, print_in
 from tasks.drift.witness import ALTERED
 from tasks.evaluation.measuring import Measuring
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
@@ -171,8 +171,6 @@ def reference(
     fingerprint = Fingerprint.load(out / FINGERPRINT)
     count = len(fingerprint.probes)
     log.info("reference: %d positions of %d texts", fingerprint.positions, count)
-    if advised := advice(fingerprint):
-        log.info("reference: %s", advised)
     noise = {f"noise/{name}": noise.mean_kl for name, noise in fingerprint.formats.items()}
     metrics = {"positions": float(fingerprint.positions), **noise}
     return StageReport("reference", checks, metrics, drift=drift)

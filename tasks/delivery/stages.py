@@ -19,8 +19,8 @@ from tasks.core.errors import ConfigError
 from tasks.delivery.plan import ADAPTER, TRAINED, Target, Work, in_files
 from tasks.delivery.source import CONFIG
 from tasks.evaluation.measuring import Measuring
+from tasks.evaluation.model_folder import GENERATION_CONFIG, write_json
 from tasks.evaluation.serving_config import ServingConfig, served_config
-from tasks.evaluation.trained_artifact import GENERATION_CONFIG, write_json
 from tasks.gather import write_gathered
 from tasks.merge import write_merged
 from tasks.pipeline.report import StageReport

@@ -9,7 +9,6 @@ correct engine. The new engine's top token therefore *agrees* if the reference g
 log-probability less than two steps below its maximum. The steps are those of the reference's dtype
 at its largest logit and are stored with it (`steps`), or those of a coarser dtype that the caller
 names because the new engine is known to compute in it; the new engine does not influence them.
-Equal logits are a tie in every dtype.
 
 Probes share their first tokens (the chat template), and equal contexts have equal distributions: a
 tie after the template's last token would count once per probe. So agreement is a share of distinct
@@ -31,13 +30,13 @@ from statistics import fmean, pstdev
 import numpy as np
 from numpy.typing import NDArray
 
+from tasks.core.contract import Bound
 from tasks.core.errors import ArtifactError, DataError, DriftError
 from tasks.witness.plumbline_witness import prints
 from tasks.witness.plumbline_witness.prints import BITS, FINE, TINY, FormatNoise, kl_by_position
 
 TIE_STEPS = 2.0
 """Logits that differ by less than this many rounding steps are tied; see the module docstring."""
-
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Keys of config.json that give the number of experts."""
 
@@ -92,42 +91,189 @@ def require_informative(measured: Fingerprint, what: str) -> None:
     )
 
 
+def contexts(probes: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    """Return the number of each position's context, the tokens before it; shape (N,)."""
+    numbers: dict[tuple[int, ...], int] = {}
+    return np.array(
+        [
+            numbers.setdefault(tuple(probe[:end]), len(numbers))
+            for probe in probes
+            for end in range(1, len(probe))
+        ]
+    )
+
+
 def _of_last_token(measured: Fingerprint, rows: NDArray[np.float32]) -> bool:
     """Return True if all contexts that end with the same token have the same distribution."""
-    places = [(probe, end) for probe in measured.probes for end in range(1, len(probe))]
-    groups: dict[int, dict[tuple[int, ...], int]] = {}
-    for number, (probe, end) in enumerate(places):
-        groups.setdefault(probe[end - 1], {}).setdefault(probe[:end], number)
-    several = [list(group.values()) for group in groups.values() if len(group) > 1]
-    if sum(len(numbers) - 1 for numbers in several) < _FEWEST:
+    last = np.concatenate([probe[:-1] for probe in measured.probes])
+    _, first = np.unique(contexts(measured.probes), return_index=True)
+    several = [group for token in set(last) if len(group := first[last[first] == token]) > 1]
+    if sum(len(group) - 1 for group in several) < _FEWEST:
         return False
-    return all(np.ptp(rows[numbers], axis=0).max() < _FLAT for numbers in several)
+    return all(np.ptp(rows[group], axis=0).max() < _FLAT for group in several)
+
+
+@dataclass(frozen=True)
+class RewardLimit:
+    """Limits of a drift profile for reward models."""
+
+    difference: float  # highest mean absolute difference, in std of the reference scores
+    order: float  # lowest share of pairs of texts that both models rank in the same order
+
+
+@dataclass(frozen=True)
+class DriftLimit:
+    """Limits of a drift profile.
+
+    Max KL has no limit: between two correct engines a single position can change it by orders of
+    magnitude.
+    """
+
+    mean_kl: float  # highest mean KL, in nats
+    p95_kl: float  # highest 95th percentile of the KL, in nats
+    top1_agreement: float
+    rewards: RewardLimit = field(default_factory=lambda: RewardLimit(difference=0.03, order=0.97))
+    kept: float = 0.9  # least share of an adapter's update that a merge has to keep
+    share: float = 0.1  # largest distance from 1 of the share of an adapter that answers
+    # True for a mixture of experts, whose mean is held by the few positions where equal routers
+    # choose other experts: `mean_kl` then is the limit of the median
+    by_median: bool = False
+    measured: str = ""  # what widened the limits; empty for those of the profile
+
+
+PROFILES = {
+    "strict": DriftLimit(1e-4, 5e-4, 0.99, rewards=RewardLimit(difference=0.01, order=0.99)),
+    "standard": DriftLimit(1e-3, 5e-3, 0.97),
+    "relaxed": DriftLimit(
+        1e-2, 5e-2, 0.95, rewards=RewardLimit(difference=0.1, order=0.95), kept=0.0, share=0.5
+    ),
+}
+QUANTIZED = {
+    "int8": DriftLimit(1e-2, 5e-2, 0.95, share=0.5),
+    "fp8": DriftLimit(2e-2, 1e-1, 0.92, share=0.5),
+    "int4": DriftLimit(1e-1, 5e-1, 0.85, share=0.5),
+}
+"""Limits for `convert.quantize`, by number format: first values, from the small models in
+docs/delivery.md."""
+_FORMATS = {
+    "w8a8": "int8", "fp8": "fp8", "w4a16": "int4",
+    "gguf:f16": "standard", "gguf:bf16": "standard", "gguf:q8_0": "int8", "gguf:q6_k": "int8",
+    "gguf:q5_k_m": "fp8", "gguf:q4_k_m": "int4",
+}  # fmt: skip
+EXACT = DriftLimit(1e-5, 1e-4, 0.99, rewards=RewardLimit(difference=1e-3, order=0.99))
+"""Limits for hand-offs that change no number, only the files: trained -> gathered."""
+
+
+def quantized_profile(scheme: str, name: str = "auto") -> DriftLimit:
+    """Return the limits for `convert.quantize`, by `convert.quantize_profile`."""
+    return {**PROFILES, **QUANTIZED}[_FORMATS[scheme] if name == "auto" else name]
+
+
+def as_limit(kl: float) -> str:
+    """Return a limit as text, such as "1e-03" or "7.8e-03"."""
+    return f"{kl:.1e}".replace(".0e", "e")
 
 
 @dataclass(frozen=True)
 class Drift:
-    """Distance of a fingerprint from its reference.
-
-    Attributes:
-        mean_kl: mean of KL(reference || new) over positions, in nats.
-        p95_kl: its 95th percentile.
-        max_kl: its maximum.
-        top1_agreement: share of distinct contexts in which the top tokens agree, ties included.
-        cosine: mean cosine similarity of the probabilities.
-        median_kl: median of the KL, in nats.
-    """
+    """Distance of a fingerprint from its reference: KL(reference || new) by position, in nats."""
 
     mean_kl: float
     p95_kl: float
     max_kl: float
-    top1_agreement: float
-    cosine: float
+    top1_agreement: float  # share of distinct contexts in which the top tokens agree, ties included
+    cosine: float  # mean cosine similarity of the probabilities
     median_kl: float = 0.0
 
     @property
     def noise(self) -> FormatNoise:
         """The same as the noise of a format."""
         return FormatNoise(self.mean_kl, self.p95_kl, self.median_kl, self.top1_agreement)
+
+    def _typical(self, limit: DriftLimit) -> tuple[str, float]:
+        """Return name and value of the KL that `limit.mean_kl` limits."""
+        return ("median KL", self.median_kl) if limit.by_median else ("mean KL", self.mean_kl)
+
+    def beyond(self, limit: DriftLimit, noise: float | None = None) -> list[str]:
+        """Return one text for each limit that is exceeded; empty if it is within all.
+
+        With the engine's repeat noise (nats), the mean KL has to stay within twice of it.
+        """
+        name, kl = self._typical(limit)
+        exceeded = []
+        if kl > limit.mean_kl:
+            exceeded.append(f"{name} {kl:.2e} > {as_limit(limit.mean_kl)}")
+        if self.p95_kl > limit.p95_kl:
+            exceeded.append(f"p95 KL {self.p95_kl:.2e} > {as_limit(limit.p95_kl)}")
+        if self.top1_agreement < limit.top1_agreement:
+            exceeded.append(f"top-1 agreement {self.top1_agreement:.4f} < {limit.top1_agreement:g}")
+        if noise is not None and self.mean_kl > 2 * noise:
+            exceeded.append(f"mean KL {self.mean_kl:.2e} > twice the repeat noise {noise:.2e}")
+        return exceeded
+
+    def bound(self, limit: DriftLimit, noise: float | None = None) -> Bound:
+        """Return the mean drift and its limit; the tail's if the mean is within its limit."""
+        most = min(limit.mean_kl, math.inf if noise is None else 2 * noise)
+        name, kl = self._typical(limit)
+        if kl <= most and self.p95_kl > limit.p95_kl:
+            name, kl, most = "p95 KL", self.p95_kl, limit.p95_kl
+        return Bound(name, "nats per token", kl, most)
+
+    def allowed(self, limit: DriftLimit) -> str:
+        """Return the limits as text."""
+        text = (
+            f"{self._typical(limit)[0]} <= {as_limit(limit.mean_kl)}, p95 KL <= "
+            f"{as_limit(limit.p95_kl)}, top-1 agreement >= {limit.top1_agreement:.3g}"
+        )
+        return f"{text} ({limit.measured})" if limit.measured else text
+
+    def __str__(self) -> str:
+        return (
+            f"mean KL {self.mean_kl:.2e}, p95 KL {self.p95_kl:.2e}, "
+            f"top-1 agreement {self.top1_agreement:.4f}"
+        )
+
+
+@dataclass(frozen=True)
+class RewardDrift:
+    """Difference of scores from those of a reference."""
+
+    mean_difference: float  # mean absolute difference over the texts, in `unit`
+    max_difference: float
+    same_order: float  # share of the pairs that the reference scores differently
+    unit: float  # standard deviation of the reference scores
+
+    def beyond(self, limit: DriftLimit, noise: float | None = None) -> list[str]:
+        """Return one text for each limit that is exceeded; empty if it is within all.
+
+        With the engine's repeat noise (scores), the mean difference has to stay within twice of it.
+        """
+        most, exceeded, moved = limit.rewards, [], self.mean_difference * self.unit
+        if self.mean_difference > most.difference:
+            exceeded.append(f"mean difference {self.mean_difference:.2e} > {most.difference:g}")
+        if self.same_order < most.order:
+            exceeded.append(f"pairs in the same order {self.same_order:.4f} < {most.order:g}")
+        if noise is not None and moved > 2 * noise:
+            exceeded.append(f"mean difference {moved:.2e} > twice the repeat noise {noise:.2e}")
+        return exceeded
+
+    def bound(self, limit: DriftLimit, noise: float | None = None) -> Bound:
+        """Return the mean difference and its limit."""
+        most = min(limit.rewards.difference, math.inf if noise is None else 2 * noise / self.unit)
+        return Bound("mean difference", "std of scores", self.mean_difference, most)
+
+    def allowed(self, limit: DriftLimit) -> str:
+        """Return the limits as text."""
+        return (
+            f"mean difference <= {limit.rewards.difference:g} standard deviations of the "
+            f"reference's scores, pairs in the same order >= {limit.rewards.order:g}"
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"mean difference {self.mean_difference:.2e} (at most {self.max_difference:.2e}) of "
+            f"{self.unit:.3g}, {self.same_order:.4f} of the pairs in the same order"
+        )
 
 
 def steps_in(reference: Fingerprint, dtype: str | None) -> NDArray[np.float64] | None:
@@ -169,31 +315,22 @@ def by_context(
 ) -> float:
     """Return the share of distinct contexts that agree; NaN if no position was measured.
 
-    The context of a position is the tokens before it. A context with several positions counts with
-    their mean. `agree` has one value per position, `measured` is True at those that count.
+    A context with several positions counts with their mean. `agree` has one value per position,
+    `measured` is True at those that count.
     """
     known = np.ones(len(agree), bool) if measured is None else measured
     if not known.any():
         return float("nan")
-    numbers: dict[tuple[int, ...], int] = {}
-    contexts = np.array(
-        [
-            numbers.setdefault(tuple(probe[:end]), len(numbers))
-            for probe in probes
-            for end in range(1, len(probe))
-        ]
-    )[known]
-    count = np.bincount(contexts)
-    agreeing = np.bincount(contexts, weights=agree[known])
+    numbers = contexts(probes)[known]
+    count = np.bincount(numbers)
+    agreeing = np.bincount(numbers, weights=agree[known])
     return float((agreeing[count > 0] / count[count > 0]).mean())
 
 
 def drift(reference: Fingerprint, new: Fingerprint, dtype: str | None = None) -> Drift:
     """Return the distance of `new` from `reference`; `dtype` as in `agreeing`.
 
-    Raises:
-        DriftError: they have different probes or ids, or one of them has values that are not
-            log-probabilities.
+    Raises DriftError if they score other tokens, or values are not log-probabilities.
     """
     if reference.probes != new.probes or not np.array_equal(reference.ids, new.ids):
         raise DriftError("fingerprints are not comparable: they score other tokens")
@@ -217,30 +354,11 @@ def drift(reference: Fingerprint, new: Fingerprint, dtype: str | None = None) ->
     )
 
 
-@dataclass(frozen=True)
-class RewardDrift:
-    """Difference of scores from those of a reference.
-
-    Attributes:
-        mean_difference: mean absolute difference over the texts, in std of the reference scores.
-        max_difference: largest absolute difference, in the same unit.
-        same_order: share of pairs of texts in the same order, among the pairs that the reference
-            scores differently.
-        unit: standard deviation of the reference scores.
-    """
-
-    mean_difference: float
-    max_difference: float
-    same_order: float
-    unit: float
-
-
 def reward_drift(reference: Sequence[float], new: Sequence[float]) -> RewardDrift:
     """Compare two models' scores of the same texts.
 
-    Raises:
-        DataError: the reference gives all texts the same score, which has no scale.
-        DriftError: a score is not finite.
+    Raises DataError if the reference gives all texts the same score, which has no scale, and
+    DriftError if a score is not finite.
     """
     if not all(map(math.isfinite, (*reference, *new))):
         raise DriftError("rewards that are NaN or infinite")
@@ -257,142 +375,7 @@ def reward_drift(reference: Sequence[float], new: Sequence[float]) -> RewardDrif
 
 
 def score_drift(reference: ScorePrint, new: ScorePrint) -> RewardDrift:
-    """Return the drift of `new` from `reference`.
-
-    Raises:
-        DriftError: the probes differ, or a score is not finite.
-        DataError: the reference gives every probe the same score, which has no scale.
-    """
+    """Return the drift of `new` from `reference`; see `reward_drift`."""
     if reference.probes != new.probes:
         raise DriftError("scores are not comparable: they are of other texts")
     return reward_drift(reference.scores, new.scores)
-
-
-@dataclass(frozen=True)
-class RewardLimit:
-    """Limits of a drift profile for reward models.
-
-    Attributes:
-        difference: highest mean absolute difference, in std of the reference scores.
-        order: lowest share of pairs of texts that both models rank in the same order.
-    """
-
-    difference: float
-    order: float
-
-
-@dataclass(frozen=True)
-class DriftLimit:
-    """Limits of a drift profile.
-
-    Max KL has no limit: between two correct engines a single position can change it by orders of
-    magnitude.
-
-    Attributes:
-        mean_kl: highest mean KL, in nats.
-        p95_kl: highest 95th percentile of the KL, in nats.
-        top1_agreement: lowest top-1 agreement.
-        rewards: limits for a reward model, which has scores instead of log-probabilities.
-        kept: least share of an adapter's update that a merge has to keep.
-        share: largest distance of the share of an adapter that answers from 1.
-        by_median: True for a mixture of experts, whose mean is held by the few positions where
-            equal routers choose other experts: `mean_kl` then is the limit of the median.
-        measured: what widened the limits; empty for those of the profile.
-    """
-
-    mean_kl: float
-    p95_kl: float
-    top1_agreement: float
-    rewards: RewardLimit = field(default_factory=lambda: RewardLimit(difference=0.03, order=0.97))
-    kept: float = 0.9
-    share: float = 0.1
-    by_median: bool = False
-    measured: str = ""
-
-
-PROFILES = {
-    "strict": DriftLimit(
-        mean_kl=1e-4,
-        p95_kl=5e-4,
-        top1_agreement=0.99,
-        rewards=RewardLimit(difference=0.01, order=0.99),
-    ),
-    "standard": DriftLimit(mean_kl=1e-3, p95_kl=5e-3, top1_agreement=0.97),
-    "relaxed": DriftLimit(
-        mean_kl=1e-2,
-        p95_kl=5e-2,
-        top1_agreement=0.95,
-        share=0.5,
-        rewards=RewardLimit(difference=0.1, order=0.95),
-        kept=0.0,
-    ),
-}
-
-QUANTIZED = {
-    "int8": DriftLimit(mean_kl=1e-2, p95_kl=5e-2, top1_agreement=0.95, share=0.5),
-    "fp8": DriftLimit(mean_kl=2e-2, p95_kl=1e-1, top1_agreement=0.92, share=0.5),
-    "int4": DriftLimit(mean_kl=1e-1, p95_kl=5e-1, top1_agreement=0.85, share=0.5),
-}
-"""Limits for `convert.quantize`, by number format: first values, from the small models in
-docs/delivery.md."""
-_FORMATS = {
-    "w8a8": "int8", "fp8": "fp8", "w4a16": "int4",
-    "gguf:f16": "standard", "gguf:bf16": "standard", "gguf:q8_0": "int8", "gguf:q6_k": "int8",
-    "gguf:q5_k_m": "fp8", "gguf:q4_k_m": "int4",
-}  # fmt: skip
-
-
-def quantized_profile(scheme: str, name: str = "auto") -> DriftLimit:
-    """Return the limits for `convert.quantize`, by `convert.quantize_profile`."""
-    profiles = {**PROFILES, **QUANTIZED}
-    return profiles[_FORMATS[scheme] if name == "auto" else name]
-
-
-EXACT = DriftLimit(
-    mean_kl=1e-5, p95_kl=1e-4, top1_agreement=0.99, rewards=RewardLimit(difference=1e-3, order=0.99)
-)
-"""Limits for hand-offs that change no number, only the files: trained -> gathered."""
-
-
-def as_limit(kl: float) -> str:
-    """Return a limit as text, such as "1e-03" or "7.8e-03"."""
-    return f"{kl:.1e}".replace(".0e", "e")
-
-
-def typical_kl(measured: Drift, limit: DriftLimit) -> tuple[str, float]:
-    """Return name and value of the KL that `limit.mean_kl` limits."""
-    return ("median KL", measured.median_kl) if limit.by_median else ("mean KL", measured.mean_kl)
-
-
-def within(measured: Drift, limit: DriftLimit, noise: float | None = None) -> list[str]:
-    """Return one text for each limit that a drift exceeds; empty if it is within all limits.
-
-    With the engine's repeat noise (nats), the mean KL has to stay within twice of it.
-    """
-    exceeded: list[str] = []
-    name, kl = typical_kl(measured, limit)
-    if kl > limit.mean_kl:
-        exceeded.append(f"{name} {kl:.2e} > {as_limit(limit.mean_kl)}")
-    if measured.p95_kl > limit.p95_kl:
-        exceeded.append(f"p95 KL {measured.p95_kl:.2e} > {as_limit(limit.p95_kl)}")
-    if measured.top1_agreement < limit.top1_agreement:
-        exceeded.append(f"top-1 agreement {measured.top1_agreement:.4f} < {limit.top1_agreement:g}")
-    if noise is not None and measured.mean_kl > 2 * noise:
-        exceeded.append(f"mean KL {measured.mean_kl:.2e} > twice the repeat noise {noise:.2e}")
-    return exceeded
-
-
-def exceeds(measured: RewardDrift, limit: RewardLimit, noise: float | None = None) -> list[str]:
-    """Return one text for each limit that a drift exceeds; empty if it is within all limits.
-
-    With the engine's repeat noise (scores), the mean difference has to stay within twice of it.
-    """
-    exceeded = []
-    if measured.mean_difference > limit.difference:
-        exceeded.append(f"mean difference {measured.mean_difference:.2e} > {limit.difference:g}")
-    if measured.same_order < limit.order:
-        exceeded.append(f"pairs in the same order {measured.same_order:.4f} < {limit.order:g}")
-    if noise is not None and measured.mean_difference * measured.unit > 2 * noise:
-        moved = measured.mean_difference * measured.unit
-        exceeded.append(f"mean difference {moved:.2e} > twice the repeat noise {noise:.2e}")
-    return exceeded

@@ -9,14 +9,13 @@ base and trained model is far below the KL of that noise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.drift.fingerprint import Fingerprint
+from tasks.drift.fingerprint import Fingerprint, contexts
 
 DRAWS = 4000
 LEVEL = 0.99
@@ -33,22 +32,15 @@ other experts there: near a tie of the router, rounding alone chooses the base's
 
 @dataclass(frozen=True)
 class Share:
-    """Estimated share of an adapter.
+    """Estimated share of an adapter, with an interval by bootstrap over probes."""
 
-    Attributes:
-        value: 0 for the base, 1 for the trained model, 0.5 for half of its scale.
-        low: lower end of the interval, by bootstrap over probes.
-        high: upper end.
-        remainder: share of the adapter's effect that the line does not explain; 0 for the base, any
-            scaled adapter and the trained model.
-        signal: size of the adapter's effect at the returned ids, half its variance (nats).
-    """
-
-    value: float
+    value: float  # 0 for the base, 1 for the trained model, 0.5 for half of its scale
     low: float
     high: float
+    # share of the adapter's effect that the line does not explain; 0 for the base, any scaled
+    # adapter and the trained model
     remainder: float
-    signal: float
+    signal: float  # size of the adapter's effect at the returned ids, half its variance (nats)
 
     @property
     def is_whole(self) -> bool:
@@ -86,7 +78,10 @@ def adapter_share(
         None if too few probes were measured, or the adapter has no effect.
     """
     p = (np.exp(trained.logprobs.astype(np.float64)) + np.exp(base.logprobs)) / 2
-    fresh = _first_of_context(trained.probes)
+    fresh: NDArray[Any] = np.zeros(
+        len(trained.logprobs), bool
+    )  # probes that begin alike repeat the same noise
+    fresh[np.unique(contexts(trained.probes), return_index=True)[1]] = True
     weights = np.where(np.isnan(served) | ~fresh[:, None], 0.0, p)
     measured = measured & fresh
     moved = _centred(trained.logprobs, base.logprobs, weights)
@@ -111,21 +106,6 @@ def adapter_share(
     low, high = _interval(sums)
     remainder = max(0.0, other - 2 * value * product + value**2 * square) / square
     return Share(float(value), low, high, float(remainder), signal)
-
-
-def _first_of_context(probes: Sequence[Sequence[int]]) -> NDArray[np.bool_]:
-    """Return True at the first position of each context, shape (N,).
-
-    Probes that begin with the same template repeat the same noise there.
-    """
-    seen: set[tuple[int, ...]] = set()
-    fresh = []
-    for probe in probes:
-        for end in range(1, len(probe)):
-            context = tuple(probe[:end])
-            fresh.append(context not in seen)
-            seen.add(context)
-    return np.array(fresh)
 
 
 def _centred(above: NDArray[Any], below: NDArray[Any], weights: NDArray[Any]) -> NDArray[Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.core.contract import Bound, Check
+from tasks.core.contract import Check
 from tasks.core.errors import ArtifactError, DriftError
 from tasks.drift.fingerprint import (
     PROFILES,
@@ -20,12 +20,8 @@ from tasks.drift.fingerprint import (
     RewardDrift,
     RewardLimit,
     ScorePrint,
-    as_limit,
     drift,
-    exceeds,
     score_drift,
-    typical_kl,
-    within,
 )
 from tasks.drift.share import WIDEST, adapter_share
 from tasks.witness.plumbline_witness.prints import BASE, FINGERPRINT, SCORES
@@ -33,8 +29,6 @@ from tasks.witness.plumbline_witness.prints import BASE, FINGERPRINT, SCORES
 NAMES = (FINGERPRINT, SCORES)
 DECIDED = 0.5
 """Largest half of an interval's width that tells a trained model from its base."""
-NEARER = 4.0
-"""Ratio of the noise of two formats from which the finer one is advised."""
 FORMAT_FACTOR = 3.0
 """Allowed drift of a correct engine, in units of the noise of the format that it computes in."""
 
@@ -42,9 +36,6 @@ KERNEL = (
     "the training engine computes another model than these weights are: a fused kernel, or numbers "
     "that overflow; model.attn_implementation=eager or model.dtype=float32, and train again"
 )
-
-KL_UNIT = "nats per token"
-SCORE_UNIT = "std of scores"
 
 Print = Fingerprint | ScorePrint
 Moved = Drift | RewardDrift
@@ -118,53 +109,6 @@ def limit_of_scores(live: ScorePrint, new: ScorePrint, limit: DriftLimit) -> Dri
     return replace(limit, rewards=RewardLimit(difference, order))
 
 
-def advice(reference: Fingerprint) -> str:
-    """Return a line about a format that is much nearer to float32 than bfloat16; "" if none is."""
-    coarse, fine = (reference.formats.get(name) for name in ("bfloat16", "float16"))
-    if coarse is None or fine is None or coarse.mean_kl <= PROFILES["strict"].mean_kl:
-        return ""
-    times = coarse.mean_kl / max(fine.mean_kl, 1e-12)
-    if times < NEARER:
-        return ""
-    return (
-        f"float16 computes this model {times:.0f} times nearer to float32 than bfloat16 (mean KL "
-        f"{fine.mean_kl:.1e}, {coarse.mean_kl:.1e}): convert.dtype=float16"
-    )
-
-
-def too_far(drifted: Moved, limit: DriftLimit, noise: float | None = None) -> list[str]:
-    """Return one text for each limit that a drift exceeds; empty if it is within all limits."""
-    if isinstance(drifted, RewardDrift):
-        return exceeds(drifted, limit.rewards, noise)
-    return within(drifted, limit, noise)
-
-
-def _limit_text(drifted: Moved, limit: DriftLimit) -> str:
-    if isinstance(drifted, RewardDrift):
-        return (
-            f"mean difference <= {limit.rewards.difference:g} standard deviations of the "
-            f"reference's scores, pairs in the same order >= {limit.rewards.order:g}"
-        )
-    name = "median KL" if limit.by_median else "mean KL"
-    text = (
-        f"{name} <= {as_limit(limit.mean_kl)}, p95 KL <= {as_limit(limit.p95_kl)}, "
-        f"top-1 agreement >= {limit.top1_agreement:.3g}"
-    )
-    return f"{text} ({limit.measured})" if limit.measured else text
-
-
-def _drift_text(drifted: Moved) -> str:
-    if isinstance(drifted, RewardDrift):
-        return (
-            f"mean difference {drifted.mean_difference:.2e} (at most {drifted.max_difference:.2e}) "
-            f"of {drifted.unit:.3g}, {drifted.same_order:.4f} of the pairs in the same order"
-        )
-    return (
-        f"mean KL {drifted.mean_kl:.2e}, p95 KL {drifted.p95_kl:.2e}, "
-        f"top-1 agreement {drifted.top1_agreement:.4f}"
-    )
-
-
 def verdict(
     drifted: Moved,
     limit: DriftLimit,
@@ -175,17 +119,14 @@ def verdict(
 ) -> Check:
     """Return the verdict on a drift as one check.
 
-    Args:
-        noise: repeat noise of the reference engine; the mean drift must then stay within twice of
-            it.
+    The mean drift must stay within twice the repeat noise of the reference engine, if it is given.
     """
-    expected = _limit_text(drifted, limit)
+    expected, text = drifted.allowed(limit), str(drifted)
     if noise is not None:
         expected += f", on average <= twice the repeat noise {noise:.2e}"
-    exceeded = too_far(drifted, limit, noise)
     hint = "; ".join(filter(None, (cause, _wider_profile(drifted) if noise is None else "")))
-    text, bound = _drift_text(drifted), _bound(drifted, limit, noise)
-    return Check(name, expected, text, ok=not exceeded, hint=hint, bound=bound)
+    ok, bound = not drifted.beyond(limit, noise), drifted.bound(limit, noise)
+    return Check(name, expected, text, ok=ok, hint=hint, bound=bound)
 
 
 def share_checks(reference: Path, new: Print, limit: DriftLimit) -> tuple[Check, ...]:
@@ -240,23 +181,10 @@ def engine_verdict(
     return drifted, verdict(drifted, limit, name="the training engine in float32", cause=cause)
 
 
-def _bound(drifted: Moved, limit: DriftLimit, noise: float | None) -> Bound:
-    """Return the mean drift and its limit; the tail's if the mean is within its limit."""
-    twice = float("inf") if noise is None else 2 * noise
-    if isinstance(drifted, RewardDrift):
-        most = min(limit.rewards.difference, twice / drifted.unit)
-        return Bound("mean difference", SCORE_UNIT, drifted.mean_difference, most)
-    most = min(limit.mean_kl, twice)
-    name, kl = typical_kl(drifted, limit)
-    if kl <= most and drifted.p95_kl > limit.p95_kl:
-        return Bound("p95 KL", KL_UNIT, drifted.p95_kl, limit.p95_kl)
-    return Bound(name, KL_UNIT, kl, most)
-
-
 def _wider_profile(drifted: Moved) -> str:
     """Return the strictest profile that allows a drift, and how to choose it."""
     for name, limit in PROFILES.items():
-        if not too_far(drifted, limit):
+        if not drifted.beyond(limit):
             return (
                 f"the {name} profile admits it, if you accept the difference: "
                 f"gate={name} (flows/deliver.py: smoke.profile={name})"

@@ -25,17 +25,11 @@ ALTERED = (
 
 @dataclass(frozen=True)
 class Witness:
-    """Record of one checkpoint.
-
-    Attributes:
-        folder: the record.
-        facts: `witness.json`.
-        measured: file with the log-probabilities, or with a reward model's scores.
-    """
+    """Record of one checkpoint."""
 
     folder: Path
-    facts: Mapping[str, Any]
-    measured: Path
+    facts: Mapping[str, Any]  # `witness.json`
+    measured: Path  # file with the log-probabilities, or with a reward model's scores
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:

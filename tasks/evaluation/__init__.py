@@ -1,13 +1,18 @@
 """Measure models and judge what a served folder computes.
 
-scoring            measure a model in the transformers child: fingerprints, scores, greedy tokens
-trained_artifact   read the record that training left
-measuring          compare the output of gather, merge or convert with the trained model
-serving_config     write config.json and generation_config.json, and check that all files agree
-serve              prompt a served folder in vLLM or transformers
-http_verification  the same with `vllm serve`, which is verified as a running server
-smoke              serve a model and compare it with the trained one (`tasks/smoke_eval.py`)
-smoke_prompts      prompts of a smoke test: conversations, raw texts, pairs, probes
-smoke_checks       one function for each check of a smoke test
-responses          write responses to files, and compute their metrics
+    with ReferenceScorer(log=log, log_path=path) as scorer:          scoring: a transformers child
+        question = read_question("chat", model, base, reference, data, settings, scorer)
+        measured = measure(question, settings, profile, Tools(...), log, out)
+        report = write_report(out, settings, measured.checks, metrics, measured.drift, {})
+
+prompts         held-out conversations, raw texts, pairs, probes
+serve           prompt a served folder in vLLM or transformers
+serve_http      the same with `vllm serve` or llama.cpp, which is verified as a running server
+smoke           serve a model and compare it with the trained one (`tasks/smoke_eval.py`)
+checks          one function for each check of a smoke test
+responses       write responses to files, and compute their metrics
+measuring       compare the output of gather, merge or convert with the trained model
+calibration     rows for quantised models, and their loss on others
+model_folder    files of a model, and the record that training left
+serving_config  write config.json and generation_config.json, and check that all files agree
 """

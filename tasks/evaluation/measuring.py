@@ -21,7 +21,7 @@ from tasks.drift.verdict import (
     share_checks,
     verdict,
 )
-from tasks.evaluation.evaluation_prompts import computing_dtype_of
+from tasks.evaluation.model_folder import computing_dtype_of
 from tasks.evaluation.scoring import ModelRef, Score
 from tasks.pipeline.report import StageReport
 from tasks.weights.execute.outcome import Executed

@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from tasks.evaluation.evaluation_prompts import answer_of, computing_dtype_of, context_of
+from tasks.evaluation.model_folder import computing_dtype_of, context_of
+from tasks.evaluation.prompts import answer_of
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
-from tasks.evaluation.serve import Question, Responses
+from tasks.evaluation.serve import Responses
 from tasks.evaluation.smoke import Measured, Tools
 from tasks.process.output import Log
 from tasks.rl.user_code import EVAL, FunctionReference
-from tasks.serving.prompts import chat, question_of
+from tasks.serving.prompts import Chat, chat, question_of
 from tasks.serving.text import exact_match, is_degenerate, matches
 
 GREEDY, SAMPLED, PAIRS = "generations.jsonl", "drawn.jsonl", "pairs.jsonl"
@@ -41,11 +42,7 @@ class Measure:
 
     @classmethod
     def of(cls, text: str) -> Measure:
-        """Read the file that `eval.function` names.
-
-        Raises:
-            ConfigError: not of the form path.py:name, or the file cannot be read.
-        """
+        """Read the file that `eval.function` names. Raises ConfigError."""
         reference = FunctionReference.of(text, EVAL)
         return cls(str(reference), reference.digest())
 
@@ -54,14 +51,8 @@ def read_continuations(out: Path, measured: Measured, scorer: ReferenceScorer) -
     """Write `generations.jsonl`: continuations of raw texts before and after training."""
     question = measured.question
     shown = scorer.decode(question.served.path, question.prompts.tokens)
-    both = measured.texts(scorer)
-    _write(
-        out / GREEDY,
-        (
-            {"text": prompt, "before": old, "after": new}
-            for prompt, old, new in zip(shown, *both, strict=True)
-        ),
-    )
+    rows = zip(shown, *measured.texts(scorer), strict=True)
+    _write(out / GREEDY, ({"text": text, "before": a, "after": b} for text, a, b in rows))
 
 
 def read_answers(
@@ -80,14 +71,14 @@ def read_answers(
     rows = question.rows
     assert rows is not None
     expected = [answer_of(row) for row in rows]
-    before, after = measured.texts(tools.scorer)
-    old, new = measured.both()
+    texts, (old, new) = measured.texts(tools.scorer), measured.both()
     judged: dict[str, list[float]] = {}
     if function is not None:
-        prompts = question.base_prompts.tokens
-        judged["function_before"] = _judged(function, rows, prompts, old, before, tools, log)
-        prompts = question.prompts.tokens
-        judged["function_after"] = _judged(function, rows, prompts, new, after, tools, log)
+        sides = zip((question.base_prompts, question.prompts), (old, new), texts, strict=True)
+        for name, (prompts, responses, side) in zip(
+            ("function_before", "function_after"), sides, strict=True
+        ):
+            judged[name] = _judged(function, rows, prompts.tokens, responses, side, tools, log)
     _write(
         out / GREEDY,
         (
@@ -95,8 +86,8 @@ def read_answers(
                 "id": row.get("id", str(number)),
                 **question_of(row),
                 "expected": expected[number],
-                "before": before[number],
-                "after": after[number],
+                "before": texts[0][number],
+                "after": texts[1][number],
                 "stopped": new.stopped[number],
                 "degenerate": is_degenerate(new.tokens[number]),
                 "tokens_before": old.tokens[number],
@@ -107,7 +98,7 @@ def read_answers(
         ),
     )
     return {
-        **exact_matches(before, after, expected, "eval"),
+        **exact_matches(*texts, expected, "eval"),
         **{f"eval/{name}": sum(values) / len(values) for name, values in judged.items()},
         "eval/samples": float(len(rows)),
     }
@@ -148,19 +139,20 @@ def exact_matches(
     before: Sequence[str], after: Sequence[str], expected: Sequence[str | None], name: str
 ) -> dict[str, float]:
     """Return exact match over the rows that have an expected answer, as `<name>/...`."""
-    compared = [i for i, answer in enumerate(expected) if answer is not None]
-    if not compared:
-        return {}
-    answers = [answer for answer in expected if answer is not None]
-    gains = [
-        matches(after[i], answer) - matches(before[i], answer)
-        for i, answer in zip(compared, answers, strict=True)
+    rows = [
+        (old, new, answer)
+        for old, new, answer in zip(before, after, expected, strict=True)
+        if answer is not None
     ]
+    if not rows:
+        return {}
+    olds, news, answers = zip(*rows, strict=True)
+    gains = [matches(new, answer) - matches(old, answer) for old, new, answer in rows]
     return {
         f"{name}/error": pstdev(gains) / len(gains) ** 0.5,
-        f"{name}/before": exact_match([before[i] for i in compared], answers),
-        f"{name}/after": exact_match([after[i] for i in compared], answers),
-        f"{name}/compared": float(len(compared)),
+        f"{name}/before": exact_match(olds, answers),
+        f"{name}/after": exact_match(news, answers),
+        f"{name}/compared": float(len(rows)),
     }
 
 
@@ -176,13 +168,15 @@ def read_sampled(
         `drawn/before` and `drawn/after`: exact match over the rows with an answer, in [0, 1]; and
         the metrics of `distance` and `score`.
     """
-    question = measured.question
-    rows = question.rows
+    rows = measured.question.rows
     assert rows is not None
     texts = measured.texts(scorer, sampled=True)
     metrics = exact_matches(*texts, [answer_of(row) for row in rows], "drawn")
-    metrics |= distance(question, measured.both(sampled=True)[1].tokens, scorer)
-    scored, rewards = ({}, {}) if reward is None else score(reward, measured, texts, scorer)
+    metrics |= distance(measured, scorer)
+    rewards: dict[int, tuple[float, float]] = {}
+    if reward is not None:
+        scored, rewards = score(reward, measured, texts, scorer)
+        metrics |= scored
     _write(
         out / SAMPLED,
         (
@@ -191,10 +185,10 @@ def read_sampled(
             for number, (row, before, after) in enumerate(zip(rows, *texts, strict=True))
         ),
     )
-    return metrics | scored
+    return metrics
 
 
-def distance(question: Question, responses: Tokens, scorer: ReferenceScorer) -> dict[str, float]:
+def distance(measured: Measured, scorer: ReferenceScorer) -> dict[str, float]:
     """Estimate the KL divergence of the served model from the model before training.
 
     Returns:
@@ -203,6 +197,7 @@ def distance(question: Question, responses: Tokens, scorer: ReferenceScorer) -> 
         responses. Empty if the two models render prompts differently, or if the temperature was
         not 1.
     """
+    question, responses = measured.question, measured.both(sampled=True)[1].tokens
     prompts = question.prompts.tokens
     if question.temperature != 1.0 or prompts != question.base_prompts.tokens:
         return {}
@@ -224,9 +219,6 @@ def score(
     scorer: ReferenceScorer,
 ) -> tuple[dict[str, float], dict[int, tuple[float, float]]]:
     """Return metrics of the rewards of both models' responses, and the rewards.
-
-    If the reward model renders the prompts to the same token ids, it gets the responses as token
-    ids. Otherwise it gets them as texts, in its own chat template.
 
     Returns:
         `scored/before` and `scored/after`: mean rewards, normalised if the reward model's files
@@ -259,7 +251,11 @@ def _conversations(
     texts: tuple[Sequence[str], Sequence[str]],
     scorer: ReferenceScorer,
 ) -> list[list[list[int]]]:
-    """Return token ids of prompts with responses, for each of the two models."""
+    """Return token ids of prompts with responses, for each of the two models.
+
+    A reward model that renders the prompts to other token ids gets the responses as texts, in its
+    own chat template.
+    """
     question = measured.question
     assert question.rows is not None
     rendered = scorer.encode(reward, question.rows).tokens
@@ -269,16 +265,11 @@ def _conversations(
             for responses in measured.both(sampled=True)
         ]
     questions = [question_of(row) for row in question.rows]
-    return [
-        scorer.encode_whole(
-            reward,
-            [
-                chat([*row["messages"], {"role": "assistant", "content": text.strip()}], row)
-                for row, text in zip(questions, side, strict=True)
-            ],
-        )
-        for side in texts
-    ]
+
+    def answered(row: Chat, text: str) -> Chat:
+        return chat([*row["messages"], {"role": "assistant", "content": text.strip()}], row)
+
+    return [scorer.encode_whole(reward, list(map(answered, questions, side))) for side in texts]
 
 
 def read_pairs_in_order(out: Path, scores: Sequence[tuple[float, float]]) -> dict[str, float]:

@@ -13,7 +13,7 @@ import pickle
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar, TypeVarTuple
+from typing import Any, Self, TypeVar, TypeVarTuple
 
 import tasks.core.errors as errors
 from tasks.core.errors import PlumblineError, StageProcessError
@@ -43,7 +43,6 @@ __all__ = [
     "Prompts",
     "ReferenceScorer",
     "Score",
-    "Scorer",
 ]
 
 T = TypeVar("T")
@@ -56,23 +55,6 @@ REQUEST_S = 1800.0
 
 Score = Callable[[ModelRef, Path, Path], Print]
 """(model, reference file, file to write) -> fingerprint of the model on the same probes."""
-
-
-class Scorer(Protocol):
-    """Measures models: `ReferenceScorer`."""
-
-    def measure(self, model: ModelRef, reference: Path, out: Path) -> Print: ...
-
-    def reference(
-        self,
-        model: ModelRef,
-        out: Path,
-        *,
-        probes: Tokens = (),
-        like: Path | None = None,
-        own: Path | None = None,
-        base: Path | None = None,
-    ) -> Fingerprint: ...
 
 
 class ReferenceScorer:

@@ -15,33 +15,11 @@ from typing import Any
 from tasks.config.after_training import Smoke
 from tasks.core.contract import Check
 from tasks.drift.fingerprint import Fingerprint
-from tasks.evaluation.scoring import Generated, ModelRef, Prompts, ReferenceScorer
+from tasks.evaluation.prompts import Question
+from tasks.evaluation.scoring import Generated, ModelRef, ReferenceScorer
 from tasks.process.output import Log
-from tasks.serving.prompts import Chat, question_of
 from tasks.serving.vllm.job import HEADROOM, Job, VllmChild
 from tasks.witness.plumbline_witness.prints import FINGERPRINT
-
-
-@dataclass(frozen=True)
-class Question:
-    """The models to serve, and their prompts."""
-
-    served: ModelRef
-    base: ModelRef | None  # the model before training
-    reference: Path  # fingerprint file
-    prompts: Prompts
-    base_prompts: Prompts
-    # conversations of the prompts, with the answers that the data has; None for raw texts
-    rows: Sequence[Mapping[str, Any]] | None = None
-    left_out: int = 0  # held-out rows that were too long, or not suitable
-    # that the served tokenizer gives the tokens of training
-    checks: tuple[Check, ...] = ()
-    temperature: float | None = None  # None for greedy responses alone
-
-    @property
-    def chats(self) -> list[Chat] | None:
-        """Conversations of the prompts, without answers; None for raw texts."""
-        return None if self.rows is None else list(map(question_of, self.rows))
 
 
 @dataclass(frozen=True)
@@ -64,11 +42,11 @@ class Served:
 
     fingerprint: Fingerprint
     after: Responses
-    before: Responses | None  # of the base; None without one
+    before: Responses | None = None  # of the base; None without one
     # number of conversations that the engine's own tokenizer and chat template render to other
     # token ids; None if it has none of its own
-    rendered_differently: int | None
-    load_s: float  # seconds to load the folder, without imports
+    rendered_differently: int | None = None
+    load_s: float = 0.0  # seconds to load the folder, without imports
     sampled_after: Responses | None = None  # None without a temperature
     sampled_before: Responses | None = None  # None without a temperature or a base
     checks: tuple[Check, ...] = ()
@@ -79,15 +57,14 @@ def serve_with_vllm(
 ) -> Served:
     """Serve the model under test with vLLM in a child process, then the base in another engine.
 
-    Raises:
-        StageProcessError: vLLM did not start or crashed.
+    Raises StageProcessError if vLLM did not start or crashed.
     """
     served = Job(
         served=str(question.served.path),
         out="",
         prompts=question.prompts.tokens,
         max_new_tokens=settings.max_new_tokens,
-        max_model_len=settings.max_model_len or longest_sequence(question, settings.max_new_tokens),
+        max_model_len=length_of(question, settings),
         reference=str(question.reference),
         chats=question.chats,
         dtype=question.served.dtype,
@@ -100,7 +77,7 @@ def serve_with_vllm(
             served,
             served=str(question.base.path),
             prompts=question.base_prompts.tokens,
-            stop=ending_ids(question),
+            stop=question.base_stops,
             reference=None,
             chats=None,
         )
@@ -162,29 +139,24 @@ def serve_with_transformers(
     fingerprint = scorer.fingerprint(question.served, question.reference, out / FINGERPRINT)
     models = [(question.served, question.prompts, question.prompts.eos)]
     if question.base is not None:
-        models.append((question.base, question.base_prompts, ending_ids(question)))
-    tokens = settings.max_new_tokens
-    after, *before = (
-        _ended(scorer.greedy(model, prompts.tokens, max_new_tokens=tokens, eos=stops), stops)
-        for model, prompts, stops in models
-    )
-    sampled: list[Responses | None] = [None, None]
-    if question.temperature is not None:
-        sampled = [
-            _ended(
-                scorer.sample(
-                    model,
-                    prompts.tokens,
-                    max_new_tokens=tokens,
-                    temperature=question.temperature,
-                    eos=stops,
-                ),
-                stops,
+        models.append((question.base, question.base_prompts, question.base_stops))
+    most, temperature = settings.max_new_tokens, question.temperature
+    greedy, sampled = list[Responses](), list[Responses]()
+    for model, prompts, stops in models:
+        made = scorer.greedy(model, prompts.tokens, max_new_tokens=most, eos=stops)
+        greedy.append(_ended(made, stops))
+        if temperature is not None:
+            made = scorer.sample(
+                model, prompts.tokens, max_new_tokens=most, temperature=temperature, eos=stops
             )
-            for model, prompts, stops in models
-        ]
-    first, last = sampled[0], sampled[-1] if before else None
-    return Served(fingerprint, after, before[0] if before else None, None, 0.0, first, last)
+            sampled.append(_ended(made, stops))
+    return Served(
+        fingerprint,
+        after=greedy[0],
+        before=greedy[1] if len(greedy) > 1 else None,
+        sampled_after=sampled[0] if sampled else None,
+        sampled_before=sampled[1] if len(sampled) > 1 else None,
+    )
 
 
 def _ended(generated: Generated, stops: Sequence[int]) -> Responses:
@@ -201,13 +173,9 @@ def _sampled(result: Mapping[str, Any]) -> Responses | None:
     return _responses(result["drawn"]) if "drawn" in result else None
 
 
-def ending_ids(question: Question) -> list[int]:
-    """Return the ids that end a response of the base: its own EOS ids and the trained ones."""
-    return sorted({*question.prompts.eos, *question.base_prompts.eos})
-
-
-def longest_sequence(question: Question, max_new_tokens: int) -> int:
+def length_of(question: Question, settings: Smoke) -> int:
+    """Return the maximum number of tokens that an engine needs for all prompts and probes."""
     prompts = (*question.prompts.tokens, *question.base_prompts.tokens)
-    probes = Fingerprint.load(question.reference).probes
-    longest = max((len(p) + max_new_tokens for p in prompts), default=0)
-    return max(longest, *(len(p) + 1 for p in probes)) + HEADROOM
+    lengths = [len(prompt) + settings.max_new_tokens for prompt in prompts]
+    lengths += [len(probe) + 1 for probe in Fingerprint.load(question.reference).probes]
+    return settings.max_model_len or max(lengths) + HEADROOM

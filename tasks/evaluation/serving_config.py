@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.contract import Check
-from tasks.evaluation.trained_artifact import CONFIG, GENERATION_CONFIG, write_json
+from tasks.evaluation.model_folder import CONFIG, GENERATION_CONFIG, write_json
 from tasks.weights.files.documents import read_json
 from tasks.weights.model import Model
 from tasks.weights.plan import Plan

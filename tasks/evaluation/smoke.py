@@ -11,21 +11,15 @@ from typing import Any
 
 from tasks.config.after_training import Smoke
 from tasks.core.contract import Check
-from tasks.drift.fingerprint import Drift, DriftLimit, Fingerprint, drift, within
+from tasks.drift.fingerprint import Drift, DriftLimit, Fingerprint, drift
 from tasks.drift.verdict import Moved, limit_in, share_checks
-from tasks.evaluation import smoke_checks
-from tasks.evaluation.http_verification import serve_over_http
+from tasks.evaluation import checks
+from tasks.evaluation.checks import Agreement
 from tasks.evaluation.measuring import Explain, located
+from tasks.evaluation.prompts import Question
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
-from tasks.evaluation.serve import (
-    Question,
-    Responses,
-    Served,
-    score_with_vllm,
-    serve_with_transformers,
-    serve_with_vllm,
-)
-from tasks.evaluation.smoke_checks import Agreement, compare_greedy, engine_noise
+from tasks.evaluation.serve import Responses, Served, serve_with_transformers, serve_with_vllm
+from tasks.evaluation.serve_http import serve_over_http
 from tasks.pipeline.report import StageReport
 from tasks.process.output import Log
 from tasks.serving.vllm.job import VllmChild
@@ -87,51 +81,50 @@ def measure(
 ) -> Measured:
     """Serve the model, and compare its fingerprint and first greedy tokens; write `fingerprint.fp`.
 
-    Raises:
-        StageProcessError: the engine did not start or crashed.
+    Raises StageProcessError if the engine did not start or crashed.
     """
-    reference = Fingerprint.load(question.reference)
+    reference, scorer = Fingerprint.load(question.reference), tools.scorer
+    logs: dict[str, Any] = {"out": out, "log": log, "log_path": tools.log_path}
     if settings.engine == "transformers":
-        served = serve_with_transformers(question, settings, out=out, scorer=tools.scorer)
+        served = serve_with_transformers(question, settings, out=out, scorer=scorer)
     elif settings.engine == "server":
-        served = serve_over_http(
-            question, settings, profile,
-            scorer=tools.scorer, out=out, log=log, log_path=tools.log_path,
-            llama_cpp=tools.llama_cpp,
-        )  # fmt: skip
+        path = tools.llama_cpp
+        served = serve_over_http(question, settings, profile, scorer=scorer, llama_cpp=path, **logs)
     else:
-        served = serve_with_vllm(
-            question, settings, child=tools.vllm, out=out, log=log, log_path=tools.log_path
-        )
+        served = serve_with_vllm(question, settings, child=tools.vllm, **logs)
     dtype = question.served.dtype
-    limit = limit_in(profile, reference, dtype)
-    moved = drift(reference, served.fingerprint, dtype)
+    limit, moved = limit_in(profile, reference, dtype), drift(reference, served.fingerprint, dtype)
     appeared_at, in_engine = "", False
-    if within(moved, limit):
+    if moved.beyond(limit):
         appeared_at, in_engine = who_moved(question, settings.engine, profile, tools)
-    check = smoke_checks.drift_check(moved, limit, appeared_at)
-    checks = [
-        located(
-            check,
-            question.served if in_engine else tools.before,
-            question.served,
-            reference.probes,
-            tools.explain,
-            engine="vllm" if in_engine else "transformers",  # never blamed itself
-        ),
-        *share_checks(question.reference, served.fingerprint, limit),
-    ]
-    count = len(reference.probes)
+    drifted = located(
+        checks.drift_check(moved, limit, appeared_at),
+        question.served if in_engine else tools.before,
+        question.served,
+        reference.probes,
+        tools.explain,
+        engine="vllm" if in_engine else "transformers",  # never blamed itself
+    )
+    verdicts = [drifted, *share_checks(question.reference, served.fingerprint, limit)]
+    prompts = question.prompts.tokens[: len(reference.probes)]
     if settings.engine == "transformers":  # they are the same tokens
-        agreement = Agreement(len(question.prompts.tokens[:count]), 0, ())
+        agreement = Agreement(len(prompts), 0, ())
     else:
-        agreement = _compare_greedy(question, served, reference, settings, tools.scorer)
-        checks.append(smoke_checks.greedy_check(agreement, settings.greedy_tokens))
+        most = min(settings.greedy_tokens, settings.max_new_tokens)
+        expected = scorer.greedy(
+            question.served, prompts, max_new_tokens=most, eos=question.prompts.eos
+        )
+        noise = checks.engine_noise(reference, served.fingerprint)
+        tokens = served.after.tokens[: len(prompts)]
+        agreement = checks.compare_greedy(
+            tokens, expected.tokens, expected.candidates, noise, dtype
+        )
+        verdicts.append(checks.greedy_check(agreement, settings.greedy_tokens))
     notes = {
         "drift_appeared_at": appeared_at or None,
         "greedy_differences": list(agreement.differences[:20]),
     }
-    return Measured(question, served, moved, agreement, (*checks, *served.checks), notes)
+    return Measured(question, served, moved, agreement, (*verdicts, *served.checks), notes)
 
 
 def who_moved(
@@ -139,69 +132,27 @@ def who_moved(
 ) -> tuple[str, bool]:
     """Name the stage of the chain that changed the model, after a failed drift check.
 
-    Returns:
-        The stage as text, and True if it is the engine.
+    Returns the stage as text, and True if it is the engine.
     """
-    stage = smoke_checks.first_mover(tools.history, profile)
-    if stage is not None:
-        return stage, False
+    for stage, recorded in tools.history.items():
+        if Drift(**recorded).beyond(profile):
+            return stage, False
     reference = Fingerprint.load(question.reference)
     model = replace(question.served, float32=reference.arithmetic == "float32")
     with tempfile.TemporaryDirectory(prefix="plumbline-") as folder:
         path = Path(folder) / "served.fp"
         seen = tools.scorer.fingerprint(model, question.reference, path)
     limit = limit_in(profile, reference, seen.arithmetic)
-    if within(drift(reference, seen, model.dtype), limit):
+    if drift(reference, seen, model.dtype).beyond(limit):
         text = "the served folder: transformers sees it moved too, so it changed after convert"
         return text, False
     return f"serve: transformers finds the folder unmoved, {engine} computes something else", True
 
 
-def _compare_greedy(
-    question: Question,
-    served: Served,
-    reference: Fingerprint,
-    settings: Smoke,
-    scorer: ReferenceScorer,
-) -> Agreement:
-    """Compare greedy tokens with those of transformers, for as many prompts as probes."""
-    prompts = question.prompts.tokens[: len(reference.probes)]
-    expected = scorer.greedy(
-        question.served,
-        prompts,
-        max_new_tokens=min(settings.greedy_tokens, settings.max_new_tokens),
-        eos=question.prompts.eos,
-    )
-    tokens = served.after.tokens[: len(prompts)]
-    noise = engine_noise(reference, served.fingerprint)
-    dtype = question.served.dtype
-    return compare_greedy(tokens, expected.tokens, expected.candidates, noise, dtype)
-
-
-def reward_outputs(
-    model: ModelRef,
-    texts: Sequence[Sequence[int]],
-    settings: Smoke,
-    tools: Tools,
-    log: Log,
-    out: Path,
-) -> list[float]:
-    """Return the output of a reward model's head at the last token of each text.
-
-    Raises:
-        StageProcessError: the engine did not start or crashed.
-    """
-    if settings.engine == "transformers":
-        return tools.scorer.rewards(model, texts, raw=True)
-    return score_with_vllm(
-        model, texts, settings, child=tools.vllm, out=out, log=log, log_path=tools.log_path
-    )
-
-
 def write_report(
     out: Path,
     settings: Smoke,
-    checks: Sequence[Check],
+    verdicts: Sequence[Check],
     metrics: Mapping[str, float],
     moved: Moved,
     causes: Mapping[str, Any],
@@ -210,10 +161,10 @@ def write_report(
     notes = {"engine": settings.engine, "settings": asdict(settings), **causes}
     document = {
         "engine": settings.engine,
-        "checks": [check.as_dict() for check in checks],
+        "checks": [check.as_dict() for check in verdicts],
         "metrics": metrics,
         "notes": notes,
         **asdict(moved),
     }
     (out / "report.json").write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
-    return StageReport("report", tuple(checks), metrics, notes, moved)
+    return StageReport("report", tuple(verdicts), metrics, notes, moved)

@@ -1,4 +1,4 @@
-"""Likely causes of other weights: a table of signatures.
+"""Likely causes of other weights, by their signatures in the numbers.
 
 docs/verify.md shows measured numbers of each ("What each fault looks like").
 """
@@ -6,8 +6,7 @@ docs/verify.md shows measured numbers of each ("What each fault looks like").
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from tasks.core.report import Cause
 from tasks.core.terminal import typed
@@ -26,8 +25,6 @@ STRANGE = 2.0
 SMALL, LARGE = 0.2, 0.6
 """Remainders below which a line explains what the adapter does, and above which hardly anything of
 the adapter is left."""
-_STEP = "checkpoint-"
-_FOUR_BITS = ("nf4", "fp4", "int8")
 
 
 class Evidence:
@@ -93,160 +90,99 @@ class Evidence:
         source = typed("source", self.folder)
         return f"python flows/deliver.py {source} base=<the base> out=<a new folder>"
 
-    @property
-    def read(self) -> str:
-        """The command that reads every byte of a folder."""
-        text = "python flows/audit.py source=<what the server loaded> values=true"
-        if (self.folder / "adapter_config.json").is_file():
-            text += f" base=<the base> {typed('adapter', self.folder)}"
-        return text
-
-
-class Rule(NamedTuple):
-    """A cause with the signature that it has in the numbers."""
-
-    code: str
-    applies: Callable[[Evidence], bool]
-    text: Callable[[Evidence], str]
-    hint: Callable[[Evidence], str]
-
-
-Text = Callable[[Evidence], str]
-_SCALED: tuple[Text, Text] = (
-    lambda e: f"{e.seen}: its scale is not {e.scale}",
-    lambda e: (
-        "compare r, lora_alpha, use_rslora and rank_pattern in "
-        f"{e.folder}/adapter_config.json with the record; merge with "
-        "python flows/deliver.py, which uses the adapter's own scale"
-    ),
-)
-_ELSEWHERE: tuple[Text, Text] = (
-    lambda e: f"{e.seen}: an adapter of another training",
-    lambda e: f"load {e.folder} under this name: --lora-modules {e.model}={e.folder}",
-)
-RULES = (
-    Rule(
-        "base-served",
-        lambda e: e.is_base,
-        lambda e: (
-            f"{e.model!r} answers as the base without the adapter (KL from the base "
-            f"{e.from_base:.1e}, from the trained {e.kl:.1e})"
-        ),
-        lambda e: (
-            "look for 'LoRA' warnings in the server's log; check that the names of the adapter's "
-            "modules match those of the served class, start with --enable-lora --lora-modules "
-            f"{e.model}={e.folder}, or merge it: {e.merge}"
-        ),
-    ),
-    *(
-        Rule(
-            code,
-            applies,
-            lambda e: (
-                f"{e.model!r} answers as {e.sibling} (KL {e.from_sibling:.1e}), "
-                f"not as {e.folder.name} (KL {e.kl:.1e})"
-            ),
-            lambda e: (
-                f"load {e.folder} under this name and restart the server, or verify what "
-                f"is served: {typed('source', e.folder.parent / e.sibling)}"
-            ),
-        )
-        for code, applies in (
-            ("other-checkpoint", lambda e: e.is_other and e.sibling.startswith(_STEP)),
-            ("other-adapter", lambda e: e.is_other and not e.sibling.startswith(_STEP)),
-        )
-    ),
-    Rule("adapter-scaled", lambda e: e.is_partial and e.remainder < SMALL, *_SCALED),
-    Rule("other-adapter", lambda e: e.is_partial and e.remainder > LARGE, *_ELSEWHERE),
-    Rule(
-        "partly-other-weights",
-        # Rounded weights, or a rounded KV cache, would change the base's answers as well.
-        lambda e: e.is_partial or (e.is_near and e.is_whole and e.has_base),
-        lambda e: f"{e.seen}: some modules of the adapter are not applied, or are of another step",
-        lambda e: (
-            "look for skipped or unexpected modules in the server's log (--lora-target-modules); "
-            f"merge the adapter: {e.merge}"
-        ),
-    ),
-    Rule("other-adapter", lambda e: e.is_partial and SMALL <= e.remainder <= LARGE, *_ELSEWHERE),
-    Rule(
-        "rounded-away",
-        lambda e: e.may_be_rounded,
-        lambda e: (
-            f"{e.dose.text if e.dose else ''} of the adapter answers: if it was merged in 16 bits "
-            "by rounding to nearest, updates below half a step of the base's weights are gone"
-        ),
-        lambda e: (
-            "merge again: python flows/deliver.py source=<the adapter> base=<the base> out=<a new "
-            "folder> merge.rounding=unbiased, or convert.dtype=float32"
-        ),
-    ),
-    Rule(
-        "rope",
-        lambda e: e.is_near and e.depends_on_position,
-        lambda e: (
-            f"the first token of a text is right (KL {e.distance.first_kl:.1e}) and the error "
-            f"grows with the position ({e.distance.growth:.1f} times from the first to the last "
-            "third): rotary embedding with another theta or scaling"
-        ),
-        lambda e: (
-            "compare rope_theta, rope_scaling and rope_parameters in config.json of the served "
-            "folder and of the base (a file of transformers 5 read by an older engine loses them), "
-            "and start without --rope-scaling, --rope-theta and --hf-overrides"
-        ),
-    ),
-    Rule(
-        "nf4-on-16-bit",
-        lambda e: e.is_near and e.reference.quantization in _FOUR_BITS and not e.has_base,
-        lambda e: (
-            f"the adapter was trained on a base in {e.reference.quantization}, and the server's "
-            f"differs from it (KL {e.kl if e.base is None else e.base:.1e}): the adapter is "
-            "applied to, or merged into, the 16-bit base"
-        ),
-        lambda e: (
-            f"merge into the dequantized base: {e.merge}; or serve the base as in training, by an "
-            "engine that loads it in 4 bits"
-        ),
-    ),
-    Rule(
-        "adapter-scaled",
-        # A large scale moves logits by less than in proportion.
-        lambda e: e.is_near and e.is_whole and e.has_base and e.kl > ROUNDING,
-        *_SCALED,
-    ),
-    Rule(
-        "quantised",
-        lambda e: (
-            e.is_near and e.kl <= ROUNDING and (e.dose is None or (e.is_whole and not e.has_base))
-        ),
-        lambda e: (
-            f"the model is the trained one with coarser numbers (mean KL {e.kl:.1e}): quantised "
-            "weights or a quantised KV cache"
-        ),
-        lambda e: (
-            "start the server with --dtype bfloat16 --kv-cache-dtype auto and without "
-            "--quantization (vLLM's /metrics show cache_dtype); if it is meant to be quantised, "
-            "profile=relaxed"
-        ),
-    ),
-    Rule(
-        "other-weights",
-        lambda e: e.is_free,
-        lambda e: (
-            f"mean KL {e.kl:.2g}, top-1 agreement {e.distance.top1_agreement:.2f}: the server has "
-            f"{'another model' if e.kl > STRANGE else 'other weights'}"
-        ),
-        lambda e: f"read every byte of the server's folder: {e.read}; a bad file: copy it again",
-    ),
-)
-"""All signatures, the likeliest first."""
-
 
 def causes(asked: Asked) -> tuple[Cause, ...]:
     """Return the likely causes of a fault of the weights, the likeliest first; at least one."""
-    evidence = Evidence(asked)
-    return tuple(
-        Cause(rule.code, rule.text(evidence), rule.hint(evidence))
-        for rule in RULES
-        if rule.applies(evidence)
+    return tuple(_causes(Evidence(asked)))
+
+
+def _causes(e: Evidence) -> Iterator[Cause]:
+    scaled = Cause(
+        "adapter-scaled",
+        f"{e.seen}: its scale is not {e.scale}",
+        f"compare r, lora_alpha, use_rslora and rank_pattern in {e.folder}/adapter_config.json "
+        "with the record; merge with python flows/deliver.py, which uses the adapter's own scale",
     )
+    elsewhere = Cause(
+        "other-adapter",
+        f"{e.seen}: an adapter of another training",
+        f"load {e.folder} under this name: --lora-modules {e.model}={e.folder}",
+    )
+    if e.is_base:
+        yield Cause(
+            "base-served",
+            f"{e.model!r} answers as the base without the adapter (KL from the base "
+            f"{e.from_base:.1e}, from the trained {e.kl:.1e})",
+            "look for 'LoRA' warnings in the server's log; check that the names of the adapter's "
+            "modules match those of the served class, start with --enable-lora --lora-modules "
+            f"{e.model}={e.folder}, or merge it: {e.merge}",
+        )
+    if e.is_other:
+        yield Cause(
+            "other-checkpoint" if e.sibling.startswith("checkpoint-") else "other-adapter",
+            f"{e.model!r} answers as {e.sibling} (KL {e.from_sibling:.1e}), not as "
+            f"{e.folder.name} (KL {e.kl:.1e})",
+            f"load {e.folder} under this name and restart the server, or verify what is served: "
+            f"{typed('source', e.folder.parent / e.sibling)}",
+        )
+    if e.is_partial and e.remainder < SMALL:
+        yield scaled
+    if e.is_partial and e.remainder > LARGE:
+        yield elsewhere
+    # Rounded weights, or a rounded KV cache, would change the base's answers as well.
+    if e.is_partial or (e.is_near and e.is_whole and e.has_base):
+        yield Cause(
+            "partly-other-weights",
+            f"{e.seen}: some modules of the adapter are not applied, or are of another step",
+            "look for skipped or unexpected modules in the server's log (--lora-target-modules); "
+            f"merge the adapter: {e.merge}",
+        )
+    if e.is_partial and SMALL <= e.remainder <= LARGE:
+        yield elsewhere
+    if e.may_be_rounded and e.dose is not None:
+        yield Cause(
+            "rounded-away",
+            f"{e.dose.text} of the adapter answers: if it was merged in 16 bits by rounding to "
+            "nearest, updates below half a step of the base's weights are gone",
+            "merge again: python flows/deliver.py source=<the adapter> base=<the base> out=<a new "
+            "folder> merge.rounding=unbiased, or convert.dtype=float32",
+        )
+    if e.is_near and e.depends_on_position:
+        yield Cause(
+            "rope",
+            f"the first token of a text is right (KL {e.distance.first_kl:.1e}) and the error "
+            f"grows with the position ({e.distance.growth:.1f} times from the first to the last "
+            "third): rotary embedding with another theta or scaling",
+            "compare rope_theta, rope_scaling and rope_parameters in config.json of the served "
+            "folder and of the base (a file of transformers 5 read by an older engine loses them), "
+            "and start without --rope-scaling, --rope-theta and --hf-overrides",
+        )
+    if e.is_near and e.reference.quantization in ("nf4", "fp4", "int8") and not e.has_base:
+        yield Cause(
+            "nf4-on-16-bit",
+            f"the adapter was trained on a base in {e.reference.quantization}, and the server's "
+            f"differs from it (KL {e.kl if e.base is None else e.base:.1e}): the adapter is "
+            "applied to, or merged into, the 16-bit base",
+            f"merge into the dequantized base: {e.merge}; or serve the base as in training, by an "
+            "engine that loads it in 4 bits",
+        )
+    # A large scale moves logits by less than in proportion.
+    if e.is_near and e.is_whole and e.has_base and e.kl > ROUNDING:
+        yield scaled
+    if e.is_near and e.kl <= ROUNDING and (e.dose is None or (e.is_whole and not e.has_base)):
+        yield Cause(
+            "quantised",
+            f"the model is the trained one with coarser numbers (mean KL {e.kl:.1e}): quantised "
+            "weights or a quantised KV cache",
+            "start the server with --dtype bfloat16 --kv-cache-dtype auto and without "
+            "--quantization (vLLM's /metrics show cache_dtype); if it is meant to be quantised, "
+            "profile=relaxed",
+        )
+    if e.is_free:
+        yield Cause(
+            "other-weights",
+            f"mean KL {e.kl:.2g}, top-1 agreement {e.distance.top1_agreement:.2f}: the server has "
+            f"{'another model' if e.kl > STRANGE else 'other weights'}",
+            "read every byte of what the server loaded: python flows/audit.py source=<its folder> "
+            "values=true; a bad file: copy it again",
+        )

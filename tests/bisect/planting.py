@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from tasks.bisect.calls import places
-from tasks.bisect.child import bisect
+from tasks.bisect.folders import compare_folders
 from tasks.bisect.report import Report
+from tasks.bisect.run import Options
 from tasks.evaluation.scoring import ModelRef
 from tests.tiny import tiny
 
@@ -103,9 +104,6 @@ def examine(
     """Bisect two folders in this process, on `IDS`; `adapter` lies on top of a."""
     first = ModelRef(a, adapter, dtype=dtypes[0], device="cpu")
     second = ModelRef(b, dtype=dtypes[1], device="cpu")
-    sides = {"a": first.as_request(), "b": second.as_request()}
-    report = bisect({"profile": "strict", "engine": "transformers", "ids": IDS, **sides})
-    document = report.as_json()
-    assert Report.from_json(document) == report
+    report = compare_folders(first, second, Options(ids=IDS), None)
     assert report.text()
     return report

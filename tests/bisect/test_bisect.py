@@ -77,7 +77,7 @@ def test_random_fault_is_found(family: str, trial: int, save: Save) -> None:
         place = "transformer.wte"  # they are tied: one tensor, first used there
     report = examine(save(make(family, 1)), save(broken))
     assert report.divergences[0].module == place
-    assert f"{place}.{name}" in {gap["name"] for gap in report.divergences[0].tensors}
+    assert f"{place}.{name}" in {gap.name for gap in report.divergences[0].tensors}
     structural = report.divergences[0].hint == REDO
     assert report.verdict == ("differs" if report.limit or structural else "below")
     assert report.drift is not None

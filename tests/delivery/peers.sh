@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make the environments of tests with mark `peers`: one per project, under $PLUMBLINE_PEERS.
-#   PLUMBLINE_PEERS=~/peers tests/delivery/peers.sh [llamafactory swift verl openrlhf llamacpp ggml]
+#   PLUMBLINE_PEERS=~/peers tests/delivery/peers.sh [llamafactory swift verl openrlhf ggml]
 # Each holds a trainer and the packages that it wants in another version than this project; the rest
 # (torch among them) comes from .venv, which stays as it is.
 set -euo pipefail
@@ -25,7 +25,6 @@ declare -A PACKAGES=(
         fsspec==2025.3.0 multiprocess dill==0.3.8"
     [transformers440]="transformers==4.40.2 tokenizers==0.19.1 huggingface-hub<1 peft==0.10.0
         accelerate==0.30.1 datasets==2.21.0 fsspec==2024.6.1 multiprocess==0.70.16 dill==0.3.8"
-    [llamacpp]="xllamacpp==2026.10.11549 gguf==0.19.0"
     [ggml]="scikit-build-core pathspec"
 )
 

@@ -23,10 +23,9 @@ from tasks.drift.fingerprint import (
     agreeing,
     drift,
     reward_drift,
-    within,
 )
 from tasks.drift.share import adapter_share
-from tasks.drift.verdict import advice, limit_in, limit_of_scores, verdict
+from tasks.drift.verdict import limit_in, limit_of_scores, verdict
 from tasks.witness.plumbline_witness.prints import FormatNoise, largest_steps, rounding_step
 
 
@@ -42,37 +41,26 @@ def fingerprint(probabilities: list[list[float]]) -> Fingerprint:
     )
 
 
-def test_equal_fingerprints_have_no_drift() -> None:
-    first = fingerprint([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]])
-    measured = drift(first, first)
-    assert (measured.mean_kl, measured.max_kl, measured.top1_agreement) == (0.0, 0.0, 1.0)
-    assert measured.cosine == pytest.approx(1.0, abs=1e-12)
+def test_kl_is_the_textbook_value_reference_first_with_one_bucket_for_all_other_ids() -> None:
+    log = math.log
+    for p, q, expected in (
+        ([0.5, 0.3, 0.2], [0.5, 0.3, 0.2], 0.0),
+        ([0.75, 0.25], [0.5, 0.5], 0.75 * log(0.75 / 0.5) + 0.25 * log(0.25 / 0.5)),
+        ([0.6, 0.2], [0.6, 0.3], 0.2 * log(0.2 / 0.3) + 0.2 * log(0.2 / 0.1)),
+    ):
+        measured = drift(fingerprint([p]), fingerprint([q]))
+        assert measured.mean_kl == pytest.approx(expected, rel=1e-5, abs=1e-12)
 
 
-def test_kl_is_the_textbook_value_reference_first() -> None:
-    ref, new = fingerprint([[0.75, 0.25]]), fingerprint([[0.5, 0.5]])
-    expected = 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)
-    assert drift(ref, new).mean_kl == pytest.approx(expected, rel=1e-5)
-
-
-def test_all_other_ids_count_as_a_single_bucket() -> None:
-    ref, new = fingerprint([[0.6, 0.2]]), fingerprint([[0.6, 0.3]])
-    expected = 0.2 * math.log(0.2 / 0.3) + 0.2 * math.log(0.2 / 0.1)
-    assert drift(ref, new).mean_kl == pytest.approx(expected, rel=1e-5)
-
-
-def test_other_probes_or_ids_are_refused() -> None:
+def test_other_tokens_and_nan_are_refused_not_averaged_away() -> None:
     first = fingerprint([[0.5, 0.5]])
-    with pytest.raises(DriftError, match="other tokens"):
-        drift(first, replace(first, probes=((1, 2),)))
-    with pytest.raises(DriftError, match="other tokens"):
-        drift(first, replace(first, ids=first.ids + 1))
-
-
-def test_nan_is_refused_not_averaged_away() -> None:
-    first = fingerprint([[0.5, 0.5]])
-    with pytest.raises(DriftError, match="not log-probabilities"):
-        drift(first, replace(first, logprobs=first.logprobs * np.float32("nan")))
+    for other in (
+        replace(first, probes=((1, 2),)),
+        replace(first, ids=first.ids + 1),
+        replace(first, logprobs=first.logprobs * np.float32("nan")),
+    ):
+        with pytest.raises(DriftError):
+            drift(first, other)
 
 
 def test_save_and_load_give_the_same_fingerprint(tmp_path: Path) -> None:
@@ -127,11 +115,6 @@ def test_the_signal_of_an_adapter_is_half_the_variance_of_its_change() -> None:
     assert share.value == pytest.approx(1.0)
 
 
-def test_scores_of_fewer_texts_are_not_compared() -> None:
-    with pytest.raises(ValueError):
-        reward_drift([1.0, 2.0, 3.0], [1.0, 2.0])
-
-
 def test_repeat_noise_widens_the_limit_of_scores_and_never_narrows_it() -> None:
     live, new = [0.0, 1.0, 2.0, 3.0], [0.01, 1.01, 2.01, 2.99]
     drifted = reward_drift(live, new)
@@ -173,27 +156,10 @@ def test_a_limit_is_that_of_the_profile_or_three_times_the_noise_of_the_format(p
     routed = limit_in(profile, replace(reference, routed=True), "bfloat16")
     assert (routed.by_median, routed.mean_kl) == (True, max(profile.mean_kl, 3e-3))
     ties = Drift(mean_kl=1.0, p95_kl=1e-6, max_kl=9.0, top1_agreement=1.0, cosine=1.0)
-    assert within(ties, wide) != []
-    assert within(ties, routed) == [], "few positions where routers tie hold the mean"
+    assert ties.beyond(wide) != []
+    assert ties.beyond(routed) == [], "few positions where routers tie hold the mean"
     exact = limit_in(profile, replace(reference, routed=True), "float32")
     assert exact == replace(routed, measured=exact.measured), "rounded weights tie as many"
-
-
-def test_without_float32_both_sides_have_the_noise_of_the_references_format() -> None:
-    reference = replace(fingerprint([[0.5, 0.5]]), dtype="bfloat16", formats={"bfloat16": COARSE})
-    for dtype in ("bfloat16", "float16"):
-        assert limit_in(PROFILES["standard"], reference, dtype).mean_kl == 6e-3
-
-
-def test_a_finer_format_is_advised_where_it_is_much_nearer() -> None:
-    reference = replace(
-        fingerprint([[0.5, 0.5]]), dtype="float32", formats={"bfloat16": COARSE, "float16": FINE}
-    )
-    assert advice(reference).endswith("convert.dtype=float16")
-    assert "67 times nearer" in advice(reference)
-    assert advice(replace(reference, formats={"bfloat16": COARSE})) == "", "float16 overflows"
-    near = {"bfloat16": COARSE, "float16": replace(COARSE, mean_kl=1e-3)}
-    assert advice(replace(reference, formats=near)) == ""
 
 
 def test_ties_of_the_served_format_are_ties_to_a_reference_in_float32() -> None:
@@ -215,10 +181,10 @@ def test_a_damaged_file_is_an_artifact_error(tmp_path: Path, damage: bytes | Non
 
 def test_within_names_each_limit_that_is_exceeded_and_never_max_kl() -> None:
     calm = Drift(mean_kl=1e-6, p95_kl=1e-6, max_kl=9.0, top1_agreement=1.0, cosine=1.0)
-    assert within(calm, EXACT, noise=1e-6) == []
-    assert within(calm, EXACT, noise=1e-7) == ["mean KL 1.00e-06 > twice the repeat noise 1.00e-07"]
+    assert calm.beyond(EXACT, noise=1e-6) == []
+    assert calm.beyond(EXACT, noise=1e-7) == ["mean KL 1.00e-06 > twice the repeat noise 1.00e-07"]
     moved = Drift(mean_kl=1e-2, p95_kl=1e-1, max_kl=9.0, top1_agreement=0.5, cosine=1.0)
-    assert len(within(moved, PROFILES["standard"])) == 3
+    assert len(moved.beyond(PROFILES["standard"])) == 3
 
 
 def of_logits(logits: np.ndarray, dtype: torch.dtype, probes: tuple[tuple[int, ...], ...]):
@@ -245,14 +211,6 @@ def test_a_rounding_step_is_the_distance_to_the_next_number(dtype, value: float)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "step"), [(torch.bfloat16, 0.125), (torch.float16, 2**-6), (torch.float32, 2**-19)]
-)
-def test_the_dtype_is_that_of_the_values(dtype, step: float) -> None:
-    logits = torch.tensor([[17.0, 0.3, -4.1]]).to(dtype).float().numpy()
-    assert largest_steps(logits).tolist() == [step]
-
-
-@pytest.mark.parametrize(
     ("lead", "dtype", "agrees"),
     [
         (0.0, torch.bfloat16, True),  # equal
@@ -270,25 +228,6 @@ def test_the_other_of_two_best_tokens_agrees_within_rounding(lead, dtype, agrees
     for token, expected in ((0, True), (1, agrees), (2, False)):
         new = replace(reference, top1=np.array([token], np.int32))
         assert agreeing(reference, new).tolist() == [expected]
-
-
-def test_the_new_engines_rounding_is_no_excuse() -> None:
-    logits = np.array([[17.0, 16.9, 1.0]], np.float32)
-    fine = of_logits(logits, torch.float32, ((5, 6),))
-    coarse = of_logits(logits[:, [1, 0, 2]], torch.bfloat16, ((5, 6),))
-    assert agreeing(fine, replace(coarse, top1=np.array([1], np.int32))).tolist() == [False]
-
-
-def test_a_token_that_the_reference_did_not_score_disagrees() -> None:
-    reference = of_logits(np.array([[3.0, 3.0, 1.0]], np.float32), torch.bfloat16, ((5, 6),))
-    assert not agreeing(reference, replace(reference, top1=np.array([9], np.int32))).any()
-
-
-def test_an_old_file_knows_equal_numbers_alone_as_ties() -> None:
-    logits = np.array([[17.0, 17.0, 1.0], [17.0, 16.875, 1.0]], np.float32)
-    reference = replace(of_logits(logits, torch.bfloat16, ((5, 6, 7),)), steps=None)
-    new = replace(reference, top1=np.array([1, 1], np.int32))
-    assert agreeing(reference, new).tolist() == [True, False]
 
 
 def test_a_context_counts_once_however_many_probes_share_it() -> None:
@@ -318,15 +257,3 @@ def test_two_roundings_of_the_same_logits_agree_everywhere(seed: int, dtype: tor
         for _ in range(2)
     )  # fmt: skip
     assert agreeing(reference, new).all()
-
-
-@given(st.integers(0, 2**32 - 1))
-def test_a_flip_of_three_steps_is_a_disagreement(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    best = rng.uniform(1, 100, (16, 1)).astype(np.float32)
-    top = torch.from_numpy(best).bfloat16().float().numpy()
-    logits = np.concatenate([top, top - 3 * rounding_step(top), top - 50], axis=1)
-    reference = of_logits(logits, torch.bfloat16, (tuple(range(17)),))
-    second = replace(reference, top1=np.ones(16, np.int32))
-    assert not agreeing(reference, second).any()
-    assert drift(reference, second).top1_agreement == 0.0

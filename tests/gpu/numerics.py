@@ -132,7 +132,7 @@ def fingerprint(setting: Setting) -> Numbers:
     """Fingerprints on the GPU: repeated, by the scorer, and on the CPU."""
     import torch
 
-    from tasks.drift.fingerprint import EXACT, PROFILES, drift, within
+    from tasks.drift.fingerprint import EXACT, PROFILES, drift
     from tasks.serving.reference import measure
     from tasks.training.model import probe
 
@@ -147,9 +147,9 @@ def fingerprint(setting: Setting) -> Numbers:
     model.eval()
     scored = drift(trained, measure.fingerprint(model, trained))
     on_cpu = drift(trained, measure.fingerprint(model.to("cpu"), trained))
-    assert within(again, EXACT) == []
-    assert within(scored, EXACT) == []
-    assert within(on_cpu, PROFILES["standard"]) == []
+    assert again.beyond(EXACT) == []
+    assert scored.beyond(EXACT) == []
+    assert on_cpu.beyond(PROFILES["standard"]) == []
     return {
         "noise KL": f"{trained.noise:.1e}",
         "repeated KL": f"{again.mean_kl:.1e}",

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tasks.core.errors import ArtifactError
 from tasks.drift.fingerprint import Fingerprint
-from tasks.evaluation import smoke_checks
-from tasks.evaluation.smoke_checks import Agreement, compare_greedy, engine_noise
+from tasks.evaluation import checks
+from tasks.evaluation.checks import Agreement, compare_greedy, engine_noise
 from tasks.serving.text import LOOP_REPEATS, LOOP_TOKENS, MAX_BLOCK, is_degenerate
 
 
@@ -75,33 +75,32 @@ def test_stray_weights_are_found_beside_one_file_and_beside_shards(tmp_path: Pat
             (tmp_path / name).write_bytes(b"")
 
     touch("model.safetensors", "config.json", "fingerprint.fp")
-    assert smoke_checks.stray_weights(tmp_path) == []
+    assert checks.stray_weights(tmp_path).ok
     touch("value_head.safetensors", "adapter_model.bin")
-    strays = smoke_checks.stray_weights(tmp_path)
-    assert strays == ["adapter_model.bin", "value_head.safetensors"]
-    assert not smoke_checks.no_strays(strays).ok
-    for name in strays:
+    strays = checks.stray_weights(tmp_path)
+    assert (strays.ok, strays.found) == (False, "adapter_model.bin, value_head.safetensors")
+    for name in ("adapter_model.bin", "value_head.safetensors"):
         (tmp_path / name).unlink()
     shards = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     touch(*shards)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict(zip("ab", shards, strict=True))}))
-    assert smoke_checks.stray_weights(tmp_path) == ["model.safetensors"]
+    assert checks.stray_weights(tmp_path).found == "model.safetensors"
     index.write_text("{}")
     with pytest.raises(ArtifactError, match="weight_map"):
-        smoke_checks.stray_weights(tmp_path)
+        checks.stray_weights(tmp_path)
 
 
 def test_rates_of_greedy_stop_and_degenerate_responses() -> None:
-    assert smoke_checks.greedy_check(Agreement(30, 2, ()), 5).ok
-    assert not smoke_checks.greedy_check(Agreement(31, 0, ("prompt 3: ...",)), 5).ok
-    assert not smoke_checks.greedy_check(Agreement(0, 0, ()), 5).ok  # nothing was compared
+    assert checks.greedy_check(Agreement(30, 2, ()), 5).ok
+    assert not checks.greedy_check(Agreement(31, 0, ("prompt 3: ...",)), 5).ok
+    assert not checks.greedy_check(Agreement(0, 0, ()), 5).ok  # nothing was compared
     for ended, ok in ((32, True), (27, True), (25, False), (0, False)):  # of 32: 0.9 is 28.8
-        assert smoke_checks.stop_check([True] * ended + [False] * (32 - ended), 0.9).ok is ok
+        assert checks.stop_check([True] * ended + [False] * (32 - ended), 0.9).ok is ok
     # One of 32 is within the error of 2 %; 12 before training make the limit 38 %.
     for before, after, ok in ((0, 1, True), (0, 3, False), (12, 17, True), (12, 19, False)):
         tokens = ([[1, 2, 3]] * (32 - count) + [[0] * 40] * count for count in (after, before))
-        assert smoke_checks.degenerate_check(next(tokens), 0.02, next(tokens)).ok is ok
+        assert checks.degenerate_check(next(tokens), 0.02, next(tokens)).ok is ok
     probes = [[1, 2, 3, 9], [1, 4]]  # the second one was cut within its prompt
-    assert smoke_checks.probes_check(probes, [[1, 2, 3], [1, 4, 5]]).ok
-    assert not smoke_checks.probes_check(probes, [[0, 1, 2, 3], [1, 4, 5]]).ok
+    assert checks.probes_check(probes, [[1, 2, 3], [1, 4, 5]]).ok
+    assert not checks.probes_check(probes, [[0, 1, 2, 3], [1, 4, 5]]).ok

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tasks.evaluation.evaluation_prompts import computing_dtype_of
+from tasks.evaluation.model_folder import computing_dtype_of
 from tasks.evaluation.responses import Measure
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.report import StageReport

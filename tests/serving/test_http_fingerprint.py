@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tasks.drift.fingerprint import Fingerprint, drift
-from tasks.evaluation.http_verification import fingerprint_of
+from tasks.evaluation.serve_http import fingerprint_of
 from tasks.verify.compare import align
 from tasks.verify.servers.server import Entry, Scores
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tasks.core.errors import ConfigError
-from tasks.drift.fingerprint import EXACT, Fingerprint, ScorePrint, drift, score_drift, within
+from tasks.drift.fingerprint import EXACT, Fingerprint, ScorePrint, drift, score_drift
 from tasks.training.engine.checkpoint import complete
 from tasks.training.job import Peft, TrainJob
 from tests.settings import Settings
@@ -81,7 +81,7 @@ def test_the_files_are_the_model_that_was_trained(trained: Trained, name: str) -
         engine="test",
     )
     assert reference.noise is not None
-    assert within(drift(reference, measured), EXACT, noise=reference.noise) == []
+    assert drift(reference, measured).beyond(EXACT, reference.noise) == []
 
 
 def test_files_beside_the_weights(trained: Trained, tokenizer) -> None:

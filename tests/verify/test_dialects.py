@@ -1,7 +1,7 @@
 """Dialects of servers: recognised by themselves, scored right, errors with their cause.
 
 Small servers answer here as the documentation of the real ones says. `test_served.py` runs a real
-vLLM, `test_llama_cpp.py` a real llama.cpp. Never run for real: SGLang.
+vLLM, `tests/delivery/test_gguf.py` a real llama.cpp. Never run for real: SGLang.
 """
 
 from __future__ import annotations
@@ -60,16 +60,6 @@ def test_vllm_is_recognised_and_its_limit_of_log_probabilities_is_kept() -> None
             server.score("base", [[1] * 64])
         assert caught.value.code == "length"
     assert {(body["prompt_logprobs"], body["model"]) for body in bodies} == {(5, "tuned")}
-
-
-def test_a_proxy_that_hides_the_tokeniser_is_no_error() -> None:
-    answers = servers.OpenAI().answers()
-    del answers["/tokenize"]
-    with answering(answers) as requests:
-        server = connect(requests.url)
-        assert server.render("base", CHAT) == RENDERED
-        with pytest.raises(UnsupportedError):
-            server.tokenize("base", "a")
 
 
 @pytest.mark.parametrize("value", [12.5, float("nan"), "x"])

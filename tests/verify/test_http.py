@@ -97,16 +97,6 @@ def test_a_response_that_is_no_json_is_refused() -> None:
     assert "welcome" in page.report()
 
 
-def test_a_server_that_never_ends_its_response_meets_the_time_limit() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        with pytest.raises(ServerError) as caught:
-            Client(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=1).get("/x")
-    assert caught.value.code == "busy"
-    assert "timeout_s" in caught.value.hint
-
-
 def test_a_connection_that_the_server_closed_meanwhile_is_opened_again() -> None:
     """Servers close idle connections after some seconds, at the same time as we ask again."""
     answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"

@@ -12,13 +12,8 @@ from tasks.verify.run import EXIT_STATUS, Report, attempt, choose
 from tasks.verify.servers.server import ServedModel
 
 SAME = Row("distribution", "ok", "as trained", {"mean_kl": 2e-5}, limit={"mean_kl": 1e-3})
-OTHER = Row(
-    "distribution",
-    "fault",
-    "another distribution " + "that is described at length " * 8,
-    {"mean_kl": 0.25, "worst": "chat 2"},
-    (Cause("base-served", "the base answers", "vllm serve BASE --lora-modules NAME=DIR"),),
-    {"mean_kl": 1e-3},
+OTHER = replace(
+    SAME, verdict="fault", causes=(Cause("base-served", "the base answers", "vllm serve BASE"),)
 )
 HIDDEN = Row("prompt", "unknown", "the server does not say")
 OK_PROMPT = Row("prompt", "ok", "the same")

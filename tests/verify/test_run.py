@@ -24,11 +24,6 @@ def server(**models: float) -> ArrayServer:
     return ArrayServer(TRAINED.probes, {"base": TRAINED.base, **logits})
 
 
-def outcome(known: ArrayServer, model: str) -> tuple[str, list[str]]:
-    report = verify(known, Target(model, "base"), TRAINED.reference(), "standard")
-    return report.outcome, [cause.code for cause in report.causes]
-
-
 def test_the_trained_model_is_verified_and_the_rest_named() -> None:
     report = verify(server(lora=1.0), Target("lora", "base"), TRAINED.reference(), "standard")
     assert report.outcome == "verified", report.text()
@@ -36,19 +31,14 @@ def test_the_trained_model_is_verified_and_the_rest_named() -> None:
     assert "not proven: template, tokens" in report.line
 
 
-def test_faults_are_named() -> None:
-    """Noise beside an exact base is in the adapter: rounding would change the base as well."""
+def test_noise_beside_an_exact_base_is_in_the_adapter() -> None:
+    """Rounding would change the base as well."""
     noise = np.random.default_rng(1).normal(0, 0.15, TRAINED.trained.shape)
-    other = world(seed=5, count=8, moved=0.4)
-    known = server(zeros=0.0, half=0.5, lora=1.0)
+    known = server()
     known._models["noisy"] = TRAINED.trained + noise
-    known._models["mine"] = TRAINED.base + (other.trained - other.base)
-    for name, cause in (
-        ("zeros", "base-served"), ("half", "adapter-scaled"), ("noisy", "partly-other-weights"),
-        ("mine", "adapters-swapped"),
-    ):  # fmt: skip
-        verdict, codes = outcome(known, name)
-        assert (verdict, cause in codes) == ("fault", True), (name, codes)
+    report = verify(known, Target("noisy", "base"), TRAINED.reference(), "standard")
+    assert report.outcome == "fault"
+    assert "partly-other-weights" in [cause.code for cause in report.causes]
 
 
 def test_a_server_that_goes_away_leaves_everything_unknown() -> None:

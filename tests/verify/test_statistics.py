@@ -89,20 +89,6 @@ def test_positions_that_were_not_measured_are_left_out() -> None:
         align(reference, full[:-1])
 
 
-def test_a_server_that_returns_the_next_token_alone_is_compared_by_it() -> None:
-    made = world(7)
-    reference = fingerprint(made.probes, made.trained)
-    for served, low, high in ((made.trained, 0, 1e-6), (made.base, 2e-6, 1)):
-        alone: list[Scores] = [
-            [Entry(e.ids[e.ids == own], e.logprobs[e.ids == own])
-             for e, own in zip(score, probe[1:], strict=True)]
-            for score, probe in zip(answers(made.probes, served), made.probes, strict=True)
-        ]  # fmt: skip
-        measured = distance(reference, align(reference, alone), STANDARD)
-        assert low <= measured.mean_kl < high
-        assert np.isnan(measured.top1_agreement)
-
-
 def dose_of(made: World, served: np.ndarray, top: int = 20) -> Share | None:
     reference = made.reference()
     assert reference.base is not None

@@ -2,7 +2,7 @@
 
     train_script.py KIND BASE OUT [SHARDING]
 
-KIND: full, lora, qlora, sft, dpo, grpo, reward. SHARDING: ddp, zero2, zero3, fsdp.
+KIND: full, lora, qlora, sft, dpo, grpo, reward. SHARDING: ddp, zero2, zero3.
 """
 
 from __future__ import annotations
@@ -49,13 +49,6 @@ def sharded(kind: str) -> dict[str, Any]:
                 },
             }
         }
-    if kind == "fsdp":
-        from accelerate import PartialState
-        from accelerate.utils import DistributedType
-
-        # accelerate shards on every kind of device but CPUs, where it would run DDP.
-        PartialState(cpu=True, backend="gloo").distributed_type = DistributedType.MULTI_XPU
-        return {"fsdp": "full_shard"}
     return {}
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 import struct
-from collections import Counter
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,25 +17,24 @@ PACKAGES = (
     *("llamafactory", "ms-swift", "axolotl", "unsloth", "liger-kernel", "flash-attn", "openrlhf"),
     "verl",
 )
-_EXTRA_EOS = ("eos_token_id", "bos_token_id", "pad_token_id")
+_SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
 
 
 def describe(model: Any, tokenizer: Any) -> dict[str, Any]:
     """Return the facts about a model, wrapped or not, and its tokenizer of transformers."""
     inner = unwrap(model)
-    live: Any = getattr(inner, "config", None)
-    config = live.to_dict() if hasattr(live, "to_dict") else dict(live or {})
+    config: Any = getattr(inner, "config", None)
     generation = getattr(inner, "generation_config", None)
     return {
-        "base": _base(inner, config),
+        "base": _base(config),
         "quantization": quantization(inner),
         "peft": _peft(inner),
         "tokens": {
             "tokenizer": _tokenizer(tokenizer),
-            "config": {key: config.get(key) for key in _EXTRA_EOS},
+            "config": {key: getattr(config, key, None) for key in _SPECIAL},
             "generation_config": plain(generation.to_diff_dict()) if generation else None,
         },
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": _versions(),
     }
 
 
@@ -78,29 +75,25 @@ def plain(value: Any) -> Any:
 def quantization(model: torch.nn.Module) -> dict[str, Any]:
     """Return how the weights of linear layers are stored, from the layers themselves.
 
-    `method` is "none", "nf4", "fp4", "int8", or the class of an unknown quantised layer. It settles
-    the base that an adapter has to be merged into.
+    `method` is "none", "nf4", "fp4", "int8", or what the configuration says. It settles the base
+    that an adapter has to be merged into.
     """
-    layers = Counter(type(module).__name__ for module in model.modules())
-    four = [m for m in model.modules() if type(m).__name__.endswith("Linear4bit")]
-    four = [m for m in four if hasattr(getattr(m, "weight", None), "quant_type")]
-    if four:
-        weight, compute = four[0].weight, getattr(four[0], "compute_dtype", None)
-        return {
-            "method": str(weight.quant_type),
-            "double_quant": bool(weight.compress_statistics),
-            "blocksize": getattr(weight, "blocksize", None),
-            "compute_dtype": None if compute is None else str(compute).removeprefix("torch."),
-            "layers": len(four),
-        }
-    for name, method in (("Linear8bitLt", "int8"), ("QuantLinear", "gptq"), ("WQLinear", "awq")):
-        count = sum(number for kind, number in layers.items() if kind.endswith(name))
-        if count:
-            return {"method": method, "layers": count}
+    for module in model.modules():
+        kind = type(module).__name__
+        weight: Any = getattr(module, "weight", None)
+        if kind.endswith("Linear4bit") and hasattr(weight, "quant_type"):
+            compute = getattr(module, "compute_dtype", None)
+            return {
+                "method": str(weight.quant_type),
+                "double_quant": bool(weight.compress_statistics),
+                "compute_dtype": None if compute is None else str(compute).replace("torch.", ""),
+            }
+        if kind.endswith("Linear8bitLt"):
+            return {"method": "int8"}
     config = getattr(getattr(model, "config", None), "quantization_config", None)
     if config is not None:
         config = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-        return {"method": str(config.get("quant_method")), "config": plain(config)}
+        return {"method": str(plain(config.get("quant_method")))}
     return {"method": "none"}
 
 
@@ -126,24 +119,17 @@ def headers_digest(folder: Path) -> str | None:
             header = json.loads(file.read(size))
         header.pop("__metadata__", None)
         tensors.update({name: [entry["dtype"], entry["shape"]] for name, entry in header.items()})
-    if not tensors:
-        return None
-    return hashlib.sha256(json.dumps(tensors, sort_keys=True).encode()).hexdigest()
+    return _sha256(json.dumps(tensors, sort_keys=True)) if tensors else None
 
 
-def _base(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    live = getattr(model, "config", None)
-    name = str(getattr(live, "_name_or_path", "") or config.get("_name_or_path") or "")
+def _base(config: Any) -> dict[str, Any]:
+    name = str(getattr(config, "_name_or_path", "") or "")
     folder = base_folder(name) if name else None
     try:
         digest = None if folder is None else headers_digest(folder)
     except (OSError, ValueError, struct.error):
         digest = None
-    return {
-        "name": name,
-        "revision": getattr(live, "_commit_hash", None),
-        "headers_sha256": digest,
-    }
+    return {"name": name, "headers_sha256": digest}
 
 
 def _peft(model: Any) -> dict[str, Any] | None:
@@ -163,9 +149,8 @@ def _tokenizer(tokenizer: Any) -> dict[str, Any]:
     template = json.dumps(template, sort_keys=True) if isinstance(template, dict) else template
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     return {
-        "class": type(tokenizer).__name__,
         "length": len(tokenizer),
-        **{key: getattr(tokenizer, key, None) for key in _EXTRA_EOS},
+        **{key: getattr(tokenizer, key, None) for key in _SPECIAL},
         "chat_template_sha256": _sha256(template),
         "backend_sha256": _sha256(backend.to_str() if hasattr(backend, "to_str") else None),
     }

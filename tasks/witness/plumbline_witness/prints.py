@@ -100,36 +100,26 @@ class FormatNoise:
 class Fingerprint:
     """Log-probabilities of one model on the probes.
 
-    Attributes:
-        probes: P token-id sequences. A sequence of length T gives T-1 scored positions: position t
-            predicts token t+1. N is the number of positions of all sequences together.
-        ids: scored token ids, shape (N, K), int32.
-        logprobs: natural-log probabilities of those ids, shape (N, K), float32.
-        top1: the engine's own most likely token, shape (N,), int32.
-        engine: engine that measured it ("trainer", "deepspeed", "transformers", "vllm").
-        noise: mean KL between two measurements of the same model by the same engine with different
-            batching (nats); None if it was not measured.
-        steps: distance of neighbouring numbers in the dtype of the logits, at the largest logit
-            (nats), shape (N,), float32; None in older files and from engines that do not return
-            logits. Without it only equal log-probabilities are ties.
-        measured_on: hardware and software of the engine; None if unknown.
-        formats: noise of each 16-bit format in which the model may be served, by torch dtype name;
-            empty if it was not measured. A format that overflows is left out.
-        dtype: torch name of the dtype that the model was computed in; None if unknown.
-        routed: True for a mixture of experts.
+    A sequence of length T gives T-1 scored positions: position t predicts token t+1. N is the
+    number of positions of all sequences together.
     """
 
     probes: tuple[tuple[int, ...], ...]
-    ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    top1: NDArray[np.int32]
-    engine: str
+    ids: NDArray[np.int32]  # scored token ids, shape (N, K)
+    logprobs: NDArray[np.float32]  # of those ids, shape (N, K)
+    top1: NDArray[np.int32]  # the engine's own most likely token, shape (N,)
+    engine: str  # "trainer", "deepspeed", "transformers", "vllm" or "server"
+    # mean KL between two measurements by the same engine with different batching (nats)
     noise: float | None = None
+    # distance of neighbouring numbers in the dtype of the logits, at the largest logit (nats),
+    # shape (N,); without it only equal log-probabilities are ties
     steps: NDArray[np.float32] | None = None
-    measured_on: Mapping[str, str] | None = None
+    measured_on: Mapping[str, str] | None = None  # hardware and software of the engine
+    # noise of each 16-bit format in which the model may be served, by torch dtype name; a format
+    # that overflows is left out
     formats: Mapping[str, FormatNoise] = field(default_factory=dict)
-    dtype: str | None = None
-    routed: bool = False
+    dtype: str | None = None  # torch name of the dtype of the computation
+    routed: bool = False  # a mixture of experts
 
     @property
     def arithmetic(self) -> str:
@@ -182,22 +172,14 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class ScorePrint:
-    """Scores of one reward model on the probes, taken at the last token of each.
-
-    Attributes:
-        probes: P token-id sequences.
-        scores: P raw outputs of the head, not normalised.
-        engine: engine that measured them ("trainer", "deepspeed", "transformers", "vllm").
-        noise: mean absolute difference between two measurements of the same model by the same
-            engine with different batching, in scores; None if it was not measured.
-        measured_on: hardware and software of the engine; None if unknown.
-    """
+    """Scores of one reward model on the probes, taken at the last token of each."""
 
     probes: tuple[tuple[int, ...], ...]
-    scores: tuple[float, ...]
+    scores: tuple[float, ...]  # raw outputs of the head, not normalised
     engine: str
+    # mean absolute difference between two measurements with different batching, in scores
     noise: float | None = None
-    measured_on: Mapping[str, str] | None = None
+    measured_on: Mapping[str, str] | None = None  # hardware and software of the engine
 
     def save(self, path: Path) -> None:
         """Write JSON, which preserves every bit of a float32."""

@@ -36,29 +36,18 @@ CHATS: tuple[tuple[tuple[str, str], ...], ...] = (
 
 @dataclass(frozen=True)
 class Probe:
-    """One token sequence.
+    """One token sequence."""
 
-    Attributes:
-        ids: token ids, at least two.
-        kind: "text", "chat", "prompt" (of the user) or "row" (of the training data).
-        number: position in its set: of `TEXTS`, `CHATS`, the user's prompts, or the data.
-        text: what was tokenised; None for rows.
-    """
-
-    ids: tuple[int, ...]
-    kind: str
-    number: int
-    text: str | None = None
+    ids: tuple[int, ...]  # at least two
+    kind: str  # "text", "chat", "prompt" (of the user) or "row" (of the training data)
+    number: int  # position in `TEXTS`, `CHATS`, the user's prompts, or the data
+    text: str | None = None  # what was tokenised; None for rows
 
 
 def choose(
     tokenizer: Any, *, prompts: Sequence[str] = (), rows: Iterable[Any] = (), limit: int = LIMIT
 ) -> list[Probe]:
-    """Return the probes for a tokenizer.
-
-    Args:
-        tokenizer: of transformers; without a chat template, conversations are left out.
-    """
+    """Return the probes for a tokenizer; without a chat template there are no conversations."""
     probes = [
         Probe(ids(tokenizer, text), kind, number, text)
         for kind, texts in (("text", TEXTS), ("prompt", prompts))

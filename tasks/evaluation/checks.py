@@ -10,12 +10,16 @@ import numpy as np
 
 from tasks.core.contract import Check, share_interval
 from tasks.core.errors import ArtifactError
-from tasks.drift.fingerprint import TIE_STEPS, Drift, DriftLimit, Fingerprint, within
-from tasks.drift.verdict import too_far, verdict
+from tasks.drift.fingerprint import TIE_STEPS, Drift, DriftLimit, Fingerprint
+from tasks.drift.verdict import verdict
 from tasks.serving.text import is_degenerate
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.reader import weight_files
 from tasks.witness.plumbline_witness.prints import rounding_step
+
+Tokens = Sequence[Sequence[int]]
+PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+"""Files that vLLM loads as weights."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,8 @@ def engine_noise(reference: Fingerprint, served: Fingerprint) -> float:
 
 
 def compare_greedy(
-    tokens: Sequence[Sequence[int]],
-    expected: Sequence[Sequence[int]],
+    tokens: Tokens,
+    expected: Tokens,
     candidates: Sequence[Sequence[Sequence[tuple[int, float]]]],
     noise: float = 0.0,
     dtype: str = "bfloat16",
@@ -49,84 +53,46 @@ def compare_greedy(
     """Compare the first tokens of each response with the expected ones."""
     equal, ties, differences = 0, 0, []
     for number, (have, want, steps) in enumerate(zip(tokens, expected, candidates, strict=True)):
-        at = _first_difference(have, want)
+        have = [*have, *[-1] * len(want)]  # a response that ended early
+        at = next((at for at, token in enumerate(want) if have[at] != token), None)
         if at is None:
             equal += 1
-        elif at < len(have) and _tied(want[at], have[at], steps[at], noise, dtype):
+        elif _tied(want[at], have[at], dict(steps[at]), noise, dtype):
             ties += 1
         else:
-            differences.append(
-                f"prompt {number}: token {at} is {list(have[at : at + 1])}, expected [{want[at]}]"
-            )
+            differences.append(f"prompt {number}: token {at} is {have[at]}, expected {want[at]}")
     return Agreement(equal, ties, tuple(differences))
 
 
-def _first_difference(have: Sequence[int], want: Sequence[int]) -> int | None:
-    for at, token in enumerate(want):
-        if at >= len(have) or have[at] != token:
-            return at
-    return None
-
-
-def _tied(
-    best: int, chosen: int, candidates: Sequence[tuple[int, float]], noise: float, dtype: str
-) -> bool:
-    logits = dict(candidates)
+def _tied(best: int, chosen: int, logits: Mapping[int, float], noise: float, dtype: str) -> bool:
     if best not in logits or chosen not in logits:
         return False
     apart = abs(logits[best] - logits[chosen])
     return apart < max(TIE_STEPS * float(rounding_step(logits[best], dtype)), noise)
 
 
-Tokens = Sequence[Sequence[int]]
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
-"""Files that vLLM loads as weights."""
-
-
-def stray_weights(served: Path) -> list[str]:
-    """Return the names of weight files in the folder that do not belong to the model.
+def stray_weights(served: Path) -> Check:
+    """Check that the served folder has no weight files but the model's own.
 
     vLLM finds weight files by glob, so it would load a value head or an adapter into the model.
-
-    Raises:
-        ArtifactError: the index has no weight map.
     """
-    index = served / INDEX
+    index, own = served / "model.safetensors.index.json", {"model.safetensors"}
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ArtifactError(f"{index}: no weight_map")
         own = set(weight_map.values())
-    else:
-        own = {SINGLE}
-    files = {path.name for path in weight_files(served, *PATTERNS)}
-    return sorted(files - own)
-
-
-def no_strays(strays: Sequence[str]) -> Check:
-    """Check that the served folder has no weight files but the model's own."""
+    strays = sorted({path.name for path in weight_files(served, *PATTERNS)} - own)
     return Check("stray weight files", "none", ", ".join(strays) or "none", ok=not strays)
 
 
 def drift_check(measured: Drift, limit: DriftLimit, appeared_at: str) -> Check:
     """Check the drift of the engine's fingerprint; a failure names the stage that caused it."""
-    name = "drift of the engine from the trained model"
-    check = verdict(measured, limit, name=name)
+    check = verdict(measured, limit, name="drift of the engine from the trained model")
     if check.ok:
         return check
-    exceeded = "; ".join(too_far(measured, limit))
+    exceeded = "; ".join(measured.beyond(limit))
     return replace(check, found=f"{exceeded}; drift appeared at: {appeared_at}")
-
-
-def first_mover(history: Mapping[str, Mapping[str, float]], limit: DriftLimit) -> str | None:
-    """Return the first stage whose recorded drift exceeds the limit; None if there is none."""
-    for stage, recorded in history.items():
-        if within(Drift(**recorded), limit):
-            return stage
-    return None
 
 
 def greedy_check(agreement: Agreement, tokens: int) -> Check:
@@ -186,22 +152,17 @@ def template_check(different: int, total: int) -> Check:
     )
 
 
-def probes_check(probes: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]) -> Check:
+def probes_check(probes: Tokens, prompts: Tokens) -> Check:
     """Check that the served tokenizer and chat template render prompts as training did.
 
     Probes are the first tokens of held-out conversations in training. So each probe starts with a
     rendered prompt, or is the start of one.
     """
-    rendered = [tuple(prompt) for prompt in prompts]
-    known = sum(any(_share_beginning(tuple(p), r) for r in rendered) for p in probes)
+    pairs = [[(list(probe), list(prompt)) for prompt in prompts if prompt] for probe in probes]
+    known = sum(any(probe[: len(p)] == p[: len(probe)] for probe, p in each) for each in pairs)
     return Check(
         "prompts as training rendered them",
         "the beginning of every probe",
         f"{known} of {len(probes)}",
         ok=known == len(probes),
     )
-
-
-def _share_beginning(probe: tuple[int, ...], prompt: tuple[int, ...]) -> bool:
-    length = min(len(probe), len(prompt))
-    return length > 0 and probe[:length] == prompt[:length]

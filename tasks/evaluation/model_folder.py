@@ -1,4 +1,4 @@
-"""Read the record that training left in its `shards` artifact."""
+"""Read the folder of a model, and the record that training left in its `shards` artifact."""
 
 from __future__ import annotations
 
@@ -8,14 +8,51 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tasks.core import machine
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import open_artifact
 from tasks.weights.files.documents import read_json
+from tasks.weights.files.reader import weight_files
 from tasks.weights.files.side_files import PROCESSORS, TOKENIZER, copy_side_file, side_files
 from tasks.weights.heads import Normalisation
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
+
+
+def dtype_of(folder: Path) -> str:
+    """Return the torch dtype name in a model's config.json (key `torch_dtype` in older files)."""
+    config = read_json(folder / CONFIG)
+    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+
+
+def computing_dtype_of(folder: Path) -> str:
+    """Return the torch name of the dtype in which this machine computes a model."""
+    size = sum(file.stat().st_size for file in weight_files(folder, "*.safetensors"))
+    return machine.computing_dtype(dtype_of(folder), size)
+
+
+def context_of(folder: Path) -> int:
+    """Return the context length of a model in tokens, from its config.json."""
+    config = read_json(folder / CONFIG)
+    text = config.get("text_config") or config
+    return int(text.get("max_position_embeddings") or 1 << 30)
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write JSON as Hugging Face does: indented, sorted keys, newline at the end."""
+    path.write_text(json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files of a tokenizer, and of a vision-language model's processors, in a folder.
+
+    Raises ArtifactError if there are none.
+    """
+    files = side_files(folder, (*TOKENIZER, *PROCESSORS))
+    if not files:
+        raise ArtifactError(f"{folder}: no tokenizer files")
+    return files
 
 
 @dataclass(frozen=True)
@@ -47,18 +84,13 @@ class Trained:
         missing = {"quantization", "base_digest"} - set(record)
         if missing:
             raise ArtifactError(f"{root}/train.json lacks {', '.join(sorted(missing))}")
-        dtype = config.get("dtype", config.get("torch_dtype"))
-        if dtype is None:
-            raise ArtifactError(f"{root}/{CONFIG} has no dtype")
-        config.pop(
-            "quantization_config", None
-        )  # that of training; the trained weights are not quantized
+        config.pop("quantization_config", None)  # that of training; trained weights have none
         scores = record.get("scores")
         return cls(
             root,
             record["quantization"],
             record["base_digest"],
-            str(dtype),
+            dtype_of(root),
             config,
             attn_implementation=str(record.get("attn_implementation", "sdpa")),
             objective=str(record.get("objective", "sft")),
@@ -72,34 +104,12 @@ class Trained:
         if digest != self.base_digest:
             raise ArtifactError(
                 f"wrong base: {self.base_digest[:12]} was trained, {base} is {digest[:12]}",
-                details=[f"trained: {self.base_digest}", f"given:   {digest}"],
                 hint="give the base that was trained, or train again: force=[train]",
             )
 
     def copy_side_files(self, out: Path, *, config: bool) -> None:
         """Copy the tokenizer and generation config of training into `out`."""
-        for path in tokenizer_files(self.root / "tokenizer"):
+        for path in [*tokenizer_files(self.root / "tokenizer"), self.root / GENERATION_CONFIG]:
             copy_side_file(path, out / path.name)
-        source = self.root / GENERATION_CONFIG
-        if not source.is_file():
-            raise ArtifactError(f"{self.root}: no {GENERATION_CONFIG}")
-        copy_side_file(source, out / GENERATION_CONFIG)
         if config:
             write_json(out / CONFIG, self.config)
-
-
-def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write JSON as Hugging Face does: indented, sorted keys, newline at the end."""
-    path.write_text(json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
-
-
-def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of a tokenizer, and of a vision-language model's processors, in a folder.
-
-    Raises:
-        ArtifactError: there are none.
-    """
-    files = side_files(folder, (*TOKENIZER, *PROCESSORS))
-    if not files:
-        raise ArtifactError(f"{folder}: no tokenizer files")
-    return files

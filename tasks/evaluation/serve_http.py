@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from tasks.config.after_training import Smoke
 from tasks.core.contract import Check
 from tasks.core.report import Row
 from tasks.drift.fingerprint import DriftLimit, Fingerprint
+from tasks.evaluation.prompts import Question
 from tasks.evaluation.scoring import ReferenceScorer
-from tasks.evaluation.serve import Question, Responses, Served, ending_ids, longest_sequence
+from tasks.evaluation.serve import Responses, Served, length_of
 from tasks.process.output import Log
 from tasks.serving import http_server
 from tasks.serving.http_server import NAME
@@ -64,20 +65,18 @@ def serve_over_http(
 ) -> Served:
     """Serve and verify the model under test, and sample its responses; then those of the base.
 
-    Raises:
-        StageProcessError: a server did not start, crashed, or took too long.
-        ServerError: a server refuses a request.
+    Raises StageProcessError if a server did not start, crashed, or took too long, and ServerError
+    if it refuses a request.
     """
 
     @contextmanager
     def server_of(folder: Path) -> Iterator[Server]:
-        length = settings.max_model_len or longest_sequence(question, settings.max_new_tokens)
-        dtype, limit = question.served.dtype, settings.timeout_s or time_limit([folder])
+        length, limit = length_of(question, settings), settings.timeout_s or time_limit([folder])
         file = gguf_file(folder)
         if file is None:
             server = running(
                 folder, settings, limit,
-                dtype=dtype, max_model_len=length, log=log, log_path=log_path,
+                dtype=question.served.dtype, max_model_len=length, log=log, log_path=log_path,
             )  # fmt: skip
         else:
             port = http_server.free_port()
@@ -87,15 +86,11 @@ def serve_over_http(
             if settings.threads:
                 argv += ["--threads", str(settings.threads)]
             server = http_server.running(argv, port, limit, stage=STAGE, log=log, log_path=log_path)
-        with server as url:
-            client = Client(url, timeout_s=limit)
-            try:
-                if file is None:
-                    yield VllmServer(client, kind="vllm")
-                else:
-                    yield LlamaCppServer(client, client.get("/props"))
-            finally:
-                client.close()
+        with server as url, closing(Client(url, timeout_s=limit)) as client:
+            if file is None:
+                yield VllmServer(client, kind="vllm")
+            else:
+                yield LlamaCppServer(client, client.get("/props"))
 
     reference = reference_of(question, scorer)
     began = time.perf_counter()
@@ -106,14 +101,15 @@ def serve_over_http(
         fingerprint = fingerprint_of(reference.trained, asked.aligned(NAME))
         fingerprint.save(out / FINGERPRINT)
         checks = run_checks(asked)
-        after = responses(server, question, question.prompts.tokens, settings.max_new_tokens)
+        prompts = question.prompts.tokens
+        after = responses(server, prompts, settings, question.temperature)
     before: list[Responses | None] = [None, None]
     if question.base is not None:
         with server_of(question.base.path) as server:
-            prompts, stops = question.base_prompts.tokens, ending_ids(question)
-            before = responses(server, question, prompts, settings.max_new_tokens, stops)
+            prompts, stops = question.base_prompts.tokens, question.base_stops
+            before = responses(server, prompts, settings, question.temperature, stops)
     assert after[0] is not None
-    differing = (c.measured.get("differing", 0) for c in checks if c.code == "template")
+    differing = (check.measured.get("differing", 0) for check in checks if check.code == "template")
     return Served(
         fingerprint,
         after[0],
@@ -178,9 +174,9 @@ def _public(served: Path, scorer: ReferenceScorer) -> tuple[list[Chat], list[lis
 def fingerprint_of(reference: Fingerprint, served: Aligned) -> Fingerprint:
     """Return the server's answers as a fingerprint at the ids of the reference.
 
-    Ids that are not among the `ALTERNATIVES` of the server share what these leave of its mass, in
-    the proportions of the reference: the KL is that of one group (a lower bound). None of them is
-    likelier than the last of the server's list.
+    Ids that are not in the server's list share what it leaves of the mass, in the proportions of
+    the reference: the KL is that of one group (a lower bound). None of them is likelier than the
+    last of the server's list.
     """
     listed = ~np.isnan(served.logprobs)
     p = np.exp(reference.logprobs.astype(np.float64))
@@ -201,19 +197,19 @@ def fingerprint_of(reference: Fingerprint, served: Aligned) -> Fingerprint:
 
 def responses(
     server: Server,
-    question: Question,
     prompts: Sequence[Sequence[int]],
-    tokens: int,
+    settings: Smoke,
+    temperature: float | None,
     stops: Sequence[int] = (),
 ) -> list[Responses | None]:
-    """Return greedy responses, and sampled ones if the question has a temperature."""
+    """Return greedy responses, and sampled ones if there is a temperature."""
     options: dict[str, Any] = {"stop_token_ids": list(stops), **_NEUTRAL}
 
     def generate(temperature: float) -> Responses:
         def respond(numbered: tuple[int, Sequence[int]]) -> Generated:
             seed, prompt = numbered
             sampling = {**options, "temperature": temperature, "seed": seed}
-            (made,) = server.generate(NAME, list(prompt), tokens, **sampling)
+            (made,) = server.generate(NAME, list(prompt), settings.max_new_tokens, **sampling)
             return made
 
         began = time.perf_counter()
@@ -222,8 +218,7 @@ def responses(
         stopped = [response.finish == "stop" for response in made]
         return Responses([list(response.ids or ()) for response in made], stopped, seconds)
 
-    sampled = None if question.temperature is None else generate(question.temperature)
-    return [generate(0.0), sampled]
+    return [generate(0.0), None if temperature is None else generate(temperature)]
 
 
 def smoke_check(check: Row) -> Check:

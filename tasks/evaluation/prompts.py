@@ -1,0 +1,242 @@
+"""Prompts of a smoke test: held-out conversations, raw texts, pairs of answers, or the probes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from tasks.config.after_training import Smoke
+from tasks.core.contract import Check
+from tasks.core.errors import DataError
+from tasks.data.messages import REASONING
+from tasks.drift.fingerprint import Fingerprint
+from tasks.evaluation.checks import probes_check
+from tasks.evaluation.model_folder import context_of
+from tasks.evaluation.scoring import ModelRef, Prompts, ReferenceScorer
+from tasks.serving.prompts import Chat, chat, question_of, stop_ids
+
+PromptKind = Literal["chat", "texts", "pairs", "probes"]
+HELDOUT = "heldout.jsonl"
+ROWS_AT_MOST = 2000
+"""Maximum number of held-out rows to read."""
+TEXTS_AT_ONCE = 64
+PROMPT_TOKENS = 64
+"""Tokens of a text that become the prompt; half of a shorter text."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Question:
+    """The models to serve, and their prompts."""
+
+    served: ModelRef
+    base: ModelRef | None  # the model before training
+    reference: Path  # fingerprint file
+    prompts: Prompts
+    base_prompts: Prompts
+    # conversations of the prompts, with the answers that the data has; None for raw texts
+    rows: Sequence[Mapping[str, Any]] | None = None
+    left_out: int = 0  # held-out rows that were too long, or not suitable
+    checks: tuple[Check, ...] = ()  # that the served tokenizer gives the tokens of training
+    temperature: float | None = None  # None for greedy responses alone
+
+    @property
+    def chats(self) -> list[Chat] | None:
+        """Conversations of the prompts, without answers; None for raw texts."""
+        return None if self.rows is None else list(map(question_of, self.rows))
+
+    @property
+    def base_stops(self) -> list[int]:
+        """Ids that end a response of the base: its own EOS ids and the trained ones."""
+        return sorted({*self.prompts.eos, *self.base_prompts.eos})
+
+
+def read_question(
+    kind: PromptKind,
+    served: ModelRef,
+    base: ModelRef | None,
+    reference: Path,
+    data: Path | None,
+    settings: Smoke,
+    scorer: ReferenceScorer,
+) -> Question:
+    """Return the prompts of a kind. Raises DataError if no held-out row can be used."""
+    if kind == "probes" or base is None or data is None:
+        tokens = [list(probe) for probe in Fingerprint.load(reference).probes]
+        prompts = Prompts(tokens, stop_ids(served.path, None))
+        return Question(served, None, reference, prompts, prompts)
+    read = _conversations if kind == "chat" else _raw_texts
+    return read(served, base, reference, data / HELDOUT, settings, scorer)
+
+
+def _conversations(
+    served: ModelRef,
+    base: ModelRef,
+    reference: Path,
+    heldout: Path,
+    settings: Smoke,
+    scorer: ReferenceScorer,
+) -> Question:
+    """Return held-out conversations that leave room for a response.
+
+    Answers that are marked as undesirable are left out.
+    """
+    trained_on = Fingerprint.load(reference).probes
+    rows = read_heldout(heldout)
+    rendered = scorer.encode(served.path, rows)
+    room = longest_sequence(served.path, settings) - settings.max_new_tokens
+    usable = [
+        number
+        for number, prompt in enumerate(rendered.tokens)
+        if len(prompt) <= room and rows[number].get("desirable", True)
+    ]
+    if not usable:
+        raise DataError(
+            f"no held-out prompt of {len(rows)} leaves room for {settings.max_new_tokens} new "
+            "tokens and has a desirable answer",
+            hint="smoke.max_new_tokens=... (smaller), or data.eval_path=<other rows>",
+        )
+    chosen = usable[: max(settings.eval_samples, len(trained_on))]
+    chosen_rows = [rows[number] for number in chosen]
+    return Question(
+        served,
+        base,
+        reference,
+        Prompts([rendered.tokens[number] for number in chosen], rendered.eos),
+        scorer.encode(base.path, chosen_rows, template_from=served.path),
+        rows=chosen_rows,
+        left_out=len(rows) - len(usable),
+        checks=(probes_check(trained_on, rendered.tokens),),
+    )
+
+
+def _raw_texts(
+    served: ModelRef,
+    base: ModelRef,
+    reference: Path,
+    heldout: Path,
+    settings: Smoke,
+    scorer: ReferenceScorer,
+) -> Question:
+    """Return the first tokens of held-out texts, which both models continue."""
+    trained_on = Fingerprint.load(reference).probes
+    texts = _read(heldout, lambda row: str(row["text"]))
+    room = longest_sequence(served.path, settings) - settings.max_new_tokens
+    chosen = texts[: max(settings.eval_samples, len(trained_on))]
+    encoded = scorer.encode_texts(served.path, chosen, limit=2 * PROMPT_TOKENS)
+    tokens = [ids[: min(PROMPT_TOKENS, max(1, len(ids) // 2), room)] for ids in encoded if ids]
+    if room < 1 or not tokens:
+        raise DataError(
+            f"no held-out text of {len(chosen)} leaves room for {settings.max_new_tokens} new "
+            "tokens",
+            hint="smoke.max_new_tokens=... (smaller), or other held-out texts",
+        )
+    prompts = Prompts(tokens, stop_ids(served.path, None))
+    check = _known_probes(trained_on, texts, scorer, served.path, prompts.eos)
+    # Without a template both models read the same.
+    return Question(served, base, reference, prompts, prompts, checks=(check,))
+
+
+def _known_probes(
+    probes: Sequence[Sequence[int]],
+    texts: Sequence[str],
+    scorer: ReferenceScorer,
+    served: Path,
+    ends: Sequence[int],
+) -> Check:
+    """Check that the served tokenizer gives training's tokens: each probe is part of a text."""
+    missing = {_as_text(probe) for probe in probes}
+    total = len(missing)
+    for start in range(0, len(texts), TEXTS_AT_ONCE):
+        some = scorer.encode_texts(served, texts[start : start + TEXTS_AT_ONCE], limit=1 << 30)
+        whole = "".join(_as_text([*ids, end]) for ids in some for end in ends)
+        missing = {probe for probe in missing if probe not in whole}
+        if not missing:
+            break
+    return Check(
+        "texts as training tokenised them",
+        "a run of tokens for every probe",
+        f"{total - len(missing)} of {total}",
+        ok=not missing,
+    )
+
+
+def _as_text(ids: Sequence[int]) -> str:
+    """Return token ids as a text in which a run of ids is a part."""
+    return f" {' '.join(map(str, ids))} "
+
+
+def read_pairs(
+    served: Path, data: Path, settings: Smoke, scorer: ReferenceScorer
+) -> list[tuple[list[int], list[int]]]:
+    """Return the token ids of held-out pairs (chosen, rejected) that fit the context.
+
+    Raises DataError if no pair fits.
+    """
+    rows = _read(data / HELDOUT, _pair)[: settings.eval_samples]
+    texts = scorer.encode_whole(served, [each for pair in rows for each in pair])
+    encoded = list(zip(texts[::2], texts[1::2], strict=True))
+    longest = longest_sequence(served, settings)
+    fitting = [pair for pair in encoded if max(map(len, pair)) <= longest]
+    if not fitting:
+        raise DataError(
+            f"none of {len(encoded)} held-out pairs fits into {longest} tokens",
+            hint="smoke.max_model_len=... (larger), or other held-out data",
+        )
+    return fitting
+
+
+def longest_sequence(served: Path, settings: Smoke) -> int:
+    """Return the longest sequence of prompt and response that the engine accepts, in tokens."""
+    context = context_of(served)
+    return min(context, settings.max_model_len or context)
+
+
+def read_heldout(path: Path) -> list[dict[str, Any]]:
+    """Return the first held-out conversations; a pair as the one with the chosen answer.
+
+    A prompt for online training may have no answer. Raises DataError.
+    """
+    return _read(path, _conversation)
+
+
+def _conversation(row: dict[str, Any]) -> dict[str, Any]:
+    if "chosen" in row:
+        row = {**row, "messages": [*row["prompt"], *row["chosen"]]}
+    if row["messages"][-1]["role"] != "assistant" and "columns" not in row:
+        raise ValueError("the last message is not the assistant's")
+    return row
+
+
+def _pair(row: dict[str, Any]) -> tuple[Chat, Chat]:
+    rejected = chat([*row["prompt"], *row["rejected"]], row)
+    return chat(_conversation(row)["messages"], row), rejected
+
+
+def _read(path: Path, parse: Callable[[dict[str, Any]], T]) -> list[T]:
+    rows: list[T] = []
+    try:
+        with path.open(encoding="utf-8") as file:
+            rows.extend(parse(json.loads(line)) for line in itertools.islice(file, ROWS_AT_MOST))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise DataError(f"{path}:{len(rows) + 1}: not a row of this kind: {error!r}") from error
+    if not rows:
+        raise DataError(f"{path} is empty: nothing to evaluate on", hint="data.eval_fraction=0.05")
+    return rows
+
+
+def answer_of(row: Mapping[str, Any]) -> str | None:
+    """Return the expected answer of a row.
+
+    None if the row is a prompt alone, or its answer is more than a text: a template writes calls of
+    tools and reasoning in its own way.
+    """
+    last = row["messages"][-1]
+    more = last.keys() & {"tool_calls", *REASONING}
+    return str(last["content"]) if last["role"] == "assistant" and not more else None

@@ -35,7 +35,7 @@ from blake3 import blake3
 
 from tasks.core.contract import TensorLike
 from tasks.core.disk import disk_full_named
-from tasks.core.errors import ArtifactError, ContractError, first_and_more
+from tasks.core.errors import ArtifactError, ContractError
 from tasks.weights.execute.worker import Perform, perform
 from tasks.weights.execute.writer import Spec, shard_file
 from tasks.weights.files.documents import read_json
@@ -117,8 +117,7 @@ def _reward_model(
         for key in folder.main.tensors
         if key.removeprefix(WRAPPER) in OUTPUT_EMBEDDINGS
     }
-    for buffer in normalisation.buffers:
-        left_out[buffer] = f"stored in config.json: {buffer.partition(':')[2]}"
+    left_out |= dict.fromkeys(normalisation.buffers, "stored in config.json")
     if head.bias:
         left_out[head.bias] = "the head's bias: stored in config.json, as part of the mean"
         bias = read_scalar(folder.main, head.bias.partition(":")[2])
@@ -184,36 +183,30 @@ def reward_facts(
 ) -> tuple[str, Model]:
     """Return the class name of a reward model of a family, and its facts with one label.
 
-    Imports transformers; call it through `tasks.weights.execute.worker`.
-
-    Args:
-        config: config.json of any model of the family, with any head.
-        disk: shape of every tensor of the checkpoint, by key.
+    Imports transformers; call it through `tasks.weights.execute.worker`. `config` is the
+    config.json of any model of the family, `disk` has the shape of every tensor by key.
 
     Raises:
         ArtifactError: the family has no such class, or config.json describes no usable model.
     """
+    from transformers import AutoModelForSequenceClassification
+
     gone = ("quantization_config", "auto_map", "mean", "std")
     plain = {key: value for key, value in config.items() if key not in gone}
     plain |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(plain))
-        name = _class_name(Path(folder))
+        described = read_config(Path(folder))
+        classes = AutoModelForSequenceClassification._model_mapping
+        if type(described) not in classes:
+            raise ArtifactError(
+                f"transformers has no {described.model_type} model for sequence classification, so "
+                "a reward model of that family cannot be served"
+            )
+        name = str(classes[type(described)].__name__)
         path.write_text(json.dumps({**plain, "architectures": [name]}))
         return name, model_facts(Path(folder), dtype, disk)
-
-
-def _class_name(folder: Path) -> str:
-    from transformers import AutoModelForSequenceClassification
-
-    config = read_config(folder)
-    if type(config) not in AutoModelForSequenceClassification._model_mapping:
-        raise ArtifactError(
-            f"transformers has no {config.model_type} model for sequence classification, so a "
-            "reward model of that family cannot be served"
-        )
-    return str(AutoModelForSequenceClassification._model_mapping[type(config)].__name__)
 
 
 def reward_base(
@@ -255,9 +248,9 @@ def merged_reward(
 ) -> Parted:
     """Plan the reward model that an adapter makes of its base; inputs as `settings` names them.
 
-    The base is usually a language model, and the adapter has the full head (`modules_to_save`). A
-    base that is a reward model itself keeps its head. Without `normalisation`, that of a
-    config.json beside the adapter counts (OpenRLHF), or else that of `config`, the base's.
+    A base that is a reward model itself keeps its head; with another, the adapter has the full head
+    (`modules_to_save`). Without `normalisation`, that of a config.json beside the adapter counts
+    (OpenRLHF), or else that of `config`, the base's.
 
     Raises:
         ContractError: no head, or a finding of `plan_merge`.
@@ -297,19 +290,17 @@ def write_value_head(detected: Detected, out: Path) -> tuple[str, ...]:
     """
     head, folder = detected.require(), detected.folder
     names = dict(zip(KEYS, head.sources, strict=False))
-    specs, contents, findings = [], {}, []
+    specs, contents = [], {}
     for name, tensor in names.items():
         source, _, key = tensor.partition(":")
-        info = folder.sources[source].tensors[key]
-        specs.append(Spec(name, tuple(info.shape), info.dtype))
+        info, known = folder.sources[source].tensors[key], folder.sources[source].checksum(key)
         with Reader(folder.sources[source].extents(key)) as reader:
             contents[name] = reader.read()
-        if folder.sources[source].checksum(key) not in (None, blake3(contents[name]).hexdigest()):
+        if known not in (None, blake3(contents[name]).hexdigest()):
             raise ArtifactError(f"{tensor}: its bytes do not match the hash in its manifest")
         if count := nonfinite(contents[name], info.dtype):
-            findings.append(f"{name}: {count} elements not finite")
-    if findings:
-        raise ContractError(f"{folder.root}: {first_and_more(findings)}", details=findings)
+            raise ContractError(f"{folder.root}: {name}: {count} elements not finite")
+        specs.append(Spec(name, tuple(info.shape), info.dtype))
     document = {
         "format": 1,
         "role": head.role,
@@ -321,10 +312,9 @@ def write_value_head(detected: Detected, out: Path) -> tuple[str, ...]:
         "mean": detected.normalisation.mean,
         "std": detected.normalisation.std,
     }
-    text = json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False)
     file = shard_file(f"{STEM}.safetensors", specs)
     with disk_full_named(out):
         data = b"".join(contents[name].tobytes() for name in file.infos)
         (out / file.name).write_bytes(file.head + data)
-        (out / f"{STEM}.json").write_text(text + "\n")
+        (out / f"{STEM}.json").write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
     return tuple(names)

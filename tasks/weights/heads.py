@@ -24,19 +24,19 @@ from __future__ import annotations
 
 import math
 import re
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from tasks.core.contract import describe
 from tasks.core.errors import ArtifactError, ContractError, first_and_more
 from tasks.weights.files.documents import read_json
-from tasks.weights.files.dtypes import is_float
-from tasks.weights.files.header import read_header
+from tasks.weights.files.dtypes import NUMPY, is_float, widened
 from tasks.weights.files.names import PEFT_PREFIX
-from tasks.weights.files.reader import Checkpoint, read_checkpoint
+from tasks.weights.files.reader import read_checkpoint, read_single
 from tasks.weights.files.source import Reader, Source
 from tasks.weights.lora import read_adapter
 from tasks.weights.pickled.tensors import MODEL as PICKLED
@@ -71,6 +71,7 @@ _LAYERED = re.compile(
 """Keys of heads with several layers, as in BERT-like encoders, T5, BART and XLNet."""
 _LOST = "it was never saved, so it cannot be recovered: train again with the head saved whole"
 _SHOWN, _LISTED = 40, 50
+_MAX_F32 = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -117,15 +118,9 @@ def read_folder(root: Path) -> HeadFolder:
     else:
         sources[MODEL] = read_checkpoint(root, beside=beside)
     if beside:
-        sources[HEAD] = _read_file(root / beside[0])
+        path = root / beside[0]
+        sources[HEAD] = read_single(path) if path.suffix == ".safetensors" else read_state(path)
     return HeadFolder(root, config, adapter_config, sources, beside)
-
-
-def _read_file(path: Path) -> Source:
-    if path.suffix != ".safetensors":
-        return read_state(path)
-    tensors = read_header(path).tensors
-    return Checkpoint(path.parent, tensors, dict.fromkeys(tensors, path.name))
 
 
 @dataclass(frozen=True)
@@ -150,26 +145,44 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Detected:
-    """The head of a folder; None if there is none or more than one.
+class Normalisation:
+    """Mean and standard deviation of a reward model's scores; None for no normalisation.
 
-    Attributes:
-        lora_on: module of a head that the adapter changes by LoRA, usable only with a base that
-            has this head; "" for none.
-        absence: reason why there is no head though there should be one; "" for a language model.
-        layered: first key of a head of several layers, which is not supported; "" for none.
-        findings: reasons why a head is missing or cannot be used; empty for a language model.
-        notes: contradictions that were resolved.
+    `buffers` has the "<input>:<key>" of the tensors that store them.
     """
+
+    mean: float | None = None
+    std: float | None = None
+    buffers: tuple[str, ...] = ()
+
+    @property
+    def is_there(self) -> bool:
+        """Return True if rewards are normalised."""
+        return self.mean is not None and self.std is not None
+
+    def with_bias(self, bias: float) -> Normalisation:
+        """Return the normalisation for the same head without its bias.
+
+        The bias moves into the mean: `(w h + bias - mean) / std = (w h - (mean - bias)) / std`.
+        Rewards are bit-identical if the mean is 0.
+        """
+        if bias == 0.0:
+            return self
+        return Normalisation((self.mean or 0.0) - bias, self.std or 1.0, self.buffers)
+
+
+@dataclass(frozen=True)
+class Detected:
+    """The head of a folder; None if there is none or more than one."""
 
     folder: HeadFolder
     head: Head | None
     normalisation: Normalisation
-    lora_on: str = ""
-    absence: str = ""
-    layered: str = ""
-    findings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    lora_on: str = ""  # head that the adapter changes by LoRA: usable only with a base that has it
+    absence: str = ""  # why there is no head though there should be one; "" for a language model
+    layered: str = ""  # first key of a head of several layers, which is not supported
+    findings: tuple[str, ...] = ()  # why a head is missing or cannot be used
+    notes: tuple[str, ...] = ()  # contradictions that were resolved
 
     @property
     def is_of_reward(self) -> bool:
@@ -201,9 +214,20 @@ def detect(folder: HeadFolder) -> Detected:
         names = " and ".join(head.weight for head in heads)
         findings.append(f"{names}: more than one head: keep one of them")
     lora_on = "" if heads else _lora_on(folder)
-    layered = _layered_head(folder)
-    absence = "" if heads or findings else _absence(folder, lora_on, layered)
+    signs = list(_signs(folder))
+    # BERT and others have heads of several layers.
+    keys = folder.main.tensors if signs else ()
+    layered = next((key for key in keys if _LAYERED.match(key.removeprefix(PEFT_PREFIX))), "")
+    absence = "" if heads or findings else _absence(signs, lora_on, layered)
     normalisation, wrong = _read_normalisation(folder)
+    prefix = folder.config.get("value_head_prefix")
+    notes = [
+        f"config.json names the head {prefix!r}; the head that was saved is {module!r}"
+        for head in heads
+        if head.dialect == "openrlhf"
+        and isinstance(prefix, str)
+        and (module := head.weight.partition(":")[2].partition(".")[0]) != prefix
+    ]
     return Detected(
         folder,
         heads[0] if len(heads) == 1 else None,
@@ -212,7 +236,7 @@ def detect(folder: HeadFolder) -> Detected:
         absence,
         layered,
         (*findings, *filter(None, [absence]), *wrong),
-        tuple(_name_notes(folder, heads)),
+        tuple(notes),
     )
 
 
@@ -233,13 +257,22 @@ def _v_heads(folder: HeadFolder, findings: list[str]) -> Iterator[Head]:
 
 def _linear_heads(folder: HeadFolder) -> Iterator[Head]:
     """Yield heads such as `score`: in a model, or saved in full in an adapter."""
-    prefix = "" if folder.adapter_config is None else PEFT_PREFIX
+    names = architectures(folder.config)
+    is_openrlhf = {*OPENRLHF} & set(names) or "value_head_prefix" in folder.config
+    dialect: Dialect = "openrlhf" if is_openrlhf else "transformers"
+    prefix = ""
+    if folder.adapter_config is not None:
+        prefix, dialect = PEFT_PREFIX, "peft"
     for module in module_names(folder.config):
         keys = [f"{prefix}{module}.{infix}weight" for infix in _SAVED_WHOLE]
         key = next((key for key in keys if key in folder.main.tensors), None)
         if key is not None:
-            role = _role(folder.config, tuple(folder.main.tensors[key].shape))
-            yield _head(folder, folder.weights, key, _dialect(folder), role)
+            labels = tuple(folder.main.tensors[key].shape[:1])
+            # Critics: OpenRLHF's class, and verl's token classifiers of one label.
+            is_critic = "CriticModel" in names or (
+                labels == (1,) and any(name.endswith("ForTokenClassification") for name in names)
+            )
+            yield _head(folder, folder.weights, key, dialect, "value" if is_critic else "reward")
 
 
 def _head(folder: HeadFolder, name: str, weight: str, dialect: Dialect, role: Role) -> Head:
@@ -247,23 +280,6 @@ def _head(folder: HeadFolder, name: str, weight: str, dialect: Dialect, role: Ro
     info, bias = tensors[weight], f"{weight.removesuffix('weight')}bias"
     bias = f"{name}:{bias}" if bias in tensors else ""
     return Head(dialect, role, f"{name}:{weight}", tuple(info.shape), info.dtype, bias)
-
-
-def _dialect(folder: HeadFolder) -> Dialect:
-    if folder.adapter_config is not None:
-        return "peft"
-    names = {*OPENRLHF} & set(architectures(folder.config))
-    return "openrlhf" if names or "value_head_prefix" in folder.config else "transformers"
-
-
-def _role(config: Mapping[str, Any], shape: tuple[int, ...]) -> Role:
-    """Return "value" for critics: OpenRLHF's class, and verl's token classifiers of one label."""
-    for name in architectures(config):
-        if name == "CriticModel":
-            return "value"
-        if name.endswith("ForTokenClassification") and shape[:1] == (1,):
-            return "value"
-    return "reward"
 
 
 def _head_findings(head: Head, folder: HeadFolder) -> Iterator[str]:
@@ -288,14 +304,6 @@ def _head_findings(head: Head, folder: HeadFolder) -> Iterator[str]:
         shape = tuple(folder.sources[source].tensors[key].shape)
         if shape != (labels,):
             yield f"{head.bias}: is {list(shape)}, the head has {labels} labels"
-
-
-def _name_notes(folder: HeadFolder, heads: list[Head]) -> Iterator[str]:
-    prefix = folder.config.get("value_head_prefix")
-    for head in heads:
-        module = head.weight.partition(":")[2].removeprefix(PEFT_PREFIX).partition(".")[0]
-        if isinstance(prefix, str) and module != prefix and head.dialect == "openrlhf":
-            yield f"config.json names the head {prefix!r}; the head that was saved is {module!r}"
 
 
 def architectures(config: Mapping[str, Any]) -> list[str]:
@@ -325,7 +333,7 @@ def wrapped_class(adapter_config: Mapping[str, Any]) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _absence(folder: HeadFolder, lora_on: str, layered: str) -> str:
+def _absence(signs: list[str], lora_on: str, layered: str) -> str:
     """Return the reason why a folder that should have a head has none; "" for a language model.
 
     A head that was never saved cannot be replaced: a new one would give random scores without an
@@ -339,73 +347,37 @@ def _absence(folder: HeadFolder, lora_on: str, layered: str) -> str:
     if layered:
         return f"{layered}: a head of several layers; only heads of one linear layer are supported"
     names = ", ".join(f"{module}.weight" for module in HEAD_MODULES)
-    sign = next(iter(_signs(folder)), "")
-    return f"no head ({names}), though {sign}: {_LOST}" if sign else ""
-
-
-def _layered_head(folder: HeadFolder) -> str:
-    """Return the first key of a head of several layers; "" if there is none."""
-    keys = folder.main.tensors if _signs(folder) else ()
-    return next((key for key in keys if _LAYERED.match(key.removeprefix(PEFT_PREFIX))), "")
+    return f"no head ({names}), though {signs[0]}: {_LOST}" if signs else ""
 
 
 def _lora_on(folder: HeadFolder) -> str:
     """Return the head that the adapter changes by LoRA; "" for none."""
-    if folder.adapter_config is None:
-        return ""
-    for module in module_names(folder.config):
+    for module in module_names(folder.config) if folder.adapter_config is not None else ():
         if any(key.startswith(f"{PEFT_PREFIX}{module}.lora_") for key in folder.main.tensors):
             return module
     return ""
 
 
-def _signs(folder: HeadFolder) -> list[str]:
-    """Return the entries of config.json and adapter_config.json that promise a head."""
+def _signs(folder: HeadFolder) -> Iterator[str]:
+    """Yield the entries of config.json and adapter_config.json that promise a head."""
     config, adapter = folder.config, folder.adapter_config or {}
-    signs = [f"config.json says {name}" for name in architectures(config) if _has_head(name)]
-    fields = ("value_head_prefix", "mean", "normalize_reward")
-    signs += [f"config.json has {field}" for field in fields if config.get(field)]
+    yield from (f"config.json says {name}" for name in architectures(config) if _scores(name))
+    for field in ("value_head_prefix", "mean", "normalize_reward"):
+        if config.get(field):
+            yield f"config.json has {field}"
     if adapter.get("task_type") == "SEQ_CLS":
-        signs.append("adapter_config.json says SEQ_CLS")
-    if _has_head(name := wrapped_class(adapter)):
-        signs.append(f"adapter_config.json says that it was trained on a {name}")
+        yield "adapter_config.json says SEQ_CLS"
+    if _scores(name := wrapped_class(adapter)):
+        yield f"adapter_config.json says that it was trained on a {name}"
     for field in ("modules_to_save", "target_modules"):
         modules = adapter.get(field)
         if isinstance(modules, list):
-            signs += [f"{field} names {module}" for module in HEAD_MODULES if module in modules]
-    return signs
+            yield from (f"{field} names {module}" for module in HEAD_MODULES if module in modules)
 
 
-def _has_head(class_name: str) -> bool:
+def _scores(class_name: str) -> bool:
     """Return True for classes that score: transformers' classifiers, OpenRLHF's two classes."""
     return class_name in OPENRLHF or class_name.endswith("ForSequenceClassification")
-
-
-@dataclass(frozen=True)
-class Normalisation:
-    """Mean and standard deviation of a reward model's scores; None for no normalisation.
-
-    `buffers` has the "<input>:<key>" of the tensors that store them.
-    """
-
-    mean: float | None = None
-    std: float | None = None
-    buffers: tuple[str, ...] = ()
-
-    @property
-    def is_there(self) -> bool:
-        """Return True if rewards are normalised."""
-        return self.mean is not None and self.std is not None
-
-    def with_bias(self, bias: float) -> Normalisation:
-        """Return the normalisation for the same head without its bias.
-
-        The bias moves into the mean: `(w h + bias - mean) / std = (w h - (mean - bias)) / std`.
-        Rewards are bit-identical if the mean is 0.
-        """
-        if bias == 0.0:
-            return self
-        return Normalisation((self.mean or 0.0) - bias, self.std or 1.0, self.buffers)
 
 
 def normalisation_from(config: Mapping[str, Any], where: str) -> Normalisation:
@@ -429,7 +401,7 @@ def _read_normalisation(folder: HeadFolder) -> tuple[Normalisation, list[str]]:
             continue
         if not math.isfinite(value):
             findings.append(f"{key}: {value} in the weights")
-        elif _as_f32(values.setdefault(key, value)) != _as_f32(value):
+        elif np.float32(values.setdefault(key, value)) != np.float32(value):
             findings.append(f"{key}: {value} in the weights, {values[key]} in config.json")
     findings += _pair_findings(values)
     names = tuple(f"{folder.weights}:{key}" for key in buffers)
@@ -437,17 +409,17 @@ def _read_normalisation(folder: HeadFolder) -> tuple[Normalisation, list[str]]:
 
 
 def _configured(config: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]:
-    """Return the numbers of config.json by key, and findings about what is no number."""
+    """Return the numbers of config.json by key, and findings about what is no number in fp32."""
     values: dict[str, float] = {}
     findings = []
     for key in BUFFERS:
         value = config.get(key)
         if value is None:
             continue
-        if type(value) not in (int, float) or not math.isfinite(_as_f32(value)):
-            findings.append(f"config.json: {key}={str(value)[:_SHOWN]} is not a number in fp32")
-        else:
+        if type(value) in (int, float) and abs(value) <= _MAX_F32:
             values[key] = float(value)
+        else:
+            findings.append(f"config.json: {key}={str(value)[:_SHOWN]} is not a number in fp32")
     return values, findings
 
 
@@ -458,21 +430,11 @@ def _pair_findings(values: Mapping[str, float]) -> Iterator[str]:
         yield f"std is {values['std']}: rewards cannot be divided by it"
 
 
-def _as_f32(value: float) -> float:
-    """Round a number to fp32, as OpenRLHF's buffers store it; infinity if it is too large."""
-    try:
-        return float(struct.unpack("<f", struct.pack("<f", value))[0])
-    except (OverflowError, struct.error):  # the first for floats, the second for integers
-        return math.inf
-
-
 def read_scalar(source: Source, key: str) -> float:
     """Read a float tensor of one element. Raises ArtifactError for any other tensor."""
     info = source.tensors[key]
-    formats = {"F32": "<f", "F16": "<e", "BF16": "<f", "F64": "<d"}
-    if math.prod(info.shape) != 1 or info.dtype not in formats:
+    if math.prod(info.shape) != 1 or info.dtype not in (*NUMPY, "F64"):
         raise ArtifactError(f"{key}: {describe(info.shape, info.dtype)} is not one number")
     with Reader(source.extents(key)) as reader:
-        raw = reader.read().tobytes()
-    widen = bytes(2) if info.dtype == "BF16" else b""
-    return float(struct.unpack(formats[info.dtype], widen + raw)[0])
+        raw = reader.read()
+    return float(raw.view("<f8")[0] if info.dtype == "F64" else widened(raw, info.dtype)[0])

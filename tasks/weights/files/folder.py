@@ -5,14 +5,14 @@ Reads headers only. All problems are collected, so a broken download needs one l
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tasks.core.contract import Check
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.documents import read_json
-from tasks.weights.files.header import read_header
-from tasks.weights.files.reader import OTHER_WEIGHTS, index_of, survey, weight_files
+from tasks.weights.files.reader import OTHER_WEIGHTS, index_of, read_single, survey, weight_files
 from tasks.weights.files.side_files import PROCESSORS, TOKENIZER, side_files
 
 CONFIG = "config.json"
@@ -53,38 +53,37 @@ def inspect_checkpoint(folder: Path) -> ModelFolder:
         checkpoint.problems.append(_no_weights(folder))
         return checkpoint
     others = [path.name for path in weight_files(folder, *OTHER_WEIGHTS)]
-    surveyed = survey(folder, SINGLE, read_header, beside=others)
-    checkpoint.problems += surveyed.findings
-    for name, header in surveyed.opened.items():
-        text = f"{len(header.tensors)} tensors"
-        checkpoint.files[name] = folder / name
-        checkpoint.checks.append(Check(name, text, text, ok=True))
-        checkpoint.tensors += len(header.tensors)
-        checkpoint.bytes += sum(info.nbytes for info in header.tensors.values())
+    tensors, problems = survey(
+        folder, SINGLE, lambda path: read_single(path).tensors, beside=others
+    )
+    checkpoint.problems += problems
+    checkpoint.tensors = len(tensors)
+    checkpoint.bytes = sum(tensor.nbytes for tensor in tensors.values())
+    for path, count in Counter(tensor.extents[0].path for tensor in tensors.values()).items():
+        text = f"{count} tensors"
+        checkpoint.files[path.name] = path
+        checkpoint.checks.append(Check(path.name, text, text, ok=True))
     return checkpoint
 
 
 def _config_problems(folder: Path) -> list[str]:
-    path = folder / CONFIG
-    if not path.is_file():
+    if not (folder / CONFIG).is_file():
         adapter = (folder / "adapter_config.json").is_file()
         kind = ": this is an adapter; name the base model it belongs to" if adapter else ""
         return [f"no {CONFIG}{kind}"]
     try:
-        config = read_json(path)
+        config = read_json(folder / CONFIG)
     except ArtifactError as error:
         return [error.message.removeprefix(f"{folder}/")]
     return [] if "model_type" in config else [f"{CONFIG} has no model_type"]
 
 
 def _no_weights(folder: Path) -> str:
-    pickles = [path.name for path in weight_files(folder, *PICKLES)]
-    strays = [path.name for path in weight_files(folder, "*.safetensors")]
-    if strays:
-        return f"{strays[0]} is not {SINGLE}, and there is no {index_of(SINGLE)}"
-    if pickles:
+    if strays := weight_files(folder, "*.safetensors"):
+        return f"{strays[0].name} is not {SINGLE}, and there is no {index_of(SINGLE)}"
+    if pickles := weight_files(folder, *PICKLES):
         return (
-            f"weights only as pickles ({', '.join(pickles[:3])}), which can run code when loaded; "
+            f"weights only as pickles ({pickles[0].name}), which can run code when loaded; "
             "save them as safetensors: save_pretrained of transformers 5 does"
         )
     return f"no weights: neither {SINGLE} nor {index_of(SINGLE)}"

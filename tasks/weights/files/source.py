@@ -43,11 +43,21 @@ class Extent:
 
 @dataclass(frozen=True)
 class FullTensor:
-    """A full tensor: shape, dtype (safetensors name), and its byte ranges in order."""
+    """A full tensor: shape, dtype (safetensors name), and its byte ranges in order.
+
+    A quantized matrix is shown decoded: `packed` is how to decode its ranges (`Op.packed`).
+    """
 
     shape: tuple[int, ...]
     dtype: str
     extents: tuple[Extent, ...]
+    hash: str | None = None  # BLAKE3 of its bytes, if an intact manifest states it
+    packed: Mapping[str, Any] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size in the files, in bytes."""
+        return sum(extent.nbytes for extent in self.extents)
 
 
 class Source(Protocol):
@@ -65,7 +75,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class FullTensors:
-    """A source of tensors whose hashes nobody states."""
+    """A source whose tensors know their ranges."""
 
     tensors: Mapping[str, FullTensor]
 
@@ -74,8 +84,8 @@ class FullTensors:
         return self.tensors[name].extents
 
     def checksum(self, name: str) -> str | None:
-        """Return None: there are no hashes."""
-        return None
+        """Return the hash of a tensor, if it is known."""
+        return self.tensors[name].hash
 
 
 @dataclass(frozen=True)

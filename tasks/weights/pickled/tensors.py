@@ -16,9 +16,7 @@ from typing import Any
 
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.dtypes import ITEM_BITS, TORCH_NAMES
-from tasks.weights.files.header import MAX_AXES
-from tasks.weights.files.names import without_wrappers
-from tasks.weights.files.reader import index_of, survey, weight_files
+from tasks.weights.files.reader import index_of, read_files, weight_files
 from tasks.weights.files.source import Extent, FullTensor, FullTensors
 from tasks.weights.pickled.archive import Archive, read_archive
 from tasks.weights.pickled.unpickler import Foreign, Global, PickleError, run
@@ -28,7 +26,7 @@ MODEL = "pytorch_model.bin"
 _SHOWN = 50
 _AGAIN = "save it as safetensors, with every tensor gathered and contiguous"
 MAX_PICKLE_BYTES = 128 << 20
-_MAX_SIZE = 1 << 62
+_MAX_AXES, _MAX_SIZE = 64, 1 << 62
 
 DTYPES = TORCH_NAMES | {
     "double": "F64", "float": "F32", "half": "F16", "long": "I64", "int": "I32", "short": "I16",
@@ -199,7 +197,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 def is_shape(value: Any) -> bool:
     """Return True if an unpickled value can be a shape: few axes, each a size."""
-    return isinstance(value, tuple | list) and len(value) <= MAX_AXES and all(map(_is_size, value))
+    return isinstance(value, tuple | list) and len(value) <= _MAX_AXES and all(map(_is_size, value))
 
 
 def _is_size(value: Any) -> bool:
@@ -277,13 +275,7 @@ def read_model(root: Path, *, beside: Collection[str] = ()) -> FullTensors:
         ArtifactError: files are absent or outside of the folder, tensors are not where the index
             says, or there are stray weight files. Lists every finding of every file.
     """
-    model = survey(root, MODEL, read_state, beside=beside)
-    if model.findings:
-        raise ArtifactError(
-            f"{root}: not a usable checkpoint: {first_and_more(model.findings)}",
-            details=model.findings[:_SHOWN],
-            hint=f"expected {MODEL}, or {index_of(MODEL)} and its files; or {_AGAIN}",
-        )
-    states = {key: model.opened[file] for key, file in model.files.items()}
-    names = without_wrappers(states)
-    return FullTensors({key: states[name].tensors[name] for key, name in names.items()})
+    hint = f"expected {MODEL}, or {index_of(MODEL)} and its files; or {_AGAIN}"
+    return FullTensors(
+        read_files(root, MODEL, lambda path: read_state(path).tensors, hint, beside=beside)
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES, widened
 from tasks.weights.files.reader import Checkpoint, read_checkpoint
-from tasks.weights.files.source import Extent, FullTensor, FullTensors, Reader, Source
+from tasks.weights.files.source import Extent, FullTensor, Reader, Source
 from tasks.weights.pickled.tensors import is_pickled_model, read_model
 from tasks.weights.plan import Plan
 from tasks.weights.quantized.bnb4 import STATE, Packed, decode, read_states
@@ -48,38 +48,18 @@ _CONV1D = {
 """Linear layers stored as (in, out), by model type; transformers packs their transpose."""
 
 
-@dataclass(frozen=True)
-class PackedCheckpoint(FullTensors):
-    """An opened checkpoint whose packed matrices look decoded.
+class PackedCheckpoint(Checkpoint):
+    """An opened checkpoint whose packed matrices look decoded; keys of their parts are not shown.
 
-    The bytes of such a matrix are not those of the tensor that is shown: `extents` returns the
-    ranges of its parts, one after the other, and a plan has to decode them (`decoding`). Keys that
-    belong to a matrix are not shown.
+    The ranges of such a matrix are those of its parts, one after the other, and a plan has to
+    decode them (`decoding`).
     """
 
-    whole: Checkpoint  # as stored
-    packed: Mapping[str, Packed | Scaled]
-    turned: frozenset[str]  # keys of matrices that are shown as the transpose of what was packed
 
-    @property
-    def root(self) -> Path:
-        """Folder of the checkpoint."""
-        return self.whole.root
-
-    @property
-    def files(self) -> Mapping[str, str]:
-        """File name by key."""
-        return {key: self.whole.files[key] for key in self.tensors}
-
-    def checksum(self, name: str) -> str | None:
-        """Return the hash of a plain tensor from the manifest; None for a packed one."""
-        return None if name in self.packed else self.whole.checksum(name)
+Base = Checkpoint
 
 
-Base = Checkpoint | PackedCheckpoint
-
-
-def read_base(root: Path) -> Base:
+def read_base(root: Path) -> Checkpoint:
     """Read the headers of a full model's folder, stored plainly, in bitsandbytes' 4 bits or in fp8.
 
     Raises:
@@ -91,13 +71,10 @@ def read_base(root: Path) -> Base:
     require_decodable(config, root)
     whole = read_checkpoint(root)
     packed: Mapping[str, Packed | Scaled]
-    turned: frozenset[str] = frozenset()
-    beside: set[str] = set()
     if is_fp8(config) or any(info.dtype == DTYPE for info in whole.tensors.values()):
         kind, hint = "fp8", remedy(root)
         findings = fp8_findings(whole.tensors, config)
         packed, _ = read_scales(whole.tensors, config)
-        beside |= set(filter(is_activation_scale, whole.tensors))
     elif is_packed(config) or any(STATE in key for key in whole.tensors):
         kind, hint = "4-bit", "save it again with save_pretrained, or give the same model in bf16"
         packed, findings = read_states(whole)
@@ -108,7 +85,6 @@ def read_base(root: Path) -> Base:
                 f"config.json says {stored(config)}, but no tensor is packed: "
                 "if these are plain weights, remove quantization_config from it"
             )
-        turned = frozenset(key for key in packed if _is_conv1d(key, config))
     else:
         return whole
     if findings:
@@ -117,22 +93,21 @@ def read_base(root: Path) -> Base:
             details=findings[:_SHOWN],
             hint=hint,
         )
-    beside.update(side for matrix in packed.values() for side in matrix.sides)
-    tensors: dict[str, FullTensor] = {}
-    for key, info in whole.tensors.items():
-        if key in packed:
-            # Tables of values and JSON come last: they are not decoded, but belong to the matrix.
-            parts = [key + suffix for suffix, _ in packed[key].parts]
-            parts += [side for side in packed[key].sides if side not in parts]
-            shape, dtype = packed[key].shape, DTYPE_NAMES[packed[key].dtype]
-            tensors[key] = FullTensor(
-                shape[::-1] if key in turned else shape,
-                dtype,
-                tuple(extent for part in parts for extent in whole.extents(part)),
-            )
-        elif key not in beside:
-            tensors[key] = FullTensor(info.shape, info.dtype, tuple(whole.extents(key)))
-    return PackedCheckpoint(tensors, whole, packed, turned)
+    sides = {side for matrix in packed.values() for side in matrix.sides}
+    sides |= set(filter(is_activation_scale, whole.tensors)) if kind == "fp8" else set()
+    tensors = {key: info for key, info in whole.tensors.items() if key not in sides}
+    for key, matrix in packed.items():
+        turned = kind == "4-bit" and _is_conv1d(key, config)
+        # Tables of values and JSON come last: they are not decoded, but belong to the matrix.
+        parts = [key + suffix for suffix, _ in matrix.parts]
+        parts += [side for side in matrix.sides if side not in parts]
+        tensors[key] = FullTensor(
+            matrix.shape[::-1] if turned else matrix.shape,
+            DTYPE_NAMES[matrix.dtype],
+            tuple(extent for part in parts for extent in whole.extents(part)),
+            packed={**matrix.as_json(), "turned": turned},
+        )
+    return PackedCheckpoint(tensors, root)
 
 
 def open_model(root: Path) -> Source:
@@ -167,16 +142,15 @@ def decoding(plan: Plan, sources: Mapping[str, Source]) -> Plan:
     """
     ops = []
     for op in plan.ops:
-        packed = packing(sources.get(op.input), op.key)
+        packed = packing(sources[op.input], op.key) if op.input in sources else None
         ops.append(op if packed is None else replace(op, packed=packed, quantization=None))
     return replace(plan, ops=tuple(ops))
 
 
-def packing(source: Source | None, key: str) -> dict[str, Any] | None:
+def packing(source: Source, key: str) -> Mapping[str, Any] | None:
     """Return `Op.packed` for operations on this tensor; None for a plain tensor."""
-    if not isinstance(source, PackedCheckpoint) or key not in source.packed:
-        return None
-    return {**source.packed[key].as_json(), "turned": key in source.turned}
+    packed: Mapping[str, Any] | None = getattr(source.tensors.get(key), "packed", None)
+    return packed
 
 
 def decoded(stored: Mapping[str, Any], extents: Sequence[Extent]) -> torch.Tensor:

@@ -65,19 +65,18 @@ def test_endless_folders(tmp_path: Path) -> None:
 def test_headers_and_documents_of_bombs(tmp_path: Path) -> None:
     root = make_model(tmp_path / "it")
     shapes: list[Any] = [[1 << 62] * 60, [-1], [2.5], ["a"], [True], [[]]]
-    headers: list[tuple[int | None, bytes, str]] = [
-        (1 << 62, b"{}", ""),
-        (None, b'{"a":[' + b"[]," * 5_000_000 + b"[]]}", "4000000"),
-        (None, b"[" * 1_000_000, "deep"),
+    headers: list[tuple[int | None, bytes]] = [
+        (1 << 62, b"{}"),
+        (None, b'{"a":[' + b"[]," * 5_000_000 + b"[]]}"),
+        (None, b"[" * 1_000_000),
     ]
     for shape in shapes:
         entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}
-        headers.append((None, json.dumps({"a": entry}).encode(), ""))
-    for size, text, limit in headers:
+        headers.append((None, json.dumps({"a": entry}).encode()))
+    for size, text in headers:
         length = struct.pack("<Q", size or len(text))
         (root / "model.safetensors").write_bytes(length + text)
-        (finding,) = [each for each in audit(root).findings if each.code == "BAD_HEADER"]
-        assert limit in finding.found
+        assert files_with(root, "BAD_HEADER") == ["model.safetensors"]
     make_model(root, architectures=["A" * 100_000])
     (root / "tokenizer.json").write_bytes(b"[" * 100_000)
     (root / "generation_config.json").write_bytes(b'{"a":[' + b"0," * 5_000_000 + b"0]}")

@@ -25,15 +25,15 @@ _KEYS = {"kind", "digest", "tensors", "files", "inputs", "notes"}
 _DAMAGED = "give an intact copy of the folder; without its manifest.json it is taken as it is now"
 
 
-def read_json(path: Path, *, unique: bool = False) -> dict[str, Any]:
-    """Read a JSON object from a file; `unique` refuses a key that is there twice.
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file.
 
     Raises:
         ArtifactError: the file is missing, too large, not JSON, not a JSON object, or a link that
             leads out of its folder.
     """
     try:
-        raw = parse_json(_content(path, MAX_BYTES), unique=unique)
+        raw = parse_json(_content(path, MAX_BYTES))
     except ValueError as error:
         raise ArtifactError(f"{path}: not JSON: {error}") from error
     if not isinstance(raw, dict):
@@ -116,11 +116,10 @@ def manifest_problem(document: Mapping[str, Any]) -> str:
         return f"no {', '.join(sorted(missing))}"
     if not all(isinstance(document[key], str) for key in ("kind", "digest")):
         return "kind or digest is not text"
-    sections = [document[key] for key in ("tensors", "files", "inputs", "notes")]
-    if not all(isinstance(section, dict) for section in sections):
+    if not all(isinstance(document[key], dict) for key in _KEYS - {"kind", "digest"}):
         return "tensors, files, inputs or notes is not an object"
-    card = {"card": document["card"]} if "card" in document else {}
-    for name, entry in {**document["files"], **card}.items():
+    files = [*document["files"].items(), ("card", document.get("card"))]
+    for name, entry in files if "card" in document else files[:-1]:
         if not (_has_hash(entry) and isinstance(entry.get("size"), int)):
             return f"the entry of file {name!a} has no size or no hash"
     for name, entries in document["tensors"].items():
@@ -130,37 +129,27 @@ def manifest_problem(document: Mapping[str, Any]) -> str:
 
 
 def _has_hash(entry: Any) -> bool:
-    hashes = [entry.get(name) for name in ("blake3", "sha256")] if isinstance(entry, dict) else []
-    return any(isinstance(value, str) for value in hashes)
+    return isinstance(entry, dict) and any(
+        isinstance(entry.get(name), str) for name in ("blake3", "sha256")
+    )
 
 
-class DuplicateKeyError(ValueError):
-    """An object of a JSON document has a key twice; loaders keep its last value."""
-
-
-def parse_json(text: bytes, *, unique: bool = False) -> Any:
-    """Parse UTF-8 JSON.
-
-    Raises:
-        DuplicateKeyError: `unique`, and a key is there twice.
-        ValueError: not JSON, too many values, or nested too deep.
-    """
+def parse_json(text: bytes) -> Any:
+    """Parse UTF-8 JSON. Raises ValueError: not JSON, too many values, or nested too deep."""
     count = sum(map(text.count, (b",", b"[", b"{")))
     if count > MAX_VALUES:
         raise ValueError(f"about {count} values, at most {MAX_VALUES} are read")
     try:
-        return json.loads(text.decode(), object_pairs_hook=once if unique else None)
+        return json.loads(text.decode())
     except RecursionError as error:
         raise ValueError("nested too deep") from error
 
 
 def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return the members of a JSON object. Raises DuplicateKeyError."""
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise DuplicateKeyError(f"duplicate key {name[:_SHOWN]}")
-            seen.add(name)
+    """Return the members of a JSON object. Raises ValueError if a key is there twice."""
+    values: dict[str, object] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"duplicate key {name[:_SHOWN]}")
+        values[name] = value
     return values

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from tasks.core.contract import describe
 from tasks.weights.files.dtypes import DTYPE_NAMES, ITEM_BITS, cast
 from tasks.weights.files.reader import Checkpoint
 from tasks.weights.files.source import Reader
+from tasks.weights.quantized.fp8 import Packed
 
 STATE = ".quant_state."
 _STATES = {f"{STATE}bitsandbytes__{kind}": kind for kind in ("nf4", "fp4")}
@@ -61,58 +61,19 @@ _CLOSE = 1e-6
 """Tolerance with which bitsandbytes compares two tables."""
 
 
-@dataclass(frozen=True)
-class Nested:
-    """Packing of the scales: blocks of `blocksize` scales; `offset` is added to all of them."""
-
-    blocksize: int
-    offset: float
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Packing of one matrix.
-
-    Attributes:
-        type: "nf4" or "fp4".
-        dtype, shape: of the decoded matrix; torch name.
-        parts: suffix and size in bytes of the tensors to read, in order: the matrix, its scales,
-            their scales and their table.
-        sides: keys of all tensors that belong to the matrix.
-    """
-
-    type: str
-    blocksize: int
-    dtype: str
-    shape: tuple[int, ...]
-    nested: Nested | None
-    parts: tuple[tuple[str, int], ...]
-    sides: tuple[str, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what `decode` needs, as plain JSON."""
-        fields = {k: v for k, v in asdict(self).items() if k != "sides"}
-        return {**fields, "shape": list(self.shape), "parts": [list(part) for part in self.parts]}
-
-
 def read_states(checkpoint: Checkpoint) -> tuple[dict[str, Packed], list[str]]:
     """Find the packed matrices of a checkpoint; reads headers, their JSON and their 16 values.
 
-    Returns the packing by key, and one line for everything that is wrong with any of them.
+    Returns the packing by key, and one line for every matrix that cannot be decoded.
     """
     matrices: dict[str, Packed] = {}
     findings: list[str] = []
     owners = _owners(checkpoint)
     for key, sides in owners.items():
-        state, faults = _state(checkpoint, sides)
-        if key not in checkpoint.tensors:
-            faults.append(f"absent, though {', '.join(sorted(sides))} are there")
-        faults = faults or list(_state_faults(state))
-        faults = faults or list(_size_faults(checkpoint, key, sides, state))
-        if faults:
-            findings += [f"{key}: {text}" for text in faults]
-        else:
-            matrices[key] = _packed(checkpoint, key, sides, state)
+        try:
+            matrices[key] = _packed(checkpoint, key, sides)
+        except (ValueError, RecursionError) as error:
+            findings.append(f"{key}: {error}")
     for key, info in checkpoint.tensors.items():
         if key not in owners and info.dtype in ("U8", "I8") and key.split(".")[-1] == "weight":
             stored = describe(info.shape, info.dtype)
@@ -120,9 +81,9 @@ def read_states(checkpoint: Checkpoint) -> tuple[dict[str, Packed], list[str]]:
     return matrices, findings
 
 
-def _owners(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
-    """Return the keys of packed matrices, each with the keys that belong to it, by suffix."""
-    owners: dict[str, dict[str, str]] = {}
+def _owners(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """Return the keys of packed matrices, each with the suffixes of the keys that belong to it."""
+    owners: dict[str, list[str]] = {}
     for key in checkpoint.tensors:
         owner, dot, rest = key.partition(STATE)
         suffix = dot + rest
@@ -130,99 +91,65 @@ def _owners(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
             suffix = next((side for side in _SIDES if key.endswith(side)), "")
             owner = key.removesuffix(suffix) if suffix else ""
         if owner:
-            owners.setdefault(owner, {})[suffix] = key
+            owners.setdefault(owner, []).append(suffix)
     return owners
 
 
-def _state(checkpoint: Checkpoint, sides: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the parsed JSON of a matrix, and what is wrong with it."""
+def _packed(checkpoint: Checkpoint, key: str, sides: list[str]) -> Packed:
+    """Return the packing of a matrix. Raises ValueError: a part is absent or does not fit."""
+    tensors = checkpoint.tensors
     names = [suffix for suffix in sides if suffix.startswith(STATE)]
     if len(names) != 1 or names[0] not in _STATES:
-        what = ", ".join(name.removeprefix(STATE) for name in names) or "none"
-        known = ", ".join(name.removeprefix(STATE) for name in _STATES)
-        return {}, [f"{STATE[1:]}* is {what}; one of {known} is known"]
-    kind, key = _STATES[names[0]], sides[names[0]]
-    info = checkpoint.tensors[key]
-    try:
-        if info.dtype != "U8" or info.nbytes > _MAX_STATE:
-            raise ValueError(describe(info.shape, info.dtype))
-        state = json.loads(_read(checkpoint, key).tobytes().decode())
-        if not isinstance(state, dict):
-            raise ValueError("not a JSON object")
-    except (ValueError, RecursionError) as error:
-        return {}, [f"{names[0][1:]} is not readable: {error}"]
-    written = state.get("quant_type")
-    return state, [] if written == kind else [f"{names[0][1:]} says quant_type {written!r}"]
+        raise ValueError(f"{STATE}* is {names or 'absent'}, one of {[*_STATES]} is known")
+    if tensors[key + names[0]].nbytes > _MAX_STATE:
+        raise ValueError(f"{names[0]} has {tensors[key + names[0]].nbytes} bytes")
+    state = json.loads(_read(checkpoint, key + names[0]).tobytes())
+    packing = _packing(state, _STATES[names[0]])
+    count, nested = math.prod(packing["shape"]), packing["nested"]
+    blocks = -(-count // packing["blocksize"])
+    needed = {"": -(-count // 2), _SCALES: 4 * blocks, _TABLE: 4 * 16}
+    if nested is not None:
+        needed[_SCALES] = blocks
+        needed |= {_NESTED_SCALES: 4 * -(-blocks // nested["blocksize"]), _NESTED_TABLE: 4 * 256}
+    have = {side: tensors[key + side].nbytes for side in ("", *_SIDES) if key + side in tensors}
+    if have != needed:
+        raise ValueError(f"its parts have {have} bytes, {needed} are needed")
+    levels = _read(checkpoint, key + _TABLE).view("<f4")
+    if not np.allclose(levels, LEVELS[packing["type"]], rtol=0, atol=_CLOSE):
+        raise ValueError(f"{_TABLE} does not hold the values of {packing['type']}")
+    parts = ["", _SCALES, *([] if nested is None else [_NESTED_SCALES, _NESTED_TABLE])]
+    packing["parts"] = [[part, needed[part]] for part in parts]
+    return Packed(packing, [key + side for side in sides])
 
 
-def _state_faults(state: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the fields of the JSON that cannot be decoded."""
-    shape = state.get("shape")
-    if not isinstance(shape, list) or not shape or not all(_is_count(n) for n in shape):
-        yield f"shape {shape!r} is not a list of positive sizes"
-    for name in ("blocksize", "nested_blocksize"):
-        size = state.get(name)
-        if (name == "blocksize" or name in state) and not (_is_count(size) and size in BLOCKSIZES):
-            yield f"{name} {size!r} is not one of {', '.join(map(str, BLOCKSIZES))}"
-    dtype = state.get("dtype")
-    if not isinstance(dtype, str) or dtype not in DTYPE_NAMES:
-        yield f"dtype {dtype!r} is not one of {', '.join(DTYPE_NAMES)}"
-    if "nested_blocksize" not in state:
-        return
-    if state.get("nested_dtype") != "float32":
-        yield f"nested_dtype {state.get('nested_dtype')!r}, only float32 is supported"
-    offset = state.get("nested_offset")
-    if not isinstance(offset, float) or not math.isfinite(offset):
-        yield f"nested_offset {offset!r} is not a finite number"
+def _packing(state: Any, kind: str) -> dict[str, Any]:
+    """Return the fields of a matrix's JSON. Raises ValueError: it cannot be decoded."""
 
+    def field(name: str, is_good: bool) -> Any:
+        if not is_good:
+            raise ValueError(f"quant_state: {name} {state.get(name)!r:.100} is not supported")
+        return state[name]
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and value > 0
-
-
-def _size_faults(
-    checkpoint: Checkpoint, key: str, sides: Mapping[str, str], state: Mapping[str, Any]
-) -> Iterator[str]:
-    """Yield the parts of a matrix that are absent or that its JSON does not fit."""
-    count, nested = math.prod(state["shape"]), state.get("nested_blocksize")
-    packed, blocks = checkpoint.tensors[key].nbytes, -(-count // state["blocksize"])
-    if packed != -(-count // 2):
-        yield f"packed numbers of {packed} bytes, the shape needs {-(-count // 2)}"
-    needed = {_SCALES: ("U8" if nested else "F32", blocks), _TABLE: ("F32", 16)}
-    if nested:
-        needed |= {_NESTED_SCALES: ("F32", -(-blocks // nested)), _NESTED_TABLE: ("F32", 256)}
-    for suffix in _SIDES:
-        info = checkpoint.tensors.get(key + suffix)
-        if suffix not in needed:
-            if suffix in sides:
-                yield f"{suffix[1:]} without nested_blocksize"
-        elif info is None:
-            yield f"{suffix[1:]} absent"
-        elif (info.dtype, math.prod(info.shape)) != needed[suffix]:
-            dtype, size = needed[suffix]
-            yield f"{suffix[1:]} is {describe(info.shape, info.dtype)}, {dtype} [{size}] is needed"
-        elif suffix == _TABLE:
-            levels = _read(checkpoint, key + _TABLE).view("<f4")
-            if not np.allclose(levels, LEVELS[state["quant_type"]], rtol=0, atol=_CLOSE):
-                yield f"quant_map does not hold the values of {state['quant_type']}"
-
-
-def _packed(
-    checkpoint: Checkpoint, key: str, sides: Mapping[str, str], state: Mapping[str, Any]
-) -> Packed:
+    if not isinstance(state, dict):
+        raise ValueError("quant_state is no JSON object")
+    shape, dtype, sizes = state.get("shape"), state.get("dtype"), {*BLOCKSIZES}
     nested = None
     if "nested_blocksize" in state:
-        nested = Nested(state["nested_blocksize"], state["nested_offset"])
-    parts = ("", _SCALES, *((_NESTED_SCALES, _NESTED_TABLE) if nested else ()))
-    return Packed(
-        type=state["quant_type"],
-        blocksize=state["blocksize"],
-        dtype=state["dtype"],
-        shape=tuple(state["shape"]),
-        nested=nested,
-        parts=tuple((part, checkpoint.tensors[key + part].nbytes) for part in parts),
-        sides=tuple(sides.values()),
-    )
+        offset, size = state.get("nested_offset"), state["nested_blocksize"]
+        field("nested_dtype", state.get("nested_dtype") == "float32")
+        nested = {
+            "blocksize": field("nested_blocksize", type(size) is int and size in sizes),
+            "offset": field("nested_offset", type(offset) is float and math.isfinite(offset)),
+        }
+    size = state.get("blocksize")
+    is_shape = isinstance(shape, list) and all(type(n) is int and n > 0 for n in shape)
+    return {
+        "type": field("quant_type", state.get("quant_type") == kind),
+        "blocksize": field("blocksize", type(size) is int and size in sizes),
+        "dtype": field("dtype", isinstance(dtype, str) and dtype in DTYPE_NAMES),
+        "shape": field("shape", is_shape and bool(shape)),
+        "nested": nested,
+    }
 
 
 def _read(checkpoint: Checkpoint, key: str) -> NDArray[np.uint8]:
@@ -230,14 +157,9 @@ def _read(checkpoint: Checkpoint, key: str) -> NDArray[np.uint8]:
         return reader.read()
 
 
-def decode(stored: Mapping[str, Any], parts: Mapping[str, NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    """Decode a matrix to the bytes of its dtype.
-
-    Args:
-        stored: `Packed.as_json`.
-        parts: bytes of the matrix and of its scales, by suffix.
-    """
-    scales, nested = parts[_SCALES], stored["nested"]
+def decode(packing: Mapping[str, Any], parts: Mapping[str, NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    """Decode a matrix, from the bytes of its parts by suffix, to the bytes of its dtype."""
+    scales, nested = parts[_SCALES], packing["nested"]
     if nested is None:
         scales = scales.view(np.float32)
     else:
@@ -245,14 +167,9 @@ def decode(stored: Mapping[str, Any], parts: Mapping[str, NDArray[np.uint8]]) ->
         scales = table.view(np.float32)[scales]
         scales *= np.repeat(peaks, nested["blocksize"])[: scales.size]
         scales += np.float32(nested["offset"])
-    return unpack(
-        parts[""],
-        scales,
-        math.prod(stored["shape"]),
-        DTYPE_NAMES[stored["dtype"]],
-        kind=stored["type"],
-        blocksize=stored["blocksize"],
-    )
+    count, dtype = math.prod(packing["shape"]), DTYPE_NAMES[packing["dtype"]]
+    kind, blocksize = packing["type"], packing["blocksize"]
+    return unpack(parts[""], scales, count, dtype, kind=kind, blocksize=blocksize)
 
 
 def unpack(

@@ -8,9 +8,8 @@ last blocks may be partial. Scales of activations are not part of the weights.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,36 +26,15 @@ _ACTIVATIONS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Scaled:
-    """Packing of one matrix; the fields are those of `Packed` that other code reads.
+class Packed(NamedTuple):
+    """How a quantized matrix is stored: what decodes it, and the keys that belong to it.
 
-    Attributes:
-        shape: (..., out, in).
-        block: rows and columns that share a scale.
-        scale_dtype: dtype of the scales (safetensors name).
-        parts: suffix and size in bytes of the matrix and of its scales.
-        sides: keys of the scales.
-        dtype: fp32, so that nothing is rounded before the merge.
+    `packing` is plain JSON (`Op.packed`): `type`, `shape` and `dtype` (torch name) of the decoded
+    matrix, suffix and size in bytes of the `parts` to read, in order, and fields of its format.
     """
 
-    shape: tuple[int, ...]
-    block: tuple[int, int]
-    scale_dtype: str
-    parts: tuple[tuple[str, int], ...]
-    sides: tuple[str, ...]
-    dtype: str = "float32"
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what `scaled_values` needs, as plain JSON."""
-        return {
-            "type": FP8,
-            "dtype": self.dtype,
-            "shape": list(self.shape),
-            "block": list(self.block),
-            "scale_dtype": self.scale_dtype,
-            "parts": [list(part) for part in self.parts],
-        }
+    packing: dict[str, Any]
+    sides: list[str]
 
 
 def is_activation_scale(key: str) -> bool:
@@ -66,76 +44,68 @@ def is_activation_scale(key: str) -> bool:
 
 def read_scales(
     tensors: Mapping[str, TensorLike], config: Mapping[str, Any]
-) -> tuple[dict[str, Scaled], list[str]]:
+) -> tuple[dict[str, Packed], list[str]]:
     """Find the matrices in 8 bits. Returns their packing by key, and what is wrong with any."""
     blocks = fp8_blocks(config)
-    matrices: dict[str, Scaled] = {}
+    matrices: dict[str, Packed] = {}
     findings: list[str] = []
     for key, info in tensors.items():
-        if ITEM_BITS[info.dtype] != 8 or info.dtype == _EXPONENTS or info.dtype == "BOOL":
+        if ITEM_BITS[info.dtype] != 8 or info.dtype in (_EXPONENTS, "BOOL"):
             continue
-        side = next((key + suffix for suffix in _SCALES if key + suffix in tensors), None)
+        suffix = next((suffix for suffix in _SCALES if key + suffix in tensors), "")
         if info.dtype != DTYPE:
-            text = f"{describe(info.shape, info.dtype)}, which is not decoded here"
-        elif side is None:
-            text = f"{info.dtype} without {key.rpartition('.')[2]}{_SCALES[0]} or {_SCALES[1]}"
-        elif isinstance(matrix := _scaled(key, info, side, tensors[side], blocks), Scaled):
-            matrices[key] = matrix
-            continue
+            findings.append(f"{key}: {info.dtype}, which is not decoded here")
+        elif not suffix:
+            findings.append(f"{key}: {info.dtype} without {_SCALES[0]} or {_SCALES[1]}")
+        elif packing := _packing(info, suffix, tensors[key + suffix], blocks):
+            matrices[key] = Packed(packing, [key + suffix])
         else:
-            text = matrix
-        findings.append(f"{key}: {text}")
+            scale = describe(tensors[key + suffix].shape, tensors[key + suffix].dtype)
+            findings.append(f"{key}: {describe(info.shape, info.dtype)} with scales {scale}")
     return matrices, findings
 
 
-def _scaled(
-    key: str,
-    info: TensorLike,
-    side: str,
-    scale: TensorLike,
-    blocks: Sequence[tuple[int, int]],
-) -> Scaled | str:
-    """Return the packing of one matrix, or why its scales do not fit."""
-    if len(info.shape) < 2:
-        return f"{describe(info.shape, info.dtype)} is no matrix"
+def _packing(
+    info: TensorLike, suffix: str, scale: TensorLike, blocks: Sequence[tuple[int, int]]
+) -> dict[str, Any] | None:
+    """Return the packing of one matrix (..., out, in); None if its scales do not fit."""
+    if len(info.shape) < 2 or scale.dtype not in (*NUMPY, _EXPONENTS):
+        return None
     *lead, rows, columns = info.shape
     shape = tuple(scale.shape)
     if not lead:
         shape = (1, 1) if prod(shape) == 1 else (rows, 1) if shape == (rows,) else shape
-    for block in (*blocks, (1, columns), (rows, columns)):
-        if shape == (*lead, -(-rows // block[0]), -(-columns // block[1])):
-            break
-    else:
-        return f"{list(info.shape)} with {describe(scale.shape, scale.dtype)} scales"
-    if scale.dtype not in (*NUMPY, _EXPONENTS):
-        return f"scales in {scale.dtype}"
-    size = prod(shape) * ITEM_BITS[scale.dtype] // 8
-    parts = (("", prod(info.shape)), (side.removeprefix(key), size))
-    return Scaled(tuple(info.shape), block, scale.dtype, parts, (side,))
+    for high, wide in (*blocks, (1, columns), (rows, columns)):
+        if shape == (*lead, -(-rows // high), -(-columns // wide)):
+            size = prod(shape) * ITEM_BITS[scale.dtype] // 8
+            return {
+                "type": FP8,
+                "dtype": "float32",  # so that nothing is rounded before the merge
+                "shape": list(info.shape),
+                "block": [high, wide],  # rows and columns that share a scale
+                "scale_dtype": scale.dtype,
+                "parts": [["", prod(info.shape)], [suffix, size]],
+            }
+    return None
 
 
 def scaled_values(
-    stored: Mapping[str, Any], parts: Mapping[str, NDArray[np.uint8]]
+    packing: Mapping[str, Any], parts: Mapping[str, NDArray[np.uint8]]
 ) -> NDArray[np.float32]:
-    """Return number times scale, one fp32 product an element, in the shape of the matrix.
-
-    Args:
-        stored: `Scaled.as_json`.
-        parts: bytes of the matrix and of its scales, by suffix.
-    """
-    raw, scale = (parts[suffix] for suffix, _ in stored["parts"])
-    (*_, rows, columns), (high, wide) = stored["shape"], stored["block"]
+    """Return number times scale, one fp32 product an element, from the parts' bytes by suffix."""
+    raw, scale = (parts[suffix] for suffix, _ in packing["parts"])
+    (*_, rows, columns), (high, wide) = packing["shape"], packing["block"]
     values = _table()[raw].reshape(-1, rows, columns)
-    if stored["scale_dtype"] == _EXPONENTS:
+    if packing["scale_dtype"] == _EXPONENTS:
         scales = np.ldexp(np.float32(1), scale.astype(np.int32) - 127).astype(np.float32)
         scales[scale == 255] = np.nan
     else:
-        scales = widened(scale, stored["scale_dtype"])
+        scales = widened(scale, packing["scale_dtype"])
     scales = scales.reshape(len(values), -(-rows // high), -(-columns // wide))
     for row in range(scales.shape[1]):
         of_row = np.repeat(scales[:, row], wide, axis=-1)[:, None, :columns]
         values[:, row * high : (row + 1) * high] *= of_row
-    return values.reshape(stored["shape"])
+    return values.reshape(packing["shape"])
 
 
 def _table() -> NDArray[np.float32]:

@@ -18,7 +18,7 @@ from tasks.weights.files.reader import Checkpoint, read_checkpoint
 from tasks.weights.files.source import Extent, FullTensor, Reader, Source
 from tasks.weights.pickled.tensors import is_pickled_model, read_model
 from tasks.weights.plan import Plan
-from tasks.weights.quantized.bnb4 import STATE, Packed, decode, read_states
+from tasks.weights.quantized.bnb4 import STATE, decode, read_states
 from tasks.weights.quantized.config_fields import (
     is_fp8,
     is_packed,
@@ -29,7 +29,6 @@ from tasks.weights.quantized.config_fields import (
 from tasks.weights.quantized.fp8 import (
     DTYPE,
     FP8,
-    Scaled,
     is_activation_scale,
     read_scales,
     scaled_values,
@@ -70,7 +69,6 @@ def read_base(root: Path) -> Checkpoint:
     config = read_json(path) if path.is_file() else {}
     require_decodable(config, root)
     whole = read_checkpoint(root)
-    packed: Mapping[str, Packed | Scaled]
     if is_fp8(config) or any(info.dtype == DTYPE for info in whole.tensors.values()):
         kind, hint = "fp8", remedy(root)
         findings = fp8_findings(whole.tensors, config)
@@ -96,16 +94,17 @@ def read_base(root: Path) -> Checkpoint:
     sides = {side for matrix in packed.values() for side in matrix.sides}
     sides |= set(filter(is_activation_scale, whole.tensors)) if kind == "fp8" else set()
     tensors = {key: info for key, info in whole.tensors.items() if key not in sides}
-    for key, matrix in packed.items():
+    for key, (packing, sides_of) in packed.items():
         turned = kind == "4-bit" and _is_conv1d(key, config)
         # Tables of values and JSON come last: they are not decoded, but belong to the matrix.
-        parts = [key + suffix for suffix, _ in matrix.parts]
-        parts += [side for side in matrix.sides if side not in parts]
+        parts = [key + suffix for suffix, _ in packing["parts"]]
+        parts += [side for side in sides_of if side not in parts]
+        shape = tuple(packing["shape"])
         tensors[key] = FullTensor(
-            matrix.shape[::-1] if turned else matrix.shape,
-            DTYPE_NAMES[matrix.dtype],
+            shape[::-1] if turned else shape,
+            DTYPE_NAMES[packing["dtype"]],
             tuple(extent for part in parts for extent in whole.extents(part)),
-            packed={**matrix.as_json(), "turned": turned},
+            packed={**packing, "turned": turned},
         )
     return PackedCheckpoint(tensors, root)
 
@@ -153,38 +152,33 @@ def packing(source: Source, key: str) -> Mapping[str, Any] | None:
     return packed
 
 
-def decoded(stored: Mapping[str, Any], extents: Sequence[Extent]) -> torch.Tensor:
-    """Decode a matrix in its own dtype.
-
-    Args:
-        stored: what `packing` returns.
-        extents: byte ranges of its parts, one after the other; bytes beyond them are not read.
-    """
+def decoded(packing: Mapping[str, Any], extents: Sequence[Extent]) -> torch.Tensor:
+    """Decode a matrix in its own dtype, from the ranges of its parts, one after the other."""
     import torch
 
-    if stored["type"] == FP8:
-        return torch.from_numpy(decoded_values(stored, extents))
-    raw = torch.from_numpy(decode(stored, _parts(stored, extents)))
-    matrix = raw.view(getattr(torch, stored["dtype"])).reshape(stored["shape"])
-    return matrix.t().contiguous() if stored["turned"] else matrix
+    if packing["type"] == FP8:
+        return torch.from_numpy(decoded_values(packing, extents))
+    raw = torch.from_numpy(decode(packing, _parts(packing, extents)))
+    matrix = raw.view(getattr(torch, packing["dtype"])).reshape(packing["shape"])
+    return matrix.t().contiguous() if packing["turned"] else matrix
 
 
-def decoded_values(stored: Mapping[str, Any], extents: Sequence[Extent]) -> NDArray[np.float32]:
+def decoded_values(packing: Mapping[str, Any], extents: Sequence[Extent]) -> NDArray[np.float32]:
     """Decode the same matrix to fp32 values that are rounded to its dtype, without torch."""
-    parts = _parts(stored, extents)
-    if stored["type"] == FP8:
-        return scaled_values(stored, parts)
-    values = widened(decode(stored, parts), DTYPE_NAMES[stored["dtype"]])
-    matrix = values.reshape(stored["shape"])
-    return np.ascontiguousarray(matrix.T) if stored["turned"] else matrix
+    parts = _parts(packing, extents)
+    if packing["type"] == FP8:
+        return scaled_values(packing, parts)
+    values = widened(decode(packing, parts), DTYPE_NAMES[packing["dtype"]])
+    matrix = values.reshape(packing["shape"])
+    return np.ascontiguousarray(matrix.T) if packing["turned"] else matrix
 
 
-def _parts(stored: Mapping[str, Any], extents: Sequence[Extent]) -> dict[str, NDArray[np.uint8]]:
+def _parts(packing: Mapping[str, Any], extents: Sequence[Extent]) -> dict[str, NDArray[np.uint8]]:
     """Read every part into its own memory, so that it is aligned; by suffix."""
     parts: dict[str, NDArray[np.uint8]] = {}
     at = 0
     with Reader(extents) as reader:
-        for suffix, size in stored["parts"]:
+        for suffix, size in packing["parts"]:
             parts[suffix] = reader.read(at, size)
             at += size
     return parts

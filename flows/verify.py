@@ -24,7 +24,6 @@ if __name__ == "__main__":
 
     start("flows.cli.tool", "verify")
 
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -140,14 +139,8 @@ def _local_problems(settings: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("out", out, f"source={source} is only read", "out=<a file elsewhere>")
     if out not in (None, "-") and not _folder(out).parent.is_dir():
         yield Finding("out", out, "its folder does not exist", "out=<a file in a folder>")
-    if not (settings["timeout_s"] > 0 and math.isfinite(settings["timeout_s"])):
-        yield Finding("timeout_s", str(settings["timeout_s"]), "seconds, above 0", "timeout_s=60")
-    if not 1 <= settings["workers"] <= 256:
-        yield Finding("workers", str(settings["workers"]), "1 to 256", "workers=8")
     if settings["ca"] is not None and not _folder(settings["ca"]).is_file():
         yield Finding("ca", settings["ca"], "no such file", "ca=<file with certificates>")
-    if every is not None and not (every > 0 and math.isfinite(every)):
-        yield Finding("watch", str(every), "seconds from check to check, above 0", "watch=60")
     if every is not None and out == "-":
         yield Finding("out", out, "watch prints one line for each check", "out=report.json")
     if every is not None and settings["prefect"]:

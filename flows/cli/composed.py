@@ -1,16 +1,21 @@
-"""Resolve a configuration: values without interpolations, and what records may show of them."""
+"""Resolve a configuration: checked values, and what records may show of them; run a job with it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from flows.cli.problems import WrongValuesError
+from tasks.core.disk import full_disk
+from tasks.core.errors import PlumblineError
 from tasks.core.redaction import INTERPOLATION, hide_in_url, hide_interpolated, redacted
+from tasks.core.terminal import plain
 
 _OUR_VARIABLES = ("${oc.env:PLUMBLINE_RUNS,runs}", "${oc.env:MLFLOW_TRACKING_URI,null}")
 """Defaults of `paths.runs` and `tracking.uri`; what they stand for is recorded."""
@@ -21,7 +26,7 @@ class Composed:
     """A checked configuration.
 
     Attributes:
-        settings: nested plain dictionaries; enumerations as their names.
+        settings: nested plain dictionaries, as its dataclass has them.
         recorded: the settings for records: without secrets, and with `${oc.env:NAME}` in place of
             what it stands for.
         runs: absolute path of `paths.runs`.
@@ -43,17 +48,17 @@ class Composed:
         return OmegaConf.to_yaml(OmegaConf.create(self.recorded))
 
     @classmethod
-    def of(cls, config: DictConfig) -> Composed:
-        """Resolve a configuration.
+    def of(cls, config: DictConfig, section: type) -> Composed:
+        """Resolve a configuration, and check it against its dataclass.
 
         Raises:
             OmegaConfBaseException: a mandatory value is missing, or an interpolation names no
                 setting.
+            WrongValuesError: the dataclass does not allow some of the values.
         """
         typed = hide_variables_of(config)  # an error below may show a value
-        settings: Any = OmegaConf.to_container(
-            config, resolve=True, throw_on_missing=True, enum_to_str=True
-        )
+        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        settings = checked(section, values)
         for text in _texts(settings):
             hide_in_url(text)
         runs = Path(settings["paths"]["runs"]).expanduser().absolute()
@@ -70,6 +75,47 @@ class Composed:
         )
 
 
+def run_job(job: Callable[[Composed, list[str]], int], composed: Composed, words: list[str]) -> int:
+    """Run a command, and print an error of ours. Returns the exit status."""
+    try:
+        return job(composed, words)
+    except PlumblineError as error:
+        return report(error)
+    except Exception as error:
+        if (refused := full_disk(error, composed.runs)) is None:
+            raise
+        return report(refused)
+
+
+def report(error: PlumblineError) -> int:
+    """Print an error. Returns its exit status."""
+    print(plain(error.report()), file=sys.stderr)
+    return error.exit_code
+
+
+@cache
+def _adapter(section: type) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(section)
+
+
+def checked(section: type, values: Any) -> dict[str, Any]:
+    """Return values with the types of a dataclass, and its defaults.
+
+    Raises:
+        WrongValuesError: there are unknown keys, wrong types, or numbers out of their bounds.
+    """
+    from pydantic import ValidationError
+
+    adapter = _adapter(section)
+    try:
+        settings: dict[str, Any] = adapter.dump_python(adapter.validate_python(values), mode="json")
+    except ValidationError as error:
+        raise WrongValuesError(error.errors(include_url=False)) from None
+    return settings
+
+
 def _own_server(runs: Path) -> str | None:
     """Return MLflow's URI if `make up` runs it with PostgreSQL: SQLite's rows would be missing."""
     if not runs.is_dir():
@@ -81,7 +127,7 @@ def _own_server(runs: Path) -> str | None:
 
 def hide_variables_of(config: DictConfig) -> Any:
     """Hide what the variables in a configuration stand for. Returns its settings as typed."""
-    typed = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
+    typed = OmegaConf.to_container(config, resolve=False)
     for text in _texts(typed):
         hide_interpolated(text)
     return typed

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,22 +19,23 @@ from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from flows.cli.composed import Composed
-from flows.cli.config_errors import as_config_error, refuse_unknown
-from flows.cli.problems import missing_value
+from flows.cli.problems import (
+    WrongValuesError,
+    config_error,
+    missing_value,
+    wrong_overrides,
+    wrong_values,
+)
 from flows.cli.vocabulary import CONF, Vocabulary
 from tasks.config import Rlhf
 from tasks.config.after_training import Deliver
 from tasks.config.checks.model import look
 from tasks.config.defaults import ONLINE, RULES, default
-from tasks.config.section import hydra_schema
 from tasks.core.errors import ConfigError
 from tasks.core.redaction import with_passwords
 
-SCHEMAS: dict[str, type] = {
-    "rlhf": hydra_schema(Rlhf),
-    "deliver": hydra_schema(Deliver),
-}
-"""Dataclass of the settings, by root file; Hydra checks against it."""
+SCHEMAS: dict[str, type] = {"rlhf": Rlhf, "deliver": Deliver}
+"""Dataclass of the settings, by root file."""
 
 
 def _default(*, _root_: DictConfig, _node_: Node) -> Any:
@@ -62,8 +62,7 @@ def _setting(config: DictConfig, key: str) -> Any:
         kind = _setting(config, "model.kind")
         known, _ = look(kind, config.model.path, config.model.revision)
         return getattr(known, key.rpartition(".")[2])
-    value = OmegaConf.select(config, key)
-    return value.name if isinstance(value, Enum) else value
+    return OmegaConf.select(config, key)
 
 
 def _project(name: str) -> str:
@@ -77,38 +76,47 @@ def _project(name: str) -> str:
 OmegaConf.register_new_resolver("default", _default, replace=True)
 OmegaConf.register_new_resolver("project", _project, replace=True)
 OmegaConf.register_new_resolver("toy", _toy, replace=True)
-for _program, _schema in SCHEMAS.items():
+for _program, _section in SCHEMAS.items():
     _name = "schema" if _program == "rlhf" else f"{_program}_schema"
-    ConfigStore.instance().store(name=_name, node=_schema)
+    ConfigStore.instance().store(name=_name, node=Vocabulary(_program, _section).defaults)
 
 
-def resolved(config: DictConfig) -> Composed:
+def resolved(config: DictConfig, overrides: Sequence[str], config_name: str) -> Composed:
     """Check and resolve a configuration that Hydra composed.
 
     Raises:
-        ConfigError: a `+key` is unknown, a mandatory value is missing, or an interpolation names
-            no setting.
+        ConfigError: unknown keys, values of a wrong type, a mandatory value is missing, or an
+            interpolation names no setting.
     """
-    root = OmegaConf.get_type(config)
-    program = next(name for name, schema in SCHEMAS.items() if schema is root)
-    names = vocabulary(program)
+    names = vocabulary(config_name, conf_folders(overrides))
     try:
-        refuse_unknown(config, names)
-        dequantised = _take_gguf(config) if program == "rlhf" else []
-        composed = Composed.of(config)
+        return _resolved(config, config_name)
+    except WrongValuesError as error:
+        raise config_error(wrong_values(error, overrides, names)) from error
     except MissingMandatoryValue as error:
-        raise missing_value(error, names) from error
+        raise missing_value(str(error.full_key), names) from error
     except OmegaConfBaseException as error:
-        raise as_config_error(error, (), names) from error
-    if program != "rlhf":
+        raise _unexplained(error, names) from error
+
+
+def _resolved(config: DictConfig, config_name: str) -> Composed:
+    dequantised = _take_gguf(config) if config_name == "rlhf" else []
+    composed = Composed.of(config, SCHEMAS[config_name])
+    if config_name != "rlhf":
         return composed
     return replace(composed, defaults=(*dequantised, *_computed(config, composed.settings)))
+
+
+def _unexplained(error: Exception, names: Vocabulary) -> ConfigError:
+    """Return an error in the words of Hydra or OmegaConf, without its trace of files."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ConfigError(" ".join(lines[:2]), hint=f"{names.command} --help")
 
 
 def _take_gguf(config: DictConfig) -> list[str]:
     """Put the Hugging Face folder of a GGUF file into `model.path`; return what to say of it."""
     path = config.model.path
-    if not (path and path.endswith(".gguf")):
+    if not str(path).endswith(".gguf"):
         return []
     from tasks.from_gguf import hf_folder
 
@@ -118,22 +126,19 @@ def _take_gguf(config: DictConfig) -> list[str]:
 
 def _computed(config: DictConfig, settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line about every default that a rule computed."""
-    online = settings["train"]["objective"] in ONLINE
+    typed: Any = OmegaConf.to_container(config, resolve=False)
     for key in RULES:
         section, _, name = key.partition(".")
+        online = settings["train"]["objective"] in ONLINE
         if section == "rl" or (section == "rollout" and not online):
             continue  # the plan shows the effective values of section rl
-        written = config[section]._get_node(name)._value()
-        if not (isinstance(written, str) and "${" in written):
-            continue
-        chosen = default(key, partial(_setting, config))
-        if settings[section][name] == chosen.value:
-            yield chosen.line(key)
+        if "${" in str(typed[section][name]):
+            chosen = default(key, partial(_setting, config))
+            if settings[section][name] == chosen.value:
+                yield chosen.line(key)
 
 
-def compose_config(
-    overrides: Sequence[str], *, config_name: str = "rlhf", conf: Path = CONF
-) -> Composed:
+def compose_config(overrides: Sequence[str], *, config_name: str = "rlhf") -> Composed:
     """Compose and check a configuration, within `hydra.main` or outside of it.
 
     Args:
@@ -141,48 +146,37 @@ def compose_config(
         config_name: root file in `conf`, without its suffix.
 
     Raises:
-        ConfigError: an unknown key, group or option, a wrong type, a missing value, an override
+        ConfigError: every unknown key, group or option, wrong value, missing value, and override
             that cannot be parsed.
     """
     overrides = with_passwords(overrides)
+    names = vocabulary(config_name, conf_folders(overrides))
+    problems = list(wrong_overrides(overrides, names))
+    right = [o for o in overrides if o not in [problem.word for problem in problems]]
     try:
-        return resolved(_compose(overrides, config_name, conf))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise refused(error, overrides, config_name, conf=conf) from error
+        config = composed_as_is(right, config_name)
+        if not problems:
+            return resolved(config, right, config_name)
+        _resolved(config, config_name)
+    except WrongValuesError as error:
+        problems += wrong_values(error, right, names)
+    except (OmegaConfBaseException, ConfigError):
+        if not problems:
+            raise
+    raise config_error(problems)
 
 
 def composed_as_is(overrides: Sequence[str], config_name: str) -> DictConfig:
-    """Compose a configuration for `--help`, in which mandatory values may be missing.
+    """Compose a configuration with Hydra alone; mandatory values may be missing.
 
     Raises:
-        ConfigError: as in `compose_config`, except for missing values.
+        ConfigError: Hydra refuses an override or a file.
     """
     try:
-        return _compose(overrides, config_name, CONF)
+        with own_hydra(), initialize_config_dir(str(CONF), job_name="rlhf", version_base="1.3"):
+            return compose(config_name, overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
-        raise refused(error, overrides, config_name) from error
-
-
-def refused(
-    error: Exception, overrides: Sequence[str], config_name: str, *, conf: Path = CONF
-) -> ConfigError:
-    """Return an error with a suggestion, in place of the one that Hydra raised.
-
-    Args:
-        config_name: root file in `conf`, without its suffix.
-    """
-    names = vocabulary(config_name, conf_folders(overrides, conf))
-
-    def default(key: str, wrong: str) -> Any:
-        rest = [o for o in overrides if o != wrong and not o.startswith("-")]
-        for kept in (rest, []):
-            try:
-                return OmegaConf.select(_compose(kept, config_name, conf), key)
-            except (HydraException, OmegaConfBaseException):
-                continue
-        return None
-
-    return as_config_error(error, overrides, names, default=default)
+        raise _unexplained(error, vocabulary(config_name)) from error
 
 
 def vocabulary(program: str, folders: Sequence[Path] = (CONF,)) -> Vocabulary:
@@ -190,16 +184,11 @@ def vocabulary(program: str, folders: Sequence[Path] = (CONF,)) -> Vocabulary:
     return Vocabulary(program, SCHEMAS[program], folders)
 
 
-def _compose(overrides: Sequence[str], config_name: str, conf: Path) -> DictConfig:
-    with own_hydra(), initialize_config_dir(str(conf), job_name="rlhf", version_base="1.3"):
-        return compose(config_name, overrides=list(overrides))
-
-
-def conf_folders(overrides: Sequence[str], conf: Path = CONF) -> list[Path]:
+def conf_folders(overrides: Sequence[str]) -> list[Path]:
     """Return the folders of configuration files: `conf`, and those of `hydra.searchpath=[...]`."""
     added = [o.partition("=")[2] for o in overrides if o.startswith("hydra.searchpath=")]
     paths = [p.strip(" '\"") for value in added for p in value.strip("[]").split(",")]
-    return [conf, *(Path(p.removeprefix("file://")) for p in paths if p.startswith(("file:", "/")))]
+    return [CONF, *(Path(p.removeprefix("file://")) for p in paths if p.startswith(("file:", "/")))]
 
 
 @contextmanager

@@ -8,29 +8,32 @@ is loaded after its words have been read, so that `--help` and mistakes are answ
 
 from __future__ import annotations
 
-import errno
 import os
 import select
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from flows.cli.composed import Composed
-from flows.cli.problems import Problem, config_error, missing_value, unknown_key, wrong_value
+from flows.cli.composed import Composed, report, run_job
+from flows.cli.problems import (
+    Problem,
+    WrongValuesError,
+    config_error,
+    missing_value,
+    unknown_key,
+    wrong_values,
+)
 from flows.cli.signals import exit_on_signals
 from flows.cli.usage import brief, full
-from flows.cli.vocabulary import CONF, VALUE, Vocabulary
+from flows.cli.vocabulary import VALUE, Vocabulary
 from tasks.config import tools
-from tasks.config.section import hydra_schema
-from tasks.core.disk import has_no_space, is_full, write_refused
-from tasks.core.errors import ConfigError, PlumblineError
+from tasks.core.errors import ConfigError
 from tasks.core.redaction import with_passwords
-from tasks.core.terminal import plain, to_stderr, typed
+from tasks.core.terminal import to_stderr, typed
 
 
 @dataclass(frozen=True)
@@ -98,91 +101,73 @@ def run(name: str, words: Sequence[str]) -> int:
         return 2
     if "--help" in own or "-h" in own:
         topics = [word for word in own if names.has(word)]
-        print(full(names, OmegaConf.structured(names.root), topics))
+        print(full(names, OmegaConf.create(names.defaults), topics))
         return 0
-    runs = Path()
     try:
         composed = read(name, own)
-        runs = composed.runs
-        status: int = import_module(f"flows.{name}").job(composed, list(rest))
-        return status
-    except PlumblineError as error:
-        refused = error
-    except Exception as error:
-        # The databases of Prefect and MLflow hide a full disk behind errors of their own.
-        if not (is_full(error) or has_no_space(runs)):
-            raise
-        refused = write_refused(runs, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    print(plain(refused.report()), file=sys.stderr)
-    return refused.exit_code
+        job = import_module(f"flows.{name}").job
+    except ConfigError as error:
+        return report(error)
+    return run_job(job, composed, list(rest))
 
 
 def vocabulary(name: str) -> Vocabulary:
     """Return the names that a command's words may use."""
-    return Vocabulary(name, hydra_schema(TOOLS[name].settings), (CONF,))
+    return Vocabulary(name, TOOLS[name].settings)
 
 
 def read(name: str, words: Sequence[str]) -> Composed:
     """Return the settings of a command from its words.
 
+    A value is taken as it is, without YAML: a path may have any characters.
+
     Raises:
         ConfigError: words that are no settings, values of the wrong type, missing ones.
     """
     names = vocabulary(name)
-    config = OmegaConf.structured(names.root)
-    pairs, problems = _pairs(with_passwords(words), names)
-    for key, value in pairs:
-        if (problem := _set(config, key, value, names)) is not None:
-            problems.append(problem)
-    if problems:
-        raise config_error(problems)
+    config = OmegaConf.create(names.defaults)
+    words, problems = _settings(with_passwords(words), names)
+    for word in words:
+        key, _, value = word.partition("=")
+        OmegaConf.update(config, key, None if value == "null" else value)
     try:
-        return Composed.of(config)
+        composed = Composed.of(config, names.root)
+    except WrongValuesError as error:
+        problems += wrong_values(error, words, names)
     except MissingMandatoryValue as error:
-        raise missing_value(error, names) from error
+        if not problems:
+            raise missing_value(str(error.full_key), names) from error
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0], hint=f"{names.command} --help") from error
+    if problems:
+        raise config_error(problems)
+    return composed
 
 
-def _pairs(words: Sequence[str], names: Vocabulary) -> tuple[list[tuple[str, str]], list[Problem]]:
-    """Return keys with their values, and the problems of words that are no settings."""
-    pairs, folders, problems = list[tuple[str, str]](), list[str](), list[Problem]()
+def _settings(words: Sequence[str], names: Vocabulary) -> tuple[list[str], list[Problem]]:
+    """Return the words as `key=value`, and the problems of those that are no settings."""
+    pairs, folders, problems = dict[str, str](), list[str](), list[Problem]()
     for word in words:
         key, equals, value = word.partition("=")
-        if equals and names.has(key):
-            if any(key == other and value != another for other, another in pairs):
+        if equals and names.has(key) and not names.is_section(key):
+            if pairs.get(key, value) != value:
                 to_stderr(f"warning: {key} is set twice; the last value is taken")
-            pairs.append((key, value))
-        elif word.startswith("-"):
+            pairs[key] = value
+        elif equals and not word.startswith("-") and not os.path.exists(word):
+            problems.append(unknown_key(key, f"command line: {word}", names, value))
+        elif word.startswith("-") or (names.has(word) and not os.path.exists(word)):
             hint = names.suggest(key, value or VALUE) or f"{names.command} --help"
             problems.append(Problem(f"{word}: settings are written key=value", hint=hint))
-        elif (equals or names.has(word)) and not os.path.exists(word):
-            place = f"command line: {word}"
-            hint = f"{key}={VALUE}"
-            problems.append(
-                unknown_key(key, place, names, value or VALUE)
-                if equals
-                else Problem(f"{word}: settings are written key=value", hint=hint)
-            )
         else:
             folders.append(word)
     keys = TOOLS[names.program].folders
-    free = [key for key in keys if key not in dict(pairs)]
+    free = [key for key in keys if key not in pairs]
     if len(folders) > len(free):
         hint = " ".join(typed(key, folder) for key, folder in zip(keys, folders, strict=False))
-        rule = f"{folders[-1]}: settings are written key=value"
-        problems.append(Problem(rule, hint=hint or f"{names.command} --help"))
-    return [*zip(free, folders, strict=False), *pairs], problems
-
-
-def _set(config: DictConfig, key: str, text: str, names: Vocabulary) -> Problem | None:
-    """Set a value as it was typed; its field's type converts it. Returns what is wrong with it."""
-    try:
-        OmegaConf.update(config, key, None if text == "null" else text)
-    except OmegaConfBaseException as error:
-        default = OmegaConf.select(OmegaConf.structured(names.root), key)
-        return wrong_value(key, error, f"command line: {key}={text}", names, default)
-    return None
+        message = f"{folders[-1]}: settings are written key=value"
+        problems.append(Problem(message, hint=hint or f"{names.command} --help"))
+    given = {**dict(zip(free, folders, strict=False)), **pairs}
+    return [f"{key}={value}" for key, value in given.items()], problems
 
 
 def _parted(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:

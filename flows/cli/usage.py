@@ -1,23 +1,21 @@
 """Write the text of `--help`: what a program does, its experiments and options, every setting.
 
-The help of a setting is the docstring below its field in the dataclasses of `tasks/config`, or the
-comment behind it. Its value is that of the composed configuration, so `+exp=grpo --help` shows the
-values of that experiment. The description of an experiment is the third line of its file.
+The help of a setting is the comment behind its field in the dataclasses of `tasks/config`. Its
+value is that of the composed configuration, so `+exp=grpo --help` shows the values of that
+experiment. The description of an experiment is the third line of its file.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-import io
+import re
 import shutil
 import textwrap
-import tokenize
 from collections.abc import Sequence
 from functools import cache
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -52,16 +50,13 @@ def full(names: Vocabulary, config: DictConfig, topics: Sequence[str] = ()) -> s
     settings = _settings(names, config, topics)
     if topics:
         return "\n".join(settings).strip("\n")
-    flags = ["", "Flags:", *(line for flag, text in FLAGS for line in _entry(flag, text))]
-    return "\n".join(
-        [
-            _description(names.program),
-            *_experiments(names),
-            *(flags if names.defaults else ()),  # they are Hydra's
-            *_groups(names),
-            *settings,
-        ]
-    )
+    lines = [_description(names.program), *_experiments(names)]
+    if names.chosen:  # a command line of Hydra
+        lines += ["", "Flags:", *(line for flag, text in FLAGS for line in _entry(flag, text))]
+        lines += ["", "Options (files of settings in conf/):"]
+        for group, default in names.chosen.items():
+            lines += _entry(f"{group}={default}", f"one of {', '.join(names.groups[group])}")
+    return "\n".join([*lines, *settings])
 
 
 def _description(program: str) -> str:
@@ -100,20 +95,8 @@ def experiment_lines(words: Sequence[str] = (), folders: Sequence[Path] = (CONF,
 
 def experiment_line(file: Path) -> str:
     """Return the description of an experiment, its file's third line; empty for no comment."""
-    with file.open(encoding="utf-8") as text:
-        line = [next(text, "") for _ in range(3)][2]
+    line = [*file.read_text(encoding="utf-8").splitlines(), "", "", ""][2]
     return line.lstrip("# ").strip() if line.startswith("#") else ""
-
-
-def _groups(names: Vocabulary) -> list[str]:
-    chosen = {k: v for k, v in names.groups.items() if k != EXPERIMENTS and len(v) > 1}
-    if not chosen:
-        return []
-    entries = [
-        _entry(f"{group}={names.defaults[group]}", f"one of {', '.join(options)}")
-        for group, options in chosen.items()
-    ]
-    return ["", "Options (files of settings in conf/):", *(line for e in entries for line in e)]
 
 
 def _settings(names: Vocabulary, config: DictConfig, topics: Sequence[str]) -> list[str]:
@@ -121,20 +104,17 @@ def _settings(names: Vocabulary, config: DictConfig, topics: Sequence[str]) -> l
     section = None
     for key in names.settings:
         parent = key.rpartition(".")[0]
-        inside = [t for t in topics if key == t or key.startswith(f"{t}.")]
-        if topics and not inside:
+        if topics and not any(key == t or key.startswith(f"{t}.") for t in topics):
             continue
         if parent != section:
             section = parent
-            lines += ["", _title(parent, names)]
-        lines += _entry(f"{key}={setting_value(config, key)}", _about(key, names))
+            title = (
+                f"{parent}: {section_help(names, parent)}" if parent else "Settings (key=value):"
+            )
+            lines += ["", title]
+        about = f"{setting_help(key, names)} ({names.kind(key)})".strip()
+        lines += _entry(f"{key}={setting_value(config, key)}", about)
     return lines
-
-
-def _title(section: str, names: Vocabulary) -> str:
-    if not section:
-        return "Settings (key=value):"
-    return f"{section}: {section_help(names, section)}"
 
 
 def section_help(names: Vocabulary, section: str) -> str:
@@ -148,55 +128,22 @@ def setting_value(config: DictConfig, key: str) -> str:
         return "<required>"
     value: Any = OmegaConf.select(config, key)
     if OmegaConf.is_config(value):
-        value = OmegaConf.to_container(value, enum_to_str=True)
+        value = OmegaConf.to_container(value)
     return written(value) if not isinstance(value, dict) else str(value or "{}")
 
 
-def _about(key: str, names: Vocabulary) -> str:
-    return f"{setting_help(key, names)} ({names.kind(key)})".strip()
-
-
 def setting_help(key: str, names: Vocabulary) -> str:
-    """Return the help of a setting: the docstring below its field, or the comment behind it."""
+    """Return the help of a setting: the comment behind its field."""
     parent, _, name = key.rpartition(".")
-    return _field_texts(names.type_at(parent)).get(name, "")
-
-
-def _field_texts(schema: Any) -> dict[str, str]:
-    """Return the text at each field of a section and its bases, by the field's name.
-
-    Args:
-        schema: dataclass that `hydra_schema` made from the section.
-    """
-    texts: dict[str, str] = {}
-    for kind in schema.section.__mro__[:-1]:  # all but object
-        module = inspect.getmodule(kind)
-        assert module is not None
-        texts |= _texts(module).get(kind.__name__, {})
-    return texts
+    return next((t[name] for t in map(_comments, names.type_at(parent).__mro__) if name in t), "")
 
 
 @cache
-def _texts(module: ModuleType) -> dict[str, dict[str, str]]:
-    """Return the texts at the fields of a module's classes: class -> field -> text."""
-    source = inspect.getsource(module)
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
-    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-    texts: dict[str, dict[str, str]] = {}
-    for kind in classes:
-        fields = texts[kind.name] = {}
-        for node, below in pairwise([*kind.body, ast.Pass()]):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                behind = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-                words = [comments[number] for number in behind if number in comments]
-                fields[node.target.id] = _docstring(below) or " ".join(words)
-    return texts
-
-
-def _docstring(node: ast.stmt) -> str:
-    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    return " ".join(str(node.value.value).split()) if is_text else ""  # type: ignore[attr-defined]
+def _comments(section: type) -> dict[str, str]:
+    """Return the comments behind the fields of a class itself, by field."""
+    if section.__module__ == "builtins":
+        return {}
+    return dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(section), re.M))
 
 
 def _entry(left: str, right: str) -> list[str]:

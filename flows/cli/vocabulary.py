@@ -2,35 +2,34 @@
 
 names = Vocabulary("rlhf", Rlhf, [CONF])
 names.suggest("learning_rate", "1e-4")      # "train.lr=1e-4"
-names.suggest("sft")                        # "+exp=sft_full or +exp=sft_qlora"
+names.choose("exp", "sft")                  # "+exp=sft_full or +exp=sft_qlora"
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, is_dataclass
-from enum import Enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from flows.cli.peer_names import PEERS, translate
+from flows.cli.peer_names import translate
 from tasks.core.terminal import command
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 """Folder of the configuration files, beside the packages in a checkout and when installed."""
 EXPERIMENTS = "exp"
 """Group of the experiments, chosen with `+exp=`; it has no default."""
-_CALLED = ("experiment", "experiments", "recipe", "preset", "config", "config_file")
 VALUE = "<value>"
 _TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
 @cache  # a command line looks up hundreds of keys
-def _hints(kind: Any) -> dict[str, Any]:
+def _hints(section: Any) -> dict[str, Any]:
     """Return the annotations of a section; of anything else, none."""
-    return get_type_hints(kind) if is_dataclass(kind) else {}
+    return get_type_hints(section) if is_dataclass(section) else {}
 
 
 @dataclass(frozen=True)
@@ -45,104 +44,88 @@ class Vocabulary:
 
     program: str
     root: type
-    folders: Sequence[Path]
+    folders: Sequence[Path] = (CONF,)
 
     @property
     def command(self) -> str:
         """Command that starts the program, as this process was started."""
         return command(self.program)
 
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """Settings of the dataclass as nested values, in their order."""
+        values: dict[str, Any] = asdict(self.root())
+        return values
+
+    def default(self, key: str) -> Any:
+        """Return the default of a setting; None for an unknown one, or one that is computed."""
+        value: Any = self.defaults
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        return None if isinstance(value, str) and "${" in value else value
+
     def type_at(self, key: str) -> Any:
         """Return the type annotation of a dotted key; None for an unknown key."""
         kind: Any = self.root
         for name in key.split(".") if key else ():
-            part, _, index = name.partition("[")
-            kind = _hints(kind).get(part)
-            if index and get_args(kind):
-                kind = get_args(kind)[0]
+            kind = _hints(kind).get(name)
         return kind
-
-    def fields(self, section: str) -> list[str]:
-        """Return the names in a section, in order; "" is the top level."""
-        kind = self.type_at(section)
-        return list(_hints(kind))
 
     def is_section(self, key: str) -> bool:
         """Return True if the key names a section."""
         return is_dataclass(self.type_at(key))
 
-    def is_mapping(self, key: str) -> bool:
-        """Return True if the key is a setting whose own keys are free, as `chain`."""
-        return getattr(self.type_at(key), "__origin__", None) is dict
-
     def has(self, key: str) -> bool:
         """Return True for a setting, a section, and keys inside a setting that is a mapping."""
-        parent = key
-        while parent:
-            kind = self.type_at(parent)
-            if kind is not None:
-                return parent == key or kind is Any or getattr(kind, "__origin__", None) is dict
-            parent = parent.rpartition(".")[0]
-        return False
+        inside = self._options(key.rpartition(".")[0])
+        if any(get_origin(option) in (dict, Mapping) for option in inside):
+            return True
+        return bool(key) and self.type_at(key) is not None
+
+    def _options(self, key: str) -> list[Any]:
+        """Return the types that a setting may have."""
+        kind = self.type_at(key)
+        return [kind] if get_origin(kind) is Literal else [kind, *get_args(kind)]
 
     @cached_property
     def settings(self) -> list[str]:
-        """Dotted keys of all settings, in order, without the sections themselves."""
-        return list(self._below(""))
-
-    def _below(self, section: str) -> Iterable[str]:
-        for name in self.fields(section):
-            key = f"{section}.{name}" if section else name
-            if self.is_section(key):
-                yield from self._below(key)
-            else:
-                yield key
+        """Dotted keys of all settings, in order; those in sections come last."""
+        return sorted(_below(self.root, ""), key=lambda key: "." in key)
 
     def kind(self, key: str) -> str:
         """Return a setting's type in words."""
         kind = self.type_at(key)
-        options = [k for k in get_args(kind) if k is not type(None)]
-        optional = type(None) in get_args(kind)
-        plain = options[0] if optional and len(options) == 1 else kind
-        if isinstance(plain, type) and issubclass(plain, Enum):
-            words = "one of " + ", ".join(member.name for member in plain)
-        elif is_dataclass(plain):
-            words = f"a section: {', '.join(self.fields(key))}"
-        elif getattr(plain, "__origin__", None) is list:
-            words = "a list"
-        elif getattr(plain, "__origin__", None) is dict:
-            words = "a mapping"
-        else:
-            words = "any value" if plain is Any else _TYPES.get(plain, str(plain))
-        return f"{words}, or null" if optional else words
+        options = [kind] if get_origin(kind) is Literal else get_args(kind) or [kind]
+        options = [option for option in options if option is not NoneType]
+        optional = ", or null" if NoneType in get_args(kind) else ""
+        if words := self.words(key):
+            return f"one of {', '.join(words)}{optional}"
+        if get_origin(kind) in (list, tuple, dict) or len(options) > 1:
+            return {list: "a list", tuple: "a list", dict: "a mapping"}.get(
+                get_origin(kind), "any value"
+            )
+        if is_dataclass(kind):
+            return f"a section: {', '.join(field.name for field in fields(kind))}"
+        return f"{_TYPES.get(options[0], 'a mapping')}{optional}"
 
     def words(self, key: str) -> list[str]:
-        """Return the allowed words of a setting with an enumeration; else an empty list."""
-        kind = self.type_at(key)
-        options = [k for k in (kind, *get_args(kind)) if isinstance(k, type)]
-        return [member.name for k in options if issubclass(k, Enum) for member in k]
-
-    def near_word(self, key: str, word: str) -> str:
-        """Return the value of `key` nearest to a mistyped one; an empty string for none."""
-        return next(iter(nearest(word, self.words(key), n=1)), "")
+        """Return the allowed words of a setting that has such; else an empty list."""
+        literal = next((o for o in self._options(key) if get_origin(o) is Literal), None)
+        return list(map(str, get_args(literal)))
 
     @cached_property
     def groups(self) -> dict[str, list[str]]:
         """Options by group, of the groups that this program uses."""
-        names = [*self.defaults, *([EXPERIMENTS] if self.program == "rlhf" else [])]
         groups = {
-            name: sorted(
-                {f.stem for folder in self.folders for f in (folder / name).glob("*.yaml")}
-            )
-            for name in names
+            name: sorted({f.stem for root in self.folders for f in (root / name).glob("*.yaml")})
+            for name in self.chosen
         }
-        if EXPERIMENTS in groups:
-            named = {name for folder in self.folders for name in experiments(folder)}
-            groups[EXPERIMENTS] = sorted(named)
+        if self.program == "rlhf":
+            groups[EXPERIMENTS] = sorted({n for root in self.folders for n in experiments(root)})
         return groups
 
     @cached_property
-    def defaults(self) -> dict[str, str]:
+    def chosen(self) -> dict[str, str]:
         """Default option of each group."""
         file = self.folders[0] / f"{self.program}.yaml"
         if not file.is_file():  # a command without Hydra
@@ -157,54 +140,37 @@ class Vocabulary:
         """Return what to type instead of an unknown name; an empty string if nothing is similar."""
         bare = name.lstrip("-+~").replace("-", "_").replace("/", ".")
         parent, _, leaf = bare.rpartition(".")
-        known = translate(self.program, bare, value) or translate(self.program, leaf, value)
-        # The name is right and its form is not: `--lr 1e-4`, `data/path=x`.
-        if self.has(bare) and not self.is_section(bare):
-            return f"{bare}={value}"
-        if known:
+        if self.has(bare) and not self.is_section(bare):  # `--lr 1e-4`, `data/path=x`, `--json`
+            is_flag = value == VALUE and self.type_at(bare) is bool
+            return f"{bare}={'true' if is_flag else value}"
+        if known := translate(self.program, leaf, value):
             return known
-        if not parent and bare in self.groups:
+        if bare in self.groups:
             return self.choose(bare, value)
-        if bare in _CALLED and value in self.groups.get(EXPERIMENTS, ()):
-            return self.choose(EXPERIMENTS, value)
-        step, _, rest = bare.partition(".")
-        if rest and not self.has(step) and self.has(rest) and self.program == "rlhf":
-            return f"steps.{step}.{rest}={value}"  # an override for one step of a chain
-        return " or ".join(self._nearest(parent, leaf, value))
-
-    def _nearest(self, parent: str, leaf: str, value: str) -> list[str]:
-        """Return similar settings: of the same section, else of any section."""
-        prefix = f"{parent}." if parent else ""
-        beside = difflib.get_close_matches(leaf, self.fields(parent), n=2, cutoff=0.6)
-        keys = [f"{prefix}{name}" for name in beside]
-        keys = keys or [key for key in self.settings if key.rpartition(".")[2] == leaf][:3]
-        if not keys and parent and not self.has(parent):  # a typo in the section
-            keys = difflib.get_close_matches(f"{parent}.{leaf}", self.settings, n=1, cutoff=0.7)
-        if not keys:
-            leaves = {key.rpartition(".")[2]: key for key in reversed(self.settings)}
-            near = difflib.get_close_matches(
-                leaf, [*leaves, *PEERS.get(self.program, {})], n=1, cutoff=0.8
-            )
-            keys = [leaves.get(name, name) for name in near]
-        return [self._typed(key, value) for key in keys]
-
-    def _typed(self, key: str, value: str) -> str:
-        if self.is_section(key) and value not in self.groups.get(key, ()):
-            return f"{key}.<key>={value}"
-        return translate(self.program, key, value) or f"{key}={value}"
+        # A setting of the same section, else of any.
+        beside = [key for key in self.settings if key.rpartition(".")[0] == parent]
+        leaves = {key.rpartition(".")[2]: key for key in reversed(self.settings)}
+        near = difflib.get_close_matches(bare, beside, n=2, cutoff=0.75)
+        near = near or [leaves[n] for n in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)]
+        return " or ".join(f"{key}={value}" for key in near)
 
     def choose(self, group: str, option: str) -> str:
         """Return the override that chooses an option, or the nearest ones to it."""
-        options, sign = self.groups[group], "" if group in self.defaults else "+"
+        options, sign = self.groups[group], "" if group in self.chosen else "+"
         near = [option] if option in options else nearest(option, options)
         return " or ".join(f"{sign}{group}={name}" for name in near)
 
     def option(self, word: str) -> str:
         """Return the override for a word that is an experiment's or an option's name."""
-        for group in reversed(self.groups):
-            if word in self.groups[group]:
-                return self.choose(group, word)
-        return ""
+        groups = (group for group in reversed(self.groups) if word in self.groups[group])
+        return next((self.choose(group, word) for group in groups), "")
+
+
+def _below(kind: Any, section: str) -> Iterator[str]:
+    for name, inner in _hints(kind).items():
+        if name in kind.__dataclass_fields__:
+            key = f"{section}.{name}" if section else name
+            yield from _below(inner, key) if is_dataclass(inner) else [key]
 
 
 def experiments(conf: Path) -> list[str]:

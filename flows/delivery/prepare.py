@@ -8,7 +8,6 @@ from typing import Any
 
 from flows.cli.composed import Composed
 from flows.delivery.chain import Delivery
-from tasks.config.after_training import Deliver
 from tasks.config.checks import preflight
 from tasks.config.checks.machine import smoke_engine
 from tasks.config.checks.release import (
@@ -18,7 +17,6 @@ from tasks.config.checks.release import (
     reachable,
     signing,
 )
-from tasks.config.section import out_of_range
 from tasks.core.errors import ConfigError, PlumblineError, first_and_more
 from tasks.core.terminal import typed
 from tasks.delivery.base import (
@@ -62,7 +60,7 @@ def _prepare(composed: Composed) -> Delivery:
     settings, store = composed.settings, composed.runs / "artifacts"
     prefect = [] if settings["smoke"]["engine"] == "none" else prefect_reachable()
     tracking = settings["tracking"]
-    others = [*signing(settings["register"]), *out_of_range(Deliver, settings)]
+    others = [*signing(settings["register"])]
     others += hub(settings["push"], settings["smoke"]["engine"])
     preflight([*reachable(tracking["uri"]), *prefect, *others])
     target = _target(settings["convert"])

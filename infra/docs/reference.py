@@ -49,7 +49,7 @@ def settings() -> Iterator[str]:
     for program in PROGRAMS:
         if program in tool.TOOLS:
             names = tool.vocabulary(program)
-            values = OmegaConf.structured(names.root)
+            values = OmegaConf.create(names.defaults)
         else:
             names = config.vocabulary(program)
             values = config.composed_as_is([], program)

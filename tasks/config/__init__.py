@@ -1,6 +1,6 @@
 """The configuration: one dataclass per section, with types, defaults and help text.
 
-`flows/cli/config.py` composes it with Hydra, which refuses unknown keys and values of a wrong type.
+Hydra composes it and refuses unknown keys, pydantic checks types and bounds (`flows/cli/`).
 `section` reads a section from plain values, `defaults` has the rules of computed defaults, and
 `checks` refuses what a type cannot express before anything starts. The ranks' settings
 (`tasks/training/job.py`, `tasks/rl/settings.py`) are made of the same sections.
@@ -24,10 +24,11 @@ from tasks.config.after_training import (
 from tasks.config.inputs import Data, Model
 from tasks.config.learning import Peft, Train, Zero
 from tasks.config.online import Reward, Rl, Rollout
+from tasks.config.section import Section
 
 
 @dataclass(frozen=True)
-class Rlhf:
+class Rlhf(Section):
     """The whole configuration of `flows/rlhf.py`."""
 
     plan: bool = False  # true: print what would be done, start nothing

@@ -25,6 +25,7 @@ from tasks.config.choices import (
     SmokeEngine,
 )
 from tasks.config.defaults import COMPUTED
+from tasks.config.section import Section
 
 MISSING = "???"
 """Marks a value that the user has to give, for OmegaConf."""
@@ -37,7 +38,7 @@ def engine_dtype(settings: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Merge:
+class Merge(Section):
     """Merging an adapter into its base weights."""
 
     base: MergeBase = "auto"  # base to merge into; auto: dequantized for QLoRA, else original
@@ -45,7 +46,7 @@ class Merge:
 
 
 @dataclass(frozen=True)
-class Convert:
+class Convert(Section):
     """The files that are served."""
 
     dtype: Dtype = "bfloat16"  # number format of the served files
@@ -59,7 +60,7 @@ class Convert:
 
 
 @dataclass(frozen=True)
-class Smoke:
+class Smoke(Section):
     """The test of the served model."""
 
     engine: SmokeEngine = "vllm"  # loads the served model; server: `vllm serve`, over HTTP
@@ -76,7 +77,7 @@ class Smoke:
 
 
 @dataclass(frozen=True)
-class Eval:
+class Eval(Section):
     """Further measures of the served model, beside those of section `smoke`."""
 
     function: str | None = None  # path.py:name; a number per response, higher is better
@@ -86,7 +87,7 @@ class Eval:
 
 
 @dataclass(frozen=True)
-class Gate:
+class Gate(Section):
     """Conditions that a run has to meet; its model stays a candidate otherwise."""
 
     profile: Profile = "standard"  # drift limits, see `tasks/drift/fingerprint.py`
@@ -95,7 +96,7 @@ class Gate:
 
 
 @dataclass(frozen=True)
-class Signing:
+class Signing(Section):
     """Signing of the served folder."""
 
     sign: str | None = None  # file of the private key that signs the served folder (model.sig)
@@ -110,25 +111,31 @@ class Register(Signing):
 
 
 @dataclass(frozen=True)
-class Tracking:
+class Server(Section):
+    """MLflow."""
+
+    uri: str | None = "${oc.env:MLFLOW_TRACKING_URI,null}"  # null: SQLite under paths.runs
+    experiment: str = "plumbline"  # MLflow experiment of the runs
+
+
+@dataclass(frozen=True)
+class Tracking(Server):
     """MLflow, and event files with the same numbers."""
 
-    uri: str | None = None  # null: SQLite under paths.runs
-    experiment: str = "plumbline"  # MLflow experiment of the runs
     model_name: str = "plumbline"  # in the model registry
     tensorboard: bool = False  # write event files under paths.runs/tensorboard too
 
 
 @dataclass(frozen=True)
-class Paths:
+class Paths(Section):
     """Folders."""
 
-    runs: str = "runs"  # folder for artifacts, MLflow, Prefect and logs
+    runs: str = "${oc.env:PLUMBLINE_RUNS,runs}"  # folder for artifacts, MLflow, Prefect and logs
     wait_s: NonNegative | None = None  # seconds to wait for other runs; null: as long as it takes
 
 
 @dataclass(frozen=True)
-class Timeouts:
+class Timeouts(Section):
     """Time limits of stages, in seconds. Others have one of their own: train, smoke."""
 
     prepare_data_s: Positive | None = None  # seconds for reading the data; null: no limit
@@ -142,7 +149,7 @@ class Timeouts:
 
 
 @dataclass(frozen=True)
-class DeliverTimeouts:
+class DeliverTimeouts(Section):
     """Time limits of stages, in seconds. The test of the served model has smoke.timeout_s."""
 
     gather_s: Positive | None = None  # seconds for joining the partitions; null: no limit
@@ -164,7 +171,7 @@ DeliverEngine = Literal["vllm", "server", "transformers", "none"]
 
 
 @dataclass(frozen=True)
-class DeliverMerge:
+class DeliverMerge(Section):
     """The base that an adapter is merged into."""
 
     base: BaseMode = "auto"  # compare: measure both, write nothing
@@ -174,7 +181,7 @@ class DeliverMerge:
 
 
 @dataclass(frozen=True)
-class DeliverSmoke:
+class DeliverSmoke(Section):
     """The test of the served model."""
 
     engine: DeliverEngine = "vllm"  # server: `vllm serve`, over HTTP; none: no test, no Prefect
@@ -189,7 +196,7 @@ class DeliverSmoke:
 
 
 @dataclass(frozen=True)
-class Deliver:
+class Deliver(Section):
     """The whole configuration of `flows/deliver.py`."""
 
     source: str | None = None  # folder: adapter, model, our shards, DeepSpeed checkpoint

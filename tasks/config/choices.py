@@ -1,29 +1,21 @@
 """Types of settings: numbers with bounds, and those that are one of several words."""
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
+from annotated_types import Ge, Interval
 
-class Range(NamedTuple):
-    """Numbers that a setting may have, bounds included."""
-
-    least: float
-    most: float = 1e12
-
-
-TINY = 1e-30
-"""Least of the numbers above 0."""
-Count = Annotated[int, Range(1)]
-Natural = Annotated[int, Range(0)]
-Positive = Annotated[float, Range(TINY)]
-NonNegative = Annotated[float, Range(0)]
-Share = Annotated[float, Range(0, 1)]
-PositiveShare = Annotated[float, Range(TINY, 1)]
-Rate = Annotated[float, Range(TINY, 10)]
+Count = Annotated[int, Ge(1)]
+Natural = Annotated[int, Ge(0)]
+Positive = Annotated[float, Interval(gt=0, le=1e12)]
+NonNegative = Annotated[float, Interval(ge=0, le=1e12)]
+Share = Annotated[float, Interval(ge=0, le=1)]
+PositiveShare = Annotated[float, Interval(gt=0, le=1)]
+Rate = Annotated[float, Interval(gt=0, le=10)]
 """A learning rate."""
-Decay = Annotated[float, Range(0, 0.999999)]
+Decay = Annotated[float, Interval(ge=0, lt=1)]
 """Share of a moment that AdamW keeps at each step."""
-ZeroStage = Annotated[int, Range(0, 3)]
-Staleness = Annotated[int, Range(0, 1)]
+ZeroStage = Annotated[int, Interval(ge=0, le=3)]
+Staleness = Annotated[int, Interval(ge=0, le=1)]
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Quantize = Literal[

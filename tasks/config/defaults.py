@@ -82,7 +82,7 @@ def _model_kind(get: Get) -> Default:
 
 
 def _data_kind(get: Get) -> Default:
-    unnamed = (source["path"] for source in get("data.sources") if not source["kind"])
+    unnamed = (source["path"] for source in get("data.sources") if not source.get("kind"))
     path = get("data.path") or next(unnamed, None)
     if path:
         suffix = PurePath(path).suffix.lower()

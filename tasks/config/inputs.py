@@ -19,10 +19,11 @@ from tasks.config.choices import (
     ToyTasks,
 )
 from tasks.config.defaults import COMPUTED
+from tasks.config.section import Section
 
 
 @dataclass(frozen=True)
-class Origin:
+class Origin(Section):
     """Place of the base model."""
 
     kind: ModelKind = COMPUTED  # hf if there is a path, else toy
@@ -31,7 +32,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Loading:
+class Loading(Section):
     """Settings of the model that the ranks load."""
 
     dtype: Dtype = "bfloat16"  # what the ranks compute in
@@ -52,10 +53,10 @@ class Model(Loading, Origin):
 
 
 @dataclass(frozen=True)
-class DataSource:
+class DataSource(Section):
     """One of several sources; null: as in section `data`."""
 
-    path: str = "???"  # required: file, or `datasets` id for kind hub
+    path: str  # file, or `datasets` id for kind hub
     kind: DataKind | None = None
     split: str | None = None  # kind hub
     probability: float | None = None  # of a row to come from here; for all sources or for none
@@ -73,7 +74,7 @@ class DataSource:
 
 
 @dataclass(frozen=True)
-class Data:
+class Data(Section):
     """Rows to learn from and to evaluate on. The objective decides which columns are read."""
 
     kind: DataKind = COMPUTED  # by the suffix of path; hub if there is a name; else toy

@@ -61,6 +61,17 @@ def has_no_space(path: Path) -> bool:
     return _free(path) < 1e6
 
 
+def full_disk(error: Exception, runs: Path) -> ArtifactError | None:
+    """Return the error of a full disk; None if the disk of `runs` is not full.
+
+    The databases of Prefect and MLflow hide a full disk behind errors of their own.
+    """
+    if not (is_full(error) or has_no_space(runs)):
+        return None
+    place = Path(getattr(error, "filename", None) or runs)
+    return write_refused(place, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+
 def _free(path: Path) -> int:
     there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
     return shutil.disk_usage(there).free

@@ -49,9 +49,13 @@ def refused(*overrides: str) -> ConfigError:
 def test_all_wrong_overrides_are_reported_at_once() -> None:
     error = refused("learning_rate=1", "train.epochs=two", "peft=adalora", "seed=3")
     assert [line.rpartition(" -> ")[2] for line in error.details] == [
-        "train.lr=1", "train.epochs=1.0", "peft=lora or peft=qlora",
+        "train.lr=1", "peft=lora or peft=qlora", "train.epochs=1.0",
     ]  # fmt: skip
-    assert refused("train.loss.beta=much", "+exp=dpo").hint == "train.loss.beta=0.1"
+    bounds = refused("train.lr=-1", "peft.rank=0", "smoke.min_stop_rate=2", "timeouts.merge_s=nan")
+    assert [line.partition(":")[0] for line in bounds.details] == [
+        "train.lr", "peft.rank", "smoke.min_stop_rate", "timeouts.merge_s",
+    ]  # fmt: skip
+    assert refused("zero.offload_param=cpuu").hint == "zero.offload_param=cpu"
 
 
 class Job:

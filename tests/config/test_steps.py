@@ -65,11 +65,12 @@ def test_the_model_that_each_step_begins_with() -> None:
 
 
 def test_problems_of_several_steps_are_reported_at_once() -> None:
-    chain = linked("steps.sft.train.lr=-1", "steps.ppo.rollout.temperature=-1")
+    chain = linked("steps.sft.train.best_metric=x", "steps.ppo.rollout.temperature=0.7",
+                   "steps.ppo.rollout.top_p=0.9")  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         check(list(chain.values()))
     lines = caught.value.details
-    assert [line for line in lines if line.startswith("sft: ") and "train.lr" in line]
+    assert [line for line in lines if line.startswith("sft: ") and "train.best_metric" in line]
     assert [line for line in lines if line.startswith("ppo: ") and "rollout.temperature" in line]
     assert not RUNS.exists()
 

@@ -20,11 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tasks.config import Rlhf
 from tasks.config.checks import inputs, machine, memory, model, online, peft, release, settings
 from tasks.config.checks.context import Context, installed
 from tasks.config.checks.memory import RankMemory
-from tasks.config.section import out_of_range
 from tasks.core.errors import ConfigError
 from tasks.core.finding import Finding
 
@@ -43,8 +41,6 @@ def findings(
         rank: memory of a rank; None if it is not known.
         rewarded: True if an earlier step of the chain trains the reward model.
     """
-    if wrong := list(out_of_range(Rlhf, values)):
-        return wrong
     known, problems = model.look_at(values["model"])
     context = Context(values, known, runs, rank, rewarded=rewarded)
     return [*problems, *(finding for check in _CHECKS for finding in check.problems(context))]

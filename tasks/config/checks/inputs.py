@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.config.checks.context import Context
+from tasks.config.checks.settings import data_files
 from tasks.core.errors import DataError
 from tasks.core.finding import Finding
 from tasks.data.readers import FILE_KINDS
@@ -29,7 +30,7 @@ def problems(context: Context) -> Iterator[Finding]:
     if model["path"] and context.known.config and folder.is_dir():
         yield from _base(folder, str(source_identity(**model)))
     kinds = {source["kind"] or data["kind"] for source in data["sources"]} or {data["kind"]}
-    if kinds <= set(FILE_KINDS):
+    if kinds <= set(FILE_KINDS) and not any(data_files(data)):
         yield from _rows(context.settings)
 
 

@@ -37,9 +37,7 @@ def is_file(task: str) -> bool:
 def task_name(task: str) -> str:
     """Return the name of a task: that in its file, or the entry itself.
 
-    Raises:
-        ValueError: the file names no task.
-        OSError: it cannot be read.
+    Raises ValueError if the file names no task, OSError if it cannot be read.
     """
     if not is_file(task):
         return task
@@ -72,19 +70,12 @@ def lm_eval(
     log: Log,
     log_path: Path,
 ) -> StageReport:
-    """Score two models on tasks of lm-evaluation-harness.
+    """Score two models on tasks of lm-evaluation-harness; `out` gets its results as `results.json`.
 
-    Args:
-        out: empty staging directory; gets `results.json`, the harness's own results of both models.
-        files: digests of these files, as `identity` returns them; part of the stage's key.
-        limit: rows of each task; None for all.
-
-    Returns:
-        Report of kind `report`. Its metrics are `lm_eval/<task>/<metric>/` with `before`, `after`
-        and `error`, the standard error of the latter.
-
-    Raises:
-        StageProcessError: the harness failed: no such task, no network for its data, no memory.
+    `files` are digests as `identity` returns them, part of the stage's key; `limit` is the number
+    of rows of each task, None for all. Metrics of the report are `lm_eval/<task>/<metric>/` with
+    `before`, `after` and `error`, the standard error of the latter. Raises StageProcessError if
+    the harness failed: no such task, no network for its data, no memory.
     """
     paths = [str(Path(task).expanduser().absolute()) if is_file(task) else task for task in tasks]
     models = {"before": str(base.resolve()), "after": str(served.resolve())}
@@ -99,17 +90,11 @@ def lm_eval(
         log_path=log_path,
         env={"TOKENIZERS_PARALLELISM": "false"},
     )
-    results = json.loads((out / RESULTS).read_text())
-    metrics = dict(_metrics(results))
+    metrics = dict(_metrics(json.loads((out / RESULTS).read_text())))
     checks = tuple(_check(task_name(task), metrics) for task in paths)
-    for name in sorted({name.rpartition("/")[0] for name in metrics}):
-        before, after = metrics.get(f"{name}/before"), metrics.get(f"{name}/after")
-        log.info("%s: %s before, %s after", name, _number(before), _number(after))
+    for name, value in sorted(metrics.items()):
+        log.info("%s: %.4g", name, value)
     return StageReport("report", checks, metrics, {"limit": limit})
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.4g}"
 
 
 def _metrics(results: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -120,13 +105,13 @@ def _metrics(results: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
                 metric, comma, filtered = key.partition(",")
                 if not comma or not isinstance(value, int | float) or not math.isfinite(value):
                     continue
-                kind = when
-                if metric.endswith(_STDERR):
-                    metric, kind = metric.removesuffix(_STDERR), "error"
-                    if when == "before":
-                        continue
-                name = metric if filtered == "none" else f"{metric}.{filtered}"
-                yield f"lm_eval/{task}/{name}/{kind}", float(value)
+                is_error = metric.endswith(_STDERR)
+                name = metric.removesuffix(_STDERR)
+                name = name if filtered == "none" else f"{name}.{filtered}"
+                if not is_error:
+                    yield f"lm_eval/{task}/{name}/{when}", float(value)
+                elif when == "after":
+                    yield f"lm_eval/{task}/{name}/error", float(value)
 
 
 def _check(task: str, metrics: Mapping[str, float]) -> Check:
@@ -137,11 +122,7 @@ def _check(task: str, metrics: Mapping[str, float]) -> Check:
 
 
 def main(job_path: str) -> None:
-    """Run the harness as a child process.
-
-    Args:
-        job_path: JSON file with `models`, `tasks`, `limit` and `out`.
-    """
+    """Run the harness on a JSON file with `models`, `tasks`, `limit` and `out`."""
     from lm_eval import simple_evaluate  # type: ignore[import-not-found, unused-ignore]
     from lm_eval.tasks import TaskManager  # type: ignore[import-not-found, unused-ignore]
 

@@ -81,22 +81,12 @@ def quantize(
 ) -> StageReport:
     """Write the quantised version of a served folder, and measure what it loses.
 
-    Args:
-        out: empty staging directory.
-        scheme: `convert.quantize`.
-        max_shard_size: largest tensor data of a file: "5GB", "200MiB", or bytes.
-        group: numbers of a row that share a scale, in 4 bits.
-        data: dataset artifact; without one the fingerprint's probes take the place of its rows,
-            training and held-out.
-        llama_cpp: folder of llama.cpp, for GGUF; None for its programs on PATH.
-
-    Returns:
-        Report of kind `served`. Its notes name the rows, and the layers that lost most.
-
-    Raises:
-        ContractError: this model cannot be quantised in this way.
-        DataError: the training or held-out rows cannot be read.
-        StageProcessError: llm-compressor or llama.cpp failed.
+    `scheme` is `convert.quantize`, `group` the numbers of a row that share a scale in 4 bits.
+    Without `data` the fingerprint's probes take the place of its rows, training and held-out.
+    `llama_cpp` is the folder of llama.cpp, None for its programs on PATH. Notes of the report name
+    the rows, and the layers that lost most. Raises ContractError if this model cannot be quantised
+    in this way, DataError for rows that cannot be read, StageProcessError if llm-compressor or
+    llama.cpp failed.
     """
     tokens = row_tokens(scorer, served, data, TRAINING_ROWS, rows, reference=reference)
     if scheme.startswith(GGUF):
@@ -122,7 +112,8 @@ def quantize(
     losses, loss_check = heldout_loss(scorer, model, replace(model, path=out), heldout, profile)
     hint = f"{lost}; convert.quantize=none, or convert.quantize_profile=<a wider one>"
     verdicts = [each if each.ok else replace(each, hint=hint) for each in (*measured, loss_check)]
-    numbers = {**losses, "layers/worst": error, "layers/mean": _mean(layers)}
+    mean = sum(each for _, each in layers) / len(layers)
+    numbers = {**losses, "layers/worst": error, "layers/mean": mean}
     return replace(
         report,
         checks=(*report.checks, *verdicts),
@@ -130,10 +121,6 @@ def quantize(
         notes={**notes, "layers": layers[:_SHOWN]},
         drift=drift,
     )
-
-
-def _mean(layers: Sequence[tuple[str, float]]) -> float:
-    return sum(error for _, error in layers) / len(layers)
 
 
 @dataclass(frozen=True)
@@ -183,14 +170,8 @@ def by_llama_cpp(
 ) -> _Made:
     """Write one GGUF file by llama.cpp's own converter, and its quantiser for the smaller types.
 
-    Args:
-        out: empty staging directory.
-        kind: type of the file, such as "q8_0".
-        folder: folder of llama.cpp; None for its programs on PATH.
-
-    Raises:
-        ConfigError: a program was not found.
-        StageProcessError: a program failed; llama.cpp does not know every model and tokenizer.
+    `kind` is the type of the file, such as "q8_0". Raises ConfigError if a program was not found,
+    StageProcessError if one failed: llama.cpp does not know every model and tokenizer.
     """
     programs = find_programs(folder)
     file = out / f"{WEIGHTS}-{kind}.gguf"
@@ -221,8 +202,7 @@ def by_llama_cpp(
 def _by_gptq(out: Path, job: dict[str, Any], log: Log, log_path: Path) -> dict[str, Any]:
     """Run llm-compressor in its own environment; move the weights it wrote into `out`.
 
-    Returns:
-        `quantization_config` for config.json.
+    Returns `quantization_config` for config.json.
     """
     with tempfile.TemporaryDirectory(dir=out, prefix=".gptq-") as name:
         folder = Path(name)

@@ -44,21 +44,7 @@ def rollout_base(
     perform: Perform,
     log: Log,
 ) -> StageReport:
-    """Fill `out` with the dequantised base and its tokenizer.
-
-    Args:
-        out: empty staging directory.
-        base: the `base` artifact.
-        quantization: value of `Peft.quantization()`.
-        dtype: torch name of the dtype of tensors that training does not quantise.
-
-    Returns:
-        Report of kind `weights`.
-
-    Raises:
-        ArtifactError: unreadable files, a full disk.
-        ContractError: the tensors are not those of the model's class.
-    """
+    """Fill `out` with the dequantised base and its tokenizer; see `write_rollout_base`."""
     started = time.monotonic()
     write_rollout_base(out, base, quantization, dtype=dtype, perform=perform)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -75,14 +61,9 @@ def write_rollout_base(
 ) -> None:
     """Write the dequantised base into an existing empty folder, streamed.
 
-    Args:
-        base: the `base` artifact.
-        quantization: value of `Peft.quantization()`.
-        dtype: torch name of the dtype of tensors that training does not quantise.
-
-    Raises:
-        ArtifactError: unreadable files, a full disk.
-        ContractError: the tensors are not those of the model's class.
+    `quantization` is the value of `Peft.quantization()`; `dtype` that of tensors that training does
+    not quantise. Raises ArtifactError for unreadable files or a full disk, ContractError if the
+    tensors are not those of the model's class.
     """
     check_quantization(quantization)
     facts = perform(model_facts, base, dtype)

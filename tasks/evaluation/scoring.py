@@ -83,7 +83,7 @@ class ReferenceScorer:
         if self._child is None:
             argv = python_child("tasks.serving.reference.child")
             if self._threads is not None:
-                argv += ["--threads", str(self._threads)]
+                argv.append(str(self._threads))
             child = Conversation(argv, stage=STAGE, log=self._log, log_path=self._log_path, env=ENV)
             self._child = child.__enter__()
 

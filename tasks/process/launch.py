@@ -25,7 +25,6 @@ __all__ = [
     "Conversation",
     "kill_children_on_abort",
     "launch",
-    "port_was_taken",
     "python_child",
 ]
 
@@ -83,11 +82,6 @@ def launch(
             raise
         log.warning("%s; trying once more", error.message)
     return run(on_event)
-
-
-def port_was_taken(error: StageProcessError) -> bool:
-    """Return True if a child process ended because its port was taken; it may be started again."""
-    return _is_transient(error, PORT_TAKEN)
 
 
 def _is_transient(error: StageProcessError, words: Sequence[str]) -> bool:

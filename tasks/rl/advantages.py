@@ -3,14 +3,13 @@
 `by_...` are those of the algorithms: functions of an iteration's `Experience` and section `rl` that
 return advantages (N,) and the critic's targets (N,), None without a critic. The score of a response
 is the reward of its last token. With an environment, its reward of a turn is that of the turn's
-last token, and the rest of the score that of the episode's last one; discount and GAE run over the
-sampled tokens in order, and observations between them take no time. Estimators by groups use the
-sum over the episode. With `rl.kl_in=reward` the KL to the reference is subtracted from the reward
-of every token.
+last token, and the rest of the score that of the episode's last one; observations between sampled
+tokens take no time. Estimators by groups use the sum over the episode. With `rl.kl_in=reward` the
+KL to the reference is subtracted from the reward of every token.
 
-The other functions take tensors. Shape suffixes: N response tokens, S responses, end to end.
-`lengths_S` (int64) are the tokens of each response, `groups_S` (int64) are equal for responses to
-one prompt. Half-precision input is computed in float32.
+Shape suffixes: N response tokens, S responses, end to end. `lengths_S` (int64) are the tokens of
+each response, `groups_S` (int64) are equal for responses to one prompt. Half-precision input is
+computed in float32.
 """
 
 from __future__ import annotations
@@ -160,9 +159,12 @@ def sums(per_token_N: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tensor:
 def group_centered(scores_S: torch.Tensor, groups_S: torch.Tensor) -> torch.Tensor:
     """Return scores minus the mean of their group, (S,): Dr. GRPO, arXiv:2503.20783, sec. 3.2.
 
-    A group of equal scores gives exactly zero, and so does a group of one.
+    A group of equal scores gives exactly zero, and so does a group of one: scores are taken
+    relative to the smallest one of their group, as the mean of three times 0.1 is not 0.1.
     """
-    return _Groups(scores_S, groups_S).centered_S
+    scores_S = _at_least_float32(scores_S)
+    above_S = scores_S - _of_group(scores_S, groups_S, "amin")
+    return above_S - _of_group(above_S, groups_S, "mean")
 
 
 def group_normalized(scores_S: torch.Tensor, groups_S: torch.Tensor) -> torch.Tensor:
@@ -172,14 +174,12 @@ def group_normalized(scores_S: torch.Tensor, groups_S: torch.Tensor) -> torch.Te
     the scale of rewards does not matter. A group whose deviation is only rounding gives exactly
     zero.
     """
-    groups = _Groups(scores_S, groups_S)
-    return groups.centered_S * _inverse(groups.deviation_S(), groups.largest_S())
+    return group_centered(scores_S, groups_S) * _inverse_deviation(scores_S, groups_S)
 
 
 def without_signal(scores_S: torch.Tensor, groups_S: torch.Tensor) -> torch.Tensor:
     """Return True for responses whose group's scores are equal within rounding, (S,) bool."""
-    groups = _Groups(scores_S, groups_S)
-    return _inverse(groups.deviation_S(), groups.largest_S()) == 0
+    return _inverse_deviation(scores_S, groups_S) == 0
 
 
 def leave_one_out(scores_S: torch.Tensor, groups_S: torch.Tensor) -> torch.Tensor:
@@ -187,8 +187,9 @@ def leave_one_out(scores_S: torch.Tensor, groups_S: torch.Tensor) -> torch.Tenso
 
     Equal to n / (n - 1) times the centred scores. A group of one has no others and gives zero.
     """
-    groups = _Groups(scores_S, groups_S)
-    return groups.centered_S * groups.count_S / (groups.count_S - 1).clamp(min=1)
+    centered_S = group_centered(scores_S, groups_S)
+    count_S = _of_group(torch.ones_like(centered_S), groups_S, "sum")
+    return centered_S * count_S / (count_S - 1).clamp(min=1)
 
 
 def whiten(values_N: torch.Tensor) -> torch.Tensor:
@@ -211,44 +212,26 @@ def overlong_penalty(
     return -most * over_S / buffer
 
 
-class _Groups:
-    """Statistics of groups, repeated for each member: every tensor here is (S,).
-
-    Scores are taken relative to the smallest one of their group. Equal scores then centre to
-    exactly zero; otherwise the mean of three times 0.1 would differ from 0.1 by rounding.
-    """
-
-    def __init__(self, scores_S: torch.Tensor, groups_S: torch.Tensor) -> None:
-        self._scores_S = _at_least_float32(scores_S)
-        names_G, self._group_S = groups_S.unique(return_inverse=True)
-        self._groups = len(names_G)
-        self.count_S = self._sum(torch.ones_like(self._scores_S))
-        above_S = self._scores_S - self._extreme(self._scores_S, "amin")
-        self.centered_S = above_S - self._sum(above_S) / self.count_S
-
-    def deviation_S(self) -> torch.Tensor:
-        """Standard deviation of a sample; 0 for a group of one."""
-        squares_S = self._sum(self.centered_S.square())
-        return (squares_S / (self.count_S - 1).clamp(min=1)).sqrt()
-
-    def largest_S(self) -> torch.Tensor:
-        """Largest absolute score of the group."""
-        return self._extreme(self._scores_S.abs(), "amax")
-
-    def _sum(self, values_S: torch.Tensor) -> torch.Tensor:
-        return values_S.new_zeros(self._groups).index_add(0, self._group_S, values_S)[self._group_S]
-
-    def _extreme(self, values_S: torch.Tensor, reduce: str) -> torch.Tensor:
-        extreme_G = values_S.new_zeros(self._groups).scatter_reduce(
-            0, self._group_S, values_S, reduce, include_self=False
-        )
-        return extreme_G[self._group_S]
+def _of_group(values_S: torch.Tensor, groups_S: torch.Tensor, reduce: str) -> torch.Tensor:
+    """Return sum, mean or extreme of each group, repeated for its members: (S,)."""
+    names_G, group_S = groups_S.unique(return_inverse=True)
+    if reduce == "mean":
+        count_S = _of_group(torch.ones_like(values_S), groups_S, "sum")
+        return _of_group(values_S, groups_S, "sum") / count_S
+    of_G = values_S.new_zeros(len(names_G))
+    if reduce == "sum":
+        return of_G.index_add(0, group_S, values_S)[group_S]
+    return of_G.scatter_reduce(0, group_S, values_S, reduce, include_self=False)[group_S]
 
 
-def _inverse(deviation_S: torch.Tensor, largest_S: torch.Tensor) -> torch.Tensor:
-    """Return 1 / deviation, or 0 where the deviation is no more than rounding of the scores."""
-    rounding_S = 4 * torch.finfo(deviation_S.dtype).eps * largest_S
-    signal_S = deviation_S > rounding_S
+def _inverse_deviation(scores_S: torch.Tensor, groups_S: torch.Tensor) -> torch.Tensor:
+    """Return 1 / deviation of each group, or 0 where it is no more than rounding of the scores."""
+    centered_S = group_centered(scores_S, groups_S)
+    count_S = _of_group(torch.ones_like(centered_S), groups_S, "sum")
+    variance_S = _of_group(centered_S.square(), groups_S, "sum") / (count_S - 1).clamp(min=1)
+    deviation_S = variance_S.sqrt()
+    largest_S = _of_group(_at_least_float32(scores_S).abs(), groups_S, "amax")
+    signal_S = deviation_S > 4 * torch.finfo(deviation_S.dtype).eps * largest_S
     return torch.where(signal_S, 1 / deviation_S.where(signal_S, 1.0), 0.0)
 
 

@@ -78,38 +78,36 @@ class Collector:
         prompts = [self.prompts[numbers[g]] for g in groups]
         requests = self.requests(numbers, iteration, samples, first=first)
         by_request = self._respond(requests, prompts, clock, greedy)
-        responses = [
-            (g, response)
-            for g, of_group in zip(groups, by_request, strict=True)
-            for response in of_group
-        ]
+        owned = [(g, r) for g, some in zip(groups, by_request, strict=True) for r in some]
         with clock.phase("score"):
-            total, parts = self.rewards.score([response for _, response in responses])
-        penalties = [0.0] * len(responses)
-        if self.overlong is not None:  # observations count, too
-            spent = [len(response.ids) - len(response.prompt.ids) for _, response in responses]
-            penalties = overlong_penalty(torch.tensor(spent), **self.overlong).tolist()
-        mine = [
-            (
-                numbers[g],
-                _scored(response, g, total[i], {k: parts[k][i] for k in parts}, penalties[i]),
-            )
-            for i, (g, response) in enumerate(responses)
-        ]
+            totals, parts = self.rewards.score([response for _, response in owned])
+        mine = []
+        for i, (g, response) in enumerate(owned):
+            own = {name: float(values[i]) for name, values in parts.items()}
+            total = float(totals[i])
+            if response.turns:
+                played = sum(turn.reward for turn in response.turns)
+                total, own = total + played, {NAME: played, **own}
+            scored = ScoredResponse(response, g, total, own, self._penalty(response))
+            mine.append((numbers[g], scored))
         return gather_responses(self.ranks, mine, self.prompts)
+
+    def _penalty(self, response: Response) -> float:
+        """Return the penalty for the response's length; observations count, too."""
+        if self.overlong is None:
+            return 0.0
+        spent = torch.tensor([len(response.ids) - len(response.prompt.ids)])
+        return float(overlong_penalty(spent, **self.overlong))
 
     def requests(
         self, numbers: Sequence[int], iteration: int, samples: int, *, first: int = 0
     ) -> list[Request]:
         """Return this rank's share of the requests of `sample`, whose arguments it has."""
         return [
-            Request(
-                self.prompts[numbers[g]].ids,
-                samples,
-                request_seed(self.seed, iteration, first + g),
-            )
+            Request(self.prompts[numbers[g]].ids, samples,
+                    request_seed(self.seed, iteration, first + g))
             for g in range(self.ranks.rank, len(numbers), self.ranks.world_size)
-        ]
+        ]  # fmt: skip
 
     def _respond(
         self, requests: Sequence[Request], prompts: Sequence[Prompt], clock: Clock, greedy: bool
@@ -119,25 +117,11 @@ class Collector:
             return self.episodes.play(requests, prompts, clock, greedy=greedy)
         with clock.phase("generate"):
             generated = self.engine.generate(requests, greedy=greedy)
+        decode = self.tokenizer.decode
         return [
-            [Response(prompt, generation, self._text(generation.ids)) for generation in generations]
-            for prompt, generations in zip(prompts, generated, strict=True)
+            [Response(prompt, g, decode(g.ids, skip_special_tokens=True)) for g in some]
+            for prompt, some in zip(prompts, generated, strict=True)
         ]
-
-    def _text(self, ids: Any) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return text
-
-
-def _scored(
-    response: Response, group: int, total: float, parts: Mapping[str, float], penalty: float
-) -> ScoredResponse:
-    """Add the environment's rewards of all turns to those of the sources."""
-    plain = {name: float(value) for name, value in parts.items()}
-    if not response.turns:
-        return ScoredResponse(response, group, float(total), plain, penalty)
-    own = sum(turn.reward for turn in response.turns)
-    return ScoredResponse(response, group, float(total) + own, {NAME: own, **plain}, penalty)
 
 
 def _refilled(collected: Collected, no_signal: Sequence[int], fresh: Collected) -> Collected:

@@ -17,13 +17,13 @@ treat a large or small r:
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import NamedTuple
 
 import torch
 
-from tasks.config.choices import Correction
 from tasks.core.errors import TrainingError
 from tasks.rl.advantages import spread, sums
 from tasks.rl.kl import estimate_kl
@@ -33,6 +33,14 @@ FIRST = 5
 FLOOR = 0.1
 """The relative limit is at least this share of `mismatch_limit`: smaller mismatch is kernel noise.
 """
+
+
+class Mismatch(NamedTuple):
+    """Distance of the trainer's log-probabilities from the engine's, in nats per token."""
+
+    mean_abs: float  # mean absolute difference
+    max_abs: float  # largest absolute difference
+    kl: float  # KL(engine || trainer), estimated by k3, see `kl.py`
 
 
 @dataclass
@@ -50,46 +58,39 @@ class MismatchLimits:
     warned: bool = False  # True once a mismatch was above the relative limit
 
     @property
-    def relative(self) -> float | None:
-        """The relative limit; None before the first iteration or without a factor."""
+    def relative(self) -> float:
+        """The relative limit; infinite before the first iteration or without a factor."""
         if not self.first or not self.factor:
-            return None
+            return math.inf
         return max(self.factor * statistics.median(self.first), FLOOR * self.limit)
 
-    def require_within(self, measured: Mismatch, iteration: int) -> str:
+    def require_within(self, mean_abs: float, iteration: int) -> str:
         """Check one iteration's mismatch, and record it if it is one of the first.
 
         Returns a warning the first time that the relative limit is exceeded, else "". Raises
         TrainingError if the mismatch is above the absolute limit.
         """
-        now, relative = measured.mean_abs, self.relative
-        prefix = f"iteration {iteration}: trainer and engine differ by {now:.3g} nats per token "
-        if not now <= self.limit:
+        relative = self.relative
+        apart = (
+            f"iteration {iteration}: trainer and engine differ by {mean_abs:.3g} nats per token "
+            "(mean absolute log-prob difference)"
+        )
+        if not mean_abs <= self.limit:
             raise TrainingError(
-                f"{prefix}(mean absolute log-prob difference), more than "
-                f"rl.mismatch_limit={self.limit:g}: what is sampled is not what is trained",
+                f"{apart}, more than rl.mismatch_limit={self.limit:g}: what is sampled is not what "
+                "is trained",
                 hint="rl.mismatch_limit=<more> accepts the difference",
             )
         if len(self.first) < FIRST:
-            self.first.append(now)
-        if relative is None or now <= relative or self.warned:
+            self.first.append(mean_abs)
+        if mean_abs <= relative or self.warned:
             return ""
         self.warned = True
         return (
-            f"{prefix}(mean absolute log-prob difference), more than {relative:.3g}, which is "
-            f"rl.mismatch_factor={self.factor:g} times the first iterations; rl.correction weighs "
-            f"it until rl.mismatch_limit={self.limit:g} ends the run. It grows with the responses' "
-            "length and entropy, or the engine has stale weights"
+            f"{apart}, more than {relative:.3g}, which is rl.mismatch_factor={self.factor:g} times "
+            f"the first iterations; rl.correction weighs it until rl.mismatch_limit={self.limit:g} "
+            "ends the run. It grows with length and entropy, or the engine has stale weights"
         )
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """Distance of the trainer's log-probabilities from the engine's, in nats per token."""
-
-    mean_abs: float  # mean absolute difference
-    max_abs: float  # largest absolute difference
-    kl: float  # KL(engine || trainer), estimated by k3, see `kl.py`
 
 
 def mismatch(old_N: torch.Tensor, sampled_N: torch.Tensor) -> Mismatch:
@@ -97,14 +98,16 @@ def mismatch(old_N: torch.Tensor, sampled_N: torch.Tensor) -> Mismatch:
 
     Raises TrainingError if a value is not finite: every comparison of a limit with NaN is false.
     """
-    _refuse_not_finite("the trainer's", old_N)
-    _refuse_not_finite("the rollout engine's", sampled_N)
-    log_ratio_N = old_N.double() - sampled_N.double()
-    return Mismatch(
-        mean_abs=float(log_ratio_N.abs().mean()),
-        max_abs=float(log_ratio_N.abs().max()),
-        kl=float(estimate_kl(sampled_N.double(), old_N.double(), "k3").mean()),
-    )
+    for whose, logprobs_N in (("the trainer's", old_N), ("the rollout engine's", sampled_N)):
+        if bad := int((~logprobs_N.isfinite()).sum()):
+            raise TrainingError(
+                f"{bad} of {logprobs_N.numel()} of {whose} log-probabilities of the response "
+                "tokens are not finite",
+                hint="the policy has diverged: lower train.lr, or raise rl.kl_coef",
+            )
+    log_ratio_N = (old_N.double() - sampled_N.double()).abs()
+    kl_N = estimate_kl(sampled_N.double(), old_N.double(), "k3")
+    return Mismatch(float(log_ratio_N.mean()), float(log_ratio_N.max()), float(kl_N.mean()))
 
 
 def weights(
@@ -127,20 +130,9 @@ def weights(
         return log_ratio_N.exp().clamp(max=high)
     if kind == "icepop":
         return _within(log_ratio_N.exp(), low, high)
-    if kind == "sequence_mask":
-        return spread(_within(sums(log_ratio_N, lengths_S).exp(), low, high), lengths_S)
-    raise ValueError(f"correction {kind!r}: there are {', '.join(get_args(Correction))}")
+    assert kind == "sequence_mask", kind
+    return spread(_within(sums(log_ratio_N, lengths_S).exp(), low, high), lengths_S)
 
 
 def _within(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
     return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
-
-
-def _refuse_not_finite(whose: str, logprobs_N: torch.Tensor) -> None:
-    bad = int((~logprobs_N.isfinite()).sum())
-    if bad:
-        raise TrainingError(
-            f"{bad} of {logprobs_N.numel()} of {whose} log-probabilities of the response tokens "
-            "are not finite",
-            hint="the policy has diverged: lower train.lr, or raise rl.kl_coef",
-        )

@@ -48,12 +48,10 @@ class ValueModel(nn.Module):
 
 
 class Critic:
-    """The DeepSpeed engine of a critic.
+    """The DeepSpeed engine of a critic, around a `ValueModel`.
 
-    Args:
-        engine: around a `ValueModel`.
-        optim: optimizer settings. The learning rate follows the policy's schedule to its own peak.
-        policy: the policy's module if the two share a trunk, else None.
+    The learning rate of `optim` follows the policy's schedule to its own peak. `policy` is the
+    policy's module if the two share a trunk, else None.
     """
 
     def __init__(self, engine: Any, optim: Optim, policy: Any | None = None) -> None:
@@ -110,14 +108,8 @@ def describe_critic(critic: Critic, job: TrainJob, loop: Loop, ranks: Ranks) -> 
         if ranks.first:
             folder.mkdir()
             write_partition_index(job, engine.module, folder / PARTITIONS)
-            document = {
-                "kind": loop.critic,
-                "base_digest": job.base_digest,
-                "value": "expected sum of the rewards of the tokens that are still to come, before "
-                "each",
-                "gamma": loop.gamma,
-            }
-            write_json(folder / "critic.json", document)
+            kind = {"kind": loop.critic, "base_digest": job.base_digest, "gamma": loop.gamma}
+            write_json(folder / "critic.json", kind)
 
 
 def write_critic(critic: Critic, job: TrainJob, ranks: Ranks) -> None:

@@ -23,23 +23,21 @@ episodes takes part with no requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.process.output import Log
 from tasks.rl.metrics import Clock
 from tasks.rl.observations import ObservationTokens
 from tasks.rl.prompts import request_seed
 from tasks.rl.responses import Prompt, Request, Response, Turn
 from tasks.rl.rewards import describe, error_details, is_finite_number, shortened
 from tasks.rl.rollout.engine import Engine
-from tasks.rl.user_code import FunctionReference, Place, UserCode
+from tasks.rl.user_code import Place, UserCode
 from tasks.serving.vllm.colocation import Generated
 from tasks.training.engine.deepspeed_engine import Ranks
 
@@ -54,54 +52,50 @@ class Outcome(NamedTuple):
     reward: float
     done: bool
 
+    @property
+    def is_valid(self) -> bool:
+        """True if each value has its type; only the end of an episode needs no observation."""
+        observed = isinstance(self.observation, str) or (self.observation is None and self.done)
+        return observed and is_finite_number(self.reward) and isinstance(self.done, bool)
+
 
 class EnvironmentProcess(UserCode):
-    """The environments of a rank's episodes, by key of the episode.
+    """The environments of a rank's episodes, by key of the episode, in a process of its own.
 
     A failure is a RewardError that names the prompt. It ends the run, so no environment outlives
     the process.
     """
 
-    def __init__(
-        self, reference: FunctionReference, *, timeout_s: float, log: Log, log_path: Path
-    ) -> None:
-        super().__init__(reference, timeout_s=timeout_s, log=log, log_path=log_path)
-        self._prompts: dict[str, Prompt] = {}
+    _prompts: Mapping[str, Prompt]  # of the running episodes
 
-    def reset(self, prompts: Mapping[str, tuple[Prompt, int]]) -> None:
+    def reset(self, prompts: Mapping[str, Prompt], seeds: Mapping[str, int]) -> None:
         """Begin episodes with these prompts and seeds."""
-        self._prompts |= {key: prompt for key, (prompt, _) in prompts.items()}
+        self._prompts = prompts
         offered = {
-            key: {**prompt.row, "prompt": prompt.messages, "seed": seed}
-            for key, (prompt, seed) in prompts.items()
+            key: {**prompt.row, "prompt": prompt.messages, "seed": seeds[key]}
+            for key, prompt in prompts.items()
         }
         for key, value in self._ask("reset", offered).items():
             if value is not None:
-                raise self.failure(
-                    f"returned {shortened(value)}",
-                    self._place("reset", key),
-                    hint="reset returns None: the first message is the prompt of the data",
-                )
+                hint = "reset returns None: the first message is the prompt of the data"
+                place = self._place("reset", key)
+                raise self.failure(f"returned {shortened(value)}", place, hint=hint)
 
     def step(self, texts: Mapping[str, str]) -> dict[str, Outcome]:
         """Give responses to their environments."""
         outcomes = {}
         for key, value in self._ask("step", texts).items():
-            if wrong := _fault(value):
-                raise self.failure(
-                    wrong,
-                    self._place("step", key, texts[key]),
-                    hint="return observation, reward, done: a text, a finite number, True or False",
-                )
-            observation, reward, done = value
-            outcomes[key] = Outcome(observation, float(reward), done)
+            is_triple = isinstance(value, list) and len(value) == 3
+            if not is_triple or not (outcome := Outcome(*value)).is_valid:
+                hint = "return observation (None only if done), reward, done (True or False)"
+                place = self._place("step", key, texts[key])
+                raise self.failure(f"returned {shortened(value)}", place, hint=hint)
+            outcomes[key] = outcome
         return outcomes
 
-    def end(self, keys: Sequence[str]) -> None:
-        """Close the environments of episodes and let go of them."""
-        self._ask("close", dict.fromkeys(keys))
-        for key in keys:
-            del self._prompts[key]
+    def end(self) -> None:
+        """Close the environments of all episodes."""
+        self._ask("close", dict.fromkeys(self._prompts))
 
     def _ask(self, method: str, calls: Mapping[str, Any]) -> dict[str, Any]:
         texts = calls if method == "step" else {}
@@ -110,21 +104,6 @@ class EnvironmentProcess(UserCode):
     def _place(self, method: str, key: str, response: str | None = None) -> Place:
         prompt = self._prompts[key]
         return f"in {method} for {describe(prompt)}", error_details(prompt, response)
-
-
-def _fault(value: Any) -> str:
-    """Return what is wrong with the value of `step`; empty if it is as it has to be."""
-    if not isinstance(value, list) or len(value) != 3:
-        return f"returned {shortened(value)}, not three values"
-    observation, reward, done = value
-    if not isinstance(done, bool):
-        return f"returned done={shortened(done)}, not True or False"
-    if not is_finite_number(reward):
-        return f"returned reward={shortened(reward)}, not a finite number"
-    if not isinstance(observation, str) and not (observation is None and done):
-        expected = "a text or None" if done else "a text, although the episode goes on"
-        return f"returned observation={shortened(observation)}, not {expected}"
-    return ""
 
 
 @dataclass
@@ -140,7 +119,6 @@ class _Episode:
     generated: list[Generated] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     done: bool = False  # True if the environment ended it
-    open: bool = True  # True if another response follows
 
     @property
     def room(self) -> int:
@@ -160,18 +138,13 @@ class _Episode:
 
     def response(self) -> Response:
         """Return the finished episode."""
-        return Response(
-            self.prompt,
-            Generated(
-                np.concatenate([generated.ids for generated in self.generated]),
-                np.concatenate([generated.logprobs for generated in self.generated]),
-                self.generated[-1].ended,
-                min(generated.version for generated in self.generated),
-            ),
-            self.turns[-1].text,
-            tuple(self.turns),
-            self.done,
+        generated = Generated(
+            np.concatenate([generated.ids for generated in self.generated]),
+            np.concatenate([generated.logprobs for generated in self.generated]),
+            self.generated[-1].ended,
+            min(generated.version for generated in self.generated),
         )
+        return Response(self.prompt, generated, self.turns[-1].text, tuple(self.turns), self.done)
 
 
 @dataclass(frozen=True)
@@ -201,47 +174,47 @@ class Episodes:
             ]
             for n, (request, prompt) in enumerate(zip(requests, prompts, strict=True))
         ]
-        episodes = [episode for group in by_request for episode in group]
+        episodes = [episode for of_request in by_request for episode in of_request]
         with clock.phase("environment"):
-            self.environment.reset({e.key: (e.prompt, e.request.seed) for e in episodes})
+            self.environment.reset(
+                {episode.key: episode.prompt for episode in episodes},
+                {episode.key: episode.request.seed for episode in episodes},
+            )
         running, asked = episodes, list(requests)
         for turn in count(1):
             with clock.phase("generate"):
                 generated = self.engine.generate(asked, greedy=greedy)
-            sampled = (response for responses in generated for response in responses)
+            sampled = [response for of_request in generated for response in of_request]
             with clock.phase("environment"):
-                running = list(self._step(running, sampled, last=turn == self.max_turns))
+                running = self._step(running, sampled, last=turn == self.max_turns)
             if not any(self.ranks.all_objects(bool(running))):
                 break
             asked = [episode.next_request() for episode in running]
-        self.environment.end([episode.key for episode in episodes])
-        return [[episode.response() for episode in group] for group in by_request]
+        self.environment.end()
+        return [[episode.response() for episode in of_request] for of_request in by_request]
 
     def _step(
-        self, running: Sequence[_Episode], sampled: Iterator[Generated], *, last: bool
-    ) -> Iterator[_Episode]:
-        """Give responses to the environment; yield the episodes that go on."""
+        self, running: Sequence[_Episode], sampled: Sequence[Generated], *, last: bool
+    ) -> list[_Episode]:
+        """Give responses to the environment; return the episodes that go on."""
         for episode, generated in zip(running, sampled, strict=True):
             text = self.observations.tokenizer.decode(generated.ids, skip_special_tokens=True)
             episode.take(generated, text)
         outcomes = self.environment.step({e.key: e.turns[-1].text for e in running})
-        for episode in running:
-            self._observe(episode, outcomes[episode.key], last=last)
-            if episode.open:
-                yield episode
+        return [e for e in running if self._observe(e, outcomes[e.key], last=last)]
 
-    def _observe(self, episode: _Episode, outcome: Outcome, *, last: bool) -> None:
-        turn = replace(episode.turns[-1], reward=outcome.reward)
+    def _observe(self, episode: _Episode, outcome: Outcome, *, last: bool) -> bool:
+        """Add the environment's answer to an episode; return True if another response follows."""
+        turn = replace(episode.turns[-1], reward=float(outcome.reward))
         episode.turns[-1], episode.done = turn, outcome.done
-        episode.open = not (outcome.done or last) and episode.generated[-1].ended
-        if not episode.open:
-            return
+        if outcome.done or last or not episode.generated[-1].ended:
+            return False
         assert outcome.observation is not None
         ids = self.observations.of(episode.prompt, outcome.observation)
         if len(ids) >= episode.room:
             episode.generated[-1] = replace(episode.generated[-1], ended=False)
-            episode.open = False
-            return
+            return False
         message = {"role": self.observations.role, "content": outcome.observation}
         episode.turns[-1] = replace(turn, observation=message, ids=ids)
         episode.context = np.concatenate([episode.context, ids])
+        return True

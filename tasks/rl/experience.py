@@ -141,18 +141,21 @@ def pack_experience(scored: Sequence[ScoredResponse]) -> Experience:
     )
 
 
-Measure = Callable[[Row], Mapping[str, torch.Tensor]]
-"""Returns (tokens of the row,) tensors by name."""
-
-
 def measure_tokens(
-    experience: Experience, ranks: Ranks, *, size: int, device: torch.device, measure: Measure
+    experience: Experience,
+    ranks: Ranks,
+    *,
+    size: int,
+    measure: Callable[[Row], Mapping[str, torch.Tensor]],
 ) -> Experience:
-    """Measure every token, each rank its own rows, without gradients."""
+    """Measure every token, each rank its own rows of `size` responses, without gradients.
+
+    `measure` returns (tokens of the row,) tensors by name.
+    """
     rows = experience.rows(ranks.world_size, ranks.rank, size)
     measurements: dict[str, list[torch.Tensor]] = {}
     with torch.no_grad():
         for chosen in rows:
-            for name, numbers in measure(experience.row(chosen).to(device)).items():
+            for name, numbers in measure(experience.row(chosen).to(ranks.device)).items():
                 measurements.setdefault(name, []).append(numbers.float())
     return experience.with_measurements(ranks, rows, measurements)

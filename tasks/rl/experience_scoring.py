@@ -10,7 +10,7 @@ import torch
 from tasks.core.errors import TrainingError
 from tasks.rl import advantages, correction
 from tasks.rl.experience import Experience, measure_tokens
-from tasks.rl.metrics import compared, estimates, off_policy
+from tasks.rl.metrics import compared, estimates
 from tasks.rl.rollout.servers import ServerEngine
 from tasks.rl.setup import Setup
 from tasks.training.engine import checkpoint
@@ -41,14 +41,14 @@ class ExperienceScorer:
                 logprobs["reference"] = self.setup.reference_logprobs(row, outputs)
             return logprobs
 
+        ranks = self.setup.ranks
         self.setup.engine.eval()
-        placing = {"size": size, "device": self.setup.ranks.device}
-        experience = measure_tokens(experience, self.setup.ranks, measure=of_policy, **placing)
+        experience = measure_tokens(experience, ranks, size=size, measure=of_policy)
         if self.setup.critic is not None:
             with self.setup.critic.active() as engine:
                 engine.eval()
                 experience = measure_tokens(
-                    experience, self.setup.ranks, measure=lambda r: {"values": engine(r)}, **placing
+                    experience, ranks, size=size, measure=lambda row: {"values": engine(row)}
                 )
                 engine.train()
         self.setup.engine.train()
@@ -69,8 +69,15 @@ class ExperienceScorer:
         )
         experience = replace(experience, advantages=advantages_N, returns=returns_N)
         record |= estimates(experience) | {"kl_coef": kl_coef}
-        if "kl_k1" in record:
-            self._require_near(record["kl_k1"], iteration)
+        limit = setup.loop.kl_limit
+        if limit is not None and not record["kl_k1"] <= limit:
+            good = checkpoint.last_good(setup.job.checkpoints)
+            raise TrainingError(
+                f"iteration {iteration}: the policy is {record['kl_k1']:.3g} nats per token from "
+                f"the reference, more than rl.kl_limit={limit:g}; last good checkpoint: "
+                f"{good or 'none yet'}",
+                hint="rl.kl_coef=<more>, or a smaller train.lr",
+            )
         return experience, record
 
     def compare(self, experience: Experience, iteration: int) -> dict[str, float]:
@@ -80,22 +87,9 @@ class ExperienceScorer:
         """
         assert experience.old is not None
         measured = correction.mismatch(experience.old, experience.sampled)
-        mismatch = measured.mean_abs if self.servers is None else self.servers.mismatch
-        checked = replace(measured, mean_abs=mismatch)
+        mismatch = None if self.servers is None else self.servers.mismatch
+        checked = measured.mean_abs if mismatch is None else mismatch
         warning = self.mismatch_limits.require_within(checked, iteration)
         if warning and self.setup.ranks.first:
             LOG.warning(warning)
-        if self.servers is None:
-            return compared(experience.old, measured)
-        return off_policy(experience, measured, mismatch)
-
-    def _require_near(self, kl_now: float, iteration: int) -> None:
-        limit = self.setup.loop.kl_limit
-        if limit is not None and not kl_now <= limit:
-            good = checkpoint.last_good(self.setup.job.checkpoints)
-            raise TrainingError(
-                f"iteration {iteration}: the policy is {kl_now:.3g} nats per token from "
-                f"the reference, more than rl.kl_limit={limit:g}; last good checkpoint: "
-                f"{good or 'none yet'}",
-                hint="rl.kl_coef=<more>, or a smaller train.lr",
-            )
+        return compared(experience.old, measured, mismatch)

@@ -68,9 +68,10 @@ class OnlineTrainer:
 
     def __post_init__(self) -> None:
         loop, settings, count = self.setup.loop, self.setup.job.settings, len(self.train.prompts)
-        self._kl_coef: float = self.progress.kept.get(CONTROLLER, {"coef": loop.kl_coef})["coef"]
+        kept = self.progress.kept
+        self._kl_coef: float = kept.get(CONTROLLER, {"coef": loop.kl_coef})["coef"]
         limits = MismatchLimits(loop.mismatch_limit, loop.mismatch_factor)
-        limits.first = list(self.progress.kept.get(MISMATCH, []))
+        limits.first = list(kept.get(MISMATCH, []))
         self._ahead: ServerEngine | None = None
         if loop.staleness:
             assert isinstance(self.rollout_engine, ServerEngine), "the preflight has checked it"
@@ -78,6 +79,7 @@ class OnlineTrainer:
         self._scorer = ExperienceScorer(self.setup, limits, self._ahead)
         self._updater = Updater(self.setup, self._scorer)
         self._order = PromptOrder(count, loop.rollout_batch_size, loop.refill, settings.seed)
+        self._cursor: int = kept.get(CURSOR, self.progress.step * loop.rollout_batch_size)
         self._last = iterations(loop, settings.batch, count)
         if loop.critic_warmup >= self._last:
             raise ConfigError(
@@ -85,8 +87,6 @@ class OnlineTrainer:
                 f"{self._last} iterations that train.epochs={settings.batch.epochs:g} takes",
                 hint=f"rl.critic_warmup={self._last - 1}, or train.epochs=<more>",
             )
-        done = self.progress.step * loop.rollout_batch_size
-        self._cursor: int = self.progress.kept.get(CURSOR, done)
 
     def run(self) -> dict[str, float]:
         """Run the remaining iterations, with evaluations and checkpoints between them.
@@ -94,15 +94,15 @@ class OnlineTrainer:
         Emits the events "plan", "step", "eval" and "samples". Returns the metrics of the evaluation
         of the weights that the engine has at the end.
         """
-        progress, settings, last = self.progress, self.setup.job.settings, self._last
-        if self.setup.ranks.first:
+        progress, setup, last = self.progress, self.setup, self._last
+        settings = setup.job.settings
+        if setup.ranks.first:
             epochs = last * self._order.per_iteration / self._order.total
-            keep_in(self.setup.job.checkpoints)
+            keep_in(setup.job.checkpoints)
             emit("plan", steps=last, epochs=epochs, taken=progress.step)
         self.rollout_engine.sync_weights()
         if progress.before is None:
             progress.before = self.evaluate("before")
-        setup = self.setup
         saver = saving.Saver(setup.engine, setup.job, setup.ranks, setup.others)
         while progress.step < last and not has_stopped(progress, settings.evaluate):
             with _iteration_in_errors(progress.step + 1):

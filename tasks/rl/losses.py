@@ -36,27 +36,18 @@ def policy_loss(
     weights_n: torch.Tensor,
     entropy_n: torch.Tensor | None = None,
 ) -> Loss:
-    """-mean of min(ratio * A, clipped ratio * A) + kl_coef * KL - entropy_coef * entropy.
+    """Return this row's part of -mean(min(ratio A, clipped ratio A)) + KL - entropy, weighted.
 
     PPO arXiv:1707.06347, eq. 7; different clips on the two sides: DAPO arXiv:2503.14476, eq. 10; a
     bound for negative advantages: dual clip arXiv:1912.09729, eq. 5; one ratio per response: GSPO
-    arXiv:2507.18071, eq. 7.
+    arXiv:2507.18071, eq. 7. `weights_n` are importance weights, see `correction.weights`;
+    `entropy_n` in nats and with gradient, if the loss needs it: its mean is over tokens, whatever
+    the algorithm's.
 
-    Args:
-        logprobs_n: by the policy, with gradient.
-        row: the row's responses with `old` and `advantages`, and `reference` if there is one.
-        totals: of the minibatch.
-        algorithm: `ratio` and kind of mean.
-        loop: clips, weights of KL and entropy.
-        weights_n: importance weights, see `correction.weights`.
-        entropy_n: entropy of the policy, in nats and with gradient, if the loss needs it. Its mean
-            is over tokens, whatever the algorithm's.
-
-    Returns:
-        The loss, and metrics whose sums over rows and ranks are means over the minibatch:
-        `policy_loss` (without KL and entropy); per token `approx_kl` (to the old policy, k3),
-        `ratio`, `clip_low_frac` and `clip_high_frac` (share of tokens clipped on that side, which
-        have no gradient); and if given `kl` (to the reference, k3, nats) and `entropy` (nats).
+    Metrics, whose sums over rows and ranks are means over the minibatch: `policy_loss` (without KL
+    and entropy); per token `approx_kl` (to the old policy, k3), `ratio`, `clip_low_frac` and
+    `clip_high_frac` (share of tokens clipped on that side, which have no gradient); and if given
+    `kl` (to the reference, k3, nats) and `entropy` (nats).
     """
     assert row.old is not None
     assert row.advantages is not None
@@ -116,11 +107,8 @@ def value_loss(values_n: torch.Tensor, row: Experience, totals: Totals, clip: fl
     """Return this row's part of half the mean squared error, with clipped values.
 
     max((V - R)^2, (V_clipped - R)^2) / 2, where V_clipped is at most `clip` from the value before
-    the update: used with PPO (arXiv:1707.06347) since its first implementation. None: no clip.
-
-    Returns:
-        The loss, and the metrics `value_loss` and `value_clip_frac` (share of tokens whose loss is
-        the clipped one; they have no gradient).
+    the update: used with PPO (arXiv:1707.06347) since its first implementation. None: no clip. The
+    metric `value_clip_frac` is the share of tokens whose loss is the clipped one: no gradient.
     """
     assert row.values is not None
     assert row.returns is not None

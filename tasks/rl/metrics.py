@@ -84,29 +84,20 @@ def evaluated(scored: Sequence[ScoredResponse]) -> dict[str, float]:
     }
 
 
-def compared(old_N: torch.Tensor, mismatch: Mismatch) -> dict[str, float]:
+def compared(old_N: torch.Tensor, measured: Mismatch, mismatch: float | None) -> dict[str, float]:
     """Return metrics of the trainer's log-probabilities of the response tokens, before the update.
 
     `entropy` is their negated mean: an unbiased estimate of the policy's entropy if the responses
-    were sampled from it.
+    were sampled from it. `mismatch` is that of the servers, if an older version of the policy may
+    have sampled the responses: what was measured is then more than mismatch.
     """
+    name = "mismatch" if mismatch is None else "off_policy"
     return {
-        "mismatch/mean_abs": mismatch.mean_abs,
-        "mismatch/max_abs": mismatch.max_abs,
-        "mismatch/kl": mismatch.kl,
+        "mismatch/mean_abs": measured.mean_abs if mismatch is None else mismatch,
+        f"{name}/mean_abs": measured.mean_abs,
+        f"{name}/max_abs": measured.max_abs,
+        f"{name}/kl": measured.kl,
         "entropy": float(-old_N.mean()),
-    }
-
-
-def off_policy(experience: Experience, measured: Mismatch, mismatch: float) -> dict[str, float]:
-    """Return metrics of responses that an older version of the policy may have sampled."""
-    assert experience.old is not None
-    return {
-        "mismatch/mean_abs": mismatch,
-        "off_policy/mean_abs": measured.mean_abs,
-        "off_policy/max_abs": measured.max_abs,
-        "off_policy/kl": measured.kl,
-        "entropy": float(-experience.old.mean()),
     }
 
 
@@ -125,28 +116,19 @@ def estimates(experience: Experience) -> dict[str, float]:
         metrics["kl"] = float(estimate_kl(old, reference, "k3").mean())
         metrics["kl_k1"] = float((old - reference).mean())
     if experience.values is not None and experience.returns is not None:
-        metrics["explained_variance"] = explained_variance(experience.values, experience.returns)
+        returns, variance = (
+            experience.returns.double(),
+            experience.returns.double().var(correction=0),
+        )
+        unexplained = (returns - experience.values.double()).var(correction=0)
+        metrics["explained_variance"] = float(1 - unexplained / variance) if variance else 0.0
     return metrics
-
-
-def explained_variance(values_N: torch.Tensor, returns_N: torch.Tensor) -> float:
-    """Return the share of the returns' variance that the critic predicts: 1 - Var(R - V) / Var(R).
-
-    1 is perfect, 0 is no better than a constant, below 0 is worse. 0 if the returns do not vary.
-    """
-    returns_N = returns_N.double()
-    variance = returns_N.var(correction=0)
-    if variance == 0:
-        return 0.0
-    return float(1 - (returns_N - values_N.double()).var(correction=0) / variance)
 
 
 def speeds(clock: Clock, experience: Experience, begin: float) -> dict[str, float]:
     """Return seconds and tokens per second of each phase, and the time outside of the phases."""
-    response_tokens, all_tokens = (
-        int(experience.lengths.sum()),
-        int(experience.sequence_lengths.sum()),
-    )
+    response_tokens = int(experience.lengths.sum())
+    all_tokens = int(experience.sequence_lengths.sum())
     tokens = {"generate": response_tokens, "measure": all_tokens, "update": all_tokens}
     working = (*tokens, "score", "environment")
     phases = [name for name in working if name in clock.seconds]
@@ -167,7 +149,7 @@ def samples_of(scored: Sequence[ScoredResponse]) -> list[Mapping[str, Any]]:
         {
             "id": str(scored[i].response.prompt.row.get("id", "")),
             "prompt": _question(scored[i].response.prompt.row["messages"]),
-            "response": _shown(scored[i].response),
+            "response": _conversation(scored[i].response),
             "reward": scored[i].reward,
             **{f"reward/{name}": value for name, value in scored[i].parts.items()},
         }
@@ -175,7 +157,7 @@ def samples_of(scored: Sequence[ScoredResponse]) -> list[Mapping[str, Any]]:
     ]
 
 
-def _shown(response: Response) -> str:
+def _conversation(response: Response) -> str:
     """Return the response; with an environment, the conversation after the prompt."""
     if not response.turns:
         return response.text

@@ -25,11 +25,6 @@ Messages = Sequence[dict[str, str]]
 REPLIES = ("ok-reply", "<think>\nhm\n</think>\n\nok-reply")
 """Responses of the probes: some templates drop reasoning once the conversation goes on."""
 FIRST, SECOND = "first-observation", "second-observation"
-HINT = "data.chat_template=<Jinja file> that renders earlier messages always the same"
-OTHER_ROLE = {
-    "user": f"rl.observation_role=tool if the template keeps reasoning before it, or {HINT}",
-    "tool": f"rl.observation_role=user, or {HINT}",
-}
 
 
 def probes(prompt: Messages, role: str) -> list[list[dict[str, str]]]:
@@ -52,23 +47,22 @@ def unstable(texts: Sequence[str]) -> str:
     """
     begin, *others = texts
     for reply, once, twice in zip(REPLIES, others[::2], others[1::2], strict=True):
-        if not once.startswith(begin):
-            return "it renders the prompt differently when the conversation goes on"
-        rest = once[len(begin) :]
-        if not rest.lstrip().startswith(reply):
-            return f"it rewrites an earlier response: {reply!r} becomes {rest[:60]!r}"
+        rest = once.removeprefix(begin)
         blank = rest[: len(rest) - len(rest.lstrip())]
         between = rest[len(blank) + len(reply) :]
-        if twice != once + blank + reply + between.replace(FIRST, SECOND):
+        response_stays = once.startswith(begin + blank + reply)
+        if not response_stays or twice != once + blank + reply + between.replace(FIRST, SECOND):
             return f"it rewrites earlier messages when the conversation goes on, as after {reply!r}"
     return ""
 
 
 def refused(reason: str, role: str) -> ConfigError:
     """Return the error about a chat template that cannot be used."""
+    other = "tool" if role == "user" else "user"
     return ConfigError(
         f"rl.environment: the chat template cannot be used for several turns: {reason}",
-        hint=OTHER_ROLE[role],
+        hint=f"rl.observation_role={other}, or data.chat_template=<Jinja file> that renders "
+        "earlier messages always the same",
     )
 
 
@@ -86,7 +80,7 @@ class ObservationTokens:
             conversations = probes(prompt.messages, self.role)
             rows = ({**prompt.row, "messages": messages} for messages in conversations)
             reason = unstable([render(row, self.tokenizer) for row in rows])
-            reason = reason or self._between(prompt, FIRST)[1]
+            self.of(prompt, FIRST)
         except TemplateError as error:
             reason = f"it rejects a message of role {self.role!r}: {error}"
         if reason:
@@ -94,12 +88,6 @@ class ObservationTokens:
 
     def of(self, prompt: Prompt, observation: str) -> NDArray[np.int32]:
         """Return the (o,) int32 token ids between a response's end token and the next response."""
-        ids, reason = self._between(prompt, observation)
-        assert not reason, reason
-        return ids
-
-    def _between(self, prompt: Prompt, observation: str) -> tuple[NDArray[np.int32], str]:
-        """Return the tokens, and why they cannot be told."""
         messages = [
             *prompt.messages,
             {"role": "assistant", "content": REPLIES[0]},
@@ -108,9 +96,8 @@ class ObservationTokens:
         text = render({**prompt.row, "messages": messages}, self.tokenizer)
         ids = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
         start = len(prompt.ids)
-        if not np.array_equal(ids[:start], prompt.ids):
-            return ids[:0], "the tokens of a prompt change when the conversation goes on"
         ends = np.flatnonzero(np.isin(ids[start:], list(self.ends)))
-        if not len(ends):
-            return ids[:0], f"no token that ends a response ({sorted(self.ends)}) follows one"
-        return ids[start + int(ends[0]) + 1 :], ""
+        if not np.array_equal(ids[:start], prompt.ids) or not len(ends):
+            reason = f"it changes the prompt, or ends no response with {sorted(self.ends)}"
+            raise refused(reason, self.role)
+        return ids[start + int(ends[0]) + 1 :]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jinja2 import TemplateError
@@ -19,17 +19,8 @@ from tasks.training.tokens.rows import RowFile
 if TYPE_CHECKING:
     from tasks.training.engine.deepspeed_engine import Ranks
 
-CHUNK = 512
-"""Prompts tokenised at once."""
 SHOWN = 20
 """Problems listed in an error."""
-
-
-class _Part(NamedTuple):
-    """Token ids of one rank's part of the rows, and the problems in them."""
-
-    ids: list[NDArray[np.int32]]
-    problems: list[str]
 
 
 def load_prompts(path: Path, *, tokenizer: Any, limit: int, ranks: Ranks) -> tuple[Prompt, ...]:
@@ -46,10 +37,12 @@ def load_prompts(path: Path, *, tokenizer: Any, limit: int, ranks: Ranks) -> tup
     rows = RowFile(path)
     total, world = len(rows), ranks.world_size
     begin, end = (total * part // world for part in (ranks.rank, ranks.rank + 1))
-    parts = ranks.all_objects(_tokenised(rows, range(begin, end), tokenizer, limit))
-    problems = [problem for part in parts for problem in part.problems]
+    mine = _tokenised([rows[n] for n in range(begin, end)], tokenizer, limit)
+    parts = ranks.all_objects(mine)
+    token_ids = [ids for part, _ in parts for ids in part]
+    problems = [problem for _, part in parts for problem in part]
     if problems:
-        longest = max(len(ids) for part in parts for ids in part.ids)
+        longest = max(map(len, token_ids))
         keeps = f"rollout.max_prompt_len={longest} keeps all" if longest > limit else "fix them"
         raise DataError(
             f"{path.name}: {len(problems)} of {total} prompts cannot be used, first {problems[0]}",
@@ -58,8 +51,7 @@ def load_prompts(path: Path, *, tokenizer: Any, limit: int, ranks: Ranks) -> tup
         )
     if not total:
         raise DataError(f"{path.name} has no prompts", hint="data.path=<file with prompts>")
-    every_ids = [ids for part in parts for ids in part.ids]
-    prompts = tuple(Prompt(_flat(rows[n]), ids) for n, ids in enumerate(every_ids))
+    prompts = tuple(Prompt(_flat(rows[n]), ids) for n, ids in enumerate(token_ids))
     rows.close()
     return prompts
 
@@ -69,25 +61,24 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
     return {**row.pop("columns", {}), **row}
 
 
-def _tokenised(rows: RowFile, numbers: range, tokenizer: Any, limit: int) -> _Part:
+def _tokenised(
+    rows: Sequence[dict[str, Any]], tokenizer: Any, limit: int
+) -> tuple[list[NDArray[np.int32]], list[str]]:
+    """Return the token ids of each row's prompt, and the problems of rows."""
     token_ids, problems = [], []
-    for start in range(0, len(numbers), CHUNK):
-        chosen = [rows[n] for n in numbers[start : start + CHUNK]]
-        texts = []
-        for row in chosen:
-            try:
-                texts.append(render(row, tokenizer))
-            except (TemplateError, KeyError) as error:
-                problems.append(f"{row['id']}: the chat template rejects it: {error}")
-                texts.append("")
-        batch = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        for row, ids in zip(chosen, batch, strict=True):
-            if len(ids) > limit:
-                problems.append(
-                    f"{row['id']}: {len(ids)} tokens, more than rollout.max_prompt_len={limit}"
-                )
-            token_ids.append(np.asarray(ids, np.int32))
-    return _Part(token_ids, problems)
+    for row in rows:
+        try:
+            text = render(row, tokenizer)
+        except (TemplateError, KeyError) as error:
+            problems.append(f"{row['id']}: the chat template rejects it: {error}")
+            text = ""
+        ids = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        if len(ids) > limit:
+            problems.append(
+                f"{row['id']}: {len(ids)} tokens, more than rollout.max_prompt_len={limit}"
+            )
+        token_ids.append(ids)
+    return token_ids, problems
 
 
 def render(row: Mapping[str, Any], tokenizer: Any) -> str:

@@ -45,9 +45,8 @@ class Endpoint:
     def __init__(self, url: str, reward: Reward, tokenizer: Any, log: Log) -> None:
         self.label = f"reward.url={redact_url(url)}"
         self._url, self._reward, self._tokenizer, self._log = url, reward, tokenizer, log
-        headers = {"Content-Type": "application/json"}
-        if token := os.environ.get(TOKEN):
-            headers["Authorization"] = f"Bearer {token}"
+        token = os.environ.get(TOKEN)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._client = httpx.Client(timeout=reward.timeout_s, headers=headers)
 
     def __call__(self, responses: Sequence[Response]) -> list[float]:
@@ -61,77 +60,62 @@ class Endpoint:
         self._client.close()
 
     def _rewards(self, responses: Sequence[Response]) -> list[float]:
-        content = self._answer(responses)
+        text = self._answer(responses)
         try:
-            rewards = json.loads(content)["rewards"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise RewardError(
-                f'{self.label} does not answer {{"rewards": [...]}} but {shortened(content)}',
-                details=[_batch_of(responses)],
-                hint="the answer has to be JSON with one number per response",
-            ) from error
+            rewards = json.loads(text)["rewards"]
+        except (ValueError, KeyError, TypeError):
+            raise self._error(
+                f"does not answer JSON with rewards but {shortened(text)}",
+                responses,
+                'answer {"rewards": [one number per response]}',
+            ) from None
         return validate_rewards(rewards, responses, self.label)
 
     def _answer(self, responses: Sequence[Response]) -> str:
         """Return the text of the first attempt that succeeds."""
-        body, attempts, pause_s = self._body(responses), 1 + self._reward.retries, FIRST_PAUSE_S
-        for attempt in range(1, 1 + attempts):
-            asked_s = None
+        body, attempts = self._body(responses), 1 + self._reward.retries
+        for attempt in range(attempts):
+            pause_s = FIRST_PAUSE_S * 2**attempt
             try:
-                answer = self._client.post(self._url, content=body)
-                if answer.is_success:
-                    return answer.text
-                problem = (
-                    f"status {answer.status_code} {answer.reason_phrase}: {shortened(answer.text)}"
-                )
-                if answer.status_code != 429 and answer.status_code < 500:
-                    raise self._refused(answer, problem, responses)
-                asked_s = _retry_after(answer.headers.get("Retry-After"))
+                answer = self._client.post(self._url, json=body)
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
-            self._log.warning("%s: attempt %d of %d: %s", self.label, attempt, attempts, problem)
-            if attempt < attempts:
-                time.sleep(min(pause_s if asked_s is None else asked_s, LONGEST_PAUSE_S))
-                pause_s *= 2
-        raise RewardError(
-            f"{self.label} gave no rewards in {attempts} attempt{'s' * (attempts > 1)}: {problem}",
-            details=[_batch_of(responses)],
-            hint="is the server up? see reward.timeout_s, reward.retries and reward.batch",
+            else:
+                if answer.is_success:
+                    return answer.text
+                problem = f"status {answer.status_code}: {shortened(answer.text)}"
+                if answer.status_code != 429 and answer.status_code < 500:
+                    raise self._error(
+                        f"refuses the request: {problem}", responses, "read the server's log"
+                    )
+                asked = answer.headers.get("Retry-After", "")
+                pause_s = float(asked) if asked.replace(".", "", 1).isdecimal() else pause_s
+            self._log.warning(
+                "%s: attempt %d of %d: %s", self.label, attempt + 1, attempts, problem
+            )
+            if attempt + 1 < attempts:
+                time.sleep(min(pause_s, LONGEST_PAUSE_S))
+        raise self._error(
+            f"gave no rewards in {attempts} attempts: {problem}",
+            responses,
+            "is the server up? see reward.timeout_s, reward.retries and reward.batch",
         )
 
-    def _body(self, responses: Sequence[Response]) -> bytes:
+    def _body(self, responses: Sequence[Response]) -> dict[str, Any]:
         decode = self._tokenizer.decode
         rows = [dict(response.prompt.row) for response in responses]
-        body = {
+        return {
             "query": [decode(response.ids.tolist()) for response in responses],
             "prompts": [decode(response.prompt.ids.tolist()) for response in responses],
             "completions": [response.text for response in responses],
             "labels": [row.get("answer") for row in rows],
             "rows": rows,
         }
-        return json.dumps(body).encode()
 
-    def _refused(
-        self, answer: httpx.Response, problem: str, responses: Sequence[Response]
-    ) -> RewardError:
-        moved = answer.headers.get("Location")
-        return RewardError(
-            f"{self.label} refuses the request: {problem}",
-            details=[
-                _batch_of(responses),
-                *error_details(responses[0].prompt, responses[0].text),
-            ],
-            hint=f"reward.url={redact_url(moved)}" if moved else "read the server's log",
-        )
-
-
-def _batch_of(responses: Sequence[Response]) -> str:
-    return f"batch of {len(responses)}, first {describe(responses[0].prompt)}"
-
-
-def _retry_after(text: str | None) -> float | None:
-    """Return the seconds of a `Retry-After` header; None for a date, which servers hardly use."""
-    try:
-        return max(0.0, float(text or ""))
-    except ValueError:
-        return None
+    def _error(self, what: str, responses: Sequence[Response], hint: str) -> RewardError:
+        first = responses[0]
+        details = [
+            f"batch of {len(responses)}, first {describe(first.prompt)}",
+            *error_details(first.prompt, first.text),
+        ]
+        return RewardError(f"{self.label} {what}", details=details, hint=hint)

@@ -12,7 +12,7 @@ The folder's facts are read without torch, for the preflight.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,28 +54,24 @@ class RewardFolder:
 
         Raises an ArtifactError unless it is a reward model with one label.
         """
+        label = f"reward.model={path}"
         if path.is_dir():
             require_own_files(path)
         if not (path / "config.json").is_file():
-            raise ArtifactError(
-                f"reward.model={path} is not a model folder: no config.json", hint=EXAMPLE
-            )
+            raise ArtifactError(f"{label} is not a model folder: no config.json", hint=EXAMPLE)
         config = read_json(path / "config.json")
-        classes = architectures(config)
-        if not classes or not classes[0].endswith(_CLASS):
-            what = classes[0] if classes else "no class"
+        name = next(iter(architectures(config)), "no class")
+        # transformers assumes two labels where config.json does not say.
+        labels = len(config.get("id2label") or ()) or config.get("num_labels", 2)
+        if not name.endswith(_CLASS) or labels != 1:
             raise ArtifactError(
-                f"reward.model={path} is not a *{_CLASS}: its config.json says {what}",
+                f"{label} is not a *{_CLASS} with one label: {name} with {labels}",
                 hint=f"{EXAMPLE}; {DELIVER}",
             )
-        if (labels := _labels(config)) != 1:
-            raise ArtifactError(
-                f"reward.model={path} has {labels} labels; a reward model has one", hint=EXAMPLE
-            )
-        normalisation = normalisation_from(config, f"reward.model={path}")
+        normalisation = normalisation_from(config, label)
         if normalize and not normalisation.is_there:
             raise ArtifactError(
-                f"reward.model={path}: no mean and std of its rewards in config.json",
+                f"{label}: no mean and std of its rewards in config.json",
                 hint="reward.normalize=false uses its scores unchanged",
             )
         text = config.get("text_config") or config  # nested in multimodal models
@@ -85,13 +81,6 @@ class RewardFolder:
             normalisation=normalisation,
             context=text.get("max_position_embeddings"),
         )
-
-
-def _labels(config: Mapping[str, Any]) -> int:
-    """Return the number of labels as transformers counts them; its default is 2."""
-    if isinstance(config.get("id2label"), dict):
-        return len(config["id2label"])
-    return int(config.get("num_labels", 2))
 
 
 def model_digest(folder: Path) -> str:
@@ -142,7 +131,7 @@ class RewardModel:
         from tasks.training.tokens.examples import Examples
         from tasks.training.tokens.packing import pack
 
-        texts = self._encoding.texts(responses)
+        texts = [self._encoding.ids(response) for response in responses]
         examples = Examples.of_texts(texts)
         scores = np.empty(len(texts))
         with torch.no_grad():
@@ -184,37 +173,34 @@ class Encoding:
     @classmethod
     def between(cls, policy: Any, folder: RewardFolder, *, label: str, log: Log) -> Encoding:
         """Compare the policy's tokenizer with the reward model's; log which ids are used."""
-        tokenizer = load_tokenizer(folder.path)
-        difference = _difference(policy, tokenizer)
-        if difference is None:
+        own = load_tokenizer(folder.path)
+        if policy.get_vocab() == own.get_vocab() and policy.chat_template == own.chat_template:
             log.info("%s: has the policy's tokenizer; scores its token ids as they are", label)
             return cls(label, folder.context)
-        if not tokenizer.chat_template:
+        different = "its vocabulary or chat template is not the policy's"
+        if not own.chat_template:
             raise ArtifactError(
-                f"{label}: {difference}, and it has no chat template to render conversations with",
+                f"{label}: {different}, and it has no chat template to render conversations with",
                 hint="a reward model with a chat_template.jinja",
             )
-        log.warning("%s: %s; its own template renders the responses again", label, difference)
-        stops = frozenset(stop_ids(folder.path, tokenizer.eos_token_id))
-        return cls(label, folder.context, tokenizer, stops)
+        log.warning("%s: %s; its own template renders the responses again", label, different)
+        return cls(label, folder.context, own, frozenset(stop_ids(folder.path, own.eos_token_id)))
 
-    def texts(self, responses: Sequence[Response]) -> list[list[int]]:
-        """Return the token ids of each conversation; without an end token if it was cut off."""
-        texts = [self._text(response) for response in responses]
-        for response, ids in zip(responses, texts, strict=True):
-            if self.limit is not None and len(ids) > self.limit:
-                raise RewardError(
-                    f"{self.label}: {len(ids)} tokens for {describe(response.prompt)}, more than "
-                    f"its limit of {self.limit}",
-                    details=error_details(response.prompt, response.text),
-                    hint="rollout.max_new_tokens=<less>, or a reward model with a longer context",
-                )
-        return texts
+    def ids(self, response: Response) -> list[int]:
+        """Return the token ids of a conversation; without an end token if it was cut off."""
+        ids: list[int] = response.ids.tolist()
+        if self.tokenizer is not None:
+            ids = self._rendered(response)
+        if self.limit is not None and len(ids) > self.limit:
+            raise RewardError(
+                f"{self.label}: {len(ids)} tokens for {describe(response.prompt)}, more than "
+                f"its limit of {self.limit}",
+                details=error_details(response.prompt, response.text),
+                hint="rollout.max_new_tokens=<less>, or a reward model with a longer context",
+            )
+        return ids
 
-    def _text(self, response: Response) -> list[int]:
-        if self.tokenizer is None:
-            ids: list[int] = response.ids.tolist()
-            return ids
+    def _rendered(self, response: Response) -> list[int]:
         from jinja2 import TemplateError
 
         messages = [*response.prompt.messages, *response.messages]
@@ -227,12 +213,3 @@ class Encoding:
             ) from error
         cut_off = not response.generated.ended and ids[-1] in self.stops
         return ids[:-1] if cut_off else ids
-
-
-def _difference(policy: Any, own: Any) -> str | None:
-    """Return how the reward model's tokenizer differs from the policy's, or None."""
-    if policy.get_vocab() != own.get_vocab():
-        return f"its vocabulary ({len(own)} tokens) is not the policy's ({len(policy)})"
-    if policy.chat_template != own.chat_template:
-        return "its chat template is not the policy's"
-    return None

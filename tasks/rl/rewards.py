@@ -7,9 +7,8 @@ A source with weight 0 is recorded but does not count. A source that returns NaN
 numbers is a `RewardError` that shows the prompt. `reward_model.py` has the reward model,
 `reward_endpoint.py` the endpoint; here are functions.
 
-`reward.function=path.py:name`: a Python function of the user, with the signature of TRL.
-
-`eval.function` has the same signature.
+`reward.function=path.py:name`, and `eval.function`: a Python function of the user, with the
+signature of TRL.
 
     def score(prompts, completions, completion_ids, **columns) -> list[float]
 
@@ -81,38 +80,35 @@ class Weighted:
 
 
 class Rewards:
-    """All reward sources of a run; none if an environment gives the rewards.
+    """All reward sources of a run; none if an environment gives the rewards. A context manager."""
 
-    Use it as a context manager, or call `close`.
-    """
-
-    def __init__(self, sources: Sequence[Weighted]) -> None:
-        self.sources = tuple(sources)
+    def __init__(self, sources: Sequence[Weighted] = ()) -> None:
+        self.sources: list[Weighted] = []
+        self._closing = ExitStack()
+        for weighted in sources:
+            self.add(weighted.name, weighted.weight, weighted.source)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._closing.close()
+
+    def add(self, name: str, weight: float, source: Source) -> None:
+        """Add a source, which is closed with the others."""
+        self._closing.callback(source.close)
+        self.sources.append(Weighted(name, weight, source))
 
     def score(
         self, responses: Sequence[Response]
     ) -> tuple[NDArray[np.float64], dict[str, NDArray[np.float64]]]:
         """Return the (S,) weighted sums, and the (S,) unweighted rewards by name of the source."""
-        parts = {
-            weighted.name: np.array(weighted.source(responses) if responses else [], np.float64)
-            for weighted in self.sources
-        }
         total: NDArray[np.float64] = np.zeros(len(responses), np.float64)
-        for weighted in self.sources:
-            total += weighted.weight * parts[weighted.name]
+        parts: dict[str, NDArray[np.float64]] = {}
+        for each in self.sources:
+            parts[each.name] = np.array(each.source(responses) if responses else [], np.float64)
+            total += each.weight * parts[each.name]
         return total, parts
-
-    def close(self) -> None:
-        """Close all sources: models, processes and connections."""
-        with ExitStack() as stack:
-            for weighted in self.sources:
-                stack.callback(weighted.source.close)
 
 
 def open_rewards(
@@ -128,41 +124,32 @@ def open_rewards(
 
     Beside an environment none is `required`. `logs` is the folder for complete outputs.
     """
-    sources: list[Weighted] = []
     with ExitStack() as opened:
-
-        def add(name: str, weight: float, source: Source) -> None:
-            opened.callback(source.close)
-            sources.append(Weighted(name, weight, source))
-
+        rewards = opened.enter_context(Rewards())
         if reward.function == EXACT_MATCH:
-            add("function", reward.function_weight, ExactMatch())
+            rewards.add("function", reward.function_weight, ExactMatch())
         elif reward.function is not None:
-            function = Function(
-                FunctionReference.of(reward.function),
-                timeout_s=reward.timeout_s,
-                log=log,
-                log_path=logs / FUNCTION_LOG,
-            )
-            add("function", reward.function_weight, function)
+            reference, path = FunctionReference.of(reward.function), logs / FUNCTION_LOG
+            function = Function(reference, timeout_s=reward.timeout_s, log=log, log_path=path)
+            rewards.add("function", reward.function_weight, function)
         if reward.model is not None:
             from tasks.rl.reward_model import RewardModel
 
             folder = Path(str(reward.model))
             model = RewardModel(folder, tokenizer, device, normalize=reward.normalize, log=log)
-            add("model", reward.model_weight, model)
+            rewards.add("model", reward.model_weight, model)
         if reward.url is not None:
             from tasks.rl.reward_endpoint import Endpoint
 
             url = os.environ.get(REWARD_URL, reward.url)
-            add("url", reward.url_weight, Endpoint(url, reward, tokenizer, log))
+            rewards.add("url", reward.url_weight, Endpoint(url, reward, tokenizer, log))
+        if required and not rewards.sources:
+            raise ConfigError(
+                "no reward source: reward.model, reward.function and reward.url are all unset",
+                hint="reward.model=<folder>, reward.function=<path.py>:<name> or reward.url=<URL>",
+            )
         opened.pop_all()
-    if required and not sources:
-        raise ConfigError(
-            "no reward source: reward.model, reward.function and reward.url are all unset",
-            hint="reward.model=<folder>, reward.function=<path.py>:<name> or reward.url=<URL>",
-        )
-    return Rewards(sources)
+    return rewards
 
 
 def sources_digest(reward: Mapping[str, Any], environment: str | None = None) -> str:
@@ -187,15 +174,12 @@ class Function(UserCode):
 
     def __call__(self, responses: Sequence[Response]) -> list[float]:
         """Call the function once with all responses."""
-
-        def place(_: str) -> Place:
-            first = responses[0]
-            return (
-                f"on {len(responses)} responses, first {describe(first.prompt)}",
-                error_details(first.prompt, first.text),
-            )
-
-        values = self.ask("call", {"": _keywords(responses)}, place)
+        first = responses[0]
+        place: Place = (
+            f"on {len(responses)} responses, first {describe(first.prompt)}",
+            error_details(first.prompt, first.text),
+        )
+        values = self.ask("call", {"": _keywords(responses)}, lambda _: place)
         return validate_rewards(values[""], responses, self.label)
 
 
@@ -213,15 +197,13 @@ def _keywords(responses: Sequence[Response]) -> dict[str, Any]:
 class ExactMatch:
     """1 if the response is the row's answer, else 0; compares texts as smoke_eval does."""
 
-    label = f"reward.function={EXACT_MATCH}"
-
     def __call__(self, responses: Sequence[Response]) -> list[float]:
         """Return 1 or 0 for each response; a RewardError names a row without `answer`."""
         for response in responses:
             row = response.prompt.row
             if not isinstance(row.get(ANSWER), str):
                 raise RewardError(
-                    f"{self.label}: row {row.get('id')} has no text {ANSWER!r}",
+                    f"reward.function={EXACT_MATCH}: row {row.get('id')} has no text {ANSWER!r}",
                     details=error_details(response.prompt, response.text),
                     hint=f"give every row of the data an {ANSWER!r}, or use another function",
                 )
@@ -236,30 +218,23 @@ def validate_rewards(rewards: object, responses: Sequence[Response], label: str)
 
     True and false count as 1 and 0.
     """
+    first = responses[0]
     if not isinstance(rewards, list):
-        raise RewardError(
-            f"{label} gave {shortened(rewards)} ({type(rewards).__name__}), not a list of numbers",
-            details=error_details(responses[0].prompt, responses[0].text),
-            hint="return a list with a number for each completion",
-        )
-    if len(rewards) != len(responses):
-        raise RewardError(
-            f"{label} gave {len(rewards)} rewards for {len(responses)} responses",
-            details=error_details(responses[0].prompt, responses[0].text),
-            hint="return exactly one number for each completion, in their order",
-        )
-    wrong = [number for number, value in enumerate(rewards) if not is_finite_number(value)]
-    if wrong:
-        first = responses[wrong[0]]
-        raise RewardError(
-            f"{label} gave {shortened(rewards[wrong[0]])} for {describe(first.prompt)}",
-            details=[
-                *error_details(first.prompt, first.text),
-                f"{len(wrong)} of {len(responses)} rewards are no finite numbers",
-            ],
-            hint="a reward is a finite number; where a rule does not apply, give 0",
-        )
-    return [float(value) for value in rewards]
+        wrong = f"{shortened(rewards)}, not a list of numbers"
+    elif len(rewards) != len(responses):
+        wrong = f"{len(rewards)} rewards for {len(responses)} responses"
+    else:
+        bad = [number for number, value in enumerate(rewards) if not is_finite_number(value)]
+        if not bad:
+            return [float(value) for value in rewards]
+        first = responses[bad[0]]
+        wrong = f"{shortened(rewards[bad[0]])} for {describe(first.prompt)}"
+    raise RewardError(
+        f"{label} gave {wrong}",
+        details=error_details(first.prompt, first.text),
+        hint="return a list with a finite number for each completion, in their order; "
+        "where a rule does not apply, 0",
+    )
 
 
 def is_finite_number(value: object) -> bool:

@@ -121,13 +121,13 @@ def set_up(
     config = deepspeed_config(job.settings, ranks.world_size, gpu=ranks.gpu, universal=universal)
     model = load_model(job, ranks, config, tokenizer=tokenizer)
     engine = start_engine(model, config, job.settings.optim)
-    critic = None
+    critic, models = None, [engine.module]
     if chosen.critic:
         critic = start_critic(
             job, loop, ranks, policy=engine.module, config=config, tokenizer=tokenizer
         )
-    critics = [] if critic is None else [critic.engine.module]
-    if disable_dropout(engine.module, *critics) and ranks.first:
+        models.append(critic.engine.module)
+    if disable_dropout(*models) and ranks.first:
         LOG.warning("dropout is off: its noise would be in every ratio of new to old policy")
     setup = Setup(engine, critic, None, ranks, job, online, chosen)
     progress = restore(engine, job, setup.others)

@@ -173,12 +173,9 @@ class Updater:
 
             metrics = self._critic.accumulate(step, rows, loss_of)
             metrics |= self._critic.step(step)
-        names = {
-            "loss": "value_total",
-            "grad_norm": "critic_grad_norm",
-            "skipped": "critic_skipped",
-        }
-        return {names.get(name, name): value for name, value in metrics.items()}
+        metrics["value_total"] = metrics.pop("loss")
+        own = ("grad_norm", "skipped")
+        return {f"critic_{name}" if name in own else name: v for name, v in metrics.items()}
 
 
 class Learner:
@@ -218,9 +215,7 @@ class Learner:
             raise self._error(number, "gradient is not finite")
         self._skipped = self._skipped + 1 if skipped else 0
         if self._skipped >= MAX_SKIPPED:
-            error = self._error(number, f"fp16 overflowed in each of the last {MAX_SKIPPED} steps")
-            error.hint = f"model.dtype=bfloat16, or {error.hint}"
-            raise error
+            raise self._error(number, f"fp16 overflowed in each of the last {MAX_SKIPPED} steps")
         metrics = {"skipped": float(skipped)} if half else {}
         if not skipped:
             metrics["grad_norm"] = norm

@@ -3,11 +3,9 @@
     code = UserCode(FunctionReference.of("judge.py:score"), timeout_s=60, log=log, log_path=path)
     values = code.ask("call", {"": keywords}, lambda key: ("on 4 responses", details))
 
-`UserCode` starts this file as a program, and `Conversation` passes it one request after another.
-The code may hang, crash or print anything: the process ends with all of its descendants when a call
-takes too long, on `close`, and when this process dies.
-
-A request names a method and has the arguments of its calls by key:
+This file is also the program of that process. The code may hang, crash or print anything: the
+process ends with all of its descendants when a call takes too long, on `close`, and when this
+process dies. A request names a method and has the arguments of its calls by key:
 
     load    import the file
     call    call the function with those keywords that it takes
@@ -20,7 +18,6 @@ Coroutines of a request run concurrently; their event loop lives as long as the 
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import faulthandler
 import hashlib
@@ -34,7 +31,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from tasks.core.errors import ConfigError, RewardError, StageProcessError
 from tasks.core.events import emit
@@ -58,7 +55,7 @@ Place = tuple[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class FunctionReference:
-    """A function or class in a file, which is parsed and not run."""
+    """A function or class in a file of the user."""
 
     path: Path  # absolute path of the file
     name: str  # name of the function or class
@@ -73,17 +70,16 @@ class FunctionReference:
             return cls(Path(calculator.__file__), "Calculator", setting)
         path, colon, name = text.rpartition(":")
         if not colon or not path.endswith(".py") or not name.isidentifier():
-            hint = cls(Path(), "", setting)._example
-            raise ConfigError(f"{setting}={text} is not of the form path.py:name", hint=hint)
+            raise ConfigError(
+                f"{setting}={text} is not of the form path.py:name",
+                hint=f"{setting}=<path.py>:<name>",
+            )
         return cls(Path(path).expanduser().absolute(), name, setting)
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.name}"
 
     @property
     def label(self) -> str:
         """The setting with its value."""
-        return f"{self.setting}={self}"
+        return f"{self.setting}={self.path}:{self.name}"
 
     @property
     def slow_hint(self) -> str:
@@ -92,30 +88,20 @@ class FunctionReference:
         key = "environment_timeout_s" if self.setting == ENVIRONMENT else "timeout_s"
         return f"{section}.{key}=<more> if it needs that long"
 
-    @property
-    def _example(self) -> str:
-        kind = "class" if self.setting == ENVIRONMENT else "function"
-        example = f"{self.setting}=<path.py>:<name of a {kind} in it>"
-        return f"{example}, or exact_match" if self.setting == REWARD else example
-
     def digest(self) -> str:
         """Return the SHA-256 of the file. Files that it imports are not included."""
         return hashlib.sha256(self._read()).hexdigest()
 
     def require(self) -> None:
-        """Raise a ConfigError unless the file exists and binds the name at its top level."""
+        """Raise a ConfigError unless the file is Python and has the name; runs nothing."""
         try:
-            tree = ast.parse(self._read(), str(self.path))
+            names = compile(self._read(), str(self.path), "exec").co_names
         except (SyntaxError, ValueError) as error:
+            raise ConfigError(f"{self.label}: the file is not Python: {error}") from error
+        if self.name not in names:
             raise ConfigError(
-                f"{self.label}: the file is not Python: {error}", hint=self._example
-            ) from error
-        names = _names(tree)
-        if self.name not in names and "*" not in names:
-            there = ", ".join(sorted(names)) or "nothing"
-            raise ConfigError(
-                f"{self.label}: no {self.name!r} in the file, which has {there}",
-                hint=self._example,
+                f"{self.label}: no {self.name!r} at the top level of the file",
+                hint=f"{self.setting}={self.path}:<name>",
             )
 
     def _read(self) -> bytes:
@@ -123,27 +109,9 @@ class FunctionReference:
             return self.path.read_bytes()
         except OSError as error:
             raise ConfigError(
-                f"{self.label}: {error.strerror or error}: {self.path}", hint=self._example
+                f"{self.label}: {error.strerror or error}: {self.path}",
+                hint=f"{self.setting}=<path.py>:{self.name}",
             ) from error
-
-
-def _names(tree: ast.Module) -> set[str]:
-    """Return the names bound at the top level of a file; `*` if it has a star import."""
-    names: set[str] = set()
-    nodes: list[ast.AST] = list(tree.body)
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-            continue  # names inside it are local
-        if isinstance(node, ast.Lambda):
-            continue
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        nodes.extend(ast.iter_child_nodes(node))
-    return names
 
 
 class UserCode:
@@ -160,12 +128,11 @@ class UserCode:
         self._slow_hint, self._timeout_s = reference.slow_hint, timeout_s
         path, name, setting = str(reference.path), reference.name, reference.setting
         argv = python_child("tasks.rl.user_code", path, name, setting, str(timeout_s))
+        process = Conversation(
+            argv, stage="reward", log=log, log_path=log_path, on_event=self._on_event
+        )
         with ExitStack() as opened:
-            self._process = opened.enter_context(
-                Conversation(
-                    argv, stage="reward", log=log, log_path=log_path, on_event=self._on_event
-                )
-            )
+            self._process = opened.enter_context(process)
             self.ask("load", {"": None}, lambda _: ("when it was loaded", ()))
             self._opened = opened.pop_all()
 
@@ -188,8 +155,7 @@ class UserCode:
             what, hint = f"ended its process (status {error.returncode})", ""
             if error.reason == "timeout":
                 what, hint = f"took more than {self._timeout_s:g} s", self._slow_hint
-            trace = ["its last lines of output:", *error.details]
-            raise self.failure(what, place(self._at), trace=trace, hint=hint) from error
+            raise self.failure(what, place(self._at), trace=error.details, hint=hint) from error
         for key, result in results.items():
             if "failure" in result:
                 what, *trace = result["failure"]
@@ -217,15 +183,15 @@ class UserCode:
 
 
 class Refused(Exception):
-    """The code cannot be loaded or called; the message says why, `hint` what to type."""
+    """The code cannot be called; the message says why, `hint` what to type."""
 
-    def __init__(self, message: str, hint: str = "") -> None:
+    def __init__(self, message: str, hint: str) -> None:
         super().__init__(message)
         self.hint = hint
 
 
 class Worker:
-    """Makes the calls of requests; `timeout_s` limits all calls of one."""
+    """Makes the calls of requests; `timeout_s` limits those of one."""
 
     def __init__(self, reference: FunctionReference, timeout_s: float) -> None:
         self._reference, self._timeout_s = reference, timeout_s
@@ -235,13 +201,11 @@ class Worker:
 
     def answer(self, method: str, calls: Mapping[str, Any]) -> dict[str, Any]:
         """Return a `value` or a `failure` of each call."""
-        until = self._loop.time() + self._timeout_s
         # Outside of the loop, since the user's code may call asyncio.run.
         results = {key: self._begin(method, key, argument) for key, argument in calls.items()}
         waiting = {key: result for key, result in results.items() if inspect.isawaitable(result)}
         if waiting:
-            finished = [self._finish(key, result, until) for key, result in waiting.items()]
-            results |= zip(waiting, self._loop.run_until_complete(_all(finished)), strict=True)
+            results |= self._loop.run_until_complete(self._finish(waiting))
         return results
 
     def _begin(self, method: str, key: str, argument: Any) -> Any:
@@ -253,16 +217,19 @@ class Worker:
         except (Exception, SystemExit) as error:
             return failed(error)
 
-    async def _finish(self, key: str, value: Awaitable[Any], until: float) -> dict[str, Any]:
-        emit("at", key=key)
-        limit = asyncio.timeout_at(until)
+    async def _finish(self, waiting: Mapping[str, Awaitable[Any]]) -> dict[str, Any]:
+        results = await asyncio.gather(*map(self._value, waiting.values()))
+        return dict(zip(waiting, results, strict=True))
+
+    async def _value(self, waiting: Awaitable[Any]) -> dict[str, Any]:
+        limit = asyncio.timeout(self._timeout_s)
         try:
             async with limit:
-                return {"value": plain(await value)}
+                return {"value": plain(await waiting)}
         except (Exception, SystemExit) as error:
             if limit.expired():
-                what = f"took more than {self._timeout_s:g} s"
-                return {"failure": [what], "hint": self._reference.slow_hint}
+                slow = f"took more than {self._timeout_s:g} s"
+                return failed(Refused(slow, self._reference.slow_hint))
             return failed(error)
 
     def _call(self, method: str, key: str, argument: Any) -> Any:
@@ -280,60 +247,32 @@ class Worker:
         return made.close() if hasattr(made, "close") else None
 
 
-async def _all(waiting: Sequence[Awaitable[Any]]) -> list[Any]:
-    return await asyncio.gather(*waiting)
-
-
 def load(reference: FunctionReference) -> Any:
     """Import the file and return what the name is bound to; it can import modules beside it."""
-    path, name = reference.path, reference.name
-    sys.path.insert(0, str(path.parent))
+    sys.path.insert(0, str(reference.path.parent))
     # A unique name, since a file `math.py` must not become the module `math`.
-    unique = f"reward_function_{path.stem}"
-    spec = importlib.util.spec_from_file_location(unique, path)
+    unique = f"reward_function_{reference.path.stem}"
+    spec = importlib.util.spec_from_file_location(unique, reference.path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[unique] = module
+    module = sys.modules[unique] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    loaded = getattr(module, name, None)
-    if reference.setting == ENVIRONMENT:
-        if not inspect.isclass(loaded):
-            raise Refused(f"{name!r} is no class but {type(loaded).__name__}", "name a class")
-        missing = [each for each in ("reset", "step") if not callable(getattr(loaded, each, None))]
-        if missing:
-            raise Refused(
-                f"class {name} has no method {' and no method '.join(missing)}",
-                "def reset(self, **columns) and def step(self, text), which returns "
-                "(observation, reward, done)",
-            )
-    elif not callable(loaded):
-        raise Refused(f"{name!r} is no function but {type(loaded).__name__}", "name a function")
-    return loaded
+    return getattr(module, reference.name)
 
 
 def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords that a function takes: all with `**kwargs`, else those it names."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # written in C, without a signature
-        return dict(offered)
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    missing = [
-        parameter.name
-        for parameter in parameters
-        if parameter.default is parameter.empty
-        and parameter.kind not in optional
-        and parameter.name not in offered
-    ]
+    parameters = inspect.signature(function).parameters.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    missing = [p.name for p in named if p.default is p.empty and p.name not in offered]
     if missing:
         raise Refused(
             f"it needs {', '.join(missing)}; available are {', '.join(offered)}",
             "add a column with that name to the data, or give the parameter a default",
         )
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(offered)
-    return {p.name: offered[p.name] for p in parameters if p.name in offered}
+    return {p.name: offered[p.name] for p in named if p.name in offered}
 
 
 def plain(value: Any) -> Any:
@@ -359,16 +298,10 @@ def failed(error: BaseException) -> dict[str, Any]:
     return {"failure": [first, *lines[-LINES:]], "hint": ""}
 
 
-def _requests() -> IO[str]:
-    """Return the real stdin, and give the user's code an empty one."""
-    mine = os.fdopen(os.dup(0), encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    return mine
-
-
 def main(path: str, name: str, setting: str, timeout_s: str) -> None:
     """Answer requests until stdin closes."""
-    requests = _requests()
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the user's code must not read requests
     for variable in [key for key in os.environ if key.startswith(RANK_VARIABLES)]:
         del os.environ[variable]
     worker = Worker(FunctionReference(Path(path), name, setting), float(timeout_s))

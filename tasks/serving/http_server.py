@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -30,6 +30,65 @@ _LAST_WORDS_S = 10.0
 """Seconds in which a server that stopped answering may end and say why."""
 
 
+class EndedError(Exception):
+    """The server ended before it was healthy."""
+
+
+class Server:
+    """A server as a child process; the command listens on `HOST` and `port`, and has `/health`."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        port: int,
+        *,
+        stage: str,
+        log: Log,
+        log_path: Path,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.url, self._port, self._stack = f"http://{HOST}:{port}", port, ExitStack()
+        output = Output(stage=stage, log=log, log_path=log_path)
+        self._output = self._stack.enter_context(output)
+        self.child = self._stack.enter_context(started(argv, env))
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait_until_healthy(self, until: float = math.inf) -> None:
+        """Wait until the server is healthy; `until` is a time of `time.monotonic()`.
+
+        Raises EndedError if the server has ended or the time is over.
+        """
+        while self.child.poll() is None and time.monotonic() < until:
+            with suppress(OSError, http.client.HTTPException):
+                connection = http.client.HTTPConnection(HOST, self._port, timeout=5)
+                try:
+                    connection.request("GET", "/health")
+                    if connection.getresponse().status == http.client.OK:
+                        return
+                finally:
+                    connection.close()
+            time.sleep(_POLL_S)
+        raise EndedError
+
+    def last_lines(self) -> list[str]:
+        """Return the last lines of output; of a server that has ended, its last words."""
+        self._reader.join(_LAST_WORDS_S if self.child.poll() is not None else 0.0)
+        return list(self._output.tail)
+
+    def end(self) -> None:
+        """End the server and all of its processes."""
+        self.child.end()
+        self._reader.join(_LAST_WORDS_S)
+        self._stack.close()
+
+    def _read(self) -> None:
+        with suppress(ValueError):  # `end` closes it, while this thread waits for the next line
+            while chunk := self.child.read(math.inf):
+                for _ in self._output.feed(chunk):
+                    pass  # a server has no events
+
+
 @contextmanager
 def running(
     argv: Sequence[str],
@@ -43,36 +102,31 @@ def running(
 ) -> Iterator[str]:
     """Start a server, wait until it is healthy, and yield its address.
 
-    The command listens on `HOST` and `port` and answers `/health`. `timeout_s` limits the start and
-    the whole block. Raises StageProcessError with the last lines of output if the server ended or
-    the time is over.
+    `timeout_s` limits the start and the whole block. Raises StageProcessError with the last lines
+    of output if the server ended or the time is over.
     """
-    with Output(stage=stage, log=log, log_path=log_path) as output, started(argv, env) as c:
-        reader = threading.Thread(target=pass_on, args=(c, output), daemon=True)
-        reader.start()
-        late = threading.Timer(timeout_s, c.cancel)
-        late.daemon = True
-        late.start()
-        try:
-            wait_until_healthy(c, port)
-            yield f"http://{HOST}:{port}"
-        except (PlumblineError, EndedError) as error:
-            if not isinstance(error, EndedError) and not c.wait(_LAST_WORDS_S):
-                raise
-            reader.join(_LAST_WORDS_S)
-            reason = "exit"
-            if c.cancelled:  # by the timer, or by an abort of the flow
-                reason = "timeout" if late.finished.is_set() else "cancelled"
-            raise StageProcessError(stage, c.poll(), output.tail, reason) from error
-        finally:
-            late.cancel()
-            c.end()
-            reader.join(_LAST_WORDS_S)
+    server = Server(argv, port, stage=stage, log=log, log_path=log_path, env=env)
+    late = threading.Timer(timeout_s, server.child.cancel)
+    late.daemon = True
+    late.start()
+    try:
+        server.wait_until_healthy()
+        yield server.url
+    except (PlumblineError, EndedError) as error:
+        if not isinstance(error, EndedError) and not server.child.wait(_LAST_WORDS_S):
+            raise
+        tail, reason = server.last_lines(), "exit"
+        if server.child.cancelled:  # by the timer, or by an abort of the flow
+            reason = "timeout" if late.finished.is_set() else "cancelled"
+        raise StageProcessError(stage, server.child.poll(), tail, reason) from error
+    finally:
+        late.cancel()
+        server.end()
 
 
 @contextmanager
 def started(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Iterator[Child]:
-    """Start a server as a supervised child, and end it with the block.
+    """Start a supervised child, and end it with the block.
 
     It has a temporary folder of its own: vLLM's processes talk over sockets in TMPDIR, which would
     stay there when they are killed. The folder's name is short, as a socket's path may only have
@@ -91,33 +145,3 @@ def free_port() -> int:
         probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-class EndedError(Exception):
-    """The server ended before it was healthy."""
-
-
-def pass_on(child: Child, output: Output) -> None:
-    """Pass the server's output on to its end."""
-    with suppress(ValueError):  # `child.end` closes it, while this thread waits for the next line
-        while chunk := child.read(math.inf):
-            for _ in output.feed(chunk):
-                pass  # a server has no events
-
-
-def wait_until_healthy(child: Child, port: int, until: float = math.inf) -> None:
-    """Wait until the server is healthy; `until` is a time of `time.monotonic()`.
-
-    Raises EndedError if the server has ended or the time is over.
-    """
-    while child.poll() is None and time.monotonic() < until:
-        with suppress(OSError, http.client.HTTPException):
-            connection = http.client.HTTPConnection(HOST, port, timeout=5)
-            try:
-                connection.request("GET", "/health")
-                if connection.getresponse().status == http.client.OK:
-                    return
-            finally:
-                connection.close()
-        time.sleep(_POLL_S)
-    raise EndedError

@@ -4,10 +4,8 @@
     model.predict({"messages": [{"role": "user", "content": "Hello"}]})
 
 MLflow has the path and the digest of the served folder and the name of this module: no weights, no
-pickle, no code. The folder is compared with its manifest, byte by byte, before anything reads it.
-Its own code never runs. A reward model returns a score in place of a response.
-
-`model_config={"engine": "vllm"}` chooses the engine; `auto` is vLLM with a GPU, else transformers.
+pickle, no code. The folder is compared with its manifest, byte by byte, before transformers reads
+it. Its own code never runs. A reward model returns a score in place of a response.
 """
 
 from __future__ import annotations
@@ -16,53 +14,44 @@ import json
 import math
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.core.errors import ConfigError
 from tasks.pipeline.signature import require_published
 from tasks.serving.prompts import load_tokenizer, render_one, stop_ids, whole_ids
 from tasks.weights.model_class import language_class, read_config
 
-ENGINES = ("auto", "transformers", "vllm")
 MAX_TOKENS = 512
 """Longest response in tokens if a request does not say."""
-_LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
-def _load_pyfunc(data_path: str, model_config: Mapping[str, Any] | None = None) -> RegisteredFolder:
+def _load_pyfunc(data_path: str) -> RegisteredModel:
     """Load the folder that `served.json` names; called by MLflow.
 
     Raises ArtifactError if the folder does not exist here, or is not what was registered.
     """
     place = json.loads((Path(data_path) / "served.json").read_text())
-    folder = require_published(Path(place["path"]), place["digest"]).path
-    engine = (model_config or {}).get("engine", "auto")
-    if engine not in ENGINES:
-        raise ConfigError(f"engine={engine} is none of {', '.join(ENGINES)}")
-    names = json.loads((folder / "config.json").read_text()).get("architectures") or [""]
-    if names[0].endswith("ForSequenceClassification"):
-        return RewardFolder(folder)
-    if engine == "auto":
-        engine = "vllm" if _has_gpu() and find_spec("vllm") else "transformers"
-    return VllmFolder(folder) if engine == "vllm" else TransformersFolder(folder)
+    return RegisteredModel(require_published(Path(place["path"]), place["digest"]).path)
 
 
-def _has_gpu() -> bool:
-    import torch
-
-    return bool(torch.cuda.is_available())
-
-
-class RegisteredFolder:
-    """A loaded folder, verified."""
+class RegisteredModel:
+    """A verified folder, loaded by transformers, on the GPUs if there are any."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        import torch
+        from transformers import AutoModelForSequenceClassification
+
+        self.folder, config = folder, read_config(folder)
         self.tokenizer = load_tokenizer(folder)
         self.stops = stop_ids(folder, self.tokenizer.eos_token_id)
+        name = (config.architectures or [""])[0]
+        self.is_reward = name.endswith("ForSequenceClassification")
+        auto = AutoModelForSequenceClassification if self.is_reward else language_class(config)
+        self.model = auto.from_pretrained(
+            folder, dtype="auto", device_map="auto" if torch.cuda.is_available() else None,
+            local_files_only=True, trust_remote_code=False,
+        )  # fmt: skip
 
     def predict(self, model_input: Any, params: Any = None) -> Any:
         """Answer chat requests: one as a dictionary, several as a list of them.
@@ -70,19 +59,29 @@ class RegisteredFolder:
         MLflow passes several as a table with one a row, and `params`, which are not used.
         """
         rows = model_input.to_dict("records") if hasattr(model_input, "to_dict") else [model_input]
-        answers = [self.answer({k: v for k, v in row.items() if _is_given(v)}) for row in rows]
+        answer = self.score if self.is_reward else self.answer
+        answers = [answer({k: v for k, v in row.items() if _is_given(v)}) for row in rows]
         return answers[0] if len(answers) == 1 else answers
+
+    def score(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the score of a conversation whose last message is the assistant's."""
+        import torch
+
+        ids = whole_ids(self.tokenizer, request, set(self.stops))
+        with torch.inference_mode():
+            score = self.model(torch.tensor([ids], device=self.model.device)).logits[0, 0]
+        return {"object": "score", "model": str(self.folder), "score": float(score)}
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return a chat completion, as OpenAI's API has it."""
         prompt = render_one(self.tokenizer, request)
-        tokens = self.generate(prompt, request)
-        ended = [at for at, token in enumerate(tokens) if token in self.stops]
+        tokens = self._generate(prompt, request)
+        ended = any(token in self.stops for token in tokens)
         content = self.tokenizer.decode(tokens, skip_special_tokens=True)
         cuts = [content.find(stop) for stop in request.get("stop", ()) if stop in content]
         message = {"role": "assistant", "content": content[: min(cuts)] if cuts else content}
-        reason = "stop" if ended or cuts else "length"
         used = {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}
+        reason = "stop" if ended or cuts else "length"
         return {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "object": "chat.completion",
@@ -92,21 +91,7 @@ class RegisteredFolder:
             "usage": {**used, "total_tokens": sum(used.values())},
         }
 
-    def generate(self, prompt: Sequence[int], request: Mapping[str, Any]) -> list[int]:
-        """Return the tokens of a response, with the one that ends it."""
-        raise NotImplementedError
-
-
-class TransformersFolder(RegisteredFolder):
-    """A language model in transformers, on the GPUs if there are any."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        placed = {"device_map": "auto"} if _has_gpu() else {}
-        auto = language_class(read_config(folder))
-        self.model = auto.from_pretrained(folder, dtype="auto", **placed, **_LOCAL)
-
-    def generate(self, prompt: Sequence[int], request: Mapping[str, Any]) -> list[int]:
+    def _generate(self, prompt: list[int], request: Mapping[str, Any]) -> list[int]:
         """Sample if the request has a temperature, else as generation_config.json says."""
         import torch
 
@@ -118,54 +103,13 @@ class TransformersFolder(RegisteredFolder):
             options |= {"temperature": None, "top_p": None, "top_k": None}
         if "stop" in request:
             options |= {"stop_strings": list(request["stop"]), "tokenizer": self.tokenizer}
-        ids = torch.tensor([list(prompt)], device=self.model.device)
+        ids = torch.tensor([prompt], device=self.model.device)
         with torch.inference_mode():
             whole = self.model.generate(
                 ids, attention_mask=torch.ones_like(ids), eos_token_id=self.stops,
                 pad_token_id=self.stops[0], **options,
             )  # fmt: skip
         return [int(token) for token in whole[0, len(prompt) :]]
-
-
-class VllmFolder(RegisteredFolder):
-    """A language model in vLLM."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        from vllm import LLM
-
-        self.engine = LLM(model=str(folder), trust_remote_code=False)
-
-    def generate(self, prompt: Sequence[int], request: Mapping[str, Any]) -> list[int]:
-        """Sample as the request or generation_config.json says."""
-        options = self.engine.get_default_sampling_params()
-        options.max_tokens = int(request.get("max_tokens", MAX_TOKENS))
-        options.stop_token_ids = self.stops
-        for key in ("temperature", "top_p", "stop"):
-            if key in request:
-                setattr(options, key, request[key])
-        done = self.engine.generate({"prompt_token_ids": list(prompt)}, options, use_tqdm=False)
-        return [int(token) for token in done[0].outputs[0].token_ids]
-
-
-class RewardFolder(RegisteredFolder):
-    """A reward model in transformers."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        from transformers import AutoModelForSequenceClassification
-
-        load = AutoModelForSequenceClassification.from_pretrained
-        self.model = load(folder, dtype="auto", **_LOCAL)
-
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the score of a conversation whose last message is the assistant's."""
-        import torch
-
-        ids = whole_ids(self.tokenizer, request, set(self.stops))
-        with torch.inference_mode():
-            score = self.model(torch.tensor([ids])).logits[0, 0]
-        return {"object": "score", "model": str(self.folder), "score": float(score)}
 
 
 def _is_given(value: Any) -> bool:

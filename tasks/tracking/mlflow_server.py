@@ -247,7 +247,6 @@ def _save_pyfunc(folder: Path, model: RegisteredModel, logged: Any) -> None:
         str(folder),
         loader_module="tasks.serving.registered_model",
         data_path=str(data),
-        model_config={"engine": "auto"},
         signature=ModelSignature(Schema(inputs), CHAT_MODEL_OUTPUT_SCHEMA),
         input_example={"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32},
         pip_requirements=[f"{name}=={version(name)}" for name in _LOADED_WITH],

@@ -155,7 +155,7 @@ def test_responses_are_measured_and_learned_from(elsewhere: None) -> None:
         model = causal(device)
         accept_packed_rows(model)
         got = measure_tokens(
-            pack_experience(scored), ranks(device), size=2, device=device,
+            pack_experience(scored), ranks(device), size=2,
             measure=lambda row: {"old": model(row=row)},
         )  # fmt: skip
         scores = advantages.group_normalized(got.rewards, got.groups)

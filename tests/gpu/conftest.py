@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Generator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,56 +16,19 @@ from tests.gpu.suite import Check, Setting, missing
 ROWS = pytest.StashKey[list[str]]()
 MACHINE = """
 import json, torch
-there = torch.cuda.is_available()
-names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if there else []
-free = [torch.cuda.mem_get_info(i)[0] >> 30 for i in range(len(names))]
-print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "names": names,
-                  "free": free}))
+count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+print(json.dumps([torch.cuda.mem_get_info(i)[0] >> 30 for i in range(count)]))
 """
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The GPUs that torch can use here.
-
-    Attributes:
-        text: one line about them, or why there are none.
-        free: free memory of each, GiB.
-    """
-
-    text: str
-    free: tuple[int, ...] = ()
-
-    @classmethod
-    def ask(cls) -> Machine:
-        """Ask torch, in a child: this process never imports it."""
-        done = subprocess.run(
-            [sys.executable, "-c", MACHINE], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            return cls((done.stderr.strip().splitlines() or ["torch does not start"])[-1])
-        reply = json.loads(done.stdout.splitlines()[-1])
-        if not reply["names"]:
-            return cls(f"torch {reply['torch']} finds no CUDA GPU")
-        text = f"torch {reply['torch']}, CUDA {reply['cuda']}, {', '.join(reply['names'])}"
-        return cls(text, tuple(reply["free"]))
-
-    def lacks(self, check: Check) -> str:
-        """Why the check cannot run here; empty if it can."""
-        if not self.free:
-            return self.text
-        if len(self.free) < check.gpus:
-            return f"{len(self.free)} of {check.gpus} GPUs"
-        if min(self.free[: check.gpus]) < check.gib:
-            return f"{check.gib} GiB of GPU memory needed, {min(self.free)} GiB free"
-        absent = missing(check)
-        return f"not installed: {', '.join(absent)}" if absent else ""
-
-
 @pytest.fixture(scope="session")
-def machine() -> Machine:
-    """This machine."""
-    return Machine.ask()
+def free_gib() -> list[int]:
+    """Free memory of each GPU, GiB; torch is asked in a child, as this process never imports it."""
+    done = subprocess.run(
+        [sys.executable, "-c", MACHINE], capture_output=True, text=True, check=True
+    )
+    free: list[int] = json.loads(done.stdout.splitlines()[-1])
+    return free
 
 
 @pytest.fixture(scope="session")
@@ -76,11 +38,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def setting(machine: Machine, place: Path, check: Check) -> Setting:
+def setting(free_gib: list[int], place: Path, check: Check) -> Setting:
     """The check's setting on this machine; skips what cannot run."""
-    lacks = machine.lacks(check)
-    if lacks:
-        pytest.skip(lacks)
+    fit = [free for free in free_gib if free >= check.gib]
+    if len(fit) < check.gpus:
+        pytest.skip(f"{check.gpus} GPUs with {check.gib} GiB needed; free here: {free_gib} GiB")
+    if absent := missing(check):
+        pytest.skip(f"not installed: {', '.join(absent)}")
     return Setting("cuda", tiny=False, folder=place, gpus=check.gpus)
 
 

@@ -133,18 +133,8 @@ def engine(setting: Setting) -> Numbers:
     return found
 
 
-def reload_tied(setting: Setting) -> Numbers:
-    """Whole weights of a full policy with a tied head; see `_reload`."""
-    return _reload(setting, tied=True)
-
-
-def reload_dora(setting: Setting) -> Numbers:
-    """Merged weights of a DoRA policy; see `_reload`."""
-    return _reload(setting, tied=True, dora=True)
-
-
-def _reload(setting: Setting, *, tied: bool, dora: bool = False) -> Numbers:
-    """Whole weights, twice, under CUDA graphs; vLLM 0.32 starts one such engine per process."""
+def reload(setting: Setting) -> Numbers:
+    """Sync the merged weights of a DoRA policy with a tied head twice, under CUDA graphs."""
     from peft import LoraConfig, get_peft_model
 
     from tasks.rl.rollout.merged import merged_tensors
@@ -152,15 +142,14 @@ def _reload(setting: Setting, *, tied: bool, dora: bool = False) -> Numbers:
 
     found: dict[str, float | str] = {}
     with one_rank():
-        base = policy_of(setting, tie_word_embeddings=tied)
-        folder = written(setting, base, f"reload-{tied}-{dora}")
-        facts, policy = model_facts(folder), base
-        if dora:
-            config = LoraConfig(r=16, use_dora=True, target_modules="all-linear")
-            policy = get_peft_model(base, config, autocast_adapter_dtype=False).eval()
+        base = policy_of(setting, tie_word_embeddings=True)
+        folder = written(setting, base, "reload")
+        facts = model_facts(folder)
+        config = LoraConfig(r=16, use_dora=True, target_modules="all-linear")
+        policy = get_peft_model(base, config, autocast_adapter_dtype=False).eval()
         running = started(setting, folder, adapter_rank=None)
         for version in (1, 2):
-            _move(policy, "lora_B" if dora else "proj.weight", version)
+            _move(policy, "lora_B", version)
             if version == 2:
                 running.sleep()
                 running.wake_weights()

@@ -29,40 +29,24 @@ Numbers = Mapping[str, float | str]
 
 @dataclass(frozen=True)
 class Setting:
-    """Device and size of a check.
+    """Device and size of a check."""
 
-    Attributes:
-        device: `cuda` or `cpu`.
-        tiny: models of a hidden size of 64; on a GPU they have 1.5 B parameters.
-        folder: for models and results; checks of one session share it.
-        gpus: number of GPUs of the check; ranks, on a CPU.
-    """
-
-    device: str
-    tiny: bool
-    folder: Path
-    gpus: int = 1
+    device: str  # cuda or cpu
+    tiny: bool  # models of a hidden size of 64; on a GPU they have 1.5 B parameters
+    folder: Path  # for models and results; checks of one session share it
+    gpus: int = 1  # number of GPUs of the check; ranks, on a CPU
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check.
+    """One check."""
 
-    Attributes:
-        name: of the check; its function has the same name, with `_` for `-`.
-        module: of the function, in this folder.
-        seconds: estimate for an 80 GB GPU; three times as long ends it.
-        needs: packages beside torch.
-        gib: GPU memory that it needs.
-        gpus: number of GPUs that it needs.
-    """
-
-    name: str
-    module: str
-    seconds: int
-    needs: tuple[str, ...]
-    gib: int = 4
-    gpus: int = 1
+    name: str  # its function has the same name, with `_` for `-`
+    module: str  # of the function, in this folder
+    seconds: int  # estimate for an 80 GB GPU; three times as long ends it
+    needs: tuple[str, ...]  # packages beside torch
+    gib: int = 4  # GPU memory that it needs
+    gpus: int = 1  # number of GPUs that it needs
 
     @property
     def run(self) -> Callable[[Setting], Numbers]:
@@ -80,10 +64,9 @@ VLLM = ("transformers", "peft", "vllm", "psutil")
 ALL = (*QLORA, "vllm", "prefect", "mlflow", "hydra")
 CHECKS = (
     # in the order of importance
-    Check("fork", "numerics", 30, HF),
+    Check("fork", "numerics", 30, VLLM),
     Check("engine", "engines", 150, VLLM, gib=24),
-    Check("reload-tied", "engines", 80, VLLM, gib=24),
-    Check("reload-dora", "engines", 80, VLLM, gib=24),
+    Check("reload", "engines", 80, VLLM, gib=24),
     Check("fingerprint", "numerics", 40, HF, gib=16),
     Check("nf4", "numerics", 15, BNB),
     Check("attention", "numerics", 40, HF, gib=16),
@@ -91,7 +74,6 @@ CHECKS = (
     Check("zero-lora", "training", 120, TRAIN, gib=24),
     Check("zero-full", "training", 150, TRAIN, gib=48),
     Check("zero-qlora", "training", 90, QLORA, gib=16),
-    Check("adam8bit", "numerics", 10, BNB),
     Check("overflow", "training", 45, TRAIN),
     Check("resume", "training", 100, TRAIN, gib=16),
     Check("rollouts", "engines", 240, (*QLORA, "vllm"), gib=16),
@@ -109,13 +91,9 @@ def missing(check: Check) -> list[str]:
 
 
 def run_apart(check: Check, setting: Setting) -> Numbers:
-    """Run a check in a process of its own.
+    """Run a check in a process of its own, and return its measurements.
 
-    Returns:
-        What it measured.
-
-    Raises:
-        AssertionError: it failed, or took too long; with the end of its output.
+    Raises AssertionError with the end of its output if it failed, or took too long.
     """
     log = setting.folder / f"{check.name}.log"
     size = "tiny" if setting.tiny else "real"
@@ -137,15 +115,15 @@ def run_apart(check: Check, setting: Setting) -> Numbers:
     if status != 0:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:])
         raise AssertionError(f"{check.name}: {status}\n{tail}")
-    found: Numbers = json.loads((setting.folder / f"{check.name}.json").read_text())
-    return found
+    numbers: Numbers = json.loads((setting.folder / f"{check.name}.json").read_text())
+    return numbers
 
 
 def main(arguments: list[str]) -> None:
     """Run one check in this process."""
     name, device, size, folder, gpus = arguments
     setting = Setting(device, size == "tiny", Path(folder), int(gpus))
-    check = next(one for one in CHECKS if one.name == name)
+    check = next(check for check in CHECKS if check.name == name)
     numbers = check.run(setting)
     (setting.folder / f"{name}.json").write_text(json.dumps(numbers))
 

@@ -19,7 +19,7 @@ def chosen(*, quick: bool) -> list[Any]:
 
 
 def on_cpu(folder: Path, name: str) -> Setting:
-    check = next(one for one in CHECKS if one.name == name)
+    check = next(check for check in CHECKS if check.name == name)
     return Setting("cpu", tiny=True, folder=folder, gpus=check.gpus)
 
 

@@ -27,6 +27,7 @@ class Peer:
     rank: int
     world_size: int
     _table: _Table
+    device: Any = "cpu"
 
     @property
     def first(self) -> bool:

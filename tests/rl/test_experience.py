@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tasks.rl import metrics
 from tasks.rl.experience import (
@@ -96,7 +95,6 @@ def test_every_response_is_in_one_row_and_measurements_return_to_their_tokens(
             experience,
             ranks,  # type: ignore[arg-type]
             size=3,
-            device=torch.device("cpu"),
             measure=lambda row: {"old": row.targets.float(), "values": -row.targets.float()},
         )
 

@@ -360,7 +360,7 @@ def limits_after(*first: float) -> correction.MismatchLimits:
     """Limits after first iterations with these mismatches."""
     run = correction.MismatchLimits(limit=0.1, factor=4.0)
     for iteration, value in enumerate(first, 1):
-        run.require_within(correction.Mismatch(value, value, value), iteration)
+        run.require_within(value, iteration)
     return run
 
 
@@ -371,8 +371,8 @@ HEALTHY = (0.0058, 0.0064, 0.0068, 0.0053, 0.0047)
 def test_a_drift_below_the_absolute_limit_is_warned_of_once() -> None:
     run = limits_after(*HEALTHY)
     assert run.relative == pytest.approx(4 * 0.0058)
-    assert run.require_within(correction.Mismatch(0.0231, 1.0, 0.01), 9) == ""
-    assert run.require_within(correction.Mismatch(0.0233, 1.0, 0.01), 9)
-    assert run.require_within(correction.Mismatch(0.0999, 1.0, 0.01), 10) == ""
+    assert run.require_within(0.0231, 9) == ""
+    assert run.require_within(0.0233, 9)
+    assert run.require_within(0.0999, 10) == ""
     with pytest.raises(TrainingError):
-        run.require_within(correction.Mismatch(0.1001, 1.0, 0.01), 11)
+        run.require_within(0.1001, 11)

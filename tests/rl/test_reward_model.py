@@ -104,16 +104,15 @@ class TestEncoding:
     def test_equal_tokenizers_use_the_policys_ids(self, folder: Path) -> None:
         to_score = response("copy ape", "ape")
         to_score.generated.ids[0] = TOKENIZER.pad_token_id  # what no text is tokenised to
-        assert self.encoding(folder).texts([to_score]) == [ids_of(to_score)]
+        assert self.encoding(folder).ids(to_score) == ids_of(to_score)
 
     def test_another_vocabulary_or_template_renders_again(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         own, words = make_tokenizer(), make_tokenizer()
         words.add_tokens(["copy"])
-        (text,) = self.encoding(save_reward_model(tmp_path / "words", tokenizer=words)).texts(
-            [response("copy ape", "ape")]
-        )
+        encoding = self.encoding(save_reward_model(tmp_path / "words", tokenizer=words))
+        text = encoding.ids(response("copy ape", "ape"))
         assert words.convert_tokens_to_ids("copy") in text
         assert words.decode(text).endswith("assistant\nape<|im_end|>")
         own.chat_template = OTHER_TEMPLATE
@@ -122,11 +121,12 @@ class TestEncoding:
         with caplog.at_level(logging.WARNING):
             encoding = self.encoding(folder)
         assert "chat template" in caplog.text
-        assert [own.decode(text) for text in encoding.texts(to_score)] == [
+        texts = list(map(encoding.ids, to_score))
+        assert [own.decode(text) for text in texts] == [
             "[user] copy ape<|im_end|>[assistant] ape<|im_end|>",
             "[user] copy bee<|im_end|>[assistant] be",  # cut off: it never said that it ends
         ]
-        expected = alone(folder, encoding.texts(to_score))
+        expected = alone(folder, texts)
         np.testing.assert_allclose(rewards_of(folder, to_score), expected, rtol=1e-4, atol=1e-4)
 
     def test_templates_that_cannot_render_name_the_row(self, tmp_path: Path) -> None:
@@ -138,14 +138,14 @@ class TestEncoding:
         own.chat_template = "{{ raise_exception('no bees') }}"
         folder = save_reward_model(tmp_path / "other", tokenizer=own)
         with pytest.raises(RewardError, match="row of copy bee.*no bees"):
-            self.encoding(folder).texts([response("copy bee", "bee")])
+            self.encoding(folder).ids(response("copy bee", "bee"))
 
     def test_a_text_longer_than_the_context(self, folder: Path) -> None:
         fits, long = response("copy ape", "a" * 100), response("copy ape", "a" * 101)
         encoding = self.encoding(folder)
-        assert len(encoding.texts([fits])[0]) == 128
+        assert len(encoding.ids(fits)) == 128
         with pytest.raises(RewardError, match=r"129 tokens for row of copy ape.*128"):
-            encoding.texts([*responses(), fits, long])
+            encoding.ids(long)
 
 
 def test_folders_that_are_not_reward_models(folder: Path, tmp_path: Path) -> None:

@@ -199,7 +199,6 @@ def test_a_name_is_looked_up_without_running_the_file(tmp_path: Path) -> None:
         "from functools import partial as score",
         "if 1:\n    a, (score, b) = 1, (2, 3)",
         "import score.path",
-        "from os import *",  # only running it would tell
     )
     bad = (
         "def score(:",
@@ -308,7 +307,7 @@ def test_a_server_that_is_down(server: Server, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(RewardError, match="3 attempts: status 500.*out of memory"):
         ask(server.url, retries=2)
     assert len(server.requests) == 3
-    with pytest.raises(RewardError, match="1 attempt") as caught:
+    with pytest.raises(RewardError, match="1 attempts") as caught:
         ask("http://user:word@127.0.0.1:9/rewards?token=secret")
     assert "http://user:***@127.0.0.1:9/rewards?token=***" in caught.value.message
     assert "word" not in caught.value.report()

@@ -44,7 +44,6 @@ POLICIES: dict[str, tuple[Peft, int, dict[str, Any]]] = {
     ),
     "qlora": (replace(LORA, kind="qlora"), 2, {}),
     "dora": (replace(LORA, use_dora=True), 3, {}),
-    "qdora": (replace(LORA, kind="qlora", use_dora=True), 2, {}),
     "parallel": (LORA, 2, {"tensor_parallel": 2}),
     # A head of its own, which vLLM computes with an adapter's matrices, too.
     "server-lora": (LORA, 2, {"engine": "server", "servers": 2, "max_num_seqs": 32}),
@@ -56,19 +55,14 @@ APART = ("parallel", "server-lora", "server-full")
 FAULTS: dict[str, dict[str, str]] = {
     "lora": {
         "stale adapter": "layers.0.self_attn.q_proj.lora_A.weight",
-        "slots not filled": "27 more",
         "one module left out": "layers.1.self_attn.k_proj.lora_A.weight",
         "adapter lost on wake": "layers.0.self_attn.qkv_proj.lora_A.0",
         "base lost on wake": "model.norm.weight",
         "adapter not used": "[0]",
     },
     "full": {"reload does nothing": "vLLM of rank"},
-    "server-lora": dict.fromkeys(
-        ("old adapter 0.02", "old adapter 0.002", "base 0.02", "base 0.002"), "http://127.0.0.1:"
-    ),
-    "server-full": dict.fromkeys(
-        ("reload does nothing 0.02", "reload does nothing 0.002"), "http://127.0.0.1:"
-    ),
+    "server-lora": dict.fromkeys(("old adapter", "base"), "http://127.0.0.1:"),
+    "server-full": {"reload does nothing": "http://127.0.0.1:"},
 }
 """The words of the error by fault of `stale_faults.py`; without the fault there is no error."""
 
@@ -148,21 +142,20 @@ def require_followed(ranks: list[dict[str, Any]]) -> None:
         assert rank["stale"]
         assert rank["stale_differs"] > 0.05, "the change was one that shows"
         assert rank["again"], "same weights, prompts and seeds"
-        assert all(rank["ended"])
-        assert all(rank["cut"])
+        assert rank["none"], "a rank answers while the other has nothing to do"
+        assert rank["ended"]
+        assert rank["cut"]
         assert rank["left"] == []
-        if "slept" in rank:  # an engine in the rank
+        if "limited" in rank:  # an engine in the rank
             assert rank["limited"], "a limit cuts a response and changes nothing else"
-            assert rank["slept"]["same"]
+            assert rank["same after sleep"]
             assert rank["undisturbed"] == []
         else:
             assert rank["mismatch"] < 0.01
             assert rank["next version"] == 3
-            assert rank["ahead"] is True, "sampled ahead, by the version before"
+            assert rank["ahead"], "sampled ahead, by the version before"
             assert rank["ahead of version"] == [2]
-            assert len(rank["published"]) == 1, "only the last version"
-    none = [rank["none"] for rank in ranks]
-    assert none == [[], True][: len(ranks)], "a rank answers while the other has nothing to do"
+            assert rank["published"] == 1, "only the last version"
     responses = [tuple(response) for rank in ranks for response in rank["replies"]]
     assert len(responses) == len(set(responses)) == 10, "every response has its own seed"
 
@@ -173,8 +166,8 @@ def test_engines_follow_all_kinds_of_policies(name: str, seen: Callable[[str], A
 
 
 def test_only_an_adapter_survives_a_sleep(seen: Callable[[str], Any]) -> None:
-    assert [rank["slept"]["forgot"] for rank in seen("lora")] == ["", ""]
-    assert all("version 0" in rank["slept"]["forgot"] for rank in seen("full"))
+    assert [rank["forgot"] for rank in seen("lora")] == ["", ""]
+    assert all("version 0" in rank["forgot"] for rank in seen("full"))
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import pickle
 import shutil
 import signal
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasks.core.errors import ArtifactError
+from tasks.core.errors import ArtifactError, StageProcessError
 from tasks.drift.fingerprint import Fingerprint, drift
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tests.serving.models import CONVERSATIONS, END, load
@@ -65,11 +65,10 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_crash_is_reported(tmp_path: Path) -> None:
-    """A fork that dies sends nothing; its status is reported."""
-    from tasks.serving.reference import child
-
-    (tmp_path / "arguments.pickle").write_bytes(pickle.dumps(()))
-    reply = child._in_fork({"function": f"{__name__}:die", "folder": str(tmp_path)}, None)
-    assert reply["crash"] == -signal.SIGKILL
-    assert reply["tail"][0] == "about to die"
+def test_a_crash_is_reported_and_the_next_request_starts_another_child(tmp_path: Path) -> None:
+    with ReferenceScorer(log=logging.getLogger("tests"), log_path=tmp_path / "log") as scorer:
+        with pytest.raises(StageProcessError) as caught:
+            scorer.perform(die)
+        assert caught.value.returncode == -signal.SIGKILL
+        assert "about to die" in caught.value.details
+        assert scorer.perform(abs, -1) == 1

@@ -223,7 +223,7 @@ def able(settings: Mapping[str, Any], training: Settings) -> Iterator[Finding]:
     sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k)
     for url in rollout.urls:
         server = RemoteServer(url.rstrip("/"))
-        for problem in server.problems(adapter=adapter, max_model_len=length):
+        for problem in server.problems(adapter, length):
             needed = "a vLLM server for this policy"
             yield Finding("rollout.urls", problem, needed, typed_command(how, sampling))
         server.close()

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from tasks.core.errors import ConfigError, first_and_more
+from tasks.core.errors import ConfigError
 from tasks.core.finding import Finding
 from tasks.rl.responses import Request
 from tasks.rl.settings import Rollout
@@ -121,10 +121,22 @@ def _targets(settings: Settings, names: tuple[str, ...]) -> list[str]:
     return [name for name in peft.target_modules if name in names]
 
 
-def response_seeds(request: Request) -> list[int]:
-    """Return one seed per response to a request, independent of all others."""
-    states = np.random.SeedSequence(request.seed).generate_state(request.samples, np.uint64)
-    return [int(state >> np.uint64(1)) for state in states]
+class Single(NamedTuple):
+    """One response to sample: its prompt, seed and token limit."""
+
+    prompt: list[int]
+    seed: int
+    limit: int
+
+
+def singles(requests: Iterable[Request], rollout: Rollout) -> list[Single]:
+    """Return every response of some requests, each with a seed of its own."""
+    made = []
+    for request in requests:
+        states = np.random.SeedSequence(request.seed).generate_state(request.samples, np.uint64)
+        limit, prompt = new_tokens(request, rollout), request.ids.tolist()
+        made += [Single(prompt, int(state >> np.uint64(1)), limit) for state in states]
+    return made
 
 
 def new_tokens(request: Request, rollout: Rollout) -> int:
@@ -140,22 +152,20 @@ def by_request(
     return [list(islice(remaining, request.samples)) for request in requests]
 
 
-def require_prompts_fit(requests: Sequence[Request], rollout: Rollout, rank: int) -> None:
-    """Raise ConfigError that names prompts that are empty or above `rollout.max_prompt_len`.
+def require_prompts_fit(requests: Sequence[Request], rollout: Rollout) -> None:
+    """Raise ConfigError for prompts that are empty or above `rollout.max_prompt_len`.
 
     A request with a lower limit of new tokens may have a prompt that is longer by the difference:
     later turns of an episode do.
     """
-    limit, context = rollout.max_prompt_len, rollout.max_prompt_len + rollout.max_new_tokens
-    long = [
-        f"prompt {number} of rank {rank} ({' '.join(map(str, request.ids[:8]))} ...) has "
-        f"{len(request.ids)} tokens"
-        for number, request in enumerate(requests)
-        if not 0 < len(request.ids) <= context - new_tokens(request, rollout)
+    context = rollout.max_prompt_len + rollout.max_new_tokens
+    lengths = [len(request.ids) for request in requests]
+    fits = [
+        0 < n <= context - new_tokens(r, rollout) for n, r in zip(lengths, requests, strict=True)
     ]
-    if long:
+    if not all(fits):
         raise ConfigError(
-            f"{first_and_more(long)}; rollout.max_prompt_len={limit}",
-            details=long[:20],
-            hint=f"rollout.max_prompt_len={max(len(request.ids) for request in requests)}",
+            f"{fits.count(False)} prompts are empty or longer than rollout.max_prompt_len="
+            f"{rollout.max_prompt_len}; the longest has {max(lengths)} tokens",
+            hint=f"rollout.max_prompt_len={max(lengths)}",
         )

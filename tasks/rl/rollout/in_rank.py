@@ -20,15 +20,14 @@ from tasks.rl.responses import Request
 from tasks.rl.rollout.engine import (
     SyncResult,
     by_request,
-    new_tokens,
     require_prompts_fit,
     require_servable,
-    response_seeds,
+    singles,
 )
 from tasks.rl.rollout.merged import merged_tensors
 from tasks.rl.rollout.policy import Policy
 from tasks.rl.rollout.proof import Numbers, SyncProof
-from tasks.rl.settings import Online, Rollout
+from tasks.rl.settings import Rollout
 from tasks.serving.vllm.colocation import Colocation, Generated, Sampling
 from tasks.serving.vllm.job import time_limit
 from tasks.serving.vllm.rollouts import Colocated
@@ -65,27 +64,28 @@ class VllmEngine:
         ends: tuple[int, ...],
         probes: Sequence[Sequence[int]],
     ) -> None:
-        self._policy = policy
-        self._rollout = rollout
-        self._colocation, sampling = engine_settings(policy, rollout, ends)
-        self._proof = SyncProof.of(
-            probes,
-            limit=Online.of(policy.job.settings.online).loop.mismatch_limit,
-            temperature=rollout.temperature,
-            context=self._colocation.max_model_len,
-        )
-        self._engine: Colocated | None = self._start(sampling)
+        self._policy, self._rollout = policy, rollout
+        self._how, sampling = engine_settings(policy, rollout, ends)
+        self._proof = SyncProof.of(probes, policy, rollout, self._how.max_model_len)
+        try:
+            self._engine = Colocated(self._how, sampling)
+        except PlumblineError:
+            raise
+        except Exception as error:  # whatever vLLM and its kernels raise
+            hint = _SHARED_MEMORY if "SHMManager" in str(error) else _MORE_MEMORY
+            raise self._broken("does not start", error, hint) from error
         self.reserved: dict[str, int] = {}  # bytes on a GPU, for `Ranks.peak_memory`
 
     @property
     def version(self) -> int:
         """Version of the policy that the engine samples from."""
-        return 0 if self._engine is None else self._engine.version
+        return self._engine.version
 
     def sync_weights(self) -> SyncResult:
         """Sync the policy's weights, see `engine.Engine`."""
         began = time.perf_counter()
         version = self._policy.advance()
+        self._engine.wake_weights()
         tensors = self._send_adapter(version) if self._policy.as_adapter else self._send(version)
         spent = time.perf_counter() - began
         return SyncResult(version, tensors, self._policy.nbytes, spent)
@@ -95,14 +95,14 @@ class VllmEngine:
     ) -> list[list[Generated]]:
         """Sample responses to this rank's requests, see `engine.Engine`."""
         self._policy.require_current(self.version)
-        require_prompts_fit(requests, self._rollout, self._policy.ranks.rank)
+        require_prompts_fit(requests, self._rollout)
         together, before = self._group_requests(requests)
-        prompts = [request.ids.tolist() for request in together for _ in range(request.samples)]
-        seeds = [seed for request in together for seed in response_seeds(request)]
-        limits = [new_tokens(r, self._rollout) for r in together for _ in range(r.samples)]
+        asked = singles(together, self._rollout)
+        prompts = [each.prompt for each in asked]
+        seeds, limits = [each.seed for each in asked], [each.limit for each in asked]
         try:
-            self._running.wake()
-            responses = self._running.generate(prompts, seeds, limits=limits, greedy=greedy)
+            self._engine.wake()
+            responses = self._engine.generate(prompts, seeds, limits=limits, greedy=greedy)
         except PlumblineError:
             raise
         except Exception as error:  # whatever vLLM and its kernels raise
@@ -111,40 +111,23 @@ class VllmEngine:
 
     def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[Numbers]]:
         """Return the log-probabilities of sequences by every rank's engine, see `proof.Engines`."""
-        return self._by_rank(self._running.score(sequences))
+        return self._by_rank(self._engine.score(sequences))
 
     def sample_each(
         self, prompts: Sequence[Sequence[int]], limit: int, seed: int
     ) -> dict[str, list[Generated]]:
         """Return every rank's response to each prompt, see `proof.Engines`."""
         seeds, limits = range(seed, seed + len(prompts)), [limit] * len(prompts)
-        return self._by_rank(self._running.generate(prompts, seeds, limits=limits))
+        return self._by_rank(self._engine.generate(prompts, seeds, limits=limits))
 
     def sleep(self) -> None:
         """Free the accelerator's memory for training."""
-        self._running.sleep()
-        self.reserved = {"awake": self._running.awake, "asleep": self._running.slept}
+        self._engine.sleep()
+        self.reserved = {"awake": self._engine.awake, "asleep": self._engine.slept}
 
     def close(self) -> None:
         """Shut vLLM down; the ranks' process group stays."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
-
-    @property
-    def _running(self) -> Colocated:
-        if self._engine is None:
-            raise TrainingError("the rollout engine has been closed")
-        return self._engine
-
-    def _start(self, sampling: Sampling) -> Colocated:
-        try:
-            return Colocated(self._colocation, sampling)
-        except PlumblineError:
-            raise
-        except Exception as error:  # whatever vLLM and its kernels raise
-            hint = _SHARED_MEMORY if "SHMManager" in str(error) else _MORE_MEMORY
-            raise self._broken("does not start", error, hint) from error
+        self._engine.close()
 
     def _broken(self, what: str, error: Exception, hint: str) -> TrainingError:
         LOG.debug("the rollout engine", exc_info=error)
@@ -155,10 +138,8 @@ class VllmEngine:
 
     def _send_adapter(self, version: int) -> int:
         """Send vLLM the policy's adapter; return the number of tensors."""
-        self._running.wake_weights()
         with self._policy.adapter_folder() as folder:
-            error = _error_of(lambda: self._running.load_adapter(folder, version))
-        self._require_all(error)
+            self._on_all(lambda: self._engine.load_adapter(folder, version))
         return len(self._policy.parameters)
 
     def _send(self, version: int) -> int:
@@ -166,7 +147,6 @@ class VllmEngine:
 
         The KV cache is allocated again only afterwards, since gathered weights need its memory.
         """
-        self._running.wake_weights()
         count = 0
 
         def counted() -> Iterator[tuple[str, torch.Tensor]]:
@@ -175,20 +155,25 @@ class VllmEngine:
                 count += 1
                 yield key, tensor
 
-        self._require_all(_error_of(lambda: self._running.load_weights(counted(), version)))
-        self._running.wake()
+        self._on_all(lambda: self._engine.load_weights(counted(), version))
+        self._engine.wake()
         try:
             self._proof.prove(version, self._policy, self)
         except PlumblineError:
-            self._running.version = 0
+            self._engine.version = 0
             raise
         return count
 
-    def _require_all(self, own_error: PlumblineError | None) -> None:
-        """Raise the first rank's error on every rank, so that none waits for another."""
-        for error in self._policy.ranks.all_objects(own_error):
-            if error is not None:
-                raise error
+    def _on_all(self, work: Callable[[], None]) -> None:
+        """Do work on every rank; raise the first rank's error on all, so that none waits."""
+        mine: PlumblineError | None = None
+        try:
+            work()
+        except PlumblineError as error:
+            mine = error
+        for raised in self._policy.ranks.all_objects(mine):
+            if raised is not None:
+                raise raised
 
     @cached_property
     def _facts(self) -> Model:
@@ -199,7 +184,7 @@ class VllmEngine:
 
         The number is that of responses before this rank's own.
         """
-        size, rank = self._colocation.tensor_parallel, self._policy.ranks.rank
+        size, rank = self._how.tensor_parallel, self._policy.ranks.rank
         if size == 1:
             return list(requests), 0
         first = rank // size * size
@@ -210,15 +195,6 @@ class VllmEngine:
     def _by_rank(self, mine: list[T]) -> dict[str, list[T]]:
         everyone = self._policy.ranks.all_objects(mine)
         return {f"vLLM of rank {rank}": of_rank for rank, of_rank in enumerate(everyone)}
-
-
-def _error_of(work: Callable[[], None]) -> PlumblineError | None:
-    """Return the PlumblineError that `work` raises, or None."""
-    try:
-        work()
-    except PlumblineError as error:
-        return error
-    return None
 
 
 def engine_settings(

@@ -63,24 +63,18 @@ def write_merged(module: nn.Module, facts: Model, folder: Path | None, *, base: 
     and nothing must be loaded from the folder then.
     """
     shard: dict[str, torch.Tensor] = {}
-    count = written = size = 0
-
-    def save() -> None:
-        nonlocal written, size
-        if folder is not None and shard:
-            save_file(shard, folder / f"model-{written:05d}.safetensors")
-        written, size = written + 1, 0
-        shard.clear()
-
+    count = files = 0
     for key, tensor in merged_tensors(module, facts):
         count += 1
-        if folder is not None:
-            shard[key] = tensor.cpu().clone().contiguous()
-            size += tensor.nbytes
-        if size > SHARD:
-            save()
-    save()
+        if folder is None:
+            continue
+        shard[key] = tensor.cpu().clone().contiguous()
+        if sum(each.nbytes for each in shard.values()) > SHARD:
+            save_file(shard, folder / f"model-{files:05d}.safetensors")
+            files, shard = files + 1, {}
     if folder is not None:
+        if shard:
+            save_file(shard, folder / f"model-{files:05d}.safetensors")
         shutil.copy(base / "config.json", folder)
     return count
 

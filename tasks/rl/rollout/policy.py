@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -31,6 +31,7 @@ from tasks.training.job import TrainJob
 from tasks.training.model.adapter import ADAPTER
 from tasks.training.model.gather_params import whole
 from tasks.training.outputs import write_adapter_config
+from tasks.weights.files.dtypes import DTYPE_NAMES
 from tasks.weights.files.names import rename_all
 from tasks.weights.lora import adapter_contract
 
@@ -38,11 +39,9 @@ MEMORY = Path("/dev/shm")
 PREFIX = "plumbline-policy-"
 _HEADROOM = 1 << 20
 """Bytes for a safetensors header and a configuration."""
-_SHORT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """Shape and dtype (safetensors name) of a tensor."""
 
     shape: tuple[int, ...]
@@ -85,7 +84,7 @@ class Policy:
         with tempfile.TemporaryDirectory() as folder:
             write_adapter_config(self.engine.module, Path(folder))
             config = Path(folder) / "adapter_config.json"
-            return adapter_contract(self.job.base, config, _SHORT[self.job.settings.dtype])
+            return adapter_contract(self.job.base, config, DTYPE_NAMES[self.job.settings.dtype])
 
     def advance(self) -> int:
         """Check the policy's current weights and return their new version. All ranks take part.
@@ -94,30 +93,24 @@ class Policy:
         TrainingError on every rank for NaN or infinity on any.
         """
         if self.as_adapter:
-            specs = {
-                key: TensorSpec(full_shape(self.parameters[name]), _dtype(self.parameters[name]))
-                for name, key in self.keys.items()
-            }
+            specs = {}
+            for name, key in self.keys.items():
+                parameter = self.parameters[name]
+                dtype = SAFETENSORS_DTYPES[parameter.dtype]
+                specs[key] = TensorSpec(full_shape(parameter), dtype)
             require(judge(self.contract, specs), stage="weight sync")
-        sums = self._sum_up()
-        self._require_finite(sums)
-        self._sums = sums
+        self._sums = self._sum_up()
+        self._require_finite(self._sums)
         self.version += 1
         return self.version
 
     def require_current(self, version: int) -> None:
         """Raise TrainingError unless an engine with this version has the current weights."""
-        if self.version == 0:
-            raise TrainingError("rollouts were requested before the policy was synced")
-        if version != self.version:
+        if self.version == 0 or version != self.version or self._sum_up() != self._sums:
             raise TrainingError(
-                f"the rollout engine holds version {version} of the policy (0: none), but "
-                f"{self.version} was synced last: it has to be synced again"
-            )
-        if self._sum_up() != self._sums:
-            raise TrainingError(
-                f"rollouts would come from version {version} of the policy, which has changed "
-                "since: it has to be synced first"
+                f"the rollout engine has version {version} of the policy (0: none), the last sync "
+                f"was version {self.version} (0: none), or the policy has changed since: it has to "
+                "be synced first"
             )
 
     @contextlib.contextmanager
@@ -127,7 +120,7 @@ class Policy:
         All ranks take part; one rank of each node writes.
         """
         with memory_folder(self.ranks, self.nbytes) as folder:
-            self.write_adapter(folder if writes_here() else None)
+            self.write_adapter(folder if _leads_node() else None)
             self.ranks.barrier()
             yield folder
             self.ranks.barrier()
@@ -194,12 +187,7 @@ class Policy:
         return flat[self.ranks.rank * size : (self.ranks.rank + 1) * size]
 
 
-def _dtype(parameter: torch.nn.Parameter) -> str:
-    return SAFETENSORS_DTYPES[parameter.dtype]
-
-
-def writes_here() -> bool:
-    """Return True if this rank writes for its node."""
+def _leads_node() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -212,9 +200,9 @@ def memory_folder(ranks: Ranks, nbytes: int, *, root: str | None = None) -> Iter
     next one begins: its name has the process id.
     """
     mine = None
-    if writes_here():
+    if _leads_node():
         if root is None:
-            parent, owner = place_for(nbytes), f"{os.getpid()}"
+            parent, owner = _place_for(nbytes), f"{os.getpid()}"
             sweep(parent)
         else:  # a process of another machine may have the same id
             parent, owner = Path(root).expanduser(), f"{socket.gethostname()}.{os.getpid()}"
@@ -231,13 +219,12 @@ def memory_folder(ranks: Ranks, nbytes: int, *, root: str | None = None) -> Iter
             shutil.rmtree(mine, ignore_errors=True)
 
 
-def place_for(nbytes: int, memory: Path = MEMORY) -> Path:
+def _place_for(nbytes: int) -> Path:
     """Return the parent for a folder of this size: memory, or the temporary folder."""
-    if os.access(memory, os.W_OK | os.X_OK):
-        free = shutil.disk_usage(memory).free
-        if free > nbytes + _HEADROOM:
-            return memory
-    return Path(tempfile.gettempdir())
+    fits = os.access(MEMORY, os.W_OK | os.X_OK) and (
+        shutil.disk_usage(MEMORY).free > nbytes + _HEADROOM
+    )
+    return MEMORY if fits else Path(tempfile.gettempdir())
 
 
 def sweep(root: Path) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from tasks.core.errors import TrainingError
 from tasks.rl.rollout.policy import Policy
+from tasks.rl.settings import Online, Rollout
 from tasks.serving.vllm.colocation import Generated
 from tasks.training.model.packed_model import TokenOutputs
 from tasks.training.tokens.examples import Examples
@@ -62,8 +63,7 @@ class Engines(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Probe:
+class Probe(NamedTuple):
     """A prompt, and a response sampled from one version of the policy."""
 
     prompt: tuple[int, ...]
@@ -94,13 +94,14 @@ class SyncProof:
 
     @classmethod
     def of(
-        cls, prompts: Sequence[Sequence[int]], *, limit: float, temperature: float, context: int
+        cls, prompts: Sequence[Sequence[int]], policy: Policy, rollout: Rollout, context: int
     ) -> SyncProof:
         """Return the proof of the first sync; a probe and one more token fit into the context."""
         new_tokens = max(1, min(NEW_TOKENS, context - 2))
         longest = max(1, min(PROMPT_TOKENS, context - new_tokens - 1))
         cut = [tuple(map(int, prompts[i % len(prompts)]))[:longest] for i in range(PROBES)]
-        return cls(limit, cut, new_tokens, temperature)
+        limit = Online.of(policy.job.settings.online).loop.mismatch_limit
+        return cls(limit, cut, new_tokens, rollout.temperature)
 
     @property
     def mismatch(self) -> float:
@@ -117,11 +118,10 @@ class SyncProof:
             now = _trainer_scores(policy, self.probes)
             scores = _of_responses(self.probes, engines)
             ranks.on_first(lambda: self.require_moved(version, now, scores))
+        responses = engines.sample_each(self.prompts, self.new_tokens, version)
         sampled = {
-            name: [Probe(*pair) for pair in zip(self.prompts, responses, strict=True)]
-            for name, responses in engines.sample_each(
-                self.prompts, self.new_tokens, version
-            ).items()
+            name: [Probe(*pair) for pair in zip(self.prompts, of_engine, strict=True)]
+            for name, of_engine in responses.items()
         }
         unique = {probe.sequence: probe for probes in sampled.values() for probe in probes}
         probes = list(unique.values())

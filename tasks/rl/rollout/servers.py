@@ -22,23 +22,20 @@ from typing import Any
 from tasks.core.errors import PlumblineError, TrainingError
 from tasks.core.machine import gpu_count
 from tasks.rl.responses import Request
-from tasks.rl.rollout.engine import (
-    SyncResult,
-    by_request,
-    new_tokens,
-    require_prompts_fit,
-    response_seeds,
-)
+from tasks.rl.rollout.engine import SyncResult, by_request, require_prompts_fit, singles
 from tasks.rl.rollout.in_rank import engine_settings
 from tasks.rl.rollout.merged import write_merged
 from tasks.rl.rollout.policy import Policy, memory_folder
 from tasks.rl.rollout.proof import Numbers, SyncProof
 from tasks.rl.settings import Online, Rollout
 from tasks.serving.rollout_servers.fleet import Fleet
-from tasks.serving.rollout_servers.remote import request_body
+from tasks.serving.rollout_servers.remote import RemoteServer, request_body
 from tasks.serving.rollout_servers.started import places
 from tasks.serving.vllm.colocation import Generated
 from tasks.weights.model import Model, model_facts
+
+Everyone = Sequence[Sequence[Request]]
+"""Requests of all ranks."""
 
 
 class ServerEngine:
@@ -57,16 +54,11 @@ class ServerEngine:
         probes: Sequence[Sequence[int]],
     ) -> None:
         how, self._sampling = engine_settings(policy, rollout, ends)
-        self._policy, self._rollout = policy, rollout
-        online = Online.of(policy.job.settings.online)
-        self._proof = SyncProof.of(
-            probes,
-            limit=online.loop.mismatch_limit,
-            temperature=rollout.temperature,
-            context=how.max_model_len,
-        )
-        self._overlaps = online.loop.staleness > 0
-        self._fleet = Fleet(how, self._sampling, rollout.urls if policy.ranks.first else ())
+        self._policy, self._ranks, self._rollout = policy, policy.ranks, rollout
+        self._proof = SyncProof.of(probes, policy, rollout, how.max_model_len)
+        urls = rollout.urls if policy.ranks.first else ()
+        servers = [RemoteServer(url.rstrip("/")) for url in urls]
+        self._fleet = Fleet(how, self._sampling, servers)
         self._name = f"plumbline-{uuid.uuid4().hex[:8]}"
         self._version = 0
         self._ahead: tuple[Any, Future[list[Generated]] | None] | None = None  # on rank 0 a future
@@ -76,7 +68,7 @@ class ServerEngine:
             self._folder = self._stack.enter_context(
                 memory_folder(policy.ranks, 2 * self._nbytes, root=rollout.sync_dir)
             )
-            self._policy.ranks.on_first(self._open)
+            self._ranks.on_first(self._open)
         except BaseException:
             self.close()
             raise
@@ -99,10 +91,10 @@ class ServerEngine:
         self._version = 0
         folder = self._folder / self._named(version)
         tensors = self._write(folder)
-        self._policy.ranks.on_first(lambda: self._fleet.publish(folder.name, folder))
+        self._ranks.on_first(lambda: self._fleet.publish(folder.name, folder))
         self._proof.prove(version, self._policy, self)
         self._version = version
-        self._policy.ranks.on_first(lambda: self._forget_all_but(folder))
+        self._ranks.on_first(lambda: self._forget_all_but(folder))
         return SyncResult(version, tensors, self._policy.nbytes, time.perf_counter() - began)
 
     def generate(
@@ -112,52 +104,46 @@ class ServerEngine:
 
         Requests that `start_ahead` began are only collected.
         """
-        require_prompts_fit(requests, self._rollout, self._policy.ranks.rank)
-        everyone = self._policy.ranks.all_objects(list(requests))
+        require_prompts_fit(requests, self._rollout)
+        everyone = self._ranks.all_objects(list(requests))
         if self._ahead is not None and not greedy and self._ahead[0] == _key(everyone):
-            responses = self._policy.ranks.on_first(self._collect_ahead)
+            responses = self._ranks.on_first(self._collect_ahead)
             self._ahead = None
             return self._mine(everyone, responses)
         self.finish_ahead()
         self._policy.require_current(self._version)
-        return self._mine(
-            everyone, self._policy.ranks.on_first(lambda: self._sample(everyone, greedy))
-        )
+        responses = self._ranks.on_first(lambda: self._sample(everyone, greedy))
+        return self._mine(everyone, responses)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[Numbers]]:
         """Return the log-probabilities of sequences by every server, see `proof.Engines`."""
-        return self._policy.ranks.on_first(lambda: self._fleet.score(sequences))
+        return self._ranks.on_first(lambda: self._fleet.score(sequences))
 
     def sample_each(
         self, prompts: Sequence[Sequence[int]], limit: int, seed: int
     ) -> dict[str, list[Generated]]:
         """Return every server's response to each prompt, see `proof.Engines`."""
         short = replace(self._sampling, max_new_tokens=limit)
-        return self._policy.ranks.on_first(
-            lambda: self._fleet.sample_each(prompts, short, seed, seed)
-        )
+        return self._ranks.on_first(lambda: self._fleet.sample_each(prompts, short, seed, seed))
 
     def start_ahead(self, requests: Sequence[Request]) -> None:
         """Begin to sample responses in the background; the next `generate` collects them.
 
         It gets the same requests. Raises TrainingError if the policy has changed since the last
-        sync, or nobody has collected the responses of the last call.
+        sync.
         """
-        if self._ahead is not None:
-            raise TrainingError("responses that were sampled ahead have not been collected")
         self._policy.require_current(self._version)
-        require_prompts_fit(requests, self._rollout, self._policy.ranks.rank)
-        everyone = self._policy.ranks.all_objects(list(requests))
-        future = None
-        if self._policy.ranks.first:
-            future = self._pool.submit(self._sample, everyone, False)
+        require_prompts_fit(requests, self._rollout)
+        everyone = self._ranks.all_objects(list(requests))
+        first = self._ranks.first
+        future = self._pool.submit(self._sample, everyone, False) if first else None
         self._ahead = _key(everyone), future
 
     def finish_ahead(self) -> None:
         """Wait until the servers have nothing to do: a sync replaces what they sample from."""
         if self._ahead is not None:
             wait([future for future in self._ahead[1:] if future is not None])
-            self._policy.ranks.barrier()
+            self._ranks.barrier()
 
     def _collect_ahead(self) -> list[Generated]:
         """Return what was sampled ahead, or raise what prevented it; on rank 0."""
@@ -179,15 +165,16 @@ class ServerEngine:
         self._stack.close()
 
     def _open(self) -> None:
-        count, ranks = self._rollout.servers, self._policy.ranks
+        count, settings = self._rollout.servers, self._policy.job.settings
         if count:
-            launch = self._policy.job.settings.launch
+            launch = settings.launch
+            overlaps = Online.of(settings.online).loop.staleness > 0
             here = places(
                 count,
                 self._fleet.how,
-                gpus=gpu_count() if ranks.gpu else 0,
+                gpus=gpu_count() if self._ranks.gpu else 0,
                 ranks=launch.nproc,
-                busy_threads=launch.nproc * (launch.threads or 1) if self._overlaps else 0,
+                busy_threads=launch.nproc * (launch.threads or 1) if overlaps else 0,
                 threads=self._rollout.threads,
             )
             self._fleet.start(here, self._policy.job.checkpoints)
@@ -218,40 +205,36 @@ class ServerEngine:
 
     def _write(self, folder: Path) -> int:
         """Write the policy; return the number of tensors. All ranks take part, rank 0 writes."""
-        writes = self._policy.ranks.first
-        if writes:
-            folder.mkdir(parents=True)
+        target = folder if self._ranks.first else None
+        if target is not None:
+            target.mkdir(parents=True)
         if self._policy.as_adapter:
-            self._policy.write_adapter(folder if writes else None)
+            self._policy.write_adapter(target)
             return len(self._policy.parameters)
-        engine = self._policy.engine
-        return write_merged(engine.module, self._facts, folder if writes else None,
-                            base=self._policy.job.base)  # fmt: skip
+        module, base = self._policy.engine.module, self._policy.job.base
+        return write_merged(module, self._facts, target, base=base)
 
-    def _sample(self, everyone: Sequence[Sequence[Request]], greedy: bool) -> list[Generated]:
+    def _sample(self, everyone: Everyone, greedy: bool) -> list[Generated]:
+        requests = [request for of_rank in everyone for request in of_rank]
         bodies = [
             request_body(
-                request.ids.tolist(),
-                replace(self._sampling, max_new_tokens=new_tokens(request, self._rollout)),
-                seed,
+                each.prompt,
+                replace(self._sampling, max_new_tokens=each.limit),
+                each.seed,
                 greedy=greedy,
             )
-            for requests in everyone
-            for request in requests
-            for seed in response_seeds(request)
+            for each in singles(requests, self._rollout)
         ]
-        return self._fleet.generate(bodies, self._version) if bodies else []
+        return self._fleet.generate(bodies, self._version)
 
-    def _mine(
-        self, everyone: Sequence[Sequence[Request]], responses: Sequence[Generated]
-    ) -> list[list[Generated]]:
+    def _mine(self, everyone: Everyone, responses: Sequence[Generated]) -> list[list[Generated]]:
         """Return this rank's responses by request, from those of all ranks."""
-        rank = self._policy.ranks.rank
-        before = sum(request.samples for requests in everyone[:rank] for request in requests)
+        rank = self._ranks.rank
+        before = sum(request.samples for of_rank in everyone[:rank] for request in of_rank)
         return by_request(responses[before:], everyone[rank])
 
 
-def _key(everyone: Sequence[Sequence[Request]]) -> list[list[tuple[bytes, int, int, int | None]]]:
+def _key(everyone: Everyone) -> list[Any]:
     """Return what tells the requests of all ranks apart from others."""
     return [
         [(r.ids.tobytes(), r.samples, r.seed, r.limit) for r in requests] for requests in everyone

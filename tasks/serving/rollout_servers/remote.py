@@ -1,13 +1,14 @@
 """Speak to one vLLM server: policies and prompts in, token ids and log-probabilities out.
 
-Completions are asynchronous, since hundreds are under way at once (`dealing.py`). All other
-requests are not: they check the server and replace its weights.
+Completions are asynchronous, since hundreds are under way at once (`fleet.py`). All other requests
+are not: they check the server and replace its weights.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,15 @@ from tasks.serving.vllm.colocation import Generated, Sampling
 
 KEY_VARIABLE = "PLUMBLINE_API_KEY"
 """Variable with the API key of the servers. Keys of other services are never sent."""
+PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Pauses between the attempts at a request; after the last one the server is lost."""
 _ASK_S = 60.0
-_EXCERPT = 300
 _TRIAL = [1, 2, 3]
 """Token ids of a trial; every vocabulary has them."""
 
 
 class UnavailableError(PlumblineError):
-    """A server cannot be reached, closed the connection, or failed with a status of 500 or more."""
+    """A server cannot be reached, broke the connection, is busy, or failed with status 5xx."""
 
 
 class RefusedError(PlumblineError):
@@ -45,18 +47,27 @@ class RemoteServer:
     base: str = ""  # name of the model that it serves; "" before `problems` has asked it
     model: str = ""  # name to sample from: an adapter's, or the base's
     lost: str = ""  # why it is not used any more; "" while it is
-    # returns True once the process of a server that this run started has ended
-    has_ended: Callable[[], bool] = lambda: False
-    _client: httpx.Client = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._client = httpx.Client(base_url=self.url, headers=headers(self.key), timeout=_ASK_S)
+        key = self.key or (os.environ.get(KEY_VARIABLE) or "").strip()
+        if key:
+            hide(key)
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(base_url=self.url, headers=self._headers, timeout=_ASK_S)
 
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
 
-    def problems(self, *, adapter: bool, max_model_len: int) -> list[str]:
+    def connections(self) -> httpx.AsyncClient:
+        """Return a client for any number of completions at once, without a time limit."""
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        timeout = httpx.Timeout(None, connect=10.0)
+        return httpx.AsyncClient(
+            base_url=self.url, headers=self._headers, timeout=timeout, limits=limits
+        )
+
+    def problems(self, adapter: bool, max_model_len: int) -> list[str]:
         """Return everything that keeps the server from sampling responses of a policy.
 
         `adapter`: the policy comes as an adapter; `max_model_len`: tokens of prompt and response.
@@ -74,17 +85,14 @@ class RemoteServer:
         length = first.get("max_model_len") or 0
         if length < max_model_len:
             wrong.append(f"{self.url}: max_model_len is {length}, and {max_model_len} are needed")
-        route, variable = (
-            ("/v1/load_lora_adapter", "VLLM_ALLOW_RUNTIME_LORA_UPDATING")
-            if adapter
-            else ("/collective_rpc", "VLLM_SERVER_DEV_MODE")
-        )
+        route, variable = "/collective_rpc", "VLLM_SERVER_DEV_MODE"
+        if adapter:
+            route, variable = "/v1/load_lora_adapter", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
         if self._request("POST", route, {}).status_code in (404, 405):
             wrong.append(f"{self.url}: no {route}: it was started without {variable}=1")
         try:
             body = request_body(_TRIAL, Sampling(max_new_tokens=1), 1) | {"model": self.model}
-            trial = self._json("POST", "/v1/completions", body)
-            generated(trial, self.model, 0)
+            generated(self._json("POST", "/v1/completions", body), body, 0)
         except (UnavailableError, RefusedError, ArtifactError) as error:
             wrong.append(f"{error.message} (vLLM {version})")
         return wrong
@@ -101,10 +109,7 @@ class RemoteServer:
         by_index = sorted(choices, key=lambda choice: int(choice["index"]))
         listed = [choice.get("prompt_logprobs") or [] for choice in by_index]
         if list(map(len, listed)) != list(map(len, sequences)):
-            raise ArtifactError(
-                f"{self.url}: log-probabilities of {sum(map(len, listed))} of "
-                f"{sum(map(len, sequences))} tokens"
-            )
+            raise ArtifactError(f"{self.url} does not return the log-probability of every token")
         return [
             np.array([places[i][str(ids[i])]["logprob"] for i in range(1, len(ids))])
             for ids, places in zip(prompts, listed, strict=True)
@@ -117,9 +122,7 @@ class RemoteServer:
         UnavailableError if the server is lost.
         """
         body = {"lora_name": name, "lora_path": str(folder)}
-        response = self._request("POST", "/v1/load_lora_adapter", body, timeout_s)
-        if not response.is_success:
-            raise self._refused(response, folder)
+        self._load("/v1/load_lora_adapter", body, folder, timeout_s)
         listed = {str(card.get("id")) for card in self._json("GET", "/v1/models")["data"]}
         if name not in listed:
             raise ArtifactError(f"{self.url} loaded {name} and does not list it afterwards")
@@ -134,28 +137,26 @@ class RemoteServer:
 
         Raises ArtifactError if the server refuses them, UnavailableError if it is lost.
         """
-        kwargs = {"weights_path": str(folder)}
-        body = {"method": "reload_weights", "kwargs": kwargs}
-        for path, content in (("/collective_rpc", body), ("/reset_prefix_cache", {})):
-            response = self._request("POST", path, content, timeout_s)
-            if not response.is_success:
-                raise self._refused(response, folder)
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        self._load("/collective_rpc", body, folder, timeout_s)
+        self._load("/reset_prefix_cache", {}, folder, timeout_s)
 
-    def _refused(self, response: httpx.Response, folder: Path) -> ArtifactError:
-        return ArtifactError(
-            f"{self.url} does not load {folder.name}: {reason(response)}",
-            hint="rollout.sync_dir=<folder that all servers can read>, and a server that was "
-            "started with the options that the error names",
-        )
+    def _load(self, path: str, body: Mapping[str, Any], folder: Path, timeout_s: float) -> None:
+        response = self._request("POST", path, body, timeout_s)
+        if not response.is_success:
+            raise ArtifactError(
+                f"{self.url} does not load {folder.name}: {reason(response)}",
+                hint="rollout.sync_dir=<folder that all servers can read>, and a server that was "
+                "started with the options that the error names",
+            )
 
     def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         response = self._request(method, path, body)
-        if not response.is_success:
-            raise RefusedError(f"{self.url}{path}: {reason(response)}")
         try:
+            response.raise_for_status()
             return response.json()
-        except ValueError:
-            raise RefusedError(f"{self.url}{path}: the response is no JSON") from None
+        except (httpx.HTTPStatusError, ValueError):
+            raise RefusedError(f"{self.url}{path}: {reason(response)}") from None
 
     def _request(
         self,
@@ -167,9 +168,37 @@ class RemoteServer:
         try:
             return self._client.request(method, path, json=body, timeout=timeout_s)
         except httpx.HTTPError as error:
-            raise UnavailableError(
-                f"{self.url} does not answer ({type(error).__name__}: {error})"
-            ) from None
+            raise _unavailable(self, error) from None
+
+
+async def complete(
+    server: RemoteServer, client: httpx.AsyncClient, body: Mapping[str, Any], version: int
+) -> Generated:
+    """Return the response to one request; try again while the server is busy or does not answer.
+
+    Raises UnavailableError after the last attempt, RefusedError or ArtifactError at once.
+    """
+    body = {**body, "model": server.model}
+    problem = UnavailableError(server.lost)
+    for pause_s in (0.0, *PAUSES_S):
+        await asyncio.sleep(pause_s)
+        if server.lost:
+            break
+        try:
+            response = await client.post("/v1/completions", json=body)
+            if response.is_success:
+                return generated(response.json(), body, version)
+        except (httpx.HTTPError, ValueError) as error:
+            problem = _unavailable(server, error)
+            continue
+        problem = UnavailableError(f"{server.url}: {reason(response)}")
+        if response.status_code != 429 and response.status_code < 500:
+            raise RefusedError(problem.message, hint="the log of the server says why")
+    raise problem
+
+
+def _unavailable(server: RemoteServer, error: Exception) -> UnavailableError:
+    return UnavailableError(f"{server.url} does not answer ({type(error).__name__}: {error})")
 
 
 def request_body(
@@ -202,33 +231,19 @@ def request_body(
     }
 
 
-def headers(key: str = "") -> dict[str, str]:
-    """Return the headers of all requests: the API key, by default that of `KEY_VARIABLE`."""
-    key = key or (os.environ.get(KEY_VARIABLE) or "").strip()
-    if not key:
-        return {}
-    hide(key)
-    return {"Authorization": f"Bearer {key}"}
-
-
 def reason(response: httpx.Response) -> str:
-    """Return the status and the server's own words for it."""
-    try:
-        document = response.json()
-        error = document.get("error", document)
-        text = error.get("message") or document.get("detail") or response.text
-    except (ValueError, AttributeError):
-        text = response.text
-    return f"{response.status_code} {' '.join(str(text).split())[:_EXCERPT]}"
+    """Return the status and the start of the server's own words for it."""
+    return f"{response.status_code} {' '.join(response.text.split())[:300]}"
 
 
-def generated(answer: Mapping[str, Any], model: str, version: int) -> Generated:
-    """Return the response in a server's answer to a request for `model`.
+def generated(answer: Mapping[str, Any], body: Mapping[str, Any], version: int) -> Generated:
+    """Return the response in a server's answer to a request.
 
-    Raises ArtifactError if another model answered, or token ids or log-probabilities are missing.
+    Raises ArtifactError if another model answered, token ids or log-probabilities are missing, or
+    the server cuts responses.
     """
-    if answer.get("model") != model:
-        raise ArtifactError(f"{answer.get('model')} answered instead of {model}")
+    if answer.get("model") != body["model"]:
+        raise ArtifactError(f"{answer.get('model')} answered instead of {body['model']}")
     choice = answer["choices"][0]
     ids = choice.get("token_ids") or []
     logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
@@ -237,9 +252,10 @@ def generated(answer: Mapping[str, Any], model: str, version: int) -> Generated:
             f"a response with {len(ids)} token ids and {len(logprobs)} log-probabilities: the "
             "server does not return both, as vLLM 0.10.2 and later do"
         )
-    return Generated(
-        np.asarray(ids, np.int32),
-        np.asarray(logprobs, np.float32),
-        choice.get("finish_reason") == "stop",
-        version,
-    )
+    ended = choice.get("finish_reason") == "stop"
+    if not ended and len(ids) < body["max_tokens"]:
+        raise ArtifactError(
+            f"the server cuts responses after {len(ids)} of {body['max_tokens']} tokens",
+            hint="start it without a limit of its own (max_new_tokens)",
+        )
+    return Generated(np.asarray(ids, np.int32), np.asarray(logprobs, np.float32), ended, version)

@@ -24,49 +24,47 @@ from tasks.core.events import emit, send_warnings
 from tasks.drift.fingerprint import Fingerprint
 from tasks.process.block_unused_imports import compiles, start_lean
 from tasks.process.exit_process import end_process
-from tasks.serving import forks
 from tasks.serving.vllm.job import RESULT, Job
-
-ALONE = "--alone"
 
 
 def main() -> None:
-    """Run the jobs that stdin names, each in a fork; with `ALONE` one job in this process."""
+    """Run the jobs that stdin names, each in a fork."""
     send_warnings()
-    _import_vllm()
-    if ALONE in sys.argv:
-        _child(Path(sys.argv[-1]))
+    import_vllm()
     emit("ready")
     for line in sys.stdin:
         path = json.loads(line)["job"]
-        pid = os.fork()
-        if pid == 0:
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            if forks.cuda_is_lost():
-                forks.start_again("tasks.serving.vllm.child", ALONE, path)
-            _child(Path(path))
+        if (pid := os.fork()) == 0:
+            _run_and_exit(Path(path))
         _, status = os.waitpid(pid, 0)
         if status:
             sys.exit(f"vLLM ended with status {os.waitstatus_to_exitcode(status)} on {path}")
         emit("reply")
 
 
-def _import_vllm() -> None:
-    """Import everything without computing: a process with worker threads must not fork."""
-    forks.keep_cuda_unused()
+def import_vllm() -> None:
+    """Import everything without computing: a process with worker threads must not fork.
+
+    Nor must one that has initialised CUDA, so torch asks NVML for GPUs (`torch/cuda/__init__.py`,
+    `is_available`). vLLM 0.32 does not initialise it when imported.
+    """
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     start_lean(compiler=compiles())
     from vllm import LLM  # noqa: F401
 
 
-def _child(path: Path) -> NoReturn:
+def _run_and_exit(path: Path) -> NoReturn:
+    status = 1
     try:
-        _serve(Job.load(path))
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        _serve(Job(**json.loads(path.read_text())))
+        status = 0
     except Exception:  # the parent shows the last lines
         traceback.print_exc()
+    finally:
+        sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
-    sys.stdout.flush()
-    os._exit(0)
+        os._exit(status)
 
 
 def _serve(job: Job) -> None:
@@ -78,19 +76,16 @@ def _serve(job: Job) -> None:
         from tasks.serving.vllm.module_calls import write_calls
 
         write_calls(llm, job.prompts, out)
-        (out / RESULT).write_text(json.dumps(result))
-        return
-    if job.rewards:
+    elif job.rewards:
         result["rewards"] = rewards(llm, job.prompts)
-        (out / RESULT).write_text(json.dumps(result))
-        return
-    if job.reference is not None:
-        reference = Fingerprint.load(Path(job.reference))
-        fingerprint(llm, reference).save(out / "fingerprint.fp")
-    result["rendered_differently"] = _rendered_differently(llm, job)
-    result["served"] = generate(llm, job)
-    if job.temperature is not None:
-        result["drawn"] = generate(llm, job, temperature=job.temperature)
+    else:
+        if job.reference is not None:
+            reference = Fingerprint.load(Path(job.reference))
+            fingerprint(llm, reference).save(out / "fingerprint.fp")
+        result["rendered_differently"] = _rendered_differently(llm, job)
+        result["served"] = generate(llm, job)
+        if job.temperature is not None:
+            result["drawn"] = generate(llm, job, temperature=job.temperature)
     (out / RESULT).write_text(json.dumps(result))
 
 

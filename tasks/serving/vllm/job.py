@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from tasks.config.after_training import Smoke
-from tasks.core.errors import StageProcessError
 from tasks.core.machine import has_gpu
-from tasks.process.launch import Conversation, port_was_taken, python_child
+from tasks.process.launch import Conversation, python_child
 from tasks.process.output import Log
 from tasks.serving.prompts import Chat
 
@@ -64,15 +63,6 @@ class Job:
     # also sample each prompt once at this temperature; None: greedy only
     temperature: float | None = None
     calls: bool = False  # True to record the module calls of each prompt instead (`module_calls`)
-
-    def save(self, path: Path) -> None:
-        """Write as JSON."""
-        path.write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def load(cls, path: Path) -> Job:
-        """Read a file that `save` wrote."""
-        return cls(**json.loads(path.read_text()))
 
 
 def environment(kv_cache_gib: int, threads: int | None, *, sharing: int = 1) -> dict[str, str]:
@@ -134,7 +124,7 @@ class VllmChild:
         if self._child is not None and self._env == env and self._child.is_running:
             self._child.log_to(log, log_path)
             return
-        self._end(None)
+        self._end()
         argv = python_child("tasks.serving.vllm.child")
         child = Conversation(argv, stage=STAGE, log=log, log_path=log_path, env=env)
         self._child, self._env = child.__enter__(), env
@@ -147,33 +137,26 @@ class VllmChild:
         The output folder of each must not exist yet; it gets the fingerprint, too. Without
         `smoke.timeout_s` the size of all weights limits the time. Raises StageProcessError.
         """
-        for job in jobs:
-            Path(job.out).mkdir(parents=True)
-            job.save(Path(job.out) / JOB)
         seconds = settings.timeout_s or time_limit(Path(job.served) for job in jobs)
         until = time.monotonic() + seconds
-        for job in jobs:
-            try:
-                self._run(job, settings, until, log, log_path)
-            except StageProcessError as error:
-                if not port_was_taken(error):
-                    raise
-                log.warning("%s; trying once more", error.message)
-                self._run(job, settings, until, log, log_path)
-        if not self._stays:
-            self._end(None)
-        return [json.loads((Path(job.out) / RESULT).read_text()) for job in jobs]
-
-    def _run(self, job: Job, settings: Smoke, until: float, log: Log, log_path: Path) -> None:
-        self.warm(settings, log=log, log_path=log_path)
-        assert self._child is not None
+        results = []
         try:
-            self._child.ask({"job": str(Path(job.out) / JOB)}, max(0.0, until - time.monotonic()))
+            for job in jobs:
+                folder = Path(job.out)
+                folder.mkdir(parents=True)
+                (folder / JOB).write_text(json.dumps(asdict(job)))
+                self.warm(settings, log=log, log_path=log_path)
+                assert self._child is not None
+                self._child.ask({"job": str(folder / JOB)}, max(0.0, until - time.monotonic()))
+                results.append(json.loads((folder / RESULT).read_text()))
         except BaseException as error:
             self._end(error)
             raise
+        if not self._stays:
+            self._end()
+        return results
 
-    def _end(self, error: BaseException | None) -> None:
+    def _end(self, error: BaseException | None = None) -> None:
         child, self._child = self._child, None
         if child is not None:
             child.__exit__(None if error is None else type(error), error, None)

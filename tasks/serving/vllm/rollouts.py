@@ -109,9 +109,26 @@ class Colocated:
 
         Raises TrainingError for a timeout, or if the weights are not those that were synced.
         """
-        limits = limits or [self.sampling.max_new_tokens] * len(prompts)
-        pairs = zip(seeds, limits, strict=True)
-        params = [self._params(seed, limit, greedy) for seed, limit in pairs]
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        how = self.sampling
+        free = {"temperature": how.temperature, "top_p": how.top_p, "top_k": how.top_k}
+        params = [
+            SamplingParams(
+                **({"temperature": 0.0} if greedy else {**free, "seed": seed}),
+                max_tokens=limit,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                ignore_eos=True,  # end tokens come from `sampling`, not from the model folder
+                stop_token_ids=list(how.ends),
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            for seed, limit in zip(
+                seeds, limits or [how.max_new_tokens] * len(prompts), strict=True
+            )
+        ]
         return [_generated(output.outputs[0]) for output in self._outputs(prompts, params)]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[NDArray[np.float64]]:
@@ -132,51 +149,35 @@ class Colocated:
         """Return vLLM's output for each prompt with its parameters."""
         core = self._llm.llm_engine
         self._loaded.require_unchanged()
+        names = [str(number) for number in range(len(prompts))]
         with undisturbed():
             self._llm.reset_prefix_cache()
-            for number, (prompt, how) in enumerate(zip(prompts, params, strict=True)):
+            for name, prompt, how in zip(names, prompts, params, strict=True):
                 ids = {"prompt_token_ids": list(map(int, prompt))}
-                core.add_request(str(number), ids, how, lora_request=self._adapter)
+                core.add_request(name, ids, how, lora_request=self._adapter)
             try:
-                return self._step(len(prompts))
+                outputs = self._step(len(names))
             except TrainingError:
-                core.abort_request([str(number) for number in range(len(prompts))])
+                core.abort_request(names)
                 raise
+        return [outputs[name] for name in names]
 
-    def _step(self, count: int) -> list[Any]:
-        """Step until every request is finished."""
-        core, outputs = self._llm.llm_engine, dict[int, Any]()
+    def _step(self, count: int) -> dict[str, Any]:
+        """Step until every request is finished; return outputs by request."""
+        core, outputs = self._llm.llm_engine, dict[str, Any]()
         until = time.monotonic() + self.how.timeout_s
         while core.has_unfinished_requests():
             finished = [output for output in core.step() if output.finished]
             if finished:
                 self._loaded.require_used()
-            outputs |= {int(output.request_id): output for output in finished}
+            outputs |= {output.request_id: output for output in finished}
             if time.monotonic() > until:
                 raise TrainingError(
                     f"rollouts: {count - len(outputs)} of {count} responses are missing after "
                     f"{self.how.timeout_s:g} s",
                     hint="rollout.timeout_s=<more>, or shorter: rollout.max_new_tokens=<less>",
                 )
-        return [outputs[number] for number in range(count)]
-
-    def _params(self, seed: int, limit: int, greedy: bool) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        how = self.sampling
-        parameters = {"temperature": how.temperature, "top_p": how.top_p, "top_k": how.top_k}
-        return SamplingParams(
-            **({"temperature": 0.0} if greedy else parameters),
-            seed=None if greedy else seed,
-            max_tokens=limit,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            ignore_eos=True,  # end tokens come from `sampling`, not from the model folder
-            stop_token_ids=list(how.ends),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        return outputs
 
     def sleep(self) -> None:
         """Free a GPU's memory until the engine wakes. Does nothing on a CPU.
@@ -200,17 +201,16 @@ class Colocated:
 
     def wake_weights(self) -> None:
         """Take the memory for weights again, before a sync; not yet for the KV cache."""
-        self._wake(WEIGHTS)
+        self._wake([WEIGHTS])
 
     def wake(self) -> None:
         """Take all memory again."""
-        self._wake(WEIGHTS)
-        self._wake(CACHE)
+        self._wake([WEIGHTS, CACHE])
 
-    def _wake(self, part: str) -> None:
-        if part in self._asleep:
-            self._llm.wake_up(tags=[part])
-            self._asleep.remove(part)
+    def _wake(self, tags: list[str]) -> None:
+        for tag in [tag for tag in tags if tag in self._asleep]:
+            self._llm.wake_up(tags=[tag])
+            self._asleep.remove(tag)
 
     def close(self) -> None:
         """Shut the engine down and free its memory; the ranks' process group stays.
@@ -249,62 +249,52 @@ def _accepted(version: int) -> Iterator[None]:
 
 
 def _start(how: Colocation, sampling: Sampling) -> Any:
-    gpu = on_gpu()
-    return _engine_class()(
-        model=str(how.model),
-        skip_tokenizer_init=True,
-        language_model_only=True,  # of a vision-language model
-        generation_config="vllm",
-        dtype=how.dtype,
-        trust_remote_code=how.trust_remote_code,
-        distributed_executor_backend="external_launcher",
-        tensor_parallel_size=how.tensor_parallel,
-        enforce_eager=not compiles(),
-        max_model_len=how.max_model_len,
-        max_num_seqs=how.max_num_seqs,
-        max_num_batched_tokens=max(2048, how.max_model_len),
+    gpu, make = on_gpu(), _engine_class()
+    options: dict[str, Any] = {
+        "model": str(how.model),
+        "skip_tokenizer_init": True,
+        "language_model_only": True,  # of a vision-language model
+        "generation_config": "vllm",
+        "dtype": how.dtype,
+        "trust_remote_code": how.trust_remote_code,
+        "distributed_executor_backend": "external_launcher",
+        "tensor_parallel_size": how.tensor_parallel,
+        "enforce_eager": not compiles(),
+        "max_model_len": how.max_model_len,
+        "max_num_seqs": how.max_num_seqs,
+        "max_num_batched_tokens": max(2048, how.max_model_len),
         # vLLM 0.32 rewinds the generator of a half-read prompt, which fails with a CPU's generator
         # as soon as the prompts exceed one batch.
-        enable_chunked_prefill=gpu,
-        logprobs_mode=sampling.logprobs_mode,
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
-        seed=0,
-        **(_on_gpu(how) if gpu else _on_cpu(how)),
-        **_weights(how),
-    )
-
-
-def _on_gpu(how: Colocation) -> dict[str, Any]:
-    return {"gpu_memory_utilization": how.gpu_memory, "enable_sleep_mode": True}
-
-
-def _on_cpu(how: Colocation) -> dict[str, Any]:
-    from vllm.engine.arg_utils import EngineArgs
-
-    use_single_adapter_products()
-    trust = how.trust_remote_code
-    model = EngineArgs(str(how.model), trust_remote_code=trust).create_model_config()
-    return {
-        # vLLM caches a recurrent state only between chunks.
-        "enable_prefix_caching": not (model.is_hybrid or model.is_attention_free),
-        "kv_cache_memory_bytes": int(how.kv_cache_gib * 2**30),
-        # Unused here, but checked at start, when other ranks hold memory too.
-        "gpu_memory_utilization": 0.01,
+        "enable_chunked_prefill": gpu,
+        "logprobs_mode": sampling.logprobs_mode,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "seed": 0,
     }
+    if gpu:
+        options |= {"gpu_memory_utilization": how.gpu_memory, "enable_sleep_mode": True}
+    else:
+        from vllm.engine.arg_utils import EngineArgs
 
-
-def _weights(how: Colocation) -> dict[str, Any]:
-    if how.adapter_rank is not None:
-        return {
-            "enable_lora": True,
-            "max_loras": 1,
-            "max_cpu_loras": 1,
-            "max_lora_rank": room_for_rank(how.adapter_rank),
+        use_single_adapter_products()
+        trust = how.trust_remote_code
+        model = EngineArgs(str(how.model), trust_remote_code=trust).create_model_config()
+        options |= {
+            # vLLM caches a recurrent state only between chunks.
+            "enable_prefix_caching": not (model.is_hybrid or model.is_attention_free),
+            "kv_cache_memory_bytes": int(how.kv_cache_gib * 2**30),
+            # Unused here, but checked at start, when other ranks hold memory too.
+            "gpu_memory_utilization": 0.01,
         }
-    # A tied head would keep its old packed copy on a CPU when new weights come, so the head is
-    # untied and synced like every other tensor.
-    return {"load_format": "dummy", "hf_overrides": {"tie_word_embeddings": False}}
+    if how.adapter_rank is None:
+        # A tied head would keep its old packed copy on a CPU when new weights come, so the head is
+        # untied and synced like every other tensor.
+        untied = {"tie_word_embeddings": False}
+        options |= {"load_format": "dummy", "hf_overrides": untied}
+    else:
+        rank = room_for_rank(how.adapter_rank)
+        options |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
+    return make(**options)
 
 
 def _generated(output: Any) -> Generated:

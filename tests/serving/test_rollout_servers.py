@@ -1,0 +1,170 @@
+"""Prompts are dealt to real HTTP servers that fail in every way; each is answered exactly once."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.core.errors import ArtifactError, PlumblineError, TrainingError
+from tasks.serving.rollout_servers import remote
+from tasks.serving.rollout_servers.fleet import Fleet
+from tasks.serving.rollout_servers.remote import RefusedError, RemoteServer, request_body
+from tasks.serving.vllm.colocation import Colocation, Generated, Sampling
+from tests.answering import Reply, answering
+
+SAMPLING = Sampling(temperature=0.7, max_new_tokens=4, ends=(9,))
+React = Callable[[int, dict[str, Any]], tuple[int, Any] | None]
+
+
+@dataclass
+class FakeVllm:
+    """A server that answers as vLLM does, unless `react` answers or breaks off in its place.
+
+    `react` gets the number of the request and its body. `served` has the first prompt ids of the
+    requests that were answered as usual.
+    """
+
+    react: React = lambda _, __: None
+    served: list[int] = field(default_factory=list)
+    asked: Any = None
+    _requests: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def die(self) -> None:
+        """Stop listening, as a killed process does."""
+        threading.Thread(target=self.asked.server.shutdown).start()
+        self.asked.server.socket.close()
+        raise ConnectionAbortedError
+
+    def answer(self, body: dict[str, Any]) -> Any:
+        with self._lock:
+            number, self._requests = self._requests, self._requests + 1
+        special = self.react(number, body)
+        if special is not None:
+            return Reply(special[0], json.dumps(special[1]).encode())
+        self.served.append(body["prompt"][0])
+        return usual(body)
+
+
+def usual(body: dict[str, Any]) -> dict[str, Any]:
+    ids = [body["prompt"][0], body["seed"], 9]
+    logprobs = {"token_logprobs": [-0.5] * 3}
+    choice = {"token_ids": ids, "logprobs": logprobs, "finish_reason": "stop"}
+    return {"model": body["model"], "choices": [choice]}
+
+
+def after(event: threading.Event) -> React:
+    """Hold requests back until something has happened at another server."""
+
+    def react(_: int, __: Any) -> None:
+        assert event.wait(30)
+
+    return react
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeVllm]]:
+    monkeypatch.setattr(remote, "PAUSES_S", (0.01,) * 8)
+    with ExitStack() as stack:
+
+        def started(react: React = lambda _, __: None) -> FakeVllm:
+            fake = FakeVllm(react)
+            fake.asked = stack.enter_context(answering({"/v1/completions": fake.answer}))
+            return fake
+
+        yield started
+
+
+def fleet_of(*fakes: FakeVllm, timeout_s: float = 20.0) -> Fleet:
+    how = Colocation(Path(), max_num_seqs=4, timeout_s=timeout_s)
+    servers = [RemoteServer(fake.asked.url, base="model", model="policy-v3") for fake in fakes]
+    return Fleet(how, SAMPLING, servers)
+
+
+def sampled(fleet: Fleet, count: int) -> list[Generated]:
+    bodies = [request_body([number, 7], SAMPLING, 1000 + number) for number in range(count)]
+    responses = fleet.generate(bodies, 3)
+    assert [r.ids.tolist() for r in responses] == [[n, 1000 + n, 9] for n in range(count)]
+    assert all(r.ended and r.version == 3 for r in responses)
+    return responses
+
+
+def require_once(*fakes: FakeVllm) -> None:
+    assert set(Counter(n for fake in fakes for n in fake.served).values()) == {1}
+
+
+def test_each_prompt_is_answered_once_in_order_with_its_seed(start: Any) -> None:
+    free = threading.Event()
+    slow = start(after(free))
+    fast = start(lambda number, _: free.set() if number == 40 else None)
+    sampled(fleet_of(fast, slow), 60)
+    require_once(fast, slow)
+    assert len(fast.served) >= 40, "a server that is free takes the next prompt"
+
+
+def test_a_server_that_dies_leaves_its_prompts_to_the_others(start: Any) -> None:
+    dying, died = start(), threading.Event()
+
+    def die(number: int, _: Any) -> None:
+        if number >= 5:
+            died.set()
+            dying.die()
+
+    dying.react = die
+    good = start(after(died))
+    fleet = fleet_of(dying, good)
+    sampled(fleet, 40)
+    require_once(dying, good)
+    assert len(dying.served) <= 5
+    assert [bool(server.lost) for server in fleet.servers] == [True, False]
+    assert fleet.present == fleet.servers[1:]
+
+
+def test_a_broken_connection_and_a_busy_server_are_tried_again(start: Any) -> None:
+    def react(number: int, _: Any) -> tuple[int, Any] | None:
+        if number % 3 == 0:
+            raise ConnectionAbortedError
+        return (503, {"error": {"message": "full"}}) if number == 1 else None
+
+    fake = start(react)
+    fleet = fleet_of(fake)
+    sampled(fleet, 20)
+    require_once(fake)
+    assert fleet.servers[0].lost == ""
+
+
+SHORT = {"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
+NONE = {"token_ids": None, "logprobs": None}
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "named"),
+    [
+        (lambda body: (500, {"error": "broken"}), TrainingError, "no rollout server.*500.*broken"),
+        (lambda body: (404, {"error": {"message": "no policy-v3"}}), RefusedError, "404"),
+        (lambda body: (200, {**usual(body), "model": "base"}), ArtifactError, "base"),
+        (lambda body: (200, {**usual(body), "choices": [NONE]}), ArtifactError, "0 token ids"),
+        (lambda body: (200, {**usual(body), "choices": [SHORT]}), ArtifactError, "1 of 4"),
+    ],
+)
+def test_answers_that_cannot_be_used_end_the_run(
+    start: Any, answer: Callable[[Any], Any], error: type[PlumblineError], named: str
+) -> None:
+    fake = start(lambda number, body: answer(body))
+    with pytest.raises(error, match=named):
+        sampled(fleet_of(fake), 6)
+
+
+def test_a_server_that_hangs_is_named_by_the_time_limit(start: Any) -> None:
+    fake = start(lambda number, _: time.sleep(2.0) if number == 3 else None)
+    with pytest.raises(TrainingError, match="1 of 8"):
+        sampled(fleet_of(fake, timeout_s=0.5), 8)

@@ -178,9 +178,11 @@ def test_adapters(save: Save, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_command(save: Save, tmp_path: Path) -> None:
     """The command: exit statuses, the report in a file, and mistakes all at once."""
-    from tests.serving.models import write_tokenizer
+    from tests.training.conftest import make_tokenizer
 
-    size = write_tokenizer(tmp_path / "tokenizer")
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    size = len(tokenizer)
     a, other = (save(make("qwen2", seed, vocab_size=size)) for seed in (1, 2))
     for folder in (a, other):
         shutil.copytree(tmp_path / "tokenizer", folder, dirs_exist_ok=True)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from tasks.evaluation.smoke import Tools
 from tasks.pipeline.report import StageReport
 from tasks.smoke_eval import smoke_eval
 from tests.serving.models import CONVERSATIONS, live_fingerprint, load, write_model
+from tests.training.conftest import make_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -30,11 +30,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def probes(served: Path) -> list[list[int]]:
+def probes() -> list[list[int]]:
     """The conversations as training sees them, with answers."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(served, local_files_only=True)
+    tokenizer = make_tokenizer()
     return [
         tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
         for messages in CONVERSATIONS
@@ -88,19 +86,3 @@ def smoke(
         return smoke_eval(out, **{**arguments, **changes})
 
     return call
-
-
-@pytest.fixture
-def altered(served: Path, tmp_path: Path) -> Callable[[float], Path]:
-    """Copies of the served folder with scaled weights in one layer."""
-    from safetensors.torch import load_file, save_file
-
-    def make(factor: float) -> Path:
-        folder = tmp_path / "altered"
-        shutil.copytree(served, folder)
-        tensors = load_file(folder / "model.safetensors")
-        tensors["model.layers.0.mlp.down_proj.weight"] *= factor
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        return folder
-
-    return make

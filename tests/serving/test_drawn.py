@@ -16,6 +16,7 @@ from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.report import StageReport
 from tests.serving.models import CONVERSATIONS, END, load
 from tests.settings import smoke_settings
+from tests.training.conftest import make_tokenizer
 
 pytestmark = pytest.mark.slow
 NEW = 12
@@ -35,7 +36,7 @@ def run(smoke: Callable[..., StageReport]) -> Callable[..., StageReport]:
 def judge(served: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reward model with the policy's tokenizer."""
     import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification
 
     folder = tmp_path_factory.mktemp("models") / "judge"
     torch.manual_seed(3)
@@ -43,7 +44,7 @@ def judge(served: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         served, num_labels=1, dtype=torch.bfloat16
     )
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(served).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
     return folder
 
 

@@ -29,35 +29,26 @@ def wrapper(monkeypatch: pytest.MonkeyPatch) -> Any:
     return punica_cpu.PunicaWrapperCPU(MOST, 64, "cpu", max_loras=SLOTS)
 
 
-def matrices(seed: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    draw = torch.Generator().manual_seed(seed)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=draw).to(torch.bfloat16)
-
-    firsts = tuple(random(SLOTS, 1, RANK, WIDE) for _ in PARTS)
-    return firsts, tuple(random(SLOTS, 1, width, RANK) / RANK**0.5 for width in PARTS)
+def random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
-def set_adapters(wrapper: Any, slots: Sequence[int], *, prefill: bool) -> None:
-    """Each token's adapter index as vLLM passes it; -1: none."""
+@pytest.mark.parametrize(
+    ("slots", "prefill"),
+    [([0], False), ([1] * 7, False), ([0] * 259, True), ([0, 0, 1, 1, 1], True), ([-1] * 5, True)],
+    ids=["one token", "decode", "prefill", "two adapters", "none"],
+)
+def test_what_is_added_to_each_token(wrapper: Any, slots: Sequence[int], prefill: bool) -> None:
+    """`slots` is each token's adapter as vLLM passes it; -1: none."""
     from vllm.lora.layers import LoRAMapping
 
+    firsts = tuple(random(n, SLOTS, 1, RANK, WIDE) for n in range(len(PARTS)))
+    seconds = tuple(random(n, SLOTS, 1, width, RANK) / RANK**0.5 for n, width in enumerate(PARTS))
+    seconds[1].zero_()  # as of a layer that is not trained
+    x, y = random(9, len(slots), WIDE), torch.ones(len(slots), sum(PARTS), dtype=torch.bfloat16)
     ids = tuple(slot + 1 for slot in slots)
     mapping = LoRAMapping(index_mapping=ids, prompt_mapping=ids, is_prefill=prefill)
     wrapper.update_metadata(mapping, [slot + 1 for slot in range(SLOTS)], SLOTS, 100)
-
-
-def check(
-    wrapper: Any, slots: Sequence[int], *, prefill: bool = False, untrained: Sequence[int] = ()
-) -> None:
-    """Check what the wrapper adds to each token."""
-    firsts, seconds = matrices(0)
-    for part in untrained:
-        seconds[part].zero_()
-    x = torch.randn(len(slots), WIDE, generator=torch.Generator().manual_seed(9)).to(torch.bfloat16)
-    y = torch.ones(len(slots), sum(PARTS), dtype=torch.bfloat16)
-    set_adapters(wrapper, slots, prefill=prefill)
     wrapper.add_lora_linear(y, x, firsts, seconds, 0.5, PARTS)
     for token, slot in enumerate(slots):
         made = torch.zeros(sum(PARTS), dtype=torch.float64)
@@ -67,13 +58,3 @@ def check(
                 for first, second in zip(firsts, seconds, strict=True)
             ])  # fmt: skip
         torch.testing.assert_close(y[token].double(), 1 + made, rtol=2.0**-6, atol=2.0**-5)
-
-
-def test_what_is_added_to_each_token(wrapper: Any) -> None:
-    for slot, count in ((0, 1), (1, 7), (0, 65), (1, 259)):
-        check(wrapper, [slot] * count, prefill=count > 7)
-    for untrained in ([1], [0, 2], [0, 1, 2]):  # vLLM has zeros for them
-        check(wrapper, [0] * 7, untrained=untrained)
-    for prefill in (False, True):  # several adapters, by vLLM's own functions
-        check(wrapper, [0, 0, 1, 1, 1], prefill=prefill)
-    check(wrapper, [-1] * 5, prefill=True)

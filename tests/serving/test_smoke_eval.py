@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tasks.drift.fingerprint import Drift
 from tasks.pipeline.report import StageReport
@@ -20,6 +22,15 @@ LENIENT = smoke_settings(
     engine="transformers", max_new_tokens=NEW, min_stop_rate=0.0, max_degenerate_rate=1.0
 )
 CALM = asdict(Drift(mean_kl=0.0, p95_kl=0.0, max_kl=0.0, top1_agreement=1.0, cosine=1.0))
+
+
+def altered(served: Path, folder: Path, factor: float) -> Path:
+    """Copy the served folder, with scaled weights in one layer."""
+    shutil.copytree(served, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"] *= factor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 @pytest.fixture
@@ -35,9 +46,9 @@ def verdict(report: StageReport, beginning: str) -> tuple[bool, str]:
 
 
 def test_a_changed_layer_is_refused_and_placed(
-    run: Callable[..., StageReport], altered: Callable[[float], Path]
+    run: Callable[..., StageReport], served: Path, tmp_path: Path
 ) -> None:
-    report = run(served=altered(3.0))
+    report = run(served=altered(served, tmp_path / "altered", 3.0))
     ok, text = verdict(report, "drift")
     assert not ok
     assert "the served folder" in text
@@ -45,9 +56,9 @@ def test_a_changed_layer_is_refused_and_placed(
 
 
 def test_a_stray_value_head_is_reported_before_anything_is_loaded(
-    run: Callable[..., StageReport], altered: Callable[[float], Path]
+    run: Callable[..., StageReport], served: Path, tmp_path: Path
 ) -> None:
-    folder = altered(1.0)
+    folder = altered(served, tmp_path / "altered", 1.0)
     (folder / "value_head.safetensors").write_bytes(b"")
     report = run(served=folder, settings=replace(LENIENT, engine="vllm"))
     assert [(c.name, c.found, c.ok) for c in report.checks] == [

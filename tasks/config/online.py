@@ -63,8 +63,6 @@ class Rl(Section):
     value_clip: Positive | None = 0.2  # clip range of the critic's update; null: none
     refill: Natural = COMPUTED  # rounds that replace groups without signal (arXiv:2503.14476)
     mask_truncated: bool = COMPUTED  # responses that the length limit cut off bear no loss
-    overlong_buffer: Natural = 0  # tokens before the length limit in which the reward falls
-    overlong_penalty: NonNegative = 0.0  # reward lost at the length limit
     correction: Correction = "tis"  # importance correction of the train-inference mismatch
     correction_high: Positive = 2.0  # upper bound of the importance ratio, trainer over engine
     correction_low: Share = 0.5  # lower bound; icepop, sequence_mask

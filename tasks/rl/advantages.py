@@ -198,20 +198,6 @@ def whiten(values_N: torch.Tensor) -> torch.Tensor:
     return group_normalized(values_N, torch.zeros_like(values_N, dtype=torch.int64))
 
 
-def overlong_penalty(
-    lengths_S: torch.Tensor, *, limit: int, buffer: int, most: float
-) -> torch.Tensor:
-    """Return the soft length penalty to add to each response's score, (S,) float32.
-
-    DAPO, arXiv:2503.14476, eq. 13: 0 up to `limit - buffer` tokens, then linear to `-most` at the
-    limit. Lengths include observations; `buffer=0`: no penalty.
-    """
-    if buffer == 0:
-        return torch.zeros(len(lengths_S), dtype=torch.float32, device=lengths_S.device)
-    over_S = (lengths_S - (limit - buffer)).clamp(min=0).float()
-    return -most * over_S / buffer
-
-
 def _of_group(values_S: torch.Tensor, groups_S: torch.Tensor, reduce: str) -> torch.Tensor:
     """Return sum, mean or extreme of each group, repeated for its members: (S,)."""
     names_G, group_S = groups_S.unique(return_inverse=True)

@@ -7,7 +7,6 @@ Imports no torch, so a configuration is checked before anything starts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from typing import NamedTuple
 
 from tasks.config.defaults import ALGORITHMS as DEFAULTS
@@ -15,59 +14,40 @@ from tasks.core.errors import ConfigError, first_and_more
 from tasks.core.finding import Finding
 from tasks.rl.settings import Loop
 
-_DISCOUNT = frozenset({"gamma"})
-_CRITIC = frozenset({"gae_lambda", "critic", "critic_lr", "critic_warmup", "value_clip"})
-_GROUPS = frozenset({"refill", "mask_truncated"})
-_WHITEN = frozenset({"whiten"})
-_KNOWN_TO_SOME = _DISCOUNT | _CRITIC | _GROUPS | _WHITEN
-
 
 class Algorithm(NamedTuple):
     """One algorithm."""
 
     estimate: str  # name of the function in `advantages.py`
     described: str  # the advantage of each token, in words
-    # options of section `rl` that only some algorithms use. REINFORCE++ always whitens
-    uses: frozenset[str]
     # kind of mean in the loss: `tokens`, `sequences` or `constant`, see `losses.py`
     aggregate: str = "tokens"
     # of new to old probability: of each `token`, or of the `sequence`, for all its tokens
     ratio: str = "token"
-
-    @property
-    def critic(self) -> bool:
-        """True if the algorithm has a critic."""
-        return self.uses >= _CRITIC
-
-    @property
-    def groups(self) -> bool:
-        """True if responses to the same prompt are compared."""
-        return self.uses >= _GROUPS
+    critic: bool = False
+    groups: bool = True  # responses to the same prompt are compared
 
 
 _NORMALISED = "score minus its group's mean, over its deviation"
+_OF_ITERATION = "normalised over the iteration"
 ALGORITHMS: Mapping[str, Algorithm] = {
     # arXiv:1707.06347
-    "ppo": Algorithm("by_critic", "GAE", _DISCOUNT | _CRITIC | _WHITEN),
+    "ppo": Algorithm("by_critic", "GAE", critic=True, groups=False),
     # arXiv:2402.03300
-    "grpo": Algorithm("by_normalized_group", _NORMALISED, _GROUPS, "sequences"),
+    "grpo": Algorithm("by_normalized_group", _NORMALISED, "sequences"),
     # arXiv:2503.14476
-    "dapo": Algorithm("by_normalized_group", _NORMALISED, _GROUPS),
+    "dapo": Algorithm("by_normalized_group", _NORMALISED),
     # arXiv:2503.20783
-    "dr_grpo": Algorithm("by_centered_group", "score minus its group's mean", _GROUPS, "constant"),
+    "dr_grpo": Algorithm("by_centered_group", "score minus its group's mean", "constant"),
     # arXiv:2402.14740
-    "rloo": Algorithm(
-        "by_leave_one_out", "score minus the mean of its group's others", _GROUPS | _WHITEN
-    ),
+    "rloo": Algorithm("by_leave_one_out", "score minus the mean of its group's others"),
     # arXiv:2501.03262, both
-    "reinforce_pp": Algorithm("by_returns", "return, normalised over the iteration", _DISCOUNT),
+    "reinforce_pp": Algorithm("by_returns", f"return, {_OF_ITERATION}", groups=False),
     "reinforce_pp_baseline": Algorithm(
-        "by_returns_above_group",
-        "return minus its group's mean, normalised over the iteration",
-        _DISCOUNT | _GROUPS,
+        "by_returns_above_group", f"return minus its group's mean, {_OF_ITERATION}"
     ),
     # arXiv:2507.18071
-    "gspo": Algorithm("by_normalized_group", _NORMALISED, _GROUPS, "sequences", "sequence"),
+    "gspo": Algorithm("by_normalized_group", _NORMALISED, "sequences", "sequence"),
 }
 _MEANS = {
     "tokens": "over all tokens",
@@ -106,14 +86,7 @@ def described(name: str, loop: Loop) -> list[str]:
 
 def findings(name: str, loop: Loop) -> Iterator[Finding]:
     """Yield every problem of section `rl` with this algorithm."""
-    chosen = ALGORITHMS[name]
-    usual = {**{setting.name: setting.default for setting in fields(Loop)}, **DEFAULTS[name]}
-    for option in sorted(_KNOWN_TO_SOME - chosen.uses):
-        value, default = getattr(loop, option), usual[option]
-        if value != default:
-            reason = f"train.objective={name} does not use it"
-            yield Finding(f"rl.{option}", _shown(value), reason, f"rl.{option}={_shown(default)}")
-    if chosen.groups and loop.num_generations < 2:
+    if ALGORITHMS[name].groups and loop.num_generations < 2:
         reason = f"train.objective={name} compares the responses to a prompt: at least 2"
         hint = f"rl.num_generations={DEFAULTS[name]['num_generations']}"
         yield Finding("rl.num_generations", str(loop.num_generations), reason, hint)
@@ -121,17 +94,3 @@ def findings(name: str, loop: Loop) -> Iterator[Finding]:
         reason = f"has to be above 1 + rl.clip_high={loop.clip_high:g}"
         hint = f"rl.dual_clip={3 + loop.clip_high:g}"
         yield Finding("rl.dual_clip", f"{loop.dual_clip:g}", reason, hint)
-    if loop.kl_target is not None and loop.kl_coef <= 0:
-        reason = f"rl.kl_coef={loop.kl_coef:g} is scaled to reach it and has to be above 0"
-        yield Finding("rl.kl_target", f"{loop.kl_target:g}", reason, "rl.kl_coef=0.05")
-    if (loop.overlong_buffer == 0) != (loop.overlong_penalty == 0):
-        value = f"{loop.overlong_buffer} with rl.overlong_penalty={loop.overlong_penalty:g}"
-        hint = "rl.overlong_buffer=16 rl.overlong_penalty=1"
-        reason = "neither has an effect without the other"
-        yield Finding("rl.overlong_buffer", value, reason, hint)
-
-
-def _shown(value: object) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)

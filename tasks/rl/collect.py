@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from tasks.rl.advantages import overlong_penalty
 from tasks.rl.environment import NAME, Episodes
 from tasks.rl.experience import gather_responses
 from tasks.rl.metrics import Clock, groups_without_signal
@@ -33,8 +30,6 @@ class Collector:
     ranks: Ranks  # this process and its peers; each rank samples for its share of the prompts
     seed: int  # seed of the run
     episodes: Episodes | None = None  # plays the responses' episodes; None without an environment
-    # arguments of `overlong_penalty`; None: no penalty for length
-    overlong: Mapping[str, Any] | None = None
 
     def collect(
         self, iteration: int, prompt_order: PromptOrder, start: int, samples: int, clock: Clock
@@ -88,16 +83,8 @@ class Collector:
             if response.turns:
                 played = sum(turn.reward for turn in response.turns)
                 total, own = total + played, {NAME: played, **own}
-            scored = ScoredResponse(response, g, total, own, self._penalty(response))
-            mine.append((numbers[g], scored))
+            mine.append((numbers[g], ScoredResponse(response, g, total, own)))
         return gather_responses(self.ranks, mine, self.prompts)
-
-    def _penalty(self, response: Response) -> float:
-        """Return the penalty for the response's length; observations count, too."""
-        if self.overlong is None:
-            return 0.0
-        spent = torch.tensor([len(response.ids) - len(response.prompt.ids)])
-        return float(overlong_penalty(spent, **self.overlong))
 
     def requests(
         self, numbers: Sequence[int], iteration: int, samples: int, *, first: int = 0

@@ -31,7 +31,7 @@ class Experience:
 
     lengths: torch.Tensor  # (S,) int64, sampled tokens per response, at least 1
     groups: torch.Tensor  # (S,) int64, number of the response's prompt within the iteration
-    rewards: torch.Tensor  # (S,) float32, minus the penalty for length
+    rewards: torch.Tensor  # (S,) float32
     truncated: torch.Tensor  # (S,) bool, True for responses that the length limit cut off
     sampled: torch.Tensor  # (N,) log-probabilities by the rollout engine
     # (N,) log-probabilities by the trainer, before the update; None if the update itself measures
@@ -130,7 +130,7 @@ def pack_experience(scored: Sequence[ScoredResponse]) -> Experience:
     return Experience(
         lengths=torch.tensor([len(r.generated.ids) for r in responses]),
         groups=torch.tensor([response.group for response in scored]),
-        rewards=torch.tensor([r.reward + r.penalty for r in scored], dtype=torch.float32),
+        rewards=torch.tensor([r.reward for r in scored], dtype=torch.float32),
         truncated=torch.tensor([not r.generated.ended for r in responses]),
         sampled=torch.from_numpy(np.concatenate([r.generated.logprobs for r in responses])).float(),
         turn_rewards=turn_rewards,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tasks.core.errors import ConfigError, PlumblineError
+from tasks.core.errors import ConfigError
 from tasks.core.events import emit, keep_in
 from tasks.rl.collect import Collected, Collector
 from tasks.rl.correction import MismatchLimits
@@ -38,18 +38,6 @@ from tasks.training.selection import best_to_load, due, evaluate_if_due, has_sto
 CONTROLLER = "kl_controller"
 CURSOR = "next_prompt"
 MISMATCH = "first_mismatches"
-
-
-@contextmanager
-def _iteration_in_errors(iteration: int) -> Iterator[None]:
-    """Prefix the message of every error of ours with the iteration."""
-    try:
-        yield
-    except PlumblineError as error:
-        if not error.message.startswith("iteration "):
-            error.message = f"iteration {iteration}: {error.message}"
-            error.args = (error.message,)
-        raise
 
 
 @dataclass
@@ -105,9 +93,7 @@ class OnlineTrainer:
             progress.before = self.evaluate("before")
         saver = saving.Saver(setup.engine, setup.job, setup.ranks, setup.others)
         while progress.step < last and not has_stopped(progress, settings.evaluate):
-            with _iteration_in_errors(progress.step + 1):
-                record = self.iterate(progress.step + 1)
-            self._note(record)
+            self._note(self.iterate(progress.step + 1))
             if evaluate_if_due(progress, settings, last, self.evaluate):
                 self._save(saver)
         return self._leave()

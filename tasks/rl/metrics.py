@@ -51,7 +51,7 @@ def collected(scored: Sequence[ScoredResponse]) -> dict[str, float]:
 
 def groups_without_signal(scored: Sequence[ScoredResponse]) -> list[int]:
     """Return the numbers of the groups whose advantages would all be 0."""
-    rewards_S = torch.tensor([response.reward + response.penalty for response in scored])
+    rewards_S = torch.tensor([response.reward for response in scored])
     groups_S = torch.tensor([response.group for response in scored])
     silent: list[int] = groups_S[without_signal(rewards_S, groups_S)].unique().tolist()
     return silent

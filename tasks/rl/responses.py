@@ -117,4 +117,3 @@ class ScoredResponse:
     group: int  # number of its prompt within the iteration
     reward: float  # weighted sum of all parts
     parts: Mapping[str, float] = field(default_factory=dict)  # rewards by source, before weights
-    penalty: float = 0.0  # added to the reward for the advantages, at most 0: `rl.overlong_penalty`

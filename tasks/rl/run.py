@@ -99,16 +99,12 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
             episodes = Episodes(
                 rollout_engine, environment, observations, ranks, loop.max_turns, budget
             )
-        overlong = {
-            "limit": budget, "buffer": loop.overlong_buffer, "most": loop.overlong_penalty,
-        }  # fmt: skip
         train_collector, eval_collector = (
             Collector(
-                rollout_engine, rewards, prompts, tokenizer, ranks, job.settings.seed, episodes,
-                overlong,
+                rollout_engine, rewards, prompts, tokenizer, ranks, job.settings.seed, episodes
             )
             for prompts in (train, heldout)
-        )  # fmt: skip
+        )
         trainer = OnlineTrainer(
             setup, rollout_engine, states, train_collector, eval_collector, progress
         )

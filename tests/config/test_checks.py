@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from flows.cli.config import compose_config
 from tasks.config.checks import findings, machine, memory, model, online, peft
 from tasks.config.checks import settings as values
-from tasks.config.checks.context import Context
+from tasks.config.checks.context import Context, Known
 from tasks.config.checks.release import quantizing
 from tasks.core.finding import Finding
 from tasks.core.machine import left_in_container
@@ -58,7 +58,6 @@ WORKS: list[tuple[str, dict[str, Any]]] = [
                    "peft.exclude_modules": ["down_proj"]}),
     ("sft_qlora", {"force": ["merge"], "convert.max_shard_size": "2 GiB"}),
     ("dpo", {"train.loss.beta": 0.2, "train.best_metric": "accuracy"}),
-    ("grpo", {"rl.overlong_buffer": 64, "rl.overlong_penalty": 1.0}),
     ("grpo", {"rollout.max_prompt_len": 192, "rollout.top_k": 50}),
     ("grpo", {"rollout.engine": "server", "rollout.servers": 2, "rl.staleness": 1,
               "train.save_steps": 2}),
@@ -98,11 +97,11 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("reward", {"smoke.engine": "server"}, ["smoke.engine=vllm"]),
     ("grpo", {"reward.function": "judge", "reward.url": "htp://name:word@host",
               "rl.num_generations": 1, "rl.rollout_batch_size": 30,
-              "rl.overlong_penalty": 1.0, "rollout.max_prompt_len": 600,
+              "rollout.max_prompt_len": 600,
               "rollout.tensor_parallel": 3, "rollout.top_p": 0.9, "rollout.temperature": 0.7},
      ["reward.function", "reward.url", "rl.num_generations",
       "rl.rollout_batch_size and rl.num_generations", "rollout.max_prompt_len",
-      "rl.overlong_buffer=16", "rollout.temperature", "rollout.tensor_parallel"]),
+      "rollout.temperature", "rollout.tensor_parallel"]),
     ("grpo", {"reward.function": None}, ["reward"]),
     ("grpo", {"rl.staleness": 1, "rl.correction": "none", "train.save_steps": 1},
      ["rl.staleness=0"] * 3),
@@ -222,6 +221,13 @@ def test_data_files_that_do_not_exist_are_named_together(tmp_path: Path) -> None
     problems = {finding.what: finding for finding in reported("sft_full", wrong)}
     assert set(problems) == {"data.path", "data.chat_template", "data.eval_path"}
     assert problems["data.path"].override == f"data.path={rows}"
+
+
+def test_rollouts_of_an_adapter_of_experts_need_a_gpu() -> None:
+    for changes, named in (({}, ["rollout.engine"]), ({"peft.use_dora": True}, [])):
+        known = Known(config={"model_type": "qwen2_moe", "num_experts": 4})
+        context = Context(settings("grpo", changes), known, Path("/nowhere"))
+        assert [finding.what for finding in online.problems(context)] == named
 
 
 def test_a_container_s_limit_counts(tmp_path: Path) -> None:

@@ -74,7 +74,6 @@ CHECKS = (
     Check("zero-lora", "training", 120, TRAIN, gib=24),
     Check("zero-full", "training", 150, TRAIN, gib=48),
     Check("zero-qlora", "training", 90, QLORA, gib=16),
-    Check("overflow", "training", 45, TRAIN),
     Check("resume", "training", 100, TRAIN, gib=16),
     Check("rollouts", "engines", 240, (*QLORA, "vllm"), gib=16),
     Check("demo", "training", 120, ALL, gib=16),

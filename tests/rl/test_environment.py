@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tasks.core.errors import ConfigError, RewardError
 from tasks.rl.advantages import by_critic, by_returns
@@ -19,7 +17,7 @@ from tasks.rl.experience import Experience, pack_experience
 from tasks.rl.metrics import Clock
 from tasks.rl.observations import ObservationTokens
 from tasks.rl.prompts import PromptOrder
-from tasks.rl.responses import Prompt, Request, Response, Turn
+from tasks.rl.responses import Request
 from tasks.rl.rewards import Rewards, Weighted
 from tasks.rl.user_code import FunctionReference
 from tasks.serving.vllm.colocation import Generated
@@ -64,26 +62,34 @@ def test_the_context_is_what_a_server_renders(opened: Open) -> None:
         f"\n<|im_start|>{role}\nturn 1: hello<|im_end|>\n<|im_start|>assistant\n"
     )
     assert [turn.reward for turn in responses[2].turns] == [0.25, 0.25, 1.0]
+    experience = pack_experience(scored(responses))
+    assert experience.lengths.tolist() == [len(r.generated.ids) for r in responses]
+    assert experience.turn_rewards is not None
+    assert experience.turn_rewards[experience.turn_rewards > 0].tolist() == [
+        1,
+        0.25,
+        1,
+        0.25,
+        0.25,
+        1,
+    ]
+    row, sampled = experience.row([2, 0, 1]), [responses[n].generated.ids for n in (2, 0, 1)]
+    assert row.targets.tolist() == np.concatenate(sampled).tolist(), "observations bear no loss"
 
 
 def test_sampled_tokens_are_never_tokenised_again(opened: Open) -> None:
     """The policy spells a word in single letters, for which the tokenizer has one token."""
     tokenizer = train_tokenizer(["hello hello hello turn p1"] * 50, context=64)
-    word = tokenizer("hello", add_special_tokens=False)["input_ids"]
     letters = [i for c in "hello" for i in tokenizer(c, add_special_tokens=False)["input_ids"]]
-    assert len(word) < len(letters)
+    sampled = np.array([*letters, tokenizer.eos_token_id], np.int32)
 
     class Speller(Player):
         def _response(self, request: Request, number: int) -> Generated:
-            ids = np.array([*letters, tokenizer.eos_token_id], np.int32)
-            return Generated(ids, np.zeros(len(ids), np.float32), True)
+            return Generated(sampled, np.zeros(len(sampled), np.float32), True)
 
     (response,) = play([prompt_of("p1", tokenizer)], Speller(), opened(GAME), tokenizer=tokenizer)
-    assert len(response.turns) == 2
-    assert response.turns[0].text == "hello"
-    sampled = [*letters, tokenizer.eos_token_id]
-    assert response.generated.ids.tolist() == sampled * 2
-    assert response.ids[len(response.prompt.ids) :][: len(sampled)].tolist() == sampled
+    assert [turn.text for turn in response.turns] == ["hello"] * 2
+    assert response.generated.ids.tolist() == [*sampled, *sampled]
     again = tokenizer(tokenizer.decode(response.ids), add_special_tokens=False)["input_ids"]
     assert len(again) < len(response.ids)
 
@@ -105,55 +111,6 @@ def test_the_budget_counts_sampled_and_observed_tokens(opened: Open) -> None:
         assert response.turns[-1].reward == 0.25
         assert response.turns[-1].observation is None
         assert not len(response.turns[-1].ids)
-
-
-IDS = st.integers(0, 250)
-TURNS = st.lists(
-    st.tuples(st.lists(IDS, min_size=1, max_size=6), st.floats(-2, 2, width=32),
-              st.lists(IDS, min_size=1, max_size=5)),
-    min_size=1, max_size=4,
-)  # fmt: skip
-
-
-@settings(max_examples=30)
-@given(st.lists(st.tuples(st.lists(IDS, min_size=1, max_size=7), TURNS), min_size=1, max_size=6))
-def test_random_episodes_pack_and_unpack(drawn: list[tuple[list[int], Any]]) -> None:
-    """Rows predict the sampled tokens and no others, in the order of all (N,) arrays."""
-    responses, wanted, rewards = [], [], []
-    for prompt, turns in drawn:
-        made = [
-            Turn("", len(sampled), reward, {} if i + 1 < len(turns) else None,
-                 np.array(observed if i + 1 < len(turns) else [], np.int32))
-            for i, (sampled, reward, observed) in enumerate(turns)
-        ]  # fmt: skip
-        ids = np.array([i for sampled, _, _ in turns for i in sampled], np.int32)
-        logprobs = np.arange(len(ids), dtype=np.float32)
-        responses.append(
-            Response(Prompt({}, np.array(prompt, np.int32)), Generated(ids, logprobs, True), "",
-                     tuple(made))
-        )  # fmt: skip
-        wanted.append(ids)
-        rewards += [
-            r if last else 0.0
-            for sampled, r, _ in turns
-            for last in [False] * (len(sampled) - 1) + [True]
-        ]
-        whole = list(prompt)
-        for i, (sampled, _, observed) in enumerate(turns):
-            whole += [*sampled, *(observed if i + 1 < len(turns) else [])]
-        assert responses[-1].ids.tolist() == whole
-    experience = pack_experience(scored(responses))
-    assert experience.lengths.tolist() == [len(ids) for ids in wanted]
-    assert experience.examples.supervised[:, 0].tolist() == experience.lengths.tolist()
-    assert experience.turn_rewards is not None
-    assert experience.turn_rewards.tolist() == pytest.approx(rewards)
-    every = torch.from_numpy(np.concatenate(wanted)).long()
-    order = list(range(len(responses)))[::-1]
-    row = experience.row(order)
-    assert row.targets.tolist() == every[experience.places(order)].tolist()
-    assert row.owner.tolist() == [n for n, i in enumerate(order) for _ in wanted[i]]
-    before = row.ids[0, row.wanted + 1]
-    assert before.tolist() == row.targets.tolist(), "each target follows its own position"
 
 
 def test_advantages_run_over_the_sampled_tokens_of_all_turns() -> None:
@@ -221,8 +178,6 @@ BREAKING = {
     + "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}" + ENDS + ASKS,
     "rewrites a message": "{% for m in messages %}" + SAYS
     + "{{ m.content }}{% if loop.length > 4 and loop.first %} (long){% endif %}" + ENDS + ASKS,
-    "leaves the prompt out": "{% for m in messages %}{% if loop.last or m.role == 'assistant' %}"
-    + SAYS + "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}<|im_start|>assistant\n",
     "rejects a tool": "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}"
     "{{ raise_exception('no such role') }}{% endif %}" + SAYS + "{{ m.content }}" + ENDS
     + "<|im_start|>assistant\n",
@@ -250,11 +205,9 @@ STEP = "class Game:\n    def reset(self): ...\n    def step(self, text): return 
     ("text", "named"),
     [
         (STEP + "1 / 0", "step.*ZeroDivisionError"),
-        (STEP + "exit(3)", "step.*SystemExit: 3"),
         (STEP + "('', float('nan'), True)", "nan"),
         (STEP + "('', 1.0, 1)", "1.0, 1"),
         (STEP + "(None, 1.0, False)", "None, 1.0, False"),
-        (STEP + "(['a'], 1.0, True)", r"\[\['a'\], 1.0, True"),
         ("class Game:\n    def step(self, text): ...\n    def reset(self): return 7", "reset.*7"),
         ("class Game:\n    def reset(self, gold): ...\n    def step(self, text): ...",
          "reset.*gold.*id, messages"),

@@ -13,7 +13,6 @@ import pytest
 from tasks.rl import metrics
 from tasks.rl.experience import (
     Experience,
-    gather_responses,
     measure_tokens,
     pack_experience,
 )
@@ -105,30 +104,6 @@ def test_every_response_is_in_one_row_and_measurements_return_to_their_tokens(
         assert measured.reference is None
         np.testing.assert_array_equal(measured.old.numpy(), wanted)
         np.testing.assert_array_equal(measured.values.numpy(), -wanted)
-
-
-def test_gathered_responses_are_ordered_by_group() -> None:
-    """Groups are dealt to ranks one by one; each keeps the order of its responses."""
-    every = scored()
-    prompts = [every[2 * group].response.prompt for group in (3, 1, 2, 0)]
-    numbers = {3: 0, 1: 1, 2: 2, 0: 3}
-
-    def work(ranks: Peer) -> list[tuple[int, ScoredResponse]]:
-        mine = [
-            (numbers[scored_response.group], scored_response)
-            for scored_response in every
-            if scored_response.group % ranks.world_size == ranks.rank
-        ]
-        return gather_responses(ranks, mine, prompts)  # type: ignore[arg-type]
-
-    for world in (1, 2, 3):
-        for gathered in on_ranks(world, work):
-            assert [s.group for _, s in gathered] == [0, 0, 1, 1, 2, 2, 3, 3]
-            assert [s.response.text for _, s in gathered] == list(TEXTS)
-            assert [s.reward for _, s in gathered] == list(range(8))
-            for number, s in gathered:
-                assert numbers[s.group] == number
-                assert s.response.prompt is prompts[number]
 
 
 def test_metrics_of_responses_and_rewards() -> None:

@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tasks.core.errors import TrainingError
 from tasks.rl import correction, kl
-from tasks.rl.advantages import overlong_penalty
 from tasks.rl.algorithms import Algorithm
 from tasks.rl.experience import Experience
 from tasks.rl.losses import Totals, policy_loss, value_loss
@@ -46,7 +43,7 @@ class Case:
             logprobs,
             replace(row.experience, kl_coef=self.kl_coef),
             row.totals,
-            Algorithm("", "", frozenset(), self.aggregate, self.ratio),
+            Algorithm("", "", self.aggregate, self.ratio),
             Loop(**options, kl_in="loss", mask_truncated=masked),
             weights_n=row.weights,
             entropy_n=row.entropy,
@@ -173,40 +170,23 @@ def test_loss_and_metrics_equal_their_formulas(case: str) -> None:
     assert numbers(masked) == pytest.approx(numbers(loss(logprobs[places], others)), rel=1e-12)
 
 
-@settings(max_examples=5, deadline=None)
-@given(st.permutations(range(len(LENGTHS))), st.integers(1, 3), st.integers(0, 5))
 @pytest.mark.parametrize("case", CASES)
-def test_losses_of_rows_add_up_for_any_split(
-    case: str, order: list[int], cut: int, seed: int
-) -> None:
-    logprobs, whole = data(seed=seed)
+def test_losses_of_rows_add_up(case: str) -> None:
+    logprobs, whole = data()
     loss = CASES[case].loss
     parts = []
-    for chosen in (order[:cut], order[cut:]):
+    for chosen in ([3, 0], [4, 1, 2]):
         places, row = whole.part(chosen)
         parts.append(numbers(loss(logprobs[places], row)))
     summed = {name: parts[0][name] + parts[1][name] for name in parts[0]}
     assert summed == pytest.approx(numbers(loss(logprobs, whole)), rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if name != "everything"])
-def test_gradient_equals_finite_differences(case: str) -> None:
-    """All but k1, whose gradient is that of the divergence and not of its own value."""
-    logprobs, row = data()
-    logprobs.requires_grad_()
-    row.entropy.requires_grad_()
-
-    def value(x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-        return CASES[case].loss(x, replace(row, entropy=h)).value
-
-    assert torch.autograd.gradcheck(value, (logprobs, row.entropy))
-
-
 OF_VALUES = Totals(tokens=12, sequences=3, max_new_tokens=8)
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
-def test_value_loss_and_gradient_equal_their_formulas(clip: float | None) -> None:
+def test_the_value_loss_equals_its_formula(clip: float | None) -> None:
     values, old, returns = (drawn(7, seed) for seed in (0, 1, 2))
     total, decided = 0.0, 0
     for v, o, r in zip(values.tolist(), old.tolist(), returns.tolist(), strict=True):
@@ -221,18 +201,6 @@ def test_value_loss_and_gradient_equal_their_formulas(clip: float | None) -> Non
     assert float(actual.measures["value_loss"]) == pytest.approx(total, rel=1e-12)
     assert float(actual.measures["value_clip_frac"]) == pytest.approx(decided / 12, rel=1e-12)
     assert (decided > 0) == (clip is not None)
-    values.requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda v: value_loss(v, responses, OF_VALUES, clip).value, (values,)
-    )
-
-
-def test_the_overlong_penalty_grows_linearly_in_the_buffer() -> None:
-    """Limit 20, buffer 8: eq. 13 of arXiv:2503.14476, times 2."""
-    lengths = torch.tensor([1, 12, 13, 16, 19, 20])
-    actual = overlong_penalty(lengths, limit=20, buffer=8, most=2.0)
-    assert actual.tolist() == [0.0, 0.0, -0.25, -1.0, -1.75, -2.0]
-    assert overlong_penalty(lengths, limit=20, buffer=0, most=2.0).tolist() == [0.0] * 6
 
 
 POLICY = torch.tensor([0.3, -0.8, 1.1, 0.0, -1.5], dtype=torch.float64)

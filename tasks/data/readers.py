@@ -55,9 +55,7 @@ def read_rows(kind: str, source: str, *, split: str = "train") -> Iterator[Row]:
 def existing_file(path: str | Path, *, key: str = "data.path") -> Path:
     """Return the path of a file; otherwise raise a `DataError` that names similar files.
 
-    Args:
-        path: the path; `~` is expanded.
-        key: setting that has the path, for the error.
+    `key` is the setting that has the path.
     """
     file = Path(path).expanduser()
     if file.is_file():

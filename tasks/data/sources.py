@@ -73,12 +73,7 @@ def wrong_probabilities(probabilities: Sequence[float | None]) -> str:
 
 
 def mix(sources: Sequence[Source], *, seed: int, stopping: str) -> Iterator[MixedRow]:
-    """Yield the rows of all sources, with one row in memory.
-
-    Args:
-        sources: at least one; all have a probability, or none has.
-        seed: seed of the mixture.
-        stopping: `first_exhausted` or `all_exhausted`; not used without probabilities.
+    """Yield the rows of all sources, of which all have a probability or none; one row in memory.
 
     Raises:
         DataError: a source with a probability has no rows.

@@ -42,11 +42,6 @@ class Calculator:
 def sums(size: int, *, seed: int, held_out: bool) -> list[tuple[int, int]]:
     """Return `size` different pairs of numbers from 10 to 99.
 
-    Args:
-        size: number of pairs.
-        seed: seed of their order.
-        held_out: True for held-out pairs, False for training pairs.
-
     Raises:
         ValueError: there are not so many pairs.
     """

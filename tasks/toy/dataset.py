@@ -32,14 +32,6 @@ def write_dataset(
 ) -> dict[str, Any]:
     """Write train.jsonl, heldout.jsonl and prompts.jsonl into `out`.
 
-    Args:
-        out: existing directory.
-        train_size: number of training rows.
-        heldout_size: number of held-out rows.
-        seed: seed of the rows.
-        rows: kind of the rows: `conversations`, `pairs`, `labelled` or `prompts`.
-        tasks: `letters`, or `calculator`, which has conversations and prompts.
-
     Returns:
         The contents of `dataset.json`.
 

@@ -37,11 +37,6 @@ Encoded = tuple[list[int], int]
 def pretrain(out: Path, *, steps: int, seed: int) -> dict[str, Any]:
     """Make the base model and its tokenizer, and save both into `out` as a Hugging Face folder.
 
-    Args:
-        out: existing directory.
-        steps: optimizer steps; 0 saves the untrained model.
-        seed: seed of corpus, initial weights and order.
-
     Returns:
         "parameters", "steps", and "loss": mean of the last report, in nats per token.
     """

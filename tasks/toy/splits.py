@@ -43,10 +43,6 @@ def corpus(size: int, *, seed: int) -> list[tuple[str, str]]:
     The first part has clean answers, so that a small model learns the tasks within seconds. In the
     last part most answers are mumbled; training has to remove this habit. All subjects are of the
     training side.
-
-    Args:
-        size: number of pairs.
-        seed: seed of the corpus.
     """
     rng = Random(f"corpus {seed}")
     pairs = []
@@ -60,12 +56,7 @@ def corpus(size: int, *, seed: int) -> list[tuple[str, str]]:
 def examples(size: int, *, seed: int, held_out: bool, wrong_too: bool = False) -> list[Example]:
     """Return `size` examples with different prompts.
 
-    Args:
-        size: number of examples.
-        seed: seed of the examples.
-        held_out: True for held-out examples, False for training examples.
-        wrong_too: only examples whose wrong answer differs from the right one (`sort a a` has
-            no wrong answer).
+    `wrong_too`: only examples whose wrong answer differs from the right one.
 
     Raises:
         ValueError: `size` exceeds `LARGEST_SPLIT`.

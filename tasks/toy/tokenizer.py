@@ -25,12 +25,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], *, context: int) -> PreTrainedTokenizerFast:
-    """Train the tokenizer. The same texts give the same tokenizer, byte for byte.
-
-    Args:
-        texts: texts to learn merges from, without chat markup.
-        context: context length of the model, in tokens.
-    """
+    """Train the tokenizer. The same texts give the same tokenizer, byte for byte."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX

@@ -54,13 +54,7 @@ def is_held_out(subject: str) -> bool:
 
 
 def draw(rng: Random, *, held_out: bool, weights: Mapping[str, float] | None = None) -> Example:
-    """Return one example of a random task.
-
-    Args:
-        rng: random numbers.
-        held_out: True for a held-out example, False for a training example.
-        weights: weights of tasks, 1 for a task without one; None gives all the same weight.
-    """
+    """Return one example of a random task."""
     if weights is None:
         name = rng.choice(TASK_NAMES)
     else:

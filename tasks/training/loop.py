@@ -115,11 +115,7 @@ class Trainer:
         }
 
     def evaluate(self, when: str) -> dict[str, float]:
-        """Return loss and metrics on the evaluation examples, by name. All ranks take part.
-
-        Args:
-            when: `before`, `during`, `after` or `best`; a field of the emitted event "eval".
-        """
+        """Return loss and metrics on the evaluation examples, by name. All ranks take part."""
         begin, passes = time.perf_counter(), self.passes
         rounds = passes.heldout(self.heldout, self.job.settings.batch)
         counts = Counts.of(self.heldout)

@@ -31,12 +31,6 @@ from tasks.witness.plumbline_witness.prints import FINGERPRINT, SCORES
 def write_shards(model: Any, out: Path, ranks: Ranks, *, what: str = "trained tensors") -> None:
     """Write this rank's partitions of the trained tensors to `out / "shards"`.
 
-    Args:
-        model: the trained model.
-        out: folder of the artifact.
-        ranks: the process group.
-        what: name of the tensors in the error.
-
     Raises:
         TrainingError: a partition holds NaN or infinity.
     """
@@ -70,15 +64,7 @@ def write_results(
     measured: Fingerprint | ScorePrint,
     scores: HeldOutScores | None = None,
 ) -> None:
-    """Write `train.json`, and the fingerprint of the live engine or a reward model's scores.
-
-    Args:
-        job: settings and paths of the run.
-        metrics: results of the run.
-        progress: losses and evaluations of the run.
-        measured: fingerprint of the live engine, or the scores of a reward model.
-        scores: statistics of a reward model's scores on the evaluation examples.
-    """
+    """Write `train.json`, and the fingerprint of the live engine or a reward model's scores."""
     settings, out = job.settings, job.out
     mark = FINGERPRINT if isinstance(measured, Fingerprint) else SCORES
     write_json(

@@ -187,13 +187,6 @@ def with_reference(
     a new run computes the sums before its first step and stores them; a resumed run reads them. All
     ranks take part.
 
-    Args:
-        examples: examples of one split.
-        split: name of the split.
-        passes: forward passes of the model.
-        job: settings and paths of the run.
-        begun: steps taken before; 0 for a new run.
-
     Raises:
         TrainingError: the stored values of a resumed run are missing, or of other data.
     """
@@ -261,11 +254,6 @@ def heldout_scores(passes: Passes, examples: Examples, batch: Batch) -> HeldOutS
     """Score every answer of the evaluation examples. All ranks take part.
 
     The result makes scores of different models comparable; PPO normalises rewards with it.
-
-    Args:
-        passes: forward passes of a model with a score head.
-        examples: evaluation examples.
-        batch: batch sizes of the run.
 
     Raises:
         TrainingError: scores are not finite, or all equal.

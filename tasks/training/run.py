@@ -25,11 +25,6 @@ from tasks.training.tokens.packing import trial_row
 def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     """Train, and write this rank's part of the `shards` artifact.
 
-    Args:
-        ranks: the process group.
-        job: settings and paths of the run.
-        started: `time.time()` at the start of this process, for the event "ready".
-
     Raises:
         PlumblineError: on any problem that a user can fix; see the functions called here.
     """

@@ -54,12 +54,6 @@ def judge(progress: Progress, measures: Mapping[str, float], how: Evaluate, sign
     """Record an evaluation in `progress`. Return True if it is the best so far.
 
     NaN is never the best value.
-
-    Args:
-        progress: gets the evaluation, the best one, and the number of evaluations since.
-        measures: loss and metrics of the evaluation.
-        how: names the metric.
-        sign: `direction` of the metric.
     """
     progress.evaluations.append({"step": float(progress.step), **measures})
     value = measures[how.best_metric]
@@ -88,14 +82,7 @@ def evaluate_if_due(
     last: int,
     evaluate: Callable[[str], Mapping[str, float]],
 ) -> bool:
-    """Evaluate the weights after a step if it is due; return True if a checkpoint is due, too.
-
-    Args:
-        progress: of the run; gets the evaluation.
-        settings: of the run.
-        last: its last step.
-        evaluate: called with `during` or `after`; returns loss and metrics.
-    """
+    """Evaluate the weights after a step if it is due; return True if a checkpoint is due, too."""
     how, improved = settings.evaluate, False
     if due(how.eval_steps, progress.step) or progress.step == last:
         sign = direction(settings.objective, how.best_metric)
@@ -106,12 +93,7 @@ def evaluate_if_due(
 
 
 def may_save(settings: Settings, step: int) -> bool:
-    """Return True if a checkpoint may follow a step: one is due, or an evaluation may be the best.
-
-    Args:
-        settings: of the run.
-        step: 1, 2, ...
-    """
+    """Return True if a checkpoint may follow a step: due, or of the best evaluation."""
     how = settings.evaluate
     judged = due(how.eval_steps, step) and (how.keep == "best" or settings.save_steps > 0)
     return judged or due(settings.save_steps, step)

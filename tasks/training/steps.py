@@ -130,11 +130,6 @@ def factor(optim: Optim, *, step: int, total: int) -> float:
 
     Step s of n gets the rate that `transformers.get_scheduler` gives at step s of n + 1. There a
     run begins with a step at rate 0; here it begins one step later, so that no step is wasted.
-
-    Args:
-        optim: the schedule, its warm-up and its options.
-        step: the step about to be taken, 1 to `total`.
-        total: steps of the run.
     """
     return float(_schedule(optim, total)(step))
 

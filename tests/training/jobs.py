@@ -54,7 +54,7 @@ PATTERNS = replace(
     exclude_modules=("down_proj",),
     modules_to_save=("embed_tokens",),
 )
-NEW_TOKENS = replace(SHORT, new_tokens=("copy", "<tool>"), zero=ZERO3)
+NEW_TOKENS = replace(SHORT, new_tokens=("copy", "<tool>"), zero=Zero(2))
 FP32 = replace(SHORT, dtype="float32", optim=replace(SHORT.optim, weight_decay=0.1))
 OFFLOAD = {"offload_optimizer": "cpu"}
 STAGES = {
@@ -73,7 +73,7 @@ STAGES = {
     "patterns_zero3": Wanted(replace(SHORT, peft=PATTERNS, zero=ZERO3)),
     "8bit_zero2": Wanted(replace(ADAM_8BIT, zero=Zero(2))),
     "8bit_zero3": Wanted(replace(ADAM_8BIT, zero=ZERO3)),
-    "rows_untied_zero3": Wanted(NEW_TOKENS, "rows_untied"),
+    "rows_untied_zero2": Wanted(NEW_TOKENS, "rows_untied"),
     "fp32_zero2": Wanted(replace(FP32, zero=Zero(2))),
     "fp32_zero3": Wanted(replace(FP32, zero=ZERO3)),
     "fp32_rows_of_1": Wanted(
@@ -210,7 +210,7 @@ for name, settings in RESUMES.items():
 for name in SHARED:
     JOBS |= {f"{name}_over_{sharing}": shared(name, sharing) for sharing in (1, 2)}
 DEFAULT = (
-    "full_zero3", "qlora_zero2", "rows_untied_zero3", "reward_lora_zero3", "whole_lora_3",
+    "full_zero3", "qlora_zero2", "rows_untied_zero2", "reward_lora_zero3", "whole_lora_3",
     "again_lora_3", "best", "dpo_over_1", "dpo_over_2", "diverges",
 )  # fmt: skip
 """Jobs of the default suite, with every kind of file, objective, restart and sharing once."""

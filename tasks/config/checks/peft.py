@@ -25,6 +25,7 @@ def problems(context: Context) -> Iterator[Finding]:
     if peft["kind"] == "none":
         return
     yield from modules(peft, context.known)
+    yield from _head_under_zero3(context.settings)
     if peft["kind"] == "qlora":
         if not context.gpu:
             yield from widths(context.known.text)
@@ -50,6 +51,17 @@ def modules(peft: Mapping[str, Any], known: Known) -> Iterator[Finding]:
             near = difflib.get_close_matches(name, leaves, n=1, cutoff=0.5) or ["<module>"]
             allowed = f"the model has {', '.join(leaves)}"
             yield Finding(f"peft.{key}", f"no {name!r} here", allowed, f"peft.{key}=[{near[0]}]")
+
+
+def _head_under_zero3(settings: Mapping[str, Any]) -> Iterator[Finding]:
+    """Refuse adapters on a head that ZeRO-3 partitions: each portion of logits would gather it."""
+    targets = settings["peft"]["target_modules"]
+    tables = set(() if isinstance(targets, str) else targets) & {"lm_head"}
+    new = settings["model"]["new_tokens"]
+    if settings["zero"]["stage"] == 3 and (tables or new):
+        key = "model.new_tokens" if new else "peft.target_modules"
+        allowed = "ZeRO-3 divides embeddings and head, which these adapters read whole"
+        yield Finding(key, f"{', '.join(new or sorted(tables))} with ZeRO-3", allowed, "zero=zero2")
 
 
 def widths(text: Mapping[str, Any]) -> Iterator[Finding]:

@@ -132,9 +132,6 @@ class Ranks:
     def on_first(self, work: Callable[[], T]) -> T:
         """Run a function on rank 0; return its result, or raise its error, on every rank.
 
-        Args:
-            work: its result can be pickled.
-
         Raises:
             PlumblineError: from `work`.
         """
@@ -188,10 +185,6 @@ def _code() -> str:
 def choose_device(setting: str, local: int) -> torch.device:
     """Return the device of a rank: a GPU of its own, or the CPU if the machine has none.
 
-    Args:
-        setting: `train.device`.
-        local: number of the rank on this machine.
-
     Raises:
         ConfigError: torch cannot compute on the GPUs that exist or are asked for; or there are
             fewer GPUs than ranks.
@@ -224,13 +217,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[Any]:
 
 
 def start_engine(model: nn.Module, config: dict[str, Any], optim: Optim) -> Any:
-    """Return a DeepSpeed engine that trains the parameters of `model` that require gradients.
-
-    Args:
-        model: result of `load_model`.
-        config: result of `deepspeed_config`.
-        optim: settings of the optimizer.
-    """
+    """Return a DeepSpeed engine that trains the parameters of `model` that require gradients."""
     import deepspeed
 
     parameters = parameter_groups(model, optim.weight_decay)

@@ -57,12 +57,7 @@ def another_rank_failed(error: BaseException) -> bool:
 
 
 def out_of_memory(what: str, job: TrainJob) -> TrainingError:
-    """Return the error for a lack of memory: the estimate of a rank, and settings that need less.
-
-    Args:
-        what: the first line of the message.
-        job: the run that failed.
-    """
+    """Return the error for a lack of memory, with a rank's estimate and what needs less."""
     config = json.loads((job.base / "config.json").read_text())
     try:
         needed = estimate(config, job.settings, gpu=has_gpu(job.settings.launch.device)).total

@@ -85,14 +85,7 @@ def write_partitions(
 
 
 def describe(model: nn.Module, *, world_size: int, zero_stage: int, mode: str) -> dict[str, Any]:
-    """Return the contents of `partitions.json`: names and shapes of the trained parameters.
-
-    Args:
-        model: the trained model.
-        world_size: number of ranks.
-        zero_stage: ZeRO stage of the run.
-        mode: `full` or `adapter`.
-    """
+    """Return the contents of `partitions.json`: names and shapes of the trained parameters."""
     parameters = trainable(model)
     dtypes = {SAFETENSORS_DTYPES[p.dtype] for p in parameters.values()}
     return {

@@ -15,12 +15,6 @@ def deepspeed_config(
 
     It has no learning-rate schedule: `steps.set_lr` sets the rate before each step.
 
-    Args:
-        settings: of the run.
-        world_size: ranks of all nodes.
-        gpu: True if the ranks train on GPUs.
-        universal: True if the engine loads a checkpoint in universal form.
-
     Raises:
         ConfigError: the global batch is not a multiple of the micro-batches of all ranks, or
             their number not one of `train.sequence_parallel`.

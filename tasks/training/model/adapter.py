@@ -19,7 +19,6 @@ from torch import nn
 
 from tasks.core.errors import ArtifactError
 from tasks.training.job import Peft
-from tasks.training.model.gather_params import gathered
 from tasks.weights.files.names import live_to_peft
 from tasks.weights.lora_config import ALL_LINEAR
 from tasks.weights.model_class import other_towers
@@ -45,13 +44,6 @@ def add_adapter(
 ) -> nn.Module:
     """Add a LoRA adapter to `model`; only the adapter requires gradients.
 
-    Args:
-        model: a transformers model.
-        peft: section `peft`.
-        head: `tokens` or `score`.
-        dtype: dtype of the trained tensors.
-        new_ids: token ids whose embedding rows are trained too.
-
     Returns:
         peft's model around `model`.
     """
@@ -60,9 +52,8 @@ def add_adapter(
     config = lora_config(peft, head=head, model=model)
     if new_ids:
         config.trainable_token_indices = {name: list(new_ids) for name in _tables(model)}
-    with _rows_read_on_any_device():
-        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
-    _let_others_see_their_base(adapted)
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    _let_dora_see_its_base(adapted)
     # peft makes adapters of 4-bit layers in fp32.
     for parameter in adapted.parameters():
         if parameter.requires_grad:
@@ -142,47 +133,18 @@ def initial_weights(adapted: Any) -> Iterator[None]:
             parameter.data = tensor
 
 
-@contextlib.contextmanager
-def _rows_read_on_any_device() -> Iterator[None]:
-    """Patch peft so that it reads embedding rows partitioned by ZeRO-3 on a CPU, too.
-
-    peft 0.21 broadcasts the rows from rank 0 through a tensor on the current CUDA device. Here each
-    rank reads them from the gathered weight, which is complete on every rank.
-    """
-    from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
-
-    def read(self: Any, weight: torch.Tensor, rows: Sequence[int], embed_dim: int) -> torch.Tensor:
-        with gathered([weight]):
-            return weight.detach()[list(rows)].clone()
-
-    own = TrainableTokensLayer._collect_token_weights
-    TrainableTokensLayer._collect_token_weights = read
-    try:
-        yield
-    finally:
-        TrainableTokensLayer._collect_token_weights = own
-
-
-def _let_others_see_their_base(adapted: nn.Module) -> None:
-    """Make ZeRO-3 gather a base weight for the other modules that compute with it.
-
-    DoRA's magnitude normalises by the base weight; trained embedding rows are written into it.
-    """
+def _let_dora_see_its_base(adapted: nn.Module) -> None:
+    """Make ZeRO-3 gather a base weight for DoRA's magnitude, which normalises by it."""
     from peft.tuners.lora import LoraLayer
-    from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 
     for layer in adapted.modules():
-        readers: list[Any] = []
-        if isinstance(layer, LoraLayer):
-            readers = list(layer.lora_magnitude_vector.values())
-        elif isinstance(layer, TrainableTokensLayer):
-            readers = [layer]
-        weight = layer.get_base_layer().weight if readers else None
+        magnitudes = layer.lora_magnitude_vector.values() if isinstance(layer, LoraLayer) else ()
+        weight = layer.get_base_layer().weight if magnitudes else None
         if hasattr(weight, "ds_id"):
             import deepspeed
 
-            for reader in readers:
-                deepspeed.zero.register_external_parameter(reader, weight)
+            for magnitude in magnitudes:
+                deepspeed.zero.register_external_parameter(magnitude, weight)
 
 
 def _excluded(names: Sequence[str], towers: Sequence[str]) -> list[str] | str | None:
@@ -202,13 +164,7 @@ def _tables(model: Any) -> list[str]:
 
 
 def lora_config(peft: Peft, *, head: str, model: Any) -> Any:
-    """Return peft's `LoraConfig`.
-
-    Args:
-        peft: section `peft`.
-        head: `tokens` or `score`.
-        model: the transformers model; only its language is adapted.
-    """
+    """Return peft's `LoraConfig`."""
     from peft import LoraConfig
 
     targets = peft.target_modules

@@ -26,7 +26,6 @@ from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
 from tasks.training.model.adapter import add_adapter, continue_adapter
 from tasks.training.model.gather_params import gathered
-from tasks.training.model.head import gather_at_once
 from tasks.training.model.packed_model import accept_packed_rows
 from tasks.weights.model_class import language_class, other_towers
 from tasks.weights.quantized.nf4 import keep_as_loaded
@@ -66,13 +65,6 @@ def load_model(
 ) -> nn.Module:
     """Build the model for DeepSpeed; only the parameters to be trained require gradients.
 
-    Args:
-        job: settings and paths of the run.
-        ranks: the process group.
-        deepspeed_config: result of `zero_config.deepspeed_config`.
-        tokenizer: the model's tokenizer.
-        head: `tokens` for a causal model, `score` for a reward model.
-
     Raises:
         ArtifactError: the base's tensors are not those of its class, or the adapter to continue
             does not fit.
@@ -103,8 +95,6 @@ def _model(job: TrainJob, ranks: Ranks, config: dict[str, Any], tokenizer: Any, 
         adapted = add_adapter(model, settings.peft, head=head, dtype=dtype, new_ids=new_ids)
     if job.adapter is not None:
         continue_adapter(adapted, job.adapter)
-    if head == "tokens":
-        gather_at_once(model.get_output_embeddings())
     return adapted
 
 
@@ -125,13 +115,6 @@ def load_base(
     job: TrainJob, ranks: Ranks, config: dict[str, Any], *, head: str, pad: int | None
 ) -> Any:
     """Load the base model of a job, with the head that its objective needs.
-
-    Args:
-        job: settings and paths of the run.
-        ranks: the process group.
-        config: DeepSpeed's configuration.
-        head: `tokens` or `score`, as in `Objective.head`.
-        pad: padding id of a model with a score head; None for none.
 
     Raises:
         ArtifactError: tensors are missing from the base, or do not belong to its class.
@@ -222,10 +205,6 @@ def fill_head(model: Any, *, seed: int) -> None:
 
     Weights are normal with variance 1 / (hidden + 1), so that scores begin at about unit size
     (Stiennon et al. 2020, arXiv:2009.01325, app. B.1).
-
-    Args:
-        model: a model with a score head of one label.
-        seed: seed of the random weights.
     """
     weight = model.score.weight
     shape = tuple(getattr(weight, "ds_shape", weight.shape))

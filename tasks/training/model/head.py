@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -130,23 +129,6 @@ def token_logprobs_and_entropies(
     return logprobs, entropies
 
 
-def gather_at_once(head: Any) -> None:
-    """Make ZeRO-3 gather all weights of a wrapped head when the head itself is called.
-
-    LoRA and trained token rows compute in modules within the head. Each would gather its weight in
-    every portion, and ranks differ in their number of portions. Call this before DeepSpeed wraps
-    the model. Below ZeRO-3 it does nothing.
-    """
-    if len(_bodies(head)) > 1 or not any(hasattr(p, "ds_id") for p in head.parameters()):
-        return
-    import deepspeed
-
-    own = {id(parameter) for parameter in head.parameters(recurse=False)}
-    for parameter in head.parameters():
-        if id(parameter) not in own:
-            deepspeed.zero.register_external_parameter(head, parameter)
-
-
 def _logprobs(logits: torch.Tensor, targets: torch.Tensor, *, scaling: Scaling) -> torch.Tensor:
     return -nn.functional.cross_entropy(scaling(logits).float(), targets, reduction="none")
 
@@ -189,8 +171,7 @@ def _in_portions(
     """Apply `measure` to the logits of one portion at a time, recomputed in the backward pass."""
 
     def portion(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        with _without_inner_hooks(body):
-            return measure(logits_of(hidden), targets)
+        return measure(logits_of(hidden), targets)
 
     size = _size(body)
     if len(hidden) <= size:
@@ -219,22 +200,6 @@ def _standing_in(module: nn.Module, forward: Callable[..., Any]) -> Iterator[Non
         del module.forward
         if own is not None:
             module.forward = own
-
-
-@contextlib.contextmanager
-def _without_inner_hooks(body: nn.Module) -> Iterator[None]:
-    """Switch off ZeRO-3's hooks of the modules within `body`; see `gather_at_once`."""
-    inner: list[Any] = []
-    if any(hasattr(parameter, "ds_id") for parameter in body.parameters()):
-        inner = [module for module in body.modules() if module is not body]
-    own = [(m, m._forward_pre_hooks, m._forward_hooks) for m in inner]
-    try:
-        for module in inner:
-            module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
-        yield
-    finally:
-        for module, before, after in own:
-            module._forward_pre_hooks, module._forward_hooks = before, after
 
 
 class _Frozen(torch.autograd.Function):

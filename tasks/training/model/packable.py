@@ -30,11 +30,7 @@ CAPPED = "model.attn_implementation=eager, or flash_attention_2 on a GPU"
 
 
 def why_padded(config: Mapping[str, Any]) -> str:
-    """Return the reason why sequences of this model are padded instead of packed; "" if packed.
-
-    Args:
-        config: contents of config.json.
-    """
+    """Return the reason why sequences of this model are padded instead of packed; "" if packed."""
     text = {**config, **(config.get("text_config") or {})}
     family = str(text.get("model_type", "this family"))
     foreign = sorted(set(text.get("layer_types") or ()) - ATTENTION)
@@ -50,12 +46,7 @@ def why_padded(config: Mapping[str, Any]) -> str:
 
 
 def uncapped(config: Mapping[str, Any], attn_implementation: str) -> float | None:
-    """Return the cap on attention logits that this attention would leave out; None if none is.
-
-    Args:
-        config: contents of config.json.
-        attn_implementation: `model.attn_implementation`.
-    """
+    """Return the cap on attention logits that this attention would leave out; None if none is."""
     text = {**config, **(config.get("text_config") or {})}
     cap = text.get("attn_logit_softcapping")
     return float(cap) if cap and attn_implementation == "sdpa" else None

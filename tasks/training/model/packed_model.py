@@ -59,10 +59,6 @@ PLAIN = TokenOutputs()
 def accept_packed_rows(model: Any, ranks: Ranks | None = None) -> None:
     """Let a causal model, or one with a score head, accept packed rows.
 
-    Args:
-        model: a transformers model, before peft and DeepSpeed wrap it.
-        ranks: the process group, which may divide rows over ranks; None: whole rows.
-
     Raises:
         ConfigError: the model's attention leaves out a cap of its logits, or cannot be divided.
     """
@@ -223,10 +219,6 @@ def require_same(engine: Any, row: Row) -> None:
 
     This catches families that mix packed sequences, whose rows are padded from then on, and those
     that transform their logits in ways unknown here. All ranks take part, with the same row.
-
-    Args:
-        engine: the DeepSpeed engine, or a model after `accept_packed_rows`.
-        row: at least two short sequences, see `packing.trial_row`.
 
     Raises:
         TrainingError: log-probabilities or scores differ by more than rounding.

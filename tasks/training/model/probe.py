@@ -33,24 +33,10 @@ def measure_fingerprint(
     """Measure the engine's fingerprint (or scores) on the first evaluation examples.
 
     All ranks take part.
-
-    Args:
-        engine: the DeepSpeed engine, with the model's own attention.
-        examples: evaluation examples.
-        head: `tokens` or `score`, as in `Objective.head`.
-        count: number of probes.
-        device: device of the model's inputs.
     """
     if head == "tokens":
         return fingerprint_of(engine, choose_probes(examples, count), device)
     return score_print(engine, choose_scored(examples, count), device)
-
-
-def fingerprint_of(
-    engine: Any, probes: Sequence[Sequence[int]], device: torch.device
-) -> Fingerprint:
-    """Measure the fingerprint with peft's own LoRA layers. Arguments are those of `fingerprint`."""
-    return fingerprint(engine, probes, device)
 
 
 def choose_probes(examples: Examples, count: int) -> tuple[tuple[int, ...], ...]:
@@ -67,7 +53,7 @@ def choose_scored(examples: Examples, count: int) -> tuple[tuple[int, ...], ...]
 
 
 def score_print(engine: Any, probes: Sequence[Sequence[int]], device: torch.device) -> ScorePrint:
-    """Score the probes with a reward model. Arguments are those of `fingerprint`."""
+    """Score the probes with a reward model."""
     engine.eval()
     with torch.no_grad():
         alone = [_score(engine, [p], device)[0] for p in probes]
@@ -97,14 +83,10 @@ def _score(engine: Any, probes: Sequence[Sequence[int]], device: torch.device) -
     return [float(score) for score in out.logits[:, 0]]
 
 
-def fingerprint(engine: Any, probes: Sequence[Sequence[int]], device: torch.device) -> Fingerprint:
-    """Measure the fingerprint on the probes. All ranks take part, with the same inputs.
-
-    Args:
-        engine: the DeepSpeed engine around a causal model.
-        probes: sequences of at least two token ids.
-        device: device of the model's inputs.
-    """
+def fingerprint_of(
+    engine: Any, probes: Sequence[Sequence[int]], device: torch.device
+) -> Fingerprint:
+    """Measure the fingerprint on the probes. All ranks take part, with the same inputs."""
     engine.eval()
     with torch.no_grad():
         alone = [_one_by_one(engine, p, device) for p in probes]

@@ -30,9 +30,7 @@ _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
 def coefficient(config: Mapping[str, Any], wanted: float | None) -> float:
     """Return the weight of the router loss; 0 for a model without experts.
 
-    Args:
-        config: contents of config.json.
-        wanted: `train.router_aux_loss_coef`; None: the weight in config.json.
+    `wanted` is `train.router_aux_loss_coef`; None takes the weight in config.json.
     """
     text = config.get("text_config") or config
     if experts_of(text) <= 1:

@@ -24,11 +24,7 @@ NAME = "packed_ulysses"
 
 
 class SequenceParallel:
-    """Division of rows over the ranks of a group.
-
-    Args:
-        group: the ranks that share their rows.
-    """
+    """Division of rows over the ranks of a group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         from deepspeed.sequence.layer import register_all_to_all_group
@@ -50,9 +46,6 @@ class SequenceParallel:
         A row whose length is not a multiple of N gets up to N - 1 tokens at its end. They are a
         sequence of their own, without loss. Targets were chosen from the whole row, so the last
         token of a part has the first of the next one as its target.
-
-        Args:
-            row: the same on all ranks of the group.
 
         Returns:
             A row with this rank's `ids`, `positions`, `wanted`, `targets` and `ends`; `buckets`

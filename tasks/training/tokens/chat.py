@@ -249,10 +249,6 @@ def pieces(tokens: Tokens, max_len: int) -> Iterator[Tokens]:
 
     Pieces overlap by one token: the last one of a piece is the first of the next, where it bears no
     loss. So every token of a text but its first bears loss exactly once.
-
-    Args:
-        tokens: a text of at least two tokens.
-        max_len: at least 2.
     """
     for start in range(0, len(tokens.ids) - 1, max_len - 1):
         ids = tokens.ids[start : start + max_len]

@@ -50,13 +50,6 @@ def load_split(
     If the split was tokenised before, with the same data, tokenizer and settings, it is only mapped
     and the event says `cached`. All ranks take part.
 
-    Args:
-        job: settings and paths of the run.
-        split: `train` or `heldout`.
-        roles: the objective's `roles`.
-        tokenizer: the model's tokenizer.
-        ranks: the process group.
-
     Raises:
         ConfigError: the objective cannot learn from rows of this kind, or `train.on_overlong=split`
             with rows that are not raw texts.

@@ -59,13 +59,9 @@ class Step:
 
 
 class Order:
-    """Order of the examples in a training run.
+    """Order of the examples in a training run, the same on every rank.
 
-    Args:
-        examples: all training examples, the same on every rank.
-        batch: batch sizes and length of the run.
-        seed: seed of the order.
-        world_size: number of ranks, or of groups of ranks that share their rows.
+    `world_size` counts ranks, or groups of ranks that share their rows.
     """
 
     def __init__(self, examples: Examples, batch: Batch, *, seed: int, world_size: int) -> None:
@@ -120,10 +116,6 @@ def deal(lengths: Sequence[int] | NDArray[np.int64], rows: int) -> list[list[int
     longest row is at most 4/3 of the optimum). Ties go to the row with fewer items, then to the
     first.
 
-    Args:
-        lengths: lengths of the items.
-        rows: number of rows.
-
     Returns:
         Item numbers of each row; rows by descending sum.
     """
@@ -150,12 +142,6 @@ def heldout_rounds(examples: Examples, batch: Batch, *, world_size: int, rank: i
 
     Under ZeRO-3 all ranks have to make equally many forward passes. If the number of rows is not a
     multiple of the ranks, the first row is repeated and its repetitions are not `counted`.
-
-    Args:
-        examples: evaluation examples.
-        batch: batch sizes of the run.
-        world_size: number of ranks, or of groups of ranks that share their rows.
-        rank: this rank or group.
     """
     lengths = examples.lengths.sum(axis=1)
     size = max(HELDOUT_ROW, batch.micro_batch_size)

@@ -108,11 +108,6 @@ def pack(examples: Examples, chosen: Sequence[int], *, roles: Sequence[int] | No
 
     In the row sequences are sorted by length, so that those of an attention call are neighbours.
     `owner`, `ends` and all results per sequence are in the order of examples and roles.
-
-    Args:
-        examples: the split.
-        chosen: numbers of the examples.
-        roles: numbers of the roles to take; None for all.
     """
     taken = range(len(examples.roles)) if roles is None else roles
     pieces = [examples.sequence(i, role) for i in chosen for role in taken]

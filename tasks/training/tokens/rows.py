@@ -92,12 +92,6 @@ def holds_texts(path: Path) -> bool:
 class Drafts(RowFile):
     """The drafts of a split, by number.
 
-    Args:
-        path: the split's JSON Lines file.
-        roles: the objective's `roles`.
-        mask: `train.mask`, the tokens of a conversation that bear loss.
-        seed: seed of the order in which examples get their `mismatched` answers.
-
     Raises:
         ConfigError: the rows are not of the kind that the roles need.
         DataError: the split is empty or cannot be read.

@@ -217,13 +217,6 @@ def refuse_truncated(
 ) -> None:
     """Refuse training rows if more than `most` of them (`data.max_truncated`) are truncated.
 
-    Args:
-        counts: result of `Tally.counts`.
-        source: file name of the split.
-        max_len: the limit.
-        most: `data.max_truncated`.
-        texts: True if the rows are raw texts, which can be cut into pieces instead.
-
     Raises:
         DataError: too many rows are truncated.
     """

@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple
 from tasks.core.errors import DataError
 from tasks.data.columns import wrong_columns
 from tasks.data.control import WAYS, Control
-from tasks.data.kinds import CONVERSATIONS, PROMPTS, Kind, Payload, content_id, side_id
+from tasks.data.kinds import CONVERSATIONS, Kind, Payload, content_id, side_id
 from tasks.data.messages import Unusable
 from tasks.data.sources import ALL_EXHAUSTED, MixedRow, Source, mix, wrong_probabilities
 
@@ -154,14 +154,6 @@ class Reading:
             wanted = self.options.kind.asked(self.source.columns)
             raise wrong_columns(self.names, wanted, self.source.name)
 
-    def unused(self) -> set[str]:
-        """Return the names of columns that are not used."""
-        kind, columns = self.options.kind, self.source.columns
-        if kind is PROMPTS:  # rewards may use all of them
-            return set()
-        sharegpt = columns.among(self.names - {columns.messages})  # a source may have both shapes
-        return self.names - kind.used(columns) - kind.used(sharegpt)
-
     def counts(self) -> dict[str, Any]:
         """Return the counts of the source for `dataset.json`."""
         counts = {n: getattr(self, n) for n in ("rows", "refused", "repeated")}
@@ -229,13 +221,10 @@ def build_dataset(
     if not apart and not splits[HELD_OUT].kept:
         _move_one(out, splits, seed=options.seed)
     _refuse_empty(splits.values(), [reading.source.name for reading in everything], bad_rows)
-    unused = sorted(set.intersection(*(reading.unused() for reading in everything)))
     if bad_rows.total:
         log.warning("%d rows refused, counted and left out:", bad_rows.total)
         for line in bad_rows.lines():
             log.warning("  %s", line)
-    if unused:
-        log.info("columns that are not used: %s", ", ".join(unused))
     if controlled := [place for reading in everything for place in reading.controlled]:
         log.warning(
             "rows with control tokens: %d, first %s; %s", len(controlled), controlled[0], WAYS
@@ -246,7 +235,6 @@ def build_dataset(
         "splits": {name: split.counts() for name, split in splits.items()},
         "sources": [reading.counts() for reading in readings],
         "refused_examples": bad_rows.lines(),
-        "unused_columns": unused,
     }
 
 

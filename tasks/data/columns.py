@@ -50,23 +50,15 @@ class Columns:
 def wrong_columns(present: Collection[str], wanted: Mapping[str, str], source: str) -> DataError:
     """Return the error for a source in which no row has the wanted columns."""
     known = sorted(present)
-    details = [f"columns found: {', '.join(known) or 'none'}"]
-    hints = []
-    for role, name in wanted.items():
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        if near and name not in present:
-            details.append(f"data.{role}_key={name} is not there; near it: {near[0]}")
-            hints.append(f"data.{role}_key={near[0]}")
-    if "messages" in wanted:
-        either = f"no column {wanted['messages']!r}, nor both"
-    else:
-        either = "not both" if len(wanted) == 2 else "not all of"
-    columns = " and ".join(repr(name) for role, name in wanted.items() if role != "messages")
-    keys = [f"data.{role}_key=<column>" for role in wanted if role != "messages"]
-    if "messages" in wanted:
-        keys = ["data.messages_key=<column>, or", *keys]
+    near = {
+        role: matches[0]
+        for role, name in wanted.items()
+        if (matches := difflib.get_close_matches(name, known, n=1, cutoff=0.5))
+        and name not in present
+    }
+    names = " or ".join(repr(name) for name in wanted.values())
     return DataError(
-        f"{source}: {either} {columns}; found {', '.join(map(repr, known)) or 'none'}",
-        details=details,
-        hint=" ".join(hints or keys),
+        f"{source}: no row has the columns it needs ({names}); "
+        f"found {', '.join(map(repr, known)) or 'none'}",
+        hint=" ".join(f"data.{role}_key={near.get(role, '<column>')}" for role in near or wanted),
     )

@@ -51,14 +51,12 @@ class Kind:
         name: name in `dataset.json`.
         read: turns a row of the user into a row of the artifact, without its id.
         either: sets of columns by role; a row needs all columns of one set.
-        extras: optional columns by role.
         objectives: objectives that train on such rows.
     """
 
     name: str
     read: Callable[[Mapping[str, Any], Columns], Payload]
     either: tuple[tuple[str, ...], ...]
-    extras: tuple[str, ...]
     objectives: tuple[str, ...]
 
     def fit(self, names: Collection[str], columns: Columns) -> bool:
@@ -71,10 +69,6 @@ class Kind:
     def asked(self, columns: Columns) -> dict[str, str]:
         """Return the names of the required columns, by role; a row needs one set of them."""
         return columns.named(list(dict.fromkeys(role for roles in self.either for role in roles)))
-
-    def used(self, columns: Columns) -> set[str]:
-        """Return the names of all columns that are used."""
-        return {*self.asked(columns).values(), *columns.named(self.extras).values(), *TOOLS}
 
 
 def _messages(values: Mapping[str, Any], columns: Columns) -> Payload:
@@ -288,31 +282,13 @@ def _number(values: Mapping[str, Any], key: str) -> float:
     return number
 
 
-CONVERSATIONS = Kind(
-    "conversations", _messages, (("messages",), ("prompt", "response")), ("system",), ("sft",)
-)
-TEXTS = Kind("texts", document, (("text",),), (), ("sft",))
-PAIRS = Kind(
-    "pairs",
-    preference,
-    (("chosen", "rejected"),),
-    ("prompt", "messages", "system", "margin"),
-    ("reward", "dpo", "orpo", "simpo"),
-)
+CONVERSATIONS = Kind("conversations", _messages, (("messages",), ("prompt", "response")), ("sft",))
+TEXTS = Kind("texts", document, (("text",),), ("sft",))
+PAIRS = Kind("pairs", preference, (("chosen", "rejected"),), ("reward", "dpo", "orpo", "simpo"))
 LABELLED = Kind(
-    "labelled",
-    labelled,
-    (("messages", "label"), ("prompt", "response", "label")),
-    ("system",),
-    ("kto",),
+    "labelled", labelled, (("messages", "label"), ("prompt", "response", "label")), ("kto",)
 )
-PROMPTS = Kind(
-    "prompts",
-    asked,
-    (("messages",), ("prompt",)),
-    ("response", "system", "answer"),
-    ONLINE,
-)
+PROMPTS = Kind("prompts", asked, (("messages",), ("prompt",)), ONLINE)
 KINDS = {kind.name: kind for kind in (CONVERSATIONS, PAIRS, LABELLED, TEXTS, PROMPTS)}
 
 

@@ -59,7 +59,6 @@ def write_dataset(
         },
         "sources": [],
         "refused_examples": [],
-        "unused_columns": [],
     }
 
 

@@ -67,12 +67,10 @@ def reward(
 ) -> Loss:
     """Return the mean over pairs of -log sigmoid(chosen - rejected - margin), in nats.
 
-    Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155, eq. 1.
+    Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155, eq. 1. A row's value `margin` is
+    added to the margin of its pair.
 
     Args:
-        output: scores.
-        row: its value `margin` is added to the margin of every pair.
-        counts: of the step.
         margin: margin of every pair.
         center: weight of mean((chosen + rejected)^2), which keeps scores around zero (Eisenstein
             et al. 2023, arXiv:2312.09244, eq. 2).
@@ -114,9 +112,6 @@ def dpo(
     arXiv:2404.19733, eq. 1: a mean over pairs, each divided by its own length).
 
     Args:
-        output: log-probabilities and the reference's sums.
-        row: pairs.
-        counts: of the step.
         kind: `sigmoid` is -log sigmoid(beta * d); `ipo` is (d' - 1 / (2 beta))^2, where d' is the
             difference of the log-ratios per token.
         beta: strength of the pull towards the reference.
@@ -153,9 +148,6 @@ def simpo(
     Meng et al. 2024, arXiv:2405.14734, eq. 6.
 
     Args:
-        output: log-probabilities.
-        row: pairs.
-        counts: of the step.
         beta: scale of the rewards, 2.0 to 10.0 in the paper.
         gamma: target margin between the rewards of the chosen and the rejected answer.
         nll: weight of the mean cross-entropy per token of the chosen answers (CPO-SimPO).
@@ -203,9 +195,6 @@ def kto(
     gradient. Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8.
 
     Args:
-        output: log-probabilities, the reference's sums and the baseline.
-        row: examples with the value `desirable`.
-        counts: of the step.
         beta: strength of the pull towards the reference.
         desirable_weight: weight of the desirable examples.
         undesirable_weight: weight of the undesirable examples. The sums of both weights over the

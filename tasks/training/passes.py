@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from tasks.core.disk import flush_tree
 from tasks.core.errors import TrainingError
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import Batch, TrainJob
@@ -191,54 +190,28 @@ def with_reference(
         TrainingError: the stored values of a resumed run are missing, or of other data.
     """
     path = job.checkpoints / FOLDER / f"{split}.npy"
-    shape = (len(examples), len(examples.roles))
+    shape, ranks = (len(examples), len(examples.roles)), passes.ranks
     if begun:
-        sums = _read(path, job, shape)
+        theirs = [job.resume.parent / FOLDER / path.name] if job.resume else []
+        stored = next(filter(Path.is_file, [path, *theirs]), None)
+        sums = None if stored is None else np.load(stored)
+        if sums is None or sums.shape != shape:
+            raise TrainingError(
+                f"the reference's log-probabilities of this data are not there: {path}",
+                hint="train.resume=never starts from the beginning and computes them",
+            )
     else:
-        sums = _measure(examples, passes, job.settings.batch).reshape(shape)
-        if passes.ranks.first:
-            _write(path, sums)
-        passes.ranks.barrier()
+        totals = torch.zeros(shape, device=ranks.device)
+        for row, logprobs, counted in passes.each(examples, job.settings.batch):
+            if counted:
+                totals[row.examples] = row.sums(logprobs).view(-1, shape[1])
+        sums = ranks.total(totals).cpu().numpy()
+        if ranks.first:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            np.save(path, sums)
+            flush_tree(path.parent)
+        ranks.barrier()
     return replace(examples, values={**examples.values, "reference": sums})
-
-
-def _measure(examples: Examples, passes: Passes, batch: Batch) -> NDArray[np.float32]:
-    ranks, roles = passes.ranks, len(examples.roles)
-    sums = torch.zeros(len(examples), roles, device=ranks.device)
-    for row, logprobs, counted in passes.each(examples, batch):
-        if counted:
-            sums[row.examples] = row.sums(logprobs).view(-1, roles)
-    array: NDArray[np.float32] = ranks.total(sums).cpu().numpy()
-    return array
-
-
-def _read(path: Path, job: TrainJob, shape: tuple[int, int]) -> NDArray[np.float32]:
-    places = [path]
-    if job.resume is not None:
-        places.append(job.resume.parent / FOLDER / path.name)
-    stored = next((place for place in places if place.is_file()), None)
-    if stored is None:
-        raise TrainingError(
-            f"the reference's log-probabilities are not beside the checkpoints: {path}",
-            hint="train.resume=never starts from the beginning and computes them",
-        )
-    sums: NDArray[np.float32] = np.load(stored)
-    if sums.shape != shape:
-        raise TrainingError(
-            f"{stored}: log-probabilities of other data: shape {sums.shape}, expected {shape}",
-            hint="train.resume=never starts from the beginning and computes them",
-        )
-    return sums
-
-
-def _write(path: Path, sums: NDArray[np.float32]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    work = path.with_name(f".{path.name}.{os.getpid()}")
-    with work.open("wb") as file:
-        np.save(file, sums)
-        file.flush()
-        os.fsync(file.fileno())
-    work.replace(path)
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def test_every_row_is_kept_unchanged_or_counted(
     try:
         account = build(out, source_of(train), **how)
     except DataError as error:
-        if "split is empty" in error.message or "no column" in error.message:
+        if "split is empty" in error.message or "no row has" in error.message:
             return
         raise
     sides = {
@@ -179,11 +179,6 @@ def drawn(
     return [(d.row.place, d.again) for d in mix(sources, seed=seed, stopping=stopping)]
 
 
-def test_without_probabilities_they_follow_each_other() -> None:
-    rows = drawn(numbered("a", 3), numbered("b", 2, max_samples=1), numbered("c", 1))
-    assert rows == [("a:1", False), ("a:2", False), ("a:3", False), ("b:1", False), ("c:1", False)]
-
-
 @given(
     sizes=st.lists(st.integers(1, 30), min_size=2, max_size=4),
     weights=st.lists(st.integers(1, 5), min_size=4, max_size=4),
@@ -240,27 +235,6 @@ def test_rows_are_counted_by_source_and_repeats_are_not_held_out(tmp_path: Path)
         assert split["read"] == split["kept"] + split["refused"] + split["overlapping"]
     ids = [row["id"] for row in rows_of(tmp_path, "train")]
     assert len(set(ids)) == len(ids)
-
-
-def test_bad_rows_of_a_source_that_is_read_again_are_told_once(tmp_path: Path) -> None:
-    rows = [Row("x:1", {"prompt": "q", "response": ""}), Row("x:2", {}, "broken")]
-    rows += [Row(f"x:{n}", {"prompt": f"q{n}", "response": "a"}) for n in range(3, 9)]
-    small = Source("x", lambda: iter(rows), Columns(), probability=0.5)
-    big = numbered("big", 200, probability=0.5)
-    account = build(tmp_path, big, small, on_bad_line="skip", eval_fraction=0.2)
-    assert account["splits"]["train"]["refused"] == account["sources"][1]["refused"] == 2
-    assert [line.partition(": ")[0] for line in account["refused_examples"]] == ["x:1", "x:2"]
-    with pytest.raises(DataError, match="^2 of"):
-        build(tmp_path, big, small, eval_fraction=0.2)
-
-
-def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        sources = numbered("x", 50, probability=0.8), numbered("y", 50, probability=0.2)
-        build(tmp_path / name, *sources, seed=seed)
-    for split in ("train", "heldout"):
-        files = [(tmp_path / name / f"{split}.jsonl").read_bytes() for name in "abc"]
-        assert files[0] == files[1] != files[2]
 
 
 def test_sources_of_several_kinds_with_columns_of_their_own(tmp_path: Path) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pyarrow
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -105,23 +104,6 @@ def test_a_datasets_source_is_read_by_split(
     ]
     with pytest.raises(DataError, match="split=dev"):
         list(read_rows("hub", str(folder), split="dev"))
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=40)
-@given(rows=st.lists(st.dictionaries(st.text(), JSON, max_size=4), max_size=8))
-def test_any_json_objects_come_back_unchanged(
-    rows: list[dict[str, object]], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    path = tmp_path_factory.mktemp("rows") / "x.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [row.values for row in read_rows("jsonl", str(path))] == rows
 
 
 @given(content=st.binary(max_size=200))

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from tasks.data.columns import Columns, wrong_columns
 from tasks.data.kinds import (
     CONVERSATIONS,
-    PAIRS,
     asked,
     content_id,
     document,
@@ -19,7 +15,7 @@ from tasks.data.kinds import (
     preference,
     side_id,
 )
-from tasks.data.messages import Unusable, conversation, transcript
+from tasks.data.messages import Unusable, conversation
 
 USER = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "hello"}
@@ -113,7 +109,7 @@ def test_conversations_that_cannot_be_trained_are_refused() -> None:
 
 def test_wrong_columns_name_what_is_there_and_what_is_near() -> None:
     error = wrong_columns({"promt", "respons", "n"}, CONVERSATIONS.asked(Columns()), "x.csv")
-    assert error.details[0] == "columns found: n, promt, respons"
+    assert "'n', 'promt', 'respons'" in error.message
     assert error.hint == "data.prompt_key=promt data.response_key=respons"
 
 
@@ -187,7 +183,6 @@ def test_pairs_of_all_shapes() -> None:
     }
     columns = Columns().among(sharegpt)
     assert preference(sharegpt, columns) == WANTED
-    assert PAIRS.used(columns) >= set(sharegpt)
     asked = [SYSTEM, user("q")]
     row = {"prompt": "q", "s": "be kind", "chosen": "good", "rejected": "bad"}
     assert preference(row, Columns(system="s")) == {**WANTED, "prompt": asked}
@@ -270,28 +265,6 @@ def test_rows_that_are_no_texts_are_refused() -> None:
     ):
         wrong += refusals(partial(document, row, Columns(text="text")), named)
     assert wrong == []
-
-
-def test_transcripts_are_read_as_they_are_written() -> None:
-    text = "\n\nHuman:  two\n\nlines \n\nAssistant:\n\nHuman: x"
-    assert transcript(text) == [user(" two\n\nlines "), answer(""), user("x")]
-    assert transcript("Human: x\n\nAssistant: y") is None
-    assert transcript("Say\n\nHuman: x") is None
-
-
-WORDS = st.lists(st.text(min_size=1, max_size=4).filter(str.strip), min_size=2, max_size=5)
-
-
-@given(texts=WORDS, tail=st.text(min_size=1, max_size=3).filter(str.strip))
-def test_a_pair_split_and_joined_is_the_same(texts: list[str], tail: str) -> None:
-    """A pair is the same with a separate prompt and as two whole conversations."""
-    prompt = [
-        (user, answer)[i % 2](text) for i, text in enumerate(texts[: len(texts) // 2 * 2 - 1])
-    ]
-    chosen, rejected = [answer(texts[-1])], [answer(texts[-1] + tail)]
-    apart = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-    whole = {"chosen": [*prompt, *chosen], "rejected": [*prompt, *rejected]}
-    assert preference(apart, Columns()) == preference(whole, Columns()) == apart
 
 
 def test_ids_are_of_texts_and_equal_prompts_share_a_side() -> None:

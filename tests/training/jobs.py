@@ -45,7 +45,6 @@ SHORT = Settings(
     probes=8,
 )
 FULL = replace(SHORT, peft=Peft(), batch=replace(SHORT.batch, max_steps=6))
-ADAM_8BIT = replace(FULL, optim=replace(SHORT.optim, optimizer="adamw_8bit"))
 PATTERNS = replace(
     LORA,
     use_rslora=True,
@@ -61,7 +60,6 @@ STAGES = {
     "full_zero3": Wanted(replace(FULL, zero=ZERO3, batch=replace(FULL.batch, max_len=CUT_AT))),
     "qlora_zero2": Wanted(replace(SHORT, peft=QLORA, zero=Zero(2))),
     "lora_zero2": Wanted(replace(SHORT, zero=Zero(2))),
-    "lora_zero3": Wanted(replace(SHORT, zero=ZERO3)),
     "checkpointed_zero3": Wanted(
         replace(
             SHORT, zero=ZERO3, gradient_checkpointing=True, gradient_checkpointing_reentrant=True
@@ -71,14 +69,9 @@ STAGES = {
     "dora_zero3": Wanted(replace(SHORT, peft=replace(LORA, use_dora=True), zero=ZERO3)),
     "patterns_zero2": Wanted(replace(SHORT, peft=PATTERNS, zero=Zero(2))),
     "patterns_zero3": Wanted(replace(SHORT, peft=PATTERNS, zero=ZERO3)),
-    "8bit_zero2": Wanted(replace(ADAM_8BIT, zero=Zero(2))),
-    "8bit_zero3": Wanted(replace(ADAM_8BIT, zero=ZERO3)),
     "rows_untied_zero2": Wanted(NEW_TOKENS, "rows_untied"),
     "fp32_zero2": Wanted(replace(FP32, zero=Zero(2))),
     "fp32_zero3": Wanted(replace(FP32, zero=ZERO3)),
-    "fp32_rows_of_1": Wanted(
-        replace(FP32, zero=Zero(2), batch=replace(FP32.batch, micro_batch_size=1))
-    ),
     "fp32_offload_zero2": Wanted(replace(FP32, zero=Zero(2, **OFFLOAD))),
     "fp32_offload_zero3": Wanted(
         replace(FP32, zero=replace(ZERO3, offload_param="cpu", **OFFLOAD))
@@ -95,9 +88,6 @@ REWARDS = {
     "reward_lora_zero3": Wanted(
         replace(REWARD, peft=LORA, zero=ZERO3, gradient_checkpointing=True), data="pairs"
     ),
-    # A base of width 5120, that of a 14B model, with an untied head.
-    "reward_wide_zero3": Wanted(replace(REWARD, peft=LORA, zero=ZERO3), "wide", "pairs"),
-    "reward_full_zero3": Wanted(replace(REWARD, zero=ZERO3), data="pairs"),
     "reward_qlora_zero2": Wanted(replace(REWARD, peft=QLORA, zero=Zero(2)), data="pairs"),
 }
 # A rate that rises until nothing is learned any more: the best state is not the last one.
@@ -138,7 +128,6 @@ HALF = replace(RESUMED, dtype="float16", batch=replace(RESUMED.batch, max_steps=
 RESUMES = {
     "lora_3": replace(RESUMED, peft=DROPOUT, zero=Zero(3), gradient_checkpointing=True),
     "lora_0": replace(RESUMED, peft=DROPOUT, zero=Zero(0)),
-    "full_1": replace(RESUMED, zero=Zero(1)),
     "qlora_2": replace(RESUMED, peft=replace(DROPOUT, kind="qlora"), zero=Zero(2)),
     "fp32_2": replace(RESUMED, peft=replace(DROPOUT, dropout=0.0), zero=Zero(2), dtype="float32"),
     "8bit_2": replace(
@@ -148,7 +137,6 @@ RESUMES = {
     "half_2": replace(HALF, zero=Zero(2)),
     "reward": replace(RESUMED, objective="reward", peft=DROPOUT, zero=Zero(3)),
     "dpo": replace(DPO, evaluate=Evaluate(eval_steps=2)),
-    "dpo_offload": replace(DPO, zero=Zero(2, **OFFLOAD)),
     "kto": replace(RESUMED, objective="kto", peft=DROPOUT, zero=Zero(2)),
 }
 DATA_OF = {"sft": "fifty_words", "reward": "fifty_pairs", "dpo": "fifty_pairs", "kto": "labelled"}
@@ -176,7 +164,6 @@ SHARED = {
     "sft_zero3": Wanted(
         replace(TEXTS, peft=LORA, zero=ZERO3, gradient_checkpointing=True), data="texts"
     ),
-    "window": Wanted(TEXTS, "window", "texts"),
     "experts_dpo_zero3": Wanted(
         replace(SHARED_DPO, zero=ZERO3, router_aux_loss_coef=0.5), "experts", "pairs"
     ),
@@ -311,14 +298,7 @@ class Inputs:
             "plain": {"hidden_size": 128, "intermediate_size": 256},  # heads of 32, as vLLM serves
             "tied": far,
             "rows_untied": {"tie_word_embeddings": False},
-            "wide": {
-                "hidden_size": 5120, "num_hidden_layers": 1, "num_attention_heads": 2,
-                "head_dim": 32, "num_key_value_heads": 1, "intermediate_size": 64,
-                "tie_word_embeddings": False, **far,
-            },
             "one_key_head": {"num_key_value_heads": 1, **far},
-            "window": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1,
-                       **far},
         }  # fmt: skip
         if kind == "experts":
             return save_experts(path, self._tokenizer, **far)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import get_args
@@ -139,31 +138,3 @@ def test_the_numbers_are_transformers_own() -> None:
         for warmup in (0, WARMUP):
             expected = pytest.approx(theirs(kind, warmup), abs=1e-12)
             assert ours(kind, warmup, **options) == expected, (kind, warmup)
-
-
-def test_a_base_that_pads_with_its_end_token_is_scored_at_the_end(
-    base: Path, tmp_path: Path, tokenizer
-) -> None:
-    """transformers scores at the last token that is not the padding id."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForSequenceClassification
-
-    from tasks.serving.reference.rewards import load_rewarder
-
-    folder, adapter = tmp_path / "base", tmp_path / "adapter"
-    shutil.copytree(base, folder)
-    config = json.loads((folder / "config.json").read_text())
-    padded = {**config, "pad_token_id": tokenizer.eos_token_id}
-    (folder / "config.json").write_text(json.dumps(padded))
-    model = AutoModelForSequenceClassification.from_pretrained(
-        folder, num_labels=1, pad_token_id=None, dtype=torch.float32
-    )
-    adapted = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"]))
-    adapted.save_pretrained(adapter)
-    ids = [*tokenizer("copy bee")["input_ids"], tokenizer.eos_token_id]
-    with torch.no_grad():
-        live = float(adapted.eval()(torch.tensor([ids])).logits)
-    how = {"dtype": "float32", "attn_implementation": "sdpa", "quantization": None}
-    rewarder = load_rewarder(folder, adapter=adapter, **how)
-    assert rewarder.scores([ids]) == pytest.approx([live], abs=1e-5)

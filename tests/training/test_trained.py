@@ -121,9 +121,7 @@ SAME: dict[str, tuple[str, float, float | None]] = {
     "dora_zero3": ("dora_zero2", 2e-3, None),  # DoRA has its base weight under ZeRO-3
     "patterns_zero3": ("patterns_zero2", 2e-3, None),
     "checkpointed_zero3": ("lora_zero2", 2e-3, None),
-    "8bit_zero3": ("8bit_zero2", 0.05, None),
     "fp32_zero3": ("fp32_zero2", 1e-5, 1e-5),
-    "fp32_rows_of_1": ("fp32_zero2", 1e-5, 1e-5),
     "fp32_offload_zero2": ("fp32_zero2", 1e-5, 2e-5),
     "fp32_offload_zero3": ("fp32_zero3", 1e-5, 2e-5),
 }

@@ -67,8 +67,7 @@ def accept_packed_rows(model: Any, ranks: Ranks | None = None) -> None:
     original = model.forward
     scored = hasattr(model, "score")
     measure = _scores if scored else _token_outputs
-    packs = model._supports_attention_backend and model.config._attn_implementation == "sdpa"
-    packs = packs and not model.padded_rows
+    packs = model.config._attn_implementation == "sdpa" and not model.padded_rows
     shared = _shared(model, ranks, packs=packs)
 
     def forward(
@@ -85,8 +84,6 @@ def accept_packed_rows(model: Any, ranks: Ranks | None = None) -> None:
             extra["buckets"] = part.buckets
         elif name.startswith("flash_attention"):
             extra.update(attention.flash_bounds(row))
-        elif not self._supports_attention_backend:
-            extra["attention_mask"] = _block_mask(row, self.dtype)
         if outputs.router:
             extra["output_router_logits"] = True
         if self.padded_rows:
@@ -200,18 +197,9 @@ def _must_pad(model: Any) -> bool:
     parameters = inspect.signature(trunk_of(model).forward).parameters
     stateful = getattr(model, "_is_stateful", False)
     known = why_padded(model.config.to_dict())
-    # Of these, some families see in the positions where a sequence begins, others (gpt-oss) do not.
-    eager = model._supports_attention_backend and model.config._attn_implementation == "eager"
-    return bool(known) or stateful or eager or "position_ids" not in parameters
-
-
-def _block_mask(row: Row, dtype: torch.dtype) -> torch.Tensor:
-    """Return the additive mask of causal attention within each sequence, (1, 1, T, T)."""
-    number = (row.positions[0] == 0).cumsum(0)
-    place = torch.arange(len(number), device=number.device)
-    seen = (number[:, None] == number[None]) & (place[:, None] >= place[None])
-    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-    return mask.masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
+    # Packed attention is ours or flash; other attention has no mask that keeps sequences apart.
+    masked = not model._supports_attention_backend or model.config._attn_implementation == "eager"
+    return bool(known) or stateful or masked or "position_ids" not in parameters
 
 
 def require_same(engine: Any, row: Row) -> None:

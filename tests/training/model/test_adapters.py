@@ -16,7 +16,6 @@ from tasks.training.model.adapter import (
     continue_adapter,
     initial_weights,
     load_into,
-    lora_config,
 )
 from tests.training.conftest import save_base
 
@@ -93,17 +92,6 @@ def test_a_reward_model_takes_the_adapter_and_keeps_its_own_head(
     names = [n for n, p in model.named_parameters() if any(p is tensor for tensor in loaded)]
     assert len(names) == len(loaded) == 28  # two halves of seven layers in each of two blocks
     assert not any("score" in name for name in names)
-
-
-def test_a_critic_on_the_same_trunk(base: Path, tmp_path: Path) -> None:
-    wanted = saved(base, LORA, tmp_path)
-    model = adapted(base, LORA)
-    config = lora_config(LORA, head="tokens", model=model.get_base_model())
-    model.add_adapter("critic", config, autocast_adapter_dtype=False)
-    load_into(model, tmp_path, "critic")
-    assert not torch.equal(logits(model), wanted)
-    model.set_adapter("critic")
-    assert torch.equal(logits(model), wanted)
 
 
 def test_another_adapter_is_refused(base: Path, tmp_path: Path) -> None:

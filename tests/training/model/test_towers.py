@@ -10,14 +10,10 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-from tasks.core.contract import Expected
-from tasks.core.errors import ContractError
 from tasks.training.job import Peft
 from tasks.training.model.adapter import add_adapter
 from tasks.training.model.packed_model import accept_packed_rows, require_same
 from tasks.training.tokens.packing import pack, trial_row
-from tasks.weights.gather import plan_full
-from tasks.weights.model import Model, facts_of
 from tasks.weights.model_class import language_class, other_towers
 from tests.training.datasets import alone, make_examples
 from tests.training.model.test_packed_families import gradients, require_same_gradients
@@ -26,7 +22,6 @@ from tests.vision import FAMILIES, make_config
 LENGTHS = [23, 9, 5, 40, 1]
 DEFAULT = ("gemma4", "qwen3_5")
 EACH = [f if f in DEFAULT else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
-TOWERS = {"gemma4": {"vision_tower", "embed_vision"}, "qwen3_5": {"visual"}}
 
 
 def make_model(family: str) -> Any:
@@ -59,39 +54,6 @@ def test_no_adapter_is_beside_the_language(family: str, targets: Any) -> None:
     names = [name for name, p in adapted.named_parameters() if p.requires_grad]
     assert any(".language_model." in name for name in names)
     assert not [name for name in names if ".language_model." not in name or "k_proj" in name]
-
-
-@pytest.mark.parametrize("family", DEFAULT)
-def test_towers_are_not_quantised(family: str) -> None:
-    facts = facts_of(make_model(family))
-    assert facts.quantized
-    assert all("language_model" in key for key in facts.quantized)
-
-
-def trained(facts: Model, *without: str) -> tuple[dict[str, Expected], dict[str, Expected]]:
-    """Return the trained tensors by live name, and those of the base by key."""
-    base = {slot.key: Expected(slot.key, slot.shape, "BF16") for slot in facts.slots}
-    live = {
-        slot.live: Expected(slot.live, slot.live_shape, "BF16")
-        for slot in facts.slots
-        if not any(name in slot.live for name in without)
-    }
-    return live, base
-
-
-@pytest.mark.parametrize("family", DEFAULT)
-def test_what_was_not_trained_is_the_base_s_if_no_text_passes_it(family: str) -> None:
-    facts = facts_of(make_model(family))
-    live, base = trained(facts, *(f"{tower}." for tower in TOWERS[family]))
-    plan = plan_full(live, facts, base=base)
-    assert {op.name for op in plan.ops} == set(base)
-    copied = {op.name for op in plan.ops if op.input == "base"}
-    assert {name.split(".")[1] for name in copied} == TOWERS[family]
-    missing = "layers.1.self_attn.q_proj"
-    live, _ = trained(facts, *(f"{tower}." for tower in TOWERS[family]), missing)
-    with pytest.raises(ContractError) as refused:
-        plan_full(live, facts, base=base)
-    assert f"{missing}.weight" in "".join(refused.value.details)
 
 
 @pytest.mark.slow

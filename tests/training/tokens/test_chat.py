@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,8 +9,6 @@ from hypothesis import strategies as st
 
 from tasks.training.tokens.chat import Encoder, Turns, Unfit
 from tasks.training.tokens.examples import Tokens
-from tasks.training.tokens.rows import CONVERSATIONS
-from tests.training.datasets import answer, job_for, load, user, write
 
 Turn = tuple[str, str]
 
@@ -90,16 +84,6 @@ def test_a_template_that_drops_earlier_reasoning(tokenizer) -> None:
     assert isinstance(every, Unfit)
     assert "message 2" in str(every)
     assert "train.mask=last_answer" in str(every)
-
-
-def test_a_template_that_opens_reasoning_for_the_answer(tokenizer) -> None:
-    """A generation prompt with text after the role is part of the prompt."""
-    opened = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n"
-        "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
-    )
-    assert marked(tokenizer, encode(tokenizer, turns(*CHAT[:2]), opened)) == ["yo<|im_end|>"]
 
 
 USER = "{% if m.role == 'user' %}{{ m.content }}{% endif %}"
@@ -195,36 +179,6 @@ def test_marks_are_the_answers_and_nothing_else(tokenizer, conversation, first) 
     assert isinstance(encoded, Tokens)
     assert list(encoded.ids) == wanted_ids
     assert list(encoded.bears) == wanted
-
-
-@settings(max_examples=40)
-@given(conversations=st.lists(CONVERSATION, max_size=5))
-def test_a_batch_gives_the_tokens_of_single_conversations(tokenizer, conversations) -> None:
-    several = [turns(*dialogue_of(*conversation), first=0) for conversation in conversations]
-    several.append(turns(("user", "no answer")))
-    together = Encoder(tokenizer, frozenset({tokenizer.eos_token_id})).encode(several)
-    assert isinstance(together[-1], Unfit)
-    for encoded, conversation in zip(together[:-1], several[:-1], strict=True):
-        alone = encode(tokenizer, conversation)
-        assert np.array_equal(encoded.ids, alone.ids)
-        assert np.array_equal(encoded.bears, alone.bears)
-
-
-def test_an_end_that_only_the_model_config_names_ends_an_answer(
-    base: Path, tmp_path: Path, tokenizer
-) -> None:
-    """Rollouts, rewards and smoke tests stop at the same ids as training."""
-    folder, data = tmp_path / "base", tmp_path / "data"
-    shutil.copytree(base, folder)
-    other = tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [other]}))
-    template = tokenizer.chat_template.replace("<|im_end|>", "<|endoftext|>")
-    (folder / "chat_template.jinja").write_text(template)
-    write(data, [{"id": "x", "messages": [user("a"), answer("b")]}])
-    examples = load(job_for(data, folder), CONVERSATIONS)
-    assert examples.sequence(0, 0)[0][-1] == other
-    assert examples.supervised.tolist() == [[2]]
 
 
 TOOLS = (

@@ -67,25 +67,3 @@ def test_an_epoch_has_every_example_once(count: int, epochs: int, ranks: int) ->
     assert seen == Counter(dict.fromkeys(range(count), epochs))
     assert sum(step[0].counts.examples for step in steps) == count * epochs
     assert order.epoch_at(order.steps) == epochs
-
-
-@pytest.mark.parametrize("begun_by", [1, 2])
-@pytest.mark.parametrize("taken", [3, 4])
-def test_no_sample_is_skipped_on_resume(begun_by: int, taken: int) -> None:
-    """With 50 examples and 16 per step, every fourth step is the last of an epoch and has two.
-
-    A run is interrupted after `taken` steps and resumed by any number of ranks: no example is
-    repeated before all were used. (test_resume.py tests real runs.)
-    """
-    examples = make_examples([3 + i % 7 for i in range(50)])
-    batch = Batch(micro_batch_size=4, global_batch_size=16, max_steps=32)
-    seen = Counter(dict.fromkeys(range(50), 0))
-    for world, steps in ((begun_by, range(1, taken + 1)), (2, range(taken + 1, 33))):
-        order = Order(examples, batch, seed=3, world_size=world)
-        for step in steps:
-            for rank in range(world):
-                rows = order.step(step, rank).rows
-                seen.update(i for row in rows if row.counted for i in row.chosen)
-            assert seen.total() == 50 * (step // 4) + 16 * (step % 4)
-            assert max(seen.values()) - min(seen.values()) <= 1
-    assert set(seen.values()) == {8}

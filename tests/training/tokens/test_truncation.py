@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tasks.core.errors import DataError
 from tasks.training.tokens.examples import Example, Tokens
@@ -103,16 +100,3 @@ class TestTruncation:
         assert [line.partition(":")[0] for line in tally.left_out] == ["x", "p"]
         _, tally = self.run(Rule(10, "refuse"), long)
         assert "1 too long" in problem(tally).message
-
-    @given(parts=st.lists(st.lists(st.integers(6, 16), max_size=30), min_size=1, max_size=4),
-           rule=st.sampled_from(["truncate", "refuse"]))  # fmt: skip
-    def test_ranks_together_count_as_one_rank(self, parts, rule) -> None:
-        def tally(lengths: list[int], at: int) -> Tally:
-            total = Tally()
-            for number, length in enumerate(lengths, at):
-                Rule(10, rule).examples(sample(str(number), length, prompt=length - 5), total)
-            return total
-
-        starts = np.cumsum([0, *map(len, parts)])
-        apart = sum((tally(p, int(s)) for p, s in zip(parts, starts, strict=False)), Tally())
-        assert apart == tally([length for part in parts for length in part], 0)

@@ -182,8 +182,8 @@ def test_responses_are_measured_and_learned_from(elsewhere: None) -> None:
 
 
 def test_fingerprints_of_the_trainer_and_of_the_scorer(elsewhere: None) -> None:
-    live = probe.fingerprint(Engine(causal(HERE)), PROBES, HERE)
-    there = probe.fingerprint(Engine(causal(DEVICE)), PROBES, DEVICE)
+    live = probe.fingerprint_of(Engine(causal(HERE)), PROBES, HERE)
+    there = probe.fingerprint_of(Engine(causal(DEVICE)), PROBES, DEVICE)
     assert drift(live, there).mean_kl < 1e-6
     assert (live.measured_on["device"], there.measured_on["device"]) == ("cpu", "meta")
     scorer = measure.fingerprint(causal(DEVICE).eval(), there)

@@ -87,8 +87,8 @@ def fingerprint(setting: Setting) -> Numbers:
     probes = [torch.randint(3, size, (n,), generator=draw).tolist() for n in range(9, 64, 7)]
     device = torch.device(setting.device)
     engine = Engine(model)
-    trained = probe.fingerprint(engine, probes, device)
-    again = drift(trained, probe.fingerprint(engine, probes, device))
+    trained = probe.fingerprint_of(engine, probes, device)
+    again = drift(trained, probe.fingerprint_of(engine, probes, device))
     model.eval()
     scored = drift(trained, measure.fingerprint(model, trained))
     on_cpu = drift(trained, measure.fingerprint(model.to("cpu"), trained))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tasks.toy import calculator
-from tasks.toy.splits import Payload, asked, conversation, examples, labelled, pair, prompt
-from tasks.toy.world import Example
+from tasks.toy.splits import Payload, asked, conversation, examples, labelled, pair
 
-ROWS: dict[str, Callable[[Example], Payload]] = {
+ROWS: dict[str, Callable[[Any], Payload]] = {
     "conversations": conversation,
     "pairs": pair,
     "labelled": labelled,
@@ -30,26 +29,26 @@ def write_dataset(
     rows: str = "conversations",
     tasks: str = "letters",
 ) -> dict[str, Any]:
-    """Write train.jsonl, heldout.jsonl and prompts.jsonl into `out`.
-
-    Returns:
-        The contents of `dataset.json`.
+    """Write train.jsonl and heldout.jsonl into `out`; return the contents of `dataset.json`.
 
     Raises:
         ValueError: a split is larger than the toy world allows.
     """
     sizes = {"train": train_size, "heldout": heldout_size}
-    payloads = {
-        name: _payloads(size, rows, tasks, seed=seed, held_out=name == "heldout")
-        for name, size in sizes.items()
-    }
-    for name, (split, _) in payloads.items():
-        _write(out / f"{name}.jsonl", (_row(payload, name, n) for n, payload in enumerate(split)))
-    prompts = payloads["train"][1]
-    _write(
-        out / "prompts.jsonl",
-        ({"id": f"prompt-{n:05}", **payload} for n, payload in enumerate(prompts)),
-    )
+    for split, size in sizes.items():
+        held_out = split == "heldout"
+        if tasks == "calculator":
+            pairs = calculator.sums(size, seed=seed, held_out=held_out)
+            payloads = [CALCULATOR_ROWS[rows](pair) for pair in pairs]
+        else:
+            contrast = rows in ("pairs", "labelled")
+            chosen = examples(size, seed=seed, held_out=held_out, wrong_too=contrast)
+            payloads = [ROWS[rows](example) for example in chosen]
+        with (out / f"{split}.jsonl").open("w", encoding="ascii", newline="\n") as file:
+            for number, payload in enumerate(payloads):
+                if held_out and "chosen" in payload:  # for evaluation
+                    payload = {"messages": [*payload["prompt"], *payload["chosen"]], **payload}
+                file.write(json.dumps({"id": f"{split}-{number:05}", **payload}) + "\n")
     return {
         "format": 1,
         "rows": rows,
@@ -60,29 +59,3 @@ def write_dataset(
         "sources": [],
         "refused_examples": [],
     }
-
-
-def _payloads(
-    size: int, rows: str, tasks: str, *, seed: int, held_out: bool
-) -> tuple[list[Payload], list[Payload]]:
-    """Return the rows of a split, and their prompts alone."""
-    if tasks == "calculator":
-        pairs = calculator.sums(size, seed=seed, held_out=held_out)
-        return [CALCULATOR_ROWS[rows](pair) for pair in pairs], list(
-            map(calculator.question, pairs)
-        )
-    contrast = rows in ("pairs", "labelled")
-    chosen = examples(size, seed=seed, held_out=held_out, wrong_too=contrast)
-    return [ROWS[rows](example) for example in chosen], list(map(prompt, chosen))
-
-
-def _row(payload: Payload, split: str, number: int) -> dict[str, Any]:
-    """Return the payload with its id; a held-out pair gets `messages`, for evaluation."""
-    if split == "heldout" and "chosen" in payload:
-        payload = {"messages": [*payload["prompt"], *payload["chosen"]], **payload}
-    return {"id": f"{split}-{number:05}", **payload}
-
-
-def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    with path.open("w", encoding="ascii", newline="\n") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -104,11 +104,6 @@ def asked(example: Example) -> Payload:
     return {"task": example.task, "messages": messages, "answer": example.answer, "columns": {}}
 
 
-def prompt(example: Example) -> Payload:
-    """Return a prompt and, apart from its messages, the right answer."""
-    return {"task": example.task, "messages": _question(example), "answer": example.answer}
-
-
 def _question(example: Example) -> list[Message]:
     return [{"role": "user", "content": example.prompt}]
 

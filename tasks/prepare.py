@@ -14,7 +14,6 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -229,17 +228,10 @@ def _control_tokens_of(model: Mapping[str, Any]) -> tuple[str, ...]:
     path, revision = model["path"], model["revision"]
     folder = Path(path or "").expanduser()
     if path and folder.is_dir():
-        names = ("tokenizer.json", "tokenizer_config.json")
-        times = (file_stats(folder / n) for n in names if (folder / n).is_file())
-        return _control_tokens(folder.absolute(), *map(tuple, times))
+        return tokenizer.control_tokens(lambda name: optional_json(folder / name))
     if not path or folder.exists() or not hub_config(path, revision)[0]:
         return ()
     return tokenizer.control_tokens(lambda name: hub_config(path, revision, name)[0])
-
-
-@lru_cache(maxsize=4)
-def _control_tokens(folder: Path, *_: tuple[int, ...]) -> tuple[str, ...]:
-    return tokenizer.control_tokens(lambda name: optional_json(folder / name))
 
 
 def resolve_model(path: str | None, *, revision: str | None = None) -> Path:

@@ -31,7 +31,7 @@ from tasks.rl.setup import Setup
 from tasks.rl.update import Updater
 from tasks.training.engine import checkpoint, saving
 from tasks.training.engine.checkpoint import Progress
-from tasks.training.engine.offload import TrainerStates
+from tasks.training.engine.deepspeed_engine import TrainerStates
 from tasks.training.job import Batch
 from tasks.training.selection import best_to_load, due, evaluate_if_due, has_stopped, may_save
 

@@ -19,8 +19,7 @@ from tasks.rl.settings import Online
 from tasks.rl.setup import open_engine, set_up
 from tasks.rl.user_code import ENVIRONMENT, FunctionReference
 from tasks.serving.prompts import stop_ids
-from tasks.training.engine.deepspeed_engine import Ranks, require_same_versions
-from tasks.training.engine.offload import TrainerStates
+from tasks.training.engine.deepspeed_engine import Ranks, TrainerStates, require_same_versions
 from tasks.training.job import TrainJob
 from tasks.training.model.build import load_tokenizer
 from tasks.training.model.packed_model import model_of, restore_attention

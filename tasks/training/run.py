@@ -13,9 +13,9 @@ from tasks.training.job import TrainJob
 from tasks.training.loop import Trainer
 from tasks.training.losses import objective
 from tasks.training.model.build import load_model, load_tokenizer
+from tasks.training.model.families import router_coefficient
 from tasks.training.model.packed_model import model_of, require_same, restore_attention
 from tasks.training.model.probe import measure_fingerprint
-from tasks.training.model.router_loss import coefficient
 from tasks.training.outputs import write_model, write_results, write_shards
 from tasks.training.passes import Passes, heldout_scores, with_reference
 from tasks.training.tokens.data import load_split
@@ -43,7 +43,9 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     engine = start_engine(model, config, settings.optim)
     progress = restore(engine, job)  # ZeRO-3 loads only into an engine not yet used
     require_same(engine, trial_row(heldout).to(ranks.device))
-    router = coefficient(model_of(engine.module).config.to_dict(), settings.router_aux_loss_coef)
+    router = router_coefficient(
+        model_of(engine.module).config.to_dict(), settings.router_aux_loss_coef
+    )
     passes = Passes(engine, ranks, chosen, router)
     # Under ZeRO-3 a reference pass between two others would undo DeepSpeed's prefetching.
     if chosen.needs_reference and (settings.peft.kind == "none" or settings.zero.stage == 3):

@@ -30,7 +30,7 @@ from tasks.config.checks.model import look_at
 from tasks.core import machine
 from tasks.pipeline.locks import Needs
 from tasks.training.memory import LIBRARIES, Sizes
-from tasks.training.model.packable import why_padded
+from tasks.training.model.families import why_padded
 from tests.machines import GIB, H100, QWEN_7B, QWEN_72B, published, with_gpus, with_hub
 
 

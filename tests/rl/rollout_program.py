@@ -33,10 +33,10 @@ from tasks.rl.settings import Online, Rollout  # noqa: E402
 from tasks.rl.setup import open_engine  # noqa: E402
 from tasks.serving.vllm.colocation import Generated  # noqa: E402
 from tasks.training.engine.deepspeed_engine import Ranks, start_engine  # noqa: E402
+from tasks.training.engine.partitions import gathered  # noqa: E402
 from tasks.training.engine.zero_config import deepspeed_config  # noqa: E402
 from tasks.training.job import TrainJob  # noqa: E402
 from tasks.training.model.build import load_model, load_tokenizer  # noqa: E402
-from tasks.training.model.gather_params import gathered  # noqa: E402
 from tasks.training.model.packed_model import model_of, restore_attention  # noqa: E402
 from tests.rl.stale_faults import failure, stale_servers, stale_weights  # noqa: E402
 

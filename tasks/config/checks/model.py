@@ -14,10 +14,14 @@ from tasks.core.finding import Finding
 from tasks.core.hub import hub_config
 from tasks.toy import CONTEXT, SHAPE
 from tasks.training.memory import Sizes, experts_of
-from tasks.training.model.packable import CAPPED, uncapped, why_padded
-from tasks.training.model.router_loss import OBJECTIVES as ROUTED
-from tasks.training.model.router_loss import coefficient as router_coefficient
-from tasks.training.model.router_loss import has_router_loss
+from tasks.training.model.families import (
+    CAPPED,
+    ROUTED,
+    has_router_loss,
+    router_coefficient,
+    uncapped,
+    why_padded,
+)
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.folder import CONFIG, inspect_checkpoint
 from tasks.weights.files.header import read_header

@@ -22,9 +22,8 @@ from torch import nn
 from tasks.core.contract import Expected, judge, require
 from tasks.core.errors import ConfigError
 from tasks.rl.rollout.policy import TensorSpec
-from tasks.training.engine.partitions import SAFETENSORS_DTYPES
+from tasks.training.engine.partitions import SAFETENSORS_DTYPES, whole
 from tasks.training.model.adapter import ADAPTER
-from tasks.training.model.gather_params import whole
 from tasks.training.model.packed_model import model_of
 from tasks.weights.model import Model
 from tasks.weights.rounding import row_keys, unbiased

@@ -26,10 +26,9 @@ from tasks.core.contract import Expected, judge, require
 from tasks.core.errors import TrainingError
 from tasks.rl.rollout.engine import goes_as_adapter
 from tasks.training.engine.deepspeed_engine import Ranks
-from tasks.training.engine.partitions import SAFETENSORS_DTYPES, full_shape, trainable
+from tasks.training.engine.partitions import SAFETENSORS_DTYPES, full_shape, trainable, whole
 from tasks.training.job import TrainJob
 from tasks.training.model.adapter import ADAPTER
-from tasks.training.model.gather_params import whole
 from tasks.training.outputs import write_adapter_config
 from tasks.weights.files.dtypes import DTYPE_NAMES
 from tasks.weights.files.names import rename_all

@@ -1,8 +1,7 @@
 """DeepSpeed around the model: ranks, checkpoints, partitions, failures.
 
-deepspeed_engine, zero_config  the process group and `start_engine`; DeepSpeed's configuration
-saving, checkpoint, universal  `save` and `restore`; checkpoint folders; another number of ranks
-partitions                     each rank's part of the trained tensors: written, read
+deepspeed_engine, zero_config  process group, `start_engine`, `TrainerStates`; DeepSpeed's settings
+saving, checkpoint             `save`, `restore` and `load`; checkpoint folders
+partitions                     each rank's part of the trained tensors; full tensors under ZeRO-3
 failure                        errors in plain words
-offload                        optimizer states in host memory during rollouts
 """

@@ -1,13 +1,15 @@
 """Partitions of the trained tensors: each rank writes its own.
 
-Nothing is gathered. Under ZeRO-3 a rank writes the partition that DeepSpeed gave it (`ds_tensor`,
-without padding). Below stage 3 every rank has a full replica and writes an equal part of it, so
-writing is parallel there too. Together the ranks write every element exactly once.
+Writing gathers nothing. Under ZeRO-3 a rank writes the partition that DeepSpeed gave it
+(`ds_tensor`, without padding). Below stage 3 every rank has a full replica and writes an equal part
+of it. Together the ranks write every element exactly once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,3 +98,29 @@ def describe(model: nn.Module, *, world_size: int, zero_stage: int, mode: str) -
         "dtype": ",".join(sorted(dtypes)),
         "parameters": {name: {"shape": list(full_shape(p))} for name, p in parameters.items()},
     }
+
+
+def whole(parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
+    """Gather parameters that ZeRO-3 may have partitioned; changes to them are lost.
+
+    All ranks enter and leave the context together. Below ZeRO-3 it does nothing.
+    """
+    return _gather(parameters, writer=None)
+
+
+def gathered(parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
+    """Gather parameters as `whole` does, for writing; every rank has to write the same values."""
+    return _gather(parameters, writer=0)
+
+
+def _gather(
+    parameters: Sequence[nn.Parameter], *, writer: int | None
+) -> contextlib.AbstractContextManager[Any]:
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return contextlib.nullcontext()
+    import deepspeed
+
+    context: contextlib.AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
+        list(parameters), modifier_rank=writer
+    )
+    return context

@@ -1,9 +1,10 @@
 """The model that is trained: base, adapter, head, forward pass over packed rows.
 
-build                             `load_tokenizer` and `load_model`: base, score head, adapter
-adapter                           section `peft`
-packed_model, attention, packable log-probs and scores of packed rows; which families
-head                              log-probs from hidden states
-gather_params                     full tensors under ZeRO-3
-probe                             fingerprint of the live engine
+build                    `load_tokenizer` and `load_model`: base, score head, adapter
+adapter                  section `peft`
+packed_model, attention  log-probs and scores of packed rows; ranks that share rows
+sequence_parallel        (Ulysses)
+head                     log-probs from hidden states
+families                 facts about model families from config.json
+probe                    fingerprint of the live engine
 """

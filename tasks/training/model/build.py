@@ -23,9 +23,9 @@ from torch import nn
 from tasks.serving.prompts import stop_ids
 from tasks.serving.reference.load import quantization_config, refuse_gaps
 from tasks.training.engine.deepspeed_engine import Ranks
+from tasks.training.engine.partitions import gathered
 from tasks.training.job import TrainJob
 from tasks.training.model.adapter import add_adapter, continue_adapter
-from tasks.training.model.gather_params import gathered
 from tasks.training.model.packed_model import accept_packed_rows
 from tasks.weights.model_class import language_class, other_towers
 from tasks.weights.quantized.nf4 import keep_as_loaded

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import os
 import types
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +24,8 @@ from tasks.core.errors import ConfigError, TrainingError
 from tasks.core.events import say
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.model import attention, sequence_parallel
+from tasks.training.model.families import CAPPED, uncapped, why_padded
 from tasks.training.model.head import Scaling, token_logprobs, token_logprobs_and_entropies
-from tasks.training.model.packable import CAPPED, uncapped, why_padded
-from tasks.training.model.router_loss import load_balancing_loss
 from tasks.training.model.sequence_parallel import SequenceParallel
 from tasks.training.tokens.packing import Row
 from tasks.weights.model_class import trunk_of
@@ -180,6 +180,47 @@ def _router_loss(
         return load_balancing_loss(logits, top_k=top_k, real=total, total=total)
     real = shared.real_tokens(row)
     return load_balancing_loss(logits, top_k=top_k, real=real, total=total, add_up=shared.total)
+
+
+def load_balancing_loss(
+    router_logits: Sequence[torch.Tensor],
+    *,
+    top_k: int,
+    real: int,
+    total: int,
+    add_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Compute the load-balancing loss of a row's experts: E sum_e f_e P_e over the E experts.
+
+    Fedus et al. 2021, "Switch Transformers", arXiv:2101.03961, eq. 4 to 6, as transformers computes
+    it: f_e is the number of times that expert e was chosen and P_e the sum of its router
+    probabilities, both over all tokens and layers and divided by their number. All tokens of a row
+    count, prompts too. A step's loss depends on how examples are dealt to rows; each row weighs as
+    much as its share of the step's tokens.
+
+    Args:
+        router_logits: (t, E) of each layer with experts, this rank's tokens.
+        top_k: experts of a token.
+        real: number of tokens that count; those behind them fill up the rank's part.
+        total: tokens of the whole row.
+        add_up: sums a tensor over the ranks that share the row; None if they share none.
+
+    Returns:
+        A scalar, float32, with gradient.
+    """
+    experts = router_logits[0].shape[-1]
+    chosen = router_logits[0].new_zeros(experts, dtype=torch.float32)
+    probabilities = torch.zeros_like(chosen)
+    for logits in router_logits:
+        weights = torch.softmax(logits, dim=-1)
+        places = weights.topk(top_k, dim=-1).indices[:real].reshape(-1)
+        chosen = chosen + torch.bincount(places, minlength=experts).float()
+        probabilities = probabilities + weights[:real].float().sum(dim=0)
+    sums = torch.stack([chosen, probabilities])
+    if add_up is not None:
+        sums = add_up(sums)
+    frequency, probability = sums / (total * len(router_logits))
+    return experts * (frequency * probability).sum()
 
 
 def _require_cap(model: Any) -> None:

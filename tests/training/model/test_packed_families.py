@@ -11,9 +11,8 @@ import torch
 
 from tasks.core.errors import ConfigError, TrainingError
 from tasks.training.losses import objective
-from tasks.training.model.packable import why_padded
+from tasks.training.model.families import router_coefficient, why_padded
 from tasks.training.model.packed_model import accept_packed_rows, require_same
-from tasks.training.model.router_loss import coefficient
 from tasks.training.passes import Passes
 from tasks.training.tokens.order import Counts
 from tasks.training.tokens.packing import pack, trial_row
@@ -231,7 +230,7 @@ def test_loss_and_gradients_are_those_of_transformers(family: str, checkpointed:
     expected = own(model, examples, chosen)
     theirs = gradients(model, expected.loss)
     accept_packed_rows(model)
-    assert coefficient(model.config.to_dict(), None) == 0.7
+    assert router_coefficient(model.config.to_dict(), None) == 0.7
     passes = Passes(model, SimpleNamespace(device=torch.device("cpu")), objective("sft", {}), 0.7)
     loss = passes.loss(examples, chosen, counts=Counts.of(examples), baseline=None)
     mine = gradients(model, loss.value)

@@ -1,15 +1,19 @@
-"""Tell from config.json whether a model's sequences can be packed into rows. Knows no torch.
+"""Families of models, told apart by config.json: packed or padded rows, router loss, attention cap.
 
 Every operation that mixes tokens has to know where a sequence ends. Attention does. A convolution
 or a recurrent state continues into the next sequence, chunks and indexes of attention are counted
 along the row, and so is an attention bias. Such models get padded batches: what is causal does not
-see the padding behind a sequence.
+see the padding behind a sequence. Knows no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import distribution
+from pathlib import Path
 from typing import Any
+
+from tasks.training.memory import experts_of
 
 ATTENTION = frozenset({"full_attention", "sliding_attention", "attention"})
 """Layer types that packing supports (`layer_types` of config.json)."""
@@ -27,6 +31,10 @@ INDEXED = frozenset({"deepseek_v32", "glm_moe_dsa"})
 """Families whose attention reads the tokens that an indexer selects."""
 CAPPED = "model.attn_implementation=eager, or flash_attention_2 on a GPU"
 """Settings whose attention keeps a cap of its logits."""
+ROUTED = ("sft", "dpo", "orpo", "simpo")
+"""Objectives that the router loss can be added to."""
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
+"""Names of the weight of the router loss in config.json."""
 
 
 def why_padded(config: Mapping[str, Any]) -> str:
@@ -50,3 +58,33 @@ def uncapped(config: Mapping[str, Any], attn_implementation: str) -> float | Non
     text = {**config, **(config.get("text_config") or {})}
     cap = text.get("attn_logit_softcapping")
     return float(cap) if cap and attn_implementation == "sdpa" else None
+
+
+def router_coefficient(config: Mapping[str, Any], wanted: float | None) -> float:
+    """Return the weight of the router loss; 0 for a model without experts.
+
+    `wanted` is `train.router_aux_loss_coef`; None takes the weight in config.json.
+    """
+    text = config.get("text_config") or config
+    if experts_of(text) <= 1:
+        return 0.0
+    if wanted is not None:
+        return wanted
+    nested = text.get("ffn_config") or {}  # of DBRX
+    own = (of.get(name) for of in (text, nested) for name in _COEFFICIENTS)
+    return float(next((value for value in own if value), 0.0))
+
+
+def has_router_loss(family: str) -> bool:
+    """Return True if transformers' code of a model type has the load-balancing loss.
+
+    The code is read as text, because importing transformers takes seconds. `doge` and encoders with
+    decoders have losses of other forms.
+    """
+    name = family.removesuffix("_text")
+    path = distribution("transformers").locate_file(
+        f"transformers/models/{name}/modeling_{name}.py"
+    )
+    source = Path(str(path))
+    known = source.is_file() and family != "doge"
+    return known and "def load_balancing_loss_func" in source.read_text(encoding="utf-8")

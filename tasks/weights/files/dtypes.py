@@ -6,7 +6,7 @@ no numpy type; it is the upper half of an fp32.
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,7 +57,6 @@ NUMPY = tuple(_WORDS)
 """dtypes (safetensors names) that `cast` supports; torch casts all others."""
 _CHUNK = 1 << 16
 """Elements at a time: temporaries of this size stay in the CPU cache."""
-_UPPER = 1 if sys.byteorder == "little" else 0
 _NAN = 0x7FC0
 """The quiet NaN without payload, in bf16."""
 
@@ -84,28 +83,30 @@ def is_float(dtype: str) -> bool:
     return dtype in _FLOATS
 
 
+def _magnitudes(raw: NDArray[np.uint8], dtype: str) -> Iterator[NDArray[Any]]:
+    """Yield the bits of a float tensor without the sign, in chunks; they order as magnitudes do."""
+    words = raw.view(_FLOATS[dtype].word)
+    for at in range(0, words.size, _CHUNK):
+        part = words[at : at + _CHUNK]
+        yield part & np.array(_FLOATS[dtype].magnitude, part.dtype)
+
+
 def nonfinite(raw: NDArray[np.uint8], dtype: str) -> int:
     """Count the elements that are infinite or NaN. Integer tensors have none."""
     if dtype not in _FLOATS:
         return 0
-    bits, count = _FLOATS[dtype], 0
-    for part in _chunks(raw, bits.word):
-        size = part & np.array(bits.magnitude, part.dtype)
-        if size.max(initial=0) >= bits.exponent:  # a maximum is cheaper than a count
-            count += int(np.count_nonzero(size >= bits.exponent))
-    return count
+    least = _FLOATS[dtype].exponent
+    # A maximum is cheaper than a count.
+    chunks = (part for part in _magnitudes(raw, dtype) if part.max() >= least)
+    return sum(int(np.count_nonzero(part >= least)) for part in chunks)
 
 
 def largest(raw: NDArray[np.uint8], dtype: str) -> int:
     """Return the largest magnitude of a float tensor, as its bits without the sign.
 
-    Bits order as magnitudes do. Infinity and NaN count as larger than every number. `magnitude`
-    turns the bits into a number.
+    Infinity and NaN count as larger than every number. `magnitude` turns the bits into a number.
     """
-    bits, most = _FLOATS[dtype], 0
-    for part in _chunks(raw, bits.word):
-        most = max(most, int((part & np.array(bits.magnitude, part.dtype)).max(initial=0)))
-    return most
+    return max((int(part.max()) for part in _magnitudes(raw, dtype)), default=0)
 
 
 def magnitude(bits: int, dtype: str) -> float:
@@ -118,16 +119,8 @@ def magnitude(bits: int, dtype: str) -> float:
 
 def all_zero(raw: NDArray[np.uint8], dtype: str) -> bool:
     """Return True if every element is zero or minus zero, or if the tensor is empty."""
-    if dtype not in _FLOATS:
-        return not raw.any()
-    bits = _FLOATS[dtype]
-    parts = _chunks(raw, bits.word)
-    return not any((part & np.array(bits.magnitude, part.dtype)).any() for part in parts)
-
-
-def _chunks(raw: NDArray[np.uint8], word: str) -> list[NDArray[Any]]:
-    words = raw.view(word)
-    return [words[at : at + _CHUNK] for at in range(0, words.size, _CHUNK)]
+    parts = _magnitudes(raw, dtype) if dtype in _FLOATS else [raw]
+    return not any(part.any() for part in parts)
 
 
 def casts(source: str, target: str) -> bool:
@@ -175,15 +168,15 @@ def ulp(values: NDArray[Any], dtype: str) -> NDArray[np.float64]:
 
 
 def _cast_chunk(words: NDArray[Any], source: str, result: NDArray[Any], target: str) -> None:
-    if source == "BF16" and target == "F32":
-        _widen_bf16(words, result)
-    elif target != "BF16":
-        wide = cast(words.view(np.uint8), source, "F32") if source == "BF16" else words
-        result[...] = wide.view(np.float32) if source == "BF16" else wide
-    elif source == "BF16":
-        result[...] = words
-    else:
+    if source == "BF16" and target != "BF16":
+        wide = result if target == "F32" else np.empty(words.size, np.float32)
+        _widen_bf16(words, wide)
+        if target != "F32":
+            result[...] = wide
+    elif target == "BF16" and source != "BF16":
         _round_bf16(words.astype(np.float32, copy=False), result)
+    else:
+        result[...] = words
 
 
 def _widen_bf16(words: NDArray[np.uint16], result: NDArray[np.float32]) -> None:
@@ -200,11 +193,6 @@ def _round_bf16(wide: NDArray[np.float32], result: NDArray[np.uint16]) -> None:
         kernels.round_bf16(wide, result)
         return
     bits = wide.view(np.uint32)
-    raised = bits >> 16
-    raised &= 1
-    raised += 0x7FFF
-    raised += bits
-    result[...] = raised.view(np.uint16)[_UPPER::2]
-    odd = np.isnan(wide)
-    if odd.any():
-        result[odd] = _NAN
+    raised = bits + 0x7FFF + (bits >> 16 & 1)  # to nearest, ties to even
+    result[...] = raised >> 16
+    result[np.isnan(wide)] = _NAN

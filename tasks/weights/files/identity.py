@@ -35,28 +35,18 @@ def base_mismatch(
     """
     manifest = read_manifest(base)
     if digest and manifest:
-        same = manifest["digest"] == digest
-        return (
-            ""
-            if same
-            else f"trained on the base {digest[:12]}, {base} is {manifest['digest'][:12]}"
-        )
+        is_same, own = manifest["digest"] == digest, manifest["digest"][:12]
+        return "" if is_same else f"trained on the base {digest[:12]}, {base} is {own}"
     original = published(digest, store, "base") if digest and store is not None else None
-    if original is not None:
-        return _other(original, base, str(original))
-    if not name:
-        return ""
     local = Path(name)
-    if "\0" not in name and local.is_absolute() and (local / CONFIG).is_file():
-        return _other(local, base, name)
-    called = next((own_name for own_name in names_of(base) if _contradicts(name, own_name)), "")
+    if original is None and "\0" not in name and local.is_absolute():
+        original = local if (local / CONFIG).is_file() else None
+    if original is not None:
+        if original.resolve() == base.resolve() or sample(original) == sample(base):
+            return ""
+        return f"trained on {original}; the weights in {base} are others"
+    called = next((own for own in names_of(base) if name and _contradicts(name, own)), "")
     return f"trained on {name}; {base} says it is {called}" if called else ""
-
-
-def _other(original: Path, base: Path, name: str) -> str:
-    if original.resolve() == base.resolve() or sample(original) == sample(base):
-        return ""
-    return f"trained on {name}; the weights in {base} are others"
 
 
 def published(digest: str, store: Path, kind: str) -> Path | None:

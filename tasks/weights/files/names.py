@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from typing import NamedTuple
 
 from tasks.core.errors import ContractError, first_and_more
 
@@ -20,31 +19,25 @@ PEFT_PREFIX = "base_model.model."
 _WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 """Number of an expert in a key."""
-_LORA_FILE = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
-_LIVE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(live), kept)
+_LORA_FILE = re.compile(re.escape(PEFT_PREFIX) + r"(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
+_LIVE = [
+    # name in `named_parameters()` of a PEFT model: name in its file
+    (re.compile(re.escape(PEFT_PREFIX) + live), PEFT_PREFIX + kept)
     for live, kept in (
-        # name in `named_parameters()` of a PEFT model: name in its file
         (r"(?P<at>.+\.lora_[AB])\.(?P<adapter>[^.]+)(?P<tail>\.weight|\.bias)", r"\g<at>\g<tail>"),
         (r"(?P<at>.+\.lora_embedding_[AB])\.(?P<adapter>[^.]+)", r"\g<at>"),
         (r"(?P<at>.+\.lora_magnitude_vector)\.(?P<adapter>[^.]+)\.weight", r"\g<at>"),
         (r"(?P<at>.+)\.modules_to_save\.(?P<adapter>[^.]+)(?P<tail>\..+)", r"\g<at>\g<tail>"),
         (r"(?P<at>.+\.trainable_tokens_delta)\.(?P<adapter>[^.]+)", r"\g<at>"),
     )
-)
+]
 
 
-@dataclass(frozen=True)
-class LoraKey:
+class LoraKey(NamedTuple):
     """A LoRA tensor: the name of its module in the base model, and which factor it is."""
 
     module: str
-    half: Literal["A", "B"]
-
-    @property
-    def peft(self) -> str:
-        """Key in `adapter_model.safetensors`."""
-        return f"{PEFT_PREFIX}{self.module}.lora_{self.half}.weight"
+    half: str  # "A" or "B"
 
 
 def unwrap(name: str) -> str:
@@ -75,9 +68,9 @@ def live_to_peft(name: str, adapter: str = "default") -> str:
     plain = unwrap(name)
     for live, kept in _LIVE:
         match = live.fullmatch(plain)
-        if match and match["adapter"] == adapter and name_is_peft(plain):
+        if match and match["adapter"] == adapter:
             return match.expand(kept)
-    if plain.endswith(".bias") and name_is_peft(plain) and ".lora_" not in plain:
+    if plain.startswith(PEFT_PREFIX) and plain.endswith(".bias") and ".lora_" not in plain:
         return plain
     raise ContractError(
         f"{name}: trainable, but no parameter of adapter {adapter!r}",
@@ -85,18 +78,10 @@ def live_to_peft(name: str, adapter: str = "default") -> str:
     )
 
 
-def name_is_peft(name: str) -> bool:
-    """Return True if a name has the prefix of PEFT's wrapper."""
-    return name.startswith(PEFT_PREFIX)
-
-
 def parse_peft(key: str) -> LoraKey | None:
     """Parse a PEFT file key; None for anything that is not a plain LoRA weight."""
     match = _LORA_FILE.fullmatch(key)
-    if not match or not name_is_peft(key):
-        return None
-    half: Literal["A", "B"] = "A" if match["half"] == "A" else "B"
-    return LoraKey(match["module"][len(PEFT_PREFIX) :], half)
+    return LoraKey(match["module"], match["half"]) if match else None
 
 
 def rename_all(names: Iterable[str], *, adapter: bool) -> dict[str, str]:

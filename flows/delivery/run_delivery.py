@@ -33,7 +33,6 @@ from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact, Origin, open_artifact
 from tasks.pipeline.locks import Patience
 from tasks.pipeline.report import FlowTracker, StageRecord
-from tasks.process.launch import kill_children_on_abort
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def run_in_prefect(planned: Planned, overrides: list[str]) -> dict[str, Any]:
         text = planned.text()
         get_run_logger().info("%s", text)
         return {"status": "planned", "plan": text}
-    with in_prefect("deliver", composed) as host, kill_children_on_abort():
+    with in_prefect("deliver", composed) as host:
         return _run(planned, host, tracker_of(composed), overrides)
 
 

@@ -16,6 +16,19 @@ from tasks.core.terminal import plain
 from tasks.pipeline.report import StageResult
 from tasks.release.gate import table
 
+DIGITS = 8
+"""Digits of a digest in the table; a folder is found by them."""
+_SHORT = {
+    "mean KL": ("KL", "nats"),
+    "median KL": ("median KL", "nats"),
+    "p95 KL": ("p95 KL", "nats"),
+    "mean difference": ("score", "std"),
+}
+_COUNTS = ("rows", "truncated", "tokens_cut", "too_long")
+_TITLES = ("stage", "seconds", "", "checks", "drift", "", "limit", "", "artifact")
+_RIGHT = (1, 3)
+"""Columns of numbers."""
+
 
 @dataclass
 class Summary:
@@ -23,9 +36,7 @@ class Summary:
 
     Attributes:
         status: "running", "completed", "failed" or "cancelled".
-        flow: name of the flow.
         exp: the chosen experiment; None if there is none.
-        seconds: wall-clock time of the run.
         stages: one entry for each stage, see `stage_entry`.
         served: path of the served model; the quantised one if there is one.
         unquantized: path of the model that was quantised; None for no quantised model.
@@ -38,7 +49,7 @@ class Summary:
         error_report: the error as on the terminal: message, details, what to type, log.
         refused: the hand-off that moved too far, as `handoff` in `stage_entry`, with its `stage`.
         exit_status: of the command that ran it.
-        tracking: what MLflow has not recorded, and when it will; None if it has everything.
+        tracking: what MLflow has not recorded; None if it has everything.
         unregistered: why the model is not registered though the run is complete, and what to type.
         pushed: `repo`, `url` and `commit` of the copy on the Hub; None if nothing was pushed.
         unpushed: why the model is not on the Hub though the run is complete, and what to type.
@@ -80,6 +91,7 @@ class Summary:
 
         Args:
             runs: `paths.runs`.
+            texts: further files by name.
 
         Returns:
             Path of summary.json.
@@ -99,24 +111,19 @@ class Summary:
 
     def table(self) -> str:
         """Return the summary as a plain-text table for a terminal."""
-        rows: list[tuple[str, ...]] = [
-            ("stage", "seconds", "", "checks", "drift", "", "limit", "", "artifact")
-        ]
-        rows += [_row(stage) for stage in self.stages]
-        if self.refused:
-            handoff = _handoff_cells(self.refused)
-            rows.append((self.refused["stage"], "", "", "", *handoff, "refused"))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        rows = [_TITLES, *self._rows()]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(_TITLES))]
         aligned = [
             "  ".join(
-                cell.rjust(w) if i in (1, 3) else cell.ljust(w)
-                for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+                cell.rjust(width) if i in _RIGHT else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
             ).rstrip()
             for row in rows
         ]
         aligned.insert(1, "-" * max(len(line) for line in aligned))
-        gate = [*table((self.gate or {}).get("conditions", ())), ""]
-        return "\n".join([*aligned, "", *(gate if len(gate) > 2 else ()), *self._closing()]) + "\n"
+        conditions = (self.gate or {}).get("conditions", ())
+        gate = [*table(conditions), ""] if conditions else []
+        return "\n".join([*aligned, "", *gate, *self._closing()]) + "\n"
 
     def markdown(self, report: Path | None = None) -> str:
         """Return the summary as a Markdown table, for Prefect and MLflow.
@@ -124,54 +131,48 @@ class Summary:
         Args:
             report: the run's page, to link the copy that MLflow serves; None for no link.
         """
-        lines = [
-            f"**{self.status}** in {self.seconds:.0f} s",
-            *(f"[{name}]({url})" for name, url in self.pages.items()),
-            "",
-            f"| stage | seconds | reused | checks | {' | '.join(self._titles())} |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        for stage in self.stages:
-            drift = stage["drift"] or {}
-            numbers = [_number(drift.get(key)) for key in _columns(drift)]
-            lines.append(
-                f"| {stage['name']} | {stage['seconds']:.1f} | {'yes' if stage['reused'] else ''} "
-                f"| {stage['tensors_checked']} | {' | '.join(numbers)} |"
-            )
+        lines = [f"[{name}]({url})" for name, url in self.pages.items()]
+        head, *rows = (f"| {' | '.join(row)} |" for row in (_TITLES, *self._rows()))
+        lines += ["", head, "|---" * len(_TITLES) + "|", *rows]
+        if conditions := (self.gate or {}).get("conditions"):
+            lines += ["", "```", *table(conditions), "```"]
         # As plain text, MLflow's page would link it to a user of GitHub with this name.
         closing = [re.sub("(@c[a-z]+)", r"`\1`", line) for line in self._closing()]
-        if rows := (self.gate or {}).get("conditions"):
-            lines += ["", "```", *table(rows), "```"]
         if report is not None:
             records = self.pages.get("mlflow")
             link = f"[in MLflow]({records}/artifacts/{report.name}), " if records else ""
             closing.append(f"report: {link}{report}")
         return "\n".join([*lines, "", *(f"- {line}" for line in closing)])
 
-    def _titles(self) -> tuple[str, str, str]:
-        """Return the titles of the three columns of drift."""
-        has_scores = any("mean_difference" in (stage["drift"] or {}) for stage in self.stages)
-        return ("mean diff", "max diff", "order") if has_scores else ("mean KL", "p95 KL", "top-1")
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows = [_row(stage) for stage in self.stages]
+        if self.refused:
+            cells = _handoff_cells(self.refused)
+            rows.append((self.refused["stage"], "", "", "", *cells, "refused"))
+        return rows
 
-    def _closing(self) -> list[str]:
-        lines = evaluation_lines(self.eval)
-        lines += [line for line in self.defaults if "train." in line]
-        lines += [line for stage in self.stages for line in truncation_lines(stage)]
-        lines += _audit_lines(self.findings)
+    def _closing(self) -> Iterator[str]:
+        """Yield the lines below the table."""
+        yield from evaluation_lines(self.eval)
+        yield from (line for line in self.defaults if "train." in line)
+        for stage in self.stages:
+            yield from truncation_lines(stage)
+        for what, handled in (("dealt with", True), ("for information", False)):
+            codes = [each["code"] for each in self.findings if bool(each["handled"]) is handled]
+            if codes:
+                yield f"audit, {what}: {', '.join(dict.fromkeys(codes))}"
         if self.served:
-            lines.append(f"served model: {self.served}")
+            yield f"served model: {self.served}"
         if self.unquantized:
-            lines.append(f"in 16 bits: {self.unquantized}")
+            yield f"in 16 bits: {self.unquantized}"
         if self.gate and self.gate.get("version"):
-            lines.append(f"registered: {candidate_line(self.gate)}")
+            yield f"registered: {candidate_line(self.gate)}"
         if self.pushed:
-            lines.append(f"pushed: {self.pushed['url']} commit {self.pushed['commit'][:DIGITS]}")
-        notes = (self.unregistered, self.unpushed, self.tracking)
-        lines += [line for line in notes if line]
+            yield f"pushed: {self.pushed['url']} commit {self.pushed['commit'][:DIGITS]}"
+        yield from filter(None, (self.unregistered, self.unpushed, self.tracking))
         if self.error:
-            lines.append(f"failed: {self.error}")
-        lines.append(f"{self.status} in {self.seconds:.1f} s")
-        return lines
+            yield f"failed: {self.error}"
+        yield f"{self.status} in {self.seconds:.1f} s"
 
 
 def candidate_line(registered: Mapping[str, Any]) -> str:
@@ -184,7 +185,17 @@ def candidate_line(registered: Mapping[str, Any]) -> str:
 
 
 def stage_entry(result: StageResult) -> dict[str, Any]:
-    """Return the summary's entry for one stage."""
+    """Return the summary's entry for one stage.
+
+    `handoff` has measure, unit, value, limit and verdict of the distance that is closest to its
+    limit; None if the stage has measured no distance. `rows` has counts for each split that a stage
+    tokenised: rows, rows cut, tokens cut, rows left out.
+    """
+    checks = [(check, check.bound) for check in result.checks if check.bound is not None]
+    handoff = None
+    if checks:
+        check, bound = max(checks, key=lambda pair: pair[1].value - pair[1].limit)
+        handoff = {**asdict(bound), "ok": check.ok}
     return {
         "name": result.name,
         "seconds": result.seconds,
@@ -192,72 +203,29 @@ def stage_entry(result: StageResult) -> dict[str, Any]:
         "artifact": str(result.artifact.path),
         "tensors_checked": len(result.checks),
         "drift": result.drift,
-        "handoff": _handoff(result),
-        "rows": _rows(result.metrics),
+        "handoff": handoff,
+        "rows": {
+            split: {name: int(result.metrics[f"data/{split}_{name}"]) for name in _COUNTS}
+            for split in ("train", "heldout")
+            if f"data/{split}_tokens_cut" in result.metrics
+        },
     }
-
-
-def _handoff(result: StageResult) -> dict[str, Any] | None:
-    """Return measure, unit, value, limit and verdict of the distance that is closest to its limit.
-
-    None if the stage has measured no distance.
-    """
-    checks = [(check, check.bound) for check in result.checks if check.bound is not None]
-    if not checks:
-        return None
-    check, bound = max(checks, key=lambda pair: pair[1].value - pair[1].limit)
-    return {**asdict(bound), "ok": check.ok}
-
-
-def _rows(metrics: Mapping[str, float]) -> dict[str, dict[str, int]]:
-    """Return, for each split that a stage tokenised: rows, rows cut, tokens cut, rows left out."""
-    return {
-        split: {name: int(metrics[f"data/{split}_{name}"]) for name in _COUNTS}
-        for split in ("train", "heldout")
-        if f"data/{split}_tokens_cut" in metrics
-    }
-
-
-DIGITS = 8
-"""Digits of a digest in the table; a folder is found by them."""
-_SHORT = {
-    "mean KL": ("KL", "nats"),
-    "median KL": ("median KL", "nats"),
-    "p95 KL": ("p95 KL", "nats"),
-    "mean difference": ("score", "std"),
-}
-_COUNTS = ("rows", "truncated", "tokens_cut", "too_long")
 
 
 def truncation_lines(stage: Mapping[str, Any]) -> list[str]:
     """Return lines about the rows of a training stage that were cut or left out."""
     lines = []
     for split, rows in stage.get("rows", {}).items():
-        where, of = f"{stage['name']}: {split}.jsonl", f"of {_count(rows['rows'], 'row')}"
+        where, of = f"{stage['name']}: {split}.jsonl", f"of {rows['rows']} rows"
         if rows["truncated"]:
-            tokens = _count(rows["tokens_cut"], "token")
-            lines.append(f"{where}: {rows['truncated']} {of} cut at train.max_len ({tokens})")
+            cut = f"{rows['truncated']} {of} cut at train.max_len ({rows['tokens_cut']} tokens)"
+            lines.append(f"{where}: {cut}")
         if rows["too_long"]:
             lines.append(f"{where}: {rows['too_long']} {of} left out, longer than train.max_len")
     return lines
 
 
-def _audit_lines(findings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield which findings of the audit the delivery has dealt with, and which it reports only."""
-    for what, handled in (("dealt with", True), ("for information", False)):
-        codes = [each["code"] for each in findings if bool(each["handled"]) is handled]
-        if codes:
-            yield f"audit, {what}: {', '.join(dict.fromkeys(codes))}"
-
-
-def _columns(drift: Mapping[str, float]) -> tuple[str, str, str]:
-    """Return the keys of the three columns of drift: log-probabilities, or reward scores."""
-    if "mean_difference" in drift:
-        return ("mean_difference", "max_difference", "same_order")
-    return ("mean_kl", "p95_kl", "top1_agreement")
-
-
-def _row(stage: dict[str, Any]) -> tuple[str, ...]:
+def _row(stage: Mapping[str, Any]) -> tuple[str, ...]:
     kind, digest = Path(stage["artifact"]).parts[-2:] if stage["artifact"] else ("", "")
     return (
         stage["name"],
@@ -269,21 +237,11 @@ def _row(stage: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _handoff_cells(handoff: Mapping[str, Any] | None) -> tuple[str, str, str, str]:
-    """Return distance, unit, limit and verdict of a hand-off, for the terminal."""
+def _handoff_cells(handoff: Mapping[str, Any] | None) -> Sequence[str]:
+    """Return distance, unit, limit and verdict of a hand-off."""
     if handoff is None:
-        return "", "", "", ""
+        return [""] * 4
     sign = "<=" if handoff["value"] <= handoff["limit"] else "> "
     measure, unit = _SHORT.get(handoff["measure"], (handoff["measure"], handoff["unit"]))
     value, limit = (f"{handoff[name]:.1e}" for name in ("value", "limit"))
-    return f"{measure} {value}", unit, f"{sign} {limit}", "ok" if handoff["ok"] else "NO"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4f}" if 0.01 <= value <= 10 else f"{value:.1e}"
+    return [f"{measure} {value}", unit, f"{sign} {limit}", "ok" if handoff["ok"] else "NO"]

@@ -125,7 +125,7 @@ class StageProcessError(PlumblineError):
     Args:
         returncode: exit status; negative for a signal, None if unknown.
         tail: last lines of its output, oldest first.
-        reason: "exit", "timeout" or "cancelled".
+        reason: "exit" or "timeout".
     """
 
     def __init__(
@@ -156,14 +156,5 @@ class TimeLimitError(PlumblineError):
 
 
 def first_and_more(findings: Sequence[str]) -> str:
-    """Return one line for several findings: the first one, and the number of the others.
-
-    Args:
-        findings: at least one; the error's `details` should list all of them.
-
-    Raises:
-        ValueError: there are no findings.
-    """
-    if not findings:
-        raise ValueError("no findings: there is no error to report")
+    """Return one line for several findings: the first one, and the number of the others."""
     return findings[0] + (f" (and {len(findings) - 1} more)" if len(findings) > 1 else "")

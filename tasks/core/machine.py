@@ -1,8 +1,8 @@
 """Hardware of this machine, read from the system without torch, whose import takes seconds.
 
-GPUs are those that NVML lists, through `nvidia-ml-py`, or `nvidia-smi` if that is not installed.
-Device files prove nothing: WSL has none, a container may have /dev/nvidia3 alone, MIG has others.
-Tests replace `listed`; all other functions use it.
+GPUs are those that NVML lists, through `nvidia-ml-py`, which vLLM brings. Device files prove
+nothing: WSL has none, a container may have /dev/nvidia3 alone. Tests replace `listed`; all other
+functions use it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import os
 import platform
 import re
 import resource
-import shutil
-import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,27 +23,14 @@ from typing import Any
 import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
-_NAMES = (
-    # files of limit, usage and statistics, and the statistic of droppable files: version 2, then 1
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat",
-     "total_inactive_file"),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, or a MIG instance of one.
-
-    Attributes:
-        uuid: as in CUDA_VISIBLE_DEVICES: "GPU-..." or "MIG-...".
-        memory: bytes.
-        instances: MIG instances of a GPU in MIG mode.
-    """
+    """A GPU: its UUID, as in CUDA_VISIBLE_DEVICES, and its memory in bytes."""
 
     uuid: str
     memory: int
-    instances: tuple[Gpu, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,64 +52,23 @@ class Gpus:
 def listed() -> Gpus:
     """Return every GPU that the driver lists; CUDA_VISIBLE_DEVICES changes nothing here."""
     try:
-        import pynvml  # nvidia-ml-py; the CUDA lock has it through flashinfer
+        import pynvml as nvml
     except ImportError:
-        return _of_tool(shutil.which("nvidia-smi"))
-    return _of_nvml(pynvml)
-
-
-def _of_nvml(nvml: Any) -> Gpus:
+        return Gpus()
     try:
         nvml.nvmlInit()
-    except nvml.NVMLError:  # no driver, or none that runs
-        return Gpus()
-    try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         number = nvml.nvmlSystemGetCudaDriverVersion_v2()
+        devices = []
+        for handle in handles:
+            memory = psutil.virtual_memory().total  # of a GPU that shares the host's
+            with suppress(nvml.NVMLError):
+                memory = nvml.nvmlDeviceGetMemoryInfo(handle).total
+            devices.append(Gpu(nvml.nvmlDeviceGetUUID(handle), memory))
         driver = nvml.nvmlSystemGetDriverVersion()
-        devices = tuple(_device(nvml, handle) for handle in handles)
-        return Gpus(devices, driver, (number // 1000, number % 1000 // 10))
-    except nvml.NVMLError:
+        return Gpus(tuple(devices), driver, (number // 1000, number % 1000 // 10))
+    except nvml.NVMLError:  # no driver, or none that runs
         return Gpus()
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _device(nvml: Any, handle: Any) -> Gpu:
-    try:
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle).total
-    except nvml.NVMLError:  # the GPU shares the host's memory
-        memory = psutil.virtual_memory().total
-    return Gpu(nvml.nvmlDeviceGetUUID(handle), memory, tuple(_instances(nvml, handle)))
-
-
-def _instances(nvml: Any, handle: Any) -> list[Gpu]:
-    """Return the MIG instances of a GPU; empty if it is not in MIG mode."""
-    instances: list[Gpu] = []
-    try:
-        places = nvml.nvmlDeviceGetMigMode(handle)[0] and nvml.nvmlDeviceGetMaxMigDeviceCount(
-            handle
-        )
-    except nvml.NVMLError:  # a GPU without MIG
-        return instances
-    for index in range(places):
-        with suppress(nvml.NVMLError):  # no instance at this index
-            instances.append(_device(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)))
-    return instances
-
-
-def _of_tool(tool: str | None) -> Gpus:
-    if tool is None:
-        return Gpus()
-    ask = [tool, "--query-gpu=uuid,memory.total,driver_version", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(ask, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return Gpus()
-    rows = [line.split(", ") for line in done.stdout.splitlines() if line.startswith("GPU-")]
-    shared = psutil.virtual_memory().total  # for a GPU without memory of its own: "[N/A]"
-    devices = (Gpu(u, int(size) * 2**20 if size.isdigit() else shared) for u, size, _ in rows)
-    return Gpus(tuple(devices), rows[0][2] if rows else "")
 
 
 def gpus() -> tuple[Gpu, ...]:
@@ -135,41 +79,29 @@ def gpus() -> tuple[Gpu, ...]:
 def visible(devices: Sequence[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
     """Return the devices that CUDA_VISIBLE_DEVICES selects, in its order.
 
-    The rules are CUDA's (torch 2.13, `torch/cuda/__init__.py`, `_parse_visible_devices`): entries
-    are numbers or prefixes of UUIDs. The first entry that names no device ends the list. A device
-    that is named twice empties it. A process sees at most one MIG instance.
+    Entries are numbers or prefixes of UUIDs. As in CUDA, the first entry that names no device ends
+    the list, and a device that is named twice empties it. A process sees one MIG instance, whose
+    memory is taken to be that of the GPU.
 
     Args:
         wanted: value of the variable; None if it is not set.
     """
     if wanted is None:
-        names = [str(number) for number in range(len(devices))]
-    else:
-        names = [name.strip() for name in wanted.split(",")]
+        return tuple(devices)
     selected: list[Gpu] = []
-    for name in names:
-        device = _named(devices, name)
-        if device is None:
+    for name in map(str.strip, wanted.split(",")):
+        if name.startswith("MIG-") and devices:
+            return (Gpu(name, devices[0].memory),)
+        if name.isdigit():
+            chosen = list(devices[int(name) :][:1])
+        else:
+            chosen = [gpu for gpu in devices if name and gpu.uuid.startswith(name)]
+        if len(chosen) != 1:
             break
-        if device in selected:
+        if chosen[0] in selected:
             return ()
-        selected.append(device)
-        if device.uuid.startswith("MIG-"):
-            return (device,) if len(selected) == 1 else tuple(selected[:-1])
+        selected += chosen
     return tuple(selected)
-
-
-def _named(devices: Sequence[Gpu], name: str) -> Gpu | None:
-    """Return the device with a number or UUID; for a GPU in MIG mode its first instance."""
-    if name.startswith(("GPU-", "MIG-")):
-        every = [*devices, *(instance for device in devices for instance in device.instances)]
-        chosen = [device for device in every if device.uuid.startswith(name)]
-    else:
-        digits = re.match(r"\d+", name)  # like strtoul: "1gpu" is 1; "-1" and words name nothing
-        chosen = list(devices[int(digits[0]) :][:1]) if digits else []
-    if len(chosen) != 1:
-        return None
-    return chosen[0].instances[0] if chosen[0].instances else chosen[0]
 
 
 def has_gpu(device: str = "auto") -> bool:
@@ -224,17 +156,14 @@ def driver_too_old() -> tuple[str, str, str] | None:
     Returns:
         Texts of the detected driver, of the one that torch needs, and of what to do.
     """
-    count, (torch, built) = gpu_count(), torch_build()
-    driver, cuda = listed().driver, listed().cuda
-    if count and cuda is not None and built is not None and cuda[0] < built[0]:
-        shown = f"{count} GPU{'s' * (count > 1)}"
-        detected = f"{shown} with driver {driver} (CUDA {cuda[0]}.{cuda[1]})"
-        oldest = OLDEST_DRIVER.get(built[0])
-        needed = f"torch {torch} is built for CUDA {built[0]}.{built[1]}" + (
-            f", which needs driver {oldest} or newer" if oldest else ""
-        )
-        return detected, needed, "a newer driver, or train.device=cpu"
-    return None
+    (torch, built), cuda = torch_build(), listed().cuda
+    if not gpus() or cuda is None or built is None or cuda[0] >= built[0]:
+        return None
+    needed = f"torch {torch} is built for CUDA {built[0]}.{built[1]}"
+    if built[0] in OLDEST_DRIVER:
+        needed += f", which needs driver {OLDEST_DRIVER[built[0]]} or newer"
+    detected = f"driver {listed().driver} (CUDA {cuda[0]}.{cuda[1]})"
+    return detected, needed, "a newer driver, or train.device=cpu"
 
 
 def measured_on(device: Any, attention: str) -> dict[str, str]:
@@ -313,11 +242,8 @@ def computing_dtype(stored: str, size: int, *, copies: int = 1, device: str = "a
 def total_memory() -> int:
     """Return the bytes of memory of this machine or container."""
     total = int(psutil.virtual_memory().total)
-    for limit, *_ in _NAMES:
-        if (CGROUP / limit).is_file():
-            most = (CGROUP / limit).read_text().strip()
-            return total if most == "max" else min(total, int(most))
-    return total
+    limit = _limit(CGROUP)
+    return total if limit is None else min(total, limit)
 
 
 def available_memory() -> int:
@@ -332,14 +258,15 @@ def available_memory() -> int:
 
 def left_in_container(root: Path) -> int | None:
     """Return the bytes of memory that a control group may still use; None if it has no limit."""
-    for limit, usage, stat, droppable in _NAMES:
-        if not (root / limit).is_file():
-            continue
-        most = (root / limit).read_text().strip()
-        if most == "max":
-            return None
-        used = int((root / usage).read_text())
-        lines = (line.split() for line in (root / stat).read_text().splitlines())
-        cached = next((int(value) for name, value in lines if name == droppable), 0)
-        return max(0, int(most) - used + cached)
-    return None
+    if (limit := _limit(root)) is None:
+        return None
+    used = int((root / "memory.current").read_text())
+    pages = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+    return max(0, limit - used + int(pages.get("inactive_file", 0)))  # pages that can be dropped
+
+
+def _limit(root: Path) -> int | None:
+    """Return the limit of a control group (version 2) in bytes; None if it has none."""
+    file = root / "memory.max"
+    text = file.read_text().strip() if file.is_file() else "max"
+    return None if text == "max" else int(text)

@@ -2,8 +2,7 @@
 
 `Child` runs a command under `tasks/process/supervise.py`. The handle is the write end of a pipe.
 Closing it ends the command with all descendants. The kernel closes it, too, when this process dies.
-Stages use `launch` and `Conversation`; `kill_children_on_abort` ends their child processes when a
-flow is interrupted.
+Stages use `launch` and `Conversation`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -38,7 +37,7 @@ MARK = "PLUMBLINE_CHILD"
 
 
 class Child:
-    """A supervised command. Its standard output and error are one stream.
+    """A supervised command, a context manager. Its standard output and error are one stream.
 
     Args:
         argv: the command.
@@ -77,6 +76,12 @@ class Child:
             raise
         finally:
             os.close(read_end)
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     @property
     def pid(self) -> int:
@@ -130,10 +135,6 @@ class Child:
         """Start to end the command, without waiting."""
         self.cancelled = True
         self._let_go()
-
-    def kill(self, pids: Collection[int]) -> None:
-        """Send SIGKILL to the descendants with these process ids."""
-        kill_marked(self._mark, pids)
 
     def end(self) -> int | None:
         """End the command with all descendants and wait. Returns the exit status."""
@@ -191,59 +192,16 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     return env
 
 
-def kill_marked(mark: str, pids: Collection[int] | None = None) -> None:
-    """Send SIGKILL to every process with `mark` in its environment.
-
-    Args:
-        mark: value of `PLUMBLINE_CHILD`.
-        pids: only processes with these ids; None for all.
-    """
+def kill_marked(mark: str) -> None:
+    """Send SIGKILL to every process with this value of `PLUMBLINE_CHILD` in its environment."""
     wanted = f"{MARK}={mark}".encode()
     for entry in Path("/proc").iterdir():
         # PermissionError: another user's process. The others: the process has just ended.
         with contextlib.suppress(PermissionError, ProcessLookupError, FileNotFoundError):
-            if not entry.name.isdigit() or (pids is not None and int(entry.name) not in pids):
-                continue
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+            if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
                 os.kill(int(entry.name), signal.SIGKILL)
 
 
 def python_child(module: str, *args: str) -> list[str]:
     """Return the command that runs a module with this interpreter and unbuffered output."""
     return [sys.executable, "-u", "-m", module, *args]
-
-
-_LIVE: set[Child] = set()
-
-
-@contextlib.contextmanager
-def live(child: Child) -> Iterator[Child]:
-    """Register a child process with `kill_children_on_abort`, and end it with the block."""
-    _LIVE.add(child)
-    try:
-        yield child
-    finally:
-        try:
-            child.end()
-        finally:
-            _LIVE.discard(child)
-
-
-@contextlib.contextmanager
-def kill_children_on_abort() -> Iterator[None]:
-    """End all children of `launch` and `Conversation` when the block is left by an exception.
-
-    A stage in the main thread ends its own child. This function is for stages in other threads
-    (`task.submit()`), which signals do not reach. Their child ends, and they raise
-    `StageProcessError` with reason "cancelled".
-    """
-    try:
-        yield
-    except BaseException:
-        children = list(_LIVE)
-        for child in children:
-            child.cancel()
-        begin = time.monotonic()
-        for child in children:
-            child.wait(max(0.0, begin + child.gone_within_s - time.monotonic()))
-        raise

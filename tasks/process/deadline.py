@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Iterator
-from types import FrameType
 
 from tasks.core.errors import TimeLimitError
 
@@ -18,19 +17,14 @@ class _Expired(BaseException):
 def deadline(stage: str, setting: str, seconds: float | None) -> Iterator[None]:
     """End the block after a time; its `finally` blocks end the child processes.
 
-    Args:
-        stage: name of the stage.
-        setting: setting with the limit, for the error.
-        seconds: the limit; None for none.
-
     Raises:
-        TimeLimitError: the time is over.
+        TimeLimitError: the time is over; `setting` is the setting with the limit.
     """
     if seconds is None:
         yield
         return
 
-    def expire(number: int, frame: FrameType | None) -> None:
+    def expire(*_: object) -> None:
         raise _Expired
 
     before = signal.signal(signal.SIGALRM, expire)

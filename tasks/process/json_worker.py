@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tasks.core.errors import PlumblineError, StageProcessError
-from tasks.process.child import Child, live
+from tasks.process.child import Child
 from tasks.process.output import Log, Output
 
 GOODBYE_S = 3.0
@@ -30,11 +31,7 @@ class Conversation:
     `ask` waits for "ready". Leaving ends the process with all descendants.
 
     Args:
-        argv: the command; `python_child` returns one for a module of this project.
-        stage: name for log lines and errors.
-        log: gets the output, without events.
-        log_path: file to which the output is appended.
-        env: additions to the environment.
+        argv, stage, log, log_path, env: see `launch`.
         on_event: gets every event except "ready", "reply" and "error", in order.
     """
 
@@ -46,7 +43,7 @@ class Conversation:
         log: Log,
         log_path: Path,
         env: Mapping[str, str] | None = None,
-        on_event: Callable[[dict[str, Any]], None] | None = None,
+        on_event: Callable[[dict[str, Any]], None] = lambda event: None,
     ) -> None:
         self._argv, self._env, self._stage = argv, env, stage
         self._log, self._log_path, self._on_event = log, log_path, on_event
@@ -59,7 +56,7 @@ class Conversation:
             self._output = stack.enter_context(
                 Output(stage=self._stage, log=self._log, log_path=self._log_path)
             )
-            self._child = stack.enter_context(live(Child(self._argv, env=self._env, stdin=True)))
+            self._child = stack.enter_context(Child(self._argv, env=self._env, stdin=True))
             self._events = self._read()
             self._closing = stack.pop_all()
         return self
@@ -75,8 +72,7 @@ class Conversation:
                 self._child.stdin.close()
                 self._deadline = time.monotonic() + GOODBYE_S
                 with suppress(StageProcessError):  # a process that is too slow is ended
-                    for _ in self._events:  # its last events
-                        pass
+                    deque(self._events, maxlen=0)
 
     @property
     def is_running(self) -> bool:
@@ -102,7 +98,7 @@ class Conversation:
 
         Raises:
             PlumblineError: the process answered "error"; it stays available.
-            StageProcessError: the process ended ("exit", "cancelled") or was too slow ("timeout").
+            StageProcessError: the process ended ("exit") or was too slow ("timeout").
         """
         with self._one_at_a_time:
             self._deadline = time.monotonic() + timeout_s
@@ -127,8 +123,7 @@ class Conversation:
                     details=event.get("details", ()),
                     hint=event.get("hint", ""),
                 )
-            if self._on_event is not None:
-                self._on_event({"event": name, **event})
+            self._on_event({"event": name, **event})
         raise self._ended("exit")
 
     def _read(self) -> Iterator[dict[str, Any]]:
@@ -141,7 +136,4 @@ class Conversation:
             yield from self._output.feed(chunk)
 
     def _ended(self, reason: str) -> StageProcessError:
-        status = self._child.end()
-        if reason == "exit" and self._child.cancelled:
-            reason = "cancelled"
-        return StageProcessError(self._stage, status, self._output.tail, reason)
+        return StageProcessError(self._stage, self._child.end(), self._output.tail, reason)

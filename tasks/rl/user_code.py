@@ -150,8 +150,6 @@ class UserCode:
         try:
             results = self._process.ask(request, self._timeout_s + GRACE_S)["results"]
         except StageProcessError as error:
-            if error.reason == "cancelled":
-                raise
             what, hint = f"ended its process (status {error.returncode})", ""
             if error.reason == "timeout":
                 what, hint = f"took more than {self._timeout_s:g} s", self._slow_hint

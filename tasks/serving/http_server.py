@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tasks.core.errors import PlumblineError, StageProcessError
-from tasks.process.child import Child, live
+from tasks.process.child import Child
 from tasks.process.output import Log, Output
 
 HOST = "127.0.0.1"
@@ -115,9 +115,8 @@ def running(
     except (PlumblineError, EndedError) as error:
         if not isinstance(error, EndedError) and not server.child.wait(_LAST_WORDS_S):
             raise
-        tail, reason = server.last_lines(), "exit"
-        if server.child.cancelled:  # by the timer, or by an abort of the flow
-            reason = "timeout" if late.finished.is_set() else "cancelled"
+        reason = "timeout" if server.child.cancelled else "exit"
+        tail = server.last_lines()
         raise StageProcessError(stage, server.child.poll(), tail, reason) from error
     finally:
         late.cancel()
@@ -134,7 +133,7 @@ def started(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Iterat
     """
     with (
         TemporaryDirectory(prefix="pl-", ignore_cleanup_errors=True) as folder,
-        live(Child(argv, env={**(env or {}), "TMPDIR": folder})) as child,
+        Child(argv, env={**(env or {}), "TMPDIR": folder}) as child,
     ):
         yield child
 

@@ -231,14 +231,11 @@ def test_rollouts_of_an_adapter_of_experts_need_a_gpu() -> None:
 
 
 def test_a_container_s_limit_counts(tmp_path: Path) -> None:
-    old = "memory/memory"  # cgroups of version 1
     for number, (files, left) in enumerate((
         ({}, None),
         ({"memory.max": "max\n"}, None),
         ({"memory.max": "1000\n", "memory.current": "700\n",
           "memory.stat": "anon 500\ninactive_file 150\nactive_file 50\n"}, 450),
-        ({f"{old}.limit_in_bytes": "1000\n", f"{old}.usage_in_bytes": "1200\n",
-          f"{old}.stat": "cache 9\ntotal_inactive_file 100\n"}, 0),
     )):  # fmt: skip
         for name, text in files.items():
             path = tmp_path / str(number) / name

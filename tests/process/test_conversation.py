@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasks.core.errors import PlumblineError, StageProcessError
-from tasks.process.launch import Conversation, kill_children_on_abort
+from tasks.process.launch import Conversation
 from tests.process.conftest import alive
 
 CHILD = """
@@ -84,14 +84,3 @@ def test_a_child_that_is_too_slow(talk: Talk) -> None:
             child.ask({"do": "sleep"}, 0.5)
         assert caught.value.reason == "timeout"
         assert not alive(pid)
-
-
-def test_an_abort_ends_it(talk: Talk) -> None:
-    with talk() as child:
-        pid = child.ask({"do": "double", "value": 1}, 20)["pid"]
-        with pytest.raises(KeyboardInterrupt), kill_children_on_abort():
-            raise KeyboardInterrupt
-        assert not alive(pid)
-        with pytest.raises(StageProcessError) as caught:
-            child.ask({"do": "double", "value": 1}, 5)
-        assert caught.value.reason == "cancelled"

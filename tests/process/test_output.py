@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from itertools import pairwise
@@ -12,14 +13,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tasks.process.output import Output, _Lines
+from tasks.process.output import Output
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
 
 def split(chunks: list[bytes]) -> list[str]:
-    lines = _Lines()
-    return [line for chunk in [*chunks, b""] for line in lines.split(chunk)]
+    output = Output(stage="s", log=logging.getLogger(), log_path=Path(os.devnull))
+    with output:
+        return [line for chunk in [*chunks, b""] for line in output.split(chunk)]
 
 
 @given(TEXT, st.lists(st.integers(0, 240), max_size=8))
@@ -38,11 +40,11 @@ def test_plain_lines_come_out_as_they_went_in(lines: list[str]) -> None:
     assert split([data] if data else []) == lines
 
 
-def test_a_redrawn_line_does_not_pile_up() -> None:
-    lines = _Lines()
-    for step in range(1000):
-        assert list(lines.split(b"\r%d%%" % step)) == []
-    assert len(lines._rest) < 20
+def test_a_redrawn_line_does_not_pile_up(tmp_path: Path) -> None:
+    with Output(stage="s", log=logging.getLogger(), log_path=tmp_path / "log") as output:
+        for step in range(1000):
+            assert list(output.split(b"\r%d%%" % step)) == []
+        assert len(output._rest) < 20
 
 
 def test_what_a_child_says_is_logged_and_what_its_libraries_print_is_not(

@@ -2,50 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from flows.chain.dry_run import DryRun
 from flows.chain.steps import continues
 from tasks.bisect.run import Explainer
 from tasks.data.kinds import Kind, kind_for, names_texts
 from tasks.drift.fingerprint import PROFILES, DriftLimit, quantized_profile
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
-from tasks.pipeline.report import StageReport, StageResult
-from tasks.pipeline.stage import Observe, Stage
+from tasks.pipeline.stage import Mechanism
 from tasks.process.multinode import Leader
 from tasks.serving.vllm.job import VllmChild
 
-
-class StageRunner(Protocol):
-    """Run stages (`Mechanism`), or only report what would run (`DryRun`)."""
-
-    @property
-    def store(self) -> Path:
-        """Folder of the published artifacts."""
-
-    @property
-    def logs(self) -> Path:
-        """Folder of the child processes' logs."""
-
-    @property
-    def results(self) -> list[StageResult]:
-        """Results of the stages that have run so far, in order."""
-
-    def run(
-        self,
-        stage: Stage,
-        function: Callable[..., StageReport],
-        *,
-        inputs: Mapping[str, Artifact],
-        config: Mapping[str, Any],
-        context: Mapping[str, Any] | None = None,
-        observe: Observe | None = None,
-        after: Mapping[str, Artifact] | None = None,
-    ) -> StageResult:
-        """Run one stage, or reuse what it published before; arguments as in `Mechanism.run`."""
+StageRunner = Mechanism | DryRun
+"""Runs stages, or only reports what would run."""
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from flows.orchestration.evaluation import evaluation, evaluation_lines, step_of
+from flows.orchestration.evaluation import step_of
 from flows.orchestration.flow_run import FlowRun
 from flows.orchestration.summary import candidate_line, stage_entry
 from flows.report.card import chain_card
 from tasks.core.errors import TrackingError
-from tasks.pipeline.artifact import Artifact, hash_of, remember
+from tasks.pipeline.artifact import CARD, Artifact, remember
 from tasks.pipeline.report import RegisteredModel, StageResult
 from tasks.pipeline.signature import is_signed, key_file
 from tasks.register import Registry, register, require_passed
@@ -99,7 +99,7 @@ def _heldout_hash(results: Sequence[StageResult]) -> str:
     for result in results:
         if result.artifact.kind == "dataset":
             entry = result.artifact.manifest()["files"].get("heldout.jsonl", {})
-            return str(entry.get(hash_of(entry), ""))
+            return str(entry.get("blake3", ""))
     return ""
 
 
@@ -137,7 +137,7 @@ def _write_version(
             **flow_run.tags,
             **{f"digest.{result.artifact.kind}": result.artifact.digest for result in results},
         },
-        card=_card(flow_run, served),
+        card=(served.path / CARD).read_text(),
     )
     registered = register(
         registry,
@@ -150,44 +150,6 @@ def _write_version(
     if registered.candidate != registered.version:
         flow_run.host.log.info("register: %s", candidate_line(asdict(registered)))
     return asdict(registered)
-
-
-def _card(flow_run: FlowRun, served: Artifact) -> str:
-    """Return the model card, the description of the version: origin, proof, use. In Markdown."""
-    results, tags = flow_run.mechanism.results, flow_run.tags
-    name = flow_run.composed.settings["tracking"]["model_name"]
-    data = [r.artifact.digest[:12] for r in results if r.artifact.kind == "dataset"]
-    drift = {r.name: r.drift for r in results if r.drift}
-    shown = [f"{key} {value:.2g}" for key, value in next(reversed(drift.values()), {}).items()]
-    return "\n".join(
-        [
-            f"`{tags['model']}` after `{tags['objective']}`, by Plumbline: every hand-off from "
-            "training to this folder was checked.",
-            "",
-            *(f"- {line}" for line in evaluation_lines(evaluation(results))),
-            f"- served against trained: {', '.join(shown) or 'not measured'}",
-            f"- folder: `{served.path}`, digest `{served.digest}`",
-            *_quantized_lines(flow_run),
-            f"- datasets: {', '.join(f'`{digest}`' for digest in dict.fromkeys(data))}",
-            *(f"- [{server}]({url})" for server, url in flow_run.summary.pages.items()),
-            "",
-            "In Plumbline's environment, which compares the folder with its manifest first:",
-            "",
-            "```python",
-            f'model = mlflow.pyfunc.load_model("models:/{name}@candidate")',
-            'model.predict({"messages": [{"role": "user", "content": "Hello"}]})',
-            "```",
-        ]
-    )
-
-
-def _quantized_lines(flow_run: FlowRun) -> list[str]:
-    """Return the line of the model card about a quantised model."""
-    if "quantize" not in flow_run.tags:
-        return []
-    digest = flow_run.tags["digest.unquantized"]
-    folder = flow_run.summary.unquantized
-    return [f"- quantised to {flow_run.tags['quantize']} from `{folder}`, digest `{digest}`"]
 
 
 def _register_entry(version: str, before: float) -> dict[str, Any]:

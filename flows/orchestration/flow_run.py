@@ -101,13 +101,9 @@ def provenance() -> dict[str, str]:
 
 @dataclass
 class FlowRun:
-    """One run of a flow.
+    """One run of a flow; the code that runs the stages adds to its summary and its tags.
 
     Attributes:
-        composed: the configuration.
-        host: what the flow runs in.
-        mechanism: runs the stages.
-        summary: the summary; the code that runs the stages adds to it.
         run_id: name of the run's folders under `<paths.runs>/logs` and `reports`.
         record: what the run does, on disk while it goes on.
         started: start time (`time.monotonic`).
@@ -185,29 +181,26 @@ class FlowRun:
         Returns:
             The summary.
         """
-        with self.record:
-            return self._run(title, stages)
-
-    def _run(self, title: str, stages: Callable[[FlowRun], None]) -> dict[str, Any]:
         settings, text = self.composed.recorded, self.composed.text
         full_disk, tracker = partial(disk_full_named, self.composed.runs), self.mechanism.tracker
         noted: Exception | None = None
-        try:
-            with full_disk(), tracker.flow(title, settings, text, self._tags) as run_id:
-                self.summary.mlflow_run_id = run_id or None
-                self._link()
-                try:
-                    with full_disk():
-                        stages(self)
-                except Exception as error:  # MLflow gets the page while its run is open
-                    noted = error
+        with self.record:
+            try:
+                with full_disk(), tracker.flow(title, settings, text, self._tags()) as run_id:
+                    self.summary.mlflow_run_id = run_id or None
+                    self._link()
+                    try:
+                        with full_disk():
+                            stages(self)
+                    except Exception as error:  # MLflow gets the page while its run is open
+                        noted = error
+                        self._fail(error)
+                        raise
+                    self._end("completed")
+            except BaseException as error:
+                if error is not noted:
                     self._fail(error)
-                    raise
-                self._end("completed")
-        except BaseException as error:
-            if error is not noted:
-                self._fail(error)
-            raise
+                raise
         return asdict(self.summary)
 
     def _fail(self, error: BaseException) -> None:
@@ -218,19 +211,19 @@ class FlowRun:
             summary.exit_status = error.exit_code
             if isinstance(error, ContractError) and error.bound is not None:
                 summary.refused = {"stage": error.stage, **error.bound, "ok": False}
-        elif isinstance(error, Exception):
-            redact_error(error)
-            summary.error = redact(f"{type(error).__name__}: {error}")
-            summary.exit_status = 1
         else:
             redact_error(error)
+            summary.error, summary.exit_status = redact(f"{type(error).__name__}: {error}"), 1
+        if not isinstance(error, Exception):
             status, summary.error = "cancelled", "interrupted"
-            # The handlers of flows/cli/entry.py raise the status; Prefect has its own for SIGTERM.
+            # Our signal handlers raise the status; Prefect has an error of its own for SIGTERM.
             ours = isinstance(error, KeyboardInterrupt | SystemExit) and error.args
             summary.exit_status = error.args[0] if ours else 143
-        self._end_badly(status)
+        try:
+            self._end(status)
+        except OSError as problem:  # a full disk must not hide the error of the run
+            self.host.log.warning("the summary of this run could not be written: %s", problem)
 
-    @property
     def _tags(self) -> dict[str, str]:
         flow = self.summary.flow
         tags = {"flow": flow, "mlflow.source.name": f"flows/{flow}.py", **provenance()}
@@ -248,41 +241,33 @@ class FlowRun:
             pages["mlflow"] = url
             self.host.link("MLflow run", url)
 
-    def _end_badly(self, status: str) -> None:
-        """Write the summary of a failed run. A full disk must not hide the error of the run."""
-        try:
-            self._end(status)
-        except OSError as error:
-            self.host.log.warning("the summary of this run could not be written: %s", error)
-
     def _end(self, status: str) -> None:
         """Write the summary to disk, to Prefect and to the tracker."""
-        summary = self.summary
+        summary, results = self.summary, self.mechanism.results
         summary.status = status
         summary.seconds = round(time.monotonic() - self.started, 1)
         if status == "completed":
             incomplete = summary.unregistered or summary.unpushed
             summary.exit_status = TrackingError.exit_code if incomplete else 0
-        summary.eval = evaluation(self.mechanism.results)
-        if not summary.stages:
-            summary.stages = [stage_entry(result) for result in self.mechanism.results]
-        for result in self.mechanism.results:
+        summary.eval = evaluation(results)
+        summary.stages = summary.stages or [stage_entry(result) for result in results]
+        for result in results:
             if "peak_memory" in result.metrics:
                 peak = {"peak": int(result.metrics["peak_memory"])}
                 summary.memory[result.name] = summary.memory.get(result.name, {}) | peak
-        if status != "cancelled":  # an interrupted process has seconds left: no request
+        interrupted = status == "cancelled"  # a process that has seconds left: no request
+        if not interrupted:
             self._link()
             summary.tracking = self.mechanism.tracker.settle() or None
-        written = summary.write(
-            self.composed.runs, self.run_id, {"config.yaml": self.composed.text}
-        )
+        texts = {"config.yaml": self.composed.text}
+        written = summary.write(self.composed.runs, self.run_id, texts)
         report = write_report(self.composed.runs, self.run_id, self.host.log)
-        if status == "cancelled":
+        if interrupted:
             return
         self.host.show(summary.markdown(report))
         scores = {f"eval/{k}": v for k, v in summary.eval.items() if v is not None}
-        numbers = {**scores, "seconds": summary.seconds}
         files = {"summary.json": written.read_text()}
         if report is not None:
             files[REPORT] = report.read_text()
+        numbers = {**scores, "seconds": summary.seconds}
         self.mechanism.tracker.log_parent(numbers, files, summary.markdown())

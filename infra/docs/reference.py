@@ -1,7 +1,7 @@
 """Write the pages of the documentation that are made from code; `make docs` runs it.
 
 mkdocs calls the two hooks at the end. What is generated lies in build/site only: settings,
-experiments, numbers of the gate, names from other trainers and the front pages of the packages.
+experiments, numbers of the gate, commands and findings.
 Pages that lie outside `docs/` (README.md, SECURITY.md and others) become pages of the site too.
 """
 
@@ -23,7 +23,6 @@ sys.path.insert(0, str(PROJECT))  # mkdocs imports this file by its path
 from omegaconf import OmegaConf  # noqa: E402
 
 from flows.cli import config, tool  # noqa: E402
-from flows.cli.peer_names import PEERS  # noqa: E402
 from flows.cli.usage import experiment_line, section_help, setting_help, setting_value  # noqa: E402
 from flows.cli.vocabulary import CONF, EXPERIMENTS, experiments  # noqa: E402
 from tasks.audit import page as findings_page  # noqa: E402
@@ -85,17 +84,6 @@ def numbers() -> Iterator[str]:
         yield _row(f"`{name}`", f"`{number.key}`", before, ", ".join(number.kinds) or "all")
 
 
-def peer_names() -> Iterator[str]:
-    """Yield the lines of the page that maps other trainers' names to ours."""
-    yield "# Names from other trainers"
-    yield "\nThey are not settings: a command line with one is refused, and the error names ours."
-    yield "`{}` stands for the value."
-    for program, names in PEERS.items():
-        yield f"\n## {program}"
-        yield from _head("theirs", "ours")
-        yield from (_row(f"`{theirs}`", f"`{ours}`") for theirs, ours in sorted(names.items()))
-
-
 def commands() -> Iterator[str]:
     """Yield the lines of the page with every command, its usage and its exit statuses."""
     yield "# Commands and exit statuses"
@@ -106,41 +94,6 @@ def commands() -> Iterator[str]:
         if text and file.name != "__init__.py":
             name = "plumbline" if file.stem == "program" else file.stem
             yield f"\n## {name}\n\n```text\n{text}\n```"
-
-
-def manifest() -> Iterator[str]:
-    """Yield the lines of the page about `manifest.json`, from the classes that write it."""
-    module = ast.parse((PROJECT / "tasks/pipeline/artifact.py").read_text(encoding="utf-8"))
-    origin = next(n for n in module.body if isinstance(n, ast.ClassDef) and n.name == "Origin")
-    about = (ast.get_docstring(origin) or "").partition("Attributes:")[2]
-    fields = re.findall(r"^ +(\w+): (.*(?:\n {8}.*)*)$", about, flags=re.M)
-    yield "# manifest.json\n"
-    yield "Every artifact has one: each stage's folder, the served folder, OUT of a delivery. It is"
-    yield "written last, so a folder that has it is complete."
-    yield from _head("field", "content")
-    yield _row("`format`", "1")
-    for name, text in fields:
-        yield _row(f"`{name}`", " ".join(text.split()))
-    yield _row("`created`", "time, ISO 8601 in UTC")
-    yield _row("`tensors`", "by file, then by name: `shape`, `dtype` and the hash of the bytes")
-    yield _row("`files`", "by path: `size` and hash; of a safetensors file the hash of its header")
-    yield _row("`card`", "`size` and hash of `README.md`, which is written after the evaluation")
-    yield _row("`digest`", "SHA-256 of `kind`, `tensors` and `files`: the name of the artifact")
-    yield "\nHashes are BLAKE3; folders of earlier releases have SHA-256 and stay valid."
-    yield "A [signature](../delivery.md#signed-models) covers the manifest and every file."
-    yield "Next to it, `contract.json` lists every check: name, expected, found, verdict."
-
-
-def packages() -> Iterator[str]:
-    """Yield the lines of the page with the front page of every package."""
-    yield "# Python packages"
-    yield "\nEvery package's docstring, which is its front page: what its modules hold."
-    for folder in ("flows", "tasks"):
-        for file in sorted((PROJECT / folder).rglob("__init__.py")):
-            text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
-            if text:
-                name = ".".join(file.parent.relative_to(PROJECT).parts)
-                yield f"\n## {name}\n\n```text\n{text}\n```"
 
 
 def findings() -> Iterator[str]:
@@ -161,10 +114,7 @@ GENERATED = {
     "reference/settings.md": settings,
     "reference/experiments.md": experiment_pages,
     "reference/numbers.md": numbers,
-    "reference/peer-names.md": peer_names,
-    "reference/packages.md": packages,
     "reference/commands.md": commands,
-    "reference/manifest.md": manifest,
     "findings.md": findings,
 }
 

@@ -1,6 +1,6 @@
 """Read tensor data once, block by block, at disk speed, with numpy alone.
 
-seen = scan(source, source.tensors, hashes={})["lm_head.weight"]
+seen = scan(source, source.tensors, hashed=())["lm_head.weight"]
 seen.nonfinite, seen.is_zero, seen.zero_rows
 """
 
@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from tasks.audit.source import Source
-from tasks.pipeline.artifact import HASHES
 from tasks.weights.files.dtypes import ITEM_BITS, all_zero, is_float, largest, magnitude, nonfinite
 from tasks.weights.files.source import Reader
 
@@ -56,10 +56,8 @@ class Seen:
         return magnitude(self.largest, self.dtype) if is_float(self.dtype) else 0.0
 
 
-def scan(
-    source: Source, names: Collection[str], *, hashes: Mapping[str, str]
-) -> Mapping[str, Seen]:
-    """Scan every named tensor that is contiguous, and hash it by the function in `hashes`.
+def scan(source: Source, names: Collection[str], *, hashed: Collection[str]) -> Mapping[str, Seen]:
+    """Scan every named tensor that is contiguous, and hash those in `hashed`.
 
     Raises:
         ArtifactError: a file is shorter than its header says.
@@ -68,13 +66,13 @@ def scan(
     ordered.sort(key=lambda name: (-source.tensors[name].nbytes, source.tensors[name].file, name))
     threads = min(_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(threads) as pool:
-        return dict(zip(ordered, pool.map(partial(_scan, source, hashes), ordered), strict=True))
+        return dict(zip(ordered, pool.map(partial(_scan, source, hashed), ordered), strict=True))
 
 
-def _scan(source: Source, hashes: Mapping[str, str], name: str) -> Seen:
+def _scan(source: Source, hashed: Collection[str], name: str) -> Seen:
     """Read, examine and hash one tensor, block by block."""
-    tensor, function = source.tensors[name], hashes.get(name)
-    seen, hashed = Seen(tensor.dtype), HASHES[function]() if function else None
+    tensor = source.tensors[name]
+    seen, digest = Seen(tensor.dtype), blake3() if name in hashed else None
     row = tensor.nbytes // tensor.shape[0] if len(tensor.shape) == 2 and tensor.numel else 0
     row = row if row <= _BLOCK else 0
     step = _BLOCK // row * row if row else _BLOCK
@@ -86,9 +84,9 @@ def _scan(source: Source, hashes: Mapping[str, str], name: str) -> Seen:
             _count(seen, part)
             if row:
                 _rows(seen, part, row, at // row)
-            if hashed is not None:
-                hashed.update(part)
-    seen.checksum = hashed.hexdigest() if hashed is not None else ""
+            if digest is not None:
+                digest.update(part)
+    seen.checksum = digest.hexdigest() if digest is not None else ""
     return seen
 
 

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,7 +30,7 @@ from tasks.core.redaction import redacted
 from tasks.pipeline.locks import staging as staging
 from tasks.pipeline.locks import sweep as sweep
 from tasks.weights.files.documents import manifest_problem, read_json
-from tasks.weights.files.header import Header, read_header
+from tasks.weights.files.header import read_header
 
 MANIFEST = "manifest.json"
 SIGNATURE = "model.sig"
@@ -128,26 +128,13 @@ def publish(
     return Artifact(origin.kind, final, document["digest"])
 
 
-HASHES: Mapping[str, Callable[[], Any]] = {"blake3": blake3, "sha256": hashlib.sha256}
-"""Hash functions by the key of a manifest's entries; earlier manifests have sha256."""
-
-
-def hash_of(entry: Mapping[str, Any]) -> str:
-    """Return the name of the hash function that a manifest's entry was made with."""
-    return next((name for name in HASHES if name in entry), "blake3")
-
-
 def inventory(
-    root: Path, known: Mapping[tuple[str, str], str] | None = None, function: str = "blake3"
+    root: Path, known: Mapping[tuple[str, str], str] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """List the contents of a directory: tensors by file and name, and files with size and hash.
 
     The entry of a safetensors file hashes its header only; the entries of its tensors cover the
-    rest.
-
-    Args:
-        known: hashes by (file, tensor); these tensors are not read.
-        function: hash function; a key of `HASHES`.
+    rest. Tensors whose hash is `known`, by file and tensor, are not read.
     """
     tensors: dict[str, Any] = {}
     files: dict[str, Any] = {}
@@ -155,15 +142,20 @@ def inventory(
         name = path.relative_to(root).as_posix()
         if name in (MANIFEST, SIGNATURE):
             continue
-        size = path.stat().st_size
+        hashed = size = path.stat().st_size
         if path.suffix == ".safetensors":
             header = read_header(path)
-            hashes = {n: (known or {}).get((name, n)) for n in header.tensors}
-            tensors[name] = _hash_tensors(path, header, hashes, function)
             hashed = header.data_start
-        else:
-            hashed = size
-        files[name] = {"size": size, function: _hash_range(path, 0, hashed, function)}
+            tensors[name] = {
+                tensor: {
+                    "shape": list(info.shape),
+                    "dtype": info.dtype,
+                    "blake3": (known or {}).get((name, tensor))
+                    or _hash_range(path, info.start, info.end),
+                }
+                for tensor, info in header.tensors.items()
+            }
+        files[name] = {"size": size, "blake3": _hash_range(path, 0, hashed)}
     return tensors, files
 
 
@@ -199,8 +191,7 @@ def verify(artifact: Artifact) -> list[str]:
     problems = _surface_problems(artifact.path, document)
     if problems:
         return problems
-    function = hash_of(next(iter(document["files"].values()), {}))
-    tensors, files = inventory(artifact.path, function=function)
+    tensors, files = inventory(artifact.path)
     for name, entry in document["files"].items():
         if files[name] != entry:
             problems.append(f"{name}: contents changed")
@@ -276,8 +267,8 @@ def read_manifest(root: Path) -> dict[str, Any]:
     return document
 
 
-def _hash_range(path: Path, start: int, end: int, function: str) -> str:
-    digest = HASHES[function]()
+def _hash_range(path: Path, start: int, end: int) -> str:
+    digest = blake3()
     with path.open("rb") as file:
         file.seek(start)
         left = end - start
@@ -288,16 +279,3 @@ def _hash_range(path: Path, start: int, end: int, function: str) -> str:
             digest.update(block)
             left -= len(block)
     return str(digest.hexdigest())
-
-
-def _hash_tensors(
-    path: Path, header: Header, known: Mapping[str, str | None], function: str
-) -> dict[str, Any]:
-    return {
-        name: {
-            "shape": list(info.shape),
-            "dtype": info.dtype,
-            function: known[name] or _hash_range(path, info.start, info.end, function),
-        }
-        for name, info in header.tensors.items()
-    }

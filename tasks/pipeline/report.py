@@ -94,43 +94,27 @@ class Registered:
 
 
 class StageRecord(Protocol):
-    """Record of one stage: an MLflow run (`StageRun` in `tracking.py`), or nothing."""
+    """Record of one stage: an MLflow run (`StageRun` in `tracker.py`), or nothing."""
 
-    def metrics(self, values: Mapping[str, float], step: int = 0, at: int | None = None) -> None:
-        """Log numbers of a step, at a time in milliseconds; None for now."""
-
-    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add rows to a table, which is logged when the stage ends."""
-
-    def contract(self, verdicts: list[dict[str, Any]]) -> None:
-        """Log the checks: name, expected, found, verdict."""
-
-    def details(self, notes: Mapping[str, Any]) -> None:
-        """Log the notes of the stage, its drift among them."""
-
-    def finish(self, artifact: Artifact, metrics: Mapping[str, float], *, reused: bool) -> None:
-        """Log the identity of the published artifact."""
+    def metrics(
+        self, values: Mapping[str, float], step: int = 0, at: int | None = None
+    ) -> None: ...
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None: ...
+    def contract(self, verdicts: list[dict[str, Any]]) -> None: ...
+    def details(self, notes: Mapping[str, Any]) -> None: ...
+    def finish(self, artifact: Artifact, metrics: Mapping[str, float], *, reused: bool) -> None: ...
 
 
 class FlowTracker(Protocol):
-    """Records of one flow: MLflow runs (`Tracker` in `tracking.py`), or nothing."""
+    """Records of one flow: MLflow runs (`Tracker` in `tracker.py`), or nothing."""
 
     @property
-    def page(self) -> str:
-        """Path of the flow's page on MLflow's server; empty if there is none."""
-
+    def page(self) -> str: ...
     def flow(
         self, name: str, config: Mapping[str, Any], text: str, tags: Mapping[str, str]
-    ) -> AbstractContextManager[str]:
-        """Open the record of the flow; the context's value is its id, empty if there is none."""
-
-    def stage(self, name: str, origin: Origin) -> AbstractContextManager[StageRecord]:
-        """Open the record of one stage of the flow."""
-
+    ) -> AbstractContextManager[str]: ...
+    def stage(self, name: str, origin: Origin) -> AbstractContextManager[StageRecord]: ...
     def log_parent(
         self, metrics: Mapping[str, float], files: Mapping[str, str], description: str = ""
-    ) -> None:
-        """Log numbers, small text files and a Markdown description of the whole flow."""
-
-    def settle(self) -> str:
-        """Deliver what waits. Returns a line about what is not recorded; empty if all is."""
+    ) -> None: ...
+    def settle(self) -> str: ...

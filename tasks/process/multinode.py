@@ -37,14 +37,7 @@ RANK_VARIABLES = ("NODE_RANK", "PET_NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_
 
 @dataclass(frozen=True)
 class Meeting:
-    """Address of the nodes of a run, and the number of this node.
-
-    Attributes:
-        address: MASTER_ADDR, the host of node 0.
-        port: MASTER_PORT.
-        rank: number of this node; 0 leads.
-        nodes: number of nodes.
-    """
+    """Address of node 0 of a run, the number of this node (0 leads), and the number of nodes."""
 
     address: str
     port: int
@@ -54,9 +47,6 @@ class Meeting:
     @classmethod
     def from_environment(cls, nodes: int) -> Meeting | None:
         """Read the environment variables of a run on several nodes; None for a single node.
-
-        Args:
-            nodes: `train.nodes`.
 
         Raises:
             ConfigError: variables are missing or wrong; the error names all of them.
@@ -132,12 +122,7 @@ def rendezvous(meeting: Meeting | None) -> Iterator[tuple[list[str], dict[str, s
 
 
 class Leader:
-    """Node 0 of a run: writes the beacon while the block runs, and asks for ranks.
-
-    Args:
-        meeting: the nodes of the run.
-        runs: `paths.runs`, which all nodes share.
-    """
+    """Node 0 of a run: writes the beacon while the block runs, and asks for ranks."""
 
     def __init__(self, meeting: Meeting, runs: Path) -> None:
         self.meeting = meeting
@@ -163,11 +148,7 @@ class Leader:
 
     @contextlib.contextmanager
     def call(self, job: Path) -> Iterator[None]:
-        """Ask all other nodes for their ranks while the block runs.
-
-        Args:
-            job: path of the job's file, which all nodes can read.
-        """
+        """Ask all other nodes for their ranks for a job, whose file all nodes can read."""
         self._calls += 1
         name = f"call-{self._calls:04d}"
         self._write(name, {"job": str(job)})
@@ -199,8 +180,6 @@ def follow(
     """Lend the ranks of this node to the leader until the run has ended.
 
     Args:
-        meeting: the nodes of the run; this one does not lead.
-        runs: `paths.runs`, which all nodes share.
         join: runs the ranks of this node for a job. A `StageProcessError` is ignored: the ranks of
             the leader fail, too, and it decides.
         silent_s: seconds without a change of the beacon after which the leader counts as dead.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.pipeline.artifact import hash_of, read_manifest
+from tasks.pipeline.artifact import read_manifest
 from tasks.pipeline.retention import stored_in
 
 _ROWS = ".jsonl"
@@ -60,7 +60,7 @@ def _walk(
     rows = None
     if document["kind"] == "dataset":
         files = document["files"].items()
-        rows = {name: str(e.get(hash_of(e), "")) for name, e in files if name.endswith(_ROWS)}
+        rows = {name: str(e["blake3"]) for name, e in files if name.endswith(_ROWS)}
     yield Ancestor(role, depth, digest, path, **facts, rows=rows, repeated=digest in seen)
     if digest in seen:
         return

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from blake3 import blake3
 
 from tasks.core.disk import flush
 from tasks.core.terminal import plain
-from tasks.pipeline.artifact import CARD, HASHES, MANIFEST, hash_of, read_manifest
+from tasks.pipeline.artifact import CARD, MANIFEST, read_manifest
 from tasks.pipeline.signature import is_signed
 
 _FENCE = "---\n"
@@ -33,10 +34,7 @@ def write_card(folder: Path, text: str) -> bool:
     """
     document = read_manifest(folder)
     data = text.encode()
-    function = hash_of(next(iter(document["files"].values()), {}))
-    digest = HASHES[function]()
-    digest.update(data)
-    entry = {"size": len(data), function: str(digest.hexdigest())}
+    entry = {"size": len(data), "blake3": str(blake3(data).hexdigest())}
     if is_signed(folder) or document.get("card") == entry:
         return False
     listed = json.dumps({**document, "card": entry}, indent=1, sort_keys=True) + "\n"

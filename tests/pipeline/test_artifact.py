@@ -19,16 +19,13 @@ from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import (
     Artifact,
     Origin,
-    content_digest,
     intact,
-    inventory,
     open_artifact,
     publish,
     staging,
     sweep,
     verify,
 )
-from tasks.weights.files.reader import read_checkpoint
 from tests.conftest import PROJECT
 
 ORIGIN = Origin(kind="weights", stage="merge", key="k", inputs={"base": "d"}, config={"a": 1})
@@ -55,21 +52,6 @@ def test_the_manifest_names_every_tensor_and_every_file(tmp_path: Path) -> None:
     assert document["inputs"] == {"base": "d"}
     assert open_artifact(tmp_path / "a", "weights") == artifact
     assert verify(artifact) == []
-
-
-def test_manifests_with_sha256_are_read(tmp_path: Path) -> None:
-    """Earlier versions wrote them: verified by that function, and no known hashes for merges."""
-    path = make(tmp_path / "a").path
-    document = json.loads((path / "manifest.json").read_text())
-    tensors, files = inventory(path, function="sha256")
-    document |= {"tensors": tensors, "files": files}
-    document["digest"] = content_digest("weights", tensors, files)
-    (path / "manifest.json").write_text(json.dumps(document))
-    assert verify(open_artifact(path)) == []
-    assert read_checkpoint(path).checksum("w") is None
-    weights = path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
-    assert verify(open_artifact(path)) == ["model.safetensors: tensor w changed"]
 
 
 def test_nothing_is_visible_when_the_body_raises(tmp_path: Path) -> None:

@@ -37,7 +37,6 @@ from tasks.pipeline.retention import (
     needed,
     plan,
     remove,
-    since,
 )
 
 NOW = 1_700_000_000.0
@@ -87,19 +86,6 @@ def test_exactly_what_the_roots_need_is_kept(stored: list[Stored], data: st.Data
     assert set(kept) == reachable(stored, chosen)
     more = [*chosen, *data.draw(st.lists(st.sampled_from(paths)))] if paths else []
     assert set(kept) <= set(needed(stored, dict.fromkeys(more, RECENT)))
-
-
-@given(
-    st.lists(st.floats(0, NOW, exclude_max=True), max_size=8),
-    st.integers(0, 9),
-    st.none() | st.floats(0, 99),
-)
-def test_both_limits_hold(starts: list[float], keep: int, days: float | None) -> None:
-    limit = since(starts, NOW, keep, days)
-    assert sum(start >= limit for start in starts) >= min(keep, len(starts))
-    assert days is None or limit <= NOW - days * DAY_S
-    if days is None and keep < len(set(starts)) == len(starts):
-        assert sum(start >= limit for start in starts) == keep
 
 
 class Store:
@@ -204,17 +190,6 @@ def test_what_was_used_lately_stays(store: Store) -> None:
     assert set(store.plan(days=10).kept) == paths(*old.values(), *new.values())
 
 
-def test_reuse_is_a_use(store: Store) -> None:
-    artifact = store.make("weights")
-    record = store.seen / f"{artifact.digest}.json"
-    (artifact.path / "manifest.json").touch()
-    remember(artifact, store.seen)
-    store.age(record, 100)
-    before = record.stat().st_mtime
-    assert intact(artifact, store.seen) == []
-    assert record.stat().st_mtime > before
-
-
 def test_the_newest_runs_keep_their_logs(store: Store) -> None:
     for name in ("20230901-000000-aa", "20231001-000000-bb"):
         store.report(name)
@@ -274,13 +249,6 @@ def test_staging_folders_and_tokens(store: Store) -> None:
         assert gone(store.plan(days=10)) == {dead, old}
     finally:
         os.close(handle)
-
-
-def test_a_linked_file_is_counted_once(store: Store) -> None:
-    first, second = store.make("weights"), store.make("weights")
-    (first.path / "big.bin").write_bytes(b"x" * 100_000)
-    os.link(first.path / "big.bin", second.path / "big.bin")
-    assert 100_000 < sum(item.freed for item in store.plan().items) < 130_000
 
 
 EVENTS = ("os.rename", "os.remove", "os.rmdir")

@@ -127,15 +127,6 @@ print("token is", os.environ["HF_TOKEN"])
     assert "abcdef" not in (tmp_path / "logs/demo.log").read_text()
 
 
-def test_a_timeout_ends_even_a_grandchild_that_does_not_listen(run: Run) -> None:
-    begin = time.monotonic()
-    with pytest.raises(StageProcessError) as caught:
-        run(FAMILY, timeout_s=2.0)
-    assert caught.value.reason == "timeout"
-    assert time.monotonic() - begin < 60  # it sleeps for 600 s
-    assert [alive(pid) for pid in pids("stubborn", "\n".join(caught.value.details))] == [False]
-
-
 def test_what_a_finished_command_leaves_behind_is_ended(run: Run) -> None:
     code = f"""
 import subprocess, sys

@@ -5,13 +5,13 @@ Weights up to 2 GB are read, larger ones with values=true. Every byte is read on
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from tasks.audit.check import ADAPTER, BASE, ERROR, MODEL, READ, WARNING, Fault, also, check, some
@@ -19,7 +19,6 @@ from tasks.audit.checks.names import embeddings_of, other_sizes
 from tasks.audit.known import of_text, whole
 from tasks.audit.scan import Seen, first_difference, same_header, scan
 from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Source
-from tasks.pipeline.artifact import HASHES, hash_of
 from tasks.weights.files.documents import manifest_problem
 from tasks.weights.files.dtypes import is_float, widened
 from tasks.weights.files.identity import base_mismatch
@@ -249,8 +248,8 @@ def _manifest(source: Source) -> Mapping[str, Any]:
 def _seen(source: Source) -> Mapping[str, Seen]:
     """Read all tensors."""
     recorded = _manifest(source).get("tensors", {}).values()
-    hashes = {name: hash_of(entry) for entries in recorded for name, entry in entries.items()}
-    return scan(source, source.tensors, hashes=hashes)
+    hashed = {name for entries in recorded for name in entries}
+    return scan(source, source.tensors, hashed=hashed)
 
 
 @check(
@@ -368,7 +367,7 @@ def sha256_differs(source: Source) -> Iterator[Fault]:
         return
     seen = source.once(_seen)
     for file, entries in manifest["tensors"].items():
-        recorded = {name: entry[hash_of(entry)] for name, entry in entries.items() if name in seen}
+        recorded = {name: entry["blake3"] for name, entry in entries.items() if name in seen}
         wrong = [name for name, value in recorded.items() if seen[name].checksum != value]
         if wrong:
             text = f"{len(wrong)} tensors with other bytes"
@@ -376,9 +375,8 @@ def sha256_differs(source: Source) -> Iterator[Fault]:
     for file, entry in manifest["files"].items():  # files that are not tensors are small
         if file in manifest["tensors"] or file not in source.folder.files:
             continue
-        with (source.folder.root / file).open("rb") as opened:
-            actual = hashlib.file_digest(opened, HASHES[hash_of(entry)]).hexdigest()
-        expected = str(entry[hash_of(entry)])
+        actual = blake3((source.folder.root / file).read_bytes()).hexdigest()
+        expected = str(entry["blake3"])
         if actual != expected:
             yield Fault(actual, expected, file=file)
 

@@ -129,9 +129,7 @@ def manifest_problem(document: Mapping[str, Any]) -> str:
 
 
 def _has_hash(entry: Any) -> bool:
-    return isinstance(entry, dict) and any(
-        isinstance(entry.get(name), str) for name in ("blake3", "sha256")
-    )
+    return isinstance(entry, dict) and isinstance(entry.get("blake3"), str)
 
 
 def parse_json(text: bytes) -> Any:

@@ -97,8 +97,7 @@ def _manifest_hashes(root: Path) -> dict[str, dict[str, str]]:
             continue
         stat, written = path.stat(), (root / MANIFEST).stat().st_mtime_ns
         if stat.st_size == document["files"][name]["size"] and stat.st_mtime_ns <= written:
-            # A manifest of an earlier version has sha256 instead: those tensors are read.
-            hashes[name] = {key: str(e["blake3"]) for key, e in entries.items() if "blake3" in e}
+            hashes[name] = {key: str(e["blake3"]) for key, e in entries.items()}
     return hashes
 
 

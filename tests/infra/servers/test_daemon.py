@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from infra.servers.daemon import Daemon, port_is_free, record_of, start, stop, wait_ready
-from tasks.core.errors import BusyError
 from tests.verify.serving import free_port
 
 # Answers on a port, and has a child that ignores SIGTERM.
@@ -54,16 +53,6 @@ def test_started_once_and_stopped_with_its_children(daemon: Daemon, tmp_path: Pa
     assert record_of("echo", tmp_path) is None
     assert not stop("echo", tmp_path)
     assert port_is_free(daemon.port or 0)
-
-
-def test_a_port_that_somebody_else_has_is_refused(daemon: Daemon, tmp_path: Path) -> None:
-    with (
-        socket.create_server(("127.0.0.1", daemon.port or 0)),
-        pytest.raises(BusyError, match=str(daemon.port)) as refused,
-    ):
-        start(daemon, tmp_path, tmp_path)
-    assert refused.value.hint.endswith(f"make up ECHO_PORT={(daemon.port or 0) + 1}")
-    assert record_of("echo", tmp_path) is None
 
 
 def test_another_process_with_a_recycled_id_is_not_touched(tmp_path: Path) -> None:

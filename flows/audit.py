@@ -33,12 +33,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from flows.cli.composed import Composed
+from flows.cli.output import folder, inside, no_folder, write_report
 from tasks.audit.repair import repair
 from tasks.audit.run import Report, audit
 from tasks.core.errors import ConfigError, PlumblineError
-from tasks.core.files import meant
-from tasks.core.private import open_up
-from tasks.core.terminal import json_text, plain, typed
+from tasks.core.finding import Finding, preflight
+from tasks.core.terminal import json_text, plain
 from tasks.pipeline.signature import key_file
 
 MAX_MEMORY = 16 << 30
@@ -47,18 +47,32 @@ MAX_MEMORY = 16 << 30
 
 def job(composed: Composed, words: list[str]) -> int:
     """Run the command. Returns the exit status."""
-    settings = composed.settings
+    settings, repairs = composed.settings, None
     if settings["fix"] and not settings["out_dir"]:
-        raise ConfigError(
-            "fix=true writes a new folder, and out_dir is not set", hint="out_dir=<a new folder>"
-        )
+        raise ConfigError("fix=true writes a new folder", hint="out_dir=<a new folder>")
     if settings["prefect"]:
-        return _in_prefect(composed, words)
-    status = _print_report(examine(settings), settings["out"])
-    if settings["fix"]:
-        _print_repair(repaired(settings))
-        return 0
-    return status
+        from flows.orchestration.flow_body import run_recorded
+
+        document = run_recorded("audit", composed, words)
+        repairs = document.pop("repaired", None)
+        if settings["out"] in (None, "-"):
+            print(json.dumps(document, indent=1))
+        ok = document["ok"]
+    else:
+        report = examine(settings)
+        if settings["out"] is None:
+            print(report.text())
+        elif settings["out"] == "-":
+            print(json_text(report.as_json()))
+        ok = report.ok
+        if settings["fix"]:
+            repairs = repaired(settings)
+    if settings["out"] not in (None, "-"):
+        print(plain(f"{settings['source']}: {'no error' if ok else 'errors'}; {settings['out']}"))
+    if repairs is not None:  # on standard output is the report
+        place = f"{repairs['out_dir']}: repaired, artifact {repairs['digest'][:12]}"
+        print(plain("\n  ".join([f"\n{place}", *repairs["done"]])), file=sys.stderr)
+    return 0 if ok or repairs is not None else 1
 
 
 def repaired(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,50 +84,27 @@ def repaired(settings: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError, ContractError, ArtifactError: as in `tasks.audit.repair.repair`.
     """
-    base, out = settings["base"], _folder(settings["out_dir"])
+    base, out = settings["base"], folder(settings["out_dir"])
     with bounded_memory(settings["source"]):
-        made = repair(_folder(settings["source"]), out, base=_folder(base) if base else None)
+        made = repair(folder(settings["source"]), out, base=folder(base) if base else None)
     return {"out_dir": str(out), "digest": made.artifact.digest, "done": list(made.done)}
 
 
-def _print_repair(repairs: Mapping[str, Any]) -> None:
-    """Print the repairs to standard error; the report is on standard output."""
-    lines = [
-        f"\n{repairs['out_dir']}: repaired, artifact {repairs['digest'][:12]}",
-        *repairs["done"],
-    ]
-    print(plain("\n  ".join(lines)), file=sys.stderr)
-
-
 def examine(settings: Mapping[str, Any]) -> Report:
-    """Run an audit, and write the report to `out` if it is set.
+    """Run an audit, and write the report to `out` if it is a file.
 
     Raises:
         ConfigError: a folder cannot be read, or `out` lies inside it.
     """
-    source, base = _folder(settings["source"]), settings["base"]
-    out = settings["out"]
-    if out not in (None, "-") and _folder(out).resolve().is_relative_to(source.resolve()):
-        raise ConfigError(
-            f"out={out} lies in source={source}, which is only read", hint="out=<a file elsewhere>"
-        )
-    for key in ("source", "base"):
-        if settings[key] and not _folder(settings[key]).is_dir():
-            what = "is a file" if _folder(settings[key]).is_file() else "no such folder"
-            hint = typed(key, meant(_folder(settings[key])) or "<folder>")
-            raise ConfigError(f"{key}={settings[key]}: {what}", hint=hint)
-    if settings["verify"]:
-        from tasks.config.checks import preflight
-        from tasks.config.checks.release import public_key
-
-        preflight(list(public_key("verify", settings["verify"])))
+    preflight(list(_problems(settings)))
+    base, adapter, out = settings["base"], settings["adapter"], settings["out"]
     try:
         with bounded_memory(settings["source"]):
             report = audit(
-                source,
-                base=_folder(base) if base else None,
+                folder(settings["source"]),
+                base=folder(base) if base else None,
                 values=settings["values"],
-                adapter=_adapter(settings),
+                adapter=folder(adapter) if adapter else None,
                 public_key=key_file(settings["verify"]),
             )
     except ConfigError:
@@ -121,56 +112,24 @@ def examine(settings: Mapping[str, Any]) -> Report:
     except PlumblineError as error:
         raise ConfigError(error.message, details=error.details, hint="source=<folder>") from error
     if out not in (None, "-"):
-        _write(_folder(out), report)
+        write_report(out, json_text(report.as_json()) + "\n")
     return report
 
 
-def _print_report(report: Report, out: str | None) -> int:
-    """Print the report, or one line with its file. Returns the exit status."""
-    if out == "-":
-        print(json_text(report.as_json()))
-    elif out:
-        print(plain(f"{report.source}: {report.what}; {report.counts}; {out}"))
-    else:
-        print(report.text())
-    return 0 if report.ok else 1
+def _problems(settings: Mapping[str, Any]) -> Iterator[Finding]:
+    for key in ("source", "base", "adapter"):
+        yield from no_folder(key, settings[key]) if settings[key] else ()
+    yield from inside(settings, "source")
+    if adapter := settings["adapter"]:
+        if not settings["base"] or settings["values"] is False:
+            allowed = "it is compared with the base's values, which are not read"
+            yield Finding("adapter", adapter, allowed, "base=<folder of the base> values=true")
+        elif not (folder(adapter) / "adapter_config.json").is_file():
+            yield Finding("adapter", adapter, "no adapter_config.json", "adapter=<its folder>")
+    if settings["verify"]:
+        from tasks.config.checks.release import public_key
 
-
-def _write(path: Path, report: Report) -> None:
-    try:
-        path.write_text(json_text(report.as_json()) + "\n")
-        open_up(path)
-    except OSError as error:
-        raise ConfigError(f"out={path}: {error.strerror}", hint="out=<a file elsewhere>") from error
-
-
-def _in_prefect(composed: Composed, words: list[str]) -> int:
-    from flows.orchestration.flow_body import run_recorded
-
-    document = run_recorded("audit", composed, words)
-    repairs, out = document.pop("repaired", None), composed.settings["out"]
-    line = f"{document['source']}: {document['what']}; {out}"
-    print(json.dumps(document, indent=1) if out in (None, "-") else plain(line))
-    if repairs is not None:
-        _print_repair(repairs)
-    return 0 if document["ok"] or repairs is not None else 1
-
-
-def _adapter(settings: Mapping[str, Any]) -> Path | None:
-    """Return the folder of `adapter=`; None if it is not set. Raises ConfigError."""
-    text = settings["adapter"]
-    if not text:
-        return None
-    if not settings["base"] or settings["values"] is False:
-        raise ConfigError(
-            f"adapter={text} is compared with the base's values, which are not read",
-            hint="base=<folder of the base> values=true",
-        )
-    if not (_folder(text) / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"adapter={text}: no adapter_config.json in it", hint="adapter=<folder of the adapter>"
-        )
-    return _folder(text)
+        yield from public_key("verify", settings["verify"])
 
 
 @contextmanager
@@ -202,7 +161,3 @@ def _address_space() -> int:
     """Return the bytes of address space that this process has."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     return pages * resource.getpagesize()
-
-
-def _folder(text: str) -> Path:
-    return Path(text).expanduser().absolute()

@@ -31,12 +31,10 @@ from typing import Any
 
 from flows.cli.bootstrap import bootstrap
 from flows.cli.composed import Composed
-from tasks.bisect.report import Report
+from flows.cli.output import folder, inside, no_folder, write_report
 from tasks.bisect.run import Options, bisect
-from tasks.config.checks import preflight
 from tasks.core.errors import ConfigError, StageProcessError
-from tasks.core.finding import Finding
-from tasks.core.private import open_up
+from tasks.core.finding import Finding, preflight
 from tasks.core.terminal import json_text, typed
 from tasks.delivery.reference import probe_texts
 from tasks.evaluation.model_folder import computing_dtype_of
@@ -61,15 +59,18 @@ def job(composed: Composed, words: list[str]) -> int:
         timeout_s=settings["timeout_s"],
     )
     log = logging.getLogger("plumbline.bisect")
-    with tempfile.TemporaryDirectory() as folder:
-        log_path = Path(folder) / "bisect.log"
+    with tempfile.TemporaryDirectory() as work:
+        log_path = Path(work) / "bisect.log"
         a, b = _model(settings, "a"), _model(settings, "b")
         try:
             report = bisect(a, b, options, log=log, log_path=log_path)
         except StageProcessError as error:  # its own exit status means that the models part
             reason = f"they cannot be compared: {error.message}"
             raise ConfigError(reason, details=error.details, hint=_hint(error)) from error
-    _print(report, settings["out"])
+    document, out = json_text(report.as_json()), settings["out"]
+    if out not in (None, "-"):
+        write_report(out, document + "\n")
+    print(document if out == "-" else report.text())
     return report.exit_status
 
 
@@ -78,76 +79,47 @@ def _hint(error: StageProcessError) -> str:
     return "timeout_s=<more seconds>, or fewer probes" if slow else "the last lines say why"
 
 
-def _print(report: Report, out: str | None) -> None:
-    document = json_text(report.as_json())
-    if out == "-":
-        print(document)
-        return
-    if out:
-        try:
-            _folder(out).write_text(document + "\n")
-            open_up(_folder(out))
-        except OSError as error:
-            reason = f"out={out}: {error.strerror}"
-            raise ConfigError(reason, hint="out=<a file elsewhere>") from error
-    print(report.text())
-
-
 def _model(settings: Mapping[str, Any], name: str) -> ModelRef:
     """Return one of the two models; an adapter's folder stands for its base with it."""
-    path, adapter = _folder(settings[name]), settings[f"{name}_adapter"]
+    path, adapter = folder(settings[name]), settings[f"{name}_adapter"]
     if adapter is None and (base := _base_of(path)) is not None:
-        path, adapter = _folder(base), str(path)
+        path, adapter = folder(base), str(path)
     return ModelRef(
         path,
-        _folder(adapter) if adapter else None,
+        folder(adapter) if adapter else None,
         dtype=settings[f"{name}_dtype"] or computing_dtype_of(path),
         attn_implementation=settings["attn_implementation"],
         device=None if settings["device"] == "auto" else settings["device"],
     )
 
 
-def _base_of(folder: Path) -> str | None:
+def _base_of(path: Path) -> str | None:
     """Return the base that an adapter's folder names; None for the folder of a model."""
-    if (folder / "config.json").is_file() or not (folder / ADAPTER_CONFIG).is_file():
+    if (path / "config.json").is_file() or not (path / ADAPTER_CONFIG).is_file():
         return None
-    return str(read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path"))
+    return str(read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path"))
 
 
 def _problems(settings: Mapping[str, Any]) -> Iterator[Finding]:
     for name in ("a", "b"):
         yield from _side_problems(settings, name)
-    for key in ("probes", "tokens", "timeout_s"):
-        least = 2 if key == "tokens" else 1
-        if settings[key] < least:
-            yield Finding(key, str(settings[key]), f"at least {least}", f"{key}={least * 4}")
-    if settings["engine"] == "vllm" and (settings["b_adapter"] or _base_of(_folder(settings["b"]))):
-        typed = "merge it: python flows/deliver.py <adapter> base=<folder> out=<folder>"
-        yield Finding("engine", "vllm", "b is run without adapters", typed)
-    out = settings["out"]
-    for name in ("a", "b"):
-        folder = _folder(settings[name]).resolve()
-        if out not in (None, "-") and _folder(out).resolve().is_relative_to(folder):
-            yield Finding("out", out, f"inside {name}, which is only read", "out=<file elsewhere>")
+    if settings["engine"] == "vllm" and (settings["b_adapter"] or _base_of(folder(settings["b"]))):
+        merge = "merge it: python flows/deliver.py <adapter> base=<folder> out=<folder>"
+        yield Finding("engine", "vllm", "b is run without adapters", merge)
+    yield from inside(settings, "a", "b")
 
 
 def _side_problems(settings: Mapping[str, Any], name: str) -> Iterator[Finding]:
     text, adapter = settings[name], settings[f"{name}_adapter"]
-    folder = _folder(text)
-    if not folder.is_dir():
-        what = "a file" if folder.is_file() else "no such folder"
-        yield Finding(name, text, what, f"{name}=<folder>")
-    elif (base := _base_of(folder)) is not None:
-        if not _folder(base).is_dir():
+    if missing := list(no_folder(name, text)):
+        yield from missing
+    elif (base := _base_of(folder(text))) is not None:
+        if not folder(base).is_dir():
             override = f"{name}=<folder of the base> {typed(f'{name}_adapter', text)}"
             what = f"an adapter, and its base {base} is no folder here"
             yield Finding(name, text, what, override)
-    elif not (folder / "config.json").is_file():
+    elif not (folder(text) / "config.json").is_file():
         yield Finding(name, text, "no config.json in it", f"{name}=<Hugging Face folder>")
-    if adapter and not (_folder(adapter) / ADAPTER_CONFIG).is_file():
+    if adapter and not (folder(adapter) / ADAPTER_CONFIG).is_file():
         override = f"{name}_adapter=<folder of the adapter>"
         yield Finding(f"{name}_adapter", adapter, f"no {ADAPTER_CONFIG} in it", override)
-
-
-def _folder(text: str) -> Path:
-    return Path(text).expanduser().absolute()

@@ -34,8 +34,7 @@ from flows.report.collect import Collected, collect
 from flows.report.compare import Comparison, Evaluated, compare
 from flows.report.page import number
 from flows.status import WIDTH
-from tasks.config.checks import preflight
-from tasks.core.finding import Finding
+from tasks.core.finding import Finding, preflight
 from tasks.core.terminal import plain
 
 SUMMARY = "summary.json"

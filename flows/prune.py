@@ -29,18 +29,14 @@ from datetime import datetime
 
 from flows.cli.bootstrap import bootstrap
 from flows.cli.composed import Composed
-from flows.cli.registry import DATABASE
-from tasks.config.checks import preflight
-from tasks.config.checks.release import reachable
-from tasks.core.errors import ConfigError
-from tasks.core.finding import Finding
-from tasks.core.redaction import redact
+from flows.cli.output import no_folder
+from flows.cli.registry import DATABASE, registry
+from tasks.core.finding import Finding, preflight
 from tasks.core.terminal import plain, to_stderr
 from tasks.pipeline.locks import Patience, hold
 from tasks.pipeline.retention import Plan, plan, remove
 from tasks.process.child import PROJECT
-from tasks.tracking.mlflow_server import Server
-from tasks.tracking.outbox import RefusedError, UnreachableError
+from tasks.tracking.mlflow_registry import Version
 
 MAX_LINES = 40
 _STATUS = {"registered": "registered models", "resumable": "runs that may go on", "recent": "runs"}
@@ -64,7 +60,7 @@ def prune_folder(
         ArtifactError: the manifest of a registered model is damaged, or a file cannot be removed.
     """
     settings = composed.settings
-    preflight([*_problems(composed), *reachable(settings["tracking"]["uri"])])
+    preflight(list(_problems(composed)))
     if not settings["yes"]:
         planned = _planned(composed)
         _print(planned, say)
@@ -79,12 +75,15 @@ def prune_folder(
 
 
 def _planned(composed: Composed) -> Plan:
-    settings = composed.settings
-    asks_nobody = settings["tracking"]["uri"] is None and not (composed.runs / DATABASE).is_file()
+    settings, versions, uri = composed.settings, list[Version](), ""
+    if settings["tracking"]["uri"] or (composed.runs / DATABASE).is_file():
+        uri = composed.tracking_uri
+        with registry(composed) as server:
+            versions = server.versions()
     return plan(
         composed.runs,
-        [] if asks_nobody else _registered(composed),
-        "" if asks_nobody else composed.tracking_uri,
+        [(version.path, version.digest) for version in versions],
+        uri,
         now=time.time(),
         keep=settings["keep"],
         days=settings["older_than"],
@@ -92,28 +91,11 @@ def _planned(composed: Composed) -> Plan:
     )
 
 
-def _registered(composed: Composed) -> list[tuple[str, str]]:
-    """Return path and digest of all registered versions. Raises ConfigError if MLflow fails."""
-    try:
-        versions = Server(composed.tracking_uri, composed.tracking_root).versions()
-    except (UnreachableError, RefusedError) as error:
-        raise ConfigError(
-            f"MLflow at {redact(composed.tracking_uri)} does not say which models are registered: "
-            f"{error}; nothing was removed",
-            hint="start that server, or name another one: tracking.uri=<URI>",
-        ) from None
-    return [(version.path, version.digest) for version in versions]
-
-
 def _problems(composed: Composed) -> Iterator[Finding]:
     settings = composed.settings
     if settings["keep"] is None and settings["older_than"] is None:
         yield Finding("keep", "null", "nothing says what is old", "keep=10, or older_than=30")
-    for key in ("keep", "older_than"):
-        if settings[key] is not None and settings[key] < 0:
-            yield Finding(key, str(settings[key]), "less than nothing", f"{key}=10")
-    if not composed.runs.is_dir():
-        yield Finding("paths.runs", str(composed.runs), "no such folder", "paths.runs=<folder>")
+    yield from no_folder("paths.runs", str(composed.runs))
 
 
 def _print(planned: Plan, say: Callable[[str], object]) -> None:

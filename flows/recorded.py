@@ -3,6 +3,9 @@
 The flow `audit` records the findings of one folder, `audit_registry` one row for each registered
 model in use, `verify` the checks of a running server, `prune` what it has removed. Prefect gets a
 table (an artifact of the flow run), MLflow a run with numbers, tags and the report's files.
+
+Arguments of each flow are `overrides`, the words of the command, e.g. `["source=/ckpt"]`, and
+`tag`, free text that tells runs apart in lists. Results are the documents of `out=FILE.json`.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from prefect.runtime import flow_run
 
 from flows.audit import examine, repaired
 from flows.cli.composed import Composed
+from flows.cli.registry import registry
 from flows.cli.tool import read
 from flows.orchestration.flow_body import reported
 from flows.orchestration.flow_run import provenance, tracker_of
@@ -26,15 +30,12 @@ from flows.orchestration.prefect_tasks import in_deployment
 from flows.prune import prune_folder
 from flows.verify import ask, show
 from tasks.audit.check import Severity
-from tasks.config.checks import preflight
-from tasks.config.checks.release import reachable
 from tasks.config.tools import Audit
 from tasks.core.errors import (
     ArtifactError,
     ConfigError,
     DriftError,
     PlumblineError,
-    TrackingError,
     first_and_more,
 )
 from tasks.core.redaction import redact
@@ -42,8 +43,6 @@ from tasks.core.terminal import plain
 from tasks.pipeline.artifact import open_artifact
 from tasks.pipeline.artifact import verify as damages
 from tasks.tracking.mlflow_registry import Version
-from tasks.tracking.mlflow_server import Server
-from tasks.tracking.outbox import RefusedError, UnreachableError
 from tasks.verify.servers.server import ServerError
 
 KEY = "audit-registry"
@@ -52,59 +51,25 @@ _OF_ONE_FOLDER = ("source", "base", "adapter", "out", "fix", "out_dir")
 
 @flow(name="audit", flow_run_name="audit-{tag}", persist_result=False)
 def audit(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, Any]:
-    """Audit a folder (`flows/audit.py`).
-
-    Args:
-        overrides: words of the command, e.g. `["source=/ckpt", "base=/models/qwen"]`.
-        tag: free text that tells runs apart in lists.
-
-    Returns:
-        The report, as in `out=FILE.json`; with `fix=true` also the repairs, as `repaired`.
-    """
+    """Audit a folder; the result is the report, with `fix=true` also the repairs as `repaired`."""
     return reported(lambda: _audit(overrides or []))
 
 
 @flow(name="audit-registry", flow_run_name="audit-registry-{tag}", persist_result=False)
 def audit_registry(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, Any]:
-    """Verify and audit every registered model that an alias points to, or the newest without any.
-
-    Args:
-        overrides: words of the command, e.g. `["values=true"]`; none that name a single folder.
-        tag: free text that tells runs apart in lists.
-
-    Returns:
-        `versions`: one row for each version, as in the table of the flow run; `left_out`: the
-        number of the others.
-    """
+    """Verify and audit every model that an alias points to, or the newest without any."""
     return reported(lambda: _audit_registry(overrides or []))
 
 
 @flow(name="verify", flow_run_name="verify-{tag}", persist_result=False)
 def verify(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, Any]:
-    """Verify a running server (`flows/verify.py`); fails unless it is the model that was trained.
-
-    Args:
-        overrides: words of the command, e.g. `["url=http://host:8000", "source=/ckpt"]`.
-        tag: free text that tells runs apart in lists.
-
-    Returns:
-        The report, as in `out=FILE.json`.
-    """
+    """Verify a running server; the run fails unless it is the model that was trained."""
     return reported(lambda: _verify(overrides or []))
 
 
 @flow(name="prune", flow_run_name="prune-{tag}", persist_result=False)
 def prune(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, Any]:
-    """Remove old artifacts (`flows/prune.py`).
-
-    Args:
-        overrides: words of the command, e.g. `["keep=10", "yes=true"]`.
-        tag: free text that tells runs apart in lists.
-
-    Returns:
-        `removed`: paths; `freed`: bytes; `kept`: number of artifacts. Without `yes=true` they say
-        what would be.
-    """
+    """Remove old artifacts; without `yes=true` the result says what would be removed."""
     return reported(lambda: _prune(overrides or []))
 
 
@@ -214,19 +179,11 @@ def _audit_registry(overrides: list[str]) -> dict[str, Any]:
     default = Audit(source=KEY)
     if wrong := [k for k in _OF_ONE_FOLDER if composed.settings[k] != getattr(default, k)]:
         raise ConfigError(
-            f"{KEY} audits all registered models, and {wrong[0]} is of one folder",
-            details=[f"{key}={composed.settings[key]}" for key in wrong],
-            hint="leave it out, or start the audit of one folder: python flows/audit.py DIR",
+            f"{KEY} audits all registered models, and these are of one folder: {', '.join(wrong)}",
+            hint="leave them out, or audit the folder: python flows/audit.py DIR",
         )
-    preflight(list(reachable(composed.settings["tracking"]["uri"])))
-    try:
-        registered = Server(composed.tracking_uri, composed.tracking_root).versions()
-    except (UnreachableError, RefusedError) as error:
-        uri = redact(composed.tracking_uri)
-        raise TrackingError(
-            f"{KEY}: the registry of MLflow at {uri} cannot be read: {error}",
-            hint="start that server; the next audit reads it again",
-        ) from None
+    with registry(composed) as server:
+        registered = server.versions()
     rows = []
     for version in _in_use(registered):
         rows.append(_row(version, composed))

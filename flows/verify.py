@@ -25,23 +25,21 @@ if __name__ == "__main__":
     start("flows.cli.tool", "verify")
 
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from flows.cli.composed import Composed
-from flows.monitoring.run_record import replace_file
+from flows.cli.output import folder, inside, no_folder, write_report
 from tasks.core.errors import ConfigError, PlumblineError
-from tasks.core.files import meant
 from tasks.core.finding import Finding
-from tasks.core.private import open_up
 from tasks.core.redaction import redact
-from tasks.core.terminal import json_text, plain, typed
+from tasks.core.terminal import json_text, plain
 from tasks.verify.reference import Reference, read_reference
-from tasks.verify.run import EXIT_STATUS, Outcome, Report, Target, choose, verify
+from tasks.verify.run import EXIT_STATUS, Report, Target, choose, verify
 from tasks.verify.servers.connect import connect
 from tasks.verify.servers.server import Server
 
@@ -88,21 +86,21 @@ def ask(settings: Mapping[str, Any]) -> Question:
         ConfigError: the details have a line for each mistake of the user, those that only the
             server can tell included.
     """
-    problems = [str(finding) for finding in _local_problems(settings)]
-    source = _folder(settings["source"] or ".")
+    findings = list(_local_problems(settings))
+    wrong, problems = {finding.what for finding in findings}, [str(each) for each in findings]
+    source = folder(settings["source"] or ".")
     reference = server = target = None
-    if not any(line.startswith("source") for line in problems):
+    if "source" not in wrong:
         try:
             reference = read_reference(source)
         except PlumblineError as error:
             problems.append(_line(f"source={settings['source']}", error))
-    if not any(line.startswith(("url", "timeout_s", "workers", "ca")) for line in problems):
-        url = settings["url"]
+    if not wrong & {"url", "ca"}:
+        url, ca = settings["url"], settings["ca"] and str(folder(settings["ca"]))
         kind = None if settings["kind"] == "auto" else settings["kind"]
+        options = {key: settings[key] for key in ("timeout_s", "workers")}
         try:
-            options = {key: settings[key] for key in ("timeout_s", "workers", "ca")}
-            options["ca"] = settings["ca"] and str(_folder(settings["ca"]))
-            server = connect(url, kind, model=settings["name"], **options)
+            server = connect(url, kind, model=settings["name"], ca=ca, **options)
             served = server.models()
             target = choose(served, source, model=settings["name"], base=settings["base"])
         except ConfigError as error:
@@ -118,46 +116,29 @@ def ask(settings: Mapping[str, Any]) -> Question:
 def _local_problems(settings: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield the mistakes that this machine can tell."""
     url, source, out, every = (settings[key] for key in ("url", "source", "out", "watch"))
-    if url is None:
-        yield Finding("url", "not set", "the address of the server", "url=http://<host>:8000")
-    elif urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-        rest = redact(url.partition("://")[2] or url)
-        yield Finding(
-            "url", redact(url), "it starts with http:// or https://", f"url=http://{rest}"
-        )
+    parts = urlsplit(url or "")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        rest = redact((url or "").partition("://")[2] or url or "<host>:8000")
+        yield Finding("url", redact(str(url)), "the server's address", f"url=http://{rest}")
     if source is None:
         allowed = "the folder of what was trained"
         yield Finding("source", "not set", allowed, "source=<folder with plumbline.witness>")
-    elif not _folder(source).is_dir():
-        what = "a file" if _folder(source).is_file() else "no such folder"
-        allowed = "the folder of what was trained"
-        override = typed("source", meant(_folder(source)) or "<folder>")
-        yield Finding(f"source={source}", what, allowed, override)
-    elif out not in (None, "-") and _folder(out).resolve().is_relative_to(
-        _folder(source).resolve()
-    ):
-        yield Finding("out", out, f"source={source} is only read", "out=<a file elsewhere>")
-    if out not in (None, "-") and not _folder(out).parent.is_dir():
+    else:
+        yield from no_folder("source", source)
+    yield from inside(settings, "source")
+    if out not in (None, "-") and not folder(out).parent.is_dir():
         yield Finding("out", out, "its folder does not exist", "out=<a file in a folder>")
-    if settings["ca"] is not None and not _folder(settings["ca"]).is_file():
+    if settings["ca"] is not None and not folder(settings["ca"]).is_file():
         yield Finding("ca", settings["ca"], "no such file", "ca=<file with certificates>")
     if every is not None and out == "-":
         yield Finding("out", out, "watch prints one line for each check", "out=report.json")
     if every is not None and settings["prefect"]:
         allowed = "Prefect repeats a flow by a schedule of the deployment verify-served"
         yield Finding("watch", str(every), allowed, "watch=null, or prefect=false")
-    if every is not None and settings["prometheus"] is not None:
-        yield from _metrics_file(settings["prometheus"])
-
-
-def _metrics_file(path: str) -> Iterator[Finding]:
-    """Yield a finding if this is no place for a file that node_exporter reads."""
-    file = _folder(path)
-    if file.suffix != ".prom":
-        hint = f"prometheus={file}.prom"
-        yield Finding("prometheus", path, "node_exporter reads *.prom only", hint)
-    elif not file.parent.is_dir():
-        yield Finding("prometheus", path, "its folder does not exist", "prometheus=null")
+    file = folder(settings["prometheus"] or FILE)
+    if file.suffix != ".prom" or not file.parent.is_dir():
+        allowed = "node_exporter reads *.prom, in a folder that exists"
+        yield Finding("prometheus", str(file), allowed, "prometheus=<folder>/verify.prom")
 
 
 def show(report: Report, out: str | None) -> None:
@@ -180,23 +161,13 @@ def write(report: Report, out: str) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    path = _folder(out)
-    is_junit = path.suffix == ".xml"
-    text = report.junit() if is_junit else json_text(report.as_json()) + "\n"
-    try:
-        path.write_text(text)
-        open_up(path)
-    except OSError as error:
-        raise ConfigError(f"out={path}: {error.strerror}", hint="out=<a file elsewhere>") from error
+    is_junit = Path(out).suffix == ".xml"
+    write_report(out, report.junit() if is_junit else json_text(report.as_json()) + "\n")
 
 
 def _line(what: str, error: PlumblineError) -> str:
     """Return an error as one line, with what to type."""
     return plain(f"{what}: {error.message}" + (f" -> {error.hint}" if error.hint else ""))
-
-
-def _folder(text: str) -> Path:
-    return Path(text).expanduser().absolute()
 
 
 def watch(settings: Mapping[str, Any], runs: Path) -> int:
@@ -209,27 +180,20 @@ def watch(settings: Mapping[str, Any], runs: Path) -> int:
     Raises:
         ConfigError: the first check could not begin, or a file cannot be written.
     """
-    path = settings["prometheus"]
-    file = Path(path).expanduser() if path else runs / FILE
-    file.parent.mkdir(parents=True, exist_ok=True)
     ask(settings)  # a mistake of the user ends the command; an outage later does not
-    counts: Counter[str] = Counter()
-    before = ""
+    file = folder(settings["prometheus"] or str(runs / FILE))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    metrics, before = Metrics(file, settings), ""
     while True:
         began = time.monotonic()
         report, line = _check(settings)
-        outcome: Outcome = report.outcome if report else "unverified"
-        counts[outcome] += 1
+        outcome = report.outcome if report else "unverified"
         text = report.text() if report and outcome != before and outcome != "verified" else line
         print(f"{datetime.now():%Y-%m-%d %H:%M:%S} {plain(text)}", flush=True)
         before = outcome
         if report and settings["out"] is not None:
             write(report, settings["out"])
-        try:
-            replace_file(file, metrics(settings, report, counts), mode=0o644)
-        except OSError as error:
-            hint = "prometheus=<file>.prom"
-            raise ConfigError(f"{file}: {error.strerror}", hint=hint) from error
+        metrics.write(report)
         time.sleep(max(0.0, settings["watch"] - (time.monotonic() - began)))
 
 
@@ -242,47 +206,53 @@ def _check(settings: Mapping[str, Any]) -> tuple[Report | None, str]:
     return report, report.line
 
 
-def metrics(settings: Mapping[str, Any], report: Report | None, counts: Mapping[str, int]) -> str:
-    """Return the text for Prometheus.
+class Metrics:
+    """A file of metrics for Prometheus, as `node_exporter` reads it."""
 
-    Args:
-        report: the last report; None if the server did not answer.
-    """
-    from prometheus_client import CollectorRegistry, Gauge, generate_latest
-    from prometheus_client import Counter as Total
+    def __init__(self, file: Path, settings: Mapping[str, Any]) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Gauge
 
-    registry = CollectorRegistry()
-    known = (
-        report.url if report else redact(settings["url"]),
-        (report.model if report else settings["name"]) or "",
-        settings["source"],
-    )
+        self._file, self._registry = file, CollectorRegistry()
+        self._place = (redact(settings["url"]), settings["name"] or "", settings["source"])
 
-    def gauge(name: str, about: str, values: Mapping[Any, float], *more: str) -> None:
-        family = Gauge(f"plumbline_verify_{name}", about, (*LABELS, *more), registry=registry)
-        for labels, value in values.items():
-            family.labels(*known, *labels).set(value)
+        def metric(kind: Any, name: str, about: str, *labels: str) -> Any:
+            name, labels = f"plumbline_verify_{name}", (*LABELS, *labels)
+            return kind(name, about, labels, registry=self._registry)
 
-    outcome = report.outcome if report else "unverified"
-    gauge("verdict", "1: verified, 0: a fault, -1: not verified", {(): VALUES[outcome]})
-    gauge("last_timestamp_seconds", "when the last check ended", {(): time.time()})
-    total = Total(
-        "plumbline_verify_checks", "checks since the start", (*LABELS, "verdict"), registry=registry
-    )
-    for verdict in ("verified", "fault", "unverified"):
-        total.labels(*known, verdict).inc(counts.get(verdict, 0))
-    if report is not None:
-        gauge("seconds", "wall-clock time of the last check", {(): report.seconds})
-        verdicts = {(check.code,): VALUES[check.verdict] for check in report.checks}
-        gauge("check", "1: ok, 0: a fault, -1: not proven", verdicts, "check")
-        numbers = {
-            (check.code, name): float(value)
-            for check in report.checks
-            for name, value in check.measured.items()
-            if not isinstance(value, str)
-        }
-        gauge("measured", "numbers of the checks", numbers, "check", "name")
-        causes = {(cause.code,): 1.0 for cause in report.causes}
-        gauge("cause", "likely causes of a fault", causes, "cause")
-    text: str = generate_latest(registry).decode()
-    return text
+        self._checks = metric(Counter, "checks", "checks since the start", "verdict")
+        self._verdict = metric(Gauge, "verdict", "1: verified, 0: a fault, -1: not verified")
+        self._ended = metric(Gauge, "last_timestamp_seconds", "when the last check ended")
+        self._check = metric(Gauge, "check", "1: ok, 0: a fault, -1: not proven", "check")
+        self._measured = metric(Gauge, "measured", "numbers of the checks", "check", "name")
+        self._cause = metric(Gauge, "cause", "likely causes of a fault", "cause")
+
+    def write(self, report: Report | None) -> None:
+        """Count a check and replace the file.
+
+        Args:
+            report: of the check; None if the server did not answer.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        from prometheus_client import write_to_textfile
+
+        outcome = report.outcome if report else "unverified"
+        self._checks.labels(*self._place, outcome).inc()
+        self._verdict.labels(*self._place).set(VALUES[outcome])
+        self._ended.labels(*self._place).set_to_current_time()
+        for last in (self._check, self._measured, self._cause):
+            last.clear()
+        for check in report.checks if report else ():
+            self._check.labels(*self._place, check.code).set(VALUES[check.verdict])
+            for name, value in check.measured.items():
+                if not isinstance(value, str):
+                    self._measured.labels(*self._place, check.code, name).set(value)
+        for cause in report.causes if report else ():
+            self._cause.labels(*self._place, cause.code).set(1)
+        try:
+            write_to_textfile(str(self._file), self._registry)
+            self._file.chmod(0o644)  # for node_exporter, which is another user
+        except OSError as error:
+            hint = "prometheus=<file>.prom"
+            raise ConfigError(f"{self._file}: {error.strerror}", hint=hint) from error

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from flows.chain.chain import Chain
@@ -13,21 +12,19 @@ from flows.chain.context import Delivered
 from flows.chain.dry_run import DryRun
 from flows.chain.steps import Step
 from flows.chain.train import resolved
-from tasks.config.checks import findings, preflight
-from tasks.config.checks.memory import RankMemory, engine_memory, in_words, memory_of
+from tasks.config.checks import findings
+from tasks.config.checks.memory import engine_memory, in_words, memory_of
 from tasks.config.checks.model import look_at, why_unknown
 from tasks.config.defaults import ONLINE
 from tasks.config.online import Rl
 from tasks.config.section import read_section
 from tasks.core.errors import ConfigError
-from tasks.core.finding import Finding
-from tasks.core.machine import available_memory, gpu_memory, has_gpu
+from tasks.core.finding import Finding, preflight
+from tasks.core.machine import available_memory, gpu_memory
 from tasks.core.terminal import plain
 from tasks.pipeline.artifact import Artifact
 from tasks.rl.algorithms import described
-from tasks.training.engine.zero_config import deepspeed_config
-from tasks.training.memory import LIBRARIES, Sizes
-from tasks.weights.quantized.quantize import quantized_size
+from tasks.training.memory import LIBRARIES
 
 
 def check(steps: Sequence[Step], *, shown: bool = False) -> None:
@@ -39,37 +36,26 @@ def check(steps: Sequence[Step], *, shown: bool = False) -> None:
     Raises:
         ConfigError: the configuration is invalid; the error names the problems of all steps.
     """
-    problems: list[ConfigError] = []
-    for step in steps:
-        rank = memory_of(step.composed.settings, rewarded=step.rewarded)
-        try:
-            warnings = preflight(_findings(step, rank))
-        except ConfigError as error:
-            details = [f"{_prefix(step)}{line}" for line in error.details]
-            problems.append(ConfigError(error.message, details=details))
-            continue
-        for warning in () if shown else warnings:
-            print(plain(f"warning: {_prefix(step)}{warning}"), file=sys.stderr)
-    if len(problems) > 1:
-        details = [line for error in problems for line in error.details]
-        what = f"{len(details)} problems in {len(problems)} steps"
-        message = f"the preflight found {what}; nothing was started"
-        raise ConfigError(message, details=() if shown else details)
-    if problems:
-        raise ConfigError(problems[0].message) if shown else problems[0]
+    prefixes = {step.name: f"{step.name}: " if step.name else "" for step in steps}
+    problems = [
+        replace(finding, what=f"{prefixes[step.name]}{finding.what}")
+        for step in steps
+        for finding in _findings(step)
+    ]
+    try:
+        warnings = preflight(problems)
+    except ConfigError as error:
+        raise ConfigError(error.message) if shown else error
+    for warning in () if shown else warnings:
+        print(plain(f"warning: {warning}"), file=sys.stderr)
 
 
-def _findings(step: Step, rank: RankMemory | None) -> list[Finding]:
-    composed = step.composed
-    return findings(composed.settings, composed.runs, rank, rewarded=step.rewarded)
-
-
-def _prefix(step: Step) -> str:
-    return f"{step.name}: " if step.name else ""
+def _findings(step: Step) -> list[Finding]:
+    return findings(step.composed.settings, step.composed.runs, rewarded=step.rewarded)
 
 
 def render(steps: Sequence[Step]) -> str:
-    """Return the plan as text: stages, defaults, memory, DeepSpeed's configuration, findings."""
+    """Return the plan as text: stages, defaults, memory, samples of a step, findings."""
     parts = []
     for step in steps:
         text = _of_step(step, last=step is steps[-1])
@@ -79,8 +65,7 @@ def render(steps: Sequence[Step]) -> str:
 
 def _of_step(step: Step, *, last: bool) -> str:
     composed, settings = step.composed, step.composed.settings
-    rank = memory_of(settings, rewarded=step.rewarded)
-    lines = [f"  {finding.severity}: {finding}" for finding in _findings(step, rank)]
+    lines = [f"  {finding.severity}: {finding}" for finding in _findings(step)]
     stages = forecast(step)
     if last:  # only the last model is registered
         push = f"to {settings['push']}, if the gate passes"
@@ -93,8 +78,8 @@ def _of_step(step: Step, *, last: bool) -> str:
             "defaults:",
             *(f"  {line}" for line in composed.defaults or ["none"]),
             *_algorithm(settings),
-            *_memory(settings, rank),
-            *_deepspeed(settings),
+            *_memory(step),
+            _batch(settings),
             "preflight:",
             *(lines or ["  nothing to report"]),
         ]
@@ -130,52 +115,30 @@ def _algorithm(settings: dict[str, Any]) -> list[str]:
     return [f"algorithm: {name}", *(f"  {line}" for line in lines)]
 
 
-def _memory(settings: dict[str, Any], rank: RankMemory | None) -> list[str]:
+def _memory(step: Step) -> list[str]:
     """Return lines about the memory of a training rank and of the serving engine."""
+    settings = step.composed.settings
+    rank = memory_of(settings, rewarded=step.rewarded)
     if rank is None:
         return [f"memory a rank: unknown: {why_unknown(settings['model'])}"]
     ranks, gpu = settings["train"]["nproc"], gpu_memory(settings["train"]["device"])
-    has = gpu or available_memory() // max(ranks, 1)
-    lines = [f"memory a rank: {rank}; its share is {in_words(has)}"]
-    if rank.host:
-        lines.append(f"memory a rank on the host: {in_words(rank.host)} of states")
+    has = gpu or available_memory() // ranks
+    host = f", and {in_words(rank.host)} of states on the host" if rank.host else ""
     known, _ = look_at(settings["model"])
     engine = engine_memory(known.config, settings, gpu_bytes=gpu_memory())
     return [
-        *lines,
+        f"memory a rank: {rank}{host}; its share is {in_words(has)}",
         f"memory of smoke_eval: {engine}",
         f"beside that: libraries, about {in_words(LIBRARIES)} a process at most",
-        *_quantized(known.config, settings["convert"]),
     ]
 
 
-def _quantized(config: dict[str, Any], convert: dict[str, Any]) -> list[str]:
-    """Return the line about the quantised version of the model."""
-    if convert["quantize"] == "none":
-        return []
-    sizes = Sizes.of(config)
-    before = 2 * sizes.weights()
-    after = quantized_size(before, sizes.linear_weights(), convert)
-    size = f"about {in_words(after)}, beside {in_words(before)} in 16 bits"
-    return [f"quantized: {convert['quantize']}, {size}"]
-
-
-def _deepspeed(settings: dict[str, Any]) -> list[str]:
-    """Return one line about DeepSpeed; its whole configuration for PLUMBLINE_LOG_LEVEL=DEBUG."""
+def _batch(settings: dict[str, Any]) -> str:
+    """Return the line about the samples of an optimizer step."""
     training = resolved(settings)
-    try:
-        gpu = has_gpu(training.launch.device)
-        config = deepspeed_config(training, training.world_size, gpu=gpu)
-    except ConfigError as error:
-        return [f"deepspeed: none: {error}"]
-    if os.environ.get("PLUMBLINE_LOG_LEVEL") == "DEBUG":
-        return ["deepspeed:", *(f"  {line}" for line in json.dumps(config, indent=2).splitlines())]
-    micro, steps = (
-        config[name] for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    )
-    sharing = training.launch.sequence_parallel
-    replicas = training.world_size // sharing
+    sharing, batch = training.launch.sequence_parallel, training.batch
+    replicas = max(1, training.world_size // sharing)
     ranks = f"{replicas} groups of {sharing} ranks" if sharing > 1 else f"{replicas} ranks"
-    batch = f"{micro} rows x {ranks} x {steps} passes a step"
-    shown = "PLUMBLINE_LOG_LEVEL=DEBUG shows its configuration"
-    return [f"deepspeed: ZeRO-{training.zero.stage}, {batch} ({shown})"]
+    passes = max(1, batch.global_batch_size // (batch.micro_batch_size * replicas))
+    rows = f"{batch.micro_batch_size} rows x {ranks} x {passes} passes a step"
+    return f"deepspeed: ZeRO-{training.zero.stage}, {rows}"

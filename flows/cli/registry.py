@@ -15,10 +15,10 @@ from pathlib import Path
 
 from flows.cli.bootstrap import bootstrap
 from flows.cli.composed import Composed
-from tasks.config.checks import preflight
 from tasks.config.checks.release import public_key, reachable
 from tasks.core.errors import ConfigError
 from tasks.core.files import meant
+from tasks.core.finding import preflight
 from tasks.core.redaction import redact
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.signature import key_file, require_published

@@ -161,7 +161,7 @@ def planned(tmp_path: Path, experiment: str, *overrides: str) -> tuple[RankMemor
     (link,) = chain_steps(compose(arguments), arguments)
     rank = memory_of(link.composed.settings)
     assert rank is not None
-    return rank, list(map(str, findings(link.composed.settings, link.composed.runs, rank)))
+    return rank, list(map(str, findings(link.composed.settings, link.composed.runs)))
 
 
 @pytest.mark.usefixtures("eight")

@@ -35,7 +35,7 @@ def test_all_mistakes_at_once(place: Path, capsys: pytest.CaptureFixture[str]) -
     lines = errors(capsys, *words)
     assert lines[0] == "4 problems; nothing was verified"
     assert "-> url=http://host:8000" in lines[1]
-    assert "source=absent: no such folder" in lines[2]
+    assert "source: absent; no such folder" in lines[2]
     assert [line.split(":")[0].strip() for line in lines[3:]] == ["out", "ca"]
     lines = errors(capsys, *words, "watch=0", "timeout_s=0", "workers=0", "profle=strict")
     keys = {line.split()[0].rstrip(":") for line in lines[1:]}

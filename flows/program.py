@@ -58,9 +58,9 @@ def main() -> NoReturn:
         sys.exit(0 if words else 2)
     command, rest = words[0], words[1:]
     if command == "list":
-        from flows.cli.usage import experiment_lines
+        from flows.cli.usage import listed_experiments
 
-        print("\n".join(experiment_lines(rest)))
+        print("\n".join(listed_experiments(rest)))
         sys.exit(0)
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, [*COMMANDS, "list"], n=1)

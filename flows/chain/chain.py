@@ -172,10 +172,8 @@ _LOADING = ("dtype", "attn_implementation", "trust_remote_code")
 def smoke_stage(run: ChainRun, *, quantized: bool = False, **inputs: Artifact) -> None:
     """Load the served model and compare it with the trained one and with the model before.
 
-    Args:
-        quantized: True if `served` is the quantised model, and `base` the one in 16 bits.
-        inputs: artifacts `served`, `base` (the model before training), `data` and `reference` (the
-            output of gather, with the trained model's fingerprint).
+    Artifacts are `served`, `base` (the model before training; the one in 16 bits if `quantized`),
+    `data` and `reference` (the output of gather, with the trained model's fingerprint).
     """
     stage = SMOKE_QUANTIZED if quantized else SMOKE
     settings = Smoke(**run.settings["smoke"])

@@ -67,13 +67,9 @@ def urls_of(steps: Sequence[Step]) -> dict[str, str]:
 
 
 def run_follower(composed: Composed, meeting: Meeting, urls: Mapping[str, str]) -> int:
-    """Lend the ranks of this node to node 0 until the run is done.
+    """Lend the ranks of this node to node 0 until the run is done. Returns node 0's exit status.
 
-    Args:
-        urls: see `urls_of`; the job of node 0 has no secrets.
-
-    Returns:
-        Exit status of node 0.
+    `urls` is that of `urls_of`: the job of node 0 has no secrets.
     """
     logs = composed.runs / "logs" / f"node-{meeting.rank:02d}"
     logs.mkdir(parents=True, exist_ok=True)

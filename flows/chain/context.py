@@ -24,14 +24,9 @@ StageRunner = Mechanism | DryRun
 
 @dataclass(frozen=True)
 class Delivered:
-    """Results of a step, from which the next one starts.
+    """Results of a step, from which the next one starts: models, and section `peft` of the step.
 
-    Attributes:
-        served: the served model; the next step starts from it.
-        base: the base that was trained.
-        adapter: the adapter on that base; None if all weights were trained.
-        peft: section `peft` of the step.
-        quantized: the served model with `convert.quantize`; None for none.
+    `adapter` is None if all weights were trained, `quantized` without `convert.quantize`.
     """
 
     served: Artifact
@@ -46,8 +41,6 @@ class ChainRun:
     """Inputs of one step.
 
     Attributes:
-        settings: the resolved configuration as plain nested dictionaries.
-        mechanism: runs the stages.
         scorer: the transformers reference.
         vllm: the vLLM process that serves the models.
         leader: asks the other nodes for their ranks; None for a run on one node.

@@ -27,13 +27,6 @@ class DryRun:
     Keys are as in a real run. If a stage has to run, the digest of its artifact is unknown, so that
     the stages that read it have no key and have to run, too. Contents of existing artifacts are not
     verified.
-
-    Attributes:
-        store: folder of the published artifacts.
-        force: names of stages that run again in any case; `step.stage` for those of one step.
-        step: name of the step; empty if the run has a single one.
-        states: (stage, "to run", "to run (forced): key" or "up to date: key"), in order.
-        results: stays empty.
     """
 
     store: Path

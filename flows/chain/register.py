@@ -28,8 +28,7 @@ def register_served(
 ) -> None:
     """Apply the gate, register and push. Never cached: the registry may have been emptied since.
 
-    Raises:
-        ContractError: the gate has not passed; the model is registered as a candidate.
+    Raises ContractError if the gate has not passed; the model is registered as a candidate.
     """
     results = flow_run.mechanism.results
     before = time.monotonic()

@@ -45,31 +45,16 @@ class Prepared:
 
 
 def prepare(overrides: list[str]) -> Prepared:
-    """Compose the configuration of a run and of its steps.
-
-    Args:
-        overrides: Hydra overrides, those of single steps included.
-
-    Raises:
-        ConfigError: the configuration cannot be composed.
-    """
+    """Compose the configuration of a run and of its steps. Raises ConfigError."""
     with_secrets = with_passwords(overrides)
     composed = compose(with_secrets)
     return Prepared(composed, chain_steps(composed, with_secrets), overrides)
 
 
 def run_chain(prepared: Prepared, *, checked: bool = False) -> dict[str, Any]:
-    """Run all steps to the end; with `plan=true` only log the plan.
+    """Run all steps to the end, and return the summary; with `plan=true` only log the plan.
 
-    Args:
-        checked: True if the command has checked it.
-
-    Returns:
-        The summary.
-
-    Raises:
-        PlumblineError: a check or a stage failed. The summary has the error, too, unless nothing
-            was started.
+    Raises PlumblineError, which the summary has, too, unless nothing was started.
     """
     composed, steps, overrides = prepared.composed, prepared.steps, prepared.overrides
     if composed.settings["plan"]:
@@ -138,11 +123,7 @@ def _run_stages(flow_run: FlowRun, *, steps: Sequence[Step], registry: Registry)
 
 
 def check_signatures(steps: Sequence[Step]) -> None:
-    """Check the signature of `reward.model`, if it has one, with the key of `register.verify`.
-
-    Raises:
-        ArtifactError: the folder is not, byte for byte, what this key signed.
-    """
+    """Check the signature of `reward.model`, if it has one, with the key of `register.verify`."""
     for step in steps:
         settings = step.composed.settings
         folder, public_key = settings["reward"]["model"], key_file(settings["register"]["verify"])

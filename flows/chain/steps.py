@@ -30,7 +30,6 @@ class Step:
 
     Attributes:
         name: empty if the run has a single step.
-        composed: configuration of the step.
         rewarded: True if an earlier step trains a reward model.
         begins_with: section `peft` of the earlier step whose model this step starts from; None if
             it starts from `model.path`.
@@ -48,23 +47,14 @@ class Step:
 
 
 def compose(overrides: Sequence[str]) -> Composed:
-    """Compose the configuration of the run, without overrides of single steps.
-
-    Raises:
-        ConfigError: as in `compose_config`.
-    """
+    """Compose the configuration of the run, without overrides of single steps."""
     return compose_config(split(overrides)[0])
 
 
 def chain_steps(composed: Composed, overrides: Sequence[str]) -> list[Step]:
-    """Return the steps of a run, in order.
+    """Return the steps of a run, in order, given all overrides of the command line.
 
-    Args:
-        overrides: all overrides of the command line, those of single steps included.
-
-    Raises:
-        ConfigError: an override names a step that the chain does not have, or the overrides of a
-            step are wrong.
+    Raises ConfigError if an override names no step, or the overrides of a step are wrong.
     """
     chain: dict[str, list[str]] = composed.settings["steps"]
     plain, by_step = split(overrides)
@@ -93,10 +83,6 @@ def continues(before: Mapping[str, Any], peft: Mapping[str, Any]) -> bool:
     """Return True if a step trains the adapter of the step before: both are QLoRA.
 
     Merged weights would be quantised again and lose most of what the step before learned.
-
-    Args:
-        before: section `peft` of the step before.
-        peft: section `peft` of this step.
     """
     return before["kind"] == peft["kind"] == "qlora"
 

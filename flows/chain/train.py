@@ -25,11 +25,7 @@ from tasks.training.tokens.truncation import refuse_truncated
 
 
 def train_stage(run: ChainRun, base: Artifact, data: Artifact) -> Artifact:
-    """Train a base on data. Returns the `shards` artifact.
-
-    Raises:
-        DataError: more training rows are cut than `data.max_truncated` allows.
-    """
+    """Train a base on data. Returns the `shards` artifact."""
     settings = resolved(run.settings)
     inputs, config = {"base": base, "data": data}, {"settings": settings}
     if run.continued is not None:
@@ -70,9 +66,6 @@ def refuse_cut_rows(settings: Mapping[str, Any], trained: Artifact) -> None:
     """Apply `data.max_truncated` to a reused result, as the ranks do to a new one.
 
     The limit accepts or refuses a result and does not change it, so it is not part of the key.
-
-    Raises:
-        DataError: more training rows were cut than the limit allows.
     """
     counts = trained.notes.get("data", {}).get("train")
     if counts is not None:

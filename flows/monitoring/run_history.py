@@ -25,18 +25,7 @@ FINAL = ("completed", "failed", "cancelled")
 
 @dataclass(frozen=True)
 class RunState:
-    """State of one run.
-
-    Attributes:
-        run: name of its folder in `<paths.runs>/reports` and `logs`.
-        state: "running", "lost", or one of `FINAL`.
-        exp: the chosen experiment; empty if there is none.
-        host: name of the machine; empty if it is not known, as flow, pid and started.
-        started: seconds since the epoch.
-        exit_status: of the command; None while it runs, and for a lost run.
-        message: why it did not complete; empty otherwise.
-        stages: stages in order.
-    """
+    """State of one run: "running", "lost", or one of `FINAL`; texts are empty if not known."""
 
     run: str
     state: str

@@ -45,14 +45,8 @@ LAST_S = 5.0
 class StageState:
     """Progress of one stage; times in seconds since the epoch.
 
-    Attributes:
-        name: name of the stage, as `<step>.<stage>` if the run has several steps.
-        seconds: wall-clock time; None while it runs, and if the run was lost in it.
-        reused: True if an earlier run had published its artifact.
-        failed: True if it raised.
-        step: last training step; None for a stage without steps.
-        steps: number of steps; None if it is not known.
-        numbers: numbers of that step, such as `loss` and `tokens_per_s`.
+    `seconds` is None while it runs, and if the run was lost in it; `step` without steps. `numbers`
+    are those of the last step, such as `loss`.
     """
 
     name: str
@@ -86,9 +80,7 @@ class StageState:
 class RunRecord:
     """Record of one run of a flow, a context manager that keeps it up to date.
 
-    Args:
-        folder: `<paths.runs>/reports/<run>`; created if it does not exist.
-        call: calls the work of a stage.
+    `folder` is `<paths.runs>/reports/<run>`; `call` calls the work of a stage.
     """
 
     def __init__(self, folder: Path, flow: str, exp: str | None, call: Call) -> None:
@@ -199,11 +191,7 @@ class RunRecord:
 
 
 def replace_file(path: Path, text: str, mode: int = 0o600) -> None:
-    """Replace a file as a whole: a reader sees the old text or the new one.
-
-    Raises:
-        OSError: it cannot be written; the old text stays.
-    """
+    """Replace a file as a whole: a reader sees the old text or the new one. Raises OSError."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         fresh.write_text(text)

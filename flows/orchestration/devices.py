@@ -29,9 +29,5 @@ def names(composed: Composed, needs: Needs) -> list[str]:
 def reserve(
     composed: Composed, needs: Needs, patience: Patience
 ) -> contextlib.AbstractContextManager[None]:
-    """Wait until a stage has its devices, and keep them while the block runs.
-
-    Raises:
-        BusyError: another run still uses one of them.
-    """
+    """Wait until a stage has its devices, and keep them while the block runs. Raises BusyError."""
     return locks.devices(composed.runs, names(composed, needs), patience)

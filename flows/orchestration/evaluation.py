@@ -48,11 +48,7 @@ _LINES = (
 
 
 def evaluation(results: Sequence[StageResult]) -> dict[str, float | None]:
-    """Return what was measured before and after training, by name.
-
-    Args:
-        results: results of all stages; of a run with several steps only the last step counts.
-    """
+    """Return what was measured before and after training by name, of the last step of a run."""
     metrics: dict[str, float] = {}
     for result in results:
         if step_of(result) == step_of(results[-1]):

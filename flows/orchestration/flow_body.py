@@ -35,12 +35,8 @@ _outcome: Any = None
 def reported(work: Callable[[], dict[str, Any]]) -> Any:
     """Run the body of a flow, so that Prefect's pages show the report of an error of ours.
 
-    Prefect's own message of a raised error is its first line, with a traceback in the logs. The
-    report has the problems and what to type.
-
-    Returns:
-        The result. If an error of ours was raised: a failed state, which Prefect takes as the
-        state of the flow run. Its message is the report, its data the error.
+    Prefect's own message of a raised error is its first line, with a traceback in the logs. A
+    failed state, which Prefect takes as that of the flow run, has the problems and what to type.
     """
     global _outcome
     from prefect import get_run_logger
@@ -112,12 +108,7 @@ def start(
 
 
 def run_recorded(name: str, composed: Composed, overrides: list[str]) -> Any:
-    """Run a flow of `flows/recorded.py` for a command with `prefect=true`. Returns its result.
-
-    Raises:
-        ConfigError: the servers in the settings cannot be reached.
-        PlumblineError: as the flow.
-    """
+    """Run a flow of `flows/recorded.py` for a command with `prefect=true`. Returns its result."""
     bootstrap(PROJECT, composed.runs)
     tracking = composed.settings["tracking"]
     preflight([*reachable(tracking["uri"]), *prefect_reachable()])
@@ -130,16 +121,9 @@ def run_recorded(name: str, composed: Composed, overrides: list[str]) -> Any:
 
 
 def final_state(run: Callable[[], Any]) -> Any:
-    """Run a flow in this process.
+    """Return the final state of a flow; that of its body if Prefect's server could not take it.
 
-    Args:
-        run: calls the flow and returns its final state.
-
-    Returns:
-        The final state; that of the flow's body if Prefect's server could not take it.
-
-    Raises:
-        PlumblineError: the server has gone away before the run began.
+    Raises PlumblineError if the server has gone away before the run began.
     """
     global _outcome
     import httpx

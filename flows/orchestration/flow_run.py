@@ -45,12 +45,8 @@ class Host:
     """Environment of a flow: Prefect, or this process alone.
 
     Attributes:
-        run_id: id of the flow run, Prefect's or a random one.
-        log: logger of the flow.
         call: calls the work of a stage, or of what follows the last one.
         show: shows the table of checks (Markdown) at the end of a flow.
-        tags: tags of the tracked run.
-        patience: how long to wait for other runs.
         page: URL of the flow run's page; empty if nothing serves it.
         link: adds a link to the flow run's page: (text, URL).
     """
@@ -103,11 +99,7 @@ def provenance() -> dict[str, str]:
 class FlowRun:
     """One run of a flow; the code that runs the stages adds to its summary and its tags.
 
-    Attributes:
-        run_id: name of the run's folders under `<paths.runs>/logs` and `reports`.
-        record: what the run does, on disk while it goes on.
-        started: start time (`time.monotonic`).
-        tags: further tags of the tracked run.
+    `run_id` is the name of its folders under `<paths.runs>/logs` and `reports`.
     """
 
     composed: Composed
@@ -132,8 +124,7 @@ class FlowRun:
     ) -> FlowRun:
         """Create the folder for logs, and remove the staging folders of dead runs.
 
-        Args:
-            overrides: what was typed after the command, without passwords; empty if unknown.
+        `overrides` are the words that were typed after the command, without passwords.
         """
         store = composed.runs / "artifacts"
         run_id = f"{datetime.now():%Y%m%d-%H%M%S}-{host.run_id[:8]}"
@@ -158,11 +149,7 @@ class FlowRun:
         return cls(composed, host, mechanism, summary, run_id, record)
 
     def scorer(self, threads: int | None) -> ReferenceScorer:
-        """Return the scorer of the run's stages; no request ends before the limit of its stage.
-
-        Args:
-            threads: CPU threads of the child; None leaves the choice to torch.
-        """
+        """Return the scorer of the run's stages; no request ends before the limit of its stage."""
         settings, mechanism = self.composed.settings, self.mechanism
         limits = (settings["smoke"]["timeout_s"], *settings["timeouts"].values())
         return ReferenceScorer(
@@ -173,14 +160,7 @@ class FlowRun:
         )
 
     def run(self, title: str, stages: Callable[[FlowRun], None]) -> dict[str, Any]:
-        """Run the stages inside a tracked run; write the summary however they end.
-
-        Args:
-            stages: runs the stages with `mechanism`, and adds to `summary`.
-
-        Returns:
-            The summary.
-        """
+        """Run the stages inside a tracked run. Returns the summary."""
         settings, text = self.composed.recorded, self.composed.text
         full_disk, tracker = partial(disk_full_named, self.composed.runs), self.mechanism.tracker
         noted: Exception | None = None

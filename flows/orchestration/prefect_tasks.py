@@ -77,10 +77,7 @@ def _has_deployment(flow_run_id: str) -> bool:
 def in_prefect(name: str, composed: Composed) -> Iterator[Host]:
     """Enter the folder of runs, and yield the host of the current Prefect flow run.
 
-    A run of a deployment waits for others as long as it takes.
-
-    Raises:
-        BusyError: another process has the folder alone, still after `paths.wait_s` seconds.
+    A run of a deployment waits for others as long as it takes; others raise BusyError.
     """
     log, run_id = get_run_logger(), str(flow_run.id)
 

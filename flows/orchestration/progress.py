@@ -20,12 +20,7 @@ MOST_SHOWN = 4
 
 
 class Progress:
-    """Receive the events of one stage's child process.
-
-    Args:
-        run: record that gets the metrics of each step.
-        log: gets a line now and then.
-    """
+    """Receive the events of one stage's child process; `run` gets all numbers, `log` some lines."""
 
     def __init__(self, run: StageRecord, log: Any) -> None:
         self._run = run

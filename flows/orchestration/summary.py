@@ -36,29 +36,24 @@ class Summary:
 
     Attributes:
         status: "running", "completed", "failed" or "cancelled".
-        exp: the chosen experiment; None if there is none.
         stages: one entry for each stage, see `stage_entry`.
         served: path of the served model; the quantised one if there is one.
-        unquantized: path of the model that was quantised; None for no quantised model.
+        unquantized: path of the model that was quantised.
         pages: pages of the run in `prefect` and `mlflow`, if a server has them.
-        mlflow_run_id: id of the flow's MLflow run; None without MLflow.
         gate: verdict of the gate: `passed`, `reasons`, `conditions` (rows of its table), the
             registered `version`, and the versions that are the `candidate` and the `champion`.
         eval: evaluation results, see `evaluation`.
-        error: message of the error that ended the run.
         error_report: the error as on the terminal: message, details, what to type, log.
         refused: the hand-off that moved too far, as `handoff` in `stage_entry`, with its `stage`.
-        exit_status: of the command that ran it.
-        tracking: what MLflow has not recorded; None if it has everything.
+        tracking: records that MLflow has not got.
         unregistered: why the model is not registered though the run is complete, and what to type.
-        pushed: `repo`, `url` and `commit` of the copy on the Hub; None if nothing was pushed.
+        pushed: `repo`, `url` and `commit` of the copy on the Hub.
         unpushed: why the model is not on the Hub though the run is complete, and what to type.
         findings: findings of the audit that a delivery starts with.
         defaults: lines about computed defaults.
         run: name of the run's folders under `<paths.runs>/logs` and `reports`.
-        command: what repeats the run; None if it was not started by a command.
-        memory: bytes of one rank by name of the training stage: `planned` (without libraries) and
-            `peak`, as far as they are known.
+        command: what repeats the run.
+        memory: bytes of one rank by name of the training stage: `planned` and `peak`.
     """
 
     status: str
@@ -89,12 +84,7 @@ class Summary:
     def write(self, runs: Path, run_id: str, texts: dict[str, str]) -> Path:
         """Write the summary to `<runs>/reports/<run_id>/` and make `<runs>/latest` a link to it.
 
-        Args:
-            runs: `paths.runs`.
-            texts: further files by name.
-
-        Returns:
-            Path of summary.json.
+        `texts` are further files by name. Returns the path of summary.json.
         """
         folder = runs / "reports" / run_id
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,11 +116,7 @@ class Summary:
         return "\n".join([*aligned, "", *gate, *self._closing()]) + "\n"
 
     def markdown(self, report: Path | None = None) -> str:
-        """Return the summary as a Markdown table, for Prefect and MLflow.
-
-        Args:
-            report: the run's page, to link the copy that MLflow serves; None for no link.
-        """
+        """Return the summary for Prefect and MLflow, with a link to the report's copy in MLflow."""
         lines = [f"[{name}]({url})" for name, url in self.pages.items()]
         head, *rows = (f"| {' | '.join(row)} |" for row in (_TITLES, *self._rows()))
         lines += ["", head, "|---" * len(_TITLES) + "|", *rows]

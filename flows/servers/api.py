@@ -20,12 +20,7 @@ class RefusedError(PlumblineError):
 
 @dataclass
 class Api:
-    """JSON API of a server.
-
-    Attributes:
-        url: URL that every path is appended to.
-        auth: authentication string of a Prefect server, `user:password`; empty for none.
-    """
+    """JSON API of a server; `auth` is the `user:password` of a Prefect server."""
 
     url: str
     auth: str = field(default="", repr=False)
@@ -49,15 +44,8 @@ class Api:
     def call(self, method: str, path: str, body: Any = None) -> Any:
         """Send a request.
 
-        Args:
-            path: appended to the URL.
-
-        Returns:
-            The JSON answer, or the text if it is no JSON; None if the object does not exist (404).
-
-        Raises:
-            RefusedError: the server refused, or stayed busy.
-            PlumblineError: the server does not answer.
+        Returns the JSON answer, or the text if it is no JSON; None if the object does not exist.
+        Raises RefusedError if the server refused, or stayed busy; PlumblineError without an answer.
         """
         deadline = time.monotonic() + BUSY_PATIENCE_S
         answer = self._send(method, path, body)

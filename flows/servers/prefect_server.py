@@ -48,14 +48,7 @@ def prefect_server(runs: Path, meanwhile: Callable[[], None] = lambda: None) -> 
     `<runs>/prefect` is started, or the one that this process already has is reused
     (`--multirun`). Its log is `<runs>/logs/prefect-server.log`. Leaving the block waits until every
     task run of the block's flow runs is recorded. The server lives until this process is gone,
-    since Prefect still sends logs and events at exit.
-
-    Args:
-        runs: `paths.runs`.
-        meanwhile: called while the server starts, for other work that takes seconds.
-
-    Raises:
-        PlumblineError: the server did not start.
+    since Prefect still sends logs and events at exit. `meanwhile` is called while it starts.
     """
     if URL not in os.environ:
         os.environ |= running_server(runs.absolute())

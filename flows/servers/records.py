@@ -13,19 +13,11 @@ POLL_S = 0.15
 
 
 def settle(api: Api, since: str, limit_s: float) -> bool:
-    """Wait until the server has recorded all task runs of the finished flow runs.
+    """Wait until the server has recorded all task runs of the flow runs that ended since a time.
 
     Task run states are sent as events, which the server writes a moment later than the state of the
     flow run. They count as recorded once all of them are final and two requests in a row return the
-    same states.
-
-    Args:
-        since: ISO time. Flow runs that started earlier are ignored, and so are unfinished ones,
-            which belong to other processes.
-        limit_s: time limit in seconds.
-
-    Returns:
-        True if everything was recorded in time.
+    same states. Returns True if everything was recorded in time.
     """
     deadline = time.monotonic() + limit_s
     ended = {"start_time": {"after_": since}, "state": {"type": {"any_": sorted(FINAL)}}}
@@ -45,13 +37,8 @@ def settle(api: Api, since: str, limit_s: float) -> bool:
 def bury_the_dead(api: Api, *, of_deployments: bool = False) -> int:
     """Mark unfinished runs as crashed: their process is gone (`kill -9`, power cut).
 
-    Call it only while no other process can have such a flow run on this server.
-
-    Args:
-        of_deployments: only flow runs of deployments, which a worker has started, and their tasks.
-
-    Returns:
-        Number of these flow runs.
+    Call it only while no other process can have such a flow run on this server. Returns the number
+    of flow runs.
     """
     unfinished = {"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}}
     crashed = {"type": "CRASHED", "name": "Crashed", "message": "its process is gone"}

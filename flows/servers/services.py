@@ -89,9 +89,7 @@ def client_settings(home: Path) -> dict[str, str]:
 def running_server(runs: Path) -> dict[str, str]:
     """Return the client settings of the Prefect server of `make up` for a folder of runs.
 
-    Returns:
-        PREFECT_API_URL and PREFECT_API_AUTH_STRING, and MLFLOW_TRACKING_URI if MLflow has a
-        database of its own; empty if no such server runs.
+    MLFLOW_TRACKING_URI is one of them if MLflow has a database of its own. Empty without a server.
     """
     home = services_of(runs)
     record = record_of("prefect", home)
@@ -115,10 +113,7 @@ def runs_page(mlflow: Api, experiment: str = "plumbline") -> str:
 def mlflow_page(runs: Path, uri: str | None, page: str) -> str:
     """Return the URL of a page of MLflow; empty if no server is known that has it.
 
-    Args:
-        runs: `paths.runs`.
-        uri: `tracking.uri`; None for the database under `runs`, which `make up` serves.
-        page: path of the page; empty if MLflow has not got the run yet.
+    Without `tracking.uri` it is in the database under `runs`, which `make up` serves.
     """
     if page and uri is not None and uri.startswith(("http://", "https://")):
         server = urlsplit(uri)
@@ -129,12 +124,7 @@ def mlflow_page(runs: Path, uri: str | None, page: str) -> str:
 
 
 def pages(runs: Path, project: Path, known: Mapping[str, str]) -> str:
-    """Return one line: the pages of a run in Prefect and MLflow, or the command that serves them.
-
-    Args:
-        runs: `paths.runs`.
-        known: pages of the run itself; empty for those that list all runs.
-    """
+    """Return one line: the pages of a run in Prefect and MLflow, or what serves them."""
     if known:
         return f"pages: {'  '.join(known.values())}"
     home = services_of(runs)

@@ -24,16 +24,7 @@ TAIL_LINES = 15
 
 @dataclass(frozen=True)
 class Daemon:
-    """A background process to start.
-
-    Attributes:
-        name: file name of its record and log.
-        argv: the command.
-        env: the whole environment of the process.
-        ready: returns True once the process does its work.
-        port: loopback port that it opens; None if it opens none.
-        start_s: seconds that it may take to become ready.
-    """
+    """A background process to start; `name` is that of its record and log, `env` is whole."""
 
     name: str
     argv: Sequence[str]
@@ -44,11 +35,7 @@ class Daemon:
 
 
 def start(daemon: Daemon, home: Path, cwd: Path) -> Record:
-    """Start a daemon if it does not run yet, without waiting until it is ready.
-
-    Raises:
-        BusyError: another process listens on the port.
-    """
+    """Start a daemon if it does not run, without waiting until it is ready. Raises BusyError."""
     if (record := record_of(daemon.name, home)) is not None:
         return record
     if daemon.port is not None and not port_is_free(daemon.port):
@@ -74,12 +61,7 @@ def start(daemon: Daemon, home: Path, cwd: Path) -> Record:
 
 
 def wait_ready(daemon: Daemon, home: Path) -> None:
-    """Wait until a started daemon is ready.
-
-    Raises:
-        PlumblineError: it has ended, or was not ready in time (it is stopped then); the error has
-            the last lines of its log.
-    """
+    """Wait until a started daemon is ready. Raises PlumblineError if it ends or is late."""
     deadline = time.monotonic() + daemon.start_s
     while not daemon.ready():
         if record_of(daemon.name, home) is None or time.monotonic() > deadline:

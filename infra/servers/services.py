@@ -151,11 +151,7 @@ class Services:
         return record is not None and any(beat.timestamp() > record.started for beat in beats)
 
     def up(self) -> list[str]:
-        """Start the services that do not run yet; if one fails, stop those of this call.
-
-        Returns:
-            One line for each service, then their pages.
-        """
+        """Start the services that do not run yet; if one fails, stop those of this call."""
         before = {name for name in NAMES if record_of(name, self.home)}
         try:
             self._start()
@@ -199,14 +195,7 @@ class Services:
             self.prefect.call("PATCH", f"/work_pools/{POOL}", settings)
 
     def deploy(self) -> list[str]:
-        """Register the deployments of infra/prefect.yaml, and the alarm, with the running server.
-
-        Returns:
-            Lines about the alarm, and about how to start a run.
-
-        Raises:
-            PlumblineError: there is no server, or Prefect refused.
-        """
+        """Register the deployments of infra/prefect.yaml, and the alarm, with our server."""
         if record_of("prefect", self.home) is None or not self.prefect.answers():
             raise PlumblineError(f"no Prefect server at {self.prefect.url}", hint="make up")
         words = ["--no-prompt", "deploy", "--all", "--prefect-file", "infra/prefect.yaml"]
@@ -268,11 +257,7 @@ def tool(name: str) -> str:
 
 
 def services_of_environment() -> Services:
-    """Read the services from the environment, and prepare it for Prefect and MLflow.
-
-    Raises:
-        PlumblineError: a variable is not a port.
-    """
+    """Read the services from the environment, and prepare it for Prefect and MLflow."""
     runs = Path(os.environ.get("PLUMBLINE_RUNS") or PROJECT / "runs").resolve()
     os.environ.pop(URL, None)  # these commands use our server only
     bootstrap(PROJECT, runs)

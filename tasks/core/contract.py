@@ -29,14 +29,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Bound:
-    """A measured distance and its limit.
-
-    Attributes:
-        measure: what was measured: "mean KL", "mean difference".
-        unit: its unit.
-        value: the distance.
-        limit: the largest distance that is allowed.
-    """
+    """A measured distance, such as "mean KL", its unit, and the largest that is allowed."""
 
     measure: str
     unit: str
@@ -46,16 +39,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Check:
-    """One assertion and its verdict.
-
-    Attributes:
-        name: name of the tensor or property.
-        expected: the condition, as text.
-        found: the value, as text.
-        ok: True if the value meets the condition.
-        hint: advice for a failed check; not part of the stored verdict.
-        bound: the numbers, if the condition is a limit of a distance.
-    """
+    """One assertion and its verdict; `hint` is advice, `bound` has the numbers of a distance."""
 
     name: str
     expected: str
@@ -105,13 +89,7 @@ def describe(shape: Sequence[int], dtype: str) -> str:
 
 
 def judge(expected: Iterable[Expected], tensors: Mapping[str, TensorLike]) -> list[Check]:
-    """Compare a contract with the tensors of an artifact.
-
-    A tensor that the contract does not have is a failed check, too.
-
-    Returns:
-        One check for each expected tensor and for each unexpected one.
-    """
+    """Compare a contract with an artifact's tensors; an unexpected tensor is a failed check."""
     checks: list[Check] = []
     wanted: set[str] = set()
     for want in expected:
@@ -131,14 +109,7 @@ def judge(expected: Iterable[Expected], tensors: Mapping[str, TensorLike]) -> li
 
 
 def require(checks: Iterable[Check], *, stage: str, hint: str = "") -> None:
-    """Raise one `ContractError` that lists every failed check.
-
-    Args:
-        hint: advice of the error; "" for that of the first failed check that has one.
-
-    Raises:
-        ContractError: a check has failed.
-    """
+    """Raise one `ContractError` that lists every failed check."""
     failed = [check for check in checks if not check.ok]
     if not failed:
         return

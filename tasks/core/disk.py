@@ -79,11 +79,7 @@ def _free(path: Path) -> int:
 
 @contextmanager
 def disk_full_named(folder: Path) -> Iterator[None]:
-    """Turn the OSError of a full disk into an ArtifactError that names the file.
-
-    Args:
-        folder: folder that the block writes into; named if the error does not name a file.
-    """
+    """Turn the OSError of a full disk into an ArtifactError that names the file, or the folder."""
     try:
         yield
     except OSError as error:

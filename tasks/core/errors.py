@@ -30,11 +30,7 @@ DETAILS_SHOWN = 40
 
 
 class PlumblineError(Exception):
-    """Base class of all errors that Plumbline raises on purpose.
-
-    Args:
-        code: kind of the problem, for programs; "" if nobody tells it from others.
-    """
+    """Base class of all errors that Plumbline raises on purpose; `code` is for programs."""
 
     exit_code = 1
     stage = ""
@@ -120,13 +116,7 @@ class BusyError(PlumblineError):
 
 
 class StageProcessError(PlumblineError):
-    """A child process failed.
-
-    Args:
-        returncode: exit status; negative for a signal, None if unknown.
-        tail: last lines of its output, oldest first.
-        reason: "exit" or "timeout".
-    """
+    """A child process failed: "exit" or "timeout"; `returncode` is negative for a signal."""
 
     def __init__(
         self, stage: str, returncode: int | None, tail: Sequence[str], reason: str = "exit"
@@ -142,11 +132,7 @@ class StageProcessError(PlumblineError):
 
 
 class TimeLimitError(PlumblineError):
-    """A stage took longer than its setting allows.
-
-    Args:
-        seconds: the limit.
-    """
+    """A stage took longer than its setting allows."""
 
     def __init__(self, stage: str, setting: str, seconds: float) -> None:
         super().__init__(

@@ -32,11 +32,7 @@ def keep_in(folder: Path) -> None:
 
 
 def emit(event: str, /, **fields: Any) -> None:
-    """Write one event to standard output.
-
-    Args:
-        fields: plain JSON values; NaN and infinities are allowed.
-    """
+    """Write one event to standard output; NaN and infinities are allowed."""
     sys.stdout.write(PREFIX + json.dumps({"event": event, **fields}) + "\n")
     sys.stdout.flush()
     if event in KEPT:
@@ -68,12 +64,8 @@ def send_warnings() -> None:
 def rewind(folder: Path, step: int, source: Path | None = None) -> list[dict[str, Any]]:
     """Keep the events up to a step, and forget later ones: the run goes on from there.
 
-    Args:
-        step: steps of the checkpoint; 0 to forget all events.
-        source: folder of the checkpoints that the run is resumed from; None for `folder`.
-
-    Returns:
-        The events up to the step, each with the time `at` which it was emitted, in milliseconds.
+    `source` is the folder of the checkpoints that the run is resumed from. Returns the events, each
+    with the time `at` which it was emitted, in milliseconds.
     """
     before, events = (source or folder) / EVENTS, []
     if step and before.is_file():

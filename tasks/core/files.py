@@ -22,10 +22,7 @@ _STEP = 1 << 30
 
 
 def meant(path: Path) -> str:
-    """Return the folder beside a path that has the most similar name.
-
-    The result is "" if none is similar, or the folder that contains the path cannot be listed.
-    """
+    """Return the folder beside a path that has the most similar name; "" if none is similar."""
     with contextlib.suppress(OSError):
         there = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
         near = difflib.get_close_matches(path.name, there, n=1, cutoff=0.75)
@@ -67,9 +64,7 @@ def link_refused(path: Path, problem: str) -> ArtifactError:
 def open_regular(path: Path) -> BinaryIO:
     """Open a file to read bytes; never waits for the other end of a pipe.
 
-    Raises:
-        ArtifactError: it is a folder, a pipe, a socket or a device.
-        OSError: it cannot be opened.
+    Raises ArtifactError for a folder, a pipe, a socket or a device.
     """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -85,10 +80,6 @@ def copy_file(source: Path, target: Path) -> None:
     """Copy the bytes of a file; blocks are shared until one side changes, if the disk can do it.
 
     An existing `target` is replaced, never written through. The copy has the mode of the umask.
-
-    Raises:
-        ArtifactError: `source` is not a regular file.
-        OSError: a file cannot be read or written.
     """
     with open_regular(source) as old:
         target.unlink(missing_ok=True)

@@ -11,14 +11,9 @@ from tasks.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Finding:
-    """One invalid or suspicious setting. An error refuses the run; a warning is shown.
+    """One invalid or suspicious setting: an error refuses the run, a warning is shown.
 
-    Attributes:
-        what: the setting, or the part of the machine.
-        found: its value.
-        allowed: what is allowed, or why the value is not.
-        override: what to type instead.
-        severity: `error` or `warning`.
+    `allowed` says what is allowed, or why the value is not; `override` what to type instead.
     """
 
     what: str

@@ -19,13 +19,6 @@ def hub_config(
 
     A file that is not in the cache is downloaded into it, unless `HF_HUB_OFFLINE` is set. A Hub
     that fails is asked only once per process.
-
-    Args:
-        hub_id: `owner/name`.
-        revision: branch, tag or commit; None for the main branch.
-
-    Returns:
-        The contents and "", or {} and a reason with what to type.
     """
     from huggingface_hub import constants
 

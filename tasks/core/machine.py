@@ -35,13 +35,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Gpus:
-    """GPUs of this machine or container, and their driver.
-
-    Attributes:
-        devices: in the driver's order.
-        driver: version, such as "580.65.06"; empty if unknown.
-        cuda: newest CUDA version that the driver supports, such as (13, 0); None if unknown.
-    """
+    """GPUs in the driver's order, and the driver: "580.65.06"; its newest CUDA version: (13, 0)."""
 
     devices: tuple[Gpu, ...] = ()
     driver: str = ""
@@ -77,14 +71,11 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def visible(devices: Sequence[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
-    """Return the devices that CUDA_VISIBLE_DEVICES selects, in its order.
+    """Return the devices that CUDA_VISIBLE_DEVICES selects, in its order; all if it is None.
 
     Entries are numbers or prefixes of UUIDs. As in CUDA, the first entry that names no device ends
     the list, and a device that is named twice empties it. A process sees one MIG instance, whose
     memory is taken to be that of the GPU.
-
-    Args:
-        wanted: value of the variable; None if it is not set.
     """
     if wanted is None:
         return tuple(devices)
@@ -105,11 +96,7 @@ def visible(devices: Sequence[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
 
 
 def has_gpu(device: str = "auto") -> bool:
-    """Return True if torch can use a GPU: one is visible, and torch is a CUDA build.
-
-    Args:
-        device: `train.device` for a question about the ranks: "cpu" gives False.
-    """
+    """Return True if torch can use a GPU: a CUDA build, a visible one, `device` not "cpu"."""
     return device != "cpu" and bool(gpus()) and torch_build()[1] is not None
 
 
@@ -149,12 +136,9 @@ def torch_build() -> tuple[str, tuple[int, int] | None]:
 
 
 def driver_too_old() -> tuple[str, str, str] | None:
-    """Return texts about a driver that is too old for torch; None if it is new enough.
+    """Return what a too old driver is, what torch needs, and what to do; None if it is new enough.
 
     CUDA runs on any driver of its major version (minor version compatibility).
-
-    Returns:
-        Texts of the detected driver, of the one that torch needs, and of what to do.
     """
     (torch, built), cuda = torch_build(), listed().cuda
     if not gpus() or cuda is None or built is None or cuda[0] >= built[0]:
@@ -200,11 +184,7 @@ EMULATED = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNN
 
 
 def slow_bf16(device: str = "auto") -> bool:
-    """Return True if models are computed on a CPU on which oneDNN emulates bf16 products.
-
-    Args:
-        device: `train.device` for a question about the ranks: "cpu" leaves GPUs alone.
-    """
+    """Return True if models are computed on a CPU on which oneDNN emulates bf16 products."""
     if has_gpu(device):
         return False
     if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in EMULATED:
@@ -226,13 +206,8 @@ def computing_dtype(stored: str, size: int, *, copies: int = 1, device: str = "a
     """Return the dtype in which this machine computes a model: float32 where bf16 is slow.
 
     It depends on the memory that the machine has, not on what is free, so that a repeated run
-    computes the same.
-
-    Args:
-        stored: torch name of the dtype of the weights.
-        size: bytes of the weights in 16 bits; 0 if unknown.
-        copies: models in memory at once, which may take half of it together.
-        device: as of `slow_bf16`.
+    computes the same. `size` is bytes of the weights in 16 bits, 0 if unknown; `copies` models may
+    take half of the memory together.
     """
     if stored != "bfloat16" or not slow_bf16(device):
         return stored

@@ -24,8 +24,7 @@ def stay_private() -> None:
 def open_up(root: Path) -> None:
     """Give a file, or a folder with all of its files, the permissions of the user's umask.
 
-    Args:
-        root: the file or folder; no file of it may be a hard link of a file elsewhere.
+    No file of it may be a hard link of a file elsewhere.
     """
     try:
         umask = int(os.environ[UMASK], 8)

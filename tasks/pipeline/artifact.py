@@ -43,17 +43,7 @@ _CHUNK = 8 << 20
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of an artifact; part of its manifest.
-
-    Attributes:
-        kind: kind of the artifact.
-        stage: name of the stage that makes it.
-        key: key of that stage, and name of the artifact's folder.
-        inputs: digests of the input artifacts by role.
-        config: configuration of the stage, as plain JSON.
-        versions: versions of the libraries that the stage depends on.
-        notes: further facts, as plain JSON.
-    """
+    """Origin of an artifact, part of its manifest; `inputs` are digests of artifacts by role."""
 
     kind: str
     stage: str
@@ -94,10 +84,7 @@ def publish(
 
     Tensors whose hash is `known`, by file and tensor, are not read again. An older artifact at
     `final` (altered, or forced to be rebuilt) is moved aside first and removed after the rename, so
-    a half-written directory is never visible.
-
-    Raises:
-        ArtifactError: a file cannot be written or flushed (full disk).
+    a half-written directory is never visible. Raises ArtifactError on a full disk.
     """
     tensors, files = inventory(work, known=known)
     document: dict[str, Any] = {
@@ -168,9 +155,7 @@ def content_digest(kind: str, tensors: Mapping[str, Any], files: Mapping[str, An
 def open_artifact(path: Path, kind: str | None = None) -> Artifact:
     """Open a published artifact and check its kind, file list and file sizes, not the bytes.
 
-    Raises:
-        ArtifactError: there is no artifact, it has another kind, or a file is missing, added or of
-            another size.
+    Raises ArtifactError if there is none, or a file is missing, added or of another size.
     """
     document = read_manifest(path)
     if kind is not None and document["kind"] != kind:
@@ -211,9 +196,6 @@ def intact(artifact: Artifact, seen: Path) -> list[str]:
 
     A record of each verified artifact has size, mtime, ctime and inode of its files. Restoring the
     mtime of an altered file does not hide it, since its ctime has changed.
-
-    Returns:
-        One text per difference; empty if the artifact is unchanged.
     """
     record = seen / f"{artifact.digest}.json"
     stats = _stats(artifact.path)
@@ -253,11 +235,7 @@ def _surface_problems(root: Path, document: Mapping[str, Any]) -> list[str]:
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
-    """Return the manifest of a published artifact.
-
-    Raises:
-        ArtifactError: there is none, or it cannot be read.
-    """
+    """Return the manifest of a published artifact. Raises ArtifactError."""
     path = root / MANIFEST
     if not path.is_file():
         raise ArtifactError(f"{root}: no published artifact: no {MANIFEST}")

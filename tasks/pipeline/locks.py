@@ -48,12 +48,7 @@ class Needs(Enum):
 
 @dataclass(frozen=True)
 class Patience:
-    """Time to wait for other runs.
-
-    Attributes:
-        wait_s: seconds; None for as long as it takes.
-        say: called once before waiting, with a line about the reason.
-    """
+    """Seconds to wait for other runs, None for as long as it takes; `say` gets the reason once."""
 
     wait_s: float | None = None
     say: Callable[[str], object] = lambda line: None
@@ -67,17 +62,10 @@ A_MOMENT = Patience(1.0)
 
 @contextlib.contextmanager
 def hold(runs: Path, patience: Patience = AT_ONCE, *, alone: bool = False) -> Iterator[None]:
-    """Lock a folder of runs for this process while the block runs.
+    """Lock a folder of runs for this process while the block runs. Raises BusyError.
 
     A process that already has the lock enters at once: the command takes it before it starts a
     server, and the flow takes it again, since a Prefect worker has no command.
-
-    Args:
-        runs: `paths.runs`; created if it does not exist.
-        alone: True to wait until no other process is in the folder.
-
-    Raises:
-        BusyError: other processes still have the folder.
     """
     runs = runs.resolve()
     if runs in _held:
@@ -103,14 +91,7 @@ def hold(runs: Path, patience: Patience = AT_ONCE, *, alone: bool = False) -> It
 
 @contextlib.contextmanager
 def devices(runs: Path, names: Iterable[str], patience: Patience) -> Iterator[None]:
-    """Lock devices of this machine among the runs of a folder while the block runs.
-
-    Args:
-        runs: `paths.runs`.
-
-    Raises:
-        BusyError: another run still uses one of them.
-    """
+    """Lock devices among the runs of a folder while the block runs. Raises BusyError."""
     with contextlib.ExitStack() as stack:
         for name in sorted(names):  # in one order, so that two runs never wait for each other
             (runs / LOCKS).mkdir(parents=True, exist_ok=True)
@@ -123,13 +104,10 @@ def devices(runs: Path, names: Iterable[str], patience: Patience) -> Iterator[No
 
 @contextlib.contextmanager
 def staging(final: Path, patience: Patience = A_MOMENT) -> Iterator[Path]:
-    """Yield a private, empty directory beside `final` to write into.
+    """Yield a private, empty directory beside `final` to write into. Raises BusyError.
 
     Its name comes from that of the artifact, so that the next run for the same artifact clears the
     folder of a killed run. It is removed at the end, unless `publish` has renamed it.
-
-    Raises:
-        BusyError: another process is making the same artifact.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     work = final.parent / f".{final.name}.tmp"

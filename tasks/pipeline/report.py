@@ -19,10 +19,7 @@ class StageReport:
     """Result of one stage function, before anything is published.
 
     Attributes:
-        kind: kind of the artifact in the stage's `out` directory (base, dataset, shards, adapter,
-            weights, served, report).
         checks: every assertion made, with its verdict. One failed check refuses the artifact.
-        metrics: numbers for the tracker.
         notes: plain JSON that goes into the manifest.
         drift: distance from the trained model; None if the stage measured none.
         hashes: of tensors, by file and tensor, that are known from their writing.
@@ -38,17 +35,7 @@ class StageReport:
 
 @dataclass(frozen=True)
 class StageResult:
-    """Result of one finished stage, for the flow.
-
-    Attributes:
-        name: name of the stage, as `<step>.<stage>` if the run has several steps.
-        artifact: the published artifact.
-        reused: True if an earlier run had published it.
-        seconds: wall-clock time.
-        checks: the contract's verdicts.
-        drift: distance from the trained model; None if the stage measured none.
-        metrics: its numbers.
-    """
+    """Result of one finished stage; its name is `<step>.<stage>` if the run has several steps."""
 
     name: str
     artifact: Artifact
@@ -61,15 +48,7 @@ class StageResult:
 
 @dataclass(frozen=True)
 class RegisteredModel:
-    """A served model for the registry.
-
-    Attributes:
-        name: name of the model in the registry.
-        served: the served folder.
-        trained_at: end of its training, in ISO 8601 with UTC offset.
-        tags: tags of the version.
-        card: description of the version, in Markdown.
-    """
+    """A served model for the registry; `trained_at` is ISO 8601 with an offset, `card` Markdown."""
 
     name: str
     served: Artifact
@@ -80,12 +59,9 @@ class RegisteredModel:
 
 @dataclass(frozen=True)
 class Registered:
-    """A version in the registry, and the one that the alias `candidate` names.
+    """A version in the registry as `models:/name/version`, and those that two aliases name.
 
-    Attributes:
-        version: the version, as `models:/name/version`.
-        candidate: the version that was trained last, likewise.
-        champion: the version that became `champion`; empty if the alias was not moved.
+    `candidate` is the version that was trained last; `champion` is empty if that was not moved.
     """
 
     version: str

@@ -92,13 +92,11 @@ def plan(
     """Decide what to remove. Writes nothing.
 
     Args:
-        runs: `paths.runs`.
         registered: path and digest of every registered version.
         tracking_uri: MLflow that listed them. A model that a run has registered elsewhere is kept;
             empty if no MLflow was asked.
         now: the current time, in seconds since the epoch.
-        keep: see `since`.
-        days: see `since`.
+        keep, days: see `since`.
         unfinished: True to remove old folders that only an unfinished run needs, too.
 
     Raises:
@@ -142,9 +140,7 @@ def remove(planned: Plan) -> None:
     """Remove the folders of a plan, while no other process uses the folder of runs.
 
     Each is renamed first, so that a kill leaves no half artifact; the next prune removes the rest.
-
-    Raises:
-        ArtifactError: a folder cannot be removed. The others are.
+    Raises ArtifactError if a folder cannot be removed; the others are.
     """
     problems: list[str] = []
     for item in planned.items:
@@ -159,13 +155,7 @@ def remove(planned: Plan) -> None:
 
 
 def since(starts: Iterable[float], now: float, keep: int | None, days: float | None) -> float:
-    """Return the time since which everything is kept, in seconds since the epoch.
-
-    Args:
-        starts: start of each run.
-        keep: number of the newest runs to keep; None for no such limit.
-        days: everything of so many days is kept; None for no such limit.
-    """
+    """Return the time since which everything is kept: the newest runs, and so many days."""
     limits = [now]
     if keep:
         newest = sorted(starts, reverse=True)[:keep]

@@ -46,16 +46,8 @@ def is_signed(folder: Path) -> bool:
 def sign(folder: Path, private_key: Path) -> bool:
     """Sign every file of a folder. A folder that this key has signed already is left as it is.
 
-    Args:
-        folder: the served model; gets `model.sig` by one rename.
-        private_key: PEM file of a key on P-256, P-384 or P-521; its password is in `PASSWORD`.
-
-    Returns:
-        True if a signature was written.
-
-    Raises:
-        ArtifactError: the folder has a signature that does not hold, or `model.sig` cannot be
-            written.
+    The key is on P-256, P-384 or P-521, its password in `PASSWORD`. Returns True if a signature was
+    written; raises ArtifactError if the folder has one that does not hold.
     """
     from model_signing import hashing, signing
 
@@ -83,11 +75,7 @@ def sign(folder: Path, private_key: Path) -> bool:
 
 
 def require_signed(folder: Path, public_key: Path) -> None:
-    """Check that a folder is, byte for byte, what the owner of a key signed.
-
-    Raises:
-        ArtifactError: it is not; the message names the files that differ.
-    """
+    """Raise ArtifactError, with the files, if a folder is not what the owner of a key signed."""
     if problem := signature_problem(folder, public_key):
         restore = "restore it from its origin; if its files are right, rm {} and sign it again"
         hint = restore.format(folder / SIGNATURE) if is_signed(folder) else _SIGN_HERE
@@ -95,14 +83,11 @@ def require_signed(folder: Path, public_key: Path) -> None:
 
 
 def require_published(folder: Path, digest: str | None, public_key: Path | None = None) -> Artifact:
-    """Read every byte of a served folder, and compare it with what was published.
+    """Compare every byte of a served folder with what was published. Raises ArtifactError.
 
     Args:
         digest: digest that was registered; None for that of its own manifest.
         public_key: key that has to have signed it; None for any or none.
-
-    Raises:
-        ArtifactError: the folder is gone, or not what was published, registered and signed.
     """
     if not folder.is_dir():
         raise ArtifactError(f"no such folder on this machine: {folder}")
@@ -154,11 +139,7 @@ def password_bytes() -> bytes | None:
 
 
 def public_part(private_key: Path) -> bytes:
-    """Return the public key of a private one, as PEM.
-
-    Raises:
-        ValueError, TypeError, OSError: the file is no private key, or the password is wrong.
-    """
+    """Return the public key of a private one, as PEM. Raises ValueError, TypeError or OSError."""
     from cryptography.hazmat.primitives.serialization import (
         Encoding,
         PublicFormat,

@@ -55,11 +55,8 @@ Call = Callable[[str, Callable[[Any], Any], Mapping[str, Artifact]], Any]
 class Stage:
     """Identity of a stage, without its configuration and inputs.
 
-    Attributes:
-        name: name of the stage, such as "merge".
-        kind: kind of artifact it publishes.
-        stack: distributions whose versions are part of the key.
-        needs: devices that it computes on, which other runs must not use meanwhile.
+    `kind` is that of the artifact that it publishes, `stack` names the distributions whose versions
+    are part of the key, `needs` the devices that other runs must not use meanwhile.
     """
 
     name: str
@@ -92,10 +89,8 @@ class Mechanism:
     Attributes:
         store: folder of the published artifacts.
         logs: folder of the child processes' full logs in this flow run.
-        tracker: records the stages.
         call: calls the work of a stage, as a Prefect task run or directly.
         force: names of stages that run even if an intact artifact exists.
-        patience: how long to wait for other runs.
         devices: context in which a stage has its devices.
         on_event: gets the events of every stage's child process.
         results: results of the stages that have run so far, in order.
@@ -117,11 +112,7 @@ class Mechanism:
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[Mechanism]:
-        """Yield the mechanism of one step of a chain; its results are added to these at the end.
-
-        Args:
-            name: name of the step; empty if the run has a single one.
-        """
+        """Yield the mechanism of one step of a chain; its results are added to these at the end."""
         if not name:
             yield self
             return
@@ -148,16 +139,12 @@ class Mechanism:
 
         Args:
             function: called as `function(out, **{role: path}, **config, **context, log=...)`.
-            inputs: input artifacts by role; the function gets their paths.
             config: arguments that change the result, and are part of the key: plain JSON values, or
                 frozen dataclasses of these.
             context: arguments that do not change the result (how to score, where to log).
             observe: makes the function's `on_event`, for stages whose child reports events.
             after: artifacts by role that the stage does not read, but without which the flow would
                 not have come to it.
-
-        Raises:
-            PlumblineError: the stage failed.
         """
         final = self.store / stage.kind / stage.key(plain(config), inputs)
         origin = Origin(

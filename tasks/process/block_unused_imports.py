@@ -18,10 +18,8 @@ UNUSED = ("sklearn", "scipy", "mlflow", "tensorboard", "wandb", "pandas", "matpl
 def start_lean(*more: str, compiler: bool = False) -> None:
     """Make modules look uninstalled in this process. Call it before importing torch.
 
-    Args:
-        more: modules to block in addition to `UNUSED`.
-        compiler: keep `torch.compile`; by default it returns its function unchanged, unless
-            `TORCHDYNAMO_DISABLE=0` is set.
+    `compiler` keeps `torch.compile`, which returns its function unchanged otherwise, unless
+    `TORCHDYNAMO_DISABLE=0` is set.
     """
     if not compiler:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

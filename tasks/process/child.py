@@ -40,7 +40,6 @@ class Child:
     """A supervised command, a context manager. Its standard output and error are one stream.
 
     Args:
-        argv: the command.
         env: additions to the environment of this process.
         output: file for the output; None for a pipe that `read` reads.
         stdin: True for a pipe to the command's standard input.
@@ -105,11 +104,7 @@ class Child:
         return self._process.poll()
 
     def read(self, deadline: float) -> bytes | None:
-        """Return the next bytes of output; empty at its end, None when the time is over.
-
-        Args:
-            deadline: a time of `time.monotonic()`; infinity is allowed.
-        """
+        """Return the next bytes of output; empty at its end, None after the deadline (monotonic time)."""
         poll = select.poll()
         poll.register(self.stdout, select.POLLIN)
         gone = False

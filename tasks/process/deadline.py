@@ -17,8 +17,7 @@ class _Expired(BaseException):
 def deadline(stage: str, setting: str, seconds: float | None) -> Iterator[None]:
     """End the block after a time; its `finally` blocks end the child processes.
 
-    Raises:
-        TimeLimitError: the time is over; `setting` is the setting with the limit.
+    Raises TimeLimitError, which names the setting with the limit.
     """
     if seconds is None:
         yield

@@ -28,11 +28,8 @@ class Conversation:
     """A child process that answers requests in JSON lines; a context manager.
 
     Entering starts the process without waiting, so its imports overlap with other work; the first
-    `ask` waits for "ready". Leaving ends the process with all descendants.
-
-    Args:
-        argv, stage, log, log_path, env: see `launch`.
-        on_event: gets every event except "ready", "reply" and "error", in order.
+    `ask` waits for "ready". Leaving ends the process with all descendants. `on_event` gets every
+    event except "ready", "reply" and "error"; the other arguments are those of `launch`.
     """
 
     def __init__(
@@ -85,20 +82,11 @@ class Conversation:
             self._output.switch(log, log_path)
 
     def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send one request and wait for its answer.
+        """Send one request of plain JSON, and return the fields of its "reply".
 
-        Args:
-            request: plain JSON.
-            timeout_s: seconds to wait for the answer, and before the first one for "ready". A
-                process that is too slow is ended, since a late answer could be taken for that of
-                the next request.
-
-        Returns:
-            The fields of the "reply".
-
-        Raises:
-            PlumblineError: the process answered "error"; it stays available.
-            StageProcessError: the process ended ("exit") or was too slow ("timeout").
+        A process that is too slow is ended, since a late answer could be taken for that of the next
+        request. Raises PlumblineError if the process answered "error", and stays available;
+        StageProcessError if it ended ("exit") or was too slow ("timeout").
         """
         with self._one_at_a_time:
             self._deadline = time.monotonic() + timeout_s

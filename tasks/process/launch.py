@@ -39,11 +39,9 @@ def launch(
 
     Args:
         argv: the command; `python_child` returns one for a module of this project.
-        stage: name for log lines and errors.
         log: gets the lines that the command wants its user to see.
         log_path: file to which the whole output is appended.
         env: additions to the environment. The project's root is always importable.
-        timeout_s: seconds after which the command is ended; None for no limit.
         on_event: called in this thread with each event of `tasks/core/events.py`, in order. If it
             raises, the command is ended and the exception is passed on.
         grace_s: seconds from SIGTERM to SIGKILL when the command is ended.

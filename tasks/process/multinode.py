@@ -48,8 +48,7 @@ class Meeting:
     def from_environment(cls, nodes: int) -> Meeting | None:
         """Read the environment variables of a run on several nodes; None for a single node.
 
-        Raises:
-            ConfigError: variables are missing or wrong; the error names all of them.
+        Raises ConfigError, which names all variables that are missing or wrong.
         """
         if nodes == 1:
             return None
@@ -177,19 +176,11 @@ def follow(
     silent_s: float = SILENT_S,
     poll_s: float = 0.5,
 ) -> int:
-    """Lend the ranks of this node to the leader until the run has ended.
+    """Lend the ranks of this node to the leader until the run has ended. Returns its exit status.
 
-    Args:
-        join: runs the ranks of this node for a job. A `StageProcessError` is ignored: the ranks of
-            the leader fail, too, and it decides.
-        silent_s: seconds without a change of the beacon after which the leader counts as dead.
-        poll_s: seconds between two looks at the folder.
-
-    Returns:
-        Exit status of the leader.
-
-    Raises:
-        TrainingError: the leader has not started, or its beacon has stopped.
+    `join` runs the ranks of this node for a job. Its `StageProcessError` is ignored: the ranks of
+    the leader fail, too, and it decides. Raises TrainingError if the beacon has not changed for
+    `silent_s` seconds.
     """
     folder = meeting.folder(runs)
     done: set[str] = set()

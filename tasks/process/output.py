@@ -40,10 +40,7 @@ _SIGNALS = {number.value: number.name for number in signal.Signals}
 class Output:
     """Output of one child process; a context manager that keeps the log file open.
 
-    Args:
-        stage: prefix of the lines in `log`.
-        log: gets the lines that the child wants its user to see.
-        log_path: file that gets every line except events.
+    `log` gets the lines that the child wants its user to see, the file every line except events.
     """
 
     def __init__(self, *, stage: str, log: Log, log_path: Path) -> None:

@@ -114,13 +114,9 @@ def signal_if_there(pid: int, number: int) -> None:
 
 
 def watch(command: Command, *, pipe: int, wakeup: int, told_to_stop: list[int]) -> None:
-    """Wait until the command has ended or has to be ended.
+    """Wait until the command has ended, the pipe of the parent has, or a SIGTERM has come.
 
-    Args:
-        command: the command.
-        pipe: read end of the parent's pipe.
-        wakeup: file descriptor that gets a byte with each signal.
-        told_to_stop: list that a SIGTERM makes non-empty.
+    `wakeup` gets a byte with each signal; a SIGTERM makes `told_to_stop` non-empty.
     """
     poll = select.poll()
     poll.register(pipe, select.POLLIN)

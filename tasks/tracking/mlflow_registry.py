@@ -27,13 +27,8 @@ TRAINED_AT = "trained_at"
 class Version:
     """A registered model version.
 
-    Attributes:
-        model: name of the registered model.
-        number: its number.
-        aliases: aliases that point to it.
-        path: the served folder; empty if another program has registered the version.
-        digest: digest of its manifest, likewise.
-        tags: all tags.
+    `path` of the served folder, and `digest` of its manifest, are empty if another program has
+    registered the version.
     """
 
     model: str
@@ -77,9 +72,6 @@ def register_version(
 
     A version with the same path and digest is reused: a configuration that is run again from the
     cache registers nothing.
-
-    Args:
-        promote: True to let `champion` name the version.
     """
     name = model.name
     wanted = {"path": str(model.served.path), "digest": model.served.digest}

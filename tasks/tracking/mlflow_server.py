@@ -39,10 +39,9 @@ REQUESTS = {
 
 
 class Server:
-    """MLflow at a tracking URI.
+    """MLflow at a tracking URI; a database has its files in `artifact_root`.
 
-    Args:
-        artifact_root: folder for logged files if `uri` is a database; None for a server.
+    All methods raise UnreachableError if MLflow does not answer, RefusedError if it refuses.
     """
 
     def __init__(self, uri: str, artifact_root: Path | None) -> None:
@@ -77,12 +76,7 @@ class Server:
             raise UnreachableError("the disk is full")
 
     def send(self, records: list[Record], runs: dict[str, str]) -> None:
-        """Send the records of one run; see `tasks.tracking.outbox.Send`.
-
-        Raises:
-            UnreachableError: MLflow does not answer.
-            RefusedError: MLflow refuses the records.
-        """
+        """Send the records of one run; see `tasks.tracking.outbox.Send`."""
         first = records[0]
         self._require_space()
         with errors_of_mlflow():
@@ -166,14 +160,7 @@ class Server:
         """Register the served folder, and let `candidate` name the version trained last.
 
         No weights are uploaded: the logged model has path and digest, which works with a database
-        and with a server. A version with the same path and digest is reused.
-
-        Args:
-            promote: True to let `champion` name the version.
-
-        Raises:
-            UnreachableError: MLflow does not answer.
-            RefusedError: MLflow refuses the model.
+        and with a server.
         """
         with errors_of_mlflow():
             return register_version(
@@ -184,22 +171,12 @@ class Server:
             )
 
     def versions(self) -> list[Version]:
-        """Return the versions of all registered models, the newest of a model first.
-
-        Raises:
-            UnreachableError: MLflow does not answer.
-            RefusedError: MLflow refuses the request.
-        """
+        """Return the versions of all registered models, the newest of a model first."""
         with errors_of_mlflow():
             return list_versions(self._client)
 
     def promote(self, version: Version) -> str:
-        """Let the alias `champion` name a version. Returns the number before; empty for none.
-
-        Raises:
-            UnreachableError: MLflow does not answer.
-            RefusedError: MLflow refuses the request.
-        """
+        """Let the alias `champion` name a version. Returns the number before; empty for none."""
         with errors_of_mlflow():
             aliases = self._client.get_registered_model(version.model).aliases
             self._client.set_registered_model_alias(version.model, CHAMPION, str(version.number))

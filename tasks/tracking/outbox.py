@@ -42,9 +42,7 @@ class RefusedError(Exception):
 class Outbox:
     """Records of one flow, and the thread that sends them.
 
-    Args:
-        server: the server without its password, for messages.
-        reports: folder in which the flow leaves its numbers in any case.
+    `server` has no password; in `reports` the flow leaves its numbers in any case.
     """
 
     def __init__(self, server: str, send: Send, reports: Path) -> None:

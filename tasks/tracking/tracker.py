@@ -42,7 +42,6 @@ class Tracker:
     """MLflow runs of one flow, a `FlowTracker`: a parent run, and a child run per stage.
 
     Args:
-        experiment: name of the experiment; created if it does not exist.
         artifact_root: folder for logged files if `uri` is a database; None for a server.
         reports: folder in which flows leave their numbers in any case, for messages.
         event_files: folder for TensorBoard's event files, by run and stage; None for none.
@@ -136,12 +135,7 @@ class Tracker:
     def register(self, model: RegisteredModel, *, promote: bool = False) -> Registered:
         """Register a served folder as a model version. The version trained last is `candidate`.
 
-        Args:
-            promote: True to let `champion` name the version.
-
-        Raises:
-            TrackingError: MLflow does not answer; nothing is registered.
-            PlumblineError: MLflow refuses the model.
+        Raises TrackingError if MLflow does not answer, PlumblineError if it refuses the model.
         """
         with self._registry(f": {model.served.path}"):
             if not self._outbox.wait(_DELIVER_S) or not self.run_id:
@@ -149,11 +143,7 @@ class Tracker:
             return self._server.register(model, self.run_id, self._experiment, promote=promote)
 
     def champion(self, name: str) -> Version | None:
-        """Return the version of a model that the alias `champion` names; None for none.
-
-        Raises:
-            TrackingError: MLflow does not answer.
-        """
+        """Return the version that `champion` names; None for none. Raises TrackingError."""
         with self._registry():
             versions = self._server.versions()
         return next((v for v in versions if v.model == name and CHAMPION in v.aliases), None)
@@ -203,12 +193,7 @@ class Tracker:
 
 
 class StageRun:
-    """MLflow run of one stage, a `StageRecord`.
-
-    Args:
-        events: folder of TensorBoard's event file; None for none.
-        datasets: what MLflow shows of the datasets of the flow, by digest.
-    """
+    """MLflow run of one stage, a `StageRecord`; `events` is the folder of its event file."""
 
     def __init__(
         self,
@@ -269,11 +254,7 @@ class StageRun:
         self._outbox.put(do="tags", run=self._id, tags=texts)
 
     def read(self, digest: str, context: str) -> None:
-        """Log a dataset of this flow as an input; other digests are none.
-
-        Args:
-            context: what it is read for, "training" or "evaluation".
-        """
+        """Log a dataset of this flow as an input for "training" or "evaluation"."""
         if digest in self._datasets:
             dataset = self._datasets[digest]
             self._outbox.put(do="input", run=self._id, context=context, **dataset)
@@ -310,10 +291,7 @@ class StageRun:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return a nested configuration as MLflow parameters: `train.lr` -> "0.0002".
-
-    Passwords in URLs are left out.
-    """
+    """Return a nested configuration as MLflow parameters, redacted: `train.lr` -> "0.0002"."""
     flat: dict[str, str] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"

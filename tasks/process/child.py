@@ -104,7 +104,7 @@ class Child:
         return self._process.poll()
 
     def read(self, deadline: float) -> bytes | None:
-        """Return the next bytes of output; empty at its end, None after the deadline (monotonic time)."""
+        """Return the next bytes of output; empty at its end, None after the deadline."""
         poll = select.poll()
         poll.register(self.stdout, select.POLLIN)
         gone = False

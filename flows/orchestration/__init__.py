@@ -1,9 +1,13 @@
 """One run of a flow: its task runs, records and summary.
 
-flow_run       logs, the tracked run, and a summary that is written however the run ends
-flow_body      runs a flow with a Prefect server; errors become its state, a cancel ends it
+    with in_prefect("rlhf", composed) as host:
+        flow_run = FlowRun.begin("rlhf", composed, host, tracker=tracker_of(composed))
+        flow_run.run(title, stages)  # calls stages(flow_run)
+
+flow_body      runs a flow with a Prefect server; errors of ours become its state
 prefect_tasks  stages as task runs, with the edges of the flow graph
+flow_run       logs, the tracked run, and a summary that is written however the run ends
 devices        GPUs that a stage has to itself
-progress       the live line, and lines of a log
+progress       numbers of a child process: to the tracker, and as lines of a log
 summary        the summary of a run; `evaluation` has the numbers before and after training
 """

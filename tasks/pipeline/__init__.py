@@ -1,7 +1,13 @@
 """Run a stage: key -> reuse or run -> contract -> manifest -> rename -> log.
 
+    mechanism = Mechanism(store, logs, tracker, call)
+    result = mechanism.run(Stage("merge", "weights"), merge, inputs={"base": base}, config={})
+    result.artifact.path, result.reused
+
 stage         the mechanism; `report` has what a stage function returns to it
 artifact      directories that one stage publishes and the next one reads
-retention     what a folder of runs still needs; `removal` removes the rest
-locks         who uses a folder of runs, an artifact, a device
+source_digest the code part of a key
+locks         who uses a folder of runs, makes an artifact, computes on a device
+signature     signatures of served folders
+retention     what a folder of runs still needs; removes the rest
 """

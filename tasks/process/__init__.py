@@ -1,6 +1,12 @@
 """Run child processes, read their output, and end them with everything that they have started.
 
-launch        run a command to its end
+    launch(argv, stage="train", log=log, log_path=path, on_event=on_step)
+    with Conversation(argv, stage="score", log=log, log_path=path) as child:
+        child.ask({"do": "score"}, timeout_s=60)
+
+launch        run a command to its end; `output` splits what it prints into lines and events
 json_worker   a process that stays alive and answers requests
+child         a supervised process; `supervise` is its supervisor
 multinode     one run on several machines
+deadline      the time limit of a stage
 """

@@ -6,10 +6,8 @@ on the same device", or in a numpy array that a CUDA tensor does not give.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,18 +16,14 @@ import pytest
 import torch
 
 from tasks.drift.fingerprint import drift
-from tasks.evaluation.scoring import ModelRef
 from tasks.rl import advantages, correction
 from tasks.rl.algorithms import ALGORITHMS
 from tasks.rl.experience import measure_tokens, pack_experience
 from tasks.rl.losses import Totals, policy_loss, value_loss
 from tasks.rl.responses import Prompt, Response, ScoredResponse
-from tasks.rl.rollout.merged import merged_tensors
 from tasks.serving.reference import measure
-from tasks.serving.reference import requests as answers
 from tasks.serving.reference.rewards import _rewarder
 from tasks.serving.vllm.colocation import Generated
-from tasks.training.engine.partitions import own_partitions
 from tasks.training.job import Batch
 from tasks.training.losses import objective
 from tasks.training.model import probe
@@ -211,39 +205,3 @@ def test_scores_of_a_reward_model(elsewhere: None) -> None:
 
     mine, theirs = on_both(spread)
     assert mine == pytest.approx(theirs, abs=1e-5)
-
-
-def test_partitions_and_synced_weights(elsewhere: None, tmp_path: Path) -> None:
-    from tasks.weights.model import model_facts
-
-    causal(HERE).save_pretrained(tmp_path)
-    facts = model_facts(tmp_path, "float32")
-    here, there = causal(HERE), causal(DEVICE)
-    mine, theirs = (own_partitions(model, rank=0, world_size=2) for model in (here, there))
-    assert all(torch.equal(mine[name].data, theirs[name].data) for name in mine)
-    merged = dict(merged_tensors(there, facts))
-    assert all(
-        torch.equal(merged[name].cpu(), tensor) for name, tensor in merged_tensors(here, facts)
-    )
-
-
-@pytest.mark.parametrize(
-    ("wanted", "size", "quantization", "place"),
-    [
-        (None, 15e9, None, {"": "cuda:0"}),
-        ("cuda", 145e9, None, "auto"),
-        ("cuda", 145e9, {"type": "nf4"}, {"": "cuda:0"}),
-        ("cpu", 15e9, {"type": "nf4"}, {"": "cpu"}),  # transformers' own choice is a GPU
-    ],
-)
-def test_the_place_of_a_model_that_is_measured(
-    wanted: str | None, size: float, quantization: Any, place: Any, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """On GPUs that do not exist."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(80e9), int(85e9)))
-    (tmp_path / "model.safetensors").touch()
-    os.truncate(tmp_path / "model.safetensors", int(size))
-    model = ModelRef(tmp_path, quantization=quantization, device=wanted)
-    assert answers._loading(model)["device_map"] == place

@@ -20,8 +20,6 @@ from tasks.core.redaction import (
     redact,
     redact_error,
     redacted,
-    with_passwords,
-    without_passwords,
 )
 
 
@@ -58,13 +56,6 @@ URLS = [
 
 def test_urls_lose_their_passwords() -> None:
     assert [redact(text) for text, _ in URLS] == [hidden for _, hidden in URLS]
-
-
-def test_a_flow_of_this_process_gets_the_overrides_that_were_typed() -> None:
-    typed = ["tracking.uri=http://me:secret@h", "train.lr=1"]
-    recorded = without_passwords(typed)
-    assert recorded == ["tracking.uri=http://me:***@h", "train.lr=1"]
-    assert with_passwords(recorded) == typed
 
 
 def test_which_variables_are_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

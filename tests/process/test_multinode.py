@@ -84,14 +84,6 @@ def test_a_follower_joins_each_call_once_and_ends_with_the_leader(
     assert follower.joined == [Path("one"), Path("two")]
 
 
-def test_followers_get_the_status_of_a_failed_leader(tmp_path: Path) -> None:
-    follower = Follower(tmp_path)
-    leader = Leader(LEADER, tmp_path).__enter__()
-    time.sleep(0.2)
-    leader.__exit__(ValueError, ValueError("boom"), None)
-    assert follower.end() == 1
-
-
 def test_a_leader_that_was_killed_before_or_is_silent_counts_as_dead(tmp_path: Path) -> None:
     folder = LEADER.folder(tmp_path)
     folder.mkdir(parents=True)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mlflow import MlflowClient
 
 from flows.servers.services import record_of
 from infra.servers.services import NAMES
 from tasks.pipeline.locks import hold
-from tests.e2e.processes import living
-from tests.infra.servers.site import FINAL, Site
-from tests.process.conftest import until
+from tests.infra.servers.site import Site
 
 pytestmark = pytest.mark.slow
 
@@ -61,40 +57,3 @@ def running(site: Site, overrides: list[str]) -> str:
     run_id = site.start_run("rlhf-qlora", overrides)
     site.logged(run_id, "waits: ")
     return run_id
-
-
-@pytest.mark.timeout(1500)
-def test_a_run_that_is_cancelled_in_prefect_goes_on_when_it_is_started_again(
-    own_site: Site,
-) -> None:
-    """The page asks for the state Cancelling, and the worker ends the run."""
-    own_site.require("up")
-    own_site.require("deploy")
-    runs = own_site.services.runs / "cancelled"
-    short = ["train.max_steps=12", "train.save_steps=2", "smoke.engine=transformers"]
-    overrides = ["+exp=sft_qlora", *short, "smoke.min_stop_rate=0", f"paths.runs={runs}"]
-    run_id = own_site.start_run("rlhf-qlora", overrides)
-    until(lambda: bool(list(runs.glob("checkpoints/*/step-*/state.json"))), 900)
-    cancelling = {"type": "CANCELLING", "name": "Cancelling"}
-    own_site.services.prefect.post(f"/flow_runs/{run_id}/set_state", {"state": cancelling})
-    until(lambda: not living(runs), 30)
-    assert own_site.finished_run(run_id)["state_type"] == "CANCELLED"
-    assert json.loads((runs / "latest/summary.json").read_text())["status"] == "cancelled"
-
-    again = own_site.start_run("rlhf-qlora", overrides)
-    until(lambda: own_site.flow_run(again)["state_type"] in FINAL, 900)
-    assert own_site.flow_run(again)["state_type"] == "COMPLETED"
-    assert any("going on after step" in line for line in own_site.logs(again))
-    client = MlflowClient(f"sqlite:///{runs}/mlflow/mlflow.db")
-    (experiment,) = [e for e in client.search_experiments() if e.name == "plumbline"]
-    ended = client.search_runs(
-        [experiment.experiment_id], f"tags.`prefect.flow_run_id` = '{run_id}'"
-    )
-    assert [run.info.status for run in ended] == ["KILLED"]
-    whole = json.loads((runs / "latest/summary.json").read_text())
-    trainings = client.search_runs([experiment.experiment_id], "tags.stage = 'train'")
-    statuses = {run.data.tags["mlflow.parentRunId"]: run.info.status for run in trainings}
-    assert statuses == {ended[0].info.run_id: "KILLED", whole["mlflow_run_id"]: "FINISHED"}
-    (resumed,) = [run for run in trainings if run.info.status == "FINISHED"]
-    losses = client.get_metric_history(resumed.info.run_id, "train/loss")
-    assert [metric.step for metric in losses] == list(range(1, 13))

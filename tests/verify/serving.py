@@ -1,21 +1,17 @@
-"""Start a real `vllm serve` on the CPU, and a gateway in front of it that spoils requests."""
+"""Start a real `vllm serve` on the CPU."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -49,14 +45,7 @@ def serve(
     log: Path,
     options: Sequence[str] = (),
 ) -> Iterator[Running]:
-    """Start `vllm serve` as a user does, wait until it answers, and end all of its processes.
-
-    Args:
-        base: folder of the base, served as `base`.
-        adapters: folders by the names under which they are served.
-        log: file for its output.
-        options: more options of the command line; a later one wins.
-    """
+    """Serve a base, under the name `base`, and adapters as a user does; a later option wins."""
     port = free_port()
     modules = [f"{name}={path}" for name, path in adapters.items()]
     # One slot more than adapters: on a CPU vLLM 0.32 answers requests to the base with the adapter
@@ -76,14 +65,7 @@ def serve(
 
 @contextmanager
 def started(words: Sequence[str], port: int, log: Path, path: str = "/health") -> Iterator[Running]:
-    """Start a server, wait until it answers, and end all of its processes.
-
-    Args:
-        words: its command line.
-        port: its port.
-        log: file for its output.
-        path: page that answers once it is ready.
-    """
+    """Start a server, wait until the page `path` answers, and end all of its processes."""
     env = environment(
         VLLM_CPU_KVCACHE_SPACE="1", VLLM_ALLOW_RUNTIME_LORA_UPDATING="True",
         VLLM_NO_USAGE_STATS="1", VLLM_USE_FLASHINFER_SAMPLER="0", HF_HUB_OFFLINE="1",
@@ -118,68 +100,3 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
                 return
         time.sleep(0.5)
     raise AssertionError(f"no answer within {START_S:g} s: {log.read_text()[-4000:]}")
-
-
-Spoil = Callable[[str, dict[str, Any], int], None]
-"""Changes a request: path, JSON body, number of other requests that are under way."""
-
-
-@contextmanager
-def gateway(url: str, spoil: Spoil) -> Iterator[str]:
-    """Put a gateway before a server that changes each request; yields its address."""
-    lock, under_way = threading.Lock(), [0]
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            self._pass(None)
-
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            document = json.loads(body)
-            with lock:
-                spoil(self.path, document, under_way[0])
-                under_way[0] += 1
-            try:
-                self._pass(json.dumps(document).encode())
-            finally:
-                with lock:
-                    under_way[0] -= 1
-
-        def _pass(self, body: bytes | None) -> None:
-            headers = {"Content-Type": "application/json"} if body is not None else {}
-            method = "GET" if body is None else "POST"
-            answer = httpx.request(
-                method, f"{url}{self.path}", content=body, headers=headers, timeout=240
-            )
-            self.send_response(answer.status_code)
-            self.send_header("Content-Type", answer.headers.get("content-type", ""))
-            self.send_header("Content-Length", str(len(answer.content)))
-            self.end_headers()
-            self.wfile.write(answer.content)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Print nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(timeout=30)
-
-
-@dataclass
-class LoraLeak:
-    """Let requests to the base be answered by an adapter while another request is under way."""
-
-    adapter: str
-
-    def __call__(self, path: str, document: dict[str, Any], under_way: int) -> None:
-        """Change the model of a request to the base."""
-        if document.get("model") == "base" and under_way:
-            document["model"] = self.adapter

@@ -37,13 +37,7 @@ def logprobs_of(logits: Array) -> Array:
 
 @dataclass(frozen=True)
 class World:
-    """Probes, and the logits of a base and of a trained model at each of their positions.
-
-    Attributes:
-        probes: token ids.
-        base: logits of the base, shape (N, V).
-        trained: logits of the trained model, shape (N, V).
-    """
+    """Probes, and the logits (N, V) of a base and of a trained model at each of their positions."""
 
     probes: tuple[tuple[int, ...], ...]
     base: Array
@@ -65,15 +59,9 @@ def world(
     seed: int = 0, *, vocab: int = 800, count: int = 12, length: int = 20, moved: float = 0.3,
     spread: float = 3.0,
 ) -> World:  # fmt: skip
-    """Return a world whose training moved each logit by about `moved`.
+    """Return a world whose training moved each logit of a V of `vocab` by about `moved`.
 
-    Args:
-        seed: of the random numbers.
-        vocab: V.
-        count: number of probes.
-        length: tokens of a probe.
-        moved: standard deviation of the adapter's change of a logit.
-        spread: standard deviation of the base's logits.
+    `count` probes have `length` tokens; `spread` is the standard deviation of the base's logits.
     """
     random = np.random.default_rng(seed)
     probes = tuple(tuple(map(int, random.integers(0, vocab, length))) for _ in range(count))
@@ -142,13 +130,9 @@ def write_witness(folder: Path, reference: Reference, **facts: Any) -> Path:
 
 
 class ArrayServer(Server):
-    """A server whose models are logits by position of the same probes.
+    """A server whose models are logits (N, V) by position of the same probes.
 
-    Args:
-        probes: token ids.
-        models: logits by name, shape (N, V).
-        top: ids per position.
-        sampling: the server's default settings.
+    It returns `top` ids per position; `sampling` are its default settings.
     """
 
     def __init__(
@@ -195,7 +179,8 @@ class ArrayServer(Server):
             if probe[: len(prompt)] == tuple(prompt):
                 break
             start += len(probe) - 1
-        row = logprobs_of(self._models[model])[start + len(prompt) - 1]
+        at = start + len(prompt) - 1
+        row = logprobs_of(self._models[model][at : at + 1])[0]
         order = np.argsort(-row)
         p = self._sampling.probabilities(row[order])
         with self._lock:

@@ -47,11 +47,10 @@ class Settings:
     min_p: float = 0.0
 
     def __str__(self) -> str:
-        parts = [f"temperature {self.temperature:.2g}"]
-        parts += [f"top_k {self.top_k}"] * (self.top_k > 0)
-        parts += [f"top_p {self.top_p:.2g}"] * (self.top_p < 1)
-        parts += [f"min_p {self.min_p:.2g}"] * (self.min_p > 0)
-        return ", ".join(parts)
+        return (
+            f"temperature {self.temperature:.2g}, top_k {self.top_k}, top_p {self.top_p:.2g}, "
+            f"min_p {self.min_p:.2g}"
+        )
 
     def probabilities(self, logp: NDArray[Any]) -> NDArray[Any]:
         """Return the probabilities of sampling ids, and of all others as the last, shape (K+1,).
@@ -73,7 +72,7 @@ class Settings:
     def moments(self, logp: NDArray[Any], usable: NDArray[Any]) -> tuple[float, float]:
         """Return mean and variance of the surprisal (nats) of a sampled token that is usable.
 
-        The surprisal of other ids is that of the last one, shape of `usable` (K+1,).
+        The surprisal of other ids is that of the last one; `usable` has shape (K+1,).
         """
         p, surprisal = self.probabilities(logp) * usable, -np.append(logp, logp[-1])
         if not p.sum():
@@ -94,14 +93,12 @@ so that a server with them and one without are both as recorded."""
 class Sampled(NamedTuple):
     """Tokens that were sampled after one prompt, as counts by id of the reference.
 
-    `logp` is at temperature 1, the most likely first, shape (K,); `counts` and `usable` have all
-    other ids as their last, shape (K+1,). Ids of the prompt, which penalties change, and EOS, which
-    servers may leave out, are not usable.
+    Ids of the prompt, which penalties change, and EOS, which servers may leave out, are not usable.
     """
 
-    logp: NDArray[Any]
-    counts: NDArray[Any]
-    usable: NDArray[Any]
+    logp: NDArray[Any]  # at temperature 1, the most likely first, shape (K,)
+    counts: NDArray[Any]  # the last is of all other ids, shape (K+1,)
+    usable: NDArray[Any]  # the same shape
 
 
 def sampling(asked: Asked) -> Row:
@@ -109,18 +106,12 @@ def sampling(asked: Asked) -> Row:
 
     It costs `PROMPTS` requests with responses of one token for each of `ROUNDS`, in `SECONDS`.
     """
-    recorded = expected_settings(asked.reference)
+    name, recorded = "sampling", expected_settings(asked.reference)
     places, kl = _places(asked, recorded)
     until, rows = time.monotonic() + SECONDS, list[Sampled]()
     for _ in range(ROUNDS):
         made = parallel(lambda row: _sample(asked, row, until), places, 4)
         rows += [sampled for sampled in made if sampled is not None]
-    return judge(asked, rows, recorded, kl)
-
-
-def judge(asked: Asked, rows: Sequence[Sampled], recorded: Settings, kl: float) -> Row:
-    """Return the verdict about sampled tokens of a server whose mean KL at the prompts is `kl`."""
-    name = "sampling"
     candidates = (recorded, Settings()) if recorded == _DEFAULTS else (recorded,)
     tests = [(expected(rows, settings), settings) for settings in candidates]
     test, settings = min(tests, key=lambda test: abs(test[0].surprisal - test[0].mean))
@@ -138,10 +129,11 @@ def judge(asked: Asked, rows: Sequence[Sampled], recorded: Settings, kl: float) 
     )
     if abs(excess) > allowed:
         how = "a higher temperature" if excess > 0 else "a lower temperature or a cut-off"
-        causes = (_cause(recorded, asked.server.kind),)
         text = f"{seen}: {how}; training recorded {recorded}"
+        causes = (_cause(recorded, asked.server.kind),)
         return Row(name, "fault", text, numbers, causes, {"excess": allowed})
-    other = replace(settings, temperature=_other(settings.temperature))
+    heat = settings.temperature  # beside one that every user would tell from it
+    other = replace(settings, temperature=heat * COARSE if heat > 1 - COARSE else heat + 1 - COARSE)
     if abs(expected(rows, other, settings).mean - mean) < allowed + 2 * deviation:
         return Row(name, "unknown", f"{seen}: they do not tell temperatures apart here", numbers)
     return Row(name, "ok", f"{seen}, as recorded", numbers, limit={"excess": allowed})
@@ -179,22 +171,10 @@ def expected(
 def expected_settings(reference: Reference) -> Settings:
     """Return the settings of the recorded generation configuration, as vLLM reads it."""
     recorded = reference.token_settings("generation_config")
-
-    def number(name: str, default: float) -> float:
-        value = recorded.get(name)
-        return float(value) if isinstance(value, int | float) else default
-
-    return Settings(
-        max(0.0, number("temperature", 1.0)),
-        max(0, int(number("top_k", 0))),
-        number("top_p", 1.0) or 1.0,
-        number("min_p", 0.0),
-    )
-
-
-def _other(temperature: float) -> float:
-    """Return a temperature that every user would tell from this one."""
-    return temperature * COARSE if temperature > 1 - COARSE else temperature + 1 - COARSE
+    values = {name: recorded.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    stated = {name: value for name, value in values.items() if value is not None}
+    stated["top_k"] = max(0, stated.get("top_k", 0))  # -1 is all of them
+    return Settings(**{**stated, "top_p": stated.get("top_p") or 1.0})
 
 
 def _places(asked: Asked, settings: Settings) -> tuple[list[int], float]:

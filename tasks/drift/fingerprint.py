@@ -2,20 +2,14 @@
 
 The format, and the rest bucket of the KL, stand in `plumbline_witness.prints`.
 
-Top-1 agreement allows for ties. Engines round logits to their dtype: one step of bf16 is 0.125
-between 16 and 32. Two engines round each of two logits by at most half a step, so a difference of
-less than `TIE_STEPS` = 2 steps (in nats, as logits and log-probabilities) may have either sign in a
-correct engine. The new engine's top token therefore *agrees* if the reference gives it a
-log-probability less than two steps below its maximum. The steps are those of the reference's dtype
-at its largest logit and are stored with it (`steps`), or those of a coarser dtype that the caller
-names because the new engine is known to compute in it; the new engine does not influence them.
+Top-1 agreement allows for ties. Two engines round each of two logits by at most half a step of
+their dtype (0.125 in bf16 between 16 and 32), so a difference of less than `TIE_STEPS` = 2 steps
+may have either sign in a correct engine: the new engine's top token *agrees* if the reference gives
+it a log-probability less than two steps below its maximum. The steps are those of the reference's
+dtype, or of a coarser one in which the caller knows that the new engine computes.
 
-Probes share their first tokens (the chat template), and equal contexts have equal distributions: a
-tie after the template's last token would count once per probe. So agreement is a share of distinct
-contexts, not of positions. KL is a mean over positions.
-
-The scale of rewards is arbitrary, so their differences are in standard deviations of the
-reference's scores.
+Probes share their first tokens (the chat template): agreement is a share of distinct contexts. KL
+is a mean over positions. Differences of rewards are in standard deviations of the reference's.
 """
 
 from __future__ import annotations

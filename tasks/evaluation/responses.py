@@ -60,12 +60,8 @@ def read_answers(
 ) -> dict[str, float]:
     """Write `generations.jsonl`, and measure exact match before and after training.
 
-    Returns:
-        `eval/before` and `eval/after`: shares of the rows with an answer in [0, 1];
-        `eval/error`: standard error of their difference; `eval/compared`: number of such rows;
-        `eval/samples`: number of rows. If no row has an answer, `eval/samples` alone. With the
-        user's `function` also `eval/function_before` and `eval/function_after`, the means of its
-        numbers.
+    Returns `exact_matches` as `eval/...`, `eval/samples`, the number of rows, and with the user's
+    `function` the means of its numbers, `eval/function_before` and `eval/function_after`.
     """
     question = measured.question
     rows = question.rows
@@ -138,7 +134,11 @@ def _judged(
 def exact_matches(
     before: Sequence[str], after: Sequence[str], expected: Sequence[str | None], name: str
 ) -> dict[str, float]:
-    """Return exact match over the rows that have an expected answer, as `<name>/...`."""
+    """Return exact match over the rows that have an expected answer; empty if none has.
+
+    `<name>/before` and `<name>/after` are in [0, 1], `<name>/error` is the standard error of their
+    difference, `<name>/compared` the number of rows.
+    """
     rows = [
         (old, new, answer)
         for old, new, answer in zip(before, after, expected, strict=True)
@@ -161,12 +161,7 @@ def read_sampled(
 ) -> dict[str, float]:
     """Write `drawn.jsonl`, and measure exact match and rewards of the sampled responses.
 
-    A row of the file has `id`, `before` and `after`, and if a reward model scored both,
-    `reward_before` and `reward_after`.
-
-    Returns:
-        `drawn/before` and `drawn/after`: exact match over the rows with an answer, in [0, 1]; and
-        the metrics of `distance` and `score`.
+    Returns `exact_matches` as `drawn/...`, and the metrics of `distance` and `score`.
     """
     rows = measured.question.rows
     assert rows is not None
@@ -191,11 +186,9 @@ def read_sampled(
 def distance(measured: Measured, scorer: ReferenceScorer) -> dict[str, float]:
     """Estimate the KL divergence of the served model from the model before training.
 
-    Returns:
-        `drawn/kl`: the mean over all tokens of log p_served - log p_before, an unbiased estimate
-        of KL(served || before), in nats per token; `drawn/kl_error`: its standard error over
-        responses. Empty if the two models render prompts differently, or if the temperature was
-        not 1.
+    `drawn/kl` is the mean over all tokens of log p_served - log p_before (nats per token), an
+    unbiased estimate, `drawn/kl_error` its standard error over responses. Empty if the two models
+    render prompts differently, or if the temperature was not 1.
     """
     question, responses = measured.question, measured.both(sampled=True)[1].tokens
     prompts = question.prompts.tokens
@@ -218,14 +211,11 @@ def score(
     texts: tuple[Sequence[str], Sequence[str]],
     scorer: ReferenceScorer,
 ) -> tuple[dict[str, float], dict[int, tuple[float, float]]]:
-    """Return metrics of the rewards of both models' responses, and the rewards.
+    """Return metrics of the rewards of both models' responses, and the rewards by prompt.
 
-    Returns:
-        `scored/before` and `scored/after`: mean rewards, normalised if the reward model's files
-        have mean and standard deviation; `scored/spread`: standard deviation of the rewards
-        before training; `scored/left_out`: prompts with a response that exceeds the reward model's
-        context. If no prompt is left, `scored/left_out` alone. The rewards (before, after) of the
-        others, by number of the prompt.
+    `scored/before` and `scored/after` are mean rewards, `scored/spread` is the standard deviation
+    before training, `scored/left_out` the number of prompts with a response that exceeds the reward
+    model's context.
     """
     pairs = list(zip(*_conversations(reward, measured, texts, scorer), strict=True))
     context = context_of(reward)

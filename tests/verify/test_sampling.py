@@ -14,18 +14,16 @@ from tasks.verify.run import run_checks
 from tasks.verify.servers.server import Generated, ServerError
 from tests.verify.synthetic import ArrayServer, World, noisy, world
 
-SHAPES = [
-    # vocabulary, spread of the logits, change by an adapter; 0 for none
-    (307, 1.0, 0.0), (800, 2.0, 0.3), (1500, 2.5, 0.3), (3000, 3.0, 0.0), (3000, 4.0, 0.5),
+SHAPES = [  # vocabulary, spread of the logits, change by an adapter; 0 for none
+    (307, 1.0, 0.0), (1500, 2.5, 0.3), (3000, 4.0, 0.5),
 ]  # fmt: skip
 CLEAN = [Settings(), Settings(0.7), Settings(top_p=0.9), Settings(0.7, top_k=20, top_p=0.8)]
 FAULTS = [
     # recorded, served, shapes in which the fault has to be found
-    (Settings(), Settings(0.8), 5), (Settings(), Settings(0.7), 5), (Settings(), Settings(1.3), 5),
-    (Settings(0.7), Settings(), 5), (Settings(), Settings(top_k=20), 5),
-    (Settings(), Settings(top_k=50), 4), (Settings(), Settings(top_p=0.8), 5),
-    (Settings(), Settings(top_p=0.9), 2), (Settings(), Settings(0.0), 5),
-    (Settings(), Settings(min_p=0.1), 3),
+    (Settings(), Settings(0.8), 3), (Settings(), Settings(1.3), 3), (Settings(), Settings(0.0), 3),
+    (Settings(0.7), Settings(), 3), (Settings(), Settings(top_k=20), 3),
+    (Settings(), Settings(top_k=50), 2), (Settings(), Settings(top_p=0.8), 3),
+    (Settings(), Settings(top_p=0.9), 1), (Settings(), Settings(min_p=0.1), 3),
 ]  # fmt: skip
 
 
@@ -37,7 +35,7 @@ def verdict(made: World, recorded: Settings, served: Settings, seed: int) -> str
     return sampling(Asked(server, "tuned", None, reference)).verdict
 
 
-def test_twenty_correct_servers_raise_no_alarm() -> None:
+def test_correct_servers_raise_no_alarm() -> None:
     for seed, ((vocab, spread, moved), settings) in enumerate(product(SHAPES, CLEAN)):
         made = world(seed, vocab=vocab, spread=spread, moved=moved, count=8)
         result = verdict(made, settings, settings, seed)

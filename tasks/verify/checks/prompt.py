@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 from tasks.core.report import Cause, Row
 from tasks.verify.asked import Asked
@@ -24,8 +23,7 @@ _LONGEST = 4096
 """Tokens of the prompt that looks for silent cuts."""
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """First difference of two token sequences, and a few tokens of both from there on."""
 
     kind: str  # a key of `_CAUSES`, "inserted", "removed" or "other"
@@ -35,8 +33,8 @@ class Difference:
 
     def details(self) -> dict[str, float | str]:
         """Return position and tokens for a report."""
-        return {name: value if name == "position" else str(value)
-                for name, value in asdict(self).items() if name != "kind"}  # fmt: skip
+        trained, served = str(self.trained), str(self.served)
+        return {"position": self.position, "trained": trained, "served": served}
 
 
 def template(asked: Asked) -> Row:
@@ -121,12 +119,9 @@ def difference(
 def _kind(
     trained: tuple[int, ...], served: tuple[int, ...], at: int, cut: bool, bos: int | None
 ) -> str:
-    if served[:1] and _same(trained, served[1:], cut):
-        if served[:1] == trained[:1] and bos in (None, served[0]):
-            return "bos-twice"
-        if bos in (None, served[0]):
-            return "bos-added"
-    if trained[:1] and bos in (None, trained[0]) and _same(trained[1:], served, cut):
+    if bos in (None, *served[:1]) and _same(trained, served[1:], cut):
+        return "bos-twice" if served[:1] == trained[:1] else "bos-added"
+    if bos in (None, *trained[:1]) and _same(trained[1:], served, cut):
         return "bos-missing"
     if at == len(served):
         return "generation-prompt-missing"
@@ -232,12 +227,11 @@ def eos(asked: Asked) -> Row:
                 seen.add(token)
                 if options:
                     break
-    measured = {"stops_at": ", ".join(map(str, sorted(seen)))}
+    stops_at = ", ".join(map(str, sorted(seen)))
     if seen != set(wanted):
-        missing = ", ".join(map(str, sorted(set(wanted) - seen)))
-        reason = f"token {missing} was never generated, and the server takes no bias"
-        return Row("eos", "unknown", reason, measured)
-    return Row("eos", "ok", f"responses end at token {measured['stops_at']}", measured)
+        reason = f"not all of the tokens {wanted} were generated, and the server takes no bias"
+        return Row("eos", "unknown", reason, {"stops_at": stops_at})
+    return Row("eos", "ok", f"responses end at token {stops_at}", {"stops_at": stops_at})
 
 
 def _stops(asked: Asked, prompt: Prompt, token: int, options: Mapping[str, Any]) -> bool | None:

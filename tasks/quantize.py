@@ -24,7 +24,6 @@ from tasks.evaluation.calibration import (
     HELDOUT_ROWS,
     TRAINING_ROWS,
     heldout_loss,
-    provenance,
     row_tokens,
 )
 from tasks.evaluation.measuring import Measuring
@@ -94,7 +93,9 @@ def quantize(
     else:
         limit = parse_size(max_shard_size)
         made = _compressed(out, served, scheme, tokens, limit, group, scorer, log, log_path)
-    notes = {"scheme": scheme, "calibration": provenance(tokens, data), **made.notes}
+    source = "probes of the fingerprint" if data is None else f"data: {TRAINING_ROWS}"
+    calibration = {"source": source, "rows": len(tokens)}
+    notes = {"scheme": scheme, "calibration": calibration, **made.notes}
     report = StageReport("served", tuple(made.checks), made.metrics, notes)
     log.info("quantize: %s, %.0f %% of the size", scheme, 100 * made.metrics["size_ratio"])
     if not all(check.ok for check in report.checks):

@@ -205,7 +205,6 @@ def smoke_stage(run: ChainRun, *, quantized: bool = False, **inputs: Artifact) -
         vllm=run.vllm,
         llama_cpp=run.settings["convert"]["llama_cpp"],
         public_key=key_file(run.settings["register"]["verify"]),
-        history={r.name: r.drift for r in run.mechanism.results if r.drift is not None},
         explain=run.explain,
         function_s=run.settings["eval"]["timeout_s"],
     )

@@ -199,7 +199,6 @@ class DeliveryStages:
             scorer=self.scorer,
             log_path=self.mechanism.logs / f"{stage.name}.log",
             llama_cpp=convert_to["llama_cpp"],
-            history={r.name: r.drift for r in self.mechanism.results if r.drift},
             before=self._before(inputs),
             explain=self._explain,
         )

@@ -176,7 +176,7 @@ class Drift:
     p95_kl: float
     max_kl: float
     top1_agreement: float  # share of distinct contexts in which the top tokens agree, ties included
-    cosine: float  # mean cosine similarity of the probabilities
+    cosine: float = math.nan  # mean cosine similarity of the probabilities
     median_kl: float = 0.0
 
     @property

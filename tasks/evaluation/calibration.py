@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from itertools import islice
@@ -55,17 +54,6 @@ def row_tokens(
 
 def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
     return list(row["messages"]) if "messages" in row else [*row["prompt"], *row["chosen"]]
-
-
-def provenance(tokens: Sequence[Sequence[int]], data: Path | None) -> dict[str, Any]:
-    """Return the record of calibration rows: their source, number, and the digest of their ids."""
-    text = json.dumps([list(row) for row in tokens], separators=(",", ":"))
-    return {
-        "source": "probes of the fingerprint" if data is None else f"data: {TRAINING_ROWS}",
-        "rows": len(tokens),
-        "tokens": sum(map(len, tokens)),
-        "sha256": hashlib.sha256(text.encode()).hexdigest(),
-    }
 
 
 def heldout_loss(

@@ -38,8 +38,6 @@ class Tools:
     llama_cpp: str | None = None
     # a signed folder is served only if this key signed it; None for any folder
     public_key: Path | None = None
-    # drift recorded by earlier stages, by stage, in the order of the chain
-    history: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     # the model that the served one has to be, for transformers; None if unknown
     before: ModelRef | None = None
     explain: Explain | None = None  # says where two models part, after a failed drift check
@@ -130,13 +128,7 @@ def measure(
 def who_moved(
     question: Question, engine: str, profile: DriftLimit, tools: Tools
 ) -> tuple[str, bool]:
-    """Name the stage of the chain that changed the model, after a failed drift check.
-
-    Returns the stage as text, and True if it is the engine.
-    """
-    for stage, recorded in tools.history.items():
-        if Drift(**recorded).beyond(profile):
-            return stage, False
+    """Return what changed the model, after a failed drift check, and True if it is the engine."""
     reference = Fingerprint.load(question.reference)
     model = replace(question.served, float32=reference.arithmetic == "float32")
     with tempfile.TemporaryDirectory(prefix="plumbline-") as folder:

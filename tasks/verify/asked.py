@@ -187,4 +187,4 @@ class Asked:
 
     def is_trained(self, model: str) -> bool:
         """Return True if a name answers as the trained model, with the whole of an adapter."""
-        return not self.distance(model).exceeds(self.limit) and self.is_whole(self.dose(model))
+        return not self.distance(model).beyond(self.limit) and self.is_whole(self.dose(model))

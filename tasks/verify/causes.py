@@ -35,7 +35,7 @@ class Evidence:
         self.reference, self.model, self.folder = asked.reference, model, asked.reference.folder
         self.distance = asked.distance(model)
         self.kl = self.distance.mean_kl
-        self.is_within = not self.distance.exceeds(asked.limit)
+        self.is_within = not self.distance.beyond(asked.limit)
         # Coarse numbers drown the adapter.
         self.dose = dose if dose is not None and dose.is_certain else None
         self.is_whole = self.dose is not None and self.dose.is_whole
@@ -44,7 +44,7 @@ class Evidence:
         self.from_base = from_base.mean_kl if from_base else math.inf
         theirs = asked.from_base(base) if base is not None and base != model else None
         self.base = theirs.mean_kl if theirs else None
-        self.has_base = theirs is not None and not theirs.exceeds(asked.limit)
+        self.has_base = theirs is not None and not theirs.beyond(asked.limit)
         siblings = {name: each.mean_kl for name, each in asked.from_siblings(model).items()}
         self.sibling = min(siblings, key=lambda name: siblings[name], default="")
         self.from_sibling = siblings.get(self.sibling, math.inf)

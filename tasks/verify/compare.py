@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.drift.fingerprint import TIE_STEPS, DriftLimit, Fingerprint, by_context, steps_in
+from tasks.drift.fingerprint import TIE_STEPS, Drift, DriftLimit, Fingerprint, by_context, steps_in
 from tasks.verify.servers.server import Entry, Scores
 from tasks.witness.plumbline_witness.prints import kl_by_position
 
@@ -41,27 +41,17 @@ class Aligned:
     measured: NDArray[np.bool_]  # the server answered
 
 
-@dataclass(frozen=True)
-class Distance:
-    """Lower bound of KL(reference || server) at the positions of a fingerprint, in nats."""
+@dataclass(frozen=True, kw_only=True)
+class Distance(Drift):
+    """Lower bound of KL(reference || server) at the positions of a fingerprint, in nats.
+
+    The top-1 agreement is NaN without alternatives.
+    """
 
     kl: NDArray[Any]  # by position, shape (N,); NaN where nothing was measured
-    mean_kl: float
-    p95_kl: float
-    max_kl: float
-    top1_agreement: float  # over distinct contexts, ties included; NaN without alternatives
     mass: float  # the reference's probability mass at the ids that the server returned
     first_kl: float  # mean over the first positions of all probes, where no token looks back
     growth: float  # mean over the last third of each probe, divided by that over its first third
-
-    def exceeds(self, limit: DriftLimit) -> bool:
-        """Return True if a limit is exceeded."""
-        kl = float(np.nanmedian(self.kl)) if limit.by_median else self.mean_kl
-        return (
-            kl > limit.mean_kl
-            or self.p95_kl > limit.p95_kl
-            or self.top1_agreement < limit.top1_agreement
-        )
 
 
 def align(reference: Fingerprint, scores: Sequence[Scores]) -> Aligned:
@@ -131,10 +121,12 @@ def distance(reference: Fingerprint, served: Aligned, limit: DriftLimit) -> Dist
     length: NDArray[Any] = np.repeat(sizes, sizes)
     listed = np.where(np.isnan(served.logprobs), -np.inf, reference.logprobs)[measured]
     first, last = _mean(kl[place < length / 3]), _mean(kl[place >= 2 * length / 3])
+    known = kl[measured]
     return Distance(
-        mean_kl=float(kl[measured].mean()),
-        p95_kl=float(np.quantile(kl[measured], 0.95)),
-        max_kl=float(kl[measured].max()),
+        mean_kl=float(known.mean()),
+        p95_kl=float(np.quantile(known, 0.95)),
+        max_kl=float(known.max()),
+        median_kl=float(np.median(known)),
         top1_agreement=_agreement(reference, served, limit),
         kl=kl,
         mass=float(np.exp(listed).sum(1).mean()),

@@ -70,9 +70,7 @@ def test_the_quantised_folder_stands_beside_the_one_in_16_bits(
     assert {"tokenizer.json", "generation_config.json"} <= {path.name for path in out.iterdir()}
     assert 0.4 < report.metrics["size_ratio"] < 0.9
     assert report.notes["left_alone"] == ["lm_head"]
-    calibration = report.notes["calibration"]
-    assert (calibration["source"], calibration["rows"]) == ("data: train.jsonl", 4)
-    assert len(calibration["sha256"]) == 64
+    assert report.notes["calibration"] == {"source": "data: train.jsonl", "rows": 4}
     errors = [error for _, error in report.notes["layers"]]
     assert errors == sorted(errors, reverse=True)
     assert 0 < errors[0] < 0.05, "8 bits lose about 1 % of a layer's output"

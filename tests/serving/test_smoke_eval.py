@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tasks.drift.fingerprint import Drift
 from tasks.pipeline.report import StageReport
 from tests.serving.models import CONVERSATIONS, WORDS
 from tests.settings import smoke_settings
@@ -21,7 +20,6 @@ NEW = 12
 LENIENT = smoke_settings(
     engine="transformers", max_new_tokens=NEW, min_stop_rate=0.0, max_degenerate_rate=1.0
 )
-CALM = asdict(Drift(mean_kl=0.0, p95_kl=0.0, max_kl=0.0, top1_agreement=1.0, cosine=1.0))
 
 
 def altered(served: Path, folder: Path, factor: float) -> Path:
@@ -36,8 +34,7 @@ def altered(served: Path, folder: Path, factor: float) -> Path:
 @pytest.fixture
 def run(smoke: Callable[..., StageReport]) -> Callable[..., StageReport]:
     """Run smoke_eval with everything in place; arguments override."""
-    history = {"merge": CALM, "convert": CALM}
-    return partial(smoke, settings=LENIENT, tools={"history": history})
+    return partial(smoke, settings=LENIENT)
 
 
 def verdict(report: StageReport, beginning: str) -> tuple[bool, str]:

@@ -45,7 +45,7 @@ def distribution(asked: Asked) -> Row:
         f"mean KL {measured.mean_kl:.1e} nats per token (limit {limit.mean_kl:.1e}{source}) over "
         f"{measured.mass:.0%} of the probability mass"
     )
-    is_within = not measured.exceeds(limit)
+    is_within = not measured.beyond(limit)
     if is_within and asked.is_whole(dose):
         text = f"the trained model's log-probabilities at {positions} positions: {amount}"
         return Row(name, "ok", text, numbers, limit=limits)

@@ -73,13 +73,12 @@ def _group_weights(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def stored(config: Mapping[str, Any]) -> str | None:
     """Return how weights are stored, for users: "gptq", "bitsandbytes, 8 bits"; None for plain."""
     fields = _fields(config)
-    method = _method(fields)
-    if not fields or method != _BITSANDBYTES:
-        return method if fields else None
+    if not fields:
+        return None
     if is_packed(config):
-        kind = fields.get("bnb_4bit_quant_type")
-        return f"bitsandbytes, 4 bits, {kind}" if kind else "bitsandbytes, 4 bits"
-    return "bitsandbytes, 8 bits" if _loads(fields, 8) else "bitsandbytes, number of bits unknown"
+        return f"bitsandbytes, 4 bits, {fields.get('bnb_4bit_quant_type') or 'of unknown type'}"
+    method = _method(fields)
+    return "bitsandbytes, 8 bits" if method == _BITSANDBYTES and _loads(fields, 8) else method
 
 
 class Refusal(NamedTuple):

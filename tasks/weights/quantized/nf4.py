@@ -60,7 +60,11 @@ def lost_in_4_bits(checkpoint: Checkpoint) -> str | None:
     matrix and its relative quantization error as text, or None.
     """
     for name in _sample(checkpoint):
-        values = _beginning(checkpoint, name)
+        info = checkpoint.tensors[name]
+        count = math.prod(info.shape)
+        with Reader(info.extents) as reader:
+            raw = reader.read(0, min(count, _SAMPLED) * (info.nbytes // max(1, count)))
+        values = widened(raw, info.dtype)
         (error, changed), (shifted, _) = _rounding(values), _rounding(values[BLOCKSIZE // 2 :])
         if changed and error < _ON_GRID * shifted:
             return f"{name} is {error:.1%} off NF4's values (an ordinary matrix: about 9 %)"
@@ -73,23 +77,14 @@ def _sample(checkpoint: Checkpoint) -> list[str]:
     for name, info in checkpoint.tensors.items():
         match = _LAYER.fullmatch(name)
         if match and len(info.shape) == 2 and casts(info.dtype, "F32"):
-            layers = stacks.setdefault(match["stack"], {})
-            rest = re.sub(r"\d+", "#", match["rest"])
-            layers.setdefault(int(match["layer"]), {}).setdefault(rest, name)
+            layer = stacks.setdefault(match["stack"], {}).setdefault(int(match["layer"]), {})
+            layer.setdefault(re.sub(r"\d+", "#", match["rest"]), name)
     names: list[str] = []
     for layers in stacks.values():
         order = sorted(layers)
-        for layer in sorted({order[0], order[len(order) // 2], order[-1]}):
-            names += layers[layer].values()
+        for number in sorted({order[0], order[len(order) // 2], order[-1]}):
+            names += layers[number].values()
     return names
-
-
-def _beginning(checkpoint: Checkpoint, name: str) -> NDArray[np.float32]:
-    info = checkpoint.tensors[name]
-    count = math.prod(info.shape)
-    nbytes = min(count, _SAMPLED) * (info.nbytes // max(1, count))
-    with Reader(checkpoint.extents(name)) as reader:
-        return widened(reader.read(0, nbytes), info.dtype)
 
 
 def _rounding(values: NDArray[np.float32]) -> tuple[float, bool]:
@@ -141,14 +136,11 @@ def as_trained(weight: torch.Tensor, quantization: Mapping[str, Any]) -> torch.T
 
 
 class RowsAsTrained:
-    """Some rows of what `as_trained` returns, without quantizing the other rows.
+    """Some rows of what `as_trained` returns for a weight, without quantizing the other rows.
 
     Double quantization subtracts the mean of all scales, so scales are computed for the full weight
-    (one maximum per block); everything else is done for the requested rows only.
-
-    Args:
-        weight: shape (out, in), as for `as_trained`; "turned" is not supported.
-        quantization: as for `as_trained`.
+    (one maximum per block); everything else is done for the requested rows only. "turned" is not
+    supported.
     """
 
     def __init__(self, weight: torch.Tensor, quantization: Mapping[str, Any]) -> None:
@@ -206,17 +198,8 @@ def keep_as_loaded(model: Any) -> Any:
 
     Call it before the first forward pass. On a CPU with AVX-512 BF16, bitsandbytes 0.50.2 repacks a
     layer at its first forward pass in eval mode without gradients, and never undoes it. From then
-    on
-
-    - its scales are bf16, so it computes with other weights than were loaded, and `state_dict`
-      returns yet others (the scales are quantized again);
-    - its product passes no gradient on, so the layers below get wrong gradients: one layer down in
-      a Llama their cosine with the right ones is 0.5 to 0.9. torch warns that "an autograd kernel
-      was not registered"; a layer with a bias fails with "a view of a leaf Variable ... in-place
-      operation".
-
-    One evaluation before training is enough to trigger it, and the trained model is then not the
-    served one.
+    on its scales are bf16, so that it computes with other weights than were loaded, and its product
+    passes no gradient on. One evaluation before training is enough to trigger it.
     """
     for module in model.modules():
         if hasattr(module, _REPACKS):

@@ -19,7 +19,7 @@ weights. Rounding to nearest could put the largest element of a row beyond the r
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -63,7 +63,12 @@ def quantized_plan(plan: Plan, facts: Model, scheme: str) -> Plan:
     Raises:
         ContractError: the model has no linear layers, or layers that these formats do not support.
     """
-    findings = list(quantize_findings(facts))
+    findings: list[str] = []
+    if not facts.quantized:
+        findings.append("the model has no linear layer besides its head (GPT-2's are Conv1D)")
+    for name, shape in facts.parameters.items():
+        if len(shape) == 3 and "expert" in name and facts.modules.get(_module(name)) == OTHER:
+            findings.append(f"{name}: experts in one stacked tensor, which cannot be quantised")
     wanted = set(facts.quantized)
     ops: list[Op] = []
     for op in plan.ops:
@@ -72,7 +77,15 @@ def quantized_plan(plan: Plan, facts: Model, scheme: str) -> Plan:
         elif len(op.shape) != 2 or not is_float(op.dtype):
             findings.append(f"{op.name}: {describe(op.shape, op.dtype)} is no float matrix")
         else:
-            ops += _halves(op, scheme)
+            rows, columns = op.shape
+            weight = Encoding(scheme, "weight", columns, op.dtype)
+            scale = replace(weight, part="scale")
+            ops += [
+                replace(op, dtype=SCHEMES[scheme].dtype, encoding=weight),
+                replace(
+                    op, name=op.name + SCALE, shape=(rows, 1), dtype=SCALE_DTYPE, encoding=scale
+                ),
+            ]
     if findings:
         raise ContractError(
             f"convert.quantize={scheme}: {first_and_more(findings)}",
@@ -80,31 +93,6 @@ def quantized_plan(plan: Plan, facts: Model, scheme: str) -> Plan:
             hint="convert.quantize=none",
         )
     return replace(plan, ops=tuple(ops), shards=None)
-
-
-def quantize_findings(facts: Model) -> Iterator[str]:
-    """Yield the reasons why a model's linear layers cannot be quantized."""
-    if not facts.quantized:
-        yield "the model has no linear layer besides its head (GPT-2's are of class Conv1D)"
-    for name, shape in facts.parameters.items():
-        stack = len(shape) == 3 and facts.modules.get(_module(name)) == OTHER
-        if stack and "expert" in name:
-            yield f"{name}: experts in one stacked tensor, which cannot be quantised"
-
-
-def _halves(op: Op, scheme: str) -> tuple[Op, Op]:
-    """Return the operations for a matrix's 8-bit weights and for the scales of its rows."""
-    rows, columns = op.shape
-    encoding = Encoding(scheme, "weight", columns, op.dtype)
-    weight = replace(op, dtype=SCHEMES[scheme].dtype, encoding=encoding)
-    scale = replace(
-        op,
-        name=op.name + SCALE,
-        shape=(rows, 1),
-        dtype=SCALE_DTYPE,
-        encoding=replace(encoding, part="scale"),
-    )
-    return weight, scale
 
 
 def quantized_size(nbytes: int, linear: int, convert: Mapping[str, Any]) -> int:
@@ -125,30 +113,23 @@ def quantized_size(nbytes: int, linear: int, convert: Mapping[str, Any]) -> int:
 def quantized_contract(facts: Model, scheme: str, *, group: int = 128) -> list[Expected]:
     """Return the tensors that the quantized checkpoint must contain.
 
-    Args:
-        facts: facts of the model.
-        scheme: "w8a8", "fp8" or "w4a16".
-        group: numbers of a row that share a scale, in 4 bits.
+    `scheme` is "w8a8", "fp8", or "w4a16" with a scale for every `group` numbers of a row.
     """
     contract: list[Expected] = []
     for tensor in facts.tensors:
-        if tensor.name not in facts.quantized:
+        name = tensor.name
+        if name not in facts.quantized:
             contract.append(tensor)
             continue
-        if scheme not in SCHEMES:
-            contract += _packed(tensor, group)
-            continue
-        contract.append(replace(tensor, dtype=SCHEMES[scheme].dtype))
-        contract.append(Expected(tensor.name + SCALE, (tensor.shape[0], 1), SCALE_DTYPE))
+        rows, columns = tensor.shape
+        if scheme in SCHEMES:
+            contract.append(replace(tensor, dtype=SCHEMES[scheme].dtype))
+            contract.append(Expected(name + SCALE, (rows, 1), SCALE_DTYPE))
+        else:  # 8 numbers to an int32
+            contract.append(Expected(f"{name}_packed", (rows, -(-columns // 8)), "I32"))
+            contract.append(Expected(name + SCALE, (rows, columns // group), tensor.dtype))
+            contract.append(Expected(f"{name}_shape", (2,), "I64"))
     return contract
-
-
-def _packed(tensor: Expected, group: int) -> Iterator[Expected]:
-    """Yield the tensors of a matrix in 4 bits: 8 numbers to an int32, a scale for each group."""
-    rows, columns = tensor.shape
-    yield Expected(f"{tensor.name}_packed", (rows, -(-columns // 8)), "I32")
-    yield Expected(tensor.name + SCALE, (rows, columns // group), tensor.dtype)
-    yield Expected(f"{tensor.name}_shape", (2,), "I64")
 
 
 def library_config(scheme: str, ignore: Sequence[str]) -> dict[str, Any]:
@@ -209,22 +190,16 @@ def encode(encoding: Encoding, block: torch.Tensor) -> torch.Tensor:
         Weights: int8 or float8_e4m3fn, shape (rows, columns). Scales: float32, shape (rows, 1);
         the scale of a row with a NaN or an infinity is not finite.
     """
+    import torch
     from compressed_tensors.quantization.lifecycle.forward import quantize
+    from compressed_tensors.quantization.utils import calculate_qparams
 
     weights = _arguments(encoding.scheme)
-    scale, zero = row_scales(encoding, block)
+    low, high = block.amin(1, keepdim=True), block.amax(1, keepdim=True)
+    scale, zero = calculate_qparams(low, high, weights)
+    scale, near = scale.float(), scale.float().to(torch_dtype(encoding.held))
+    above = torch.nextafter(near, torch.full_like(near, torch.inf))
+    scale = torch.where(near.float() < scale, above, near).float()
     if encoding.part == "scale":
         return scale
     return quantize(block, scale, zero, weights, dtype=weights.pytorch_dtype())
-
-
-def row_scales(encoding: Encoding, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scales, fp32 of shape (rows, 1), and zero points, all 0, for the rows of `block`."""
-    import torch
-    from compressed_tensors.quantization.utils import calculate_qparams
-
-    low, high = block.amin(1, keepdim=True), block.amax(1, keepdim=True)
-    scale, zero = calculate_qparams(low, high, _arguments(encoding.scheme))
-    scale, near = scale.float(), scale.float().to(torch_dtype(encoding.held))
-    above = torch.nextafter(near, torch.full_like(near, torch.inf))
-    return torch.where(near.float() < scale, above, near).float(), zero

@@ -20,7 +20,7 @@ from tasks.core.errors import ArtifactError, ContractError
 from tasks.weights.files import dtypes
 from tasks.weights.files.dtypes import NUMPY, cast, casts, torch_dtype
 from tasks.weights.files.header import read_header
-from tasks.weights.files.names import live_to_peft, parse_peft, rename_all, unwrap
+from tasks.weights.files.names import live_to_peft, parse_peft, rename_all
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.files.source import Source
 from tasks.weights.pickled.tensors import is_pickled_model, read_model
@@ -102,22 +102,15 @@ def test_damaged_headers_are_refused(tmp_path: Path, good: bytes) -> None:
 DTYPES = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
 }  # fmt: skip
-VALUES = st.lists(
-    st.one_of(
-        st.floats(width=16),
-        st.sampled_from([0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-40, 6e4]),
-    ),
-    max_size=40,
-)
 
 
-@settings(max_examples=100, deadline=None)
-@given(dtype=st.sampled_from(sorted(DTYPES)), values=VALUES, chunk=st.sampled_from([16, 1 << 20]))
-def test_agrees_with_torch(dtype: str, values: list[float], chunk: int) -> None:
-    tensor = torch.tensor(values, dtype=torch.float64).to(DTYPES[dtype])
-    raw = tensor.view(torch.uint8).numpy()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dtypes, "_CHUNK", chunk)
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_values_are_judged_as_by_torch(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dtypes, "_CHUNK", 4)
+    inf, nan = float("inf"), float("nan")
+    for values in ([], [0.0, -0.0], [0.0] * 9 + [1e-7], [1.0, inf, 2.0, -inf, 3.0, nan, 6e4]):
+        tensor = torch.tensor(values, dtype=torch.float64).to(DTYPES[dtype])
+        raw = tensor.view(torch.uint8).numpy()
         assert dtypes.nonfinite(raw, dtype) == int((~torch.isfinite(tensor)).sum())
         assert dtypes.all_zero(raw, dtype) == bool((tensor == 0).all())
 
@@ -156,41 +149,27 @@ LIVE = "base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight"
 PEFT = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
 
 
-def test_wrappers_are_dropped() -> None:
+def test_wrappers_are_dropped_and_other_names_refused() -> None:
     wrapped = LIVE.replace("mlp.", "mlp._checkpoint_wrapped_module.")
     for name in (f"module.{LIVE}", f"module._orig_mod.{LIVE}", wrapped):
-        assert unwrap(name) == LIVE
         assert live_to_peft(name) == PEFT
     head = "module.lm_head.weight"  # full training keeps the model's own names
     assert rename_all([head], adapter=False) == {head: "lm_head.weight"}
-
-
-def test_other_names_are_refused() -> None:
-    for name in (
-        LIVE.replace("default", "other"),
-        LIVE.replace("lora_A.default.weight", "weight"),
-        LIVE.removeprefix("base_model.model."),
-        LIVE.replace("lora_A.default.weight", "lora_A.default.bias.more"),
-        LIVE.replace("weight", "scale"),
-    ):
+    for name in (LIVE.replace("default", "other"), LIVE.removeprefix("base_model.model.")):
         with pytest.raises(ContractError, match="default"):
             live_to_peft(name)
     for key in ("model.up_proj.lora_A.weight", "base_model.model.x.weight", PEFT + "s", ""):
         assert parse_peft(key) is None
     with pytest.raises(ContractError, match="up_proj"):
         rename_all([LIVE, f"module.{LIVE}"], adapter=True)  # two names for one key
-    with pytest.raises(ContractError) as caught:
-        rename_all(["x.weight", LIVE, "y.weight"], adapter=True)
-    assert len(caught.value.details) == 2
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"target_modules": ["q_proj", "embed_tokens"], "use_dora": True},
+        {"target_modules": ["q_proj", "embed_tokens"], "use_dora": True, "bias": "all"},
         {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"], "lora_bias": True},
-        {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2], "bias": "all"},
-        {"target_modules": ["q_proj"], "target_parameters": ["mlp.up_proj.weight"]},
+        {"target_parameters": ["mlp.up_proj.weight"], "trainable_token_indices": [1, 2]},
     ],
     ids=lambda settings: "-".join(settings),
 )
@@ -209,7 +188,6 @@ def test_trainable_parameters_get_the_keys_that_peft_saves(settings: dict[str, o
 
 ONE = {"a": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3), "z": torch.ones(2)}
 TWO = {"b": torch.tensor([True, False, True]), "c": torch.tensor(7.5, dtype=torch.float64)}
-OUTSIDE = ["..", "../x", "/etc/passwd", "a/b.safetensors", "", "x\0y", "x" * 1000, "\ud800"]
 
 
 @dataclass(frozen=True)
@@ -305,7 +283,7 @@ def test_broken_indexes_and_files_are_named(folder: Path, kind: Format) -> None:
     ):  # fmt: skip
         index.write_text(text)
         assert kind.index in _findings(folder, kind)
-    for name in OUTSIDE:
+    for name in ("..", "../x", "/etc/passwd", "", "x\0y", "x" * 1000, "\ud800"):
         _index(folder, kind, {"a": name})
         assert "not a plain file name" in _findings(folder, kind)
     index.write_text(good)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.dtypes import torch_dtype
@@ -113,29 +113,17 @@ def view(path: Path) -> Any:
     return repr(file.content), refs
 
 
-FLIPS = st.lists(
-    st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), min_size=1, max_size=4
-)
-
-
-@given(flips=FLIPS, length=st.floats(0, 1, exclude_max=True))
-@settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-def test_a_flipped_byte_is_an_error_or_changes_nothing(good, tmp_path, flips, length) -> None:
+def test_a_flipped_byte_is_an_error_or_changes_nothing(good: bytes, tmp_path: Path) -> None:
     """A file that is cut is always an error."""
-    raw = bytearray(good)
-    for at, mask in flips:
-        raw[int(at * len(raw))] ^= mask
-    path = tmp_path / "good.pt"
-    path.write_bytes(good[: int(length * len(good))])
-    with pytest.raises(ArtifactError):
-        read_torch_file(path)
+    path, random = tmp_path / "good.pt", Random(0)
     path.write_bytes(good)
     before = view(path)
-    path.write_bytes(raw)
-    try:
-        after = view(path)
-    except ArtifactError:
-        return
-    assert after == before
+    for _ in range(300):
+        raw = bytearray(good)
+        raw[random.randrange(len(raw))] ^= random.choice([1, 16, random.randrange(1, 256)])
+        path.write_bytes(raw)
+        with suppress(ArtifactError):
+            assert view(path) == before
+        path.write_bytes(good[: random.randrange(len(good))])
+        with pytest.raises(ArtifactError):
+            read_torch_file(path)

@@ -29,7 +29,7 @@ from tasks.weights.files.header import read_header
 from tasks.weights.files.reader import index_of, is_plain_name
 from tasks.weights.files.side_files import entry_problem
 from tasks.weights.pickled.archive import read_archive
-from tasks.weights.pickled.tensors import TensorRef, TorchFile, nested_in, read_torch_file
+from tasks.weights.pickled.tensors import TensorRef, nested_in, read_torch_file
 
 MAX_ENTRIES = 50_000
 """Most files and folders that are listed."""
@@ -327,8 +327,7 @@ def _pickle(path: Path, name: str, into: Weights) -> dict[str, StoredTensor]:
         raise ArtifactError(
             f"{path}: {record.nbytes} bytes of pickle, at most {MAX_PICKLE_BYTES} are read"
         )
-    file = read_torch_file(path)
-    content: Any = file.content
+    content = read_torch_file(path)
     if not isinstance(content, dict):
         raise ArtifactError(f"{path}: contains a {type(content).__name__}, not a state dict")
     key = nested_in(content)
@@ -339,13 +338,13 @@ def _pickle(path: Path, name: str, into: Weights) -> dict[str, StoredTensor]:
         str(key) for key, value in content.items() if not isinstance(value, TensorRef)
     )
     return {
-        str(key): _info(file, name, value)
+        str(key): _info(name, value)
         for key, value in content.items()
         if isinstance(value, TensorRef)
     }
 
 
-def _info(file: TorchFile, name: str, ref: TensorRef) -> StoredTensor:
+def _info(name: str, ref: TensorRef) -> StoredTensor:
     nbytes = ref.numel * ITEM_BITS[ref.dtype] // 8
-    start = file.extent(ref).start if ref.contiguous else -1
+    start = ref.extent().start if ref.contiguous else -1
     return StoredTensor(name, ref.shape, ref.dtype, start, nbytes)

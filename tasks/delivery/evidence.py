@@ -236,7 +236,7 @@ def _arguments(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
     try:
-        kwargs = _fields(read_torch_file(path).content).get("model_init_kwargs")
+        kwargs = _fields(read_torch_file(path)).get("model_init_kwargs")
     except ArtifactError:
         return {}
     if not isinstance(kwargs, dict):

@@ -199,11 +199,10 @@ def _shards(root: Path, items: Sequence[_Item], findings: list[str]) -> dict[str
             if Path(item.file).name != item.file:
                 raise ArtifactError(f"{item.file}: not a plain file name")
             end = item.start + item.length
-            file = read_tensors(read_archive(root / item.file, item.start, end))
-            if not isinstance(file.content, TensorRef):
+            ref = read_tensors(read_archive(root / item.file, item.start, end))
+            if not isinstance(ref, TensorRef):
                 raise ArtifactError(f"{item.file}: no tensor at byte {item.start}")
-            shard = file.content, file.extent(file.content)
-            shards.setdefault(item.key, {})[item.offsets] = shard
+            shards.setdefault(item.key, {})[item.offsets] = ref, ref.extent()
         except ArtifactError as error:
             lost[item.file] = error.message
     findings += lost.values()

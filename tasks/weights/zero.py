@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -30,7 +30,7 @@ from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.dtypes import ITEM_BITS, casts, is_float, widened
 from tasks.weights.files.reader import weight_files
 from tasks.weights.files.source import Extent, FullTensor, FullTensors, Reader, part
-from tasks.weights.pickled.tensors import TensorRef, TorchFile, is_shape, read_torch_file
+from tasks.weights.pickled.tensors import TensorRef, is_shape, read_torch_file
 from tasks.weights.pickled.unpickler import Foreign
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -150,7 +150,7 @@ def _files(root: Path, findings: list[str]) -> tuple[dict[int, Path], dict[int, 
 class _Model:
     """Contents of a `*model_states.pt`; numbers are None if they are not stored."""
 
-    file: TorchFile
+    path: Path
     is_partition: bool  # one of ZeRO-3's, with placeholders for parameters
     module: Mapping[str, TensorRef]  # the state dict
     buffers: frozenset[str]
@@ -166,7 +166,7 @@ class _Model:
 class _Optim:
     """Contents of a `*optim_states.pt`: this rank's part of the fp32 weights."""
 
-    file: TorchFile
+    path: Path
     stage: int
     partitions: int  # of each group
     flat: tuple[TensorRef, ...]  # one 1-D tensor per group
@@ -187,8 +187,7 @@ def _read_all(
 
 
 def _read_model(path: Path) -> _Model:
-    file = read_torch_file(path)
-    raw = _dict(path, "the file", file.content)
+    raw = _dict(path, "the file", read_torch_file(path))
     is_parallel = _count(raw.get("mp_world_size")) not in (None, 1)
     if is_parallel or raw.get("autoep_layers") or not isinstance(raw.get("module"), dict):
         raise ArtifactError(f"{path}: not DeepSpeed's states of a module, or {_OTHER}")
@@ -199,7 +198,7 @@ def _read_model(path: Path) -> _Model:
     if len(set(map(id, groups or ()))) < len(groups or ()):
         raise ArtifactError(f"{path}: param_shapes holds one group twice")
     return _Model(
-        file=replace(file, content=None),  # frees the rest of the content
+        path=path,
         is_partition="zero_pp_rank" in path.name,
         module={
             name: value
@@ -221,8 +220,7 @@ def _read_model(path: Path) -> _Model:
 
 
 def _read_optim(path: Path) -> _Optim:
-    file = read_torch_file(path)
-    raw = _dict(path, "the file", file.content).get("optimizer_state_dict")
+    raw = _dict(path, "the file", read_torch_file(path)).get("optimizer_state_dict")
     raw = _dict(path, "optimizer_state_dict", raw)
     # BF16_Optimizer partitions like ZeRO-1 and does not store a stage.
     stage = _count(raw["zero_stage"]) if "zero_stage" in raw else 1
@@ -239,7 +237,7 @@ def _read_optim(path: Path) -> _Optim:
         raise ArtifactError(f"{path}: holds no fp32 weights: offloaded to NVMe, or stripped")
     paddings = raw.get("param_alignment_paddings")
     return _Optim(
-        file=replace(file, content=None),
+        path=path,
         stage=stage,
         partitions=partitions,
         flat=tuple(flat),
@@ -247,7 +245,7 @@ def _read_optim(path: Path) -> _Optim:
         paddings=tuple(group if isinstance(group, list | tuple) else () for group in paddings)
         if isinstance(paddings, list)
         else None,
-        step=_step(file, raw.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")),
+        step=_step(raw.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")),
     )
 
 
@@ -284,14 +282,14 @@ def _count(value: Any) -> int | None:
     return value if type(value) is int else None
 
 
-def _step(file: TorchFile, inner: Any) -> bytes | None:
+def _step(inner: Any) -> bytes | None:
     """Return the first step count in an optimizer's state, in whichever form it is stored."""
     state = inner.get("state") if isinstance(inner, dict) else inner
     entries = list(state.values()) if isinstance(state, dict) else state
     for entry in entries if isinstance(entries, list) else ():
         step = entry.get("step") if isinstance(entry, dict) else None
         if isinstance(step, TensorRef) and step.numel == 1:
-            with Reader([file.extent(step)]) as reader:
+            with Reader([step.extent()]) as reader:
                 return reader.read().tobytes()
         if isinstance(step, int | float):
             return str(step).encode()
@@ -318,7 +316,7 @@ def _rank_findings(
     world = ranks[0].partitions if ranks else first.world_size or len(models)
     due = [("optim", ranks)] * (not is_universal) + [("model", models)] * first.is_partition
     for kind, states in due:
-        numbers = {int(re.findall(r"rank_(\d+)", state.file.path.name)[0]) for state in states}
+        numbers = {int(re.findall(r"rank_(\d+)", state.path.name)[0]) for state in states}
         missing = next((rank for rank in range(world) if rank not in numbers), None)
         if missing is not None:
             yield f"{kind} states of {len(numbers)} ranks of {world}, absent: {missing}"
@@ -419,7 +417,7 @@ def _by_group(
         return {}
     located: dict[str, list[Extent]] = {}
     for index, shapes in enumerate(groups):
-        flat = [rank.file.extent(rank.flat[index]) for rank in ranks]
+        flat = [rank.flat[index].extent() for rank in ranks]
         pads: Sequence[Any] = [0] * len(shapes)
         if ranks[0].paddings is not None:
             pads = ranks[0].paddings[index] if index < len(ranks[0].paddings) else []
@@ -450,7 +448,7 @@ def _by_parameter(
     findings += [f"rank {n}: parameters need {need} elements, it has {sums[n]}" for n in wrong]
     if wrong:
         return {}
-    flats = [[rank.file.extent(ref) for ref in rank.flat] for rank in ranks]
+    flats = [[ref.extent() for ref in rank.flat] for rank in ranks]
     starts = accumulate(shares.values(), initial=0)
     located: dict[str, list[Extent]] = {}
     for (name, share), start in zip(shares.items(), starts, strict=False):
@@ -482,15 +480,15 @@ def _universal(zero: Path, first: _Model, findings: list[str]) -> dict[str, Full
             findings.append(f"{name}: no zero/{name}/fp32.pt")
             continue
         try:
-            file = read_torch_file(files[name])
-            ref = file.content.get("param") if isinstance(file.content, dict) else file.content
+            content = read_torch_file(files[name])
+            ref = content.get("param") if isinstance(content, dict) else content
             if not isinstance(ref, TensorRef) or ref.shape not in (shape, (prod(shape),)):
                 have = list(ref.shape) if isinstance(ref, TensorRef) else "no tensor"
                 findings.append(f"{files[name]}: {have}, the model's is {list(shape)}")
             elif not is_float(ref.dtype):
                 findings.append(f"{files[name]}: {ref.dtype} is not a float dtype")
             else:
-                tensors[name] = FullTensor(shape, ref.dtype, (file.extent(ref),))
+                tensors[name] = FullTensor(shape, ref.dtype, (ref.extent(),))
         except ArtifactError as error:
             findings.append(error.message)
     return tensors
@@ -514,7 +512,7 @@ def _untrained(
     for name in rest:  # ZeRO-1 does not list frozen parameters, but its module contains them
         ref = first.fragments.get(name) or first.module[name]
         try:
-            extents = (first.file.extent(ref),) if ref.numel else ()
+            extents = (ref.extent(),) if ref.numel else ()
             tensors[name] = FullTensor(ref.shape, ref.dtype, extents)
         except ArtifactError as error:
             findings.append(f"{name}: {error.message}")
@@ -531,8 +529,8 @@ def _frozen_fragments(models: Sequence[_Model], findings: list[str]) -> dict[str
             findings.append(f"{name}: frozen, {numel} elements; not a partition of it on each rank")
             continue
         extents = [
-            model.file.extent(ref, 0, own)
-            for number, (model, ref) in enumerate(zip(models, refs, strict=True))
+            ref.extent(0, own)
+            for number, ref in enumerate(refs)
             if (own := _own(numel, share, number))
         ]
         tensors[name] = FullTensor(shape, refs[0].dtype, tuple(extents))
@@ -555,7 +553,7 @@ def _disagreements(state: _Model, weights: Mapping[str, FullTensor]) -> Iterator
             yield f"{name}: shape {list(tensor.shape)}, in the module {list(ref.shape)}"
         elif ref.numel and casts(ref.dtype, "F32") and casts(tensor.dtype, "F32"):
             # Closed after each tensor: a universal checkpoint has one file per parameter.
-            with Reader(tensor.extents) as trained, Reader([state.file.extent(ref)]) as module:
+            with Reader(tensor.extents) as trained, Reader([ref.extent()]) as module:
                 fp32, stored = _ends(trained, tensor.dtype), _ends(module, ref.dtype)
             # NaN and infinity are ignored: other checks report values that are not finite.
             with np.errstate(invalid="ignore"):

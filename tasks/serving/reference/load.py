@@ -148,7 +148,7 @@ def wrapped_names(path: Path) -> int:
     """Return the number of tensors on disk whose names have a wrapper's prefix."""
     files, pickled = _stored(path)
     names = [name for file in files for name in read_header(file).tensors]
-    names += [name for file in pickled for name in read_torch_file(file).content]
+    names += [name for file in pickled for name in read_torch_file(file)]
     return sum(unwrap(name) != name or name.startswith(PEFT_PREFIX) for name in names)
 
 

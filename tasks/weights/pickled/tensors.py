@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.dtypes import ITEM_BITS, TORCH_NAMES
@@ -37,20 +37,20 @@ DTYPES = TORCH_NAMES | {
 _PLAIN = (Global("torch", "Tensor"), Global("torch.nn.parameter", "Parameter"))
 
 
-@dataclass(frozen=True)
-class Storage:
-    """Record that tensors are views of; `dtype` is None for an untyped storage."""
+class _Storage(NamedTuple):
+    """Bytes that tensors are views of; `dtype` is None for an untyped storage."""
 
-    record: str
-    dtype: str | None
+    start: int
     nbytes: int
+    dtype: str | None
 
 
 @dataclass(frozen=True)
 class TensorRef:
-    """Tensor in a file: a view of a storage; `start` and `stride` are in elements."""
+    """Tensor in a file: a view of the storage at byte `storage`; `start`, `stride` in elements."""
 
-    storage: Storage
+    path: Path
+    storage: int
     dtype: str
     start: int
     shape: tuple[int, ...]
@@ -71,45 +71,32 @@ class TensorRef:
             step *= size
         return True
 
-
-@dataclass(frozen=True)
-class TorchFile:
-    """One opened file.
-
-    Attributes:
-        path: path of the file.
-        content: the saved object: containers, numbers, strings, `TensorRef` for tensors and
-            `Foreign` for objects of any other class.
-    """
-
-    path: Path
-    content: Any
-    _archive: Archive
-
-    def extent(self, ref: TensorRef, start: int = 0, numel: int | None = None) -> Extent:
+    def extent(self, start: int = 0, numel: int | None = None) -> Extent:
         """Return the byte range of elements `[start, start + numel)` of the flattened tensor.
 
         Raises:
             ArtifactError: the tensor is not contiguous, or has fewer elements.
         """
-        numel = ref.numel - start if numel is None else numel
-        if not ref.contiguous:
+        numel = self.numel - start if numel is None else numel
+        if not self.contiguous:
             raise ArtifactError(
-                f"{self.path}: a tensor of shape {list(ref.shape)} was saved with strides "
-                f"{list(ref.stride)}: its elements are not in order",
+                f"{self.path}: a tensor of shape {list(self.shape)} was saved with strides "
+                f"{list(self.stride)}: its elements are not in order",
                 hint="save it again as tensor.contiguous()",
             )
-        if start < 0 or numel < 0 or start + numel > ref.numel:
+        if start < 0 or numel < 0 or start + numel > self.numel:
             raise ArtifactError(
-                f"{self.path}: elements {start} to {start + numel} of a tensor of {ref.numel}"
+                f"{self.path}: elements {start} to {start + numel} of a tensor of {self.numel}"
             )
-        item = ITEM_BITS[ref.dtype] // 8
-        at = self._archive.records[ref.storage.record].start
-        return Extent(self.path, at + (ref.start + start) * item, numel * item)
+        item = ITEM_BITS[self.dtype] // 8
+        return Extent(self.path, self.storage + (self.start + start) * item, numel * item)
 
 
-def read_torch_file(path: Path) -> TorchFile:
+def read_torch_file(path: Path) -> Any:
     """Read the object in a file of `torch.save`, without torch, tensor data, or running any code.
+
+    Returns containers, numbers, strings, a `TensorRef` for a tensor and a `Foreign` for an object
+    of any other class.
 
     Raises:
         ArtifactError: not such a file, damaged, or a tensor reaches beyond its storage.
@@ -117,20 +104,19 @@ def read_torch_file(path: Path) -> TorchFile:
     return read_tensors(read_archive(path))
 
 
-def read_tensors(archive: Archive) -> TorchFile:
+def read_tensors(archive: Archive) -> Any:
     """Read the object in an archive; see `read_torch_file`."""
     path = archive.path
     data = archive.read("data.pkl", MAX_PICKLE_BYTES)
     if "byteorder" in archive.records and archive.read("byteorder", 64) != b"little":
         raise ArtifactError(f"{path}: written on a big-endian machine")
     try:
-        content = run(data, persistent=partial(_storage, archive), reduce=_reduce)
+        return run(data, persistent=partial(_storage, archive), reduce=partial(_reduce, path))
     except PickleError as error:
         raise ArtifactError(f"{path}: not a usable torch file: {error}") from error
-    return TorchFile(path, content, archive)
 
 
-def _storage(archive: Archive, identity: Any) -> Storage | Foreign:
+def _storage(archive: Archive, identity: Any) -> _Storage | Foreign:
     """Return the storage of `("storage", class, record, device, number of elements)`."""
     if not (isinstance(identity, tuple) and len(identity) == 5 and identity[0] == "storage"):
         raise PickleError("a persistent id that is not a storage")
@@ -148,10 +134,10 @@ def _storage(archive: Archive, identity: Any) -> Storage | Foreign:
     nbytes = count * (ITEM_BITS[dtype] // 8 if dtype else 1)
     if nbytes != record.nbytes:
         raise PickleError(f"storage {key} needs {nbytes} bytes, its record has {record.nbytes}")
-    return Storage(f"data/{key}", dtype, nbytes)
+    return _Storage(record.start, nbytes, dtype)
 
 
-def _reduce(target: Global, args: tuple[Any, ...]) -> Any:
+def _reduce(path: Path, target: Global, args: tuple[Any, ...]) -> Any:
     """Return the object of a call, for the few functions that state dicts need."""
     known = target.path
     if known == "collections.OrderedDict" and not args:
@@ -159,33 +145,33 @@ def _reduce(target: Global, args: tuple[Any, ...]) -> Any:
     if known == "torch.Size" and len(args) == 1:
         return _sizes(args[0])
     # Optional last arguments say that values are negated or conjugated: not plain weights.
-    if known == "torch._utils._rebuild_tensor_v2" and len(args) >= 4:
-        return _tensor(args, None) if not any(args[6:]) else Foreign(known, args)
-    if known == "torch._utils._rebuild_tensor_v3" and len(args) >= 7:
-        return _tensor(args, args[6]) if not any(args[7:]) else Foreign(known, args)
+    if known == "torch._utils._rebuild_tensor_v2" and len(args) >= 4 and not any(args[6:]):
+        return _tensor(path, args, None)
+    if known == "torch._utils._rebuild_tensor_v3" and len(args) >= 7 and not any(args[7:]):
+        return _tensor(path, args, args[6])
     if known == "torch._tensor._rebuild_from_type_v2" and len(args) == 4:
         # A tensor with Python attributes: DeepSpeed adds some to its flat groups.
         function, kind, inner, _ = args
         if isinstance(function, Global) and isinstance(inner, tuple) and kind in _PLAIN:
-            return _reduce(function, inner) if function != target else Foreign(known, args)
+            return _reduce(path, function, inner) if function != target else Foreign(known, args)
     if known.startswith("torch._utils._rebuild_parameter") and args:
         return args[0]
     return Foreign(known, args)
 
 
-def _tensor(args: tuple[Any, ...], kind: Any) -> TensorRef | Foreign:
+def _tensor(path: Path, args: tuple[Any, ...], kind: Any) -> TensorRef | Foreign:
     storage, start, shape, stride = args[0], args[1], _sizes(args[2]), _sizes(args[3])
-    dtype = storage.dtype if isinstance(storage, Storage) else None
+    dtype = storage.dtype if isinstance(storage, _Storage) else None
     if isinstance(kind, Global):
         dtype = DTYPES.get(kind.name) if kind.module == "torch" else None
-    if not isinstance(storage, Storage) or dtype is None:
+    if not isinstance(storage, _Storage) or dtype is None:
         return Foreign("torch.Tensor")
     if not _is_size(start) or len(shape) != len(stride):
         raise PickleError("a tensor without offset, or with strides that do not match its shape")
-    ref = TensorRef(storage, dtype, start, shape, stride)
+    ref = TensorRef(path, storage.start, dtype, start, shape, stride)
     last = start + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     if ref.numel and (last + 1) * ITEM_BITS[dtype] // 8 > storage.nbytes:
-        raise PickleError(f"a tensor of shape {list(shape)} reaches beyond {storage.record}")
+        raise PickleError(f"a tensor of shape {list(shape)} reaches beyond its storage")
     return ref
 
 
@@ -211,20 +197,20 @@ def read_state(path: Path) -> FullTensors:
         ArtifactError: not written by torch.save, not a flat dictionary of tensors, or tensors
             without elements (ZeRO-3 leaves them if a model is saved without being gathered).
     """
-    file = read_torch_file(path)
-    if not isinstance(file.content, dict):
+    content = read_torch_file(path)
+    if not isinstance(content, dict):
         raise ArtifactError(
-            f"{path}: holds a {type(file.content).__name__}, not a state dict",
+            f"{path}: holds a {type(content).__name__}, not a state dict",
             hint="give the file that torch.save(model.state_dict(), path) wrote",
         )
-    if key := nested_in(file.content):
+    if key := nested_in(content):
         raise ArtifactError(
             f"{path}: a trainer's checkpoint, its state dict lies under the key {key!r}",
             hint=unnesting(path, key),
         )
     findings: list[str] = []
     tensors: dict[str, FullTensor] = {}
-    for name, value in file.content.items():
+    for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, TensorRef):
             findings.append(f"{name!r}: not a tensor")
         elif value.numel == 0:
@@ -232,10 +218,9 @@ def read_state(path: Path) -> FullTensors:
         elif not value.contiguous:
             findings.append(f"{name}: strides {list(value.stride)} of shape {list(value.shape)}")
         else:
-            tensors[name] = FullTensor(value.shape, value.dtype, (file.extent(value),))
-    if not file.content:
-        findings.append("it is empty")
-    if findings:
+            tensors[name] = FullTensor(value.shape, value.dtype, (value.extent(),))
+    if findings or not content:
+        findings = findings or ["it is empty"]
         raise ArtifactError(
             f"{path}: not a usable state dict: {first_and_more(findings)}",
             details=findings[:_SHOWN],

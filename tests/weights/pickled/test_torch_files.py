@@ -13,7 +13,7 @@ import torch
 
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.dtypes import torch_dtype
-from tasks.weights.pickled.tensors import TensorRef, TorchFile, read_state, read_torch_file
+from tasks.weights.pickled.tensors import TensorRef, read_state, read_torch_file
 
 GOOD: dict[str, Any] = {
     "weight": torch.randn(5, 3, generator=torch.Generator().manual_seed(1)),
@@ -34,8 +34,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
-def loaded(file: TorchFile, ref: TensorRef) -> torch.Tensor:
-    extent = file.extent(ref)
+def loaded(ref: TensorRef) -> torch.Tensor:
+    extent = ref.extent()
     raw = extent.path.read_bytes()[extent.start : extent.start + extent.nbytes]
     dtype = torch.uint16 if ref.dtype == "U16" else torch_dtype(ref.dtype)
     return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(ref.shape)
@@ -44,10 +44,10 @@ def loaded(file: TorchFile, ref: TensorRef) -> torch.Tensor:
 def test_tensors_equal_torchs(tmp_path: Path) -> None:
     for protocol in (2, 5):
         torch.save(GOOD, tmp_path / "x.pt", pickle_protocol=protocol)
-        file = read_torch_file(tmp_path / "x.pt")
-        assert list(file.content) == list(GOOD)
+        content = read_torch_file(tmp_path / "x.pt")
+        assert list(content) == list(GOOD)
         for name, want in GOOD.items():
-            have = loaded(file, file.content[name])
+            have = loaded(content[name])
             assert (have.dtype, have.shape) == (want.dtype, want.shape)
             assert torch.equal(*(t.detach().view(-1).view(torch.uint8) for t in (have, want))), name
 
@@ -57,10 +57,10 @@ def test_files_beyond_4_gb(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     with torch.serialization.skip_data():  # sparse: only the table is written and read
         torch.save({"a": torch.empty(count), "b": torch.ones(3)}, path)
-    file = read_torch_file(path)
-    assert file.content["a"].shape == (count,)
-    assert file.extent(file.content["a"]).nbytes == 5 << 30
-    assert file.extent(file.content["b"]).start > 5 << 30
+    content = read_torch_file(path)
+    assert content["a"].shape == (count,)
+    assert content["a"].extent().nbytes == 5 << 30
+    assert content["b"].extent().start > 5 << 30
 
 
 class Attack:
@@ -76,7 +76,7 @@ class Attack:
 def test_code_is_never_run(tmp_path: Path) -> None:
     touched = tmp_path / "touched"
     torch.save({"weight": torch.ones(2), "evil": Attack(touched)}, tmp_path / "x.bin")
-    content = read_torch_file(tmp_path / "x.bin").content
+    content = read_torch_file(tmp_path / "x.bin")
     assert content["evil"].kind == "posix.system"
     assert isinstance(content["weight"], TensorRef)
     with pytest.raises(ArtifactError, match="'evil'"):
@@ -108,9 +108,9 @@ def test_other_objects_than_state_dicts_are_refused(tmp_path: Path) -> None:
 
 def view(path: Path) -> Any:
     """Return a file's contents and the byte ranges of its tensors."""
-    file = read_torch_file(path)
-    refs = {n: file.extent(v) for n, v in file.content.items() if isinstance(v, TensorRef)}
-    return repr(file.content), refs
+    content = read_torch_file(path)
+    refs = {n: v.extent() for n, v in content.items() if isinstance(v, TensorRef)}
+    return repr(content), refs
 
 
 def test_a_flipped_byte_is_an_error_or_changes_nothing(good: bytes, tmp_path: Path) -> None:

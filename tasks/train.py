@@ -46,7 +46,6 @@ def train(
     base_digest: str,
     settings: Settings,
     checkpoints: Path,
-    tokens: Path | None = None,
     reward: Path | None = None,
     rollout: Path | None = None,
     adapter: Path | None = None,
@@ -67,7 +66,6 @@ def train(
         base_digest: digest of the base, stored in `train.json`.
         settings: settings of training, see `Settings.from_sections`.
         checkpoints: directory of this run's checkpoints, outside of `out`; survives a failure.
-        tokens: folder of tokenised data that runs share; None for one of this run alone.
         reward: folder of the reward model of an online objective.
         rollout: folder that the rollout engine loads; None for the base.
         adapter: `adapter` artifact to train further; None for a new adapter.
@@ -101,7 +99,6 @@ def train(
         data=data.resolve(),
         out=out.resolve(),
         checkpoints=checkpoints.resolve(),
-        tokens=tokens.resolve() if tokens is not None else None,
         reward=reward.resolve() if reward is not None else None,
         rollout_base=rollout.resolve() if rollout is not None else None,
         adapter=adapter.resolve() if adapter is not None else None,

@@ -47,7 +47,6 @@ def train_stage(run: ChainRun, base: Artifact, data: Artifact) -> Artifact:
             "resume": run.settings["train"]["resume"],
             "max_truncated": run.settings["data"]["max_truncated"],
             "reward_url": run.settings["reward"]["url"],
-            "tokens": run.mechanism.store.parent / "cache" / "tokens",
             "log_path": run.log_path("train"),
             "leader": run.leader,
         },

@@ -132,7 +132,6 @@ class TrainJob:
         universal: the engines of that checkpoint in DeepSpeed's universal form, if the number of
             ranks has changed.
         identity: values that a checkpoint has to agree with, by dotted name.
-        tokens: folder of tokenised data that runs share.
         rollout_base: HF folder that the rollout engine loads; None: the base itself.
         reward: folder of the reward model that an earlier step of the chain trained.
         adapter: PEFT folder, with a tokenizer, that training continues; None: a new adapter.
@@ -148,7 +147,6 @@ class TrainJob:
     resume: Path | None = None
     universal: Path | None = None
     identity: Mapping[str, Any] = field(default_factory=dict)
-    tokens: Path | None = None
     rollout_base: Path | None = None
     reward: Path | None = None
     adapter: Path | None = None
@@ -158,11 +156,6 @@ class TrainJob:
     def side_files(self) -> Path:
         """Folder of the tokenizer and the generation config."""
         return self.base if self.adapter is None else self.adapter
-
-    @property
-    def token_folder(self) -> Path:
-        """Folder of tokenised data: shared by runs, or beside the checkpoints."""
-        return self.tokens if self.tokens is not None else self.checkpoints / "tokens"
 
     def write(self, path: Path) -> None:
         """Write the job as JSON, without secrets; see `REWARD_URL`."""
@@ -186,4 +179,4 @@ class TrainJob:
         )
 
 
-_OPTIONAL_PATHS = ("resume", "universal", "tokens", "rollout_base", "reward", "adapter")
+_OPTIONAL_PATHS = ("resume", "universal", "rollout_base", "reward", "adapter")

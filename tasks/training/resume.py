@@ -62,6 +62,7 @@ def begin(
     saved = choose(how, job.checkpoints, job.identity)
     if saved is None:
         checkpoint.forget_after(job.checkpoints, 0)
+        shutil.rmtree(job.checkpoints / "tokens", ignore_errors=True)
         return job, Progress()
     # Without ZeRO every rank has the whole optimizer state, so their number does not matter.
     settings = job.settings

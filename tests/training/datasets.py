@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,8 @@ def write(folder: Path, rows: list[Row], split: str = "train") -> Path:
 def job_for(folder: Path, base: Path, **changes: Any) -> TrainJob:
     batch = Batch(max_len=changes.pop("max_len", 64), **changes.pop("batch", {}))
     settings = Settings(batch=batch, **changes)
-    return TrainJob(settings, base, "", folder, folder / "out", folder / "ck",
-                    tokens=folder / "tokens")  # fmt: skip
+    checkpoints = Path(tempfile.mkdtemp(dir=folder))
+    return TrainJob(settings, base, "", folder, folder / "out", checkpoints)
 
 
 def load(job: TrainJob, roles: tuple[str, ...]) -> Examples:

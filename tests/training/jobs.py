@@ -33,7 +33,6 @@ class Wanted:
     settings: Settings
     base: str = "tied"
     data: str = "words"
-    record: bool = False
     resumes: str | None = None
 
 
@@ -186,7 +185,7 @@ def shared(name: str, sharing: int, nproc: int = 2) -> Wanted:
     """Return a job of `SHARED` whose rows are divided over `sharing` ranks."""
     wanted = SHARED[name]
     launch = replace(wanted.settings.launch, nproc=nproc, sequence_parallel=sharing)
-    return replace(wanted, settings=replace(wanted.settings, launch=launch), record=True)
+    return replace(wanted, settings=replace(wanted.settings, launch=launch))
 
 
 JOBS = {**STAGES, **REWARDS, **COURSES}
@@ -273,8 +272,6 @@ class Trained(Mapping[str, TrainJob]):
                 resume=before / "step-00000003" if before else None,
                 max_truncated=0.4,
             )
-            if job.record:
-                (launch / name / "record").touch()
         return jobs
 
     def __iter__(self) -> Iterator[str]:

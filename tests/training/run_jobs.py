@@ -3,8 +3,7 @@
 torchrun ... -m tests.training.run_jobs JOB.json ... [FOLDER]
 
 Importing DeepSpeed takes longer than all of these trainings. Beside `out`, a job gets the folder
-`start`: its trained tensors before the first step. A job with a file `record` there also gets
-`gradients.safetensors`, the full gradients of every step. FOLDER is for `engine_checks.py`.
+`start`: its trained tensors before the first step. FOLDER is for `engine_checks.py`.
 """
 
 from __future__ import annotations
@@ -18,42 +17,6 @@ from typing import Any
 
 from tasks.process.block_unused_imports import start_lean
 from tasks.training.job import TrainJob
-
-
-class Recorder:
-    """Writes what the tests compare beside a job's artifact."""
-
-    def __init__(self, job: TrainJob, ranks: Any) -> None:
-        self._folder = job.out.parent
-        self._ranks = ranks
-        self._gradients: dict[str, Any] = {}
-
-    def watch(self, engine: Any) -> Any:
-        """Write the tensors of a new engine; record its gradients."""
-        from deepspeed.utils import safe_get_full_grad
-
-        from tasks.training.engine.partitions import own_partitions, trainable, write_partitions
-
-        ranks = {"rank": self._ranks.rank, "world_size": self._ranks.world_size}
-        write_partitions(own_partitions(engine.module, **ranks), self._folder / "start", **ranks)
-        step = engine.step
-
-        def recorded_step(*args: Any, **kwargs: Any) -> Any:
-            if engine.is_gradient_accumulation_boundary():
-                for name, parameter in trainable(engine.module).items():
-                    gradient = safe_get_full_grad(parameter).float().clone()
-                    self._gradients[f"{engine.global_steps}.{name}"] = gradient
-            return step(*args, **kwargs)
-
-        if (self._folder / "record").exists():
-            engine.step = recorded_step
-        return engine
-
-    def save(self) -> None:
-        from safetensors.torch import save_file
-
-        if self._gradients and self._ranks.first:
-            save_file(self._gradients, self._folder / "gradients.safetensors")
 
 
 def accept_float16() -> None:
@@ -102,14 +65,19 @@ def train_one(ranks: Any, job: TrainJob) -> None:
 
 
 def train_recorded(ranks: Any, job: TrainJob) -> None:
-    """Train a job on data, and write what the tests compare."""
+    """Train a job on data, and write its tensors before the first step to `start`."""
     from tasks.training import run
-    from tasks.training.engine import deepspeed_engine
+    from tasks.training.engine.deepspeed_engine import start_engine
+    from tasks.training.engine.partitions import own_partitions, write_partitions
 
-    recorder = Recorder(job, ranks)
-    run.start_engine = lambda *args: recorder.watch(deepspeed_engine.start_engine(*args))
+    def recorded(*args: Any) -> Any:
+        engine = start_engine(*args)
+        which = {"rank": ranks.rank, "world_size": ranks.world_size}
+        write_partitions(own_partitions(engine.module, **which), job.out.parent / "start", **which)
+        return engine
+
+    run.start_engine = recorded
     run.train_with(ranks, job, time.time())
-    recorder.save()
 
 
 def main(arguments: list[str]) -> None:

@@ -14,8 +14,8 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.training.engine import checkpoint
 from tasks.training.engine.checkpoint import Best, Progress
-from tasks.training.job import Evaluate, Loss, TrainJob, Zero
-from tasks.training.resume import begin, choose, identity
+from tasks.training.job import Evaluate, Loss, Zero
+from tasks.training.resume import choose, identity
 from tasks.training.selection import direction, has_stopped, judge
 from tests.settings import Batch, Launch, Settings
 
@@ -173,39 +173,3 @@ class TestSelection:
         ]  # fmt: skip
         assert progress.best == Best(5, 1.0)
         assert [e["step"] for e in progress.evaluations] == [1, 2, 3, 4, 5]
-
-
-def test_the_best_checkpoint_outlives_a_resume(tmp_path: Path) -> None:
-    """With `max_ckpt_num=1` the best checkpoint is kept beside the newest one.
-
-    New checkpoints replace only the newest one, until there is a better one.
-    """
-    settings = Settings(save_steps=1, max_ckpt_num=1, evaluate=Evaluate(eval_steps=1))
-    job = TrainJob(settings, tmp_path, "b", tmp_path, tmp_path / "out", tmp_path / "checkpoints")
-    progress = Progress()
-    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
-        _save(job, progress, step, loss)
-    assert steps(job.checkpoints) == [2, 3]
-
-    job, progress = begin(job, "auto", to_universal=_refuse)
-    assert job.resume == job.checkpoints / checkpoint.name_of(3)
-    assert (progress.step, progress.best) == (3, Best(2, 1.0))
-    for step, loss, kept in ((4, 2.5, [2, 4]), (5, 1.5, [2, 5]), (6, 0.5, [6]), (7, 0.7, [6, 7])):
-        _save(job, progress, step, loss)
-        assert steps(job.checkpoints) == kept
-
-
-def _save(job: TrainJob, progress: Progress, step: int, loss: float) -> None:
-    """Save a checkpoint without tensors, as `loop.py` and `saving.py` do after a step."""
-    progress.step = step
-    judge(progress, {"loss": loss}, job.settings.evaluate, -1)
-    work = checkpoint.work_folder(job.checkpoints, step)
-    work.mkdir(parents=True)
-    identity = dict(job.identity)
-    checkpoint.publish(work, world_size=2, identity=identity, progress=progress)
-    keep = {progress.best.step} if progress.best else set()
-    checkpoint.prune(job.checkpoints, keep=keep, most=job.settings.max_ckpt_num)
-
-
-def _refuse(engine: Path, universal: Path) -> None:
-    raise AssertionError("the number of ranks is the same")

@@ -107,12 +107,12 @@ def test_truncated_rows_are_reported_and_ranks_tokenise_as_one(
     job = trained["full_zero3"]
     lines = (job.data / "train.jsonl").read_text().splitlines()
     words = [json.loads(line)["messages"][1]["content"] for line in lines]
-    alone = load(replace(job, tokens=tmp_path), ("text",))
+    alone = load(replace(job, checkpoints=tmp_path), ("text",))
     assert alone.lengths.max() == CUT_AT
-    (entry,) = tmp_path.iterdir()
+    entry = tmp_path / "tokens" / "train"
     notes = read_json(entry / "notes.json")
     assert notes["truncated"] == sum(len(word) == 6 for word in words) > 0
-    by_ranks = job.token_folder / entry.name
+    by_ranks = job.checkpoints / "tokens" / "train"
     for path in entry.iterdir():
         assert path.read_bytes() == (by_ranks / path.name).read_bytes(), path.name
 

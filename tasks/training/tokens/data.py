@@ -1,13 +1,11 @@
 """Load a split of the dataset artifact as tokenised examples, memory-mapped by every rank.
 
-Runs share tokenised splits. The folder's name is the digest of everything that determines its
-bytes: the split's file, the tokenizer and its template, the settings, and the code. It appears by
-one rename, so that runs can make the same split at the same time.
+Each rank tokenises a range of rows; the joined arrays lie beside the run's checkpoints, where a
+resumed run finds them.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -20,7 +18,6 @@ import numpy as np
 from tasks.core.disk import flush_tree
 from tasks.core.errors import ConfigError, DataError
 from tasks.core.events import emit
-from tasks.pipeline.source_digest import source_digest
 from tasks.serving.prompts import stop_ids
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
@@ -37,7 +34,7 @@ from tasks.training.tokens.rows import Drafts
 from tasks.training.tokens.truncation import SPLIT, Rule, Tally, refuse_truncated
 
 TRAIN = "train"
-NOTES = "notes.json"
+TOKENS, NOTES = "tokens", "notes.json"
 CHUNK = 128
 """Rows tokenised in one call."""
 
@@ -47,8 +44,7 @@ def load_split(
 ) -> Examples:
     """Read, render and tokenise one split, each rank a part of it. Emits the event "data".
 
-    If the split was tokenised before, with the same data, tokenizer and settings, it is only mapped
-    and the event says `cached`. All ranks take part.
+    In a resumed run it is only mapped, and the event says `cached`. All ranks take part.
 
     Raises:
         ConfigError: the objective cannot learn from rows of this kind, or `train.on_overlong=split`
@@ -69,19 +65,15 @@ def load_split(
             f"the tokenizer of {job.side_files} has no chat template to render them",
             hint="data.chat_template=<Jinja file>",
         )
-    ends = stop_ids(job.side_files, tokenizer.eos_token_id)
-    folder = job.token_folder / ranks.on_first(
-        lambda: _digest(
-            source_digest(), drafts.digest(), tokenizer_digest(tokenizer), ends, roles,
-            job.settings.mask, batch.max_len, batch.on_overlong,
-            job.settings.seed if len(roles) > 1 else None,
-        )
-    )  # fmt: skip
+    folder = job.checkpoints / TOKENS / split
     cached = ranks.on_first(folder.is_dir)
     if not cached:
-        encoder = TextEncoder(tokenizer) if drafts.texts else Encoder(tokenizer, frozenset(ends))
+        encoder: Any = TextEncoder(tokenizer)
+        if not drafts.texts:
+            ends = stop_ids(job.side_files, tokenizer.eos_token_id)
+            encoder = Encoder(tokenizer, frozenset(ends))
         share = _Share(drafts, encoder, Rule(batch.max_len, batch.on_overlong))
-        _tokenise(folder, share, ranks, staged=job.checkpoints / f"tokens-{split}")
+        _tokenise(folder, share, ranks)
     drafts.close()
     notes = json.loads((folder / NOTES).read_text())
     if ranks.first:
@@ -120,8 +112,9 @@ class _Share:
                 yield from self.rule.examples(Example(draft.name, tokens, draft.values), tally)
 
 
-def _tokenise(folder: Path, share: _Share, ranks: Ranks, *, staged: Path) -> None:
-    """Tokenise a split on all ranks, each a range of neighbouring rows, and publish it."""
+def _tokenise(folder: Path, share: _Share, ranks: Ranks) -> None:
+    """Tokenise a split on all ranks, each a range of neighbouring rows; one rename shows it."""
+    staged = folder.with_name(f".{folder.name}")
     if ranks.first:
         shutil.rmtree(staged, ignore_errors=True)
         (staged / "whole").mkdir(parents=True)
@@ -151,12 +144,7 @@ def _tokenise(folder: Path, share: _Share, ranks: Ranks, *, staged: Path) -> Non
         (whole / NOTES).write_text(json.dumps(tally.counts(share.rule.max_len)) + "\n")
         flush_tree(whole)
         if problem is None:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                whole.rename(folder)
-            except OSError:  # another run has published the same bytes meanwhile
-                if not folder.is_dir():
-                    raise
+            whole.rename(folder)
     problem = ranks.all_objects(problem)[0]
     if ranks.first:
         shutil.rmtree(staged, ignore_errors=True)
@@ -173,16 +161,3 @@ def _mixed_values(values: np.ndarray[Any, Any], source: str) -> DataError | None
                 hint="data.margin_key=<column> for all rows, or null",
             )
     return None
-
-
-def tokenizer_digest(tokenizer: Any) -> str:
-    """Return a digest of everything that determines a tokenizer's output."""
-    fast = tokenizer.is_fast
-    core = tokenizer.backend_tokenizer.to_str() if fast else tokenizer.get_vocab()
-    more = (tokenizer.chat_template, tokenizer.special_tokens_map, tokenizer.init_kwargs)
-    return _digest(type(tokenizer).__name__, core, *more[: 2 if fast else 3])
-
-
-def _digest(*parts: Any) -> str:
-    text = json.dumps(parts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]

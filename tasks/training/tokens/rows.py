@@ -12,7 +12,6 @@ labelled       text, mismatched   the last answer; `mismatched` is the prompt wi
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,11 +57,6 @@ class RowFile:
         if not isinstance(row, dict) or "id" not in row:
             raise DataError(f"{self.path}:{number + 1}: not a row of a dataset: no id")
         return row
-
-    def digest(self) -> str:
-        """Return the SHA-256 of the file."""
-        self._file.seek(0)
-        return hashlib.file_digest(self._file, "sha256").hexdigest()
 
     def close(self) -> None:
         """Close the file."""

@@ -285,12 +285,10 @@ def _pretrain(
 
 def _source(data: Data, entry: Mapping[str, Any], *, key: str) -> Source:
     """Return the source of an entry of `data.sources`, or of `data.path` or `data.name`."""
-    kind = entry.get("kind") or data.kind
+    kind, name = entry.get("kind") or data.kind, entry["path"]
     if kind not in (*FILE_KINDS, HUB):
-        raise DataError(
-            f"data.kind={kind} is not known", hint=f"data={'|'.join((TOY, *FILE_KINDS, HUB))}"
-        )
-    name, split = entry["path"], entry.get("split") or "train"
+        known = "|".join((TOY, *FILE_KINDS, HUB))
+        raise DataError(f"data.kind={kind} is not known", hint=f"data={known}")
     if not name:
         wanted = "data.name=<owner/name>" if kind == HUB else f"{key}=<file>"
         raise DataError(f"data={kind} needs {wanted.partition('=')[0]}", hint=wanted)
@@ -298,7 +296,7 @@ def _source(data: Data, entry: Mapping[str, Any], *, key: str) -> Source:
         existing_file(name, key=key)
     return Source(
         name=str(name),
-        open=lambda: read_rows(kind, name, split=split),
+        open=lambda: read_rows(kind, name, split=entry.get("split") or "train"),
         columns=_columns(data, entry),
         probability=entry.get("probability"),
         max_samples=entry.get("max_samples"),

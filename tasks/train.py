@@ -59,17 +59,10 @@ def train(
 ) -> StageReport:
     """Train a model; every rank writes its partitions to `out`.
 
+    Arguments not named here are those of `TrainJob`.
+
     Args:
         out: existing empty directory for the `shards` artifact.
-        base: HF folder of the base model.
-        data: dataset artifact (`train.jsonl`, `heldout.jsonl`).
-        base_digest: digest of the base, stored in `train.json`.
-        settings: settings of training, see `Settings.from_sections`.
-        checkpoints: directory of this run's checkpoints, outside of `out`; survives a failure.
-        reward: folder of the reward model of an online objective.
-        rollout: folder that the rollout engine loads; None for the base.
-        adapter: `adapter` artifact to train further; None for a new adapter.
-        max_truncated: share of the training rows that may be cut.
         reward_url: `reward.url` with its login and tokens, which `settings` lacks.
         log: gets the ranks' output.
         log_path: file for the ranks' whole output.

@@ -27,14 +27,9 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Source:
-    """One source of rows.
+    """One source of rows; `open` returns them from the start, once for every pass.
 
-    Attributes:
-        name: file or `datasets` id, for messages and counts.
-        open: returns its rows from the start; called once for every pass.
-        columns: names of its columns.
-        probability: probability that a row comes from this source; None to read sources in order.
-        max_samples: maximum number of rows in one pass.
+    Without a `probability` sources are read in order. `max_samples` limits the rows of one pass.
     """
 
     name: str

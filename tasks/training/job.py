@@ -123,12 +123,9 @@ class TrainJob:
 
     Attributes:
         settings: what to train and how.
-        base: HF folder of the base model.
-        base_digest: digest of the base.
         data: dataset artifact.
         out: folder of the `shards` artifact.
-        checkpoints: folder of this run's checkpoints.
-        resume: checkpoint to resume from.
+        checkpoints: folder of this run's checkpoints, from one of which it may `resume`.
         universal: the engines of that checkpoint in DeepSpeed's universal form, if the number of
             ranks has changed.
         identity: values that a checkpoint has to agree with, by dotted name.

@@ -27,15 +27,7 @@ a millionth of what it was, and the loss scale is not the problem."""
 
 @dataclass(frozen=True)
 class Trainer:
-    """A training run and its progress.
-
-    Attributes:
-        passes: forward passes of the engine under the objective.
-        job: settings and paths of the run.
-        examples: training examples.
-        heldout: evaluation examples.
-        progress: updated by every step and evaluation.
-    """
+    """A training run; steps and evaluations change `progress`."""
 
     passes: Passes
     job: TrainJob

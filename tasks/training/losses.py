@@ -68,12 +68,8 @@ def reward(
     """Return the mean over pairs of -log sigmoid(chosen - rejected - margin), in nats.
 
     Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155, eq. 1. A row's value `margin` is
-    added to the margin of its pair.
-
-    Args:
-        margin: margin of every pair.
-        center: weight of mean((chosen + rejected)^2), which keeps scores around zero (Eisenstein
-            et al. 2023, arXiv:2312.09244, eq. 2).
+    added to the margin of its pair; `center` weighs mean((chosen + rejected)^2), which keeps scores
+    around zero (Eisenstein et al. 2023, arXiv:2312.09244, eq. 2).
     """
     assert output.scores is not None
     chosen, rejected = output.scores.view(-1, 2).unbind(dim=1)
@@ -106,17 +102,13 @@ def dpo(
 ) -> Loss:
     """Return the mean over pairs of a loss of d, the log-ratio of the chosen minus the rejected.
 
+    -log sigmoid(beta d) for `kind=sigmoid`; (d' - 1 / (2 beta))^2 for `ipo`, where d' is the
+    difference of the log-ratios per token.
+
     Rafailov et al. 2023, arXiv:2305.18290, eq. 7; label smoothing (cDPO) Mitchell 2023. As TRL, and
     other than their papers: IPO takes means per token (Azar et al. 2023, arXiv:2310.12036, eq. 17:
     sums of a response), and the NLL is a mean over the chosen tokens of the step (Pang et al. 2024,
     arXiv:2404.19733, eq. 1: a mean over pairs, each divided by its own length).
-
-    Args:
-        kind: `sigmoid` is -log sigmoid(beta * d); `ipo` is (d' - 1 / (2 beta))^2, where d' is the
-            difference of the log-ratios per token.
-        beta: strength of the pull towards the reference.
-        label_smoothing: assumed share of pairs with wrong labels, at least 0 and below 0.5.
-        nll: weight of the mean cross-entropy over all chosen tokens; long answers weigh more.
     """
     assert output.logprobs is not None
     assert output.reference is not None
@@ -146,11 +138,6 @@ def simpo(
     """Return the mean of -log sigmoid(beta * (difference of mean log-probabilities) - gamma).
 
     Meng et al. 2024, arXiv:2405.14734, eq. 6.
-
-    Args:
-        beta: scale of the rewards, 2.0 to 10.0 in the paper.
-        gamma: target margin between the rewards of the chosen and the rejected answer.
-        nll: weight of the mean cross-entropy per token of the chosen answers (CPO-SimPO).
     """
     assert output.logprobs is not None
     sums = row.sums(output.logprobs)
@@ -193,12 +180,6 @@ def kto(
     the KL divergence of the policy from the reference: the mean log-ratio, over the whole step, of
     answers to the prompts of other examples (role `mismatched`). It is at least 0 and has no
     gradient. Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8.
-
-    Args:
-        beta: strength of the pull towards the reference.
-        desirable_weight: weight of the desirable examples.
-        undesirable_weight: weight of the undesirable examples. The sums of both weights over the
-            examples should differ by at most a factor of 4/3 (sec. 4.2).
     """
     assert output.logprobs is not None
     assert output.reference is not None
@@ -297,10 +278,6 @@ OBJECTIVES = {
 
 def objective(name: str, options: Mapping[str, Any]) -> Objective:
     """Return an objective with its options set.
-
-    Args:
-        name: `train.objective`.
-        options: section `train.loss`; an option that is None keeps its default.
 
     Raises:
         ConfigError: unknown name, an option that the objective does not have, or its value.

@@ -36,11 +36,7 @@ FOLDER = "reference"
 class Passes:
     """Forward passes over packed rows. Under ZeRO-3 all ranks have to make equally many.
 
-    Attributes:
-        engine: the DeepSpeed engine.
-        ranks: the process group.
-        objective: the loss.
-        router: weight of the router loss in training; 0 for none.
+    `router` is the weight of the router loss in training; 0 for none.
     """
 
     engine: Any

@@ -69,7 +69,7 @@ def begin(
     moved = saved.world_size != settings.world_size and settings.zero.stage > 0
     if moved:
         _require_convertible(saved, settings)
-    _bring_best(saved, job)
+    _require_best(saved, job)
     checkpoint.forget_after(job.checkpoints, saved.progress.step)
     job = replace(job, resume=saved.path)
     if moved:
@@ -165,22 +165,16 @@ def _require_convertible(saved: Checkpoint, settings: Settings) -> None:
         )
 
 
-def _bring_best(saved: Checkpoint, job: TrainJob) -> None:
-    """Copy the best checkpoint from the folder that is resumed to this run's own."""
+def _require_best(saved: Checkpoint, job: TrainJob) -> None:
+    """Refuse `train.keep=best` if the best checkpoint so far is not among this run's own."""
     best = saved.progress.best
-    if best is None or saved.path.parent == job.checkpoints:
-        return
-    source = saved.path.with_name(checkpoint.name_of(best.step))
-    if source.is_dir():
-        work = checkpoint.work_folder(job.checkpoints, best.step)
-        shutil.rmtree(work, ignore_errors=True)
-        shutil.copytree(source, work)
-        checkpoint.reveal(work)
-    elif job.settings.evaluate.keep == "best":
-        raise ConfigError(
-            f"train.keep=best, and the best checkpoint so far does not exist: {source}",
-            hint=f"train.keep=last; {_AGAIN}",
-        )
+    if job.settings.evaluate.keep == "best" and best and best.step != saved.progress.step:
+        path = job.checkpoints / checkpoint.name_of(best.step)
+        if not path.is_dir():
+            raise ConfigError(
+                f"train.keep=best, and the best checkpoint so far does not exist: {path}",
+                hint=f"copy it there; train.keep=last; {_AGAIN}",
+            )
 
 
 def _required(path: Path) -> Path:

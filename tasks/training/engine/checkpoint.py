@@ -105,14 +105,9 @@ def work_folder(root: Path, step: int) -> Path:
 
 
 def publish(work: Path, *, world_size: int, identity: dict[str, Any], progress: Progress) -> Path:
-    """Write `state.json` and make the checkpoint visible; return its folder."""
+    """Write `state.json` and make the checkpoint visible, replacing one of the same step."""
     document = {"world_size": world_size, "identity": identity, "progress": asdict(progress)}
     (work / STATE).write_text(json.dumps(document) + "\n")
-    return reveal(work)
-
-
-def reveal(work: Path) -> Path:
-    """Make a complete checkpoint visible, replacing one of the same step; return its folder."""
     final = work.with_name(work.name.removeprefix(".").removesuffix(".tmp"))
     flush_tree(work)
     shutil.rmtree(final, ignore_errors=True)

@@ -155,7 +155,7 @@ def _require_convertible(saved: Checkpoint, settings: Settings) -> None:
     problem = ""
     if optimizer != "adamw":
         problem = f"the states of train.optimizer={optimizer} cannot be converted"
-    elif settings.evaluate.keep == "best" and best and best.step != saved.progress.step:
+    elif settings.evaluate.keep == "best" and best:
         problem = "the best checkpoint so far, which train.keep=best needs, is not converted"
     if problem:
         raise ConfigError(

@@ -15,9 +15,9 @@ from tasks.core.errors import ArtifactError, ConfigError
 from tasks.training.engine import checkpoint
 from tasks.training.engine.checkpoint import Best, Progress
 from tasks.training.job import Evaluate, Loss, Zero
-from tasks.training.resume import choose, identity
+from tasks.training.resume import begin, choose, identity
 from tasks.training.selection import direction, has_stopped, judge
-from tests.settings import Batch, Launch, Settings
+from tests.settings import Batch, Launch, Optim, Settings
 
 WANTED = {"base": "b", "data": "d", "seed": 0}
 
@@ -117,6 +117,29 @@ class TestChoose:
         with pytest.raises(ConfigError) as caught:
             choose("auto", tmp_path, {**WANTED, "data": "e", "peft.rank": 8})
         assert [line.partition(":")[0] for line in caught.value.details] == ["data", "peft.rank"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "best", "problem"),
+    [
+        ({"evaluate": Evaluate(eval_steps=1, keep="best")}, Best(1, 0.5), "keep=best"),
+        ({"optim": Optim(optimizer="adamw_8bit")}, None, "adamw_8bit"),
+        ({}, Best(1, 0.5), ""),
+    ],
+)
+def test_another_number_of_ranks_takes_only_states_that_can_be_converted(
+    tmp_path: Path, changes: dict[str, Any], best: Best | None, problem: str
+) -> None:
+    settings = Settings(zero=Zero(2), launch=Launch(nproc=1), **changes)
+    job = TrainJob(settings, tmp_path, "b", tmp_path, tmp_path / "out", tmp_path / "checkpoints")
+    make(job.checkpoints, 1, identity={}, progress=Progress(1, best=best))
+    converted: list[Path] = []
+    if problem:
+        with pytest.raises(ConfigError, match=problem):
+            begin(job, "auto", to_universal=lambda *paths: converted.extend(paths))
+    else:
+        job, _ = begin(job, "auto", to_universal=lambda *paths: converted.extend(paths))
+        assert converted == [job.resume, job.universal]
 
 
 class TestIdentity:

@@ -14,7 +14,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.training.engine import checkpoint
 from tasks.training.engine.checkpoint import Best, Progress
-from tasks.training.job import Evaluate, Loss, Zero
+from tasks.training.job import Evaluate, Loss, TrainJob, Zero
 from tasks.training.resume import begin, choose, identity
 from tasks.training.selection import direction, has_stopped, judge
 from tests.settings import Batch, Launch, Optim, Settings

@@ -19,6 +19,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,77 +85,21 @@ def legacy(last: bytes, *, magic: bytes = b"") -> bytes:
 
 
 PAYLOAD = "__import__('os').system('whoami')"
-CALLS = """
- GHSA-4r9r-ch6f-vxmx torch.utils.bottleneck.__main__ run_cprofile
- GHSA-86cj-95qr-2p4f torch._dynamo.guards GuardBuilder.get
- GHSA-f4x7-rfwp-v3xw torch.fx.experimental.symbolic_shapes ShapeEnv.evaluate_guards_expression
- GHSA-f745-w6jp-hpxx torch.utils.collect_env run
- GHSA-jhph-76pp-mggw torch.utils.collect_env run_and_read_all
- GHSA-h3qp-7fh3-f8h4 torch.utils.data.datapipes.utils.decoder basichandlers
- GHSA-vr7h-p6mm-wpmh torch.jit.unsupported_tensor_ops execWrapper
- GHSA-vv6j-3g6g-2pvj torch.utils._config_module ConfigModule.load_config
- GHSA-5qwp-399c-mjwf trace Trace.run
- GHSA-g344-hcph-8vgg trace Trace.runctx
- GHSA-x696-vm39-cp64 profile Profile.run
- GHSA-6vqj-c2q5-j97w profile Profile.runctx
- GHSA-f54q-57x4-jg88 lib2to3.pgen2.grammar Grammar.loads
- GHSA-3vg9-h568-4w9m idlelib.debugobj ObjectTreeItem.SetText
- GHSA-6w4w-5w54-rjvr idlelib.autocomplete AutoComplete.get_entity
- GHSA-7cq8-mj8x-j263 idlelib.autocomplete AutoComplete.fetch_completions
- GHSA-cj3c-v495-4xqh code InteractiveInterpreter.runcode
- GHSA-8r4j-24qv-fmq9 idlelib.calltip Calltip.fetch_tip
- GHSA-9xph-j2h6-g47v idlelib.calltip get_entity
- GHSA-4whj-rm5r-c2v8 torch.utils.bottleneck.__main__ run_autograd_prof
- GHSA-xp4f-hrf8-rxw7 ensurepip _run_pip
- GHSA-p9w7-82w4-7q8m lib2to3.pgen2.pgen ParserGenerator.make_label
- GHSA-vvpj-8cmc-gx39 pkgutil resolve_name
- GHSA-m869-42cg-3xwr idlelib.run Executive.runcode
- GHSA-j343-8v2j-ff7w idlelib.pyshell ModifiedInterpreter.runcommand
- GHSA-3gf5-cxq9-w223 idlelib.pyshell ModifiedInterpreter.runcode
- GHSA-fqq6-7vqf-w3fg doctest debug_script
- GHSA-9w88-8rmg-7g2p cProfile runctx
- GHSA-49gj-c84q-6qm9 cProfile run
- GHSA-7wx9-6375-f5wh profile run
- GHSA-q77w-mwjj-7mqx asyncio.unix_events _UnixSubprocessTransport._start
- GHSA-m273-6v24-x4m4 distutils.file_util write_file
- GHSA-4675-36f9-wf6r ctypes CDLL
- GHSA-vqmv-47xg-9wpr pty spawn
- GHSA-r8g5-cgf2-4m4m numpy.f2py.crackfortran getlincoef
- GHSA-g38g-8gr9-h9xp-uuid uuid _get_command_stdout
- GHSA-g38g-8gr9-h9xp-osx-support _osx_support _read_output
- GHSA-g38g-8gr9-h9xp-aix-support _aix_support _read_cmd_output
- GHSA-g38g-8gr9-h9xp-imaplib imaplib IMAP4_stream
- GHSA-g38g-8gr9-h9xp-pyrepl-pager _pyrepl.pager pipe_pager
- GHSA-g38g-8gr9-h9xp-test test.support.script_helper assert_python_ok
- io_FileIO _io FileIO
- urllib_request_urlopen urllib.request urlopen
- logging_FileHandler logging FileHandler
- malicious1 builtins eval
- malicious2 posix system
- malicious4 requests.api get
- malicious5 aiohttp.client ClientSession
- malicious7 socket create_connection
- malicious8 subprocess run
- malicious9 sys exit
- malicious13 pickle loads
- malicious14 runpy _run_code
- malicious15 bdb Bdb.run
- malicious16 pip main
- malicious17 torch._inductor.codecache compile_file
- malicious18 pydoc pipepager
- malicious20 venv create
- malicious21 timeit timeit
- malicious22 numpy.testing._private.utils runstring
-"""
-"""picklescan's (and modelscan's) files that are one call: file, module, name."""
+
+
+def _single_calls(source: str, argument: str) -> Iterator[tuple[str, str, bytes]]:
+    """Yield the files of a corpus that are one call, as `calls.txt` lists them."""
+    for line in Path(__file__).with_name("calls.txt").read_text().splitlines():
+        if line.startswith(f"{source} "):
+            _, module, qualified, case = line.split(maxsplit=3)
+            yield case, "x.pkl", program(reduce(module, qualified, argument))
+
 
 _GETS = b"Vos\np2\n0Vsystem\np3\n0Vtorch\np0\n0VLongStorage\np1\n0g2\ng3\n\x93(Vcat flag.txt\ntR."
 
 
 def of_picklescan() -> Iterator[tuple[str, str, bytes]]:
-    for line in CALLS.split("\n")[1:-1]:
-        file, module, qualified = line.split()
-        yield file, "x.pkl", program(reduce(module, qualified, PAYLOAD))
+    yield from _single_calls("picklescan", PAYLOAD)
     call = program(reduce("builtins", "eval", "print('456')"))
     data = (
         b"c__builtin__\nglobals\n(tRp100\n0c__builtin__\ncompile\n(S'x=1'\nS''\nS'exec'\ntRp101\n0"
@@ -238,24 +183,7 @@ def of_fickling() -> Iterator[tuple[str, str, bytes]]:
         reduce("marshal", "loads", code), b"\x94", name("types", "FunctionType"), b"h\x00}\x86R)R"
     )
     yield "GHSA-565g marshal, types", "x.pkl", data
-    for case, module, qualified in (
-        ("GHSA-wfq2 runpy", "runpy", "run_path"), ("GHSA-p523 cProfile", "cProfile", "run"),
-        ("GHSA-5hvc pydoc", "pydoc", "locate"),
-        ("GHSA-q5qq code", "code", "InteractiveInterpreter"),
-        ("GHSA-q5qq multiprocessing", "multiprocessing.util", "spawnv_passfds"),
-        ("smtplib", "smtplib", "SMTP"), ("imaplib", "imaplib", "IMAP4"),
-        ("ftplib", "ftplib", "FTP"),
-        ("poplib", "poplib", "POP3"), ("telnetlib", "telnetlib", "Telnet"),
-        ("nntplib", "nntplib", "NNTP"), ("GHSA-5hwf uuid", "uuid", "_get_command_stdout"),
-        ("GHSA-5hwf aix", "_aix_support", "_read_cmd_output"),
-        ("GHSA-5hwf osx", "_osx_support", "_find_build_tool"),
-        ("GHSA-6ggj _interpreters", "_interpreters", "create"),
-        ("GHSA-6ggj _xxsubinterpreters", "_xxsubinterpreters", "create"),
-        ("remove_hook", "fickling.hook", "remove_hook"),
-        ("deactivate_safe_ml", "fickling.hook", "deactivate_safe_ml_environment"),
-        ("GHSA-f7qq asyncio", "asyncio.unix_events", "_UnixSubprocessTransport._start"),
-    ):  # fmt: skip
-        yield case, "x.pkl", program(reduce(module, qualified, "x"))
+    yield from _single_calls("fickling", "x")
     yield "GHSA-5j3x dotted name", "x.pkl", program(name("pathlib", "os.system"), b")R")
     yield "GHSA-cffv ast.parse, no call", "x.pkl", program(name("ast", "parse"))
     data = program(b"(", name("smtplib", "SMTP"), text("127.0.0.1"), b"o0N")

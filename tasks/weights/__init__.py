@@ -8,14 +8,14 @@
     execute(plan, sources, out)                # streamed, with a hash for every tensor
     recompute(plan, sources, merged)           # sampled rows in fp64, by other code
 
-files/, deepspeed/, pickled/, quantized/  sources of tensors
-distributed.py, shards.py                 checkpoints of torch.distributed; partitions of our ranks
+files/, pickled/, quantized/              sources of tensors
+zero.py, distributed.py, shards.py        checkpoints of DeepSpeed, torch.distributed, our ranks
 lora.py, lora_config.py, pairing.py       PEFT adapters: changes, settings, pairing with a model
 model.py, model_class.py, mapping.py      a model in memory, and its tensors on disk
 plan.py, merge.py, gather.py, validate.py  plans of output tensors, checked from headers alone
 heads.py, head_plans.py                   value and reward heads: find, split, merge, convert
 tokens/                                   tokenizer, vocabulary, chat template
-execute/, native/, proof/                 run a plan with bounded memory; compare the result
+execute/, native/, proof.py               run a plan with bounded memory; compare the result
 
 Imports no trainer, no Prefect and no MLflow; torch only where numbers are computed.
 """

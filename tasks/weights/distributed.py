@@ -41,11 +41,7 @@ class DistributedCheckpoint(FullTensors):
 
 
 def find_root(folder: Path) -> Path:
-    """Return the folder of the model's table: `folder`, or one within it that is no optimizer's.
-
-    Raises:
-        ArtifactError: there is none, or there are several.
-    """
+    """Return the folder of the model's table: `folder`, or one within it that is no optimizer's."""
     if (folder / METADATA).is_file():
         return folder
     inside = sorted(path.parent for path in folder.glob(f"*/{METADATA}"))
@@ -61,9 +57,8 @@ def find_root(folder: Path) -> Path:
 def read_distributed(folder: Path) -> DistributedCheckpoint:
     """Open a checkpoint; only the table and the shards' headers are read.
 
-    Raises:
-        ArtifactError: the table is damaged, shards are missing, cut short or of another size, or
-            tensors are split along another axis than the first. Lists every finding.
+    Raises ArtifactError with all findings: missing or damaged shards, tensors that are split along
+    another axis than the first.
     """
     root = find_root(folder)
     shapes, items = _table(root / METADATA)

@@ -87,11 +87,7 @@ def separate(detected: Detected, *, dtype: str, perform: Perform = perform) -> P
     """Plan the model to serve from a full model with a head: a reward model, or a policy.
 
     A `v_head` whose purpose the files do not tell counts as a value head. `dtype` is the torch name
-    of the facts' dtype; tensors keep their own.
-
-    Raises:
-        ContractError: no usable head, or a critic's.
-        ArtifactError: the family has no class for sequence classification.
+    of the facts' dtype; tensors keep their own. Raises ContractError: no usable head, a critic's.
     """
     head, folder = detected.require(), detected.folder
     if head.role == "value":
@@ -184,10 +180,8 @@ def reward_facts(
     """Return the class name of a reward model of a family, and its facts with one label.
 
     Imports transformers; call it through `tasks.weights.execute.worker`. `config` is the
-    config.json of any model of the family, `disk` has the shape of every tensor by key.
-
-    Raises:
-        ArtifactError: the family has no such class, or config.json describes no usable model.
+    config.json of any model of the family, `disk` has the shape of every tensor by key. Raises
+    ArtifactError if the family has no such class.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -216,10 +210,6 @@ def reward_base(
 
     The LM head is left out. A head that the base does not have is a placeholder, to be replaced by
     the adapter's.
-
-    Raises:
-        ContractError: config.json of the base has no hidden_size.
-        ArtifactError: the family has no class for rewards.
     """
     hidden = hidden_size(config)
     if hidden is None:
@@ -250,11 +240,7 @@ def merged_reward(
 
     A base that is a reward model itself keeps its head; with another, the adapter has the full head
     (`modules_to_save`). Without `normalisation`, that of a config.json beside the adapter counts
-    (OpenRLHF), or else that of `config`, the base's.
-
-    Raises:
-        ContractError: no head, or a finding of `plan_merge`.
-        ArtifactError: the family has no class for rewards.
+    (OpenRLHF), or else that of `config`, the base's. Raises ContractError if there is no head.
     """
     tensors, name, facts = reward_base(base, config, dtype, perform)
     changed = changes([(adapter, 1.0)], facts)
@@ -282,11 +268,8 @@ def merged_reward(
 def write_value_head(detected: Detected, out: Path) -> tuple[str, ...]:
     """Write `value_head.safetensors`, which TRL and LLaMA-Factory read, and `value_head.json`.
 
-    Returns the keys of its tensors; their bytes are those of the source.
-
-    Raises:
-        ContractError: no usable head, or NaN or infinity in it.
-        ArtifactError: the files cannot be read or written, or differ from the source's manifest.
+    Returns the keys of its tensors; their bytes are those of the source. Raises ContractError for
+    a head with NaN or infinity.
     """
     head, folder = detected.require(), detected.folder
     names = dict(zip(KEYS, head.sources, strict=False))

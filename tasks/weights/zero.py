@@ -69,12 +69,9 @@ class ZeroCheckpoint(FullTensors):
 def read_zero(folder: Path) -> ZeroCheckpoint:
     """Open a checkpoint of ZeRO-0 to 3 or a universal one; only the files' tables are read.
 
-    `folder` is that which `save_checkpoint` wrote to, or that of one step in it.
-
-    Raises:
-        ArtifactError: ranks are missing, files are of several steps, sizes do not add up,
-            parameters have no data or no elements, or training used another kind of parallelism.
-            Lists every finding.
+    `folder` is that which `save_checkpoint` wrote to, or that of one step in it. Raises
+    ArtifactError with all findings: missing ranks, mixed steps, sizes that do not add up, empty
+    tensors, another kind of parallelism.
     """
     root = find_step(folder)
     findings: list[str] = []
@@ -99,11 +96,7 @@ def read_zero(folder: Path) -> ZeroCheckpoint:
 
 
 def find_step(folder: Path) -> Path:
-    """Return the folder of a step: `folder`, the one that `latest` names, or the only one.
-
-    Raises:
-        ArtifactError: there is no step, or several and `latest` names none.
-    """
+    """Return the folder of a step: `folder`, the one that `latest` names, or the only one."""
     if weight_files(folder, "*_model_states.pt"):
         return folder
     steps = sorted({path.parent.name for path in weight_files(folder, "*/*_model_states.pt")})

@@ -1,7 +1,7 @@
 """Files of a checkpoint: headers, indexes, tensor sources. Loads no tensor as a whole.
 
 source        `Source`: tensors as ranges of files; `Reader` reads ranges
-reader        `read_checkpoint`: a folder of safetensors files; `header` reads one file's
+reader        `read_checkpoint`: a folder of weight files; `header` reads one safetensors file's
 folder        `inspect_checkpoint`: the files of a Hugging Face model and their problems
 dtypes        names, sizes, NaN and zeros, casts
 documents     JSON files with a limit on their size, and our manifests

@@ -26,12 +26,7 @@ _DAMAGED = "give an intact copy of the folder; without its manifest.json it is t
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Raises:
-        ArtifactError: the file is missing, too large, not JSON, not a JSON object, or a link that
-            leads out of its folder.
-    """
+    """Read a JSON object from a file. Raises ArtifactError, also for a link out of its folder."""
     try:
         raw = parse_json(_content(path, MAX_BYTES))
     except ValueError as error:
@@ -73,8 +68,7 @@ def optional_json(path: Path) -> dict[str, Any]:
 def read_manifest(root: Path) -> dict[str, Any]:
     """Return our manifest of a folder; empty if there is none, or another tool wrote the file.
 
-    Raises:
-        ArtifactError: it cannot be read or is damaged, so the folder's bytes cannot be checked.
+    Raises ArtifactError if it is damaged, since the folder's bytes cannot be checked then.
     """
     path = root / MANIFEST
     try:

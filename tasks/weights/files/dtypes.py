@@ -133,9 +133,8 @@ def cast(
 ) -> NDArray[np.uint8]:
     """Cast the bytes of a tensor between bf16, fp16 and fp32, bit for bit as torch does on a CPU.
 
-    Rounds to nearest, ties to even; numbers too large for `target` become infinite. A NaN stays a
-    NaN, but its payload may differ from torch's, which depends on the NaN's place in a vector.
-    `out` is a buffer for the result, of its exact size; None allocates one.
+    A NaN stays a NaN, but its payload may differ from torch's, which depends on the NaN's place in
+    a vector. `out` is a buffer for the result, of its exact size; None allocates one.
     """
     words = raw.view(_WORDS[source])
     result = np.empty(words.size, _WORDS[target]) if out is None else out.view(_WORDS[target])

@@ -29,9 +29,6 @@ def base_mismatch(
 
     The most reliable record decides: `digest` of the base artifact, which is looked up in `store`,
     the root folder of our artifacts, or else `name` of the base or its folder, as PEFT recorded it.
-
-    Raises:
-        ArtifactError: a folder has no checkpoint.
     """
     manifest = read_manifest(base)
     if digest and manifest:
@@ -82,9 +79,6 @@ def sample(folder: Path) -> str:
 
     Two checkpoints of one architecture differ nearly everywhere. A change between the samples is
     not noticed.
-
-    Raises:
-        ArtifactError: the folder has no checkpoint.
     """
     digest = hashlib.sha256()
     source = open_model(folder)

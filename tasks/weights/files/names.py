@@ -60,10 +60,7 @@ def live_to_peft(name: str, adapter: str = "default") -> str:
     """Return the PEFT file key of a trainable parameter of a live PEFT model.
 
     Covers LoRA factors (of linear layers, embeddings, experts), DoRA magnitudes, modules saved as
-    a whole, token rows, and biases, which keep the base's name.
-
-    Raises:
-        ContractError: the parameter belongs to no adapter, or to another one.
+    a whole, token rows, and biases, which keep the base's name. Raises ContractError for others.
     """
     plain = unwrap(name)
     for live, kept in _LIVE:
@@ -87,8 +84,7 @@ def parse_peft(key: str) -> LoraKey | None:
 def rename_all(names: Iterable[str], *, adapter: bool) -> dict[str, str]:
     """Map every live parameter name to its key in a PEFT file, or to the model's own name.
 
-    Raises:
-        ContractError: lists every name without a key, or with the key of another name.
+    Raises ContractError with every name that has no key, or the key of another name.
     """
     keys: dict[str, str] = {}
     owners: dict[str, str] = {}

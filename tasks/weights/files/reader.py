@@ -52,11 +52,8 @@ class Checkpoint(FullTensors):
 def read_checkpoint(root: Path, stem: str = WEIGHTS, *, beside: Collection[str] = ()) -> Checkpoint:
     """Read the headers of a folder with `<stem>.safetensors`, or its index and the files it names.
 
-    Weight files in `beside` are not part of this checkpoint, and no finding.
-
-    Raises:
-        ArtifactError: lists every finding: no weights, missing or truncated files, an index that
-            disagrees with the files, stray weight files, paths that leave the folder.
+    Weight files in `beside` are not part of this checkpoint, and no finding. Raises ArtifactError
+    with all findings, also about stray weight files.
     """
     single = f"{stem}.safetensors"
     hint = f"expected {single}, or {index_of(single)} and its files"
@@ -131,10 +128,8 @@ def read_files(
 ) -> Tensors:
     """Return the tensors of a checkpoint's files, without prefixes of wrappers.
 
-    `single` is the name of the only file if there is no index, `read` opens a file.
-
-    Raises:
-        ArtifactError: lists every finding of `survey`, with this hint.
+    `single` is the name of the only file if there is no index, `read` opens a file. Raises
+    ArtifactError with all findings of `survey`, and this hint.
     """
     tensors, findings = survey(root, single, read, beside=beside)
     if findings:
@@ -149,10 +144,7 @@ def read_files(
 def survey(
     root: Path, single: str, read: Callable[[Path], Tensors], *, beside: Collection[str] = ()
 ) -> tuple[Tensors, list[str]]:
-    """Open the files of a checkpoint and compare them with its index, if it has one.
-
-    Returns the tensors, and one line for everything that is wrong.
-    """
+    """Return the tensors of a checkpoint's files, and a line for everything that is wrong."""
     findings: list[str] = []
     index = _read_index(root / index_of(single), findings)
     names = sorted(set(index.values())) if index is not None else [single]

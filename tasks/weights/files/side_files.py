@@ -36,8 +36,7 @@ CODE = ("*.py", "*.txt", "*.model", "*.tiktoken", "*.bpe")
 def side_files(folder: Path, patterns: Sequence[str] = TOKENIZER) -> list[Path]:
     """Return the files of a folder that may be copied beside weights, sorted.
 
-    Raises:
-        ArtifactError: an entry with such a name is not a file, or a link that leads elsewhere.
+    Raises ArtifactError if one is not a file, or a link that leads elsewhere.
     """
     names = sorted(entry.name for entry in os.scandir(folder)) if folder.is_dir() else []
     paths = [folder / name for name in names if any(fnmatchcase(name, p) for p in patterns)]

@@ -47,11 +47,7 @@ class Archive:
     records: Mapping[str, Record]
 
     def read(self, name: str, limit: int) -> bytes:
-        """Read one record and verify its checksum.
-
-        Raises:
-            ArtifactError: the record is absent, larger than `limit` bytes, cut short, or altered.
-        """
+        """Read a record of at most `limit` bytes and verify its checksum. Raises ArtifactError."""
         record = self.records.get(name)
         if record is None:
             raise ArtifactError(f"{self.path}: not written by torch.save: no record {name}")
@@ -68,9 +64,8 @@ class Archive:
 def read_archive(path: Path, start: int = 0, end: int | None = None) -> Archive:
     """Read and check the table of the zip file of `torch.save` between two bytes of a file.
 
-    Raises:
-        ArtifactError: not one zip file (cut short, or torch's format before 1.6), compressed or
-            encrypted records, or records that overlap or lie outside of the file.
+    Raises ArtifactError for anything else: a file that is cut short, torch's format before 1.6,
+    compressed records, or records that overlap.
     """
     with _opened(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -85,11 +80,7 @@ def read_archive(path: Path, start: int = 0, end: int | None = None) -> Archive:
 
 
 def read_archives(path: Path) -> list[Archive]:
-    """Read the tables of zip files that lie one after the other, as in FSDP's `.distcp` files.
-
-    Raises:
-        ArtifactError: as `read_archive`, or other data lies between them.
-    """
+    """Read the tables of zip files that lie one after the other, as in FSDP's `.distcp` files."""
     archives: list[Archive] = []
     with _opened(path) as file:
         _require_zip(path, file)

@@ -72,11 +72,7 @@ class TensorRef:
         return True
 
     def extent(self, start: int = 0, numel: int | None = None) -> Extent:
-        """Return the byte range of elements `[start, start + numel)` of the flattened tensor.
-
-        Raises:
-            ArtifactError: the tensor is not contiguous, or has fewer elements.
-        """
+        """Return the byte range of elements `[start, start + numel)`. Raises ArtifactError."""
         numel = self.numel - start if numel is None else numel
         if not self.contiguous:
             raise ArtifactError(
@@ -95,11 +91,8 @@ class TensorRef:
 def read_torch_file(path: Path) -> Any:
     """Read the object in a file of `torch.save`, without torch, tensor data, or running any code.
 
-    Returns containers, numbers, strings, a `TensorRef` for a tensor and a `Foreign` for an object
-    of any other class.
-
-    Raises:
-        ArtifactError: not such a file, damaged, or a tensor reaches beyond its storage.
+    It has a `TensorRef` for a tensor and a `Foreign` for an object of an unknown class. Raises
+    ArtifactError if the file is damaged or not torch's.
     """
     return read_tensors(read_archive(path))
 
@@ -191,11 +184,10 @@ def _is_size(value: Any) -> bool:
 
 
 def read_state(path: Path) -> FullTensors:
-    """Open a pickled state dict; runs none of its code and loads no tensor.
+    """Open a pickled state dict.
 
-    Raises:
-        ArtifactError: not written by torch.save, not a flat dictionary of tensors, or tensors
-            without elements (ZeRO-3 leaves them if a model is saved without being gathered).
+    Raises ArtifactError if it is not a flat dictionary of tensors, or tensors have no elements, as
+    ZeRO-3 leaves them if a model is saved without being gathered.
     """
     content = read_torch_file(path)
     if not isinstance(content, dict):
@@ -254,11 +246,7 @@ def is_pickled_model(root: Path) -> bool:
 def read_model(root: Path, *, beside: Collection[str] = ()) -> FullTensors:
     """Open a model in `pytorch_model.bin`, or in the files that its index names.
 
-    The caller reads the weight files in `beside` itself.
-
-    Raises:
-        ArtifactError: files are absent or outside of the folder, tensors are not where the index
-            says, or there are stray weight files. Lists every finding of every file.
+    The caller reads the weight files in `beside` itself. Raises ArtifactError with all findings.
     """
     hint = f"expected {MODEL}, or {index_of(MODEL)} and its files; or {_AGAIN}"
     return FullTensors(

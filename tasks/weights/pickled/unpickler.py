@@ -71,11 +71,7 @@ Reduce = Callable[[Global, tuple[Any, ...]], Any]
 
 
 def run(data: bytes, *, persistent: Callable[[Any], Any], reduce: Reduce) -> Any:
-    """Return the value that a pickle builds; `persistent` and `reduce` as of `Walker`.
-
-    Raises:
-        PickleError: the pickle is damaged or endless, or has no single value.
-    """
+    """Return the value that a pickle builds; arguments as of `Walker`. Raises PickleError."""
     walker = Walker(data, persistent=persistent, reduce=reduce)
     walker.walk(MAX_STEPS)
     if len(walker.stack) != 1 or walker.metastack or walker.at != len(data):
@@ -112,20 +108,11 @@ _Unpickler: Any = pickle._Unpickler  # has no annotations of what a subclass nee
 
 
 class Walker(_Unpickler):
-    """The instructions of one pickle up to its end, without those that could run code.
+    """The instructions of the pickle at an offset of `data`, without those that could run code.
 
-    Args:
-        data: bytes that contain the pickle.
-        at: offset of the pickle.
-        persistent: returns the object for a persistent id.
-        reduce: returns the object for a call of a `Global` with arguments; must not call it.
-
-    Attributes:
-        at: offset of the next byte.
-        names: the classes and functions that the pickle has named so far.
-        calls: number of calls so far: of functions, of classes, and of `__setstate__`.
-        steps: number of instructions so far.
-        blobs: the byte strings so far.
+    `persistent` returns the object for a persistent id, `reduce` that for a call of a `Global` with
+    arguments, which it must not call. `names`, `calls` (also of `__setstate__`), `steps` and byte
+    strings (`blobs`) are those so far, `at` is the offset of the next byte.
     """
 
     def __init__(
@@ -147,12 +134,7 @@ class Walker(_Unpickler):
         self.append = self.stack.append
 
     def walk(self, most: int) -> None:
-        """Follow the pickle up to its end; what it did until then is here in any case.
-
-        Raises:
-            DamagedError: Python's unpickler would stop there, too.
-            UnresolvedError: more than `most` instructions, or one whose effect cannot be told.
-        """
+        """Follow the pickle up to its end. Raises PickleError, also after `most` instructions."""
         try:
             while self.steps < most:
                 code = self.read(1)[0]
@@ -205,8 +187,7 @@ class Walker(_Unpickler):
     def load_binbytes8(self) -> None:
         self._blob("<Q")
 
-    def load_bytearray8(self) -> None:
-        self._blob("<Q")
+    load_bytearray8 = load_binbytes8
 
     def _decode_string(self, value: bytes) -> Any:
         """Return a string of Python 2."""
@@ -268,8 +249,7 @@ class Walker(_Unpickler):
         args, target = self.stack.pop(), self.stack.pop()
         self._call(target, args)
 
-    def load_newobj(self) -> None:
-        self.load_reduce()
+    load_newobj = load_reduce
 
     def load_newobj_ex(self) -> None:
         self.stack.pop()  # named arguments
@@ -305,8 +285,7 @@ class Walker(_Unpickler):
     def load_appends(self) -> None:
         self._extend(self.pop_mark())
 
-    def load_additems(self) -> None:
-        self._extend(self.pop_mark())
+    load_additems = load_appends
 
     def load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()

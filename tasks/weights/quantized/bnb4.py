@@ -183,16 +183,8 @@ def unpack(
 ) -> NDArray[np.uint8]:
     """Decode 4-bit values: level times the scale of the block, one fp32 product and one rounding.
 
-    Args:
-        packed: two elements per byte, the first in the high half.
-        scales: one per block of the flattened matrix.
-        count: number of elements.
-        dtype: dtype of the result (safetensors name).
-        kind: "nf4" or "fp4".
-        blocksize: elements per block; divides `_STEP`.
-
-    Returns:
-        the bytes of the elements.
+    `packed` has two elements per byte, the first in the high half, `scales` one number per block of
+    the flattened matrix. Returns the bytes of `count` elements of `dtype` (safetensors name).
     """
     byte, levels = np.arange(256), np.array(LEVELS[kind], np.float32)
     # A table of 256 words: the two fp32 values that each byte encodes.

@@ -110,10 +110,8 @@ def check_quantization(quantization: Mapping[str, Any]) -> None:
 def as_trained(weight: torch.Tensor, quantization: Mapping[str, Any]) -> torch.Tensor:
     """Quantize and dequantize one linear weight exactly as a 4-bit load by transformers does.
 
-    Args:
-        weight: shape (out, in), in the dtype in which training loaded the model.
-        quantization: `{"type": "nf4" | "fp4", "double_quant": bool, ...}` as in train.json; with
-            "turned" the weight is (in, out), like GPT-2's, and its transpose is quantized.
+    `weight` (out, in) has the dtype in which training loaded the model, `quantization` is as in
+    train.json; with "turned" the weight is (in, out), like GPT-2's, and its transpose is quantized.
     """
     import torch
     from bitsandbytes import functional

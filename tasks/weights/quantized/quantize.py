@@ -60,8 +60,8 @@ _SHOWN = 50
 def quantized_plan(plan: Plan, facts: Model, scheme: str) -> Plan:
     """Return the same plan with every linear layer in 8 bits.
 
-    Raises:
-        ContractError: the model has no linear layers, or layers that these formats do not support.
+    Raises ContractError for a model without linear layers, or with ones that these formats do not
+    support.
     """
     findings: list[str] = []
     if not facts.quantized:
@@ -98,10 +98,7 @@ def quantized_plan(plan: Plan, facts: Model, scheme: str) -> Plan:
 def quantized_size(nbytes: int, linear: int, convert: Mapping[str, Any]) -> int:
     """Return the size of a quantised model in bytes, about.
 
-    Args:
-        nbytes: size of the model in 16 bits.
-        linear: number of weights in its quantised layers.
-        convert: section `convert`.
+    `nbytes` is its size in 16 bits, `linear` the number of weights in its quantised layers.
     """
     scheme = convert["quantize"]
     if scheme.startswith(GGUF):  # embeddings and head, too
@@ -180,15 +177,10 @@ def _arguments(name: str) -> Any:
 
 
 def encode(encoding: Encoding, block: torch.Tensor) -> torch.Tensor:
-    """Quantize some rows of a matrix: return their 8-bit weights or their scales.
+    """Quantize some rows of a matrix in fp32, shape (rows, columns).
 
-    Args:
-        encoding: the scheme, and its part "weight" or "scale".
-        block: fp32, shape (rows, columns).
-
-    Returns:
-        Weights: int8 or float8_e4m3fn, shape (rows, columns). Scales: float32, shape (rows, 1);
-        the scale of a row with a NaN or an infinity is not finite.
+    Returns their weights, in int8 or float8_e4m3fn, or their scales in fp32, shape (rows, 1); the
+    scale of a row with a NaN or an infinity is not finite.
     """
     import torch
     from compressed_tensors.quantization.lifecycle.forward import quantize

@@ -61,9 +61,7 @@ Base = Checkpoint
 def read_base(root: Path) -> Checkpoint:
     """Read the headers of a full model's folder, stored plainly, in bitsandbytes' 4 bits or in fp8.
 
-    Raises:
-        ArtifactError: the weights are quantized in another way, config.json and the tensors
-            disagree, or packed matrices lack parts or have wrong ones. Lists every finding.
+    Raises ArtifactError with all findings: another quantization, matrices without their parts.
     """
     path = root / "config.json"
     config = read_json(path) if path.is_file() else {}
@@ -110,11 +108,7 @@ def read_base(root: Path) -> Checkpoint:
 
 
 def open_model(root: Path) -> Source:
-    """Open a full model, headers only: safetensors (plain or quantized) or `.bin` files.
-
-    Raises:
-        ArtifactError: lists every finding of `read_base` or `read_model`.
-    """
+    """Open a full model, headers only: safetensors (plain or quantized) or `.bin` files."""
     return read_model(root) if is_pickled_model(root) else read_base(root)
 
 

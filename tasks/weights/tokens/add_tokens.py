@@ -43,15 +43,8 @@ class Grown:
 def grow(folder: Path, tokens: Sequence[str], *, multiple: int = 1) -> Grown:
     """Add tokens to a model folder. Files that are links are replaced, never written through.
 
-    Args:
-        folder: folder with config.json, safetensors files and a tokenizer.
-        tokens: texts to add; each becomes one ordinary token, so decoded text shows it.
-        multiple: the number of rows becomes a multiple of this.
-
-    Raises:
-        ConfigError: the tokenizer already has one of the tokens.
-        ArtifactError: no embedding has `vocab_size` rows, or its dtype is not a float of 16 or 32
-            bits.
+    Each text becomes one ordinary token, so decoded text shows it; the number of rows becomes a
+    multiple of `multiple`. Raises ConfigError if the tokenizer already has one of the tokens.
     """
     config = read_json(folder / "config.json")
     before = int((config.get("text_config") or config)["vocab_size"])

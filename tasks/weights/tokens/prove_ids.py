@@ -77,10 +77,7 @@ def misread(folder: Path) -> str:
     """Return how transformers misreads the tokenizer.json of a folder; "" if it does not.
 
     Returns "" for folders without tokenizer.json, and if the tokenizer does not load: then nothing
-    is trained or served in silence.
-
-    Raises:
-        ArtifactError: the comparison itself failed.
+    is trained or served in silence. Raises ArtifactError if the comparison itself failed.
     """
     if not (folder / "tokenizer.json").is_file():
         return ""

@@ -60,12 +60,7 @@ def rendered(
 ) -> list[str]:
     """Return conversations as a template writes them; with `prompt`, up to the response.
 
-    Args:
-        tokens: values of `bos_token` and `eos_token`.
-
-    Raises:
-        TemplateError: it does not render.
-        TemplateLimitError: it exceeds a limit.
+    `tokens` has `bos_token` and `eos_token`. Raises TemplateError, TemplateLimitError.
     """
     if len(template) > MAX_CHARACTERS:
         raise TemplateLimitError(f"{len(template)} characters, at most {MAX_CHARACTERS} are read")

@@ -45,9 +45,8 @@ class TokenizerFacts:
 def read_tokenizer(folder: Path) -> TokenizerFacts:
     """Read a tokenizer folder.
 
-    Raises:
-        ArtifactError: no tokenizer.json, no EOS token, a special token without an id, or a chat
-            template that does not render.
+    Raises ArtifactError: no EOS token, a special token without an id, or a chat template that does
+    not render.
     """
     with _wrong_types_named(folder):
         document = read_json(folder / "tokenizer.json")
@@ -69,11 +68,7 @@ def read_tokenizer(folder: Path) -> TokenizerFacts:
 
 
 def token_ids(folder: Path) -> tuple[dict[str, tuple[str, int]], int]:
-    """Return text and id of the special tokens by role, and the highest id of the tokenizer.
-
-    Raises:
-        ArtifactError: a file cannot be read, or a special token has no id.
-    """
+    """Return text and id of the special tokens by role, and the highest id of the tokenizer."""
     with _wrong_types_named(folder):
         ids = _ids(folder, read_json(folder / "tokenizer.json"))
         return _special(folder, ids, _ROLES), max(ids.values())
@@ -124,9 +119,7 @@ def control_tokens(read: Callable[[str], Mapping[str, Any]]) -> tuple[str, ...]:
     """Return the texts that a tokenizer turns into special tokens or ends of responses, sorted.
 
     Single characters are left out: a tokenizer that pads with "!" reads it as every other does.
-
-    Args:
-        read: returns a JSON file of the model's folder by its name, {} if there is none.
+    `read` returns a JSON file of the model's folder by its name, {} if there is none.
     """
     settings, added = read("tokenizer_config.json"), _list(read("tokenizer.json"), "added_tokens")
     listed = settings.get("added_tokens_decoder")

@@ -142,8 +142,13 @@ def adapter(ask: Ask) -> None:
     engine, job, ranks, how = _policy(ask)
     probes = [[1, 2, 3]]
     with open_engine(job, how, ranks, engine=engine, ends=[1], probes=probes) as answering:
-        syncs = [answering.sync_weights() for _ in range(ask.times + 1)]
-    say(seconds=[sync.seconds for sync in syncs[1:]], nbytes=syncs[0].nbytes)
+        spent = []
+        for _ in range(ask.times + 1):
+            began = time.perf_counter()
+            answering.sync_weights()
+            spent.append(time.perf_counter() - began)
+    trained = (each for each in engine.module.parameters() if each.requires_grad)
+    say(seconds=spent[1:], nbytes=sum(each.numel() * each.element_size() for each in trained))
 
 
 def weights(ask: Ask) -> None:

@@ -84,10 +84,7 @@ def open_engine(
     ends: Sequence[int],
     probes: Sequence[Sequence[int]],
 ) -> Iterator[VllmEngine | ServerEngine]:
-    """Yield the rollout engine of section `rollout`, and close it afterwards. All ranks take part.
-
-    Raises ConfigError with every reason why vLLM cannot sample from this policy.
-    """
+    """Yield the rollout engine of section `rollout`, and close it afterwards, on all ranks."""
     kind = ServerEngine if rollout.engine == "server" else VllmEngine
     rollout_engine = kind(Policy(engine, job, ranks), rollout, ends=tuple(ends), probes=probes)
     try:

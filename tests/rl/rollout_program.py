@@ -146,7 +146,7 @@ def watch(bench: Bench) -> dict[str, Any]:
 def follow(bench: Bench, answering: Any, mine: Sequence[Request]) -> dict[str, Any]:
     """Sync, sample, change the policy without a sync, sync again."""
     seen: dict[str, Any] = {"unpublished": failure(lambda: answering.generate(mine))}
-    versions = [answering.sync_weights().version]
+    versions = [answering.sync_weights()]
     first = answering.generate(mine)
     seen["replies"] = _ids(first)
     seen["again"] = _ids(answering.generate(mine)) == _ids(first)
@@ -158,7 +158,7 @@ def follow(bench: Bench, answering: Any, mine: Sequence[Request]) -> dict[str, A
     bench.perturb(0.02)
     seen["stale"] = failure(lambda: answering.generate(mine))
     seen["stale_differs"] = bench.differs(first)
-    versions.append(answering.sync_weights().version)
+    versions.append(answering.sync_weights())
     seen["differs_after"] = bench.differs(answering.generate(mine))
     seen["behind"] = bench.behind(answering.generate(mine, greedy=True))
     return {**seen, "versions": versions}
@@ -191,7 +191,7 @@ def watch_servers(bench: Bench, answering: Any, mine: Sequence[Request]) -> dict
     seen: dict[str, Any] = {"mismatch": answering.mismatch}
     answering.start_ahead(mine)
     bench.perturb(0.02)
-    seen["next version"] = answering.sync_weights().version
+    seen["next version"] = answering.sync_weights()
     ahead = answering.generate(mine)
     seen["ahead"] = _ids(ahead) == _ids(before)
     seen["ahead of version"] = sorted({g.version for some in ahead for g in some})

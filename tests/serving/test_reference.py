@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
+import pickle
 import shutil
-import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tasks.core.errors import ArtifactError, StageProcessError
+from tasks.core.errors import ArtifactError
 from tasks.drift.fingerprint import Fingerprint, drift
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
+from tasks.serving.reference import child
 from tests.serving.models import CONVERSATIONS, END, load
 
 NF4 = {"type": "nf4", "double_quant": True, "compute_dtype": "bfloat16"}
@@ -59,16 +59,8 @@ def test_a_missing_tensor_is_refused_and_not_made_up(
         scorer.fingerprint(ModelRef(folder), trained / "fingerprint.fp", tmp_path / "x.fp")
 
 
-def die() -> None:
-    os.write(2, b"about to die\n")
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_crash_is_reported_and_the_next_request_starts_another_child(
-    scorer: ReferenceScorer,
-) -> None:
-    with pytest.raises(StageProcessError) as caught:
-        scorer.perform(die)
-    assert caught.value.returncode == -signal.SIGKILL
-    assert "about to die" in caught.value.details
-    assert scorer.perform(abs, -1) == 1
+def test_an_unexpected_error_is_reported_with_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "arguments.pickle").write_bytes(pickle.dumps((1, 0)))
+    reply = child.answer({"function": "operator:truediv", "folder": str(tmp_path)})
+    assert reply["crash"] == 1
+    assert reply["tail"][-1] == "ZeroDivisionError: division by zero"

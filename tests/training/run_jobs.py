@@ -91,7 +91,7 @@ def main(arguments: list[str]) -> None:
     jobs = [TrainJob.read(path) for path in paths if path.suffix == ".json"]
     ranks = {}
     for sharing in sorted({1, *(job.settings.launch.sequence_parallel for job in jobs)}):
-        ranks[sharing] = Ranks(timeout_s=120.0, sequence_parallel=sharing)
+        ranks[sharing] = Ranks(timeout_s=600.0, sequence_parallel=sharing)
     if any(job.settings.dtype == "float16" for job in jobs):
         accept_float16()
     for job in jobs:

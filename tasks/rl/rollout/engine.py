@@ -12,7 +12,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from tasks.core.errors import ConfigError
 from tasks.core.finding import Finding
 from tasks.rl.responses import Request
 from tasks.rl.settings import Rollout
@@ -23,15 +22,6 @@ _EMBEDDINGS = ("embed_tokens", "wte", "embed_in")
 _TABLES = (*_EMBEDDINGS, "lm_head", "embed_out")
 
 
-class SyncResult(NamedTuple):
-    """Result of one weight sync."""
-
-    version: int  # 1, 2, ...
-    tensors: int
-    nbytes: int
-    seconds: float
-
-
 class Engine(Protocol):
     """Samples responses. All ranks call every method together and in the same order."""
 
@@ -40,8 +30,8 @@ class Engine(Protocol):
         """Version of the policy that the engine samples from; 0: none."""
         ...
 
-    def sync_weights(self) -> SyncResult:
-        """Sync the policy's current weights to the engine, and prove it.
+    def sync_weights(self) -> int:
+        """Sync the policy's current weights to the engine, prove it, and return their version.
 
         Raises TrainingError for values that are not finite, or an engine that computes with other
         weights; ContractError for tensors that are not those of the configuration; ArtifactError if
@@ -55,7 +45,7 @@ class Engine(Protocol):
         """Sample responses to this rank's requests, `samples` for each, in order; or greedily.
 
         A rank may have none. Raises TrainingError if the policy has changed since the last sync, or
-        the engine failed or timed out; ConfigError for a prompt that is longer than the context.
+        the engine failed or timed out.
         """
         ...
 
@@ -104,13 +94,6 @@ def unservable(settings: Settings, rollout: Rollout) -> Iterator[Finding]:
         )
 
 
-def require_servable(settings: Settings, rollout: Rollout) -> None:
-    """Raise ConfigError with every reason why vLLM cannot sample from this policy, if any."""
-    problems = [str(problem) for problem in unservable(settings, rollout)]
-    if problems:
-        raise ConfigError(f"vLLM cannot sample from this policy: {problems[0]}", details=problems)
-
-
 def _targets(settings: Settings, names: tuple[str, ...]) -> list[str]:
     """Return the modules of these names that the adapter changes."""
     peft = settings.peft
@@ -132,14 +115,10 @@ def singles(requests: Iterable[Request], rollout: Rollout) -> list[Single]:
     made = []
     for request in requests:
         states = np.random.SeedSequence(request.seed).generate_state(request.samples, np.uint64)
-        limit, prompt = new_tokens(request, rollout), request.ids.tolist()
+        limit = rollout.max_new_tokens if request.limit is None else request.limit
+        prompt = request.ids.tolist()
         made += [Single(prompt, int(state >> np.uint64(1)), limit) for state in states]
     return made
-
-
-def new_tokens(request: Request, rollout: Rollout) -> int:
-    """Return the token limit of a request's responses."""
-    return rollout.max_new_tokens if request.limit is None else request.limit
 
 
 def by_request(
@@ -148,22 +127,3 @@ def by_request(
     """Split responses by the requests that they belong to; more than that are left out."""
     remaining = iter(responses)
     return [list(islice(remaining, request.samples)) for request in requests]
-
-
-def require_prompts_fit(requests: Sequence[Request], rollout: Rollout) -> None:
-    """Raise ConfigError for prompts that are empty or above `rollout.max_prompt_len`.
-
-    A request with a lower limit of new tokens may have a prompt that is longer by the difference:
-    later turns of an episode do.
-    """
-    context = rollout.max_prompt_len + rollout.max_new_tokens
-    lengths = [len(request.ids) for request in requests]
-    fits = [
-        0 < n <= context - new_tokens(r, rollout) for n, r in zip(lengths, requests, strict=True)
-    ]
-    if not all(fits):
-        raise ConfigError(
-            f"{fits.count(False)} prompts are empty or longer than rollout.max_prompt_len="
-            f"{rollout.max_prompt_len}; the longest has {max(lengths)} tokens",
-            hint=f"rollout.max_prompt_len={max(lengths)}",
-        )

@@ -7,23 +7,13 @@ vLLM 0.32 starts one engine with sleep mode per process.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TypeVar
 
-import torch
-
-from tasks.core.errors import ConfigError, PlumblineError, TrainingError
+from tasks.core.errors import PlumblineError, TrainingError
 from tasks.rl.responses import Request
-from tasks.rl.rollout.engine import (
-    SyncResult,
-    by_request,
-    require_prompts_fit,
-    require_servable,
-    singles,
-)
+from tasks.rl.rollout.engine import by_request, served_rank, singles
 from tasks.rl.rollout.merged import merged_tensors
 from tasks.rl.rollout.policy import Policy
 from tasks.rl.rollout.proof import Numbers, SyncProof
@@ -31,7 +21,6 @@ from tasks.rl.settings import Rollout
 from tasks.serving.vllm.colocation import Colocation, Generated, Sampling
 from tasks.serving.vllm.job import time_limit
 from tasks.serving.vllm.rollouts import Colocated
-from tasks.training.job import TrainJob
 from tasks.weights.model import Model, model_facts
 
 LOG = logging.getLogger("plumbline.rl")
@@ -53,7 +42,7 @@ class VllmEngine:
 
     An adapter is compared with vLLM's own tensors after each sync (`serving/vllm/loaded_adapter`),
     full weights by what the engine samples (`proof`), from at least one of `probes`. Raises
-    ConfigError if vLLM cannot sample from this policy, TrainingError if it does not start.
+    TrainingError if vLLM does not start.
     """
 
     def __init__(
@@ -81,21 +70,29 @@ class VllmEngine:
         """Version of the policy that the engine samples from."""
         return self._engine.version
 
-    def sync_weights(self) -> SyncResult:
+    def sync_weights(self) -> int:
         """Sync the policy's weights, see `engine.Engine`."""
-        began = time.perf_counter()
         version = self._policy.advance()
         self._engine.wake_weights()
-        tensors = self._send_adapter(version) if self._policy.as_adapter else self._send(version)
-        spent = time.perf_counter() - began
-        return SyncResult(version, tensors, self._policy.nbytes, spent)
+        if self._policy.as_adapter:
+            with self._policy.adapter_folder() as folder:
+                self._on_all(lambda: self._engine.load_adapter(folder, version))
+            return version
+        tensors = merged_tensors(self._policy.engine.module, self._facts)
+        self._on_all(lambda: self._engine.load_weights(tensors, version))
+        self._engine.wake()  # its KV cache only now, since gathered weights needed the memory
+        try:
+            self._proof.prove(version, self._policy, self)
+        except PlumblineError:
+            self._engine.version = 0
+            raise
+        return version
 
     def generate(
         self, requests: Sequence[Request], *, greedy: bool = False
     ) -> list[list[Generated]]:
         """Sample responses to this rank's requests, see `engine.Engine`."""
         self._policy.require_current(self.version)
-        require_prompts_fit(requests, self._rollout)
         together, before = self._group_requests(requests)
         asked = singles(together, self._rollout)
         prompts = [each.prompt for each in asked]
@@ -136,34 +133,6 @@ class VllmEngine:
         rank = self._policy.ranks.rank
         return TrainingError(f"rank {rank}: the rollout engine {what}: {reason}", hint=hint)
 
-    def _send_adapter(self, version: int) -> int:
-        """Send vLLM the policy's adapter; return the number of tensors."""
-        with self._policy.adapter_folder() as folder:
-            self._on_all(lambda: self._engine.load_adapter(folder, version))
-        return len(self._policy.parameters)
-
-    def _send(self, version: int) -> int:
-        """Send vLLM the policy's weights, and prove that it samples from them.
-
-        The KV cache is allocated again only afterwards, since gathered weights need its memory.
-        """
-        count = 0
-
-        def counted() -> Iterator[tuple[str, torch.Tensor]]:
-            nonlocal count
-            for key, tensor in merged_tensors(self._policy.engine.module, self._facts):
-                count += 1
-                yield key, tensor
-
-        self._on_all(lambda: self._engine.load_weights(counted(), version))
-        self._engine.wake()
-        try:
-            self._proof.prove(version, self._policy, self)
-        except PlumblineError:
-            self._engine.version = 0
-            raise
-        return count
-
     def _on_all(self, work: Callable[[], None]) -> None:
         """Do work on every rank; raise the first rank's error on all, so that none waits."""
         mine: PlumblineError | None = None
@@ -202,33 +171,20 @@ def engine_settings(
 ) -> tuple[Colocation, Sampling]:
     """Return the settings of a vLLM engine for a policy, inside a rank or in a server.
 
-    Raises ConfigError if vLLM cannot sample from this policy.
+    The preflight has checked that vLLM can sample from it.
     """
     settings = policy.job.settings
-    require_servable(settings, rollout)
     how = Colocation(
-        model=_folder(policy.job),
+        model=policy.job.rollout_base or policy.job.base,  # dequantised for a QLoRA policy
         dtype=settings.dtype,
         max_model_len=rollout.max_prompt_len + rollout.max_new_tokens,
         max_num_seqs=rollout.max_num_seqs,
         tensor_parallel=rollout.tensor_parallel,
         kv_cache_gib=rollout.kv_cache_gib,
         gpu_memory=rollout.gpu_memory,
-        adapter_rank=policy.largest_rank if policy.as_adapter else None,
+        adapter_rank=served_rank(settings) if policy.as_adapter else None,
         trust_remote_code=settings.trust_remote_code,
         timeout_s=rollout.timeout_s or time_limit([policy.job.base]),
     )
     limits = (rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
     return how, Sampling(*limits, ends)
-
-
-def _folder(job: TrainJob) -> Path:
-    """Return the folder that vLLM loads: the base, or a QLoRA policy's dequantised base."""
-    if job.rollout_base is not None:
-        return job.rollout_base
-    if job.settings.peft.kind == "qlora":
-        raise ConfigError(
-            "rollouts by vLLM need a QLoRA policy's dequantised base, and the job has none",
-            hint="flows/rlhf.py makes it in its stage rollout_base",
-        )
-    return job.base

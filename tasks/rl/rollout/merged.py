@@ -55,27 +55,24 @@ def merged_tensors(module: nn.Module, facts: Model) -> Iterator[tuple[str, torch
     require(judge(_contract(facts), yielded), stage="weight sync")
 
 
-def write_merged(module: nn.Module, facts: Model, folder: Path | None, *, base: Path) -> int:
-    """Write the policy as a checkpoint with the base's config.json; return the number of tensors.
+def write_merged(module: nn.Module, facts: Model, folder: Path | None, *, base: Path) -> None:
+    """Write the policy as a checkpoint with the base's config.json.
 
     All ranks take part; those without a folder write nothing. Errors are those of `merged_tensors`,
     and nothing must be loaded from the folder then.
     """
     shard: dict[str, torch.Tensor] = {}
-    count = files = 0
+    files = size = 0
     for key, tensor in merged_tensors(module, facts):
-        count += 1
         if folder is None:
             continue
-        shard[key] = tensor.cpu().clone().contiguous()
-        if sum(each.nbytes for each in shard.values()) > SHARD:
+        shard[key], size = tensor.cpu().clone().contiguous(), size + tensor.nbytes
+        if size > SHARD:
             save_file(shard, folder / f"model-{files:05d}.safetensors")
-            files, shard = files + 1, {}
+            files, size, shard = files + 1, 0, {}
     if folder is not None:
-        if shard:
-            save_file(shard, folder / f"model-{files:05d}.safetensors")
+        save_file(shard, folder / f"model-{files:05d}.safetensors")
         shutil.copy(base / "config.json", folder)
-    return count
 
 
 def disk_keys(facts: Model) -> Mapping[str, str]:

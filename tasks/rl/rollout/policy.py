@@ -136,15 +136,6 @@ class Policy:
             write_adapter_config(self.engine.module, folder)
 
     @property
-    def largest_rank(self) -> int:
-        """Largest rank of the adapter's layers."""
-        return max(
-            full_shape(parameter)[0]
-            for name, parameter in self.parameters.items()
-            if ".lora_A." in name
-        )
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the trained parameters."""
         return sum(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -22,7 +21,7 @@ from typing import Any
 from tasks.core.errors import PlumblineError, TrainingError
 from tasks.core.machine import gpu_count
 from tasks.rl.responses import Request
-from tasks.rl.rollout.engine import SyncResult, by_request, require_prompts_fit, singles
+from tasks.rl.rollout.engine import by_request, singles
 from tasks.rl.rollout.in_rank import engine_settings
 from tasks.rl.rollout.merged import write_merged
 from tasks.rl.rollout.policy import Policy, memory_folder
@@ -41,8 +40,8 @@ Everyone = Sequence[Sequence[Request]]
 class ServerEngine:
     """Rollout engine of vLLM servers, see `engine.Engine`; `probes` are prompts for the proof.
 
-    Raises ConfigError if vLLM cannot sample from this policy, or servers at `rollout.urls` cannot
-    be used; TrainingError if a server does not start.
+    Raises ConfigError if servers at `rollout.urls` cannot be used, TrainingError if one does not
+    start.
     """
 
     def __init__(
@@ -83,19 +82,18 @@ class ServerEngine:
         """Trainer-server log-prob difference at the last syncs, in nats per token."""
         return self._proof.mismatch
 
-    def sync_weights(self) -> SyncResult:
+    def sync_weights(self) -> int:
         """Sync the policy's weights and prove it, see `engine.Engine`."""
-        began = time.perf_counter()
         self.finish_ahead()
         version = self._policy.advance()
         self._version = 0
         folder = self._folder / self._named(version)
-        tensors = self._write(folder)
+        self._write(folder if self._ranks.first else None)
         self._ranks.on_first(lambda: self._fleet.publish(folder.name, folder))
         self._proof.prove(version, self._policy, self)
         self._version = version
         self._ranks.on_first(lambda: self._forget_all_but(folder))
-        return SyncResult(version, tensors, self._policy.nbytes, time.perf_counter() - began)
+        return version
 
     def generate(
         self, requests: Sequence[Request], *, greedy: bool = False
@@ -104,7 +102,6 @@ class ServerEngine:
 
         Requests that `start_ahead` began are only collected.
         """
-        require_prompts_fit(requests, self._rollout)
         everyone = self._ranks.all_objects(list(requests))
         if self._ahead is not None and not greedy and self._ahead[0] == _key(everyone):
             responses = self._ranks.on_first(self._collect_ahead)
@@ -133,7 +130,6 @@ class ServerEngine:
         sync.
         """
         self._policy.require_current(self._version)
-        require_prompts_fit(requests, self._rollout)
         everyone = self._ranks.all_objects(list(requests))
         first = self._ranks.first
         future = self._pool.submit(self._sample, everyone, False) if first else None
@@ -203,16 +199,15 @@ class ServerEngine:
     def _facts(self) -> Model:
         return model_facts(self._policy.job.base, self._policy.job.settings.dtype)
 
-    def _write(self, folder: Path) -> int:
-        """Write the policy; return the number of tensors. All ranks take part, rank 0 writes."""
-        target = folder if self._ranks.first else None
-        if target is not None:
-            target.mkdir(parents=True)
+    def _write(self, folder: Path | None) -> None:
+        """Write the policy to a folder; all ranks take part, those without one write nothing."""
+        if folder is not None:
+            folder.mkdir(parents=True)
         if self._policy.as_adapter:
-            self._policy.write_adapter(target)
-            return len(self._policy.parameters)
-        module, base = self._policy.engine.module, self._policy.job.base
-        return write_merged(module, self._facts, target, base=base)
+            self._policy.write_adapter(folder)
+        else:
+            module, base = self._policy.engine.module, self._policy.job.base
+            write_merged(module, self._facts, folder, base=base)
 
     def _sample(self, everyone: Everyone, greedy: bool) -> list[Generated]:
         requests = [request for of_rank in everyone for request in of_rank]

@@ -62,8 +62,7 @@ class Colocated:
     def load_adapter(self, folder: Path, version: int) -> None:
         """Replace the adapter by one from a PEFT folder, which may be deleted afterwards.
 
-        Raises ArtifactError if vLLM rejects it or holds another one afterwards, TrainingError if
-        the tensors in vLLM differ from these.
+        Raises ArtifactError if vLLM rejects it, TrainingError if the tensors in vLLM differ.
         """
         from vllm.lora.request import LoRARequest
 
@@ -74,12 +73,6 @@ class Colocated:
         request = LoRARequest(f"policy-{version}", version, str(folder))
         with _accepted(version):
             core.add_lora(request)
-        loaded = set(core.list_loras())
-        if loaded != {version}:
-            raise ArtifactError(
-                f"vLLM holds adapters {sorted(loaded)}, but version {version} of the policy was "
-                "synced"
-            )
         self._loaded.require_sent(folder, version)
         self._adapter = request
         self.version = version

@@ -17,23 +17,30 @@ so (`done`), after `rl.max_turns` responses, or when `rollout.max_new_tokens`, w
 tokens and observations, leaves no room for an observation and one more token. The environment gets
 every response, also one that the token limit cut off, so a long response never escapes its reward.
 
+After a response, the chat template writes the rest of the assistant's turn, the observation as the
+next message, and the generation prompt. These tokens are appended once; what was sampled stays as
+it was sampled and is never tokenised again. This equals the context of a served model only if the
+template does not rewrite earlier messages when a conversation goes on, so other templates are
+refused.
+
 Every rank samples equally many turns, since engines have collective calls: a rank without running
 episodes takes part with no requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
+from jinja2 import TemplateError
 from numpy.typing import NDArray
 
+from tasks.core.errors import ConfigError
 from tasks.rl.metrics import Clock
-from tasks.rl.observations import ObservationTokens
-from tasks.rl.prompts import request_seed
+from tasks.rl.prompts import render, request_seed
 from tasks.rl.responses import Prompt, Request, Response, Turn
 from tasks.rl.rewards import describe, error_details, is_finite_number, shortened
 from tasks.rl.rollout.engine import Engine
@@ -43,6 +50,9 @@ from tasks.training.engine.deepspeed_engine import Ranks
 
 NAME = "environment"
 """Name of its rewards among the parts."""
+REPLIES = ("ok-reply", "<think>\nhm\n</think>\n\nok-reply")
+"""Responses to try a template: some drop reasoning once the conversation goes on."""
+FIRST, SECOND = "first-observation", "second-observation"
 
 
 class Outcome(NamedTuple):
@@ -104,6 +114,56 @@ class EnvironmentProcess(UserCode):
     def _place(self, method: str, key: str, response: str | None = None) -> Place:
         prompt = self._prompts[key]
         return f"in {method} for {describe(prompt)}", error_details(prompt, response)
+
+
+@dataclass(frozen=True)
+class ObservationTokens:
+    """Renders observations."""
+
+    tokenizer: Any  # has a chat template
+    ends: Collection[int]  # ids that end a response
+    role: str = "user"  # role of observations, `rl.observation_role`
+
+    def require_stable(self, prompt: Prompt) -> None:
+        """Raise a ConfigError if the chat template cannot be used; needs one prompt to try it."""
+        try:
+            begin = self._render(prompt)
+            for reply in REPLIES:
+                once = self._render(prompt, reply, FIRST)
+                twice = self._render(prompt, reply, FIRST, reply, SECOND)
+                rest = once.removeprefix(begin)
+                blank = rest[: len(rest) - len(rest.lstrip())]
+                after = rest[len(blank) + len(reply) :].replace(FIRST, SECOND)
+                stays = once.startswith(begin + blank + reply)
+                if not stays or twice != once + blank + reply + after:
+                    raise self._refused(f"it rewrites earlier messages, as after {reply!r}")
+            self.of(prompt, "observation")
+        except TemplateError as error:
+            raise self._refused(f"it rejects a message of role {self.role!r}: {error}") from error
+
+    def of(self, prompt: Prompt, observation: str) -> NDArray[np.int32]:
+        """Return the (o,) int32 token ids between a response's end token and the next response."""
+        text = self._render(prompt, REPLIES[0], observation)
+        ids = np.asarray(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        start = len(prompt.ids)
+        ends = np.flatnonzero(np.isin(ids[start:], list(self.ends)))
+        if not np.array_equal(ids[:start], prompt.ids) or not len(ends):
+            raise self._refused(f"it changes the prompt, or ends no response with {self.ends}")
+        return ids[start + int(ends[0]) + 1 :]
+
+    def _render(self, prompt: Prompt, *turns: str) -> str:
+        """Render the prompt, then responses and observations in turn, and a generation prompt."""
+        roles = ("assistant", self.role) * len(turns)
+        more = [{"role": r, "content": turn} for r, turn in zip(roles, turns, strict=False)]
+        return render({**prompt.row, "messages": [*prompt.messages, *more]}, self.tokenizer)
+
+    def _refused(self, reason: str) -> ConfigError:
+        other = "tool" if self.role == "user" else "user"
+        return ConfigError(
+            f"rl.environment: the chat template cannot be used for several turns: {reason}",
+            hint=f"rl.observation_role={other}, or data.chat_template=<Jinja file> that renders "
+            "earlier messages always the same",
+        )
 
 
 @dataclass

@@ -10,9 +10,8 @@ from dataclasses import replace
 from tasks.core.events import emit
 from tasks.rl.collect import Collector
 from tasks.rl.critic import describe_critic, write_critic
-from tasks.rl.environment import EnvironmentProcess, Episodes
+from tasks.rl.environment import EnvironmentProcess, Episodes, ObservationTokens
 from tasks.rl.loop import OnlineTrainer
-from tasks.rl.observations import ObservationTokens
 from tasks.rl.prompts import load_prompts
 from tasks.rl.rewards import open_rewards
 from tasks.rl.settings import Online

@@ -62,13 +62,7 @@ class Updater:
 
     def __init__(self, setup: Setup, scorer: ExperienceScorer) -> None:
         self.setup, self._scorer = setup, scorer
-        hint = f"train.lr={setup.job.settings.optim.lr / 10:g}, or rl.kl_coef=<more>"
-        self._policy = Learner(setup, setup.engine, whose="the policy's", hint=hint)
-        self._critic: Learner | None = None
-        if setup.critic is not None:
-            hint = f"rl.critic_lr={setup.critic.optim.lr / 10:g}"
-            with setup.critic.active() as engine:  # its gradients are on
-                self._critic = Learner(setup, engine, whose="the critic's", hint=hint)
+        self._skipped = {"policy": 0, "critic": 0}  # fp16 steps in a row that overflowed
 
     @property
     def steps(self) -> int:
@@ -90,8 +84,8 @@ class Updater:
         """Take all steps of iteration 1, 2, ... `of`; return the means of their metrics.
 
         Without old log-probabilities in the experience the update measures them, see `measures`.
-        Raises TrainingError on every rank, before a weight moves, if a loss or gradient is not
-        finite, or the mismatch is above its limit.
+        Raises TrainingError on every rank if a loss or gradient is not finite, or the mismatch is
+        above its limit.
         """
         setup, steps = self.setup, self.steps * of
         settings, critic = setup.job.settings, setup.critic
@@ -147,12 +141,12 @@ class Updater:
                 logprobs, row, totals, setup.algorithm, loop, weights_n=weights, entropy_n=entropy
             )
 
-        metrics = self._policy.accumulate(step, rows, loss_of)
+        metrics = self._accumulate("policy", setup.engine, step, rows, loss_of)
         comparison: dict[str, float] = {}
         if experience.old is None:
             experience = experience.with_measurements(setup.ranks, rows, {"old": measured})
             comparison = self._scorer.compare(experience, iteration)
-        return {**metrics, **self._policy.step(step), **comparison}
+        return {**metrics, **self._take("policy", setup.engine, step), **comparison}
 
     def _step_critic(
         self,
@@ -163,7 +157,6 @@ class Updater:
         totals: Totals,
         clip: float | None,
     ) -> dict[str, float]:
-        assert self._critic is not None
         device = self.setup.ranks.device
         with critic.active() as engine:
 
@@ -171,59 +164,40 @@ class Updater:
                 values = engine(experience.row(chosen).to(device))
                 return value_loss(values, experience.part(chosen, device), totals, clip)
 
-            metrics = self._critic.accumulate(step, rows, loss_of)
-            metrics |= self._critic.step(step)
+            metrics = self._accumulate("critic", engine, step, rows, loss_of)
+            taken = self._take("critic", engine, step)
         metrics["value_total"] = metrics.pop("loss")
-        own = ("grad_norm", "skipped")
-        return {f"critic_{name}" if name in own else name: v for name, v in metrics.items()}
+        return metrics | {f"critic_{name}": value for name, value in taken.items()}
 
-
-class Learner:
-    """Takes optimizer steps with one engine, none with a loss or gradient that is not finite.
-
-    The engine trains the parameters that require gradients when this object is made.
-    """
-
-    def __init__(self, setup: Setup, engine: Any, *, whose: str, hint: str) -> None:
-        self._engine, self._job, self._whose, self._hint = engine, setup.job, whose, hint
-        self._ranks = setup.ranks
-        self._skipped = 0
-
-    def accumulate(
-        self, number: int, rows: Rows, loss_of: Callable[[list[int]], Loss]
+    def _accumulate(
+        self, whose: str, engine: Any, step: int, rows: Rows, loss_of: Callable[[list[int]], Loss]
     ) -> dict[str, float]:
-        """Run this rank's forward and backward passes of optimizer step `number`.
-
-        Returns means over the minibatch and all ranks, `loss` among them. Raises TrainingError on
-        every rank if a loss is not finite.
-        """
-        metrics, _ = accumulate(self._engine, self._ranks, rows, loss_of)
+        """Run this rank's forward and backward passes; return means over minibatch and ranks."""
+        metrics, _ = accumulate(engine, self.setup.ranks, rows, loss_of)
         for name, value in sorted(metrics.items()):
             if not math.isfinite(value):
-                raise self._error(number, f"{name} is {value}")
+                raise self._error(whose, step, f"{name} is {value}")
         return metrics
 
-    def step(self, number: int) -> dict[str, float]:
-        """Take optimizer step `number`; return `grad_norm` before clipping.
-
-        In fp16 `skipped` is 1 if the gradient overflowed; the step then has no norm. Raises
-        TrainingError after `MAX_SKIPPED` skipped steps in a row.
-        """
-        half = self._job.settings.dtype == "float16"
-        norm, skipped = take(self._engine, half=half)
+    def _take(self, whose: str, engine: Any, step: int) -> dict[str, float]:
+        """Take an optimizer step; return `grad_norm`, or in fp16 `skipped` if it overflowed."""
+        half = self.setup.job.settings.dtype == "float16"
+        norm, skipped = take(engine, half=half)
         if math.isnan(norm) and not skipped:
-            raise self._error(number, "gradient is not finite")
-        self._skipped = self._skipped + 1 if skipped else 0
-        if self._skipped >= MAX_SKIPPED:
-            raise self._error(number, f"fp16 overflowed in each of the last {MAX_SKIPPED} steps")
+            raise self._error(whose, step, "gradient is not finite")
+        self._skipped[whose] = self._skipped[whose] + 1 if skipped else 0
+        if self._skipped[whose] >= MAX_SKIPPED:
+            raise self._error(whose, step, f"fp16 overflowed in the last {MAX_SKIPPED} steps")
         metrics = {"skipped": float(skipped)} if half else {}
-        if not skipped:
-            metrics["grad_norm"] = norm
-        return metrics
+        return metrics if skipped else {**metrics, "grad_norm": norm}
 
-    def _error(self, number: int, what: str) -> TrainingError:
-        good = checkpoint.last_good(self._job.checkpoints)
+    def _error(self, whose: str, step: int, what: str) -> TrainingError:
+        job, loop = self.setup.job, self.setup.loop
+        good = checkpoint.last_good(job.checkpoints)
+        hint = f"train.lr={job.settings.optim.lr / 10:g}, or rl.kl_coef=<more>"
+        if whose == "critic":
+            hint = f"rl.critic_lr={(loop.critic_lr or job.settings.optim.lr) / 10:g}"
         return TrainingError(
-            f"step {number}: {self._whose} {what}; last good checkpoint: {good or 'none yet'}",
-            hint=self._hint,
+            f"step {step}: the {whose}'s {what}; last good checkpoint: {good or 'none yet'}",
+            hint=hint,
         )

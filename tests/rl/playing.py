@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tasks.rl.environment import EnvironmentProcess, Episodes
+from tasks.rl.environment import EnvironmentProcess, Episodes, ObservationTokens
 from tasks.rl.metrics import Clock
-from tasks.rl.observations import ObservationTokens
 from tasks.rl.responses import Prompt, Request, Response, ScoredResponse
 from tasks.serving.vllm.colocation import Generated
 from tests.rl.making import TOKENIZER

@@ -42,61 +42,42 @@ BATCH = Experience(
 )
 
 
-def estimated(
-    name: str, loop: Loop, batch: Experience = BATCH
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return advantages.estimate(algorithm(name, loop).estimate, batch, loop)
-
-
-def rewards(scores: torch.Tensor, estimator: str | None) -> torch.Tensor:
-    """Rewards of every token; without KL if the estimator is None."""
-    each = advantages.on_last_token(scores, LENGTHS)
-    if estimator is not None:
-        assert BATCH.old is not None
-        assert BATCH.reference is not None
-        gaps = (BATCH.old - BATCH.reference).tolist()
-        each = each - COEF * torch.tensor([KL[estimator](gap) for gap in gaps], dtype=each.dtype)
-    return each
-
-
-def in_groups(estimate: Any, estimator: str | None) -> torch.Tensor:
-    """Estimates of the sums of rewards, for all tokens."""
-    penalised = advantages.sums(rewards(SCORES, estimator), LENGTHS)
-    return advantages.spread(estimate(penalised, GROUPS), LENGTHS)
-
-
-def wanted_of(name: str, estimator: str | None, loop: Loop) -> torch.Tensor:
-    """The papers' formulas, composed of what `test_advantages.py` compares with plain loops."""
+def wanted_of(name: str, rewards: torch.Tensor, loop: Loop) -> torch.Tensor:
+    """The papers' formulas of tokens' rewards, of what `test_advantages.py` compares with loops."""
+    of_groups = {
+        "dr_grpo": advantages.group_centered,
+        "rloo": advantages.leave_one_out,
+    }
     if name == "ppo":
-        each, values = rewards(SCORES, estimator), BATCH.values
-        assert values is not None
-        raw, _ = advantages.gae(each, values, LENGTHS, gamma=loop.gamma, lam=loop.gae_lambda)
-    elif name == "dr_grpo":
-        raw = in_groups(advantages.group_centered, estimator)
-    elif name == "rloo":
-        raw = in_groups(advantages.leave_one_out, estimator)
-    elif name in ("reinforce_pp", "reinforce_pp_baseline"):
-        scores = SCORES if name == "reinforce_pp" else CENTERED
-        each = rewards(scores, estimator)
-        return advantages.whiten(advantages.returns_to_go(each, LENGTHS, gamma=loop.gamma))
+        assert BATCH.values is not None
+        raw, _ = advantages.gae(
+            rewards, BATCH.values, LENGTHS, gamma=loop.gamma, lam=loop.gae_lambda
+        )
+    elif name.startswith("reinforce_pp"):
+        means = advantages.on_last_token(SCORES - CENTERED, LENGTHS)
+        rewards = rewards if name == "reinforce_pp" else rewards - means
+        return advantages.whiten(advantages.returns_to_go(rewards, LENGTHS, gamma=loop.gamma))
     else:
-        raw = in_groups(advantages.group_normalized, estimator)
+        estimate = of_groups.get(name, advantages.group_normalized)
+        raw = advantages.spread(estimate(advantages.sums(rewards, LENGTHS), GROUPS), LENGTHS)
     return advantages.whiten(raw) if loop.whiten else raw
-
-
-def loop_for(name: str, **knobs: Any) -> Loop:
-    """Section `rl` with options changed from their defaults."""
-    whiten = name in ("ppo", "rloo")
-    return Loop(kl_coef=COEF, gamma=0.9, gae_lambda=0.8, whiten=whiten, **knobs)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_advantages_equal_their_formulas(name: str) -> None:
-    for estimator in (None, "k1", "k2", "k3"):
-        where = {"kl_in": "loss"} if estimator is None else {"kl_estimator": estimator}
-        loop = loop_for(name, **{"kl_in": "reward", **where})
-        actual, returns = estimated(name, loop)
-        wanted = wanted_of(name, estimator, loop)
+    whiten = name in ("ppo", "rloo")
+    for estimator in ("k1", "k3", None):
+        rewards = advantages.on_last_token(SCORES, LENGTHS)
+        kl: dict[str, Any] = {"kl_in": "loss"}
+        if estimator is not None:
+            assert BATCH.old is not None
+            assert BATCH.reference is not None
+            gaps = (BATCH.old - BATCH.reference).tolist()
+            distances = torch.tensor([KL[estimator](gap) for gap in gaps], dtype=torch.float64)
+            rewards, kl = rewards - COEF * distances, {"kl_in": "reward", "kl_estimator": estimator}
+        loop = Loop(kl_coef=COEF, gamma=0.9, gae_lambda=0.8, whiten=whiten, **kl)
+        actual, returns = advantages.estimate(ALGORITHMS[name].estimate, BATCH, loop)
+        wanted = wanted_of(name, rewards, loop)
         torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-12)
         assert (returns is not None) == ALGORITHMS[name].critic == (name == "ppo")
 

@@ -12,10 +12,9 @@ import torch
 from tasks.core.errors import ConfigError, RewardError
 from tasks.rl.advantages import by_critic, by_returns
 from tasks.rl.collect import Collector
-from tasks.rl.environment import EnvironmentProcess
+from tasks.rl.environment import EnvironmentProcess, ObservationTokens
 from tasks.rl.experience import Experience, pack_experience
 from tasks.rl.metrics import Clock
-from tasks.rl.observations import ObservationTokens
 from tasks.rl.prompts import PromptOrder
 from tasks.rl.responses import Request
 from tasks.rl.rewards import Rewards, Weighted

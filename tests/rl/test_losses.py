@@ -1,4 +1,4 @@
-"""Losses, KL and corrections compared with their formulas, token by token."""
+"""Losses, KL and corrections; `test_trl_parity.py` compares the policy loss with TRL's."""
 
 from __future__ import annotations
 
@@ -110,47 +110,6 @@ def data(lengths: Sequence[int] = LENGTHS, seed: int = 2) -> tuple[torch.Tensor,
     return old + 0.5 * drawn(count, seed), row
 
 
-def written_out(case: Case, logprobs: torch.Tensor, row: Row) -> dict[str, float]:
-    """Loss and metrics, computed token by token."""
-    expected = dict.fromkeys(
-        ("value", "policy_loss", "kl", "approx_kl", "ratio", "clip_low_frac", "clip_high_frac",
-         "entropy"), 0.0
-    )  # fmt: skip
-    x = row.experience
-    assert x.old is not None
-    assert x.reference is not None
-    assert x.advantages is not None
-    new, old, reference = (t.tolist() for t in (logprobs, x.old, x.reference))
-    owner = torch.arange(len(x.lengths)).repeat_interleave(x.lengths).tolist()
-    for t in range(len(new)):
-        own = [j for j in range(len(new)) if owner[j] == owner[t]]
-        ratio = math.exp(new[t] - old[t])
-        if case.ratio == "sequence":
-            ratio = math.exp(sum(new[j] - old[j] for j in own) / len(own))
-        advantage, weight = float(x.advantages[t]), float(row.weights[t])
-        kept = min(max(ratio, 1 - case.clip_low), 1 + case.clip_high)
-        objective = min(ratio * advantage, kept * advantage)
-        if case.dual_clip is not None and advantage < 0:
-            objective = max(objective, case.dual_clip * advantage)
-        share = {
-            "tokens": 1 / TOTALS.tokens,
-            "sequences": 1 / len(own) / TOTALS.sequences,
-            "constant": 1 / TOTALS.sequences / MOST,
-        }[case.aggregate]
-        d = new[t] - reference[t]
-        distance = KL[case.kl_estimator](d)
-        expected["policy_loss"] -= share * weight * objective
-        expected["value"] += share * (case.kl_coef * distance - weight * objective)
-        expected["value"] -= case.entropy_coef * float(row.entropy[t]) / TOTALS.tokens
-        expected["kl"] += KL["k3"](d) / TOTALS.tokens
-        expected["approx_kl"] += KL["k3"](old[t] - new[t]) / TOTALS.tokens
-        expected["ratio"] += ratio / TOTALS.tokens
-        expected["clip_low_frac"] += (ratio < 1 - case.clip_low and advantage < 0) / TOTALS.tokens
-        expected["clip_high_frac"] += (ratio > 1 + case.clip_high and advantage > 0) / TOTALS.tokens
-        expected["entropy"] += float(row.entropy[t]) / TOTALS.tokens
-    return expected
-
-
 def numbers(loss: Loss) -> dict[str, float]:
     """Return value and metrics of a loss."""
     measures = {name: float(value) for name, value in loss.measures.items()}
@@ -158,12 +117,9 @@ def numbers(loss: Loss) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_metrics_equal_their_formulas(case: str) -> None:
+def test_masked_responses_count_in_no_mean(case: str) -> None:
     logprobs, row = data()
-    loss, wanted = CASES[case].loss, written_out(CASES[case], logprobs, row)
-    assert numbers(loss(logprobs, row)) == pytest.approx(wanted, rel=1e-10)
-    # Masked responses count in no mean: the loss is that of the others alone.
-    totals = Totals(sum(LENGTHS[n] for n in (0, 2, 3)), 3, MOST)
+    loss, totals = CASES[case].loss, Totals(sum(LENGTHS[n] for n in (0, 2, 3)), 3, MOST)
     places, others = row.part([0, 2, 3], totals=totals)
     cut = replace(row.experience, truncated=torch.tensor([False, True, False, False, True]))
     masked = loss(logprobs, replace(row, experience=cut, totals=totals), masked=True)

@@ -16,7 +16,7 @@ from tasks.rl.losses import Totals
 from tests.rl.test_losses import Case as OurCase
 from tests.rl.test_losses import Row
 
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 LENGTHS = torch.tensor([5, 1, 8, 3, 6, 2])
 MOST = int(LENGTHS.max())

@@ -209,7 +209,7 @@ ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "OPENBLAS_NUM_THREADS": "1",
 }
-"""Environment of the child. A process that forks must not have worker threads; it stays offline."""
+"""Environment of the child, which stays offline."""
 
 
 def _error(reply: Mapping[str, Any]) -> PlumblineError:

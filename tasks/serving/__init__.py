@@ -2,7 +2,7 @@
 
     VllmChild().run(jobs, settings, log=log, log_path=path)     vllm/job: smoke tests in a child
     Colocated(how, sampling).generate(prompts, seeds)           vllm/rollouts: inside a rank
-    Fleet(how, sampling, urls).generate(requests, version)      rollout_servers/fleet: over HTTP
+    Fleet(how, sampling, servers).generate(requests, version)   rollout_servers/fleet: over HTTP
     load_model(folder, adapter=...)                             reference/load: in transformers
     fingerprint(model, like)                                    reference/measure
     mlflow.pyfunc.load_model("models:/name@candidate")          registered_model
@@ -12,5 +12,4 @@ rollout_servers  vLLM servers for rollouts: started, or elsewhere
 reference        a model by transformers in a child: fingerprints, greedy tokens, rewards
 http_server      a server as a child process; `llama_cpp` makes commands for GGUF files
 prompts, text    conversations to token ids and back; loops and exact match in texts
-forks            forks that can still use a GPU, for the two children
 """

@@ -1,14 +1,10 @@
-"""Functions that the reference child runs for `tasks/evaluation/scoring.py`: they need torch.
-
-Each runs in a fork of its own. Modules imported here are already imported before the fork, except
-those that would initialise CUDA on a machine with a GPU (`forks.py`).
-"""
+"""Functions that the reference child runs for `tasks/evaluation/scoring.py`: they need torch."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +27,6 @@ class ModelRef:
     weighted: Mapping[str, float] | None = None
     device: str | None = None  # "cpu" or "cuda"; None for a GPU if there is one, else the CPU
     float32: bool = False  # True to compute in float32, with weights that are rounded to `dtype`
-
-    def as_request(self) -> dict[str, Any]:
-        """Return the fields as plain JSON."""
-        adapter = str(self.adapter) if self.adapter else None
-        return {**asdict(self), "path": str(self.path), "adapter": adapter}
 
 
 @dataclass(frozen=True)
